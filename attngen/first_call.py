@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,18 @@ from attngen.errors import AttngenError, CallError, NoKernelError, internal_erro
 from attngen.runtime import on_demand
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from attngen.lang.variant import Variant
     from attngen.runtime.select import Request
     from attngen.schema import KernelSpec
+    from attngen.tools.build.compiles import BuiltKernel, Failure
 
 #: The name of the package in the manifests of kernels that a call compiled.
 PACKAGE = "compiled_on_call"
+
+#: What a process that compiles loads before its first kernel arrives.
+LOAD = "attngen.tools.build.compiles:load"
 
 
 class Jit:
@@ -132,37 +139,49 @@ class _Maker:
 
         Those that are needed ``soon`` are compiled at the same time, if they can be.
         """
+        from concurrent.futures import ThreadPoolExecutor
+
         from attngen.runtime.module import read_kernel
         from attngen.runtime.registry import registry
         from attngen.store import Store
-        from attngen.store.jobs import worker_processes
-        from attngen.tools.build.compiles import Prepared
+        from attngen.store.spare import spare
 
         start = time.perf_counter()
         store = Store()
         store.require_trusted()
+        wanted = [asked, *soon]
         # Processes that compile start while kernels are planned and rendered, where these are likely to be missing.
-        ahead = 1 + len(soon) if self._compiles or not store.all_keys() else 0
-        with worker_processes(ahead, "attngen.compile.cuda:load") as workers:
+        ahead = len(wanted) if self._compiles or not store.all_keys() else 0
+        built: list[BuiltKernel] = []
+        with spare.given(ahead, LOAD) as workers, ThreadPoolExecutor(len(wanted)) as threads:
             from attngen.plan import plan
             from attngen.render import render
+            from attngen.tools.build.compiles import Prepared
             from attngen.tools.build.pipeline import compile_kernels
 
-            asked = asked if self.fast_math else exact(asked)
-            planned = plan(asked)
-            prepared = [Prepared(asked, planned, render(planned))]
-            for other in soon:
+            def begin(kernel: KernelSpec) -> Future[tuple[Mapping[str, BuiltKernel], Sequence[Failure]]]:
+                kernel = kernel if self.fast_math else exact(kernel)
+                planned = plan(kernel)
+                prepared = [Prepared(kernel, planned, render(planned))]
+                return threads.submit(compile_kernels, prepared, store=store, jobs=1, workers=workers)
+
+            compiling = []
+            for other in reversed(soon):  # a backward takes longer: the forward is planned while it is compiled
                 with suppress(AttngenError):  # told when it is asked for
-                    wanted = other if self.fast_math else exact(other)
-                    following = plan(wanted)
-                    prepared.append(Prepared(wanted, following, render(following)))
-            prepared.reverse()  # a backward takes longer, and goes first
-            built, failures = compile_kernels(prepared, store=store, jobs=len(prepared), workers=workers)
-        self._compiles = any(kernel.origin == "built" for kernel in built.values())
-        for failure in failures:
-            if failure.name == planned.name:
-                raise failure.error
-        for kernel in reversed(built.values()):
+                    compiling.append(begin(other))
+            try:
+                kernels, failures = begin(asked).result()
+                for failure in failures:
+                    raise failure.error
+                built.extend(kernels.values())
+                for each in compiling:
+                    with suppress(AttngenError):
+                        built.extend(each.result()[0].values())
+            except KeyboardInterrupt:
+                workers.stop()
+                raise
+        self._compiles = any(kernel.origin == "built" for kernel in built)
+        for kernel in built:
             registry.add_compiled(read_kernel(store.path(kernel.key), sealed=True))
             if kernel.origin == "built":
                 print(f"attngen.jit: compiled {kernel.name} in {time.perf_counter() - start:.1f} s", file=sys.stderr)

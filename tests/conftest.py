@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from attngen.store import jobs, limits
+from attngen.store.spare import spare
 from tests import forked
 
 _GPU = Path(__file__).parent / "gpu"
@@ -41,6 +42,7 @@ jobs.subprocess = SimpleNamespace(Popen=forked.popen, PIPE=subprocess.PIPE)  # t
 
 
 def pytest_sessionfinish() -> None:
+    spare.close()
     forked.close()
 
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 #: Options that say nothing about the comparison of kernels.
 _NOT_FOR_THE_ORACLE = (
-    "variants", "passes", "suite", "cells", "seqlens", "tokens", "check", "plot_path", "ladder", "sustained", "dry_run",
+    "variants", "passes", "suite", "cells", "seqlens", "tokens", "peer_parts", "taken", "check", "plot_path",
+    "ladder", "sustained", "dry_run",
 )  # fmt: skip
 
 
@@ -47,6 +48,10 @@ _NOT_FOR_THE_ORACLE = (
               help="Queries and keys of a sequence; may be repeated.")  # fmt: skip
 @click.option("--tokens", type=click.IntRange(1, 2**24), default=16384, show_default=True,
               help="Tokens of a call, in all sequences together.")  # fmt: skip
+@click.option("--peer", "peer_parts", metavar="PART", multiple=True,
+              help="Only libraries whose name contains this; may be repeated.")  # fmt: skip
+@click.option("--taken", is_flag=True,
+              help="Of forwards, race the kernel that a call takes, and no other one of the spec.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True,
               help="Samples of each contestant; their median counts.")  # fmt: skip
 @click.option("--check/--no-check", default=True, show_default=True,
@@ -76,6 +81,8 @@ def command(
     cells: tuple[str, ...],
     seqlens: tuple[int, ...],
     tokens: int,
+    peer_parts: tuple[str, ...],
+    taken: bool,
     rounds: int,
     check: bool,
     json_path: Path | None,
@@ -105,7 +112,8 @@ def command(
         return
     if suite == "serving":
         _refuse_beside(context, "the serving suite", "--suite serving",
-                       ("passes", "seqlens", "tokens", "plot_path", "ladder", "sustained"))  # fmt: skip
+                       ("passes", "seqlens", "tokens", "peer_parts", "taken", "plot_path", "ladder",
+                        "sustained"))  # fmt: skip
         from attngen.commands.bench_serving import run_serving
         from attngen.tools.bench.serving.run import ServingOptions
 
@@ -115,11 +123,11 @@ def command(
         return
     if suite == "small":
         _refuse_beside(context, "the suite of small calls", "--suite small",
-                       ("variants", "passes", "seqlens", "tokens", "plot_path", "ladder"))  # fmt: skip
+                       ("variants", "passes", "seqlens", "tokens", "taken", "plot_path", "ladder"))  # fmt: skip
         from attngen.commands.bench_small import run_small
         from attngen.tools.bench.small.run import SmallOptions
 
-        small = SmallOptions(part, cells, rounds, check, jobs, sustained)
+        small = SmallOptions(part, cells, rounds, check, jobs, sustained, peer_parts)
         if not run_small(spec, small, dry_run, partial(_write, path=json_path)):
             context.exit(cli.EXIT_FAILURE)
         return
@@ -129,6 +137,8 @@ def command(
         )
     if ladder and plot_path is not None:
         raise click.UsageError("--plot draws races with peers; leave it out, or --ladder")
+    if ladder and (peer_parts or taken):
+        raise click.UsageError("a ladder races its own rungs; leave --peer and --taken out, or --ladder")
     if ladder and passes in ("backward", "both"):
         raise click.UsageError("a ladder leads to a forward; leave --pass out, or --ladder")
     if plot_path is not None:
@@ -137,7 +147,9 @@ def command(
 
     directions = ("forward",) if ladder else bench.DIRECTIONS if passes in (None, "both") else (passes,)
     suites = bench.SUITES if suite is None else (suite,)
-    options = bench.Options(part, variants, tokens, seqlens, rounds, check, jobs, ladder, directions, suites, sustained)
+    options = bench.Options(
+        part, variants, tokens, seqlens, rounds, check, jobs, ladder, directions, suites, sustained, peer_parts, taken
+    )
     if dry_run:
         report = bench.dry_run(spec, options)
         _write(report, json_path)

@@ -26,7 +26,7 @@ def run_small(spec: Path, options: SmallOptions, dry_run: bool, write: Callable[
     if dry_run:
         report = tool.dry_run(spec, options)
         write(report)
-        names = [peer.name for peer in tool.small_peers()]
+        names = [peer.name for peer in tool.named(tool.small_peers(), options.peers)]
         rows = []
         for row in report.rows:
             planned = {result.contestant for result in row.results}

@@ -20,6 +20,7 @@ import attngen
 from attngen.errors import SpecError
 from attngen.integrations.flex_facts import Look, looks
 from attngen.integrations.flex_identity import Reading, state_of
+from attngen.integrations.flex_plain import legal, plain
 from attngen.integrations.flex_trace import Trace, refusal, traced
 from attngen.integrations.flex_translate import Captured, Translation, Translator, Values
 from attngen.runtime.cache import RecentCache
@@ -130,6 +131,20 @@ class Template:
             for slot, (find, state) in self._numbers.items()
         )
 
+    def taken(self, functions: Mapping[str, Mod], tensors: Sequence[Tensor]) -> bool:
+        """Whether the language takes it for certain, so that ``meaning`` can wait until it is needed.
+
+        Raises CallError, as ``meaning`` does, for what has no translation.
+        """
+        if any(kind != "mask_mod" or not plain(trace) for kind, trace in self._traces.items()):
+            return False
+        values = Values(tensors, _unanswered, _NONE)
+        fields, entries = self._translated(functions, values)
+        if not legal(fields["mask"], [one.name for one in entries]):
+            return False
+        self._depends(values, tensors)
+        return True
+
     def look(self, tensors: Sequence[Tensor]) -> None:
         """Queue looks at the tensors whose numbers will be asked about."""
         for slot in self._asked:
@@ -146,6 +161,19 @@ class Template:
             if all(_answer(tensors[slot], question) is answer for (slot, question), answer in answers.items()):
                 return Traced(found, entries, tensors)
         values = Values(tensors, _answer, closed)
+        fields, entries = self._translated(functions, values)
+        try:
+            found = declared(fields)
+        except SpecError as error:
+            kind = next(iter(functions))
+            raise refusal(functions[kind], kind, " ".join(str(error).split("\n")[0].split())) from error
+        self._depends(values, tensors)
+        self.may_fail = self.may_fail or any(question == "positive" for _, question in values.asked)
+        self._known = [*self._known[-7:], (values.asked, found, entries)]
+        return Traced(found, entries, tensors)
+
+    def _translated(self, functions: Mapping[str, Mod], values: Values) -> tuple[dict[str, Any], Sequence[Captured]]:
+        """Return the fields of the variant, and its tensors."""
         names = Translation(values)
         fields: dict[str, Any] = {}
         for kind, trace in self._traces.items():
@@ -153,22 +181,22 @@ class Template:
         entries = list(names.tensors.values())
         if entries:
             fields["tensors"] = {one.name: one.fields() for one in entries}
-        try:
-            found = declared(fields)
-        except SpecError as error:
-            kind = next(iter(functions))
-            raise refusal(functions[kind], kind, " ".join(str(error).split("\n")[0].split())) from error
+        return fields, entries
+
+    def _depends(self, values: Values, tensors: Sequence[Tensor]) -> None:
+        """Take note of the tensors whose numbers were read, and of those that are asked about."""
         for slot in values.fixed.union(*(trace.fixed for trace in self._traces.values())):
             self._numbers[slot] = ref(tensors[slot]), state_of(tensors[slot])
         self._asked |= {slot for slot, _ in values.asked}
-        self.may_fail = self.may_fail or any(question == "positive" for _, question in values.asked)
-        self._known = [*self._known[-7:], (values.asked, found, entries)]
-        return Traced(found, entries, tensors)
 
 
 def _answer(tensor: Tensor, question: str) -> bool:
     found: Look = looks.at(tensor)
     return bool(getattr(found, question))
+
+
+def _unanswered(tensor: Tensor, question: str) -> bool:
+    return False
 
 
 #: Templates, by what tells functions apart.
@@ -198,10 +226,19 @@ class Functions:
     def check(self) -> None:
         """Raise CallError for what the language cannot say, and queue the looks at tensors that ``meaning`` needs."""
         found = self._known()
-        if found is None or found.may_fail:
-            self.meaning()
-        else:
-            found.look(self._tensors)
+        if found is None:
+            found = self._traced()
+            if not found.taken(self._functions, self._tensors):
+                found.meaning(self._functions, self._tensors)
+            self._keep(found)
+        elif found.may_fail:
+            found.meaning(self._functions, self._tensors)
+            return
+        found.look(self._tensors)
+
+    def _keep(self, made: Template) -> None:
+        if self._reading.complete and made.lasts:
+            _TRACED.put(self._key, made)
 
     def meaning(self) -> Traced:
         """Return what they mean. Raises CallError for functions that the language cannot say."""
@@ -210,8 +247,7 @@ class Functions:
             return found.meaning(self._functions, self._tensors)
         made = self._traced()
         meaning = made.meaning(self._functions, self._tensors)
-        if self._reading.complete and made.lasts:
-            _TRACED.put(self._key, made)
+        self._keep(made)
         return meaning
 
     def meaning_whatever_they_hold(self, shared: Sequence[Tensor]) -> Traced:

@@ -19,11 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngen.errors import CallError
+from attngen.integrations.flex_direct import DIRECT, Rule
 from attngen.integrations.flex_effects import Kept, effect_of
 from attngen.integrations.flex_identity import Reading
 
 _aten = torch.ops.aten
 _NO_TENSORS: frozenset[int] = frozenset()
+_AN_INDEX = (torch.int32, torch.int64)
 _DIVIDES = frozenset({_aten.div, _aten.floor_divide, _aten.remainder, _aten.fmod})
 
 
@@ -106,6 +108,11 @@ class _Gathers(TorchFunctionMode):
         self._argument, self._recorder = argument, recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        direct = None if kwargs else DIRECT.get(func)
+        if direct is not None:
+            known = self._recorder.direct(*direct, args)
+            if known is not None:
+                return known
         if func is Tensor.__getitem__:
             tensor, index = args
             indices = index if isinstance(index, tuple) else (index,)
@@ -117,6 +124,10 @@ class _Gathers(TorchFunctionMode):
                     indices = tuple(0 * self._argument + i for i in indices)
                 elif constant and len(indices) == tensor.dim():
                     return self._recorder.element(tensor, indices)
+                elif len(indices) == tensor.dim():
+                    gathered = self._recorder.gather(tensor, indices)
+                    if gathered is not None:
+                        return gathered
                 return _aten.index(tensor, [i if isinstance(i, Tensor) else torch.tensor(i) for i in indices])
         result = func(*args, **(kwargs or {}))
         if func not in _ABOUT and not isinstance(result, Tensor):
@@ -138,6 +149,7 @@ class _Recorder(TorchDispatchMode):
         self.trace = Trace()
         self._device = device
         self._file = getattr(getattr(plain_of(function), "__code__", None), "co_filename", None)
+        self._place = arguments[-1].device
         self._alive: list[Any] = list(arguments)  # so that nothing else gets the identity of what is known
         self.known: dict[int, Operand] = {
             id(tensor): Given(slot, name, tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
@@ -166,6 +178,49 @@ class _Recorder(TorchDispatchMode):
         self.known[id(result)] = Made(
             None, result.dtype, result.shape, frozenset({found.slot}), self._line(), (found, places)
         )
+        self._alive.append(result)
+        return result
+
+    def direct(self, name: str, rule: Rule, args: Sequence[Any]) -> Tensor | None:
+        """Return the result of an operation on steps and numbers, which is not run; None of any other."""
+        operands: list[Any] = []
+        dtypes: list[torch.dtype] = []
+        numbers: list[float] = []
+        depends = False
+        for value in args:
+            if type(value) is int or type(value) is float:
+                if not dtypes:
+                    return None
+                numbers.append(value)
+                operands.append(value)
+            else:
+                found = self.known.get(id(value))
+                if type(found) is Step:
+                    depends = True
+                elif type(found) is not Given or found.requires_grad:
+                    return None
+                if found.shape:
+                    return None
+                dtypes.append(found.dtype)
+                operands.append(found)
+        dtype = rule(dtypes, numbers) if depends else None
+        return None if dtype is None else self._written(name, f"aten.{name}", tuple(operands), dtype)
+
+    def gather(self, tensor: Tensor, indices: Sequence[Any]) -> Tensor | None:
+        """Return an element of a captured tensor at indices that are steps; None of any other."""
+        source, places = self.known.get(id(tensor)), [self.known.get(id(index)) for index in indices]
+        if type(source) is not Given or any(type(p) is not Step or p.dtype not in _AN_INDEX for p in places):
+            return None
+        return self._written("index", "aten.index.Tensor", (source, places), source.dtype)
+
+    def _written(self, name: str, overload: str, args: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+        """Write down an operation whose result is a number, and return something of its dtype."""
+        zero = _ZEROS.get((dtype, self._place))
+        with torch._C._DisableTorchDispatch():
+            result = (_zero(dtype, self._place) if zero is None else zero).detach()
+        step = Step(name, overload, args, {}, dtype, result.shape, self._line())
+        self.trace.steps.append(step)
+        self.known[id(result)] = step
         self._alive.append(result)
         return result
 
@@ -283,6 +338,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 _SAMPLES: dict[torch.device, tuple[Tensor, ...]] = {}
 
+#: A zero of each dtype, whose aliases stand for results that are not computed.
+_ZEROS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
 
 def _samples(kind: str, device: torch.device) -> list[Tensor]:
     """Return arguments for a function: a logit, and four indices."""
@@ -290,8 +348,23 @@ def _samples(kind: str, device: torch.device) -> list[Tensor]:
     if found is None:
         with torch.inference_mode(False):
             indices = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(4))
-            found = _SAMPLES[device] = (torch.ones((), device=device), *indices)
+            found = torch.ones((), device=device), *indices
+        if _runs(device):
+            _SAMPLES[device] = found
     return [*found] if kind == "score_mod" else [*found[1:]]
+
+
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        made = torch.zeros((), dtype=dtype, device=device)
+    if _runs(device):
+        _ZEROS[dtype, device] = made
+    return made
+
+
+def _runs(device: torch.device) -> bool:
+    """Whether tensors that are made now hold numbers; while a CUDA graph is captured, nothing runs."""
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def traced(function: Callable[..., Any], kind: str, device: torch.device, reading: Reading) -> Trace:

@@ -238,6 +238,7 @@ class Translator:
         return found or (entry.least is not None and entry.least >= 0)
 
     def _never_negative(self, operand: Any) -> bool:
+        """Whether a number is known not to be negative. What is asked about tensors does not depend on the answers."""
         if not isinstance(operand, Step | Given | Made):
             return bool(operand >= 0)
         if isinstance(operand, Given):
@@ -256,13 +257,17 @@ class Translator:
             sides = [self._never_negative(side) for side in arguments[:2]]
             return any(sides) if name in ("maximum", "bitwise_and") else all(sides)
         if name in ("floor_divide", "remainder", "div"):
-            return self._never_negative(arguments[0]) and self._never_negative(arguments[1])
+            return self._none_negative(arguments[:2])
         if name in ("clamp", "clamp_min"):
             least = arguments[1] if len(arguments) > 1 else None
             return least is not None and self._never_negative(least)
         if name == "where":
-            return all(self._never_negative(arm) for arm in arguments[1:])
+            return self._none_negative(arguments[1:])
         return name in ("abs", "_to_copy", "clone", "alias") and (name == "abs" or self._never_negative(arguments[0]))
+
+    def _none_negative(self, operands: Sequence[Any]) -> bool:
+        found = [self._never_negative(operand) for operand in operands]  # all of them are asked
+        return all(found)
 
     def _divisor(self, step: Step, operand: Any) -> str:
         """Return a divisor, which must be known not to be 0."""
@@ -289,7 +294,7 @@ class Translator:
         return f"({x} // {y})" if mode == "floor" else self._truncated(step, x, y)
 
     def _truncated(self, step: Step, x: str, y: str) -> str:
-        if self._never_negative(step.args[0]) and self._never_negative(step.args[1]):
+        if self._none_negative(step.args[:2]):
             return f"({x} // {y})"
         return f"({x} // {y} if ({x} >= 0) == ({y} > 0) else -((-{x}) // {y}))"
 

@@ -33,6 +33,10 @@ NAME = "attngen"
 SPEC = "transformers"
 
 _BIAS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
+
+#: The attribute of a causal mask made in a trace that holds how many keys of a static cache count, (batch,) int32.
+_USED = "_attngen_used"
+
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -130,6 +134,8 @@ def asked(
         structure = Structure(right=0 if is_causal and q.shape[1] > 1 else NO_LIMIT)
     elif isinstance(given, StructuredMask) and given.shape[-1] == k.shape[1]:
         structure = given.structure
+    elif hasattr(given, _USED) and given.shape[-1] == k.shape[1]:
+        structure = Structure(right=0, used=getattr(given, _USED))
     candidates = _structured(structure, q, k, packing, softcap, position_bias) if structure is not None else []
     with_sinks: list[Candidate] = []
     if structure is not None and candidates and softcap is None and position_bias is None and s_aux is not None:
@@ -347,9 +353,10 @@ def mask(
     """Return the mask of a forward pass, (batch, 1, queries, keys): as a structure, if it has a known one.
 
     ``attention_mask`` (batch, keys so far) is False at padding. Its values are read once, as transformers itself does
-    for SDPA; while a graph is traced or captured nothing is read, and the mask is a tensor of bools. A step against a
-    static cache that ``generate`` compiles takes a mask that was made outside of it, as a structure. Raises CallError
-    for a model that computes its attention itself: it would add the bools to its scores.
+    for SDPA; while a graph is traced or captured nothing is read, and the mask is a tensor of bools. That of a causal
+    step against a static cache, without ``attention_mask``, has its structure as an attribute. A step that ``generate``
+    compiles takes a mask that was made outside of it, as a structure. Raises CallError for a model that computes its
+    attention itself: it would add the bools to its scores.
     """
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
     from transformers.utils.import_utils import is_tracing
@@ -366,8 +373,14 @@ def mask(
         return found
 
     if is_tracing(attention_mask) or detect_fake_mode() is not None:
-        plain = function is causal_mask_function and attention_mask is None and isinstance(q_offset, int)
-        return None if plain and q_length == kv_length and q_offset == kv_offset == 0 else build()
+        plain = function is causal_mask_function and attention_mask is None and kv_offset == 0
+        if plain and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length:
+            return None
+        found = build()
+        if plain and isinstance(q_offset, Tensor):  # a step against a static cache: its bools need not be read
+            used = (q_offset + q_length).to(device=device, dtype=torch.int32)
+            setattr(found, _USED, used.reshape(1).expand(batch_size).contiguous())
+        return found
     config: type = type(kwargs.get("config"))
     own = _with_attention_of_its_own(config)
     if own is not None:

@@ -49,7 +49,7 @@ class Result:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     process: subprocess.Popen[bytes]
     log: IO[bytes]
@@ -60,26 +60,40 @@ class _Worker:
 
 @dataclass
 class Workers:
-    """Processes that wait for jobs."""
+    """Processes for jobs: those that wait for one, and those that have one."""
 
     scratch: str  # temporary files of all of them, those that are killed too
     idle: list[_Worker] = field(default_factory=list)
+    busy: list[_Worker] = field(default_factory=list)
+
+    def stop(self) -> None:
+        """Stop the jobs, which fail."""
+        for worker in tuple(self.busy):
+            worker.process.kill()
 
 
 @contextmanager
-def worker_processes(ahead: int = 0, load: str | None = None) -> Iterator[Workers]:
-    """Give processes that several calls of ``run_jobs`` share, one after the other: each takes a while to start.
-
-    So many as ``ahead`` are started at once, and call ``load`` ("module:name") before their first job.
-    """
+def worker_processes() -> Iterator[Workers]:
+    """Give processes that several calls of ``run_jobs`` share, one after the other: each takes a while to start."""
     with tempfile.TemporaryDirectory(prefix="attngen-", ignore_cleanup_errors=True) as scratch:
         workers = Workers(scratch)
         try:
-            workers.idle.extend(_spawn(scratch, load) for _ in range(ahead))
             yield workers
         finally:
-            for worker in workers.idle:
-                _close(worker)
+            close_workers(workers)
+
+
+def start_workers(workers: Workers, count: int, load: str) -> None:
+    """Start processes, which call ``load`` ("module:name") before their first job; one that fails is no error."""
+    workers.idle.extend(_spawn(workers.scratch, load) for _ in range(count))
+
+
+def close_workers(workers: Workers) -> None:
+    """End the processes that have no job."""
+    for worker in workers.idle:
+        worker.process.kill()  # a fork of this process may hold the other end of what it reads, which then never ends
+        _close(worker)
+    workers.idle.clear()
 
 
 def run_jobs(
@@ -137,12 +151,15 @@ class _Pool:
                         yield result
 
     def start(self, index: int, last: bool) -> _Worker:
-        idle = self.workers.idle
-        worker = idle.pop() if idle else _spawn(self.workers.scratch)
+        try:
+            worker = self.workers.idle.pop()
+        except IndexError:  # none waits, or another thread took the last one
+            worker = _spawn(self.workers.scratch)
         job = self.jobs[index]
         worker.index, worker.started = index, time.monotonic()
         worker.log_start = os.fstat(worker.log.fileno()).st_size
         self.busy[_answers(worker)] = worker
+        self.workers.busy.append(worker)
         try:
             assert worker.process.stdin is not None
             pickle.dump((job.function, (*job.arguments, last)), worker.process.stdin)
@@ -164,6 +181,7 @@ class _Pool:
         return [self.busy.pop(fd) for fd in ready]
 
     def finish(self, worker: _Worker) -> Result:
+        self.workers.busy.remove(worker)
         try:
             assert worker.process.stdout is not None
             ok, value, messages, retired = pickle.load(worker.process.stdout)
@@ -200,6 +218,7 @@ class _Pool:
 
     def close(self) -> None:
         for worker in self.busy.values():
+            self.workers.busy.remove(worker)
             worker.process.kill()
             _close(worker)
 

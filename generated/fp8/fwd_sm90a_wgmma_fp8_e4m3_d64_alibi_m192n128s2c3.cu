@@ -405,10 +405,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       return place_at(work_ring.stage);
     };
     // What brings products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
-    const auto logit_scale_of = [&](const Place& work) {
+    const auto read_scales = [&](const Place& work, float (&scales)[2]) {
       const int hk = work.h / group;
-      return softmax_scale * q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h] *
-             k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
+      scales[0] = q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h];
+      scales[1] = k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
     };
     const auto value_scale_of = [&](const Place& work) {
       const int hk = work.h / group;
@@ -417,7 +417,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
     left = next_work().tiles;
     bool more = __any_sync(~0u, left > 0);
-    float next_logit_scale = logit_scale_of(place_at(0));
+    float next_scales[2];
+    read_scales(place_at(0), next_scales);
     const auto wait_operands = [&] {
       q_ring.wait();
       wait_k();
@@ -433,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     if (more) start();
     while (more) {
       const Place& work = place_at(work_ring.stage);
-      const float logit_scale = next_logit_scale;
+      const float logit_scale = softmax_scale * next_scales[0] * next_scales[1];
       const int seqlen_k = work.seqlen_k;
       const int h = work.h;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
@@ -514,7 +515,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
         issue_pv(v_ring.stage);  // O += P V of the tile before
-        pass_turn();
         wait_products<1>();
         settle(s);
         release_k();
@@ -522,6 +522,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
         float sum[2] = {0.0f, 0.0f};
         wait_products<0>();
+        pass_turn();  // the products are done
         settle(acc);
         release_v();
         if (__any_sync(~0u, renews)) {
@@ -604,8 +605,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const WorkRing last_ring = work_ring;
       work_ring.advance();
       const Place& next = next_work();
-      value_scale = value_scale_of(work);  // early, since loads take their time
-      next_logit_scale = logit_scale_of(next);
+      // Early, since loads take their time; what uses them comes after the products are issued.
+      value_scale = value_scale_of(work);
+      read_scales(next, next_scales);
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
       if (more) wait_operands();

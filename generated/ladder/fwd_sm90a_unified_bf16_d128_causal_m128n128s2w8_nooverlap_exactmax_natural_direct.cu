@@ -6,6 +6,7 @@
 // No warp roles: a block of 2 warpgroups, each of which computes O of 64 query rows from the keys that the block
 // sees, from the last to the first. The first warp also loads, by TMA, as far ahead as there are stages.
 #include "expression.cuh"
+#include "quad.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -326,17 +327,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_unified_bf16
   settle(acc);
   rescale(acc, normalize);
 
-  // Straight from registers: four lanes write 16 bytes of a row at a time.
+  // Straight from registers: each lane of a quad writes 16 bytes of a row, 64 in all.
   const auto store_rows = [&] {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-      if (q < seqlen_q) {
-        OutElement* const to = (out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + 2 * (lane % 4);
+      OutElement* const to = (out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + 8 * (lane % 4);
 #pragma unroll
-        for (int column = 0; column < 128; column += 8) {
-          const int i = column / 2 + 2 * row;
-          *reinterpret_cast<uint32_t*>(to + column) = pack<OutElement>(acc[i], acc[i + 1]);
+      for (int column = 0; column < 128; column += 32) {
+        uint32_t two_columns[4];
+#pragma unroll
+        for (int block = 0; block < 4; ++block) {
+          const int i = column / 2 + 4 * block + 2 * row;
+          two_columns[block] = pack<OutElement>(acc[i], acc[i + 1]);
+        }
+        gather_block(two_columns);
+        if (q < seqlen_q) {
+          *reinterpret_cast<uint4*>(to + column) = {two_columns[0], two_columns[1], two_columns[2], two_columns[3]};
         }
       }
     }

@@ -8,6 +8,7 @@
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
 #include "pdl.cuh"
+#include "quad.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -193,7 +194,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         index = next_tile();
       }
     } else if (warp == kLoader) {
-      // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
+      // The loader of K and V: a tile of keys that all rows see, since nothing runs under the first softmax, then the others from
+      // the last to the first. V follows K one step later, as consumers read it.
       WorkRing work_ring;
       KRing k_ring;
       while (true) {
@@ -237,8 +239,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           k_ring.advance();
         };
 
+        const bool any_whole = min(all.full_hi, all.visible_hi) > max(all.full_lo, all.visible_lo);
+        const int first = (any_whole ? min(all.full_hi, all.visible_hi) : all.visible_hi) - 1;
         while (__any_sync(~0u, remaining > 0)) {
-          const int tile = all.visible_lo + remaining - 1;
+          const int place = all.visible_lo + remaining - 1;
+          const int tile = remaining == tiles ? first : place + (place >= first);
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
           load_step(tile, tile | partial << kPartialBit);
         }
@@ -415,17 +420,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       float normalize[2];
       finish_sum(row_sum, normalize);
 
-      // Straight from registers: four lanes write 16 bytes of a row at a time.
+      // Straight from registers: each lane of a quad writes 16 bytes of a row, 64 in all.
       const auto store_rows = [&] {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < seqlen_q) {
-            OutElement* const to = (out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + 2 * (lane % 4);
+          OutElement* const to = (out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + 8 * (lane % 4);
 #pragma unroll
-            for (int column = 0; column < 128; column += 8) {
-              const int i = column / 2 + 2 * row;
-              *reinterpret_cast<uint32_t*>(to + column) = pack<OutElement>(acc[i], acc[i + 1]);
+          for (int column = 0; column < 128; column += 32) {
+            uint32_t two_columns[4];
+#pragma unroll
+            for (int block = 0; block < 4; ++block) {
+              const int i = column / 2 + 4 * block + 2 * row;
+              two_columns[block] = pack<OutElement>(acc[i], acc[i + 1]);
+            }
+            gather_block(two_columns);
+            if (q < seqlen_q) {
+              *reinterpret_cast<uint4*>(to + column) = {two_columns[0], two_columns[1], two_columns[2], two_columns[3]};
             }
           }
         }

@@ -205,7 +205,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         index = next_tile();
       }
     } else if (warp == kLoader) {
-      // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
+      // The loader of K and V: a tile of keys that all rows see, since nothing runs under the first softmax, then the others from
+      // the last to the first. V follows K one step later, as consumers read it.
       WorkRing work_ring;
       KRing k_ring;
       while (true) {
@@ -249,8 +250,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           k_ring.advance();
         };
 
+        const bool any_whole = min(all.full_hi, all.visible_hi) > max(all.full_lo, all.visible_lo);
+        const int first = (any_whole ? min(all.full_hi, all.visible_hi) : all.visible_hi) - 1;
         while (__any_sync(~0u, remaining > 0)) {
-          const int tile = all.visible_lo + remaining - 1;
+          const int place = all.visible_lo + remaining - 1;
+          const int tile = remaining == tiles ? first : place + (place >= first);
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
           load_step(tile, tile | partial << kPartialBit);
         }

@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         index = next_tile();
       }
     } else if (warp == kLoader) {
-      // The loader of K: from the last tile of keys to the first. Lanes share the copies of a tile, each of rows of one
+      // The loader of K: a tile of keys that all rows see, then the others from the last to the first. Lanes share the copies of a tile, each of rows of one
       // page and 128 bytes of columns.
       constexpr int kColumns = kHeadDimQk / kBoxColumns;  // copies that bring all columns of the same rows
       const int lane_key = lane / kColumns * box_rows;  // of a lane's first copy, from the first key of a tile
@@ -265,8 +265,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           k_ring.advance();
         };
 
+        const bool any_whole = min(all.full_hi, all.visible_hi) > max(all.full_lo, all.visible_lo);
+        const int first = (any_whole ? min(all.full_hi, all.visible_hi) : all.visible_hi) - 1;
         while (__any_sync(~0u, remaining > 0)) {
-          const int tile = all.visible_lo + remaining - 1;
+          const int place = all.visible_lo + remaining - 1;
+          const int tile = remaining == tiles ? first : place + (place >= first);
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
           load_step(tile, tile | partial << kPartialBit);
         }
@@ -295,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         q_ring.advance();
       }
     } else if (warp == kValueLoader) {
-      // The loader of V: from the last tile of keys to the first. Lanes share the copies of a tile, each of rows of one
+      // The loader of V: a tile of keys that all rows see, then the others from the last to the first. Lanes share the copies of a tile, each of rows of one
       // page and 128 bytes of columns.
       constexpr int kColumns = kHeadDimV / kBoxColumns;  // copies that bring all columns of the same rows
       const int lane_key = lane / kColumns * box_rows;  // of a lane's first copy, from the first key of a tile
@@ -336,8 +339,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           v_ring.advance();
         };
 
+        const bool any_whole = min(all.full_hi, all.visible_hi) > max(all.full_lo, all.visible_lo);
+        const int first = (any_whole ? min(all.full_hi, all.visible_hi) : all.visible_hi) - 1;
         while (__any_sync(~0u, remaining > 0)) {
-          const int tile = all.visible_lo + remaining - 1;
+          const int place = all.visible_lo + remaining - 1;
+          const int tile = remaining == tiles ? first : place + (place >= first);
           load_step(tile);
         }
       }

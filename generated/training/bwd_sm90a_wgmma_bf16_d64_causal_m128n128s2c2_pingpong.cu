@@ -8,6 +8,7 @@
 // one after the other: preprocess (D and LSE of each query row) and dqkv (all products).
 #include "blocks.cuh"
 #include "expression.cuh"
+#include "first.cuh"
 #include "gradient.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
@@ -125,12 +126,13 @@ struct Piece {
   GradElement* to;
   int rows;
   float factor;
+  bool begun;
 };
 constexpr int kSums = 8;  // steps whose `Sum` is kept; the warp that adds dQ lags by fewer
 
 static_assert(kKBytes == 16384 && kVBytes == 16384);
 static_assert(QRing::kStages * kQBytes == 32768 && DoutRing::kStages * kDoutBytes == 32768);
-static_assert(DsRing::kStages * kDsBytes == 65536 && DqRing::kStages * kDqBytes == 32768);
+static_assert(DsRing::kStages * kDsBytes == 65536 && DqRing::kStages * kDqBytes <= 32768);
 static_assert(kWork % alignof(Work) == 0 && WorkRing::kStages * sizeof(Work) == 64);
 static_assert(kStep % alignof(Step) == 0 && QRing::kStages * sizeof(Step) == 16);
 static_assert(kSumTile % alignof(Sum) == 0 && kSums * sizeof(Sum) == 64);
@@ -144,23 +146,23 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-// D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the dQ accumulator.
+// D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the counters and states of dQ.
 extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causal_m128n128s2c2_pingpong_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
-    float* delta_ptr, float* dq_sum_ptr,
+    float* delta_ptr, float* dq_state_ptr,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
     long long stride_dout_b, long long stride_dout_s, long long stride_dout_h,
-    int heads, int rows, int row_tiles, long long sum_chunks,
+    int heads, int rows, int row_tiles, long long state_chunks,
     int has_dlse
 ) {
   constexpr int kLanes = 8, kRows = 16 * kLanes / 128;  // lanes of a row, 16 bytes each; rows of a thread
   const int chunk = threadIdx.x % kLanes;
   const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
   const int first = row_tile * 16 + threadIdx.x / kLanes;
-  // A block clears its share of the dQ accumulator while its rows arrive.
-  const long long share = (sum_chunks + gridDim.x - 1) / gridDim.x, share_end = min(share * (blockIdx.x + 1), sum_chunks);
+  // A block clears its share of the counters and states while its rows arrive.
+  const long long share = (state_chunks + gridDim.x - 1) / gridDim.x, share_end = min(share * (blockIdx.x + 1), state_chunks);
   for (long long i = share * blockIdx.x + threadIdx.x; i < share_end; i += 128) {
-    reinterpret_cast<float4*>(dq_sum_ptr)[i] = {};
+    reinterpret_cast<float4*>(dq_state_ptr)[i] = {};
   }
   float delta[kRows] = {};
 #pragma unroll
@@ -195,8 +197,8 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causa
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d64_causal_m128n128s2c2_pingpong_dqkv(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
-    float* dq_sum_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr,
-    const int* seqused_k_ptr, uint32_t* tile_counter,
+    float* dq_sum_ptr, float* dq_state_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr,
+    const float* delta_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
@@ -229,9 +231,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   // dQ of a KV head's queries is rounded when the last tile of keys has been added: in pieces of 64 rows and 32 columns, in
   // the order in which heads are computed. Whichever warp is free takes the next piece.
   // Counters, after the dQ accumulator.
-  const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>(batch * heads * q_tiles) * kSumsOfTile) + place; };
+  const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_state_ptr) + place; };
   // How many tiles of keys of a KV head have been added; after the last head, how many pieces have been taken.
   const auto done = [&](int unit) { return counter_at(unit); };
+  // The state of a tile of the dQ accumulator: whether it has been begun, and whether the first sum is in memory.
+  const auto state_of = [&](int tile) { return done(batch * kv_heads) + 1 + tile; };
   // Takes a piece and waits until it is complete. False if none is left.
   const auto take_piece = [&](Piece& piece) {
     const int units = batch * kv_heads, pieces = group * q_tiles * kPiecesOfTile, pieces_of_all = units * pieces;
@@ -249,7 +253,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const uint32_t tiles = kv_tiles;
       while (__any_sync(~0u, load_acquire(done(unit)) < tiles)) __nanosleep(500);
       piece.factor = softmax_scale;
-      piece.sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile + part * (kPieceBytes / 4);
+      const int sum_tile = (b * heads + h) * q_tiles + q_tile;
+      piece.sums = dq_sum_ptr + static_cast<long long>(sum_tile) * kSumsOfTile + part * (kPieceBytes / 4);
+      piece.begun = load_acquire(state_of(sum_tile)) != kUntouched;
       piece.to = dq_ptr + b * stride_dq_b + h * stride_dq_h + first_row * stride_dq_s + first_column;
       return true;
     }
@@ -258,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   const auto write_rows = [&](const Piece& piece, int block, const float4 (&sums)[4]) {
     uint4 upper, lower;
     round_sums<GradElement>(sums, piece.factor, lane, upper, lower);
+    if (!piece.begun) upper = lower = {};  // queries that see no key: nothing was stored
     const int row = 16 * block + lane / 4, column = 8 * (lane % 4);
     GradElement* const to = piece.to + row * stride_dq_s + column;
     if (row < piece.rows) *reinterpret_cast<uint4*>(to) = upper;
@@ -393,18 +400,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       __syncwarp();
       tell(kEndOfAll);
     } else if (warp == kAdder) {
-      // Adds dQ of each step to the dQ accumulator.
+      // Adds dQ of each step to the dQ accumulator. The first to have dQ of a tile of queries stores it instead, so that nothing
+      // has to clear the accumulator; others wait until that is in memory.
       uint32_t phase = 0;
       for (int i = 0;; ++i) {
         DqRing(0, phase).wait();
         const Sum sum = shared_at<Sum>(kSumTile + i % kSums * sizeof(Sum));
         if (__any_sync(~0u, sum.tile < 0)) break;
         float* const to = dq_sum_ptr + static_cast<long long>(sum.tile) * kSumsOfTile;
+        bool first = false;
+        if (lane == 0) {
+          first = take_first(state_of(sum.tile));
+          fence_async_global();
+        }
         for (int consumer = 0; consumer < kConsumers; ++consumer) {
           DqRing(consumer, phase).wait();
           if (lane == 0) {
             fence_async_proxy();  // here, where no stores are in flight that it would wait for
-            add_floats(to + consumer * (kDqBytes / 4), kDq + consumer * kDqBytes, kDqBytes);
+            const uint32_t from = kDq + consumer * kDqBytes;
+            if (first) {
+              store_floats(to + consumer * (kDqBytes / 4), from, kDqBytes);
+            } else {
+              add_floats(to + consumer * (kDqBytes / 4), from, kDqBytes);
+            }
             commit_stores();
           }
           __syncwarp();
@@ -412,9 +430,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         if (lane == 0) wait_stores_read();
         __syncwarp();
         if (lane < kConsumers) DqRing(lane).release();
-        if (lane == 0 && sum.unit >= 0) {
+        if (lane == 0 && (first || sum.unit >= 0)) {
           wait_stores_written();
-          add_release(done(sum.unit), 1);
+          if (first) store_release(state_of(sum.tile), kStored);
+          if (sum.unit >= 0) add_release(done(sum.unit), 1);
         }
         __syncwarp();
         phase ^= 1;

@@ -134,7 +134,7 @@ constexpr int kSums = 8;  // steps whose `Sum` is kept; the warp that adds dQ la
 
 static_assert(kKBytes == 16384 && kVBytes == 16384);
 static_assert(QRing::kStages * kQBytes == 32768 && DoutRing::kStages * kDoutBytes == 32768);
-static_assert(DsRing::kStages * kDsBytes == 65536 && DqRing::kStages * kDqBytes == 32768);
+static_assert(DsRing::kStages * kDsBytes == 65536 && DqRing::kStages * kDqBytes <= 32768);
 static_assert(kWork % alignof(Work) == 0 && WorkRing::kStages * sizeof(Work) == 64);
 static_assert(kStep % alignof(Step) == 0 && QRing::kStages * sizeof(Step) == 16);
 static_assert(kSumTile % alignof(Sum) == 0 && kSums * sizeof(Sum) == 160);
@@ -253,7 +253,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const uint32_t tiles = kv_tiles;
       while (__any_sync(~0u, load_acquire(done(unit)) < tiles)) __nanosleep(500);
       piece.factor = softmax_scale;
-      piece.sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile + part * (kPieceBytes / 4);
+      const int sum_tile = (b * heads + h) * q_tiles + q_tile;
+      piece.sums = dq_sum_ptr + static_cast<long long>(sum_tile) * kSumsOfTile + part * (kPieceBytes / 4);
       piece.to = dq_ptr + b * stride_dq_b + h * stride_dq_h + first_row * stride_dq_s + first_column;
       return true;
     }

@@ -67,3 +67,25 @@ def test_a_model_that_nobody_built_for(
         error, least = ((t - wanted).square().mean().sqrt().item() for t in (found, plain))
         assert error <= 1.5 * least, f"{error} against {least}"
     assert "attngen.jit: compiled bwd" in capfd.readouterr().err
+
+
+@torch.no_grad()
+def test_a_compiled_step_of_ones_own_reads_no_mask(capfd: pytest.CaptureFixture[str]) -> None:
+    """A prompt, and steps over a static cache that a CUDA graph of the whole forward pass computes."""
+    from transformers import StaticCache
+
+    ids = torch.randint(3, families.VOCABULARY, (2, 104), device="cuda")
+    found = []
+    for model in _models("llama", 64, torch.bfloat16):
+        cache, logits, step = StaticCache(model.config, max_cache_len=256), [], model
+        if not found:
+            torch._dynamo.reset()
+            step = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        for start, stop in ((0, 100), *((place, place + 1) for place in range(100, 104))):
+            run = model if start == 0 else step
+            torch.compiler.cudagraph_mark_step_begin()
+            logits.append(run(input_ids=ids[:, start:stop], past_key_values=cache).logits[:, -1].float().clone())
+        found.append(torch.stack(logits))
+    error, least = ((t - found[2]).square().mean().sqrt().item() for t in found[:2])
+    assert error <= 1.5 * least, f"{error} against {least}"
+    assert "allowed" not in capfd.readouterr().err

@@ -11,7 +11,11 @@ import torch
 import transformers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_masks_for_generate,
+    create_sliding_window_causal_mask,
+)
 
 import attngen.integrations.transformers as attngen_transformers
 from attngen.errors import CallError
@@ -382,3 +386,38 @@ def test_a_compiled_step_against_a_static_cache(family: str, padding: str) -> No
     assert operators
     assert not any("allowed" in name for name in operators)  # no mask is read pair by pair
     near(found, wanted)
+
+
+@pytest.mark.parametrize("masks", ["none", "made outside"])
+def test_a_step_of_ones_own_against_a_static_cache_reads_no_mask(masks: str) -> None:
+    """A loop of one's own compiles the whole forward pass: without padding, or with masks that are made before it."""
+    ids = torch.randint(3, families.VOCABULARY, (2, 9))
+    padding = torch.ones(2, 9, dtype=torch.long)
+    padding[0, :3] = 0
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def generated(module: Any, step: Any) -> Tensor:
+        cache, found = transformers.StaticCache(module.config, max_cache_len=24), []
+        for start, stop in ((0, 5), (5, 6), (6, 7), (7, 9)):
+            mask: Any = None
+            if masks != "none":
+                embeds = torch.empty(2, stop - start, module.config.hidden_size)
+                given = {"config": module.config, "inputs_embeds": embeds, "attention_mask": padding[:, :stop]}
+                mask = create_masks_for_generate(**given, past_key_values=cache, position_ids=None)
+            run = module if start == 0 else step
+            found.append(run(input_ids=ids[:, start:stop], attention_mask=mask, past_key_values=cache).logits)
+        return torch.cat(found, 1)
+
+    torch._dynamo.reset()
+    with known("integrations/transformers"), torch.no_grad():
+        wanted = generated(eager("llama"), eager("llama"))
+        found = generated(model("llama"), torch.compile(model("llama"), fullgraph=True, backend=backend))
+    operators = {str(node.target) for graph in graphs for node in graph.graph.nodes if "attngen" in str(node.target)}
+    assert operators
+    assert not any("allowed" in name for name in operators)
+    real = padding.bool() if masks != "none" else torch.ones_like(ids, dtype=torch.bool)
+    near(found[real], wanted[real])

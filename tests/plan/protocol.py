@@ -57,6 +57,7 @@ class Case:
     overlap: bool
     skips: bool
     value_loader: bool = False  # K and V are loaded by a warp each
+    keeps_turn: bool = False  # it is passed when the products of a step are complete
 
     @classmethod
     def random(cls, random: Random) -> Case:
@@ -79,6 +80,7 @@ class Case:
             overlap=random.random() < 0.5,
             skips=random.random() < 0.7,
             value_loader=random.random() < 0.4,
+            keeps_turn=random.random() < 0.4,
         )
 
     def skipped(self, tile: Tile, consumer: int) -> bool:
@@ -473,12 +475,15 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
                 release_k()
             yield held.full()
             yield from issue(pv)
-            pass_turn()
+            if not case.keeps_turn:
+                pass_turn()
             if case.overlap:
                 yield from complete(*qk)
                 release_k()
                 yield from read_values(of_keys)
             yield from finish_pv(pv)
+            if case.keeps_turn:
+                pass_turn()
             if not case.overlap:
                 yield from read_values(of_keys)
             hold_v()

@@ -1,5 +1,5 @@
-"""The barriers of the CUDA backward, and its order of sums, by simulation: no interleaving waits forever, reads what is
-not there, or adds in another order."""
+"""The barriers of the CUDA backward, its order of sums, and who stores the first of them, by simulation: no
+interleaving waits forever, reads what is not there, adds in another order, or to what nobody stored."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from random import Random
 import pytest
 
 from tests.plan.backward_protocol import Backward, Case, Rules
+from tests.plan.first_protocol import Firsts
+from tests.plan.first_protocol import Rules as FirstRules
 from tests.plan.order_protocol import Grid, Launch
 from tests.plan.order_protocol import Rules as OrderRules
 from tests.plan.protocol import ProtocolError
@@ -79,3 +81,20 @@ def test_a_rule_of_the_order_that_is_broken_is_found(rule: str, becomes: str) ->
     with pytest.raises(ProtocolError, match=becomes):
         for _ in range(RUNS):
             Launch(Grid.random(random), OrderRules(**{rule: False}), random).run()
+
+
+# --- the first dQ of a tile of queries ----------------------------------------------------------------------
+
+
+def test_the_first_stores_and_others_add() -> None:
+    random = Random(0)
+    for _ in range(RUNS):
+        Firsts(FirstRules(), random).run()
+
+
+@pytest.mark.parametrize("rule", ["wait_for_first", "told_when_landed", "one_is_first"])
+def test_a_rule_of_the_first_that_is_broken_is_found(rule: str) -> None:
+    random = Random(1)
+    with pytest.raises(ProtocolError, match="added|summed"):
+        for _ in range(RUNS):
+            Firsts(FirstRules(**{rule: False}), random).run()

@@ -144,6 +144,16 @@ def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
     assert sizes["ds"] >= sizes["k"]
 
 
+@pytest.mark.parametrize("head_dim", ["{qk: 64, v: 128}", "{qk: 16, v: 64}", "{qk: 128, v: 64}", "{qk: 8, v: 128}"])
+def test_dk_and_dv_find_room_where_dq_has_other_columns(head_dim: str) -> None:
+    roles = backward(head_dim=head_dim).structure
+    assert roles is not None
+    sizes = {region.name: region.bytes for region in roles.shared}
+    assert sizes["dq"] >= sizes["v"]
+    assert sizes["ds"] >= sizes["k"]
+    assert roles.shared_bytes <= ARCHES["sm90a"].shared_memory
+
+
 def test_two_kernels_of_one_source() -> None:
     found = backward(head_dim=128, layout="varlen")
     assert found.name == "bwd_sm90a_wgmma_bf16_d128_causal_varlen_m64n128s2c2"
@@ -212,20 +222,22 @@ def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
     assert ("if (++h == hk * group + group)" in text) != by_head
 
 
-def test_counters_stand_behind_the_sums() -> None:
+def test_counters_stand_behind_the_sums_or_alone() -> None:
     for layout in ("dense", "varlen"):
         ordered, other = (backward(head_dim=128, layout=layout, deterministic=d) for d in ("true", "false"))
-        assert ordered.arguments == other.arguments
-        text = render(ordered).text
+        assert {one.of for one in other.arguments} - {one.of for one in ordered.arguments} == {"dq_state"}
+        text, alone = render(ordered).text, render(other).text
         of_heads = r"const auto done = \[&\]\(int unit\) \{ return counter_at\((.*)unit\); \};"
         assert re.findall(of_heads, text) == ["batch * kv_heads * kv_tiles + "]
-        assert re.findall(of_heads, render(other).text) == [""]
-        for source in (text, render(other).text):
-            (tiles,) = re.findall(
-                r"auto counter_at .*dq_sum_ptr \+ static_cast<long long>\((.*)\) \* kSumsOfTile\) \+ place;", source
-            )
-            names = {"batch": 3, "heads": 6, "q_tiles": 5, "total_q": 700, "kBlockM": 64}
-            assert eval(tiles.replace("/", "//"), names) == (3 * 6 * 5 if layout == "dense" else 6 * (700 // 64 + 3))
+        assert re.findall(of_heads, alone) == [""]
+        (tiles,) = re.findall(
+            r"auto counter_at .*dq_sum_ptr \+ static_cast<long long>\((.*)\) \* kSumsOfTile\) \+ place;", text
+        )
+        names = {"batch": 3, "heads": 6, "q_tiles": 5, "total_q": 700, "kBlockM": 64}
+        assert eval(tiles.replace("/", "//"), names) == (3 * 6 * 5 if layout == "dense" else 6 * (700 // 64 + 3))
+        assert "return reinterpret_cast<uint32_t*>(dq_state_ptr) + place;" in alone
+        assert "reinterpret_cast<float4*>(dq_state_ptr)[i] = {};" in alone  # all that is cleared
+        assert "reinterpret_cast<float4*>(dq_sum_ptr)[i] = {};" in text
         assert other.structure is not None
         assert ordered.structure.shared_bytes > other.structure.shared_bytes
 

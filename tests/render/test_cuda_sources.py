@@ -294,3 +294,18 @@ def test_a_bound_that_reads_an_int64_is_declared_once() -> None:
     declared = 'variants:\n  own:\n    mask: "limits[b] > 3"\n    tensors: {limits: {dtype: int64, shape: [b]}}\n'
     text = render(planned("own", backend="cuda", declared=declared)).text
     assert len(re.findall(r"const \w+ visible_hi = ", text)) == 1
+
+
+@pytest.mark.parametrize(("head_dim", "keeps"), [("64", True), ("128", False)])
+def test_a_turn_in_8_bits_is_passed_after_the_products_where_the_plan_says_so(head_dim: str, keeps: bool) -> None:
+    text = render(planned("full", backend="cuda", dtype="fp8_e4m3", head_dim=head_dim)).text
+    step = text.split("// The other tiles:")[1].split("issue_pv(")[1]
+    assert (step.index("pass_turn();") > step.index("wait_products<0>();")) == keeps
+
+
+@pytest.mark.parametrize("descale", ["head", "128"])
+def test_scales_of_the_next_tile_of_work_are_multiplied_when_it_begins(descale: str) -> None:
+    """No consumer waits for them before its last products are issued."""
+    text = render(planned("full", backend="cuda", dtype="fp8_e4m3", head_dim="128", descale=descale)).text
+    ends = text[text.index("read_scales(next, next_scales);") :]
+    assert "next_scales[" not in ends

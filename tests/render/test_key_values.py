@@ -12,7 +12,7 @@ from tests.plan.specs import planned
 def masked(mask: str, tensors: str, **fields: str) -> tuple[int, str]:
     """Return how many values of a key the plan has room for, and the kernel's source."""
     declared = f"variants:\n  own: {{mask: '{mask}', tensors: {{{tensors}}}}}\n"
-    plan = planned("own", declared=declared, backend="cuda", arch="sm90a", dtype="bf16", **fields)
+    plan = planned("own", declared=declared, backend="cuda", arch="sm90a", **{"dtype": "bf16", **fields})
     assert isinstance(plan.structure, HopperForward)
     return plan.structure.key_values, render(plan).text
 
@@ -33,6 +33,12 @@ def test_the_loader_loads_for_keys_and_consumers_for_rows_once() -> None:
     once, steps = consumer.split("const auto finish_logits")
     assert "const int u_doc_q_pos =" in once
     assert "u_doc[" not in steps
+
+
+def test_in_8_bits_too() -> None:
+    count, text = masked(*DOCUMENTS, dtype="fp8_e4m3")
+    assert count == 1
+    assert "key_values[i] = {u_doc_kv};" in text
 
 
 @pytest.mark.parametrize(

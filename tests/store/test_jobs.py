@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ import pytest
 
 from attngen.errors import CompileError, InternalError, SpecError
 from attngen.store import limits
-from attngen.store.jobs import Job, Result, run_jobs, worker_processes
+from attngen.store.jobs import Job, Result, run_jobs, start_workers, worker_processes
+from attngen.store.spare import SpareWorkers
 
 FAKES = "tests.store.fakes"
 
@@ -53,11 +57,34 @@ def test_workers_may_serve_several_calls() -> None:
 
 
 def test_workers_that_are_started_ahead_load_what_jobs_need() -> None:
-    with worker_processes(2, "attngen.compile.cuda:load") as workers:
+    with worker_processes() as workers:
+        start_workers(workers, 2, "attngen.tools.build.compiles:load")
         ahead = {worker.process.pid for worker in workers.idle}
         assert {result.value for result in run([job("process")] * 2, shared=workers)} <= ahead
-    with worker_processes(1, "attngen.no_such_module:load") as workers:
+        start_workers(workers, 1, "attngen.no_such_module:load")
         assert run([job("add", 1, 2)], shared=workers)[0].value == 3
+
+
+def test_spare_workers_wait_for_the_next_job_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    spare, load = SpareWorkers(), "attngen.no_such_module:load"
+    with spare.given(1, load) as workers:
+        assert len(workers.idle) == 1
+        first = run([job("process")], shared=workers)[0].value
+    with spare.given(1, load) as workers:
+        assert run([job("process")], shared=workers)[0].value == first
+        os.kill(first, signal.SIGKILL)
+        os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr("attngen.store.spare.SECONDS", 0.01)
+    with spare.given(1, load) as workers:
+        second = run([job("process")], shared=workers)[0].value
+        assert second != first
+        scratch = Path(workers.scratch)
+    deadline = time.monotonic() + 20
+    while scratch.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not scratch.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(second, 0)
 
 
 def test_what_a_job_prints_does_not_disturb_its_answer() -> None:
@@ -159,3 +186,12 @@ def test_a_container_bounds_cores_and_memory(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert (limits.available_bytes() or 0) > 3000
+
+
+def test_jobs_that_are_stopped_fail() -> None:
+    with worker_processes() as workers:
+        timer = threading.Timer(0.5, workers.stop)
+        timer.start()
+        found = run([job("hang")], shared=workers)[0]
+    assert "SIGKILL" in str(found.error)
+    assert not workers.busy

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.errors import CallError
 from attngen.schema import preset
 from attngen.tools.bench import peers as bench_peers
 from attngen.tools.bench.cases import bench_cases
@@ -20,6 +21,16 @@ def reasons(name: str, dtype: str = "bf16", head_dim: int = 128, **sizes: str) -
     (*_, case) = bench_cases(name, dtype, head_dim, head_dim, tokens=64, **sizes)
     terms = terms_of(preset(name), case, "cpu")
     return {peer.name: reason_against(peer, case, terms) for peer in bench_peers.peers()}
+
+
+def test_peers_by_parts_of_their_names() -> None:
+    every = bench_peers.peers()
+    assert bench_peers.named(every, ()) == every
+    assert [peer.name for peer in bench_peers.named(every, ("Attention-", "cudnn"))] == [
+        "SDPA cuDNN", "FlashAttention-3", "FlashAttention-4",
+    ]  # fmt: skip
+    with pytest.raises(CallError, match="no library has 'cutlass' in its name: SDPA flash, "):
+        bench_peers.named(every, ("cudnn", "cutlass"))
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +83,25 @@ def test_a_case_with_contestants_of_all_kinds(team: Team, small: BenchCase) -> N
     assert good.tflops == pytest.approx(2 * (2 * 64 * 24 * 24) * (32 + 16) / 10e-3 / 1e12)
     assert row.best_peer is good
     assert row.pairs == 2 * 64 * 24 * 24
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_only_the_kernel_that_a_call_takes(prepared: list[Prepared], monkeypatch: pytest.MonkeyPatch) -> None:
+    team = next(team for team in teams(prepared) if team.variant.name == "causal" and len(team.members) > 1)
+    case = bench_cases("causal", "fp16", 32, 32, tokens=48, seqlens=(24,))[0]
+    at = replace(track(StubPeer("good")), taken=True)
+    wanted = [*team.members.values()][-1].plan.name
+    monkeypatch.setattr(
+        bench_kernels, "explain", lambda *_, **given: SimpleNamespace(
+            to_dict=lambda: {"kernel": f"{given['package']}/{wanted}"}
+        ),
+    )  # fmt: skip
+    results, _ = measured(at, team, case)
+    assert list(results) == ["good", "attngen"]
+    assert (results["attngen"].kernel, results["attngen"].status) == (wanted, "measured")
+    monkeypatch.setattr(bench_kernels, "explain", lambda *_, **given: SimpleNamespace(to_dict=lambda: {"kernel": None}))
+    results, _ = measured(at, team, case)
+    assert list(results) == ["good", *team.members]
 
 
 @pytest.mark.usefixtures("clean_registry")

@@ -147,6 +147,7 @@ def test_the_command_prints_tables_and_writes_the_document(spec: Path, tmp_path:
     assert output.splitlines()[-1] == "mine: 1 call; nothing was measured"
     assert "did you mean" in run(spec, "--suite", "small", "--cell", "cousal d64 b1 2 33 at 70", code=2)
     assert "the spec has none" in run(spec, "--suite", "small", "--kernel", "d96", code=2)
+    assert "no library has" in run(spec, "--suite", "small", "--peer", "cuttlas", code=2)
     assert "--tokens is not for the suite of small calls" in run(spec, "--suite", "small", "--tokens", 4, code=2)
 
 

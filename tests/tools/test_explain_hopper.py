@@ -99,7 +99,7 @@ def test_memory_by_hand() -> None:
     assert found.call(steps=20, tiles=1) == 20 * 1024
     assert found.call(steps=2, tiles=1) == 3569  # Q and O take longer
     assert found.seconds(steps=20, tiles=1) == pytest.approx(20 * 1024 / 132 / 1.98e9)
-    assert floor(planned("causal", 80)).loaded == 2 * 128 * 80 * 2  # padding is not in memory
+    assert floor(planned("causal", 80)).loaded == 2 * 96 * 80 * 2  # padding is not in memory
 
 
 def test_a_consumer_that_skips_takes_the_steps_of_its_rows(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ _FRAGMENT_KEYS = 16
 #: Registers with which a warp that transposes V has four fragments in flight, not three.
 _REGISTERS_OF_FOUR = 40
 
+#: Columns of V up to which it leaves registers and memory for more keys than K has.
+_NARROW_V = 128
+
 #: Keys of a tile and stages among which the fastest are looked for.
 _TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
 
@@ -61,6 +64,8 @@ class Choice:
     tile_n: int
     schedule: str
     registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
+    stages: int = 2  # of the ring of K and V with that tile; else 2
+    keeps_turn: bool = False  # with turns: until the products of a step are done
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +159,10 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         raise refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
-    registers = choice.registers if (consumers, tile_n) == (choice.consumers, choice.tile_n) else None
+    as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile_n)
+    registers = choice.registers if as_chosen else None
     warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v, registers)
-    stages = spec.stages or 2
+    stages = spec.stages or (choice.stages if as_chosen else 2)
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
     box = widest_box(qk * size, v * size)
@@ -164,28 +170,29 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     softmax, constant = softmax_of(spec, numbers.exponents)
     anchored = specialized and not form.transposes and _can_be_anchored(spec, driver, consumers, tile_n)
     capped = numbers.exponents is not None and softmax in ("fixed_reference", "bounded") and is_soft_capped(spec)
+    # where tiles are anchored, the rows of all consumers see some key of nearly every tile
+    ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not anchored
+    skips = ranges and tile_n < tile_m - ROWS
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
         warp_roles=warp_roles,
         pingpong=schedule == "pingpong",
+        keeps_turn=schedule == "pingpong" and choice.keeps_turn,
         overlap=roles.overlap is not False,
         persistent=specialized and spec.persistent is not False,
         longest_first=spec.order != "natural",
         staged=spec.epilogue != "direct",
         boxes_out=spec.epilogue != "direct" and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
-        skips=specialized
-        and driver == "ranges"
-        and spec.variant.mask != TRUE
-        and tile_n < tile_m - ROWS
-        and not anchored,  # there the rows of all consumers see some key of nearly every tile
+        skips=skips,
+        whole_first=ranges and not skips and not numbers.settled and _one_interval(spec),
         q_stages=1,
         box_bytes=box,
         out_columns=v,
         lookahead=6 if searches(spec) else 2,
         value_loader=is_paged(spec) and not form.transposes,  # pages take many small copies
         key_values=key_loads(spec.variant, "packed" if spec.pack_gqa else "single")
-        if specialized and not is_paged(spec) and not form.transposes
+        if specialized and not is_paged(spec)
         else 0,
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
@@ -209,6 +216,12 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     return HopperTile(
         tile_m, tile_n, stages, with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
     )
+
+
+def _one_interval(spec: KernelSpec) -> bool:
+    """Whether the keys that rows see, and those that all rows of a tile see, are an interval each."""
+    found = bands_of(spec)
+    return len(found.visible) == 1 and len(found.full) == 1
 
 
 def tile_bits(tile_n: int) -> int:
@@ -285,10 +298,14 @@ def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 def _families(spec: KernelSpec) -> frozenset[str]:
     """Return the families of the table that a kernel belongs to."""
     found = {"any"}
-    if is_light(spec.variant) and spec.layout != "varlen" and not spec.variant.dropout:
+    if is_light(spec.variant) and not spec.variant.dropout:
         found.add("light")
         if spec.layout == "dense" and any(interval.lo is not None for interval in bands_of(spec).visible):
             found.add("window")
+        elif spec.layout == "dense" and spec.pack_gqa is not True:
+            found.add("plain")
+            if spec.head_dim_v <= _NARROW_V < spec.head_dim_qk:
+                found.add("narrow_v")
     if gathers(spec.variant):
         found.add("gather")
     if spec.variant.score is not None or spec.variant.dropout:

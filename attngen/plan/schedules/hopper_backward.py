@@ -336,10 +336,13 @@ def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     """Return the arguments of the launch that computes the row statistics, and clears the dQ accumulator."""
     return (
         arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
-        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")), _sums(),
+        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
+        _pointer("dq_state") if first_stored(plan) else _sums(),
         *arguments.strides_of(plan, ("out", "dout")),
         *map(arguments.size, ("heads", "rows", "row_tiles")),
-        arguments.size("sum_chunks", of="dq_sum_chunks", form="i64"),
+        arguments.size("state_chunks", of="dq_state_chunks", form="i64")
+        if first_stored(plan)
+        else arguments.size("sum_chunks", of="dq_sum_chunks", form="i64"),
         Argument("has_dlse", "present", "i32", of="dlse"),
     )  # fmt: skip
 
@@ -353,7 +356,9 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     written = ("dq", "dk", "dv") if alone else ("dk", "dv")
     operands = (
         boxes("q", plan.tile_m, window=window), boxes("k", keys, window=keys), boxes("v", keys, window=keys),
-        boxes("dout", plan.tile_m, window=window), _sums(), *(arguments.pointer(plan, name) for name in written),
+        boxes("dout", plan.tile_m, window=window), _sums(),
+        *([_pointer("dq_state")] if first_stored(plan) else []),
+        *(arguments.pointer(plan, name) for name in written),
         arguments.row_pointer("lse_log2"), arguments.row_pointer("delta"),
     )  # fmt: skip
     return arguments.signature(
@@ -376,23 +381,41 @@ def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
+def first_stored(plan: Plan) -> bool:
+    """Whether the first dQ of a tile of queries is stored, not added, so that nothing clears the dQ accumulator: blocks
+    find out which is the first, in any order."""
+    roles = plan.structure
+    return isinstance(roles, HopperBackward) and roles.cluster == 1 and not roles.ordered
+
+
 def _sums() -> Argument:
-    return Argument("dq_sum_ptr", "pointer", "*fp32", of="dq_sum", divisibility=16)
+    return _pointer("dq_sum")
+
+
+def _pointer(workspace: str) -> Argument:
+    return Argument(f"{workspace}_ptr", "pointer", "*fp32", of=workspace, divisibility=16)
 
 
 def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
-    """Yield what launches share: row statistics; the dQ accumulator by tiles of rows, and counters after it.
+    """Yield what launches share: row statistics; the dQ accumulator by tiles of rows; and counters after it, or in
+    memory of their own, which is all that is cleared then.
 
-    There is a counter for each tile of keys, where the order is fixed; and one for each KV head and one for all pieces,
-    where the kernel that adds dQ up rounds it, too.
+    There is a counter for each tile of keys, where the order is fixed; one for each KV head and one for all pieces,
+    where the kernel that adds dQ up rounds it, too; and a state of each tile of dQ, where the first addition is a
+    store.
     """
     yield from row_workspaces()
+    sums: tuple[int | str, ...] = (plan.tile_m * roles.sum_columns, "sum_tiles")
     counters: list[tuple[int | str, ...]] = []
     if roles.ordered:
         counters.append((roles.cluster, "kv_units", "kv_tiles"))  # blocks of a cluster add to columns of their own
     if roles.cluster == 1:
         counters += [("kv_units",), (1,)]
-    yield Workspace("dq_sum", "fp32", ((plan.tile_m * roles.sum_columns, "sum_tiles"), *counters), multiple=4)
+    if first_stored(plan):
+        yield Workspace("dq_sum", "fp32", (sums,), multiple=4)
+        yield Workspace("dq_state", "fp32", (*counters, ("sum_tiles",)), multiple=4)
+    else:
+        yield Workspace("dq_sum", "fp32", (sums, *counters), multiple=4)
 
 
 def _products(plan: Plan, roles: HopperBackward) -> int:

@@ -10,7 +10,7 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
+from attngen.plan.choices import ONE_HEAD, SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Plan
 from attngen.plan.operands import operands_of
@@ -35,8 +35,9 @@ from attngen.schema.expand import KernelSpec
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
 #: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
 #: three consumers hide better than two, and "scored" says that nothing asks for tiles of few keys beside that; a
-#: "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much.
-#: Measured on an H200 where docs/performance.md says so; the rest follows from budgets.
+#: "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much;
+#: "plain" ones are light, too, and have no such end, and with a "narrow_v" there is room for more keys.
+#: Measured on an H200 or an H100 where docs/performance.md says so; the rest follows from budgets.
 TABLE = (
     Choice("light", 64, 3, 128, "pingpong"),
     Choice("gather", 128, 2, 64, "pingpong"),
@@ -47,7 +48,10 @@ TABLE = (
     Choice("score", 128, 3, 64, "pingpong"),
     Choice("listed", 128, 3, 64, "pingpong"),
     Choice("window", 128, 3, 64, "pingpong"),
+    Choice("plain", 96, 3, 96, "pingpong"),
     Choice("any", 128, 2, 128, "pingpong"),
+    Choice("narrow_v", 192, 2, 128, "pingpong"),
+    Choice("plain", 192, 2, 64, "pingpong", stages=3),
     Choice("any", 192, 2, 96, "pingpong"),
     Choice("any", 256, 2, 64, "pingpong"),
 )
@@ -115,7 +119,9 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         driver=driver,
         mask_code="branch",
         softmax=roles.softmax,
-        section_bytes=SECTION_BYTES,
+        section_bytes=SECTION_BYTES
+        if spec.variant.masked or operands.q.bytes == 1
+        else ONE_HEAD,  # not tried in 8 bits
         structure=roles,
         times=times_of(roles.consumers, tile.tile_n, max(each.width for each in columns), operands.q.bytes),
         visible=visible_keys(spec),

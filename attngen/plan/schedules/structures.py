@@ -18,6 +18,7 @@ class HopperForward(Structure):
 
     specialized: bool  # a warpgroup more produces; else those that multiply also load
     pingpong: bool  # consumers take turns at the tensor cores
+    keeps_turn: bool  # and pass theirs when the products of a step are done, not when these are issued
     overlap: bool  # O += P V runs under the softmax of the next tile
     longest_first: bool  # query tiles from the last to the first, head by head within a section
     staged: bool  # outputs leave through shared memory
@@ -25,6 +26,7 @@ class HopperForward(Structure):
     q_stages: int  # tiles of Q in flight
     box_bytes: int  # of a row of one copy, over which it is swizzled
     out_columns: int  # columns of O that are staged at once
+    whole_first: bool  # a tile that all rows see, if there is one, comes before the others, from the last to the first
     lookahead: int  # steps before the end of a tile of work at which the next one is taken
     value_loader: bool  # V has a loader of its own
     key_values: int  # values of each key that the mask reads, and that come with a tile of K

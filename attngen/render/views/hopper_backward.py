@@ -11,7 +11,7 @@ from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Launch, Plan
 from attngen.plan.schedules.backward_pipes import PIECE_BYTES, backward_pipes_of
 from attngen.plan.schedules.cluster_pipes import cluster_pipes_of
-from attngen.plan.schedules.hopper_backward import by_head, row_lanes
+from attngen.plan.schedules.hopper_backward import by_head, first_stored, row_lanes
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import reads_positions
 from attngen.render.cuda_gradients import factor, probabilities, query_word
@@ -36,8 +36,8 @@ _CLUSTER_TEXTS = {
     "other_ds": "dS of the other block, of two steps", "index": "which tile of work the cluster has taken",
 }  # fmt: skip
 _WRITTEN = {
-    "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),
-    "dqkv": frozenset({"dq", "dk", "dv", "dq_sum", "tile_counter"}),
+    "preprocess": frozenset({"lse_log2", "delta", "dq_sum", "dq_state"}),
+    "dqkv": frozenset({"dq", "dk", "dv", "dq_sum", "dq_state", "tile_counter"}),
     "postprocess": frozenset({"dq"}),
     "classify_dqkv": frozenset({"tile_map"}),
 }
@@ -83,6 +83,9 @@ class CudaBackwardView:
     swizzled_row: str
     preprocess: Launch
     preprocess_lines: tuple[str, ...]
+    first_stored: bool  # the first dQ of a tile of queries is stored, so that only the states of tiles are cleared
+    cleared: str  # what preprocess clears: names of its pointer and its size begin with these
+    cleared_chunks: str
     lanes_of_row: int
     chunks_of_row: int
     row_of_out: str
@@ -169,6 +172,9 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         swizzled_row=SWIZZLED_ROWS[roles.box_bytes],
         preprocess=parts["preprocess"],
         preprocess_lines=_lines(plan, parts["preprocess"]),
+        first_stored=first_stored(plan),
+        cleared="dq_state" if first_stored(plan) else "dq_sum",
+        cleared_chunks="state_chunks" if first_stored(plan) else "sum_chunks",
         lanes_of_row=row_lanes(plan.head_dim_v, out),
         chunks_of_row=plan.head_dim_v // out.chunk_elements,
         row_of_out=_row(plan, "out", "row"),
@@ -294,7 +300,9 @@ def _turn(plan: Plan) -> str:
 
 
 def _counters(plan: Plan) -> str:
-    """Return where counters begin: after the dQ accumulator, so that they are cleared with it."""
+    """Return where counters begin: after the dQ accumulator, so that they are cleared with it, or alone."""
+    if first_stored(plan):
+        return "reinterpret_cast<uint32_t*>(dq_state_ptr)"
     tiles = "heads * (total_q / kBlockM + batch)" if plan.varlen else "batch * heads * q_tiles"
     return f"reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>({tiles}) * kSumsOfTile)"
 

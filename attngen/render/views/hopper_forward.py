@@ -93,6 +93,7 @@ class CudaView:
     count_of_all: str
     sees_any: str
     loader_lines: tuple[str, ...]
+    order_lines: tuple[str, ...]
     tile_lines: tuple[str, ...]
     whole: str
     seen: str
@@ -204,7 +205,8 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         count_of_all=_count(found, "all"),
         sees_any=f"{_count(found, 'mine')} > 0",
         loader_lines=_loader_lines(plan, [*listed, *by_key]),
-        tile_lines=_tile_lines(found) if plan.driver == "ranges" else (),
+        order_lines=_order_lines(found) if hopper.whole_first else (),
+        tile_lines=_tile_lines(found, hopper.whole_first) if plan.driver == "ranges" else (),
         whole=_inside(found.full, "mine"),
         seen=_inside(found.visible, "mine"),
         word_lines=listed,
@@ -365,9 +367,23 @@ def _inside(pairs: Sequence[tuple[str, str]], spans: str) -> str:
     return tests[0] if len(tests) == 1 else " || ".join(f"({test})" for test in tests) or "false"
 
 
-def _tile_lines(found: Tiles) -> tuple[str, ...]:
+def _order_lines(found: Tiles) -> tuple[str, ...]:
+    """Return the lines that find the tile that comes first: the last one that all rows see, or else the last one."""
+    ((lo, hi),), ((full_lo, full_hi),) = found.visible, found.full
+    return (
+        f"const bool any_whole = min(all.{full_hi}, all.{hi}) > max(all.{full_lo}, all.{lo});",
+        f"const int first = (any_whole ? min(all.{full_hi}, all.{hi}) : all.{hi}) - 1;",
+    )
+
+
+def _tile_lines(found: Tiles, whole_first: bool) -> tuple[str, ...]:
     """Return the lines that find a tile by its place, counted from the first visible one."""
     (lo, hi), *others = found.visible
+    if whole_first:
+        return (
+            f"const int place = all.{lo} + remaining - 1;",
+            "const int tile = remaining == tiles ? first : place + (place >= first);",
+        )
     if not others:
         return (f"const int tile = all.{lo} + remaining - 1;",)
     lines = [f"int tile = all.{lo} + remaining - 1, before = max(all.{hi} - all.{lo}, 0);"]

@@ -1,11 +1,13 @@
 """Functions written for FlexAttention: attngen's kernels beside torch's compiled ``flex_attention``.
 
     python -m attngen.tools.bench.flex [--variant NAME ...] [--rounds N] [--json FILE]
+    python -m attngen.tools.bench.flex --first-calls [--variant NAME ...]
 
 One sequence of 16,384, 32 query heads, 8 KV heads, head dim 128, bf16. Each function is called by both libraries as its
 author would: by the import alone. Raced are the forward and the backward; measured besides are the first call with its
 gradient, tracing and compiling included, the making of the mask, at first and again over other tensors, and what a
-small call costs the host.
+small call costs the host. ``--first-calls`` times these alone, each in a process of its own that has imported torch and
+nothing else.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ import json
 import math
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,6 +40,9 @@ ASKED_MEAN, ASKED_LEAST = 1.5, 1.2
 
 #: Calls of which one figure of host time is made, and their shape (batch, heads, seqlen, head_dim).
 HOST_CALLS, HOST_SHAPE = 200, (1, 8, 128, 128)
+
+#: The module of each library.
+LIBRARIES = {"torch": "torch.nn.attention.flex_attention", "attngen": "attngen.integrations.flex_attention"}
 
 #: Masks of which the median is taken of the time to make one again.
 MASKS = 5
@@ -140,6 +147,42 @@ def _milliseconds(function: Callable[[], Any]) -> tuple[float, Any]:
     return 1e3 * (time.perf_counter() - began), found
 
 
+def first_call(library: str, variant: str, *, learns: bool) -> float:
+    """Return the seconds of a process's first call of one library, with the making of its mask; if it ``learns``, with
+    its gradients too."""
+    q, k, v, dout = (tensor if learns else tensor.detach() for tensor in inputs())
+    mask_mod, score_mod = functions("cuda")[variant]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    used = import_module(LIBRARIES[library])
+    call = torch.compile(used.flex_attention, dynamic=False) if library == "torch" else used.flex_attention
+    block_mask = used.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
+    out = call(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+    if learns:
+        torch.autograd.grad(out, (q, k, v), dout)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def first_calls(variants: Sequence[str]) -> str:
+    """Return a table of first calls, each in a process of its own with empty caches."""
+    lines = [f"{'':20s} {'forward, s':>20s} {'and backward, s':>21s}", " " * 21 + "    torch  attngen   " * 2]
+    for variant in variants:
+        cells = []
+        for kind in ("forward", "step"):
+            for library in LIBRARIES:
+                command = [
+                    sys.executable, "-m", "attngen.tools.bench.flex", "--variant", variant, "--first", library, kind
+                ]  # fmt: skip
+                with _fresh_caches():
+                    environment = {**os.environ, "ATTNGEN_JIT": "1"}
+                    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                cells.append(done.stdout.strip() if not done.returncode else done.stderr.strip()[-60:])
+        lines.append(f"{variant:20s} {cells[0]:>9s} {cells[1]:>8s}   {cells[2]:>9s} {cells[3]:>8s}")
+        click.echo(lines[-1], err=True)
+    return "\n".join(lines)
+
+
 def _warm() -> None:
     """Import and start what either compiles with, on something else, so that the first variant is as the others."""
     for module in ("plan", "render", "tools.build.pipeline"):
@@ -168,7 +211,12 @@ def measure(variant: str, rounds: int) -> Cell:
 
         make(lambda b, h, q, kv: (q >= kv) & (doc[q] == doc[kv]))  # what it imports and loads
         forget()
-        side.mask, made[library.__name__] = _milliseconds(partial(make, mask_mod))
+        firsts = []
+        for other in [*(functions("cuda")[variant][0] for _ in range(MASKS)), mask_mod]:
+            forget()
+            taken, made[library.__name__] = _milliseconds(partial(make, other))
+            firsts.append(taken)
+        side.mask = statistics.median(firsts)
         others = [functions("cuda")[variant][0] for _ in range(MASKS)]
         side.again = statistics.median(_milliseconds(partial(make, other))[0] for other in others)
     block_mask, mask = made[theirs.__name__], made[ours.__name__]
@@ -277,11 +325,21 @@ def report(cells: list[Cell], host: dict[str, float]) -> str:
 @click.command()
 @click.option("--variant", "variants", multiple=True, help="Race these alone; may be repeated.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Samples of each contestant.")
+@click.option("--first-calls", "firsts", is_flag=True, help="Time first calls alone, each in a process of its own.")
+@click.option("--first", type=(click.Choice([*LIBRARIES]), click.Choice(["forward", "step"])), hidden=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures there.")
-def main(variants: tuple[str, ...], rounds: int, json_path: Path | None) -> None:
+def main(
+    variants: tuple[str, ...], rounds: int, firsts: bool, first: tuple[str, str] | None, json_path: Path | None
+) -> None:
     """Race functions that were written for FlexAttention. Needs a GPU."""
     from attngen import jit
 
+    if first is not None:
+        click.echo(f"{first_call(first[0], variants[0], learns=first[1] == 'step'):.2f}")
+        return
+    if firsts:
+        click.echo(first_calls(variants or tuple(functions("cpu"))))
+        return
     cells, host = [], {}
     with _fresh_caches(), jit():
         _warm()
@@ -289,8 +347,8 @@ def main(variants: tuple[str, ...], rounds: int, json_path: Path | None) -> None
             try:
                 cells.append(measure(name, rounds))
             except Exception as error:  # whatever a library raises for what it does not support
-                first = str(error).strip().splitlines()[:1]
-                cells.append(Cell(name, Side(), Side(), error=f"{type(error).__name__}: {' '.join(first)}"))
+                told = str(error).strip().splitlines()[:1]
+                cells.append(Cell(name, Side(), Side(), error=f"{type(error).__name__}: {' '.join(told)}"))
             click.echo(report(cells[-1:], {}).splitlines()[2], err=True)
         host = host_times()
     click.echo(report(cells, host))

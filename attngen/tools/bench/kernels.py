@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
 from attngen.runtime.calls import attention
 from attngen.runtime.checked import TORCH_DTYPES
-from attngen.runtime.dispatch import tile_map
+from attngen.runtime.dispatch import explain, tile_map
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.registry import Package, registry
 from attngen.store.store import Store
@@ -24,6 +25,9 @@ from attngen.tools.bench.peers import Tensors
 from attngen.tools.bench.timing import Contestant
 from attngen.tools.bench.workloads import Workload
 from attngen.tools.build.pipeline import Prepared, compile_kernels
+
+#: The column and the package of the kernel that a call takes, of all of a team.
+TAKEN = "attngen"
 
 
 @dataclass(frozen=True)
@@ -127,15 +131,35 @@ def enter(
     members = (kernel, *forwards)
     registry.add(Package(kernel.name, kernel.origin, {kernel.variant_name: tuple(map(reader, members))}))
     one = inputs[0]
-    keywords = {"variant": kernel.variant_name, "package": kernel.name, **work.arguments}
-    if kernel.dtype in QUANTIZED_DTYPES:  # numbers of about 1, whose scale is 1
-        keywords |= dict.fromkeys(DESCALES, torch.ones((), device=one.q.device))
-        keywords["out_dtype"] = TORCH_DTYPES[kernel.dtype_of("out").name]
+    keywords = _keywords(kernel, kernel.name, work, one)
     if kernel.needs_tile_map:
         keywords["tile_map"] = tile_map(one.q, one.k, v=one.v, **keywords)
     leaves = [each.bshd for each in inputs]
     given = [_as_read(kernel, *each) for each in leaves]
     return Contestant(label, [partial(attention, *each, **keywords) for each in given], leaves=leaves)
+
+
+def taken(team: Team, kernels: Mapping[str, Kernel], work: Workload, one: Tensors) -> dict[str, Prepared]:
+    """Return the member of a team of forwards that a call takes, by the name of its column; all members by theirs if
+    there is none, which a race says of each. ``kernels`` holds those that compiled, by name."""
+    running = [kernels[member.plan.name] for member in team.members.values() if member.plan.name in kernels]
+    if not running:
+        return dict(team.members)
+    first = running[0]
+    registry.add(Package(TAKEN, first.origin, {first.variant_name: tuple(map(reader, running))}))
+    told = explain(*one.bshd, **_keywords(first, TAKEN, work, one)).to_dict()
+    name = str(told["kernel"]).rpartition("/")[2]
+    found = [member for member in team.members.values() if member.plan.name == name]
+    return {TAKEN: found[0]} if found else dict(team.members)
+
+
+def _keywords(kernel: Kernel, package: str, work: Workload, one: Tensors) -> dict[str, Any]:
+    """Return what a call on a kernel, or on others of its variant and dtype, is given beside q, k and v."""
+    keywords = {"variant": kernel.variant_name, "package": package, **work.arguments}
+    if kernel.dtype in QUANTIZED_DTYPES:  # numbers of about 1, whose scale is 1
+        keywords |= dict.fromkeys(DESCALES, torch.ones((), device=one.q.device))
+        keywords["out_dtype"] = TORCH_DTYPES[kernel.dtype_of("out").name]
+    return keywords
 
 
 def _as_read(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

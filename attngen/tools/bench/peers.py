@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from attngen.errors import CallError
 from attngen.tools.bench.cases import BenchCase
 from attngen.tools.bench.timing import Contestant
 from attngen.tools.bench.workloads import Flags, Terms, Workload
@@ -71,6 +72,17 @@ def peers() -> tuple[Peer, ...]:
         FlashAttention3(),
         FlashAttention4(),
     )
+
+
+def named(every: Sequence[Peer], parts: Sequence[str]) -> tuple[Peer, ...]:
+    """Return the peers whose names contain one of ``parts``, in any case; all if none is given.
+
+    Raises CallError for a part that is in no name.
+    """
+    for part in parts:
+        if not any(part.lower() in peer.name.lower() for peer in every):
+            raise CallError(f"no library has '{part}' in its name: {', '.join(peer.name for peer in every)}")
+    return tuple(peer for peer in every if not parts or any(part.lower() in peer.name.lower() for part in parts))
 
 
 def reason_against(peer: Peer, case: BenchCase, terms: Terms | None) -> str | None:

@@ -54,7 +54,7 @@ class Track:
 
     ``l2_bytes`` is what inputs must exceed; ``readings`` returns the state of the card since a moment of
     ``time.monotonic``; ``workspace`` returns the memory that a backward took besides its results, and is None where
-    nothing counts it.
+    nothing counts it. ``taken``: of forwards, the one that a call takes is raced for all of a team.
     """
 
     device: torch.device
@@ -67,6 +67,7 @@ class Track:
     readings: Callable[[float], Reading | None]
     workspace: Callable[[Callable[[], Any]], int] | None = None
     sustained: Sustaining | None = None
+    taken: bool = False
 
     def measure(self, team: Team, kernels: Mapping[str, Kernel], errors: Mapping[str, str], case: BenchCase) -> Row:
         """Race a case. ``kernels`` holds those that compiled, by name, and ``errors`` the errors of the others."""
@@ -82,8 +83,13 @@ class Track:
         memory = Memory(shapes, out_dtype_of(inputs[0].q.dtype), self.device)
         prepare: _Prepare = (lambda forward: differentiated(forward, above)) if above else (lambda forward: forward)
         entered = [self._enter_peer(peer, work, inputs, prepare, judge, memory) for peer in self.peers]
+        if self.taken and not above:
+            members = bench_kernels.taken(team, kernels, work, inputs[0])
+            ours = {label: member.plan.name for label, member in members.items()}
+        else:
+            members = dict(team.members)
         forwards = [kernels[one.plan.name] for one in team.forwards if one.plan.name in kernels]
-        for label, member in team.members.items():
+        for label, member in members.items():
             name = ours[label]
             if name in kernels:
                 make = _entry(label, kernels[name], work, inputs, forwards)

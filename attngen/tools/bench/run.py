@@ -20,7 +20,7 @@ from attngen.tools.bench.ladder import Ladder, ladders
 from attngen.tools.bench.ladder import reason_against as reason_against_ladder
 from attngen.tools.bench.machine import Monitor, ceilings, gpu_facts, versions
 from attngen.tools.bench.memory import workspace
-from attngen.tools.bench.peers import Peer, peers
+from attngen.tools.bench.peers import Peer, named, peers
 from attngen.tools.bench.race import Sustaining, Track, foresee
 from attngen.tools.bench.report import BenchReport
 from attngen.tools.bench.timing import CudaClock
@@ -38,7 +38,8 @@ class Options:
     """What is raced, and how. ``part`` is part of a kernel's name; without ``seqlens`` the cases have their own.
 
     ``directions`` are some of ``DIRECTIONS``, ``suites`` of ``SUITES``. ``ladder``: instead of kernels and peers, the
-    rungs that lead to each CUDA kernel. ``sustained``: without pauses.
+    rungs that lead to each CUDA kernel. ``sustained``: without pauses. ``peers``: only those whose names contain one of
+    these. ``taken``: of forwards, only the kernel that a call takes.
     """
 
     part: str | None = None
@@ -52,6 +53,8 @@ class Options:
     directions: Sequence[str] = DIRECTIONS
     suites: Sequence[str] = SUITES
     sustained: bool = False
+    peers: Sequence[str] = ()
+    taken: bool = False
 
 
 def dry_run(spec: str | Path, options: Options) -> BenchReport:
@@ -84,6 +87,7 @@ def bench(spec: str | Path, options: Options, observer: Observer) -> BenchReport
             gpu.device, facts["l2_bytes"], clock, _peers(options), options.rounds, options.check, generator,
             monitor.since, partial(workspace, gpu.device),
             Sustaining(random.Random(seed), monitor.within) if options.sustained else None,
+            options.taken,
         )  # fmt: skip
         if cases:
             report = replace(report, ceilings=ceilings(gpu, clock, options.rounds))
@@ -128,7 +132,7 @@ def _planned(
 
 
 def _peers(options: Options) -> Sequence[Peer]:
-    return () if options.ladder else peers()
+    return () if options.ladder else named(peers(), options.peers)
 
 
 def _team_of(ladder: Ladder) -> Team:

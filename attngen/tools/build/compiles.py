@@ -275,6 +275,15 @@ def _exhausted(task: Task, error: AttngenError) -> AttngenError:
     return CompileError("\n".join([str(error), "Tried before it:", *lines]))
 
 
+def load() -> None:
+    """Import what a plan's pickle names, and load the compiler of CUDA sources, ahead of a process's first kernel."""
+    from attngen.compile import cuda
+
+    importlib.import_module("attngen.plan")
+    importlib.import_module("attngen.render")
+    cuda.load()
+
+
 def build_one(
     root: str, key: str, compiler: str, plan: Plan, source: Source, wait: bool
 ) -> tuple[str, dict[str, Any]] | None:

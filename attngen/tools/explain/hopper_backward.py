@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from attngen.plan.model import Launch
+from attngen.plan.schedules.hopper_backward import first_stored
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.tiles import padded_width
 from attngen.tools.explain.backward import describe
@@ -40,7 +41,8 @@ class BlockExplanation(ScheduleExplanation):
     def launch(self, launch: Launch) -> list[str]:
         """Return lines on one launch: what it does, and the warpgroups and the memory of that of all products."""
         plan, roles = self.plan, self.roles
-        does = describe(launch) + self.more.get(launch.name, "")
+        clears = launch.name == "preprocess" and first_stored(plan)
+        does = describe(launch) + ("; clears the states of dQ" if clears else self.more.get(launch.name, ""))
         if launch.name != plan.main:
             return [does]
         sizes = ", ".join(f"{region.name} {region.bytes}" for region in roles.shared if region.bytes >= 1024)

@@ -108,7 +108,8 @@ class HopperExplanation(ScheduleExplanation):
         hopper = self.hopper
         turn, passed = ("take the turn, ", ", pass the turn") if hopper.pingpong else ("", "")
         anchored = ", which ends with the last key that is" if hopper.anchored else ""
-        yield "order", f"tiles of keys from the last that is seen{anchored} to the first"
+        first = "the last tile of keys that all rows see, then the others" if hopper.whole_first else "tiles of keys"
+        yield "order", f"{first} from the last that is seen{anchored} to the first"
         found = "exponentials make" if hopper.softmax == "bounded" else "maximum and exponentials make"
         yield "first tile", f"{turn}QK(0){passed}, wait; {found} P(0)"
         if hopper.overlap:

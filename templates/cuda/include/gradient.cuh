@@ -51,6 +51,13 @@ __device__ __forceinline__ void add_floats(float* to, uint32_t from, uint32_t by
       : "memory");
 }
 
+// The same for those that are the first there: a store.
+__device__ __forceinline__ void store_floats(float* to, uint32_t from, uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+      : "memory");
+}
+
 // Floats of global memory to shared memory.
 __device__ __forceinline__ void load_floats(uint32_t to, const float* from, uint32_t bytes, uint32_t full) {
   asm volatile(

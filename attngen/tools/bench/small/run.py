@@ -20,7 +20,7 @@ from attngen.tools.bench.cases import BenchCase
 from attngen.tools.bench.check import TOLERANCE
 from attngen.tools.bench.kernels import chosen, compiled
 from attngen.tools.bench.machine import Monitor, ceilings, gpu_facts, versions
-from attngen.tools.bench.peers import FlashAttention3, FlashAttention4, Peer, Sdpa, Tensors, reason_against
+from attngen.tools.bench.peers import FlashAttention3, FlashAttention4, Peer, Sdpa, Tensors, named, reason_against
 from attngen.tools.bench.serving.replay import Capture, Track, cuda_graph, race, sustained_race
 from attngen.tools.bench.small.inputs import Inputs
 from attngen.tools.bench.small.report import OURS, SmallReport, SmallResult, SmallRow
@@ -42,7 +42,7 @@ Observer = Callable[[SmallReport, int], None]
 @dataclass(frozen=True, slots=True)
 class SmallOptions:
     """What is raced: kernels whose name contains ``part``, calls by parts of their names. ``sustained``: without
-    pauses."""
+    pauses. ``peers``: only those whose names contain one of these."""
 
     part: str | None = None
     cells: Sequence[str] = ()
@@ -50,6 +50,7 @@ class SmallOptions:
     check: bool = True
     jobs: int | None = None
     sustained: bool = False
+    peers: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class _Course:
     generator: torch.Generator
     order: random.Random
     package: str
+    peers: Sequence[Peer]
     monitor: Monitor
 
 
@@ -84,9 +86,10 @@ def dry_run(spec: str | Path, options: SmallOptions) -> SmallReport:
     """
     loaded = load_spec(spec)
     wanted = _wanted(prepare(loaded), options, None)
+    planned = named(small_peers(), options.peers)
     rows = []
     for shape in _shapes(options, wanted):
-        results = [SmallResult(peer.name, shape) for peer in small_peers() if _against(peer, shape) is None]
+        results = [SmallResult(peer.name, shape) for peer in planned if _against(peer, shape) is None]
         rows.append(SmallRow(shape, (*results, SmallResult(OURS, shape))))
     return SmallReport(str(spec), loaded.package, tuple(rows), options.sustained)
 
@@ -113,7 +116,7 @@ def bench_small(spec: str | Path, options: SmallOptions, observer: Observer) -> 
     with torch.no_grad(), Monitor(gpu) as monitor:
         course = _Course(
             gpu.device, facts["l2_bytes"], clock, cuda_graph, options, generator, random.Random(seed), loaded.package,
-            monitor,
+            named(small_peers(), options.peers), monitor,
         )  # fmt: skip
         report = replace(report, ceilings=ceilings(gpu, clock, options.rounds))
         for shape in todo:
@@ -180,7 +183,7 @@ def _measured(course: _Course, shape: Shape) -> SmallRow:
     """Prepare all contestants of a call, check what each computes, and race those that are right."""
     inputs = Inputs(shape, course.device, course.l2_bytes, course.generator)
     entered: list[tuple[SmallResult, Track | None]] = []
-    for peer in small_peers():
+    for peer in course.peers:
         reason = _against(peer, shape)
         if reason is not None:
             entered.append((SmallResult(peer.name, shape, status="unsupported", reason=reason), None))

@@ -1,10 +1,11 @@
-// fwd_sm90a_wgmma_bf16_d192x128_causal_m128n96s2c2
+// fwd_sm90a_wgmma_fp8_e4m3_d96_causal_m192n96s2c3
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
 //
-// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
-// by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
+// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work and loads Q, one loads K
+// and V, by TMA, and two transpose V, since products of 8 bits take keys along the rows alone.
+// The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
 #include "pdl.cuh"
@@ -12,80 +13,91 @@
 #include "schedule.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
+#include "transpose.cuh"
 #include "wgmma.cuh"
 
-using Element = bf16;  // of Q, K, V and P
+using Element = e4m3;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 128;  // query rows of a tile of work
+constexpr int kBlockM = 192;  // query rows of a tile of work
 constexpr int kBlockN = 96;  // keys of one step
-constexpr int kHeadDimQk = 192;
-constexpr int kHeadDimV = 128;
-constexpr int kConsumers = 2;  // warpgroups that multiply
-constexpr int kThreads = 384;
+constexpr int kHeadDimQk = 128;  // 96 columns and zeros
+constexpr int kHeadDimV = 128;  // 96 columns and zeros
+constexpr int kConsumers = 3;  // warpgroups that multiply
+constexpr int kThreads = 512;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
-constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
+constexpr int kMmaK = 32;  // K of one wgmma: the elements that it sums over
 static_assert(kMmaK == Product<Element, kBlockN>::kK);
 constexpr int kPacked = 4 / kElementBytes;  // probabilities in a register
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 128;  // columns of O that are staged at once
+constexpr int kVBoxBytes = 32;  // of a row of V, once it is transposed
+constexpr int kAhead = 3;  // fragments of V that a transposer has in flight
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
-constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
+constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
+constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
+constexpr int kSettled = 6;  // log2 of the sum at most that a new reference leaves a lane in a step
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 73728 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 122880;  // 49152 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 172032;  // 32768 B: O, for its store
-constexpr uint32_t kWork = kShared + 204800;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 205440;  // 8 B: barriers
-constexpr uint32_t kQEmpty = kShared + 205448;  // 8 B: barriers
-constexpr uint32_t kKFull = kShared + 205456;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 205472;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 205488;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 205504;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 205520;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 205536;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 205552;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 205560;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 49152;  // 24576 B: K, a tile per stage
+constexpr uint32_t kVRows = kShared + 73728;  // 24576 B: V as it lies in memory, a box per stage
+constexpr uint32_t kV = kShared + 98304;  // 24576 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 122880;  // 49152 B: O, for its store
+constexpr uint32_t kWork = kShared + 172032;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 172672;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 172688;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 172704;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 172720;  // 16 B: barriers
+constexpr uint32_t kVRowsFull = kShared + 172736;  // 16 B: barriers
+constexpr uint32_t kVRowsEmpty = kShared + 172752;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 172768;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 172784;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 172800;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 172816;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 172832;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 172840;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
-using QRing = Ring<kQFull, kQEmpty, 1>;  // the loader of Q -> each consumer
+using QRing = Ring<kQFull, kQEmpty, 2>;  // the scheduler -> each consumer
 using KRing = Ring<kKFull, kKEmpty, 2>;  // the loader of K and V -> each consumer
-using VRing = Ring<kVFull, kVEmpty, 2>;  // the loader of K and V -> each consumer
-using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers and both loaders
+using VRowsRing = Ring<kVRowsFull, kVRowsEmpty, 2>;  // the loader of K and V -> the transposers
+using VRing = Ring<kVFull, kVEmpty, 2>;  // the transposers -> each consumer
+using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers, the loader and the transposers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 2 of them: threads of a consumer wait for each other around O
-  kTurn = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
-constexpr int kScheduler = 8, kLoader = 9, kQueryLoader = 10;  // warps with a role of their own
+constexpr int kScheduler = 12, kLoader = 13;  // warps with a role of their own
 
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
+constexpr uint32_t kVRowsBytes = kBlockN * kBoxBytes;  // a box of V, before it is transposed
+static_assert(VRowsRing::kStages * kVRowsBytes == 24576);
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 32768);
+static_assert(kConsumers * kOutBytes == 49152);
 static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 73728 && VRing::kStages * kVBytes == 49152);
+static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
 
-// How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
+// How wgmma reads these: all are K-major.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
-using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
+using VMatrix = Matrix<16, 8 * kVBoxBytes, 3>;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
@@ -113,10 +125,17 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d192x128_causal_m128n96s2c2(
+__device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d96_causal_m192n96s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
-    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
+    bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
+    const float* v_descale_ptr,
+    long long stride_q_descale_b, long long stride_q_descale_h,
+    long long stride_k_descale_b, long long stride_k_descale_h,
+    long long stride_v_descale_b, long long stride_v_descale_h,
+    const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
@@ -130,14 +149,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
-    init_barriers(kQFull, 1, 1);  // the loader of Q, and the bytes of the copy
-    init_barriers(kQEmpty, 1, 2);  // each consumer
+    init_barriers(kQFull, 2, 1);  // the scheduler, and the bytes of the copy
+    init_barriers(kQEmpty, 2, 3);  // each consumer
     init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kKEmpty, 2, 2);  // each consumer
-    init_barriers(kVFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kVEmpty, 2, 2);  // each consumer
-    init_barriers(kWorkFull, 2, 3);  // the scheduler's lanes that write the record
-    init_barriers(kWorkEmpty, 2, 9);  // each warp of the consumers, and the loader of Q
+    init_barriers(kKEmpty, 2, 3);  // each consumer
+    init_barriers(kVRowsFull, 2, 1);  // the loader of K and V, and the bytes of the copy
+    init_barriers(kVRowsEmpty, 2, 2);  // the transposers
+    init_barriers(kVFull, 2, 2);  // the transposers
+    init_barriers(kVEmpty, 2, 3);  // each consumer
+    init_barriers(kWorkFull, 2, 4);  // the scheduler's lanes that write the record
+    init_barriers(kWorkEmpty, 2, 14);  // each warp of the consumers, and the transposers
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
@@ -157,8 +178,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
       int index = blockIdx.x;
-      WorkRing work_ring;
-      Event<kWorkAsked> asked;
+      int taken = 0;  // tiles of work, from which the phases of all barriers follow: few registers are left
       const auto next_tile = [&] { return take_tile(tile_counter, q_tiles_of_all, lane); };
       while (true) {
         Place work = {};
@@ -184,9 +204,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 16; i += 32) {
-            const int q = work.q_start + i / 16;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
+          for (int i = lane; i < rows * 12; i += 32) {
+            const int q = work.q_start + i / 12;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 12)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
@@ -195,6 +215,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           index = next_tile();
           continue;
         }
+        const auto work_ring = WorkRing::at(taken);
         work_ring.acquire();
         Work& shared_work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
         if (lane == 0) {
@@ -206,40 +227,56 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           work_ring.arrive();
         }
         __syncwarp();
-        work_ring.advance();
         if (index >= q_tiles_of_all) break;
+        auto q_ring = QRing::at(taken);
+        q_ring.acquire();
+        if (lane == 0) {
+          q_ring.arrive_expecting(kQBytes);
+          for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
+            load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, work.h,
+                     work.q_start, work.b);
+          }
+        }
+        __syncwarp();
+        q_ring.advance();
+        Event<kWorkAsked> asked;
+        asked.phase = taken & 1;
         asked.wait();
+        ++taken;
         index = next_tile();
       }
     } else if (warp == kLoader) {
       // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
       WorkRing work_ring;
       KRing k_ring;
+      VRowsRing v_rows_ring;
       while (true) {
         work_ring.wait();
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
         const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
+        const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
         if (lane == 0 && tiles <= kLookahead) Event<kWorkAsked>::arrive();
         int remaining = tiles, v_tile = 0;
-        VRing v_ring;
         const auto load_v = [&] {
-          v_ring.acquire();
-          if (lane == 0) {
-            v_ring.arrive_expecting(kVBytes);
-            const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
-            for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-              load_box(kV + v_ring.stage * kVBytes + column * kBlockN * kElementBytes, v_map, v_ring.full(), column, hk,
-                       kBlockN - rows, start + rows, b);
+#pragma unroll 1
+          for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
+            v_rows_ring.acquire();
+            if (lane == 0) {
+              v_rows_ring.arrive_expecting(kVRowsBytes);
+              const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
+              load_box(kVRows + v_rows_ring.stage * kVRowsBytes, v_map, v_rows_ring.full(), column, hk,
+                         kBlockN - rows, start + rows, b);
             }
+            __syncwarp();
+            v_rows_ring.advance();
           }
-          __syncwarp();
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
         const auto load_step = [&](int tile, int tile_info) {
           k_ring.acquire();
           if (lane == 0) {
@@ -253,7 +290,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           }
           __syncwarp();
           if (remaining < tiles) load_v();
-          v_ring = {k_ring.stage, k_ring.phase};
           v_tile = tile;
           --remaining;
           k_ring.advance();
@@ -262,32 +298,46 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit);
+          const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
+          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
         }
         load_v();
       }
-    } else if (warp == kQueryLoader) {
-      // The loader of Q: a warp of its own, so that K never waits for room for the next Q.
-      WorkRing work_ring;
-      QRing q_ring;
+    } else {
+      // A transposer: V arrives as rows of keys, and leaves as rows of columns, half of those of a box by each of two warps.
+      constexpr int kBoxes = kHeadDimV / kBoxColumns, kStrips = kBoxColumns / 32;
+      const uint32_t lane_load = lane % 16 * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
+      const uint32_t lane_store = lane * kVBoxBytes + 16 * swizzled<kVBoxBytes>(lane, 0);
+      const int first_strip = warp % 2 * (kStrips / 2);
+      int taken = 0, done = 0;  // tiles of work and of V, from which all phases follow: few registers are left
       while (true) {
+        const auto work_ring = WorkRing::at(taken++);
         work_ring.wait();
-        const Place work = shared_at<Place>(kWork + work_ring.stage * sizeof(Work));
+        int tiles = place_at(work_ring.stage).tiles;
         __syncwarp();
         if (lane == 0) work_ring.release();
-        work_ring.advance();
-        if (__any_sync(~0u, work.tiles < 0)) break;
-
-        q_ring.acquire();
-        if (lane == 0) {
-          q_ring.arrive_expecting(kQBytes);
-          for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-            load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, work.h,
-                     work.q_start, work.b);
+        if (__any_sync(~0u, tiles < 0)) break;
+        for (; __any_sync(~0u, tiles > 0); --tiles, ++done) {
+          const VRing v_ring = VRing::at(done);
+          v_ring.acquire();
+#pragma unroll 1
+          for (int box = 0; box < kBoxes; ++box) {
+            const VRowsRing v_rows_ring = VRowsRing::at(kBoxes * done + box);
+            const uint32_t from = kVRows + v_rows_ring.stage * kVRowsBytes;
+            const uint32_t to = kV + v_ring.stage * kVBytes + box * kBoxColumns * kVBoxBytes;
+            v_rows_ring.wait();
+#pragma unroll 1
+            for (int strip = first_strip; strip < first_strip + kStrips / 2; ++strip) {
+              transpose_strip<kBlockN, kBoxBytes, kVBoxBytes, kHeadDimV, kAhead>(
+                  from + (lane_load ^ 32 * strip), to + 32 * strip * kVBoxBytes + lane_store);
+            }
+            __syncwarp();
+            if (lane == 0) v_rows_ring.release();
           }
+          fence_async_proxy();  // wgmma reads what was written here
+          __syncwarp();
+          if (lane == 0) v_ring.arrive();
         }
-        __syncwarp();
-        q_ring.advance();
       }
     }
   } else {
@@ -321,7 +371,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       fence_products();
 #pragma unroll
       for (int key = 0; key < kBlockN; key += kMmaK) {
-        Product<Element, kHeadDimV>::rs<1>(acc, p + key / 2 / kPacked, v.at(key * kBoxBytes), 1);
+        const uint32_t box = key / kVBoxBytes * kVBoxBytes, inside = key % kVBoxBytes;
+        Product<Element, kHeadDimV>::rs<0>(acc, p + key / 2 / kPacked, v.at(box * kHeadDimV + inside), 1);
       }
       commit_products();
     };
@@ -338,47 +389,85 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
-      if (leader && left == 1) q_ring.release();  // that was the last S = Q K^T of this tile of work
       k_ring.advance();
     };
-    const auto wait_v = [&] { v_ring.wait(); };
+    VRing held;        // the tile of V that O += P V still has to read,
+    int held_for = 0;  // and how many tiles were skipped since
+    const auto wait_v = [&] { held.wait(); };
     const auto release_v = [&] {
+      if (leader) held.release();
+    };
+    // Holds the tile of V that belongs to these logits until O += P V.
+    const auto hold_v = [&] {
+      held = v_ring;
+      held_for = 0;
+      v_ring.advance();
+    };
+    const auto skip_v = [&] {
+      // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
+      if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
       v_ring.advance();
     };
+    // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
+      return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
-    const auto next_work = [&] {
+    // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
+    const auto give_up_turn = [&] {  // every consumer has one turn for each KV tile
+      take_turn();
+      pass_turn();
+    };
+    // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
+    const auto next_work = [&]() -> const Place& {
       work_ring.wait();
-      const Place work = shared_at<Place>(kWork + work_ring.stage * sizeof(Work));
-      __syncwarp();
-      if (lane == 0) work_ring.release();
-      work_ring.advance();
-      return work;
+      return place_at(work_ring.stage);
+    };
+    // What brings products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
+    const auto read_scales = [&](const Place& work, float (&scales)[2]) {
+      const int hk = work.h / group;
+      scales[0] = q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h];
+      scales[1] = k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
+    };
+    const auto value_scale_of = [&](const Place& work) {
+      const int hk = work.h / group;
+      return v_descale_ptr[work.b * stride_v_descale_b + hk * stride_v_descale_h];
     };
 
-    Place work = next_work();
-    bool more = __any_sync(~0u, work.tiles > 0);
-    left = work.tiles;
-    const auto wait_operands = [&] {
+    left = next_work().tiles;
+    bool more = __any_sync(~0u, left > 0);
+    float next_scales[2];
+    read_scales(place_at(0), next_scales);
+    // Waits for the first tile; true if these rows see nothing of it, and there is another.
+    const auto first_is_blind = [&] {
       q_ring.wait();
-      wait_k();
+      return wait_k() && __any_sync(~0u, left > 1);
     };
-    const auto start = [&] {
-      wait_operands();
+    // Skips the tiles that these rows do not see, and computes S of the first that they do.
+    const auto start = [&](bool blind, bool turn_is_spent) {
+      while (blind) {
+        if (!turn_is_spent) give_up_turn();
+        turn_is_spent = false;
+        release_k();
+        skip_v();
+        --left;
+        blind = wait_k() && __any_sync(~0u, left > 1);
+      }
       take_turn();
       issue_qk(k_ring.stage, q_ring.stage);
       pass_turn();
       wait_products<0>();
       settle(s);
     };
-    if (more) start();
+    if (more) start(first_is_blind(), false);
     while (more) {
+      const Place& work = place_at(work_ring.stage);
+      const float logit_scale = softmax_scale * next_scales[0] * next_scales[1];
       const int seqlen_k = work.seqlen_k;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
-      const float scale_log2e = softmax_scale * kLog2e;
+      const float scale_log2e = logit_scale * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
@@ -413,19 +502,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // The first tile. Its S is there.
       release_k();
+      hold_v();
       finish_logits();
+      // Few keys say little about those to come: after a partial tile the next one sets references again.
+      bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
-      raise_reference(maximum, reference, alpha);
+      raise_reference<kPeak>(maximum, reference, alpha);
       exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
-        wait_k();
+        // Skips a tile that these rows do not see, as long as the ring has room beside the tile of V that is held.
+        if (wait_k() && __any_sync(~0u, held_for < VRing::kStages - 1)) {
+          give_up_turn();
+          release_k();
+          skip_v();
+          ++held_for;
+          continue;
+        }
         take_turn();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
-        issue_pv(v_ring.stage);  // O += P V of the tile before
+        issue_pv(held.stage);  // O += P V of the tile before
         pass_turn();
         wait_products<1>();
         settle(s);
@@ -436,12 +535,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(acc);
         release_v();
+        if (__any_sync(~0u, renews)) {
+          find_maximum(s, scale_log2e, maximum);
+          raise_reference<kPeak>(maximum, reference, alpha);
+          rescale(acc, alpha);
+          row_sum[0] *= alpha[0];
+          row_sum[1] *= alpha[1];
+        }
         exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        const auto kept = [&](int row) { return sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
+          lift_by_sum<kSettled - kPeak>(sum, reference, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
-          raise_reference(maximum, reference, alpha);
+          raise_reference<kPeak>(maximum, reference, alpha);
           rescale(acc, alpha);
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
@@ -450,24 +557,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           }
           exponentiate<Element>(s, scale_log2e, reference, p, sum);
         }
+        renews = false;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
+        hold_v();
       }
 
+      if (leader) q_ring.release();
       q_ring.advance();
       float normalize[2];
       finish_sum(row_sum, normalize);
 
       // O leaves through shared memory, so that stores are whole rows.
+      // Columns are in the order of transpose.cuh: a lane has four neighbours in two blocks of 8.
       const auto stage_out = [&](int from) {
-        const int row = 16 * (warp % 4) + lane % 16;
 #pragma unroll
-        for (int column = 0; column < kOutColumns; column += 2 * kOutChunk) {
-          const int chunk = column % kOutBoxColumns / kOutChunk + lane / 16, swizzled = chunk ^ (row % 8);
-          const int i = (from + column) / 2;
-          store_blocks(out_rows + column / kOutBoxColumns * 64 * kBoxBytes + row * kBoxBytes + 16 * swizzled,
-                       pack<OutElement>(acc[i], acc[i + 1]), pack<OutElement>(acc[i + 2], acc[i + 3]),
-                       pack<OutElement>(acc[i + 4], acc[i + 5]), pack<OutElement>(acc[i + 6], acc[i + 7]));
+        for (int row = 0; row < 2; ++row) {
+          const int row_of_box = row_in_group + 8 * row;
+#pragma unroll
+          for (int column = 0; column < kOutColumns; column += 2 * kOutChunk) {
+            const int chunk = column % kOutBoxColumns / kOutChunk + lane % 4 / 2;
+            const uint32_t to = out_rows + column / kOutBoxColumns * 64 * kBoxBytes + row_of_box * kBoxBytes +
+                                16 * swizzled<kBoxBytes>(row_of_box, chunk) + 8 * (lane % 2);
+            const int i = (from + column) / 2 + 2 * row;
+            shared_at<uint2>(to) = {pack<OutElement>(acc[i], acc[i + 4]), pack<OutElement>(acc[i + 1], acc[i + 5])};
+          }
         }
         fence_async_proxy();
       };
@@ -484,9 +598,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         if (leader) wait_stores_read();
         sync_group();
       };
+      float value_scale;
       const auto write_out = [&] {
         settle(acc);
         release_v();
+        normalize[0] *= value_scale;
+        normalize[1] *= value_scale;
         rescale(acc, normalize);
         stage_out(0);
         sync_group();
@@ -496,18 +613,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       };
 
       // The last O += P V, and after it the first S = Q K^T of the next tile of work.
-      const Place next = next_work();
+      const WorkRing last_ring = work_ring;
+      work_ring.advance();
+      const Place& next = next_work();
+      // Early, since loads take their time; what uses them comes after the products are issued.
+      value_scale = value_scale_of(work);
+      read_scales(next, next_scales);
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
-      if (more) wait_operands();
+      const bool blind = more && first_is_blind();
       wait_v();
       take_turn();
-      issue_pv(v_ring.stage);
-      issue_qk(k_ring.stage, q_ring.stage);
-      pass_turn();
-      free_out();
-      wait_products<1>();
-      write_out();
+      if (blind) {
+        issue_pv(held.stage);
+        pass_turn();
+        free_out();
+        wait_products<0>();
+        write_out();
+        start(true, true);
+      } else {
+        issue_pv(held.stage);
+        issue_qk(k_ring.stage, q_ring.stage);
+        pass_turn();
+        free_out();
+        wait_products<1>();
+        write_out();
+      }
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -515,7 +646,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
         }
       }
-      work = next;
+      __syncwarp();
+      if (lane == 0) last_ring.release();
     }
     if (leader) wait_stores_read();
     if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes

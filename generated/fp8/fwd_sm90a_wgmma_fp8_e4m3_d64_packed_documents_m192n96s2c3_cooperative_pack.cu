@@ -1,12 +1,13 @@
-// fwd_sm90a_wgmma_fp8_e4m3_d96_full_m192n96s2c3_cooperative
+// fwd_sm90a_wgmma_fp8_e4m3_d64_packed_documents_m192n96s2c3_cooperative_pack
 //
-// Attention forward, variant full: mask `True`.
+// Attention forward, variant packed_documents: mask `q_pos >= kv and doc[b, q_pos] == doc[b, kv]`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work and loads Q, one loads K
 // and V, by TMA, and two transpose V, since products of 8 bits take keys along the rows alone.
 // The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
+#include "expression.cuh"
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
@@ -18,10 +19,10 @@
 using Element = e4m3;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 192;  // query rows of a tile of work
+constexpr int kBlockM = 192;  // rows of a tile of work: the heads of a group, then the next query
 constexpr int kBlockN = 96;  // keys of one step
-constexpr int kHeadDimQk = 128;  // 96 columns and zeros
-constexpr int kHeadDimV = 128;  // 96 columns and zeros
+constexpr int kHeadDimQk = 64;
+constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
@@ -29,44 +30,45 @@ constexpr int kThreads = 512;
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 32;  // K of one wgmma: the elements that it sums over
 static_assert(kMmaK == Product<Element, kBlockN>::kK);
 constexpr int kPacked = 4 / kElementBytes;  // probabilities in a register
-constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
+constexpr int kBoxBytes = 64;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
-constexpr int kOutColumns = 128;  // columns of O that are staged at once
+constexpr int kOutColumns = 64;  // columns of O that are staged at once
 constexpr int kVBoxBytes = 32;  // of a row of V, once it is transposed
-constexpr int kAhead = 3;  // fragments of V that a transposer has in flight
+constexpr int kAhead = 4;  // fragments of V that a transposer has in flight
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kLookahead = 6;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
 constexpr int kSettled = 6;  // log2 of the sum at most that a new reference leaves a lane in a step
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 24576 B: K, a tile per stage
-constexpr uint32_t kVRows = kShared + 73728;  // 24576 B: V as it lies in memory, a box per stage
-constexpr uint32_t kV = kShared + 98304;  // 24576 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 122880;  // 49152 B: O, for its store
-constexpr uint32_t kWork = kShared + 172032;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 172672;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 172688;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 172704;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 172720;  // 16 B: barriers
-constexpr uint32_t kVRowsFull = kShared + 172736;  // 16 B: barriers
-constexpr uint32_t kVRowsEmpty = kShared + 172752;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 172768;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 172784;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 172800;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 172816;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 172832;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 172840;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kQ = kShared + 0;  // 24576 B: Q
+constexpr uint32_t kK = kShared + 24576;  // 12288 B: K, a tile per stage
+constexpr uint32_t kVRows = kShared + 36864;  // 12288 B: V as it lies in memory, a box per stage
+constexpr uint32_t kV = kShared + 49152;  // 12288 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 61440;  // 24576 B: O, for its store
+constexpr uint32_t kWork = kShared + 86016;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 86656;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 86672;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 86688;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 86704;  // 16 B: barriers
+constexpr uint32_t kVRowsFull = kShared + 86720;  // 16 B: barriers
+constexpr uint32_t kVRowsEmpty = kShared + 86736;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 86752;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 86768;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 86784;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 86800;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 86816;  // 8 B: barriers
+constexpr uint32_t kKeyValues = kShared + 86824;  // 1536 B: values of the keys of two tiles in each stage of K, which the mask reads
+constexpr uint32_t kTileInfo = kShared + 88360;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the scheduler -> each consumer
@@ -77,7 +79,7 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O and skipped tiles
 };
 
 constexpr int kScheduler = 12, kLoader = 13;  // warps with a role of their own
@@ -86,16 +88,27 @@ constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kVRowsBytes = kBlockN * kBoxBytes;  // a box of V, before it is transposed
-static_assert(VRowsRing::kStages * kVRowsBytes == 24576);
+static_assert(VRowsRing::kStages * kVRowsBytes == 12288);
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 49152);
-static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
+static_assert(kConsumers * kOutBytes == 24576);
+static_assert(QRing::kStages * kQBytes == 24576);
+static_assert(KRing::kStages * kKBytes == 12288 && VRing::kStages * kVBytes == 12288);
 
 // How wgmma reads these: all are K-major.
-using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
-using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
+using QMatrix = Matrix<16, 8 * kBoxBytes, 2>;
+using KMatrix = Matrix<16, 8 * kBoxBytes, 2>;
 using VMatrix = Matrix<16, 8 * kVBoxBytes, 3>;
+
+// What the mask reads of a key; it comes with the tile of K.
+struct KeyValues {
+  int u_doc_kv;
+};
+static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) == 1536);
+
+// What it reads of a row.
+struct RowValues {
+  int u_doc_q_pos;
+};
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
@@ -103,9 +116,9 @@ struct Spans {
   int full_lo, full_hi;
 };
 
-// A tile of work: which rows of which head, and over how many KV tiles they go. Negative: there is no other.
+// A tile of work: which rows of which KV head, and over how many KV tiles they go. Negative: there is no other.
 struct Place {
-  int b, h, q_start, tiles;
+  int b, hk, q_start, tiles;
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
@@ -125,7 +138,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 __device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d96_full_m192n96s2c3_cooperative(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d64_packed_documents_m192n96s2c3_cooperative_pack(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
@@ -133,10 +146,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     long long stride_q_descale_b, long long stride_q_descale_h,
     long long stride_k_descale_b, long long stride_k_descale_h,
     long long stride_v_descale_b, long long stride_v_descale_h,
-    const int* seqused_k_ptr, uint32_t* tile_counter,
+    const int* seqused_k_ptr, uint32_t* tile_counter, const int* u_doc,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
-    int total_q, int total_k,
+    long long stride_u_doc_0,
+    int extent_u_doc_0, int extent_u_doc_1,
+    int batch, int heads, int kv_heads, int group, int group_bits, int section, int q_tiles, int seqlen_q,
+    int max_seqlen_k, int total_q, int total_k,
     float softmax_scale,
     int write_lse, int has_seqused_k
 ) {
@@ -172,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     shrink_registers<kProducerRegisters>();
     if (warp == kScheduler) {
       // The tile scheduler: takes tiles of work, and finds the KV tiles that their rows see.
-      const int units = batch * heads;
+      const int units = batch * kv_heads;
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
       int index = blockIdx.x;
@@ -185,26 +200,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         if (index < q_tiles_of_all) {
           int unit, q_tile;
           place_tile(index, q_tiles, units, section, unit, q_tile);
-          const int b = unit / heads, h = unit % heads;
+          const int b = unit / kv_heads, hk = unit % kv_heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
           const int whole_tiles = seqlen_k / kBlockN;
-          const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0);
-          const int visible_hi = (seqlen_k + kBlockN - 1) / kBlockN;
-          spans = {0, visible_hi, 0, whole_tiles};
+          const int q_start = (q_tile * kBlockM + (part < kConsumers ? 64 * part : 0) >> group_bits);
+          const int q_hi = min(q_start + ((part < kConsumers ? 64 : kBlockM) >> group_bits), seqlen_q) - 1;
+          const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
+          const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
+          const int u_q_pos_lo_max_0 = max(q_pos_lo, 0);
+          const int u_doc_q_pos_lo_max_0 = (u_q_pos_lo_max_0 < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(u_q_pos_lo_max_0)] : 0;
+          const int u_doc_from = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_q_pos_lo_max_0, false);
+          const int visible_lo = u_doc_from / kBlockN;
+          const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
+          const int full_lo = (max(u_doc_from, 0) + kBlockN - 1) / kBlockN;
+          const int u_q_pos_hi_max_0 = max(q_pos_hi, 0);
+          const int u_doc_q_pos_hi_max_0 = (u_q_pos_hi_max_0 < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(u_q_pos_hi_max_0)] : 0;
+          const int full_hi = min(max(u_doc_q_pos_lo_max_0 == u_doc_q_pos_hi_max_0 ? q_pos_lo + 1 : 0, 0) / kBlockN, whole_tiles);
+          spans = {visible_lo, visible_hi, full_lo, full_hi};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
-          work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
+          work = {b, hk, (q_tile * kBlockM >> group_bits), __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
-          const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 12; i += 32) {
-            const int q = work.q_start + i / 12;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 12)) = {};
+          const int rows = min(kBlockM, (work.seqlen_q - work.q_start) * group);
+          for (int i = lane; i < rows * 8; i += 32) {
+            const int q = work.q_start + (i / 8 >> group_bits);
+            const int h = (work.hk << group_bits) + (i / 8 & group - 1);
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 8)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
-            const int q = work.q_start + i;
-            lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = kMasked;
+            const int q = work.q_start + (i >> group_bits);
+            const int h = (work.hk << group_bits) + (i & group - 1);
+            lse_ptr[(work.b * static_cast<long long>(heads) + h) * seqlen_q + q] = kMasked;
           }
           index = next_tile();
           continue;
@@ -213,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         work_ring.acquire();
         Work& shared_work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
         if (lane == 0) {
-          shared_at<int4>(kWork + work_ring.stage * sizeof(Work)) = {work.b, work.h, work.q_start, work.tiles};
+          shared_at<int4>(kWork + work_ring.stage * sizeof(Work)) = {work.b, work.hk, work.q_start, work.tiles};
           shared_at<int4>(kWork + work_ring.stage * sizeof(Work) + 16) = {work.q_begin, work.k_begin, work.seqlen_q, work.seqlen_k};
         }
         if (lane % 8 == 0 && part <= kConsumers) {
@@ -227,8 +255,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         if (lane == 0) {
           q_ring.arrive_expecting(kQBytes);
           for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-            load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, work.h,
-                     work.q_start, work.b);
+            load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, 0,
+                     work.q_start, work.hk, work.b);
           }
         }
         __syncwarp();
@@ -247,9 +275,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       while (true) {
         work_ring.wait();
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
-        const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
-        const int hk = work.h / group;
+        const int b = work.b, hk = work.hk, tiles = work.tiles, seqlen_k = work.seqlen_k;
+        const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
+        const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
@@ -269,9 +298,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             v_rows_ring.advance();
           }
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
         const auto load_step = [&](int tile, int tile_info) {
+          // Before waiting for room, so that they come meanwhile.
+          KeyValues key_values[(kBlockN + 31) / 32];
+#pragma unroll
+          for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
+            const int kv = tile * kBlockN + 32 * i + lane;
+            const int u_doc_kv = (kv < extent_u_doc_1) ? u_doc_b[static_cast<long long>(kv)] : 0;
+            key_values[i] = {u_doc_kv};
+          }
           k_ring.acquire();
+          const uint32_t to = kKeyValues + sizeof(KeyValues) * kBlockN * (k_ring.stage + KRing::kStages * k_ring.phase);
+#pragma unroll
+          for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
+            const int key = 32 * i + lane;
+            if (key < kBlockN) shared_at<KeyValues>(to + sizeof(KeyValues) * key) = key_values[i];
+          }
+          __syncwarp();
           if (lane == 0) {
             if (remaining == kLookahead && tiles > kLookahead) Event<kWorkAsked>::arrive();
             shared_at<int>(kTileInfo + 4 * k_ring.stage) = tile_info;
@@ -291,7 +335,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit);
+          const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
+          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
         }
         load_v();
       }
@@ -374,71 +419,126 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     KRing k_ring;
     VRing v_ring;
     int tile_info = 0;
+    uint32_t key_values = 0;  // where those of the lane's keys begin
+    const auto of_key = [&](int key) { return shared_at<KeyValues>(key_values + sizeof(KeyValues) * key); };
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
       k_ring.advance();
     };
-    const auto wait_v = [&] { v_ring.wait(); };
+    VRing held;        // the tile of V that O += P V still has to read,
+    int held_for = 0;  // and how many tiles were skipped since
+    const auto wait_v = [&] { held.wait(); };
     const auto release_v = [&] {
+      if (leader) held.release();
+    };
+    // Holds the tile of V that belongs to these logits until O += P V.
+    const auto hold_v = [&] {
+      held = v_ring;
+      held_for = 0;
+      v_ring.advance();
+    };
+    const auto skip_v = [&] {
+      // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
+      if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
       v_ring.advance();
     };
+    // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
+      key_values = kKeyValues + sizeof(KeyValues) * (kBlockN * (k_ring.stage + KRing::kStages * k_ring.phase) + 2 * (lane % 4));
+      return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
+    // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
+    const auto give_up_turn = sync_group;
     // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
       work_ring.wait();
       return place_at(work_ring.stage);
     };
     // What brings products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
-    const auto logit_scale_of = [&](const Place& work) {
-      const int hk = work.h / group;
-      return softmax_scale * q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h] *
-             k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
+    const auto read_scales = [&](const Place& work, float (&scales)[2]) {
+      const int hk = work.hk;
+      scales[0] = q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h];
+      scales[1] = k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
     };
     const auto value_scale_of = [&](const Place& work) {
-      const int hk = work.h / group;
+      const int hk = work.hk;
       return v_descale_ptr[work.b * stride_v_descale_b + hk * stride_v_descale_h];
     };
 
     left = next_work().tiles;
     bool more = __any_sync(~0u, left > 0);
-    float next_logit_scale = logit_scale_of(place_at(0));
-    const auto wait_operands = [&] {
+    float next_scales[2];
+    read_scales(place_at(0), next_scales);
+    // Waits for the first tile; true if these rows see nothing of it, and there is another.
+    const auto first_is_blind = [&] {
       q_ring.wait();
-      wait_k();
+      return wait_k() && __any_sync(~0u, left > 1);
     };
-    const auto start = [&] {
-      wait_operands();
+    // Skips the tiles that these rows do not see, and computes S of the first that they do.
+    const auto start = [&](bool blind, bool turn_is_spent) {
+      while (blind) {
+        if (!turn_is_spent) give_up_turn();
+        turn_is_spent = false;
+        release_k();
+        skip_v();
+        --left;
+        blind = wait_k() && __any_sync(~0u, left > 1);
+      }
       issue_qk(k_ring.stage, q_ring.stage);
       wait_products<0>();
       settle(s);
     };
-    if (more) start();
+    if (more) start(first_is_blind(), false);
     while (more) {
       const Place& work = place_at(work_ring.stage);
-      const float logit_scale = next_logit_scale;
+      const float logit_scale = softmax_scale * next_scales[0] * next_scales[1];
       const int seqlen_k = work.seqlen_k;
+      const int b = work.b;
+      const int q_first = work.q_start + (64 * warpgroup >> group_bits);
       const float scale_log2e = logit_scale * kLog2e;
+      const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
+      RowValues of_rows[2];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const int q_row = min(q_first + (row_in_group + 8 * row >> group_bits), seqlen_q - 1);  // rows after the end repeat the last one
+        const int q_pos = q_row + (seqlen_k - seqlen_q);
+        const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
+        of_rows[row] = {u_doc_q_pos};
+      }
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // S becomes logits.
+      // S becomes logits; pairs that are not visible get -inf.
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          const int visible_to = seqlen_k - kv_first;
+          struct Row {
+            int u_doc_q_pos;
+            int visible_to;
+          };
+          Row rows[2];
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const auto [u_doc_q_pos] = of_rows[row];
+            const int q_row = min(q_first + (row_in_group + 8 * row >> group_bits), seqlen_q - 1);  // rows after the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+            rows[row] = {u_doc_q_pos, visible_to};
+          }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+            const auto [u_doc_kv] = of_key(key);
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              if (key >= visible_to) x = kMasked;
+              const auto [u_doc_q_pos, visible_to] = rows[row];
+              if (!(key < visible_to && u_doc_q_pos == u_doc_kv)) x = kMasked;
             }
           }
         }
@@ -446,6 +546,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
       // The first tile. Its S is there.
       release_k();
+      hold_v();
       finish_logits();
       // Few keys say little about those to come: after a partial tile the next one sets references again.
       bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
@@ -456,10 +557,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
-        wait_k();
+        // Skips a tile that these rows do not see, as long as the ring has room beside the tile of V that is held.
+        if (wait_k() && __any_sync(~0u, held_for < VRing::kStages - 1)) {
+          give_up_turn();
+          release_k();
+          skip_v();
+          ++held_for;
+          continue;
+        }
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
-        issue_pv(v_ring.stage);  // O += P V of the tile before
+        issue_pv(held.stage);  // O += P V of the tile before
         wait_products<1>();
         settle(s);
         release_k();
@@ -494,6 +602,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         renews = false;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
+        hold_v();
       }
 
       if (leader) q_ring.release();
@@ -521,7 +630,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const auto store_out = [&](int from) {
         if (leader) {
           for (int column = 0; column < kOutColumns; column += kOutBoxColumns) {
-            store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, work.h, work.q_start + 64 * warpgroup, work.b);
+            store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, 0,
+                      work.q_start + (64 * warpgroup >> group_bits), work.hk, work.b);
           }
           commit_stores();
         }
@@ -549,22 +659,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const WorkRing last_ring = work_ring;
       work_ring.advance();
       const Place& next = next_work();
-      value_scale = value_scale_of(work);  // early, since loads take their time
-      next_logit_scale = logit_scale_of(next);
+      // Early, since loads take their time; what uses them comes after the products are issued.
+      value_scale = value_scale_of(work);
+      read_scales(next, next_scales);
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
-      if (more) wait_operands();
+      const bool blind = more && first_is_blind();
       wait_v();
-      issue_pv(v_ring.stage);
-      issue_qk(k_ring.stage, q_ring.stage);
-      free_out();
-      wait_products<1>();
-      write_out();
+      if (blind) {
+        issue_pv(held.stage);
+        free_out();
+        wait_products<0>();
+        write_out();
+        start(true, true);
+      } else {
+        issue_pv(held.stage);
+        issue_qk(k_ring.stage, q_ring.stage);
+        free_out();
+        wait_products<1>();
+        write_out();
+      }
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-          const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
+          const int q = work.q_start + (64 * warpgroup + row_in_group + 8 * row >> group_bits);
+          const int h = (work.hk << group_bits) + (64 * warpgroup + row_in_group + 8 * row & group - 1);
+          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
         }
       }
       __syncwarp();

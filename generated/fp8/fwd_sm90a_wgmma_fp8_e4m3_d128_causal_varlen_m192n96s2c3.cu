@@ -1,12 +1,13 @@
-// fwd_sm90a_wgmma_fp8_e4m3_d128_full_varlen_m192n96s2c3_cooperative
+// fwd_sm90a_wgmma_fp8_e4m3_d128_causal_varlen_m192n96s2c3
 //
-// Attention forward, variant full: mask `True`.
+// Attention forward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work and loads Q, one loads K
 // and V, by TMA, and two transpose V, since products of 8 bits take keys along the rows alone.
 // The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
+#include "expression.cuh"
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
@@ -78,6 +79,7 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
   kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
 constexpr int kScheduler = 12, kLoader = 13;  // warps with a role of their own
@@ -125,7 +127,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 __device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_full_varlen_m192n96s2c3_cooperative(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_causal_varlen_m192n96s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
@@ -196,8 +198,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           }
           const int whole_tiles = seqlen_k / kBlockN;
           const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0);
-          const int visible_hi = (seqlen_k + kBlockN - 1) / kBlockN;
-          spans = {0, visible_hi, 0, whole_tiles};
+          const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
+          const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
+          const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
+          const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
+          const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
+          spans = {0, visible_hi, 0, full_hi};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
@@ -256,6 +262,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         const int tiles = work.tiles, k_begin = work.k_begin, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
+        const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
@@ -275,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             v_rows_ring.advance();
           }
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
         const auto load_step = [&](int tile, int tile_info) {
           k_ring.acquire();
           if (lane == 0) {
@@ -297,7 +304,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit);
+          const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
+          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
         }
         load_v();
       }
@@ -375,6 +383,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       commit_products();
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
+    // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
+    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
+    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
+    if (warpgroup == kConsumers - 1) pass_turn();
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
@@ -385,14 +397,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (leader) k_ring.release();
       k_ring.advance();
     };
-    const auto wait_v = [&] { v_ring.wait(); };
+    VRing held;        // the tile of V that O += P V still has to read,
+    int held_for = 0;  // and how many tiles were skipped since
+    const auto wait_v = [&] { held.wait(); };
     const auto release_v = [&] {
+      if (leader) held.release();
+    };
+    // Holds the tile of V that belongs to these logits until O += P V.
+    const auto hold_v = [&] {
+      held = v_ring;
+      held_for = 0;
+      v_ring.advance();
+    };
+    const auto skip_v = [&] {
+      // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
+      if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
       v_ring.advance();
     };
+    // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
+      return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
+    };
+    // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
+    const auto give_up_turn = [&] {  // every consumer has one turn for each KV tile
+      take_turn();
+      pass_turn();
     };
     // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
@@ -400,10 +432,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       return place_at(work_ring.stage);
     };
     // What brings products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
-    const auto logit_scale_of = [&](const Place& work) {
+    const auto read_scales = [&](const Place& work, float (&scales)[2]) {
       const int hk = work.h / group;
-      return softmax_scale * q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h] *
-             k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
+      scales[0] = q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h];
+      scales[1] = k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
     };
     const auto value_scale_of = [&](const Place& work) {
       const int hk = work.h / group;
@@ -412,38 +444,63 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
     left = next_work().tiles;
     bool more = __any_sync(~0u, left > 0);
-    float next_logit_scale = logit_scale_of(place_at(0));
-    const auto wait_operands = [&] {
+    float next_scales[2];
+    read_scales(place_at(0), next_scales);
+    // Waits for the first tile; true if these rows see nothing of it, and there is another.
+    const auto first_is_blind = [&] {
       q_ring.wait();
-      wait_k();
+      return wait_k() && __any_sync(~0u, left > 1);
     };
-    const auto start = [&] {
-      wait_operands();
+    // Skips the tiles that these rows do not see, and computes S of the first that they do.
+    const auto start = [&](bool blind, bool turn_is_spent) {
+      while (blind) {
+        if (!turn_is_spent) give_up_turn();
+        turn_is_spent = false;
+        release_k();
+        skip_v();
+        --left;
+        blind = wait_k() && __any_sync(~0u, left > 1);
+      }
+      take_turn();
       issue_qk(k_ring.stage, q_ring.stage);
+      pass_turn();
       wait_products<0>();
       settle(s);
     };
-    if (more) start();
+    if (more) start(first_is_blind(), false);
     while (more) {
       const Place& work = place_at(work_ring.stage);
-      const float logit_scale = next_logit_scale;
+      const float logit_scale = softmax_scale * next_scales[0] * next_scales[1];
       const int seqlen_k = work.seqlen_k;
+      const int seqlen_q = work.seqlen_q;
+      const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = logit_scale * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // S becomes logits.
+      // S becomes logits; pairs that are not visible get -inf.
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          const int visible_to = seqlen_k - kv_first;
+          struct Row {
+            int visible_to;
+          };
+          Row rows[2];
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+            rows[row] = {visible_to};
+          }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
+              const auto [visible_to] = rows[row];
               if (key >= visible_to) x = kMasked;
             }
           }
@@ -452,6 +509,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
       // The first tile. Its S is there.
       release_k();
+      hold_v();
       finish_logits();
       // Few keys say little about those to come: after a partial tile the next one sets references again.
       bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
@@ -462,10 +520,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
-        wait_k();
+        // Skips a tile that these rows do not see, as long as the ring has room beside the tile of V that is held.
+        if (wait_k() && __any_sync(~0u, held_for < VRing::kStages - 1)) {
+          give_up_turn();
+          release_k();
+          skip_v();
+          ++held_for;
+          continue;
+        }
+        take_turn();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
-        issue_pv(v_ring.stage);  // O += P V of the tile before
+        issue_pv(held.stage);  // O += P V of the tile before
+        pass_turn();
         wait_products<1>();
         settle(s);
         release_k();
@@ -500,6 +567,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         renews = false;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
+        hold_v();
       }
 
       if (leader) q_ring.release();
@@ -571,17 +639,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const WorkRing last_ring = work_ring;
       work_ring.advance();
       const Place& next = next_work();
-      value_scale = value_scale_of(work);  // early, since loads take their time
-      next_logit_scale = logit_scale_of(next);
+      // Early, since loads take their time; what uses them comes after the products are issued.
+      value_scale = value_scale_of(work);
+      read_scales(next, next_scales);
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
-      if (more) wait_operands();
+      const bool blind = more && first_is_blind();
       wait_v();
-      issue_pv(v_ring.stage);
-      issue_qk(k_ring.stage, q_ring.stage);
-      free_out();
-      wait_products<1>();
-      write_out();
+      take_turn();
+      if (blind) {
+        issue_pv(held.stage);
+        pass_turn();
+        free_out();
+        wait_products<0>();
+        write_out();
+        start(true, true);
+      } else {
+        issue_pv(held.stage);
+        issue_qk(k_ring.stage, q_ring.stage);
+        pass_turn();
+        free_out();
+        wait_products<1>();
+        write_out();
+      }
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -593,5 +673,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (lane == 0) last_ring.release();
     }
     if (leader) wait_stores_read();
+    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
   }
 }

@@ -1,9 +1,9 @@
-// fwd_sm90a_wgmma_bf16_d192x128_full_m128n96s2c2
+// fwd_sm90a_wgmma_bf16_d96_full_m192n96s2c3
 //
 // Attention forward, variant full: mask `True`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
-// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 #include "pdl.cuh"
@@ -16,75 +16,75 @@
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 128;  // query rows of a tile of work
+constexpr int kBlockM = 192;  // query rows of a tile of work
 constexpr int kBlockN = 96;  // keys of one step
-constexpr int kHeadDimQk = 192;
-constexpr int kHeadDimV = 128;
-constexpr int kConsumers = 2;  // warpgroups that multiply
-constexpr int kThreads = 384;
+constexpr int kHeadDimQk = 96;
+constexpr int kHeadDimV = 96;
+constexpr int kConsumers = 3;  // warpgroups that multiply
+constexpr int kThreads = 512;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
 static_assert(kMmaK == Product<Element, kBlockN>::kK);
 constexpr int kPacked = 4 / kElementBytes;  // probabilities in a register
-constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
+constexpr int kBoxBytes = 64;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
-constexpr int kOutColumns = 128;  // columns of O that are staged at once
+constexpr int kOutColumns = 96;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 73728 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 122880;  // 49152 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 172032;  // 32768 B: O, for its store
-constexpr uint32_t kWork = kShared + 204800;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 205440;  // 8 B: barriers
-constexpr uint32_t kQEmpty = kShared + 205448;  // 8 B: barriers
-constexpr uint32_t kKFull = kShared + 205456;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 205472;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 205488;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 205504;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 205520;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 205536;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 205552;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 205560;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kQ = kShared + 0;  // 73728 B: Q
+constexpr uint32_t kK = kShared + 73728;  // 36864 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 110592;  // 36864 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 147456;  // 36864 B: O, for its store
+constexpr uint32_t kWork = kShared + 184320;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 184960;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 184976;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 184992;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 185008;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 185024;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 185040;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 185056;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 185072;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 185088;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 185096;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
-using QRing = Ring<kQFull, kQEmpty, 1>;  // the loader of Q -> each consumer
+using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
 using KRing = Ring<kKFull, kKEmpty, 2>;  // the loader of K and V -> each consumer
 using VRing = Ring<kVFull, kVEmpty, 2>;  // the loader of K and V -> each consumer
 using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers and both loaders
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 2 of them: threads of a consumer wait for each other around O
-  kTurn = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
-constexpr int kScheduler = 8, kLoader = 9, kQueryLoader = 10;  // warps with a role of their own
+constexpr int kScheduler = 12, kLoader = 13, kQueryLoader = 14;  // warps with a role of their own
 
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 32768);
-static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 73728 && VRing::kStages * kVBytes == 49152);
+static_assert(kConsumers * kOutBytes == 36864);
+static_assert(QRing::kStages * kQBytes == 73728);
+static_assert(KRing::kStages * kKBytes == 36864 && VRing::kStages * kVBytes == 36864);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
-using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
-using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
-using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
+using QMatrix = Matrix<16, 8 * kBoxBytes, 2>;
+using KMatrix = Matrix<16, 8 * kBoxBytes, 2>;
+using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 2>;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
@@ -112,7 +112,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d192x128_full_m128n96s2c2(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d96_full_m192n96s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
@@ -129,14 +129,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
-    init_barriers(kQFull, 1, 1);  // the loader of Q, and the bytes of the copy
-    init_barriers(kQEmpty, 1, 2);  // each consumer
+    init_barriers(kQFull, 2, 1);  // the loader of Q, and the bytes of the copy
+    init_barriers(kQEmpty, 2, 3);  // each consumer
     init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kKEmpty, 2, 2);  // each consumer
+    init_barriers(kKEmpty, 2, 3);  // each consumer
     init_barriers(kVFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kVEmpty, 2, 2);  // each consumer
-    init_barriers(kWorkFull, 2, 3);  // the scheduler's lanes that write the record
-    init_barriers(kWorkEmpty, 2, 9);  // each warp of the consumers, and the loader of Q
+    init_barriers(kVEmpty, 2, 3);  // each consumer
+    init_barriers(kWorkFull, 2, 4);  // the scheduler's lanes that write the record
+    init_barriers(kWorkEmpty, 2, 13);  // each warp of the consumers, and the loader of Q
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
@@ -179,9 +179,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 16; i += 32) {
-            const int q = work.q_start + i / 16;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
+          for (int i = lane; i < rows * 12; i += 32) {
+            const int q = work.q_start + i / 12;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 12)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
@@ -333,7 +333,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
-      if (leader && left == 1) q_ring.release();  // that was the last S = Q K^T of this tile of work
       k_ring.advance();
     };
     const auto wait_v = [&] { v_ring.wait(); };
@@ -437,6 +436,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         row_sum[1] += sum[1];
       }
 
+      if (leader) q_ring.release();
       q_ring.advance();
       float normalize[2];
       finish_sum(row_sum, normalize);
@@ -446,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         const int row = 16 * (warp % 4) + lane % 16;
 #pragma unroll
         for (int column = 0; column < kOutColumns; column += 2 * kOutChunk) {
-          const int chunk = column % kOutBoxColumns / kOutChunk + lane / 16, swizzled = chunk ^ (row % 8);
+          const int chunk = column % kOutBoxColumns / kOutChunk + lane / 16, swizzled = chunk ^ (row / 2 % 4);
           const int i = (from + column) / 2;
           store_blocks(out_rows + column / kOutBoxColumns * 64 * kBoxBytes + row * kBoxBytes + 16 * swizzled,
                        pack<OutElement>(acc[i], acc[i + 1]), pack<OutElement>(acc[i + 2], acc[i + 3]),

@@ -1,9 +1,9 @@
-// fwd_sm90a_wgmma_bf16_d192_causal_m128n96s2c2
+// fwd_sm90a_wgmma_bf16_d64_causal_varlen_m192n128s2c3
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
-// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
@@ -17,18 +17,18 @@
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 128;  // query rows of a tile of work
-constexpr int kBlockN = 96;  // keys of one step
-constexpr int kHeadDimQk = 192;
-constexpr int kHeadDimV = 192;
-constexpr int kConsumers = 2;  // warpgroups that multiply
-constexpr int kThreads = 384;
+constexpr int kBlockM = 192;  // query rows of a tile of work
+constexpr int kBlockN = 128;  // keys of one step
+constexpr int kHeadDimQk = 64;
+constexpr int kHeadDimV = 64;
+constexpr int kConsumers = 3;  // warpgroups that multiply
+constexpr int kThreads = 512;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
-constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
-constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
+constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
+constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
@@ -45,42 +45,42 @@ constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 73728 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 122880;  // 73728 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 196608;  // 16384 B: O, for its store
-constexpr uint32_t kWork = kShared + 212992;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 213632;  // 8 B: barriers
-constexpr uint32_t kQEmpty = kShared + 213640;  // 8 B: barriers
-constexpr uint32_t kKFull = kShared + 213648;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 213664;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 213680;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 213696;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 213712;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 213728;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 213744;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 213752;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 49152;  // 32768 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 81920;  // 32768 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 114688;  // 24576 B: O, for its store
+constexpr uint32_t kWork = kShared + 139264;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 139904;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 139920;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 139936;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 139952;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 139968;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 139984;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 140000;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 140016;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 140032;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 140040;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
-using QRing = Ring<kQFull, kQEmpty, 1>;  // the loader of Q -> each consumer
+using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
 using KRing = Ring<kKFull, kKEmpty, 2>;  // the loader of K and V -> each consumer
 using VRing = Ring<kVFull, kVEmpty, 2>;  // the loader of K and V -> each consumer
 using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers and both loaders
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 2 of them: threads of a consumer wait for each other around O
-  kTurn = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
-constexpr int kScheduler = 8, kLoader = 9, kQueryLoader = 10;  // warps with a role of their own
+constexpr int kScheduler = 12, kLoader = 13, kQueryLoader = 14;  // warps with a role of their own
 
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 16384);
+static_assert(kConsumers * kOutBytes == 24576);
 static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 73728 && VRing::kStages * kVBytes == 73728);
+static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -113,12 +113,13 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d192_causal_m128n96s2c2(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_causal_varlen_m192n128s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
-    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
-    long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    bf16* out_ptr, float* lse_ptr, const int* cu_seqlens_q_ptr, const int* cu_seqlens_k_ptr,
+    const int* seqused_k_ptr, uint32_t* tile_counter,
+    long long stride_out_s, long long stride_out_h,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int max_seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
     int write_lse, int has_seqused_k
@@ -130,14 +131,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
-    init_barriers(kQFull, 1, 1);  // the loader of Q, and the bytes of the copy
-    init_barriers(kQEmpty, 1, 2);  // each consumer
+    init_barriers(kQFull, 2, 1);  // the loader of Q, and the bytes of the copy
+    init_barriers(kQEmpty, 2, 3);  // each consumer
     init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kKEmpty, 2, 2);  // each consumer
+    init_barriers(kKEmpty, 2, 3);  // each consumer
     init_barriers(kVFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kVEmpty, 2, 2);  // each consumer
-    init_barriers(kWorkFull, 2, 3);  // the scheduler's lanes that write the record
-    init_barriers(kWorkEmpty, 2, 9);  // each warp of the consumers, and the loader of Q
+    init_barriers(kVEmpty, 2, 3);  // each consumer
+    init_barriers(kWorkFull, 2, 4);  // the scheduler's lanes that write the record
+    init_barriers(kWorkEmpty, 2, 13);  // each warp of the consumers, and the loader of Q
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
@@ -168,8 +169,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           int unit, q_tile;
           place_tile(index, q_tiles, units, section, unit, q_tile);
           const int b = unit / heads, h = unit % heads;
-          const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
-          const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
+          const int q_begin = cu_seqlens_q_ptr[b], k_begin = cu_seqlens_k_ptr[b];
+          const int seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;
+          int seqlen_k = cu_seqlens_k_ptr[b + 1] - k_begin;
+          if (has_seqused_k) seqlen_k = seqused_k_ptr[b];
+          if (q_tile * kBlockM >= seqlen_q) {  // a shorter sequence than the longest
+            index = next_tile();
+            continue;
+          }
           const int whole_tiles = seqlen_k / kBlockN;
           const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0);
           const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
@@ -184,13 +191,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 24; i += 32) {
-            const int q = work.q_start + i / 24;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 24)) = {};
+          for (int i = lane; i < rows * 8; i += 32) {
+            const int q = work.q_start + i / 8;
+            *reinterpret_cast<int4*>((out_ptr + work.h * stride_out_h + (work.q_begin + q) * stride_out_s) + kOutChunk * (i % 8)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
-            lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = kMasked;
+            lse_ptr[work.h * static_cast<long long>(total_q) + work.q_begin + q] = kMasked;
           }
           index = next_tile();
           continue;
@@ -212,13 +219,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         index = next_tile();
       }
     } else if (warp == kLoader) {
-      // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
+      // The loader of K and V: a tile of keys that all rows see, since nothing runs under the first softmax, then the others from
+      // the last to the first. V follows K one step later, as consumers read it.
       WorkRing work_ring;
       KRing k_ring;
       while (true) {
         work_ring.wait();
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
-        const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
+        const int tiles = work.tiles, k_begin = work.k_begin, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
         work_ring.advance();
@@ -234,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
               load_box(kV + v_ring.stage * kVBytes + column * kBlockN * kElementBytes, v_map, v_ring.full(), column, hk,
-                       kBlockN - rows, start + rows, b);
+                       kBlockN - rows, k_begin + start + rows);
             }
           }
           __syncwarp();
@@ -248,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             k_ring.arrive_expecting(kKBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
               load_box(kK + k_ring.stage * kKBytes + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk,
-                       tile * kBlockN, b);
+                       k_begin + tile * kBlockN);
             }
           }
           __syncwarp();
@@ -259,8 +267,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           k_ring.advance();
         };
 
+        const bool any_whole = min(all.full_hi, all.visible_hi) > max(all.full_lo, all.visible_lo);
+        const int first = (any_whole ? min(all.full_hi, all.visible_hi) : all.visible_hi) - 1;
         while (__any_sync(~0u, remaining > 0)) {
-          const int tile = all.visible_lo + remaining - 1;
+          const int place = all.visible_lo + remaining - 1;
+          const int tile = remaining == tiles ? first : place + (place >= first);
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
           load_step(tile, tile | partial << kPartialBit);
         }
@@ -283,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           q_ring.arrive_expecting(kQBytes);
           for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
             load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, work.h,
-                     work.q_start, work.b);
+                     work.q_begin + work.q_start);
           }
         }
         __syncwarp();
@@ -338,7 +349,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
-      if (leader && left == 1) q_ring.release();  // that was the last S = Q K^T of this tile of work
       k_ring.advance();
     };
     const auto wait_v = [&] { v_ring.wait(); };
@@ -377,6 +387,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     if (more) start();
     while (more) {
       const int seqlen_k = work.seqlen_k;
+      const int seqlen_q = work.seqlen_q;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = softmax_scale * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
@@ -454,6 +465,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         row_sum[1] += sum[1];
       }
 
+      if (leader) q_ring.release();
       q_ring.advance();
       float normalize[2];
       finish_sum(row_sum, normalize);
@@ -471,12 +483,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         fence_async_proxy();
       };
+      // Rows after the end belong to the next sequence, so that a box is copied only if all of its rows exist.
       const auto store_out = [&](int from) {
-        if (leader) {
-          for (int column = 0; column < kOutColumns; column += kOutBoxColumns) {
-            store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, work.h, work.q_start + 64 * warpgroup, work.b);
+        const int rows = min(64, work.seqlen_q - work.q_start - 64 * warpgroup);
+        if (rows == 64) {
+          if (leader) {
+            for (int column = 0; column < kOutColumns; column += kOutBoxColumns) {
+              store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, work.h,
+                        work.q_begin + work.q_start + 64 * warpgroup);
+            }
+            commit_stores();
           }
-          commit_stores();
+          return;
+        }
+        for (int i = 0; i < 64 * kOutColumns / kOutChunk / 128; ++i) {
+          const int row = (group_thread + 128 * i) / (kOutColumns / kOutChunk);
+          const int column = (group_thread + 128 * i) % (kOutColumns / kOutChunk) * kOutChunk;
+          const int chunk = column % kOutBoxColumns / kOutChunk, swizzled = chunk ^ (row % 8);
+          const int q = work.q_start + 64 * warpgroup + row;
+          if (row < rows && from + column < 64) {
+            *reinterpret_cast<int4*>((out_ptr + work.h * stride_out_h + (work.q_begin + q) * stride_out_s) + from + column) =
+                shared_at<int4>(out_rows + column / kOutBoxColumns * 64 * kBoxBytes + row * kBoxBytes + 16 * swizzled);
+          }
         }
       };
       // Waits until the stores of the last tile of work have read their shared memory.
@@ -493,16 +521,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(s);
         store_out(0);
-        if (leader) wait_stores_read();
-        sync_group();
-        stage_out(64);
-        sync_group();
-        store_out(64);
-        if (leader) wait_stores_read();
-        sync_group();
-        stage_out(128);
-        sync_group();
-        store_out(128);
       };
 
       // The last O += P V, and after it the first S = Q K^T of the next tile of work.
@@ -522,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
+          if (q < work.seqlen_q) lse_ptr[work.h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(reference[row], row_sum[row]);
         }
       }
       work = next;

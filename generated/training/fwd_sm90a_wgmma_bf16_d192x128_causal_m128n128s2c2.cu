@@ -1,7 +1,7 @@
-// fwd_sm90a_wgmma_bf16_d192x128_causal_m128n96s2c2
+// fwd_sm90a_wgmma_bf16_d192x128_causal_m128n128s2c2
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
 // A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
@@ -18,15 +18,15 @@ using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 128;  // query rows of a tile of work
-constexpr int kBlockN = 96;  // keys of one step
+constexpr int kBlockN = 128;  // keys of one step
 constexpr int kHeadDimQk = 192;
 constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
-constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
-constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
+constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
+constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
@@ -37,7 +37,7 @@ constexpr int kPacked = 4 / kElementBytes;  // probabilities in a register
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
-constexpr int kOutColumns = 128;  // columns of O that are staged at once
+constexpr int kOutColumns = 64;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
@@ -45,20 +45,20 @@ constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 73728 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 122880;  // 49152 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 172032;  // 32768 B: O, for its store
-constexpr uint32_t kWork = kShared + 204800;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 205440;  // 8 B: barriers
-constexpr uint32_t kQEmpty = kShared + 205448;  // 8 B: barriers
-constexpr uint32_t kKFull = kShared + 205456;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 205472;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 205488;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 205504;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 205520;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 205536;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 205552;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 205560;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 49152;  // 98304 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 147456;  // 65536 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 212992;  // 16384 B: O, for its store
+constexpr uint32_t kWork = kShared + 229376;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 230016;  // 8 B: barriers
+constexpr uint32_t kQEmpty = kShared + 230024;  // 8 B: barriers
+constexpr uint32_t kKFull = kShared + 230032;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 230048;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 230064;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 230080;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 230096;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 230112;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 230128;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 230136;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 1>;  // the loader of Q -> each consumer
@@ -78,9 +78,9 @@ constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 32768);
+static_assert(kConsumers * kOutBytes == 16384);
 static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 73728 && VRing::kStages * kVBytes == 49152);
+static_assert(KRing::kStages * kKBytes == 98304 && VRing::kStages * kVBytes == 65536);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -113,7 +113,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d192x128_causal_m128n96s2c2(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d192x128_causal_m128n128s2c2(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
@@ -212,7 +212,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         index = next_tile();
       }
     } else if (warp == kLoader) {
-      // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
+      // The loader of K and V: a tile of keys that all rows see, since nothing runs under the first softmax, then the others from
+      // the last to the first. V follows K one step later, as consumers read it.
       WorkRing work_ring;
       KRing k_ring;
       while (true) {
@@ -259,8 +260,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           k_ring.advance();
         };
 
+        const bool any_whole = min(all.full_hi, all.visible_hi) > max(all.full_lo, all.visible_lo);
+        const int first = (any_whole ? min(all.full_hi, all.visible_hi) : all.visible_hi) - 1;
         while (__any_sync(~0u, remaining > 0)) {
-          const int tile = all.visible_lo + remaining - 1;
+          const int place = all.visible_lo + remaining - 1;
+          const int tile = remaining == tiles ? first : place + (place >= first);
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
           load_step(tile, tile | partial << kPartialBit);
         }
@@ -493,6 +497,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(s);
         store_out(0);
+        if (leader) wait_stores_read();
+        sync_group();
+        stage_out(64);
+        sync_group();
+        store_out(64);
       };
 
       // The last O += P V, and after it the first S = Q K^T of the next tile of work.

@@ -1,12 +1,11 @@
-// fwd_sm90a_wgmma_bf16_d64_sliding_window_varlen_m128n128s2c2
+// fwd_sm90a_wgmma_bf16_d192_full_m128n64s3c2
 //
-// Attention forward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
+// Attention forward, variant full: mask `True`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
 // A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
-#include "expression.cuh"
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
@@ -18,15 +17,15 @@ using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 128;  // query rows of a tile of work
-constexpr int kBlockN = 128;  // keys of one step
-constexpr int kHeadDimQk = 64;
-constexpr int kHeadDimV = 64;
+constexpr int kBlockN = 64;  // keys of one step
+constexpr int kHeadDimQk = 192;
+constexpr int kHeadDimV = 192;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
-constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
-constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
+constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
+constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
@@ -44,26 +43,26 @@ constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that ask
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
-constexpr uint32_t kK = kShared + 32768;  // 32768 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 65536;  // 32768 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 98304;  // 16384 B: O, for its store
-constexpr uint32_t kWork = kShared + 114688;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 115328;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 115344;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 115360;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 115376;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 115392;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 115408;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 115424;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 115440;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 115456;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 115464;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
+constexpr uint32_t kK = kShared + 49152;  // 73728 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 122880;  // 73728 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 196608;  // 16384 B: O, for its store
+constexpr uint32_t kWork = kShared + 212992;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 213632;  // 8 B: barriers
+constexpr uint32_t kQEmpty = kShared + 213640;  // 8 B: barriers
+constexpr uint32_t kKFull = kShared + 213648;  // 24 B: barriers
+constexpr uint32_t kKEmpty = kShared + 213672;  // 24 B: barriers
+constexpr uint32_t kVFull = kShared + 213696;  // 24 B: barriers
+constexpr uint32_t kVEmpty = kShared + 213720;  // 24 B: barriers
+constexpr uint32_t kWorkFull = kShared + 213744;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 213760;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 213776;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 213784;  // 12 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
-using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
-using KRing = Ring<kKFull, kKEmpty, 2>;  // the loader of K and V -> each consumer
-using VRing = Ring<kVFull, kVEmpty, 2>;  // the loader of K and V -> each consumer
+using QRing = Ring<kQFull, kQEmpty, 1>;  // the loader of Q -> each consumer
+using KRing = Ring<kKFull, kKEmpty, 3>;  // the loader of K and V -> each consumer
+using VRing = Ring<kVFull, kVEmpty, 3>;  // the loader of K and V -> each consumer
 using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers and both loaders
 
 // Named barriers of the hardware; 0 is __syncthreads.
@@ -79,8 +78,8 @@ constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
 static_assert(kConsumers * kOutBytes == 16384);
-static_assert(QRing::kStages * kQBytes == 32768);
-static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
+static_assert(QRing::kStages * kQBytes == 49152);
+static_assert(KRing::kStages * kKBytes == 73728 && VRing::kStages * kVBytes == 73728);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -113,16 +112,14 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_sliding_window_varlen_m128n128s2c2(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d192_full_m128n64s3c2(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
-    bf16* out_ptr, float* lse_ptr, const int* cu_seqlens_q_ptr, const int* cu_seqlens_k_ptr,
-    const int* seqused_k_ptr, uint32_t* tile_counter,
-    long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int max_seqlen_q, int max_seqlen_k,
+    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
+    long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
-    int u_window,
     int write_lse, int has_seqused_k
 ) {
   launch_dependents();
@@ -132,12 +129,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
-    init_barriers(kQFull, 2, 1);  // the loader of Q, and the bytes of the copy
-    init_barriers(kQEmpty, 2, 2);  // each consumer
-    init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kKEmpty, 2, 2);  // each consumer
-    init_barriers(kVFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kVEmpty, 2, 2);  // each consumer
+    init_barriers(kQFull, 1, 1);  // the loader of Q, and the bytes of the copy
+    init_barriers(kQEmpty, 1, 2);  // each consumer
+    init_barriers(kKFull, 3, 1);  // the loader of K and V, and the bytes of the copy
+    init_barriers(kKEmpty, 3, 2);  // each consumer
+    init_barriers(kVFull, 3, 1);  // the loader of K and V, and the bytes of the copy
+    init_barriers(kVEmpty, 3, 2);  // each consumer
     init_barriers(kWorkFull, 2, 3);  // the scheduler's lanes that write the record
     init_barriers(kWorkEmpty, 2, 9);  // each warp of the consumers, and the loader of Q
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
@@ -170,38 +167,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           int unit, q_tile;
           place_tile(index, q_tiles, units, section, unit, q_tile);
           const int b = unit / heads, h = unit % heads;
-          const int q_begin = cu_seqlens_q_ptr[b], k_begin = cu_seqlens_k_ptr[b];
-          const int seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;
-          int seqlen_k = cu_seqlens_k_ptr[b + 1] - k_begin;
-          if (has_seqused_k) seqlen_k = seqused_k_ptr[b];
-          if (q_tile * kBlockM >= seqlen_q) {  // a shorter sequence than the longest
-            index = next_tile();
-            continue;
-          }
+          const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
+          const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
           const int whole_tiles = seqlen_k / kBlockN;
           const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0);
-          const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
-          const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
-          const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-          const int u_window_min_1073741823 = min(u_window, 1073741823);
-          const int visible_lo = max(q_pos_lo - u_window_min_1073741823 + 1, 0) / kBlockN;
-          const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_lo = (max(q_pos_hi - u_window_min_1073741823 + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-          spans = {visible_lo, visible_hi, full_lo, full_hi};
+          const int visible_hi = (seqlen_k + kBlockN - 1) / kBlockN;
+          spans = {0, visible_hi, 0, whole_tiles};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 8; i += 32) {
-            const int q = work.q_start + i / 8;
-            *reinterpret_cast<int4*>((out_ptr + work.h * stride_out_h + (work.q_begin + q) * stride_out_s) + kOutChunk * (i % 8)) = {};
+          for (int i = lane; i < rows * 24; i += 32) {
+            const int q = work.q_start + i / 24;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 24)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
-            lse_ptr[work.h * static_cast<long long>(total_q) + work.q_begin + q] = kMasked;
+            lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = kMasked;
           }
           index = next_tile();
           continue;
@@ -229,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       while (true) {
         work_ring.wait();
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
-        const int tiles = work.tiles, k_begin = work.k_begin, seqlen_k = work.seqlen_k;
+        const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
         work_ring.advance();
@@ -245,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
               load_box(kV + v_ring.stage * kVBytes + column * kBlockN * kElementBytes, v_map, v_ring.full(), column, hk,
-                       kBlockN - rows, k_begin + start + rows);
+                       kBlockN - rows, start + rows, b);
             }
           }
           __syncwarp();
@@ -259,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             k_ring.arrive_expecting(kKBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
               load_box(kK + k_ring.stage * kKBytes + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk,
-                       k_begin + tile * kBlockN);
+                       tile * kBlockN, b);
             }
           }
           __syncwarp();
@@ -294,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           q_ring.arrive_expecting(kQBytes);
           for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
             load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, work.h,
-                     work.q_begin + work.q_start);
+                     work.q_start, work.b);
           }
         }
         __syncwarp();
@@ -349,6 +333,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
+      if (leader && left == 1) q_ring.release();  // that was the last S = Q K^T of this tile of work
       k_ring.advance();
     };
     const auto wait_v = [&] { v_ring.wait(); };
@@ -387,38 +372,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     if (more) start();
     while (more) {
       const int seqlen_k = work.seqlen_k;
-      const int seqlen_q = work.seqlen_q;
-      const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = softmax_scale * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // S becomes logits; pairs that are not visible get -inf.
+      // S becomes logits.
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          struct Row {
-            int visible_from;
-            int visible_to;
-          };
-          Row rows[2];
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_from = max(q_pos - min(u_window, 1073741823) + 1, 0) - kv_first;
-            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_from, visible_to};
-          }
+          const int visible_to = seqlen_k - kv_first;
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_from, visible_to] = rows[row];
-              if (key < visible_from || key >= visible_to) x = kMasked;
+              if (key >= visible_to) x = kMasked;
             }
           }
         }
@@ -467,7 +437,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         row_sum[1] += sum[1];
       }
 
-      if (leader) q_ring.release();
       q_ring.advance();
       float normalize[2];
       finish_sum(row_sum, normalize);
@@ -485,28 +454,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         fence_async_proxy();
       };
-      // Rows after the end belong to the next sequence, so that a box is copied only if all of its rows exist.
       const auto store_out = [&](int from) {
-        const int rows = min(64, work.seqlen_q - work.q_start - 64 * warpgroup);
-        if (rows == 64) {
-          if (leader) {
-            for (int column = 0; column < kOutColumns; column += kOutBoxColumns) {
-              store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, work.h,
-                        work.q_begin + work.q_start + 64 * warpgroup);
-            }
-            commit_stores();
+        if (leader) {
+          for (int column = 0; column < kOutColumns; column += kOutBoxColumns) {
+            store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, work.h, work.q_start + 64 * warpgroup, work.b);
           }
-          return;
-        }
-        for (int i = 0; i < 64 * kOutColumns / kOutChunk / 128; ++i) {
-          const int row = (group_thread + 128 * i) / (kOutColumns / kOutChunk);
-          const int column = (group_thread + 128 * i) % (kOutColumns / kOutChunk) * kOutChunk;
-          const int chunk = column % kOutBoxColumns / kOutChunk, swizzled = chunk ^ (row % 8);
-          const int q = work.q_start + 64 * warpgroup + row;
-          if (row < rows && from + column < 64) {
-            *reinterpret_cast<int4*>((out_ptr + work.h * stride_out_h + (work.q_begin + q) * stride_out_s) + from + column) =
-                shared_at<int4>(out_rows + column / kOutBoxColumns * 64 * kBoxBytes + row * kBoxBytes + 16 * swizzled);
-          }
+          commit_stores();
         }
       };
       // Waits until the stores of the last tile of work have read their shared memory.
@@ -523,6 +476,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         settle(s);
         store_out(0);
+        if (leader) wait_stores_read();
+        sync_group();
+        stage_out(64);
+        sync_group();
+        store_out(64);
+        if (leader) wait_stores_read();
+        sync_group();
+        stage_out(128);
+        sync_group();
+        store_out(128);
       };
 
       // The last O += P V, and after it the first S = Q K^T of the next tile of work.
@@ -542,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < work.seqlen_q) lse_ptr[work.h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(reference[row], row_sum[row]);
+          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
         }
       }
       work = next;

@@ -1,6 +1,6 @@
-// fwd_sm90a_wgmma_fp8_e4m3_d96_causal_m192n96s2c3_cooperative
+// fwd_sm90a_wgmma_fp8_e4m3_d128_packed_documents_m192n64s2c3_cooperative
 //
-// Attention forward, variant causal: mask `q_pos >= kv`.
+// Attention forward, variant packed_documents: mask `q_pos >= kv and doc[b, q_pos] == doc[b, kv]`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules tiles of work and loads Q, one loads K
@@ -20,9 +20,9 @@ using Element = e4m3;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 192;  // query rows of a tile of work
-constexpr int kBlockN = 96;  // keys of one step
-constexpr int kHeadDimQk = 128;  // 96 columns and zeros
-constexpr int kHeadDimV = 128;  // 96 columns and zeros
+constexpr int kBlockN = 64;  // keys of one step
+constexpr int kHeadDimQk = 128;
+constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
@@ -30,7 +30,7 @@ constexpr int kThreads = 512;
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 32;  // K of one wgmma: the elements that it sums over
@@ -40,10 +40,10 @@ constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 128;  // columns of O that are staged at once
-constexpr int kVBoxBytes = 32;  // of a row of V, once it is transposed
-constexpr int kAhead = 3;  // fragments of V that a transposer has in flight
+constexpr int kVBoxBytes = 64;  // of a row of V, once it is transposed
+constexpr int kAhead = 4;  // fragments of V that a transposer has in flight
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kLookahead = 6;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
@@ -51,23 +51,24 @@ constexpr int kSettled = 6;  // log2 of the sum at most that a new reference lea
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 24576 B: K, a tile per stage
-constexpr uint32_t kVRows = kShared + 73728;  // 24576 B: V as it lies in memory, a box per stage
-constexpr uint32_t kV = kShared + 98304;  // 24576 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 122880;  // 49152 B: O, for its store
-constexpr uint32_t kWork = kShared + 172032;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 172672;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 172688;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 172704;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 172720;  // 16 B: barriers
-constexpr uint32_t kVRowsFull = kShared + 172736;  // 16 B: barriers
-constexpr uint32_t kVRowsEmpty = kShared + 172752;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 172768;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 172784;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 172800;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 172816;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 172832;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 172840;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 49152;  // 16384 B: K, a tile per stage
+constexpr uint32_t kVRows = kShared + 65536;  // 16384 B: V as it lies in memory, a box per stage
+constexpr uint32_t kV = kShared + 81920;  // 16384 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 98304;  // 49152 B: O, for its store
+constexpr uint32_t kWork = kShared + 147456;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 148096;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 148112;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 148128;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 148144;  // 16 B: barriers
+constexpr uint32_t kVRowsFull = kShared + 148160;  // 16 B: barriers
+constexpr uint32_t kVRowsEmpty = kShared + 148176;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 148192;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 148208;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 148224;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 148240;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 148256;  // 8 B: barriers
+constexpr uint32_t kKeyValues = kShared + 148264;  // 1024 B: values of the keys of two tiles in each stage of K, which the mask reads
+constexpr uint32_t kTileInfo = kShared + 149288;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the scheduler -> each consumer
@@ -87,16 +88,27 @@ constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kVRowsBytes = kBlockN * kBoxBytes;  // a box of V, before it is transposed
-static_assert(VRowsRing::kStages * kVRowsBytes == 24576);
+static_assert(VRowsRing::kStages * kVRowsBytes == 16384);
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
 static_assert(kConsumers * kOutBytes == 49152);
 static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
+static_assert(KRing::kStages * kKBytes == 16384 && VRing::kStages * kVBytes == 16384);
 
 // How wgmma reads these: all are K-major.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
-using VMatrix = Matrix<16, 8 * kVBoxBytes, 3>;
+using VMatrix = Matrix<16, 8 * kVBoxBytes, 2>;
+
+// What the mask reads of a key; it comes with the tile of K.
+struct KeyValues {
+  int u_doc_kv;
+};
+static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) == 1024);
+
+// What it reads of a row.
+struct RowValues {
+  int u_doc_q_pos;
+};
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
@@ -126,7 +138,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 __device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d96_causal_m192n96s2c3_cooperative(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_packed_documents_m192n64s2c3_cooperative(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
@@ -134,8 +146,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     long long stride_q_descale_b, long long stride_q_descale_h,
     long long stride_k_descale_b, long long stride_k_descale_h,
     long long stride_v_descale_b, long long stride_v_descale_h,
-    const int* seqused_k_ptr, uint32_t* tile_counter,
+    const int* seqused_k_ptr, uint32_t* tile_counter, const int* u_doc,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    long long stride_u_doc_0,
+    int extent_u_doc_0, int extent_u_doc_1,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
@@ -194,18 +208,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
           const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
           const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
+          const int u_q_pos_lo_max_0 = max(q_pos_lo, 0);
+          const int u_doc_q_pos_lo_max_0 = (u_q_pos_lo_max_0 < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(u_q_pos_lo_max_0)] : 0;
+          const int u_doc_from = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_q_pos_lo_max_0, false);
+          const int visible_lo = u_doc_from / kBlockN;
           const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-          spans = {0, visible_hi, 0, full_hi};
+          const int full_lo = (max(u_doc_from, 0) + kBlockN - 1) / kBlockN;
+          const int u_q_pos_hi_max_0 = max(q_pos_hi, 0);
+          const int u_doc_q_pos_hi_max_0 = (u_q_pos_hi_max_0 < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(u_q_pos_hi_max_0)] : 0;
+          const int full_hi = min(max(u_doc_q_pos_lo_max_0 == u_doc_q_pos_hi_max_0 ? q_pos_lo + 1 : 0, 0) / kBlockN, whole_tiles);
+          spans = {visible_lo, visible_hi, full_lo, full_hi};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 12; i += 32) {
-            const int q = work.q_start + i / 12;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 12)) = {};
+          for (int i = lane; i < rows * 16; i += 32) {
+            const int q = work.q_start + i / 16;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
@@ -254,6 +275,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
         const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
+        const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
         const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
@@ -277,7 +299,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         };
         // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
         const auto load_step = [&](int tile, int tile_info) {
+          // Before waiting for room, so that they come meanwhile.
+          KeyValues key_values[(kBlockN + 31) / 32];
+#pragma unroll
+          for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
+            const int kv = tile * kBlockN + 32 * i + lane;
+            const int u_doc_kv = (kv < extent_u_doc_1) ? u_doc_b[static_cast<long long>(kv)] : 0;
+            key_values[i] = {u_doc_kv};
+          }
           k_ring.acquire();
+          const uint32_t to = kKeyValues + sizeof(KeyValues) * kBlockN * (k_ring.stage + KRing::kStages * k_ring.phase);
+#pragma unroll
+          for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
+            const int key = 32 * i + lane;
+            if (key < kBlockN) shared_at<KeyValues>(to + sizeof(KeyValues) * key) = key_values[i];
+          }
+          __syncwarp();
           if (lane == 0) {
             if (remaining == kLookahead && tiles > kLookahead) Event<kWorkAsked>::arrive();
             shared_at<int>(kTileInfo + 4 * k_ring.stage) = tile_info;
@@ -381,6 +418,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     KRing k_ring;
     VRing v_ring;
     int tile_info = 0;
+    uint32_t key_values = 0;  // where those of the lane's keys begin
+    const auto of_key = [&](int key) { return shared_at<KeyValues>(key_values + sizeof(KeyValues) * key); };
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
@@ -408,6 +447,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
+      key_values = kKeyValues + sizeof(KeyValues) * (kBlockN * (k_ring.stage + KRing::kStages * k_ring.phase) + 2 * (lane % 4));
       return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
     // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
@@ -418,10 +458,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       return place_at(work_ring.stage);
     };
     // What brings products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
-    const auto logit_scale_of = [&](const Place& work) {
+    const auto read_scales = [&](const Place& work, float (&scales)[2]) {
       const int hk = work.h / group;
-      return softmax_scale * q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h] *
-             k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
+      scales[0] = q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h];
+      scales[1] = k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
     };
     const auto value_scale_of = [&](const Place& work) {
       const int hk = work.h / group;
@@ -430,7 +470,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
     left = next_work().tiles;
     bool more = __any_sync(~0u, left > 0);
-    float next_logit_scale = logit_scale_of(place_at(0));
+    float next_scales[2];
+    read_scales(place_at(0), next_scales);
     // Waits for the first tile; true if these rows see nothing of it, and there is another.
     const auto first_is_blind = [&] {
       q_ring.wait();
@@ -453,10 +494,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     if (more) start(first_is_blind(), false);
     while (more) {
       const Place& work = place_at(work_ring.stage);
-      const float logit_scale = next_logit_scale;
+      const float logit_scale = softmax_scale * next_scales[0] * next_scales[1];
       const int seqlen_k = work.seqlen_k;
+      const int b = work.b;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = logit_scale * kLog2e;
+      const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
+      RowValues of_rows[2];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+        const int q_pos = q_row + (seqlen_k - seqlen_q);
+        const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
+        of_rows[row] = {u_doc_q_pos};
+      }
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
@@ -466,24 +517,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           struct Row {
+            int u_doc_q_pos;
             int visible_to;
           };
           Row rows[2];
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
+            const auto [u_doc_q_pos] = of_rows[row];
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_to};
+            rows[row] = {u_doc_q_pos, visible_to};
           }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+            const auto [u_doc_kv] = of_key(key);
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
-              if (key >= visible_to) x = kMasked;
+              const auto [u_doc_q_pos, visible_to] = rows[row];
+              if (!(key < visible_to && u_doc_q_pos == u_doc_kv)) x = kMasked;
             }
           }
         }
@@ -603,8 +657,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const WorkRing last_ring = work_ring;
       work_ring.advance();
       const Place& next = next_work();
-      value_scale = value_scale_of(work);  // early, since loads take their time
-      next_logit_scale = logit_scale_of(next);
+      // Early, since loads take their time; what uses them comes after the products are issued.
+      value_scale = value_scale_of(work);
+      read_scales(next, next_scales);
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
       const bool blind = more && first_is_blind();

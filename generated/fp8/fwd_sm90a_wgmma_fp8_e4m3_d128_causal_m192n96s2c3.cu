@@ -1,4 +1,4 @@
-// fwd_sm90a_wgmma_fp8_e4m3_d96_causal_varlen_m192n96s2c3_cooperative
+// fwd_sm90a_wgmma_fp8_e4m3_d128_causal_m192n96s2c3
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
@@ -21,8 +21,8 @@ using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 192;  // query rows of a tile of work
 constexpr int kBlockN = 96;  // keys of one step
-constexpr int kHeadDimQk = 128;  // 96 columns and zeros
-constexpr int kHeadDimV = 128;  // 96 columns and zeros
+constexpr int kHeadDimQk = 128;
+constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
@@ -78,7 +78,8 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O and skipped tiles
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
 constexpr int kScheduler = 12, kLoader = 13;  // warps with a role of their own
@@ -126,7 +127,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 __device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d96_causal_varlen_m192n96s2c3_cooperative(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_causal_m192n96s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
@@ -134,9 +135,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     long long stride_q_descale_b, long long stride_q_descale_h,
     long long stride_k_descale_b, long long stride_k_descale_h,
     long long stride_v_descale_b, long long stride_v_descale_h,
-    const int* cu_seqlens_q_ptr, const int* cu_seqlens_k_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
-    long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int max_seqlen_q, int max_seqlen_k,
+    const int* seqused_k_ptr, uint32_t* tile_counter,
+    long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
     int write_lse, int has_seqused_k
@@ -187,14 +188,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           int unit, q_tile;
           place_tile(index, q_tiles, units, section, unit, q_tile);
           const int b = unit / heads, h = unit % heads;
-          const int q_begin = cu_seqlens_q_ptr[b], k_begin = cu_seqlens_k_ptr[b];
-          const int seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;
-          int seqlen_k = cu_seqlens_k_ptr[b + 1] - k_begin;
-          if (has_seqused_k) seqlen_k = seqused_k_ptr[b];
-          if (q_tile * kBlockM >= seqlen_q) {  // a shorter sequence than the longest
-            index = next_tile();
-            continue;
-          }
+          const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
+          const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
           const int whole_tiles = seqlen_k / kBlockN;
           const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0);
           const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
@@ -209,13 +204,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 12; i += 32) {
-            const int q = work.q_start + i / 12;
-            *reinterpret_cast<int4*>((out_ptr + work.h * stride_out_h + (work.q_begin + q) * stride_out_s) + kOutChunk * (i % 12)) = {};
+          for (int i = lane; i < rows * 16; i += 32) {
+            const int q = work.q_start + i / 16;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
-            lse_ptr[work.h * static_cast<long long>(total_q) + work.q_begin + q] = kMasked;
+            lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = kMasked;
           }
           index = next_tile();
           continue;
@@ -239,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           q_ring.arrive_expecting(kQBytes);
           for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
             load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, work.h,
-                     work.q_begin + work.q_start);
+                     work.q_start, work.b);
           }
         }
         __syncwarp();
@@ -258,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       while (true) {
         work_ring.wait();
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
-        const int tiles = work.tiles, k_begin = work.k_begin, seqlen_k = work.seqlen_k;
+        const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
         const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
@@ -275,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
               v_rows_ring.arrive_expecting(kVRowsBytes);
               const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
               load_box(kVRows + v_rows_ring.stage * kVRowsBytes, v_map, v_rows_ring.full(), column, hk,
-                         kBlockN - rows, k_begin + start + rows);
+                         kBlockN - rows, start + rows, b);
             }
             __syncwarp();
             v_rows_ring.advance();
@@ -290,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             k_ring.arrive_expecting(kKBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
               load_box(kK + k_ring.stage * kKBytes + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk,
-                       k_begin + tile * kBlockN);
+                       tile * kBlockN, b);
             }
           }
           __syncwarp();
@@ -382,6 +377,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       commit_products();
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
+    // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
+    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
+    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
+    if (warpgroup == kConsumers - 1) pass_turn();
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
@@ -417,17 +416,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
     // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
-    const auto give_up_turn = sync_group;
+    const auto give_up_turn = [&] {  // every consumer has one turn for each KV tile
+      take_turn();
+      pass_turn();
+    };
     // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
       work_ring.wait();
       return place_at(work_ring.stage);
     };
     // What brings products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
-    const auto logit_scale_of = [&](const Place& work) {
+    const auto read_scales = [&](const Place& work, float (&scales)[2]) {
       const int hk = work.h / group;
-      return softmax_scale * q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h] *
-             k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
+      scales[0] = q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h];
+      scales[1] = k_descale_ptr[work.b * stride_k_descale_b + hk * stride_k_descale_h];
     };
     const auto value_scale_of = [&](const Place& work) {
       const int hk = work.h / group;
@@ -436,7 +438,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
     left = next_work().tiles;
     bool more = __any_sync(~0u, left > 0);
-    float next_logit_scale = logit_scale_of(place_at(0));
+    float next_scales[2];
+    read_scales(place_at(0), next_scales);
     // Waits for the first tile; true if these rows see nothing of it, and there is another.
     const auto first_is_blind = [&] {
       q_ring.wait();
@@ -452,16 +455,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         --left;
         blind = wait_k() && __any_sync(~0u, left > 1);
       }
+      take_turn();
       issue_qk(k_ring.stage, q_ring.stage);
+      pass_turn();
       wait_products<0>();
       settle(s);
     };
     if (more) start(first_is_blind(), false);
     while (more) {
       const Place& work = place_at(work_ring.stage);
-      const float logit_scale = next_logit_scale;
+      const float logit_scale = softmax_scale * next_scales[0] * next_scales[1];
       const int seqlen_k = work.seqlen_k;
-      const int seqlen_q = work.seqlen_q;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = logit_scale * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
@@ -517,9 +521,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           ++held_for;
           continue;
         }
+        take_turn();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
         issue_pv(held.stage);  // O += P V of the tile before
+        pass_turn();
         wait_products<1>();
         settle(s);
         release_k();
@@ -579,28 +585,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         }
         fence_async_proxy();
       };
-      // Rows after the end belong to the next sequence, so that a box is copied only if all of its rows exist.
       const auto store_out = [&](int from) {
-        const int rows = min(64, work.seqlen_q - work.q_start - 64 * warpgroup);
-        if (rows == 64) {
-          if (leader) {
-            for (int column = 0; column < kOutColumns; column += kOutBoxColumns) {
-              store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, work.h,
-                        work.q_begin + work.q_start + 64 * warpgroup);
-            }
-            commit_stores();
+        if (leader) {
+          for (int column = 0; column < kOutColumns; column += kOutBoxColumns) {
+            store_box(out_map, out_rows + column * 64 * kOutElementBytes, from + column, work.h, work.q_start + 64 * warpgroup, work.b);
           }
-          return;
-        }
-#pragma unroll 1
-        for (int place = thread_again() % 128; place < 64 * kOutColumns / kOutChunk; place += 128) {
-          const int row = place / (kOutColumns / kOutChunk), column = place % (kOutColumns / kOutChunk) * kOutChunk;
-          const int chunk = column % kOutBoxColumns / kOutChunk, swizzled = chunk ^ (row % 8);
-          const int q = work.q_start + 64 * warpgroup + row;
-          if (row < rows && from + column < 96) {
-            *reinterpret_cast<int4*>((out_ptr + work.h * stride_out_h + (work.q_begin + q) * stride_out_s) + from + column) =
-                shared_at<int4>(out_rows + column / kOutBoxColumns * 64 * kBoxBytes + row * kBoxBytes + 16 * swizzled);
-          }
+          commit_stores();
         }
       };
       // Waits until the stores of the last tile of work have read their shared memory.
@@ -626,14 +616,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const WorkRing last_ring = work_ring;
       work_ring.advance();
       const Place& next = next_work();
-      value_scale = value_scale_of(work);  // early, since loads take their time
-      next_logit_scale = logit_scale_of(next);
+      // Early, since loads take their time; what uses them comes after the products are issued.
+      value_scale = value_scale_of(work);
+      read_scales(next, next_scales);
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
       const bool blind = more && first_is_blind();
       wait_v();
+      take_turn();
       if (blind) {
         issue_pv(held.stage);
+        pass_turn();
         free_out();
         wait_products<0>();
         write_out();
@@ -641,6 +634,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       } else {
         issue_pv(held.stage);
         issue_qk(k_ring.stage, q_ring.stage);
+        pass_turn();
         free_out();
         wait_products<1>();
         write_out();
@@ -649,12 +643,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < work.seqlen_q) lse_ptr[work.h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(reference[row], row_sum[row]);
+          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
         }
       }
       __syncwarp();
       if (lane == 0) last_ring.release();
     }
     if (leader) wait_stores_read();
+    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
   }
 }

@@ -1,12 +1,11 @@
-// fwd_sm90a_wgmma_bf16_d192_causal_m128n96s2c2
+// fwd_sm90a_wgmma_bf16_d192x128_full_m128n128s2c2
 //
-// Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Attention forward, variant full: mask `True`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
 // A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
-#include "expression.cuh"
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
@@ -18,15 +17,15 @@ using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 128;  // query rows of a tile of work
-constexpr int kBlockN = 96;  // keys of one step
+constexpr int kBlockN = 128;  // keys of one step
 constexpr int kHeadDimQk = 192;
-constexpr int kHeadDimV = 192;
+constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
-constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
-constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
+constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
+constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
@@ -45,20 +44,20 @@ constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 73728 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 122880;  // 73728 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 196608;  // 16384 B: O, for its store
-constexpr uint32_t kWork = kShared + 212992;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 213632;  // 8 B: barriers
-constexpr uint32_t kQEmpty = kShared + 213640;  // 8 B: barriers
-constexpr uint32_t kKFull = kShared + 213648;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 213664;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 213680;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 213696;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 213712;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 213728;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 213744;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 213752;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 49152;  // 98304 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 147456;  // 65536 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 212992;  // 16384 B: O, for its store
+constexpr uint32_t kWork = kShared + 229376;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 230016;  // 8 B: barriers
+constexpr uint32_t kQEmpty = kShared + 230024;  // 8 B: barriers
+constexpr uint32_t kKFull = kShared + 230032;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 230048;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 230064;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 230080;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 230096;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 230112;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 230128;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 230136;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 1>;  // the loader of Q -> each consumer
@@ -80,7 +79,7 @@ constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
 static_assert(kConsumers * kOutBytes == 16384);
 static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 73728 && VRing::kStages * kVBytes == 73728);
+static_assert(KRing::kStages * kKBytes == 98304 && VRing::kStages * kVBytes == 65536);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -113,7 +112,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d192_causal_m128n96s2c2(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d192x128_full_m128n128s2c2(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
@@ -172,21 +171,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
           const int whole_tiles = seqlen_k / kBlockN;
           const int q_start = q_tile * kBlockM + (part < kConsumers ? 64 * part : 0);
-          const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
-          const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
-          const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-          const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-          spans = {0, visible_hi, 0, full_hi};
+          const int visible_hi = (seqlen_k + kBlockN - 1) / kBlockN;
+          spans = {0, visible_hi, 0, whole_tiles};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 24; i += 32) {
-            const int q = work.q_start + i / 24;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 24)) = {};
+          for (int i = lane; i < rows * 16; i += 32) {
+            const int q = work.q_start + i / 16;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
@@ -377,34 +372,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     if (more) start();
     while (more) {
       const int seqlen_k = work.seqlen_k;
-      const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = softmax_scale * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // S becomes logits; pairs that are not visible get -inf.
+      // S becomes logits.
       const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          struct Row {
-            int visible_to;
-          };
-          Row rows[2];
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_to};
-          }
+          const int visible_to = seqlen_k - kv_first;
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
               if (key >= visible_to) x = kMasked;
             }
           }
@@ -498,11 +481,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         stage_out(64);
         sync_group();
         store_out(64);
-        if (leader) wait_stores_read();
-        sync_group();
-        stage_out(128);
-        sync_group();
-        store_out(128);
       };
 
       // The last O += P V, and after it the first S = Q K^T of the next tile of work.

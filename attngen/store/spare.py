@@ -1,0 +1,66 @@
+"""Worker processes that wait a while for the next jobs, since each takes half a second to start."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from attngen.store.jobs import Workers, close_workers, start_workers
+
+#: How long processes without a job wait for one.
+SECONDS = 20.0
+
+
+class SpareWorkers:
+    """Processes for jobs that come now and then. They end after a while without one, and with this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of what the timer touches, too
+        self._workers: Workers | None = None
+        self._owner = 0
+        self._timer: threading.Timer | None = None
+
+    @contextmanager
+    def given(self, ahead: int, load: str) -> Iterator[Workers]:
+        """Give the processes that wait, at least so many as ``ahead``, to one caller at a time.
+
+        Those that are started call ``load`` ("module:name") before their first job.
+        """
+        with self._lock:
+            self._stop_waiting()
+            workers = self._workers
+            if workers is None or self._owner != os.getpid():  # those of a parent are its own
+                workers = self._workers = Workers(tempfile.mkdtemp(prefix="attngen-"))
+                self._owner = os.getpid()
+            workers.idle[:] = [worker for worker in workers.idle if worker.process.poll() is None]
+            start_workers(workers, ahead - len(workers.idle), load)
+        try:
+            yield workers
+        finally:
+            with self._lock:
+                self._timer = threading.Timer(SECONDS, self.close)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def close(self) -> None:
+        """End them."""
+        with self._lock:
+            self._stop_waiting()
+            workers, self._workers = self._workers, None
+            if workers is not None and self._owner == os.getpid():
+                close_workers(workers)
+                shutil.rmtree(workers.scratch, ignore_errors=True)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+spare = SpareWorkers()
+atexit.register(spare.close)
