@@ -190,6 +190,7 @@ class Structure:
 
     consumers: int = 0  # warpgroups that multiply; 0: the compiler spreads products over all warps
     skips: bool = False  # a consumer skips tiles that only other consumers see
+    anchor: int = 0  # of which the first keys of tiles are multiples, where they end with what is seen; 0: of the tile
     persistent: bool = False  # a block works until no tile is left
     shared: tuple[Region, ...] = ()
     warp_roles: tuple[Role, ...] = ()  # and their registers; none where all warps do the same

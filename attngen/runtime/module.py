@@ -179,7 +179,9 @@ class Kernel:
         #: The same on cards on which this kernel was measured to be faster than the plan's own choice.
         self.tuned: Mapping[str, Sequence[float]] = {row["gpu"]: row["times"] for row in manifest.get("tuned", ())}
         self.visible: Sequence[Sequence[Any]] = manifest.get("visible", ())
-        self.skips = bool(manifest.get("structure", {}).get("skips"))  # consumers leave out what their rows do not see
+        structure = manifest.get("structure", {})
+        #: Whether rows of a tile see different keys: consumers leave out what theirs do not see, or multiply in vain.
+        self.skips = bool(structure.get("skips") or structure.get("anchor"))
         self.tile_m: int = manifest["tile_m"]
         self.tile_n: int = manifest["tile_n"]
         self.sum_columns: int = manifest.get("sum_columns", 0)  # of the dQ accumulator; 0: there is none

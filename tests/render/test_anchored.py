@@ -112,13 +112,14 @@ def _check(plan: Plan, case: tuple[int, ...], found: list[tuple[int, ...]]) -> b
     ("variant", "fields", "expected"),
     [
         ("sliding_window", {"pack_gqa": "true", "tile": "{m: 192, n: 64}"}, True),
-        ("packed_documents", {}, True),
-        ("causal", {}, False),
-        ("sink_window", {}, False),
-        ("sliding_window", {"layout": "varlen"}, False),
-        ("sliding_window", {"layout": "paged"}, False),
+        ("packed_documents", {"pack_gqa": "true"}, True),
+        ("packed_documents", {}, False),
+        ("causal", {"pack_gqa": "true"}, False),
+        ("sink_window", {"pack_gqa": "true"}, False),
+        ("sliding_window", {"pack_gqa": "true", "layout": "varlen"}, False),
+        ("sliding_window", {"pack_gqa": "true", "layout": "paged"}, False),
         ("sliding_window", {"warps": "{producer: 0}"}, False),
-        ("sliding_window", {"dtype": "fp8_e4m3"}, False),
+        ("sliding_window", {"pack_gqa": "true", "dtype": "fp8_e4m3"}, False),
     ],
 )
 def test_which_kernels_have_such_tiles(variant: str, fields: dict[str, str], expected: bool) -> None:

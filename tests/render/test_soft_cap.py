@@ -1,4 +1,4 @@
-"""The polynomial in place of tanh in soft-capped kernels, compiled for the host: errors, and where it ends."""
+"""The polynomial that takes the place of tanh in soft-capped kernels, on the host: its errors, and where it ends."""
 
 from __future__ import annotations
 

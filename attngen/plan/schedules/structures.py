@@ -40,7 +40,6 @@ class HopperForward(Structure):
     settled: int  # log2 of the sum at most that a new reference leaves a lane in a step; 0: what the maximum gives
     softmax: str
     reference: str = "0.0f"  # literal; of all rows, in units of log2, where logits are bounded
-    anchored: bool = False  # tiles of keys end with what a tile of work sees, not at multiples of their size
     redo_by_count: bool = False  # a step may add one for each key of a lane, however little there was before
     relative: bool = False  # logits of a step are counted from the reference, which a term of the score takes up
     capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
@@ -50,6 +49,11 @@ class HopperForward(Structure):
         """Check that a warp has lanes for each consumer: the templates count on it."""
         if not 1 <= self.consumers <= self.most_consumers:
             raise ValueError(f"{self.consumers} consumers, of 1 to {self.most_consumers}")
+
+    @property
+    def anchored(self) -> bool:
+        """Whether tiles of keys end with what a tile of work sees, not at multiples of their size."""
+        return self.anchor > 0
 
     @property
     def schedule(self) -> str:

@@ -11,7 +11,7 @@ from attngen.lang.statements import Piece, Statement, leaf, reads
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedules.forward_memory import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
-from attngen.plan.schedules.forward_tiles import ANCHOR, tile_bits
+from attngen.plan.schedules.forward_tiles import tile_bits
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
 from attngen.render.cuda_statements import int_constant
@@ -182,7 +182,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         region_bytes={region.name: region.bytes for region in hopper.shared},
         pipes=pipes_view(forward_pipes_of(plan)),
         tile_bits=tile_bits(plan.tile_n),
-        anchor=ANCHOR,
+        anchor=hopper.anchor,
         key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if hopper.anchored else ""),
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans="hk" in spans and not plan.pack_gqa,

@@ -23,8 +23,6 @@ from attngen.lang.simplify import integer
 from attngen.lang.spans import Interval
 from attngen.plan.floors import ROWS
 from attngen.plan.model import Plan
-from attngen.plan.schedules.forward_tiles import ANCHOR
-from attngen.plan.schedules.structures import HopperForward
 from attngen.tools.explain.assumed import extents_of
 
 #: Bytes that the values of one block of pairs, of all nodes of an expression, may take together.
@@ -193,15 +191,15 @@ class _Grid:
         self._corners = {"q_lo": first, "q_hi": last, "q_pos_lo": first, "q_pos_hi": last}  # as many keys as queries
         self._found: Bands = bands(plan.variant.mask, self._facts, over="kv", heads=plan.box_heads)
         self.outside = ""
-        self._anchored = isinstance(plan.structure, HopperForward) and plan.structure.anchored
+        self._anchor = plan.structure.anchor
         #: Of the first key of each tile of keys from a multiple of their size.
         self.offsets = offsets if offsets is not None else self._own_offsets()
 
     def _own_offsets(self) -> Tensor:
-        if not self._anchored:
+        if not self._anchor:
             return torch.zeros(self._tiles, dtype=torch.int64)
         n, (lo, hi) = self._plan.tile_n, self._ends(self._found.visible[0])
-        last = (hi.clamp(0, self._seqlen) + ANCHOR - 1) // ANCHOR * ANCHOR
+        last = -(-hi.clamp(0, self._seqlen) // self._anchor) * self._anchor
         return torch.where(lo >= n, last % n, 0)
 
     def mask(self) -> tuple[int, Tensor]:
@@ -239,7 +237,7 @@ class _Grid:
     def in_ranges(self) -> tuple[int, int]:
         """Return full and partial tiles of a kernel that loops over ranges, and tests each tile for the full ones."""
         n = self._plan.tile_n
-        if self._anchored:
+        if self._anchor:
             return self._in_anchored_ranges()
         tiles = torch.arange(self._whole)[None, :]
         visited = self._in_ranges(self._whole, self._whole * n)
@@ -266,7 +264,7 @@ class _Grid:
     def _in_ranges(self, count: int, extent: int) -> Tensor:
         bounded = Bands(self._found.visible, (), exact=True)
         tiles = torch.arange(count)[None, :]
-        if self._anchored:
+        if self._anchor:
             start, n = tiles * self._plan.tile_n + self.offsets[:, None], self._plan.tile_n
             lo, hi = (end[:, None].clamp(0, self._seqlen) for end in self._ends(self._found.visible[0]))
             return (start + n > lo) & (start < hi) & (lo < hi)
