@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import AttngenError
-from attngen.integrations.flex_attention import (
+from attngen.integrations.flex_call import (
     PROGRAMS,
     UNASKED,
     BlockMask,
