@@ -1,4 +1,4 @@
-// fwd_sm90a_wgmma_fp8_e4m3_d128_packed_bidirectional_m192n96s2c3_cooperative_pack
+// fwd_sm90a_wgmma_fp8_e4m3_d128_packed_bidirectional_m192n64s2c3_cooperative_pack
 //
 // Attention forward, variant packed_bidirectional: mask `q_pos >= 0 and doc[b, q_pos] == doc[b, kv]`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
@@ -20,7 +20,7 @@ using Element = e4m3;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 192;  // rows of a tile of work: the heads of a group, then the next query
-constexpr int kBlockN = 96;  // keys of one step
+constexpr int kBlockN = 64;  // keys of one step
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 3;  // warpgroups that multiply
@@ -40,7 +40,7 @@ constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 128;  // columns of O that are staged at once
-constexpr int kVBoxBytes = 32;  // of a row of V, once it is transposed
+constexpr int kVBoxBytes = 64;  // of a row of V, once it is transposed
 constexpr int kAhead = 4;  // fragments of V that a transposer has in flight
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 6;  // steps before the end of a tile of work at which the next one is taken
@@ -51,24 +51,24 @@ constexpr int kSettled = 6;  // log2 of the sum at most that a new reference lea
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 24576 B: K, a tile per stage
-constexpr uint32_t kVRows = kShared + 73728;  // 24576 B: V as it lies in memory, a box per stage
-constexpr uint32_t kV = kShared + 98304;  // 24576 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 122880;  // 49152 B: O, for its store
-constexpr uint32_t kWork = kShared + 172032;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 172672;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 172688;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 172704;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 172720;  // 16 B: barriers
-constexpr uint32_t kVRowsFull = kShared + 172736;  // 16 B: barriers
-constexpr uint32_t kVRowsEmpty = kShared + 172752;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 172768;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 172784;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 172800;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 172816;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 172832;  // 8 B: barriers
-constexpr uint32_t kKeyValues = kShared + 172840;  // 1536 B: values of the keys of two tiles in each stage of K, which the mask reads
-constexpr uint32_t kTileInfo = kShared + 174376;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kK = kShared + 49152;  // 16384 B: K, a tile per stage
+constexpr uint32_t kVRows = kShared + 65536;  // 16384 B: V as it lies in memory, a box per stage
+constexpr uint32_t kV = kShared + 81920;  // 16384 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 98304;  // 49152 B: O, for its store
+constexpr uint32_t kWork = kShared + 147456;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 148096;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 148112;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 148128;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 148144;  // 16 B: barriers
+constexpr uint32_t kVRowsFull = kShared + 148160;  // 16 B: barriers
+constexpr uint32_t kVRowsEmpty = kShared + 148176;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 148192;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 148208;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 148224;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 148240;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 148256;  // 8 B: barriers
+constexpr uint32_t kKeyValues = kShared + 148264;  // 1024 B: values of the keys of two tiles in each stage of K, which the mask reads
+constexpr uint32_t kTileInfo = kShared + 149288;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the scheduler -> each consumer
@@ -88,22 +88,22 @@ constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kVRowsBytes = kBlockN * kBoxBytes;  // a box of V, before it is transposed
-static_assert(VRowsRing::kStages * kVRowsBytes == 24576);
+static_assert(VRowsRing::kStages * kVRowsBytes == 16384);
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
 static_assert(kConsumers * kOutBytes == 49152);
 static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
+static_assert(KRing::kStages * kKBytes == 16384 && VRing::kStages * kVBytes == 16384);
 
 // How wgmma reads these: all are K-major.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
-using VMatrix = Matrix<16, 8 * kVBoxBytes, 3>;
+using VMatrix = Matrix<16, 8 * kVBoxBytes, 2>;
 
 // What the mask reads of a key; it comes with the tile of K.
 struct KeyValues {
   int u_doc_kv;
 };
-static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) == 1536);
+static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) == 1024);
 
 // What it reads of a row.
 struct RowValues {
@@ -138,7 +138,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 __device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_packed_bidirectional_m192n96s2c3_cooperative_pack(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_packed_bidirectional_m192n64s2c3_cooperative_pack(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
