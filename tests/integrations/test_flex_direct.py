@@ -72,6 +72,7 @@ def _declared_counts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_making_an_ordinary_mask_checks_no_expression(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _declared_counts(monkeypatch)
+    monkeypatch.setattr(ours, "PROGRAMS", [False])  # as if no program had been compiled, which asks at once
     doc, width, flex_size = torch.arange(64) // 10, torch.tensor(7), 8
     flex_meaning.forget()
     masks: list[Callable[..., Tensor]] = [
