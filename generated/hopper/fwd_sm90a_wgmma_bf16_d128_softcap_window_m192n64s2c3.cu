@@ -10,7 +10,6 @@
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
-#include "soft_cap.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -340,16 +339,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
+    VRing v_ring;
     int tile_info = 0;
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
       k_ring.advance();
-    };
-    // The stage of V whose K was released last. V has no ring of its own here: the compiler would not know it to be uniform.
-    const auto of_v = [&] {
-      const bool wraps = k_ring.stage == 0;
-      return VRing((wraps ? VRing::kStages : k_ring.stage) - 1, k_ring.phase ^ (wraps ? 1 : 0));
     };
     VRing held;        // the tile of V that O += P V still has to read,
     int held_for = 0;  // and how many tiles were skipped since
@@ -359,14 +354,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     };
     // Holds the tile of V that belongs to these logits until O += P V.
     const auto hold_v = [&] {
-      held = of_v();
+      held = v_ring;
       held_for = 0;
+      v_ring.advance();
     };
     const auto skip_v = [&] {
-      const VRing v_ring = of_v();
       // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
       if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
+      v_ring.advance();
     };
     // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
@@ -422,55 +418,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // The products of a tile become logits; pairs that are not visible get -inf.
-      const auto finish_partial = [&] {
+      // S becomes logits; pairs that are not visible get -inf.
+      const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
-        struct Row {
-          int visible_from;
-          int visible_to;
-        };
-        Row rows[2];
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-          const int q_pos = q_row + (seqlen_k - seqlen_q);
-          const int visible_from = max(q_pos - min(u_window, 1073741823) + 1, 0) - kv_first;
-          const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-          rows[row] = {visible_from, visible_to};
-        }
-#pragma unroll
-        for (int i = 0; i < kBlockN / 4; ++i) {
-          const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+          struct Row {
+            int visible_from;
+            int visible_to;
+          };
+          Row rows[2];
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
-            float& x = s[4 * (i / 2) + 2 * row + i % 2];
-            const auto [visible_from, visible_to] = rows[row];
-            x = tanh_approx(x * u_softmax_scale_over_cap);
-            if (key < visible_from || key >= visible_to) x = kMasked;
+            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int visible_from = max(q_pos - min(u_window, 1073741823) + 1, 0) - kv_first;
+            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+            rows[row] = {visible_from, visible_to};
+          }
+#pragma unroll
+          for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * (i / 2) + 2 * row + i % 2];
+              const auto [visible_from, visible_to] = rows[row];
+              x = tanh_approx(x * u_softmax_scale_over_cap);
+              if (key < visible_from || key >= visible_to) x = kMasked;
+            }
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kBlockN / 4; ++i) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * (i / 2) + 2 * row + i % 2];
+              x = tanh_approx(x * u_softmax_scale_over_cap);
+            }
           }
         }
       };
-      const auto finish_full = [&] {
-#pragma unroll
-        for (int i = 0; i < kBlockN / 4; ++i) {
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            float& x = s[4 * (i / 2) + 2 * row + i % 2];
-            x = tanh_approx(x * u_softmax_scale_over_cap);
-          }
-        }
-      };
-      const SoftCap soft_cap(u_softmax_scale_over_cap, scale_log2e);
-      bool polynomial = true;  // whether it was as good as tanh so far: tiles of the same rows are alike
 
       // The first tile. Its S is there.
       release_k();
       hold_v();
-      if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-        finish_partial();
-      } else {
-        finish_full();
-      }
+      finish_logits();
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_reference(maximum, reference, alpha);
@@ -494,33 +485,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<1>();
         settle(s);
         release_k();
-
-        // P of this tile: from the products where a polynomial is as good as tanh. S is kept until that is known, and the sums say that the
-        // reference of the step before was good enough.
+        finish_logits();
+        // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
         float sum[2] = {0.0f, 0.0f};
-        const auto begin_p = [&] {
-          wait_products<0>();
-          settle(acc);
-          release_v();
-        };
-        bool products = false;  // whether S still is the products
-        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          finish_partial();
-          begin_p();
-          exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        } else {
-          begin_p();
-          products = polynomial && __all_sync(~0u, exponentiate_capped<Element>(s, soft_cap, reference, p, sum));
-          polynomial = products;
-          if (!products) {
-            finish_full();
-            sum[0] = sum[1] = 0.0f;
-            exponentiate<Element>(s, scale_log2e, reference, p, sum);
-          }
-        }
+        wait_products<0>();
+        settle(acc);
+        release_v();
+        exponentiate<Element>(s, scale_log2e, reference, p, sum);
         const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
-          if (products) finish_full();
           find_maximum(s, scale_log2e, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference(maximum, reference, alpha);

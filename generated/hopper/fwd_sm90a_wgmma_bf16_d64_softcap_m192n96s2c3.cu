@@ -337,16 +337,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
+    VRing v_ring;
     int tile_info = 0;
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
       k_ring.advance();
-    };
-    // The stage of V whose K was released last. V has no ring of its own here: the compiler would not know it to be uniform.
-    const auto of_v = [&] {
-      const bool wraps = k_ring.stage == 0;
-      return VRing((wraps ? VRing::kStages : k_ring.stage) - 1, k_ring.phase ^ (wraps ? 1 : 0));
     };
     VRing held;        // the tile of V that O += P V still has to read,
     int held_for = 0;  // and how many tiles were skipped since
@@ -356,14 +352,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     };
     // Holds the tile of V that belongs to these logits until O += P V.
     const auto hold_v = [&] {
-      held = of_v();
+      held = v_ring;
       held_for = 0;
+      v_ring.advance();
     };
     const auto skip_v = [&] {
-      const VRing v_ring = of_v();
       // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
       if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
+      v_ring.advance();
     };
     // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {

@@ -11,7 +11,6 @@
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
-#include "soft_cap.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -441,52 +440,47 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // The products of a tile become logits; pairs that are not visible get -inf.
-      const auto finish_partial = [&] {
+      // S becomes logits; pairs that are not visible get -inf.
+      const auto finish_logits = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
-        struct Row {
-          int visible_to;
-        };
-        Row rows[2];
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          const int q_row = min(q_first + (row_in_group + 8 * row >> group_bits), seqlen_q - 1);  // rows after the end repeat the last one
-          const int q_pos = q_row + (seqlen_k - seqlen_q);
-          const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-          rows[row] = {visible_to};
-        }
-#pragma unroll
-        for (int i = 0; i < kBlockN / 4; ++i) {
-          const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+          struct Row {
+            int visible_to;
+          };
+          Row rows[2];
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
-            float& x = s[4 * (i / 2) + 2 * row + i % 2];
-            const auto [visible_to] = rows[row];
-            x = tanh_approx(x * u_softmax_scale_over_cap);
-            if (key >= visible_to) x = kMasked;
+            const int q_row = min(q_first + (row_in_group + 8 * row >> group_bits), seqlen_q - 1);  // rows after the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+            rows[row] = {visible_to};
+          }
+#pragma unroll
+          for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * (i / 2) + 2 * row + i % 2];
+              const auto [visible_to] = rows[row];
+              x = tanh_approx(x * u_softmax_scale_over_cap);
+              if (key >= visible_to) x = kMasked;
+            }
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kBlockN / 4; ++i) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * (i / 2) + 2 * row + i % 2];
+              x = tanh_approx(x * u_softmax_scale_over_cap);
+            }
           }
         }
       };
-      const auto finish_full = [&] {
-#pragma unroll
-        for (int i = 0; i < kBlockN / 4; ++i) {
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            float& x = s[4 * (i / 2) + 2 * row + i % 2];
-            x = tanh_approx(x * u_softmax_scale_over_cap);
-          }
-        }
-      };
-      const SoftCap soft_cap(u_softmax_scale_over_cap, scale_log2e);
-      bool polynomial = true;  // whether it was as good as tanh so far: tiles of the same rows are alike
 
       // The first tile. Its S is there.
       release_k();
-      if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-        finish_partial();
-      } else {
-        finish_full();
-      }
+      finish_logits();
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_reference(maximum, reference, alpha);
@@ -503,33 +497,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_products<1>();
         settle(s);
         release_k();
-
-        // P of this tile: from the products where a polynomial is as good as tanh. S is kept until that is known, and the sums say that the
-        // reference of the step before was good enough.
+        finish_logits();
+        // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
         float sum[2] = {0.0f, 0.0f};
-        const auto begin_p = [&] {
-          wait_products<0>();
-          settle(acc);
-          release_v();
-        };
-        bool products = false;  // whether S still is the products
-        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          finish_partial();
-          begin_p();
-          exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        } else {
-          begin_p();
-          products = polynomial && __all_sync(~0u, exponentiate_capped<Element>(s, soft_cap, reference, p, sum));
-          polynomial = products;
-          if (!products) {
-            finish_full();
-            sum[0] = sum[1] = 0.0f;
-            exponentiate<Element>(s, scale_log2e, reference, p, sum);
-          }
-        }
+        wait_products<0>();
+        settle(acc);
+        release_v();
+        exponentiate<Element>(s, scale_log2e, reference, p, sum);
         const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
-          if (products) finish_full();
           find_maximum(s, scale_log2e, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference(maximum, reference, alpha);

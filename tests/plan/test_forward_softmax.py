@@ -77,6 +77,7 @@ def test_what_is_not_bounded_is_refused_with_what_would_be(
     ("score", "fields", "expected"),
     [
         ("30 * tanh(s / 30)", {}, (True, False)),
+        ("30 * tanh(s / 30)", {"head_dim": 128}, (False, False)),  # there products take as long as both functions
         ("20 * tanh(0.1 * s)", {"pack_gqa": "true"}, (True, False)),
         ("30 * tanh(s / 30)", {"softmax": "lazy"}, (False, False)),
         ("30 * tanh(s / 30)", {"fast_math": "false"}, (False, False)),
@@ -90,8 +91,8 @@ def test_what_is_not_bounded_is_refused_with_what_would_be(
         ("s", {}, (False, False)),
     ],
 )
-def test_which_scores_take_other_ways(score: str, fields: dict[str, str], expected: tuple[bool, bool]) -> None:
-    found = _structure(_declared(score), **fields)
+def test_which_scores_take_other_ways(score: str, fields: dict[str, object], expected: tuple[bool, bool]) -> None:
+    found = _structure(_declared(score), **{"head_dim": 64, **fields})
     assert (found.capped, found.relative) == expected
 
 

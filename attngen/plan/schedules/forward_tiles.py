@@ -38,6 +38,9 @@ _LEAST_KEYS = 16
 #: What the first key of an anchored tile is a multiple of.
 ANCHOR = 16
 
+#: Columns up to which tanh and exp2 of a logit, which share a unit, take longer than its products: twice as long at 64.
+_CAPPED_COLUMNS = 64
+
 #: Of what consumers learn of a tile of keys.
 _WORD_BITS = 32
 
@@ -169,7 +172,12 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     numbers = form.numbers[spec.dtype]
     softmax, constant = softmax_of(spec, numbers.exponents)
     anchored = specialized and not form.transposes and _can_be_anchored(spec, driver, consumers, tile_n)
-    capped = numbers.exponents is not None and softmax in ("fixed_reference", "bounded") and is_soft_capped(spec)
+    capped = (
+        max(qk, v) <= _CAPPED_COLUMNS
+        and numbers.exponents is not None
+        and softmax in ("fixed_reference", "bounded")
+        and is_soft_capped(spec)
+    )
     # where tiles are anchored, the rows of all consumers see some key of nearly every tile
     ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not anchored
     skips = ranges and tile_n < tile_m - ROWS

@@ -10,7 +10,7 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import ONE_HEAD, SECTION_BYTES, check_head_dims, driver_of, refuse
+from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Plan
 from attngen.plan.operands import operands_of
@@ -119,9 +119,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         driver=driver,
         mask_code="branch",
         softmax=roles.softmax,
-        section_bytes=SECTION_BYTES
-        if spec.variant.masked or operands.q.bytes == 1
-        else ONE_HEAD,  # not tried in 8 bits
+        section_bytes=SECTION_BYTES,
         structure=roles,
         times=times_of(roles.consumers, tile.tile_n, max(each.width for each in columns), operands.q.bytes),
         visible=visible_keys(spec),
