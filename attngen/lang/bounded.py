@@ -14,7 +14,7 @@ from attngen.lang.ir import Expr
 from attngen.lang.ranges import Range
 from attngen.lang.variant import Variant
 
-#: Scalars of a score are looked for up to here; the largest finite one is not of interest.
+#: Between these a scalar's largest value is looked for.
 _MOST, _LEAST = 2.0**20, 2.0**-20
 
 

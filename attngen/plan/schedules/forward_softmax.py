@@ -1,4 +1,4 @@
-"""Which reference the exponentials of a Hopper forward take: a constant, where the score is bounded."""
+"""What the score of a Hopper forward allows its softmax: a constant reference, a polynomial for tanh, fewer sums."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from attngen.lang.bands import Heads
 from attngen.lang.bounded import bounding_maximum, score_bounds
-from attngen.lang.folding import ONE, cap_scale, fold_logit, less, split_keys
+from attngen.lang.folding import ONE, Logit, cap_scale, fold_logit, less, split_keys
 from attngen.plan.choices import refuse
 from attngen.schema.expand import KernelSpec
 
@@ -32,21 +32,14 @@ def softmax_of(spec: KernelSpec, exponents: tuple[int, int] | None) -> tuple[str
 
 def is_soft_capped(spec: KernelSpec) -> bool:
     """Whether logits are a multiple of tanh of a multiple of the products, and tanh may be approximated."""
-    heads: Heads = "packed" if spec.pack_gqa else "single"
-    if spec.variant.score is None or not spec.fast_math:
-        return False
-    return (
-        cap_scale(fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True, heads=heads), heads) is not None
-    )
+    folded = _folded(spec)
+    return folded is not None and cap_scale(folded, _heads(spec)) is not None
 
 
 def takes_reference(spec: KernelSpec) -> bool:
     """Whether the reference of a row can be taken from a term of the score that is the same for all keys."""
-    heads: Heads = "packed" if spec.pack_gqa else "single"
-    if spec.variant.score is None or not spec.fast_math:
-        return False
-    folded = fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True, heads=heads)
-    return folded.multiplier == ONE and less(split_keys(folded.value), ONE) is not None
+    folded = _folded(spec)
+    return folded is not None and folded.multiplier == ONE and less(split_keys(folded.value), ONE) is not None
 
 
 def constant_reference(spec: KernelSpec, exponents: tuple[int, int] | None) -> float | None:
@@ -58,6 +51,17 @@ def constant_reference(spec: KernelSpec, exponents: tuple[int, int] | None) -> f
     (low, high), (least, most) = (end * _LOG2E for end in found), exponents
     reference = 0.0 if least <= low and high <= most else float(math.ceil(high - most))
     return reference if low - reference >= least else None
+
+
+def _heads(spec: KernelSpec) -> Heads:
+    return "packed" if spec.pack_gqa else "single"
+
+
+def _folded(spec: KernelSpec) -> Logit | None:
+    """Return how the kernel computes a logit; None without a score, or if it may not be rearranged."""
+    if spec.variant.score is None or not spec.fast_math:
+        return None
+    return fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True, heads=_heads(spec))
 
 
 def _against(spec: KernelSpec, exponents: tuple[int, int] | None) -> str:
