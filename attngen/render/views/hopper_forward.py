@@ -24,6 +24,7 @@ _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
     "v_rows": "V as it lies in memory, a box per stage",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
+    "taken": "the tiles of work that the cluster takes next",
     "key_values": "values of the keys of two tiles in each stage of K, which the mask reads",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
 }  # fmt: skip
@@ -180,7 +181,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         v_box_bytes=v_box,
         v_swizzle=SWIZZLES[v_box],
         region_bytes={region.name: region.bytes for region in hopper.shared},
-        pipes=pipes_view(forward_pipes_of(plan)),
+        pipes=pipes_view(forward_pipes_of(plan), base="here + " if hopper.cluster > 1 else ""),
         tile_bits=tile_bits(plan.tile_n),
         anchor=hopper.anchor,
         key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if hopper.anchored else ""),
