@@ -16,14 +16,14 @@ from tests.plan.specs import planned
 @cache
 def forward(
     consumers: int, q_stages: int, stages: int, warps: int, *, pingpong: bool, skips: bool, specialized: bool,
-    value_loader: bool = False,
+    value_loader: bool = False, cluster: int = 1,
 ) -> Pipes:  # fmt: skip
     """Return the pipes of a forward by ranges of tiles."""
     found = _plan("forward", 128)
     assert found.structure is not None
     roles = replace(
         found.structure, consumers=consumers, q_stages=q_stages, pingpong=pingpong, skips=skips,
-        specialized=specialized, persistent=specialized, value_loader=value_loader,
+        specialized=specialized, persistent=specialized, value_loader=value_loader, cluster=cluster,
     )  # fmt: skip
     m, n = found.tile_m, found.tile_n
     return forward_pipes(
