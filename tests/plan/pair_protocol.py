@@ -1,6 +1,6 @@
 """The model of the Hopper forward for clusters of two blocks, each of which loads half of K and V for both.
 
-A block is that of ``tests/plan/protocol.py``, with its own scheduler, and its own rows. What one block does in the shared
+A block is that of ``tests/plan/protocol.py``, with a scheduler and rows of its own. What one block does in the shared
 memory of the other gets there some time later.
 """
 
@@ -184,4 +184,3 @@ def scheduler(s: Block) -> Role:
 def _arrive_with(block: Block, number: int) -> None:
     block.number = number
     block.taken_full.arrive()
-

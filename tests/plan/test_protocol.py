@@ -61,12 +61,13 @@ def test_a_rule_that_is_broken_is_found(rule: str, becomes: str, pingpong: bool)
 @pytest.mark.parametrize("seed", range(2))
 def test_the_rules_of_pairs_hold(seed: int) -> None:
     random = Random(seed)
-    for _ in range(RUNS // 2):
+    for _ in range(RUNS // 4):
         Pair(replace(Case.random(random), value_loader=False), PairRules(), random).run()
 
 
 @pytest.mark.parametrize(
-    ("rule", "becomes"), [("number_until_read", "deadlock|read"), ("release_to_all", "read"), ("leave_together", "left")]
+    ("rule", "becomes"),
+    [("number_until_read", "deadlock|read"), ("release_to_all", "read"), ("leave_together", "left")],
 )
 def test_a_rule_of_pairs_that_is_broken_is_found(rule: str, becomes: str) -> None:
     random = Random(2)

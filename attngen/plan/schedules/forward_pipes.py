@@ -115,7 +115,12 @@ def forward_pipes(
     )  # fmt: skip
     return Pipes(
         (
-            q, k, *v_rows, of_v, *([work] if roles.specialized else []), *([asked] if roles.persistent else []),
+            q,
+            k,
+            *v_rows,
+            of_v,
+            *([work] if roles.specialized else []),
+            *([asked] if roles.persistent else []),
             *([taken] if roles.cluster > 1 else []),
         ),
         named=_named(roles, each),

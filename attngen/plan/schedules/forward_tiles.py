@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from attngen.arch import Arch
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.simplify import TRUE
@@ -69,6 +70,7 @@ class Choice:
     registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
     stages: int = 2  # of the ring of K and V with that tile; else 2
     keeps_turn: bool = False  # with turns: until the products of a step are done
+    cluster: int = 1  # blocks that load K and V for each other with that tile, where they can; else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         fused=softmax == "bounded" and not capped,
         anchor=ANCHOR if anchored else 0,
         redo_by_count=anchored and softmax == "fixed_reference" and not capped,
-        cluster=roles.cluster or 1,
+        cluster=_cluster(spec, form, driver, roles, choice.cluster if as_chosen else 1),
         v_by_k=skips and not form.transposes and "serialized_wgmma" in spec.allow,
         relative=numbers.exponents is not None and softmax == "fixed_reference" and takes_reference(spec),
         shared=(),
@@ -226,6 +228,26 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     return HopperTile(
         tile_m, tile_n, stages, with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
     )
+
+
+def _cluster(spec: KernelSpec, form: Form, driver: str, roles: Roles, usual: int) -> int:
+    """Return how many blocks load K and V for each other: ``usual`` where that can be, if the spec leaves it open."""
+    reason = None
+    if not form.specialized:
+        reason = "warps that all multiply load for themselves"
+    elif spec.dtype in QUANTIZED_DTYPES:
+        reason = "tiles of 8 bits are loaded by each block"
+    elif spec.layout != "dense":
+        reason = f"the blocks have neighbouring queries of one sequence, and with 'layout: {spec.layout}' each its own"
+    elif driver == "tile_map":
+        reason = "they go through the same tiles of keys, and a tile map lists those of each tile of queries"
+    elif spec.persistent is False:
+        reason = "they take tile after tile together, and 'persistent: false' allows one"
+    if reason is None:
+        return roles.cluster or usual
+    if roles.cluster not in (None, 1):
+        raise refuse(spec, "warps.cluster", f"{reason}; allowed: 1")
+    return 1
 
 
 def _one_interval(spec: KernelSpec) -> bool:
