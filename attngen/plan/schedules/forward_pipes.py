@@ -109,7 +109,7 @@ def forward_pipes(
     taken = Ring(
         "taken", 1, "the scheduler of the first block", "that of each other block",
         guards="the number of the tiles of work that a cluster takes next stays until the other block has read it",
-        full=Signal(1, "the reader, and the bytes of the word", "the next tiles of work are known", bytes=True),
+        full=Signal(1, "the reader", "the next tiles of work are known", bytes=True),
         empty=Signal(roles.cluster - 1, "that of each other block", "the other block has read the number"),
         stored=(("taken", _TAKEN_BYTES),),
     )  # fmt: skip

@@ -104,7 +104,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *(["pack"] if pack_gqa else []),
             *(["vk"] if roles.v_by_k else []),
             *(["cap"] if roles.capped and "spill" in spec.allow else []),
-            *([f"x{roles.cluster}"] if roles.cluster > 1 else []),
+            *(["paired"] if roles.cluster > 1 else []),
             *(["transposedv"] if spec.transposed_v else []),
             *([_scale_label(spec.scale_block)] if spec.scale_block else []),
         ),
