@@ -54,8 +54,9 @@ _REGISTERS_OF_FOUR = 40
 #: Columns of V up to which it leaves registers and memory for more keys than K has.
 _NARROW_V = 128
 
-#: Keys of a tile and stages among which the fastest are looked for.
+#: Keys of a tile, stages, and orders of consumers with blocks of a cluster, among which the fastest are looked for.
 _TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
+_TUNED_ORDERS = (("pingpong", 1), ("pingpong", 2), ("cooperative", 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,8 +324,11 @@ def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     step = _key_step(first.operands, first.structure.v_by_columns, spec.transposed_v)
     consumers = (1, 2) if spec.pack_gqa else (2, 3)
     keys = [n for n in _TUNED_KEYS if n % step == 0]
-    for count, tile_n, stages, schedule in product(consumers, keys, _TUNED_STAGES, ("pingpong", "cooperative")):
-        yield replace(spec, tile_n=tile_n, stages=stages, roles=Roles(consumer=count, schedule=schedule, overlap=True))
+    for count, tile_n, stages, (schedule, cluster) in product(consumers, keys, _TUNED_STAGES, _TUNED_ORDERS):
+        if spec.pack_gqa and cluster > 1:
+            continue  # for few queries
+        roles = Roles(consumer=count, schedule=schedule, overlap=True, cluster=cluster)
+        yield replace(spec, tile_n=tile_n, stages=stages, roles=roles)
 
 
 def _families(spec: KernelSpec) -> frozenset[str]:
