@@ -222,7 +222,6 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         anchor=ANCHOR if anchored else 0,
         redo_by_count=anchored and softmax == "fixed_reference" and not capped,
         cluster=_cluster(spec, form, driver, roles, choice.cluster if as_chosen else 1),
-        v_by_k=skips and not form.transposes and "serialized_wgmma" in spec.allow,
         relative=numbers.exponents is not None and softmax == "fixed_reference" and takes_reference(spec),
         shared=(),
     )

@@ -102,7 +102,6 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *([] if roles.longest_first else ["natural"]),
             *([] if roles.staged else ["direct"]),
             *(["pack"] if pack_gqa else []),
-            *(["vk"] if roles.v_by_k else []),
             *(["cap"] if roles.capped and "spill" in spec.allow else []),
             *(["paired"] if roles.cluster > 1 else []),
             *(["transposedv"] if spec.transposed_v else []),
@@ -124,7 +123,13 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         softmax=roles.softmax,
         section_bytes=SECTION_BYTES,
         structure=roles,
-        times=times_of(roles.consumers, tile.tile_n, max(each.width for each in columns), operands.q.bytes),
+        times=times_of(
+            roles.consumers,
+            tile.tile_n,
+            max(each.width for each in columns),
+            operands.q.bytes,
+            roles.cluster,
+        ),
         visible=visible_keys(spec),
         pack_gqa=pack_gqa,
     )

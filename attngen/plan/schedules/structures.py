@@ -44,7 +44,6 @@ class HopperForward(Structure):
     relative: bool = False  # logits of a step are counted from the reference, which a term of the score takes up
     capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
-    v_by_k: bool = False  # consumers that skip know the stage of V by that of K
     cluster: int = 1  # blocks that have neighbouring tiles of queries, and load K and V for each other
 
     def __post_init__(self) -> None:

@@ -28,6 +28,9 @@ _REGION_TEXTS = {
     "key_values": "values of the keys of two tiles in each stage of K, which the mask reads",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
 }  # fmt: skip
+#: Where the addresses of barriers and copies begin in a cluster: those of a block in the shared memory of all.
+_FROM_HERE = "here + "
+
 #: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
 SWIZZLES = {128: 1, 64: 2, 32: 3}
 SWIZZLED_ROWS = {128: "(row % 8)", 64: "(row / 2 % 4)"}
@@ -77,6 +80,11 @@ class CudaView:
     v_box_bytes: int
     v_swizzle: int
     region_bytes: Mapping[str, int]
+    here: str
+    from_here: str
+    in_cluster: str
+    per_cluster: str
+    rows_together: str
     pipes: PipesView
     tile_bits: int
     anchor: int
@@ -142,6 +150,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     needs the mask."""
     hopper = plan.structure
     assert isinstance(hopper, HopperForward)
+    clustered = hopper.cluster > 1
     found, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.driver != "ranges" else ()
     partial_steps, key_values = with_key_values(plan, code.partial, code.work)
@@ -181,7 +190,12 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         v_box_bytes=v_box,
         v_swizzle=SWIZZLES[v_box],
         region_bytes={region.name: region.bytes for region in hopper.shared},
-        pipes=pipes_view(forward_pipes_of(plan), base="here + " if hopper.cluster > 1 else ""),
+        here="here" if clustered else "",
+        from_here=_FROM_HERE if clustered else "",
+        in_cluster="(0, 0, here)" if clustered else "",
+        per_cluster=f" / {hopper.cluster}" if clustered else "",
+        rows_together=f"{hopper.cluster} * kBlockM" if clustered else "kBlockM",
+        pipes=pipes_view(forward_pipes_of(plan), base=_FROM_HERE if clustered else ""),
         tile_bits=tile_bits(plan.tile_n),
         anchor=hopper.anchor,
         key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if hopper.anchored else ""),
