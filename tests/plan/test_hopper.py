@@ -226,10 +226,10 @@ def test_blocks_of_a_cluster_release_each_other_s_stages() -> None:
     assert on_hopper(warps="{cluster: 1}") == alone
 
 
-def test_a_tile_map_is_not_for_clusters() -> None:
-    with pytest.raises(PlanError, match=r"warps\.cluster: .* a tile map lists .* allowed: 1"):
-        on_hopper("allowed", warps="{cluster: 2}")
-    assert roles_of(on_hopper("allowed", warps="{cluster: 2}", tile_map="never")).cluster == 2
+@pytest.mark.parametrize(("variant", "driver"), [("allowed", "tile_map"), ("dilated", "classified")])
+def test_blocks_of_a_cluster_need_ranges_of_tiles(variant: str, driver: str) -> None:
+    with pytest.raises(PlanError, match=rf"warps\.cluster: .* must be ranges, not {driver}; allowed: 1"):
+        on_hopper(variant, warps="{cluster: 2}")
 
 
 # --- packed heads ---------------------------------------------------------------------------------------------

@@ -239,8 +239,8 @@ def _cluster(spec: KernelSpec, form: Form, driver: str, roles: Roles, usual: int
         reason = "tiles of 8 bits are loaded by each block"
     elif spec.layout != "dense":
         reason = f"the blocks have neighbouring queries of one sequence, and with 'layout: {spec.layout}' each its own"
-    elif driver == "tile_map":
-        reason = "they go through the same tiles of keys, and a tile map lists those of each tile of queries"
+    elif driver != "ranges":
+        reason = f"they go through the same tiles of keys, which must be ranges, not {driver}"
     elif spec.persistent is False:
         reason = "they take tile after tile together, and 'persistent: false' allows one"
     if reason is None:
