@@ -20,7 +20,7 @@ MULTIPROCESSORS = 132
 
 def test_what_was_measured_keeps_its_times() -> None:
     for row in TABLE:
-        assert times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster) == (LAUNCH, row.tile, row.step)
+        assert times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster) == (row.launch, row.tile, row.step)
         assert is_measured(row.consumers, row.tile_n, row.columns, 2, row.cluster)
         assert not is_measured(row.consumers, row.tile_n, row.columns, 1, row.cluster)
 
@@ -49,6 +49,8 @@ def kernels() -> list[Kernel]:
         (Shape("full", 128, 1, 16, 16, 1536, 1536), "m192n80s2c3"),  # 128 tiles of 192 rows: one wave
         (Shape("full", 128, 1, 16, 16, 2048, 2048), "m128n128s2c2"),  # two waves of either tile
         (Shape("full", 128, 1, 8, 1, 4096, 4096), "m128n128s2c2"),
+        (Shape("full", 128, 16, 16, 16, 1024, 1024), "m128n128s2c2_paired"),  # 16 waves of short tiles
+        (Shape("full", 128, 4, 16, 16, 4096, 4096), "m192n80s2c3"),
         (Shape("full", 128, 1, 16, 16, 128, 8192), "m64n128s2c1"),
         (Shape("causal", 128, 1, 16, 16, 256, 256), "m64n128s2c1"),
         (Shape("causal", 128, 1, 16, 16, 2048, 2048), "m128n128s2c2"),
