@@ -230,7 +230,12 @@ def test_blocks_of_a_cluster_release_each_other_s_stages() -> None:
 def test_heads_of_unmasked_attention_come_one_after_the_other() -> None:
     assert on_hopper("full").section_bytes == ONE_HEAD
     assert on_hopper("full", warps="{cluster: 2}").section_bytes == hopper_forward.PAIRED_SECTION_BYTES
-    for fields in ({"variant": "causal"}, {"variant": "full", "layout": "varlen"}, {"variant": "alibi"}):
+    for fields in (
+        {"variant": "causal"},
+        {"variant": "full", "layout": "varlen"},
+        {"variant": "full", "head_dim": 256},
+        {"variant": "alibi"},
+    ):
         assert on_hopper(**fields).section_bytes == SECTION_BYTES
 
 

@@ -35,6 +35,9 @@ from attngen.schema.expand import KernelSpec
 #: K and V of the heads that run side by side where no mask makes tiles of work differ, and blocks load for each other.
 PAIRED_SECTION_BYTES = 8 * 2**20
 
+#: Columns up to which one head after the other is faster there; at 256 long sequences lose.
+_ONE_HEAD_COLUMNS = 192
+
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
 #: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
 #: three consumers hide better than two, and "scored" says that nothing asks for tiles of few keys beside that; a
@@ -123,7 +126,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         driver=driver,
         mask_code="branch",
         softmax=roles.softmax,
-        section_bytes=_section_bytes(spec, roles),
+        section_bytes=_section_bytes(spec, roles, max(each.width for each in columns)),
         structure=roles,
         times=times_of(
             roles.consumers,
@@ -148,9 +151,9 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     )
 
 
-def _section_bytes(spec: KernelSpec, roles: HopperForward) -> int:
-    """Return how much of K and V the heads that run side by side have: what was measured of unmasked attention."""
-    if spec.variant.masked or spec.layout != "dense" or spec.dtype in QUANTIZED_DTYPES:
+def _section_bytes(spec: KernelSpec, roles: HopperForward, width: int) -> int:
+    """Return how much of K and V the heads that run side by side have: unmasked attention as it was measured."""
+    if spec.variant.masked or spec.layout != "dense" or spec.dtype in QUANTIZED_DTYPES or width > _ONE_HEAD_COLUMNS:
         return SECTION_BYTES
     return PAIRED_SECTION_BYTES if roles.cluster > 1 else ONE_HEAD
 
