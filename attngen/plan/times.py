@@ -44,15 +44,21 @@ TABLE = (
     Measured(3, 64, 128, 3595.0, 1004.0),
 )
 
+#: What the blocks of a cluster add to a tile of work whose keys they share: they wait for each other and add up.
+MERGE = 2000.0
+
 #: A step in 8 bits beside one in 16, as far as it decides between tiles.
 _ONE_BYTE = 0.75
 
 
-def times_of(consumers: int, tile_n: int, columns: int, element_bytes: int) -> tuple[float, float, float]:
+def times_of(
+    consumers: int, tile_n: int, columns: int, element_bytes: int, *, shared: bool = False
+) -> tuple[float, float, float]:
     """Return the nanoseconds of a launch, a tile of work and a step.
 
     Of a kernel that was not measured they are those of the nearest one that was: first of as many consumers, then of as
-    many columns, then of as many keys, with the step scaled by its pairs and columns.
+    many columns, then of as many keys, with the step scaled by its pairs and columns. ``shared``: blocks share the keys
+    of a tile of work.
     """
 
     def distance(row: Measured) -> tuple[float, ...]:
@@ -63,7 +69,7 @@ def times_of(consumers: int, tile_n: int, columns: int, element_bytes: int) -> t
     scale = consumers * tile_n * columns / (near.consumers * near.tile_n * near.columns)
     if element_bytes == 1:
         scale *= _ONE_BYTE
-    return LAUNCH, near.tile, round(near.step * scale, 1)
+    return LAUNCH, near.tile + MERGE * shared, round(near.step * scale, 1)
 
 
 def is_measured(consumers: int, tile_n: int, columns: int, element_bytes: int) -> bool:

@@ -53,6 +53,13 @@ _REGISTERS_OF_FOUR = 40
 #: Columns of V up to which it leaves registers and memory for more keys than K has.
 _NARROW_V = 128
 
+#: Stages of the ring of K and V where blocks share the keys of a tile: there is room for more than elsewhere, and what
+#: a block waits for is its first loads.
+_MANY_STAGES = (4, 3, 2)
+
+#: The most blocks of a cluster that every Hopper card takes.
+_MOST_BLOCKS = 8
+
 #: Keys of a tile and stages among which the fastest are looked for.
 _TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
 
@@ -165,7 +172,8 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile_n)
     registers = choice.registers if as_chosen else None
     warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v, registers)
-    stages = spec.stages or (choice.stages if as_chosen else 2)
+    usual = _MANY_STAGES if spec.split_tiles else (choice.stages if as_chosen else 2,)
+    stages = spec.stages or usual[0]
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
     box = widest_box(qk * size, v * size)
@@ -181,6 +189,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     # where tiles are anchored, the rows of all consumers see some key of nearly every tile
     ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not anchored
     skips = ranges and tile_n < tile_m - ROWS
+    staged = spec.epilogue != "direct" and not spec.split_tiles
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
@@ -188,10 +197,10 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         pingpong=schedule == "pingpong",
         keeps_turn=schedule == "pingpong" and choice.keeps_turn,
         overlap=roles.overlap is not False,
-        persistent=specialized and spec.persistent is not False,
+        persistent=specialized and spec.persistent is not False and not spec.split_tiles,
         longest_first=spec.order != "natural",
-        staged=spec.epilogue != "direct",
-        boxes_out=spec.epilogue != "direct" and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
+        staged=staged,
+        boxes_out=staged and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
         skips=skips,
         whole_first=ranges and not skips and not numbers.settled and _one_interval(spec),
         q_stages=1,
@@ -220,10 +229,17 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         redo_by_count=anchored and softmax == "fixed_reference" and not capped,
         relative=numbers.exponents is not None and softmax == "fixed_reference" and takes_reference(spec),
         shared=(),
+        cluster=_MOST_BLOCKS if spec.split_tiles else 1,
     )
-    return HopperTile(
-        tile_m, tile_n, stages, with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
-    )
+
+    def with_stages(stages: int) -> HopperTile:
+        roles = with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
+        return HopperTile(tile_m, tile_n, stages, roles)
+
+    for more in () if spec.stages else usual[:-1]:
+        with suppress(PlanError):
+            return with_stages(more)
+    return with_stages(spec.stages or usual[-1])
 
 
 def _one_interval(spec: KernelSpec) -> bool:
@@ -258,7 +274,7 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
     if spec.tile_m and from_tile not in REGISTERS:
         raise refuse(spec, "tile.m", f"{spec.tile_m} is not allowed; allowed: 64, 128, 192 (64 rows per consumer)")
     # heads are packed where queries are few: the rows of one consumer hold them, and K and V bind, not the products
-    by_default = 1 if spec.pack_gqa else choice.consumers
+    by_default = 1 if spec.pack_gqa else min(choice.consumers, 2) if spec.split_tiles else choice.consumers
     consumers = roles.consumer or from_tile or by_default
     if consumers not in REGISTERS:
         raise refuse(
