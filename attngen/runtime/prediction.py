@@ -10,7 +10,7 @@ that the call passes, counts as seen. So calls of the same shapes run the same k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappush, heapreplace
 from itertools import pairwise
@@ -20,6 +20,7 @@ from attngen.lang.host import evaluate, names_in
 from attngen.runtime.checked import Call
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
+from attngen.runtime.splits import clusters_at_once
 
 #: Tiles of queries of a unit that are looked at one by one; of more, as many, each for its neighbours.
 _LOOKED_AT = 12
@@ -34,11 +35,12 @@ _LOST_STEPS = 2
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """The nanoseconds of a call, its tiles of work, and what the block that is done last has of them: tiles, and tiles
-    of keys over all of these."""
+    of keys over all of these; and how many blocks share the keys of each."""
 
     nanoseconds: float
     tiles: int
     path: tuple[float, float]
+    shares: int = 1
 
     @property
     def microseconds(self) -> float:
@@ -47,7 +49,8 @@ class Prediction:
 
     def __str__(self) -> str:
         tiles, steps = self.path
-        return f"{self.tiles} tiles of work, {tiles:.3g} of them one after the other with {steps:.4g} steps"
+        shared = f", whose keys {self.shares} blocks share" if self.shares > 1 else ""
+        return f"{self.tiles} tiles of work{shared}, {tiles:.3g} of them one after the other with {steps:.4g} steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +61,18 @@ class Card:
     name: str = ""
 
 
-def predict(kernel: Kernel, call: Call, card: Card, times: Sequence[float] | None = None) -> Prediction | None:
+def predict(
+    kernel: Kernel,
+    call: Call,
+    card: Card,
+    times: Sequence[float] | None = None,
+    *,
+    clusters: Callable[[int, int], int] = clusters_at_once,
+) -> Prediction | None:
     """Return what a forward should take on a card; None if the plan does not tell.
 
     ``times`` stand for those of the manifest. Lengths are those that the host knows: packed sequences are taken to be
-    equally long, and caches full.
+    equally long, and caches full. ``clusters`` says how many clusters run at once, of the blocks that do and of a size.
     """
     times = times or kernel.tuned.get(card.name) or kernel.times
     if not times:
@@ -70,8 +80,21 @@ def predict(kernel: Kernel, call: Call, card: Card, times: Sequence[float] | Non
     launch, tile, step = times
     seqlen_q, seqlen_k = _lengths(call)
     q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
-    path = _path(_rows(kernel, call, q_tiles, seqlen_q, seqlen_k), units, card.blocks, tile, step)
-    return Prediction(launch + path[0] * tile + path[1] * step, q_tiles * units, path)
+    rows = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k)
+
+    def with_shares(count: int) -> Prediction:
+        shared = [(-(-seen // count), width) for seen, width in rows] if count > 1 else rows
+        path = _path(shared, units, clusters(card.blocks, count), tile, step)
+        return Prediction(launch + path[0] * tile + path[1] * step, q_tiles * units, path, count)
+
+    return min(map(with_shares, range(1, kernel.main.shares + 1)), key=lambda found: found.nanoseconds)
+
+
+def shares(kernel: Kernel, call: Call, card: Card, clusters: Callable[[int], int]) -> int:
+    """Return how many blocks should share the keys of a tile of queries; ``clusters`` says how many clusters of so many
+    blocks the card runs at once."""
+    found = predict(kernel, call, card, clusters=lambda _, size: clusters(size))
+    return found.shares if found else 1
 
 
 def pairs_of_tiles(kernel: Kernel, call: Call) -> int | None:

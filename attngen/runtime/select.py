@@ -104,7 +104,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, card: Card = 
             kernel.loads != "descriptor",
             not by_hand,
             -kernel.arch.capability,
-            by_hand and not kernel.main.persistent,
+            by_hand and not kernel.main.persistent and kernel.main.shares == 1,
             times.get(kernel, inf if kernel.times and kernel not in rivals else 0.0),
             0 if card.name in kernel.tuned else 2 if kernel.tuned else 1,
             kernel.pack_gqa,

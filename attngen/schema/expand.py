@@ -10,8 +10,8 @@ sequence's own length is not read. Expressions still see each sequence's own len
 in both layouts, so none is refused. In a paged call ``seqlen_k`` is how many keys a row of the page table can hold.
 
 ``split_kv: true`` asks for two forwards of each variant: the ordinary one, and one whose blocks share the keys of a
-sequence; ``split_kv: tiles`` for the ordinary one, and one whose blocks share the keys of a tile of queries. A call runs
-one of them.
+sequence; ``split_kv: tiles`` for the ordinary one, and one whose blocks share the keys of a tile of queries. A call
+runs one of them.
 """
 
 from __future__ import annotations

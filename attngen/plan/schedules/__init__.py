@@ -67,9 +67,7 @@ def candidates(spec: KernelSpec, backend: str) -> tuple[Schedule, ...]:
     """Return the schedules of a backend that suit a spec, the fastest first."""
     rows = schedules(spec.direction, backend=backend)
     return tuple(
-        row
-        for row in rows
-        if row.split_kv == spec.split_kv and row.split_tiles >= spec.split_tiles and row.suits(spec)
+        row for row in rows if row.split_kv == spec.split_kv and row.split_tiles >= spec.split_tiles and row.suits(spec)
     )
 
 

@@ -125,8 +125,8 @@ def forward_pipes_of(plan: Plan) -> Pipes:
 def _others(
     roles: HopperForward, tile_m: int, tile_n: int, stages: int, qk: int, v: int, operands: Operands
 ) -> tuple[tuple[str, int], ...]:
-    """Return the regions that no ring hands over: O for its store, or what partial results need beside the place of Q, K
-    and V, which they take in the end."""
+    """Return the regions that no ring hands over: O for its store, or what partial results need beside the place of
+    Q, K and V, which they take in the end."""
     if roles.staged:
         return (("out", tile_m * roles.out_columns * operands.out.bytes),)
     if not roles.shares:

@@ -175,10 +175,9 @@ def _products(planned: Plan, roles: HopperForward, form: Form) -> int:
 
 
 def products_with_roles(roles: HopperForward, qk: int, pv: int) -> int:
-    """Return how many there are where a block has one tile of work: Q K^T for its first tile of keys, and in the loop; P V
-    in the loop and after it. Else: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V
+    """Return how many there are: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V
     in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a
-    Q K^T of its own."""
+    Q K^T of its own. Where blocks share keys, there is one tile of work: Q K^T for its first step and in the loop."""
     if roles.shares:
         return 2 * qk + 2 * pv
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
@@ -228,8 +227,9 @@ SCHEDULE = Schedule(
     template="cuda/forward/kernel.cu.j2",
     view="attngen.render.views.hopper_forward:cuda_view",
     supports=lambda arch: arch.wgmma,
-    suits=lambda spec: spec.dtype not in QUANTIZED_DTYPES
-    and (spec.split_tiles or spec.roles is None or spec.roles.producer != 0),
+    suits=lambda spec: (
+        spec.dtype not in QUANTIZED_DTYPES and (spec.split_tiles or spec.roles is None or spec.roles.producer != 0)
+    ),
     split_tiles=True,
     plan=lambda spec, arch: plan_forward(spec, arch, FORM),
     alternatives=alternatives,

@@ -271,7 +271,7 @@ def _classifier(plan: Plan) -> ClassifierView:
 
 
 def _room(hopper: HopperForward) -> int:
-    """Return the bytes of shared memory that partial results may take: those of Q, K and V, and a region of their own."""
+    """Return the bytes of shared memory that partial results may take: those of Q, K and V, and of a region beside."""
     return sum(region.bytes for region in hopper.shared if region.name in ("q", "k", "v", "partials"))
 
 
