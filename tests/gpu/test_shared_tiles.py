@@ -14,8 +14,7 @@ from attngen.runtime import driver as drivers
 from attngen.runtime.pinned import Pinned
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.schema import load_spec
-from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels, plans
+from attngen.tools.build.pipeline import plans
 from attngen.tools.cases import Case
 from attngen.tools.verify.contract import deviation
 from attngen.tools.verify.poison import poisoned

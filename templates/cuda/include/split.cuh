@@ -96,6 +96,34 @@ struct PartialRow {
     return all;
   }
 
+  // The same of kMost places at most, all of which are read before any is added: reading them one by one takes long.
+  template <int kMost, typename PlaceOf>
+  static __device__ __forceinline__ PartialRow added_at_once(int count, int column, int at, const PlaceOf& place_of) {
+    float4 parts[kMost];
+    float2 found[kMost];  // reference and sum
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i < count) {
+        found[i] = *reinterpret_cast<const float2*>(place_of(i) + kWidth + at);
+        parts[i] = *reinterpret_cast<const float4*>(place_of(i) + column);
+      } else {
+        found[i] = {kUnseen, 0.0f};
+        parts[i] = {};
+      }
+    }
+    PartialRow all = {{}, kUnseen, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) all.reference = fmaxf(all.reference, found[i].x);
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      const float weight = exp2_approx(found[i].x - all.reference);
+      all.sum += found[i].y * weight;
+      all.acc = {all.acc.x + parts[i].x * weight, all.acc.y + parts[i].y * weight, all.acc.z + parts[i].z * weight,
+                 all.acc.w + parts[i].w * weight};
+    }
+    return all;
+  }
+
   __device__ __forceinline__ void store(float* to, int column, int at) const {
     *reinterpret_cast<float4*>(to + column) = acc;
     if (column == 0) *reinterpret_cast<float2*>(to + kWidth + at) = {reference, sum};
