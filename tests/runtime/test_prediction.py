@@ -116,3 +116,49 @@ def test_a_kernel_that_was_measured_on_this_card_is_taken_there(timed: bool) -> 
     for order in ([own, tuned], [tuned, own]):
         assert preferred(order, call, Card(BLOCKS, "this card"))[0] is tuned
         assert preferred(order, call, Card(BLOCKS, "that card"))[0] is own
+
+
+def shared(most: int = 8, **fields: Any) -> Kernel:
+    """Return a kernel of which up to ``most`` blocks share the keys of a tile."""
+    manifest = {**manifest_of(variant(), tiles=(64, 32)), "times": TIMES, **fields}
+    manifest["launches"][-1] |= {"grid": "key_shares", "cluster": most}
+    return kernel_of(manifest)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "keys", "wanted"),
+    [
+        (1, 3200, 8),  # 100 steps, of which each block takes 13
+        (4, 3200, 4),  # one wave of four blocks each; more would be two waves
+        (16, 3200, 1),
+        (5, 32, 1),  # a single step
+        (1, 96, 3),  # more blocks than steps would save nothing
+    ],
+)
+def test_as_many_blocks_share_keys_as_take_the_least_time(tiles: int, keys: int, wanted: int) -> None:
+    call = call_of(1, 64, keys, tiles, tiles)
+    found = predict(shared(), call, Card(16))
+    assert found is not None
+    assert found.shares == wanted
+    launch, tile, step = TIMES
+    assert found.nanoseconds == launch + tile + step * -(-keys // 32 // wanted)
+    assert ("blocks share" in str(found)) == (wanted > 1)
+
+
+def test_clusters_that_the_driver_knows_decide() -> None:
+    """With fewer clusters of four at once than tiles, three blocks are better than a second wave."""
+    call, card = call_of(1, 64, 3200, 4, 4), Card(16)
+    at_once = {1: 16, 2: 8, 3: 4, 4: 3}
+    assert prediction.shares(shared(4), call, card, lambda size: at_once[size]) == 3
+    assert prediction.shares(shared(4), call, card, lambda size: 16 // size) == 4
+    assert prediction.shares(shared(4, times=[]), call, card, lambda size: 16 // size) == 1
+
+
+def test_it_is_preferred_where_it_is_faster_alone() -> None:
+    ordinary = kernel_of({**manifest_of(variant(), backend="cuda", tiles=(64, 32)), "times": TIMES})
+    ordinary.main.persistent = True
+    merges = shared(backend="cuda", times=[1000.0, 600.0, 100.0])
+    for tiles, keys, best in ((1, 3200, merges), (16, 3200, ordinary), (1, 64, ordinary)):
+        call = call_of(1, 64, keys, tiles, tiles)
+        assert preferred([ordinary, merges], call, Card(16))[0] is best
+        assert preferred([merges, ordinary], call, Card(16))[0] is best
