@@ -359,6 +359,11 @@ class Plan:
                 return launch
         raise KeyError(name)
 
+    @property
+    def split_tiles(self) -> bool:
+        """Whether blocks share the keys of a tile of queries."""
+        return any(launch.grid == "key_shares" for launch in self.launches)
+
     def has_launch(self, name: str) -> bool:
         """Whether there is a launch of that name."""
         return any(launch.name == name for launch in self.launches)
