@@ -290,7 +290,7 @@ def _all(spec: Spec) -> list[KernelSpec]:
         for choice in product(*axes.values())
         if not (
             _is_anothers_alone(axes, choice)
-            or (spec.model.kernels[index].split_kv is True and _splits_alone(axes, choice))
+            or (True in spec.model.kernels[index].split_kv and _splits_alone(axes, choice))
         )
     ]
 
@@ -324,7 +324,7 @@ def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]
     paths: dict[str, tuple[str | int, ...]] = {name: ("kernels", index, name) for name in _AXES}
     lists["stages"] = (entry.pipeline and entry.pipeline.stages) or (None,)
     paths["stages"] = ("kernels", index, "pipeline", "stages")
-    lists["split_kv"] = (False, entry.split_kv) if entry.split_kv else (False,)
+    lists["split_kv"] = (False, *filter(None, entry.split_kv))
     if entry.arch is None:
         lists["arch"], paths["arch"] = spec.model.arch or (), ("arch",)
         if not spec.model.arch:
@@ -452,7 +452,7 @@ def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
     if "forward" in entry.passes:
         return
     fields = ("pipeline" if name == "stages" else name for name in _FORWARDS)
-    given = [name for name in fields if getattr(entry, name) not in (None, False)]
+    given = [name for name in fields if getattr(entry, name) not in (None, (False,))]
     for name in given:
         raise SpecError(
             "is for the forward, which 'passes' does not ask for; for the backward, say it in 'backward', as in "

@@ -274,8 +274,8 @@ class KernelModel(Model):
     pack_gqa: OneOrMany[bool] | None = Field(
         default=None, description="query heads of one KV head share the rows of a tile; left out: no"
     )
-    split_kv: SplitKv = Field(
-        default=False,
+    split_kv: OneOrMany[SplitKv] = Field(
+        default=(False,),
         description="besides each forward, one for few queries and many keys, which blocks share; `tiles`: one whose "
         "blocks share the keys of a tile of queries, for calls of few tiles",
     )

@@ -88,6 +88,8 @@ def test_blocks_that_share_the_keys_of_a_tile_are_a_forward_more():
     assert [(k.split_tiles, k.split_kv, k.persistent, k.tile_n, k.pack_gqa) for k in found] == [
         (False, False, True, 64, True), (True, False, None, 64, True), (False, False, False, 64, True),
     ]  # fmt: skip
+    both = kernels("{variant: causal, head_dim: 64, split_kv: [true, tiles]}")
+    assert [(k.split_kv, k.split_tiles) for k in both] == [(False, False), (True, False), (False, True)]
     assert found[1].locate("split_tiles").line == found[1].locate("split_kv").line
     with pytest.raises(SpecError, match=r"split_kv: found 'rows'; allowed: true, false or 'tiles'"):
         kernels("{variant: causal, head_dim: 64, split_kv: rows}")
