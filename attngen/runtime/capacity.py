@@ -29,5 +29,5 @@ def _capacity(kernel: Kernel, launch: Launch, call: Call, driver: Driver, device
 
     if launch.grid == GRID:
         return Capacity(blocks, clusters(launch.cluster))
-    card = Card(blocks, driver.name(device))
+    card = Card(blocks, driver.name(device), driver.bandwidth(device))
     return Capacity(blocks, shares=shares(kernel, call, card, clusters))

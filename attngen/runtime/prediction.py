@@ -4,8 +4,9 @@ constants.
 A block spends ``tile`` nanoseconds on a tile of work and ``step`` on each of its tiles of keys, and a launch takes
 ``launch``; a manifest has the three as ``times``. As many blocks work at once as the device has multiprocessors, and
 each takes the next tile when it is done with one, so that the last wave may be a short one, or one of few tiles. What
-rows see of the keys is taken from ``visible``, bounds that follow from lengths; what only tensors know, or a scalar
-that the call passes, counts as seen. So calls of the same shapes run the same kernel, whatever came before.
+rows see of the keys is taken from ``visible``, bounds that follow from lengths; what only tensors know counts as seen,
+and a scalar that the call passes is taken to be a part of the keys. So calls of the same shapes run the same kernel,
+whatever came before.
 """
 
 from __future__ import annotations
@@ -14,19 +15,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappush, heapreplace
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 from attngen.lang.host import evaluate, names_in
 from attngen.runtime.checked import Call
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
+from attngen.runtime.scalars import Number, ScalarRule
 from attngen.runtime.splits import clusters_at_once
 
 #: Tiles of queries of a unit that are looked at one by one; of more, as many, each for its neighbours.
 _LOOKED_AT = 12
 
+#: Of the keys, what a scalar that the call passes is taken to be: one part of so many.
+_KEYS_OF_SCALAR = 4
+
 #: Waves from which on the last one no longer matters.
 _MANY_WAVES = 6
+
+#: Of the bandwidth of a card, what its memory reaches in these calls.
+_USABLE = 0.8
 
 #: Steps that a tile of work loses where its consumers skip what their own rows do not see, and wait for one another.
 _LOST_STEPS = 2
@@ -55,10 +64,12 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What predictions ask of a GPU: how many blocks run at once, one per multiprocessor, and its name."""
+    """What predictions ask of a GPU: how many blocks run at once, one per multiprocessor, its name, and the bytes that
+    its memory could move in a nanosecond."""
 
     blocks: int
     name: str = ""
+    bandwidth: float = inf
 
 
 def predict(
@@ -82,11 +93,20 @@ def predict(
     q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
     rows = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k)
 
+    least = 0.0
+
     def with_shares(count: int) -> Prediction:
         shared = [(-(-seen // count), width) for seen, width in rows] if count > 1 else rows
         path = _path(shared, units, clusters(card.blocks, count), tile, step)
-        return Prediction(launch + path[0] * tile + path[1] * step, q_tiles * units, path, count)
+        nanoseconds = max(launch + path[0] * tile + path[1] * step, least)
+        return Prediction(nanoseconds, q_tiles * units, path, count)
 
+    if kernel.main.shares == 1:
+        return with_shares(1)
+    # all blocks read at once: where memory binds, more of them have only more to merge
+    keys = min(max(seen for seen, _ in rows) * kernel.tile_n, seqlen_k)
+    row_bytes = (call.head_dim_qk + call.head_dim_v) * kernel.dtype_of("k").bytes
+    least = launch + tile + call.batch * call.kv_heads * keys * row_bytes / (_USABLE * card.bandwidth)
     return min(map(with_shares, range(1, kernel.main.shares + 1)), key=lambda found: found.nanoseconds)
 
 
@@ -127,7 +147,7 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
         return [(every, q_tiles)]
     group = group_of(call) if kernel.pack_gqa else 1
     names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    names |= {rule.name: rule.default if rule.const is None else rule.const for rule in call.rules}
+    names |= {rule.name: _assumed(rule, seqlen_k) for rule in call.rules}
     position, last = seqlen_k - seqlen_q, seqlen_q - 1
     count = min(q_tiles, _LOOKED_AT)
     starts = [i * q_tiles // count for i in range(count + 1)]
@@ -152,6 +172,14 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
         else:
             rows.append((steps, width))
     return rows
+
+
+def _assumed(rule: ScalarRule, seqlen_k: int) -> Number | None:
+    """Return the value that a scalar is taken to have: what the variant fixes, or its default; of what only the call
+    knows, such as a window, a part of the keys, if it may be that."""
+    if rule.const is not None or rule.default is not None:
+        return rule.default if rule.const is None else rule.const
+    return min(max(seqlen_k // _KEYS_OF_SCALAR, rule.low), rule.high)
 
 
 def _path(

@@ -80,7 +80,7 @@ ONE_BLOCK = Card(1)
 
 def card_of(driver: Driver, device: int) -> Card:
     """Return what predictions ask of a device."""
-    return Card(driver.multiprocessors(device), driver.name(device))
+    return Card(driver.multiprocessors(device), driver.name(device), driver.bandwidth(device))
 
 
 def preferred(kernels: Sequence[Kernel], call: Call | None = None, card: Card = ONE_BLOCK) -> list[Kernel]:

@@ -43,15 +43,15 @@ class Capacity:
     shares: int = 1
 
 
-#: Multiprocessors of a part of a Hopper chip, in which a cluster lies.
-_MULTIPROCESSORS_OF_PART = 16
+#: Clusters of each size that an H100 of 132 multiprocessors runs at once, each in one part of the chip.
+_MULTIPROCESSORS = 132
+_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 
 
 def clusters_at_once(blocks: int, size: int) -> int:
-    """Return how many clusters of ``size`` blocks a card probably runs at once that runs so many blocks."""
-    if size == 1:
-        return blocks
-    return max(blocks // _MULTIPROCESSORS_OF_PART * (_MULTIPROCESSORS_OF_PART // size), 1)
+    """Return how many clusters of ``size`` blocks a card probably runs at once that runs so many blocks. Cards differ by
+    the multiprocessors of their parts, and a launch asks the driver."""
+    return max(_AT_ONCE[size] * blocks // _MULTIPROCESSORS, 1)
 
 
 def split_sizes(launch: Splitting, call: Call, capacity: Capacity) -> dict[str, int]:

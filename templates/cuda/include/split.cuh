@@ -96,34 +96,6 @@ struct PartialRow {
     return all;
   }
 
-  // The same of kMost places at most, all of which are read before any is added: reading them one by one takes long.
-  template <int kMost, typename PlaceOf>
-  static __device__ __forceinline__ PartialRow added_at_once(int count, int column, int at, const PlaceOf& place_of) {
-    float4 parts[kMost];
-    float2 found[kMost];  // reference and sum
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      if (i < count) {
-        found[i] = *reinterpret_cast<const float2*>(place_of(i) + kWidth + at);
-        parts[i] = *reinterpret_cast<const float4*>(place_of(i) + column);
-      } else {
-        found[i] = {kUnseen, 0.0f};
-        parts[i] = {};
-      }
-    }
-    PartialRow all = {{}, kUnseen, 0.0f};
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) all.reference = fmaxf(all.reference, found[i].x);
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      const float weight = exp2_approx(found[i].x - all.reference);
-      all.sum += found[i].y * weight;
-      all.acc = {all.acc.x + parts[i].x * weight, all.acc.y + parts[i].y * weight, all.acc.z + parts[i].z * weight,
-                 all.acc.w + parts[i].w * weight};
-    }
-    return all;
-  }
-
   __device__ __forceinline__ void store(float* to, int column, int at) const {
     *reinterpret_cast<float4*>(to + column) = acc;
     if (column == 0) *reinterpret_cast<float2*>(to + kWidth + at) = {reference, sum};
@@ -135,5 +107,40 @@ struct PartialRow {
     sum = fmaf(sum, alpha, exp2_approx(sink - raised));
     reference = raised;
     acc = {acc.x * alpha, acc.y * alpha, acc.z * alpha, acc.w * alpha};
+  }
+};
+
+// Four columns of a row from up to kMost places, all of which are read before any is added: one by one that takes long.
+template <int kWidth, int kMost>
+struct PartialRows {
+  float4 columns[kMost];
+  float2 weights[kMost];  // references and sums
+
+  template <typename PlaceOf>
+  __device__ __forceinline__ void load(int count, int column, int at, const PlaceOf& place_of) {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      columns[i] = {};
+      weights[i] = {kUnseen, 0.0f};
+      if (i < count) {
+        const float* const from = place_of(i);
+        weights[i] = *reinterpret_cast<const float2*>(from + kWidth + at);
+        columns[i] = *reinterpret_cast<const float4*>(from + column);
+      }
+    }
+  }
+
+  __device__ __forceinline__ PartialRow<kWidth> added() const {
+    PartialRow<kWidth> all = {{}, kUnseen, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) all.reference = fmaxf(all.reference, weights[i].x);
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      const float weight = exp2_approx(weights[i].x - all.reference);
+      all.sum += weights[i].y * weight;
+      all.acc = {all.acc.x + columns[i].x * weight, all.acc.y + columns[i].y * weight, all.acc.z + columns[i].z * weight,
+                 all.acc.w + columns[i].w * weight};
+    }
+    return all;
   }
 };
