@@ -458,14 +458,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       named_sync(Named::kConsumers, 0, 128 * kConsumers);
       Partial::store(found, 64 * warpgroup + row_in_group, rows, lane, acc, reference, row_sum);
     }
-    // All blocks of the cluster have stored theirs: each adds up some of the rows, and writes them.
+    // All blocks of the cluster have stored theirs: each adds up some of the rows, and writes them, two at a time, since reading
+    // takes long.
     sync_cluster();
     const int parts = min(blocks, shared_at<Work>(kWork).every);  // blocks that had a share
-    const int vectors = rows * (kHeadDimV / 4);
-    for (int i = vectors * rank / blocks + threadIdx.x; i < vectors * (rank + 1) / blocks; i += 128 * kConsumers) {
-      const int row = i / (kHeadDimV / 4), column = i % (kHeadDimV / 4) * 4;
-      const auto place_of = [&](int part) { return mapped<float>(found, part) + row * Partial::kFloats; };
-      Partial sum = Partial::added_at_once<kMostBlocks>(parts, column, Partial::kOfWarp, place_of);
+    const auto write = [&](Partial sum, int row, int column) {
       const int q = work.q_start + row;
       const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum);
       OutElement* const to = (out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s);
@@ -473,6 +470,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           pack<OutElement>(sum.acc.x * normalize, sum.acc.y * normalize), pack<OutElement>(sum.acc.z * normalize, sum.acc.w * normalize)};
       *reinterpret_cast<uint2*>(to + column) = four;
       if (write_lse && column == 0) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(sum.reference, sum.sum);
+    };
+    constexpr int kColumns = kHeadDimV / 4;  // times four
+    const int vectors = rows * kColumns, end = vectors * (rank + 1) / blocks;
+    for (int i = vectors * rank / blocks + threadIdx.x; i < end; i += 2 * 128 * kConsumers) {
+      PartialRows<kHeadDimV, kMostBlocks> two[2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int vector = i + 128 * kConsumers * n, row = vector / kColumns;
+        const auto place_of = [&](int part) { return mapped<float>(found, part) + row * Partial::kFloats; };
+        two[n].load(vector < end ? parts : 0, vector % kColumns * 4, Partial::kOfWarp, place_of);
+      }
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int vector = i + 128 * kConsumers * n;
+        if (vector < end) write(two[n].added(), vector / kColumns, vector % kColumns * 4);
+      }
     }
     leave_cluster();  // once other blocks have read this one's
     if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
