@@ -185,6 +185,8 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
     if (call.split_size or call.num_splits > 1) and not kernel.split_kv:
         asked = f"split_size={call.split_size}" if call.split_size else f"num_splits={call.num_splits}"
         return f"its blocks do not share keys, and the call asks for {asked}"
+    if call.num_splits == 1 and kernel.main.shares > 1:
+        return "its blocks share the keys of a tile, and the call asks for num_splits=1"
     for name, value in kernel.const_scalars.items():
         if name in request.given and request.given[name] != value:
             return f"{name} was fixed to {value} when it was built, the call passes {request.given[name]}"
