@@ -91,23 +91,23 @@ def predict(
     launch, tile, step = times
     seqlen_q, seqlen_k = _lengths(call)
     q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
-    rows = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k)
-
-    least = 0.0
+    rows, tiles = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k), q_tiles * units
+    path = _path(rows, units, card.blocks, tile, step)
+    alone = Prediction(launch + path[0] * tile + path[1] * step, tiles, path)
+    counts = [count for count in range(2, kernel.main.shares + 1) if tiles <= clusters(card.blocks, count)]
+    if not counts:
+        return alone
+    # all clusters run at once; where memory binds, more blocks have only more to merge
+    most = max(seen for seen, _ in rows)
+    row_bytes = (call.head_dim_qk + call.head_dim_v) * kernel.dtype_of("k").bytes
+    kv_bytes = call.batch * call.kv_heads * min(most * kernel.tile_n, seqlen_k) * row_bytes
+    least = launch + tile + kv_bytes / (_USABLE * card.bandwidth)
 
     def with_shares(count: int) -> Prediction:
-        shared = [(-(-seen // count), width) for seen, width in rows] if count > 1 else rows
-        path = _path(shared, units, clusters(card.blocks, count), tile, step)
-        nanoseconds = max(launch + path[0] * tile + path[1] * step, least)
-        return Prediction(nanoseconds, q_tiles * units, path, count)
+        steps = -(-most // count)
+        return Prediction(max(launch + tile + steps * step, least), tiles, (1.0, float(steps)), count)
 
-    if kernel.main.shares == 1:
-        return with_shares(1)
-    # all blocks read at once: where memory binds, more of them have only more to merge
-    keys = min(max(seen for seen, _ in rows) * kernel.tile_n, seqlen_k)
-    row_bytes = (call.head_dim_qk + call.head_dim_v) * kernel.dtype_of("k").bytes
-    least = launch + tile + call.batch * call.kv_heads * keys * row_bytes / (_USABLE * card.bandwidth)
-    return min(map(with_shares, range(1, kernel.main.shares + 1)), key=lambda found: found.nanoseconds)
+    return min((alone, *map(with_shares, counts)), key=lambda found: found.nanoseconds)
 
 
 def shares(kernel: Kernel, call: Call, card: Card, clusters: Callable[[int], int]) -> int:
