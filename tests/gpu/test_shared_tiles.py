@@ -18,7 +18,7 @@ from attngen.tools.build.pipeline import plans
 from attngen.tools.cases import Case
 from attngen.tools.verify.contract import deviation
 from attngen.tools.verify.poison import poisoned
-from attngen.tools.verify.trial import prepare_case, try_kernel
+from attngen.tools.verify.trial import in_rows, prepare_case, try_kernel
 from tests.gpu.family import DEVICE, Kernels, rendered
 
 SPEC = Path(__file__).with_name("shared.yaml")
@@ -68,7 +68,7 @@ def test_any_number_of_blocks(name: str, blocks: int) -> None:
             buffers = memory.buffers
             assert buffers.lse is not None
             Pinned(kernel, call, buffers)()
-            found = deviation(call, buffers.out, buffers.lse, wanted)
+            found = deviation(call, *in_rows(call, buffers.out, buffers.lse), wanted)
             assert found.wrong + memory.overrun() == ()
             assert found.max_error <= found.max_allowed
             assert found.lse_error <= found.lse_allowed

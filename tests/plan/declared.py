@@ -24,7 +24,7 @@ def forward(
     roles = replace(
         found.structure, consumers=consumers, q_stages=q_stages, pingpong=pingpong, skips=skips,
         specialized=specialized, persistent=specialized and not shares, value_loader=value_loader,
-        staged=not shares, cluster=8 if shares else 1,
+        staged=not shares, sharing=8 if shares else 1,
     )  # fmt: skip
     m, n = found.tile_m, found.tile_n
     return forward_pipes(

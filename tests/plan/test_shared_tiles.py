@@ -28,7 +28,7 @@ def test_it_is_a_kernel_beside_the_ordinary_one() -> None:
     ordinary, shared = planned("variant: causal, head_dim: 128")
     assert ordinary.name == "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s2c2"
     assert shared.name == "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s3c2_shared"
-    assert (roles(ordinary).cluster, roles(shared).cluster) == (1, 8)
+    assert (roles(ordinary).sharing, roles(shared).sharing) == (1, 8)
     (launch,) = shared.launches
     assert (launch.grid, launch.cluster, launch.persistent, launch.pdl) == ("key_shares", 8, False, True)
     assert not shared.split_kv

@@ -229,7 +229,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         redo_by_count=anchored and softmax == "fixed_reference" and not capped,
         relative=numbers.exponents is not None and softmax == "fixed_reference" and takes_reference(spec),
         shared=(),
-        cluster=_MOST_BLOCKS if spec.split_tiles else 1,
+        sharing=_MOST_BLOCKS if spec.split_tiles else 1,
     )
 
     def with_stages(stages: int) -> HopperTile:

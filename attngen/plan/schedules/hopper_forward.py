@@ -135,7 +135,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         _arguments(planned, roles),
         lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
         grid="key_shares" if roles.shares else "queries",
-        cluster=roles.cluster,
+        cluster=roles.sharing,
         persistent=roles.persistent,
         pdl=roles.specialized,
         shared_bytes=roles.shared_bytes,

@@ -44,7 +44,7 @@ class HopperForward(Structure):
     relative: bool = False  # logits of a step are counted from the reference, which a term of the score takes up
     capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
-    cluster: int = 1  # the most blocks that share the keys of a tile of work
+    sharing: int = 1  # the most blocks of a cluster that share the keys of a tile of work
 
     def __post_init__(self) -> None:
         """Check that a warp has lanes for each consumer: the templates count on it."""
@@ -59,7 +59,7 @@ class HopperForward(Structure):
     @property
     def shares(self) -> bool:
         """Whether the blocks of a cluster share the keys of a tile of work, and add up their results."""
-        return self.cluster > 1
+        return self.sharing > 1
 
     @property
     def schedule(self) -> str:

@@ -78,8 +78,8 @@ class CudaView:
     v_swizzle: int
     region_bytes: Mapping[str, int]
     pipes: PipesView
-    here: str  # what addresses of barriers and copies count from, where blocks have clusters,
-    ring: str  # and what rings begin with
+    from_here: str  # what addresses of barriers and copies count from, where blocks have clusters,
+    in_cluster: str  # and what rings begin with
     each_work: str  # a loop over tiles of work, and its end
     end_work: str
     partials_room: int
@@ -188,8 +188,8 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         v_swizzle=SWIZZLES[v_box],
         region_bytes={region.name: region.bytes for region in hopper.shared},
         pipes=pipes_view(forward_pipes_of(plan), base=here),
-        here=here,
-        ring="(0, 0, here)" if hopper.shares else "",
+        from_here=here,
+        in_cluster="(0, 0, here)" if hopper.shares else "",
         each_work="do" if hopper.shares else "while (true)",
         end_work=" while (false);  // a block has one tile of work" if hopper.shares else "",
         partials_room=_room(hopper),

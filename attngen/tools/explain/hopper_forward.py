@@ -61,7 +61,7 @@ class HopperExplanation(ScheduleExplanation):
                 "schedule": hopper.schedule,
                 "overlap": hopper.overlap,
                 "persistent": hopper.persistent,
-                "cluster": hopper.cluster,
+                "sharing": hopper.sharing,
                 "lookahead": hopper.lookahead if hopper.persistent else None,
                 "order": "longest_first" if hopper.longest_first else "natural",
                 "epilogue": "merged" if hopper.shares else "staged" if hopper.staged else "direct",
@@ -99,7 +99,7 @@ class HopperExplanation(ScheduleExplanation):
         order = f"longest first; {section}" if self.hopper.longest_first else "head by head in natural order"
         if self.hopper.shares:
             return (
-                f"a cluster of up to {self.hopper.cluster} blocks for each of {tiles} tiles of work, whose keys they "
+                f"a cluster of up to {self.hopper.sharing} blocks for each of {tiles} tiles of work, whose keys they "
                 f"share, as many as should take the least time; {order}"
             )
         if not self.hopper.persistent:
