@@ -183,6 +183,7 @@ class Geometry:
         if self.map is not None:
             self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
         self._q_tiles = q_tiles * units
+        self._groups = -(-q_tiles // launch.cluster) * units  # of tiles of queries, one for each block of a cluster
         words = self.map.words * self.map.rows * self.map.heads * self.map.batch if self.map is not None else 0
         self._tiles = {
             "rows": row_tiles * call.heads * (1 if packed else call.batch),
@@ -218,6 +219,8 @@ class Geometry:
             return self.tiles
         if not self.launch.persistent:
             return self.tiles * self.launch.cluster
+        if self.launch.cluster > 1:
+            return self.launch.cluster * min(self._groups, driver.multiprocessors(device) // self.launch.cluster)
         return min(max(self.tiles, self._q_tiles), driver.multiprocessors(device))
 
     def number(self, parameter: Parameter) -> int:

@@ -90,9 +90,10 @@ def predict(
         return None
     launch, tile, step = times
     seqlen_q, seqlen_k = _lengths(call)
-    q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
-    rows, tiles = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k), q_tiles * units
-    path = _path(rows, units, card.blocks, tile, step)
+    together = _together(kernel)
+    q_tiles, units = tiles_of(call, together * kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
+    rows, tiles = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k), together * q_tiles * units
+    path = _path(rows, units, card.blocks // together, tile, step)
     alone = Prediction(launch + path[0] * tile + path[1] * step, tiles, path)
     counts = [count for count in range(2, kernel.main.shares + 1) if tiles <= clusters(card.blocks, count)]
     if not counts:
@@ -124,9 +125,15 @@ def pairs_of_tiles(kernel: Kernel, call: Call) -> int | None:
     if any(scalars & names_in(end) for interval in kernel.visible for end in interval if end is not None):
         return None
     seqlen_q, seqlen_k = _lengths(call)
-    q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
+    tile_m = _together(kernel) * kernel.tile_m
+    q_tiles, units = tiles_of(call, tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
     rows = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k)
-    return units * kernel.tile_m * kernel.tile_n * sum(seen * width for seen, width in rows)
+    return units * tile_m * kernel.tile_n * sum(seen * width for seen, width in rows)
+
+
+def _together(kernel: Kernel) -> int:
+    """Return how many blocks take neighbouring tiles of queries at once, and go through the same keys."""
+    return kernel.main.cluster if kernel.main.grid == "queries" else 1
 
 
 def _lengths(call: Call) -> tuple[int, int]:
@@ -140,7 +147,7 @@ def _lengths(call: Call) -> tuple[int, int]:
 
 def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int]]:
     """Return the tiles of keys of each tile of queries of a unit, from the last one on, and of how many it is so."""
-    n = kernel.tile_n
+    m, n = _together(kernel) * kernel.tile_m, kernel.tile_n
     every = -(-seqlen_k // n)
     visible = kernel.visible
     if not visible:
@@ -152,9 +159,9 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
     count = min(q_tiles, _LOOKED_AT)
     starts = [i * q_tiles // count for i in range(count + 1)]
     widths = [end - begin for begin, end in pairwise(starts)]
-    firsts = [(begin + (width - 1) // 2) * kernel.tile_m for begin, width in zip(starts[:-1], widths, strict=True)]
+    firsts = [(begin + (width - 1) // 2) * m for begin, width in zip(starts[:-1], widths, strict=True)]
     q_lo = [min(first // group, last) for first in firsts]
-    q_hi = [min((first + kernel.tile_m - 1) // group, last) for first in firsts]
+    q_hi = [min((first + m - 1) // group, last) for first in firsts]
     names |= {
         "q_lo": q_lo, "q_hi": q_hi, "q_pos_lo": [q + position for q in q_lo], "q_pos_hi": [q + position for q in q_hi],
     }  # fmt: skip

@@ -197,10 +197,13 @@ class WarpsModel(Model):
     schedule: Schedule | None = None
     overlap: bool | None = None
     registers: RegistersModel | None = None
+    cluster: Annotated[int, Field(ge=1, le=2)] | None = Field(
+        default=None, description="blocks that load K and V for each other; left out: 1"
+    )
 
     @model_validator(mode="after")
     def _count_or_roles(self) -> WarpsModel:
-        roles = (self.producer, self.consumer, self.schedule, self.overlap, self.registers)
+        roles = (self.producer, self.consumer, self.schedule, self.overlap, self.registers, self.cluster)
         if self.count is not None and any(role is not None for role in roles):
             raise ValueError("'count' is for a kernel without roles; leave out 'count', or the roles")
         return self

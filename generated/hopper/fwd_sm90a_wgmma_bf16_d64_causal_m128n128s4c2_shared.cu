@@ -126,12 +126,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     float softmax_scale,
     int write_lse, int has_seqused_k
 ) {
-  const int rank = cluster_rank(), blocks = cluster_size();
+  const int blocks = cluster_size();
   // Clusters of the next launch would settle where this one has left room, and crowd one part of the chip.
   if (blocks == 1) launch_dependents();
-  const uint32_t here = mapped(kShared, rank) - kShared;  // barriers and copies take shared::cluster addresses
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
+  const int rank = cluster_rank();
+  const uint32_t here = mapped(kShared, rank) - kShared;  // barriers and copies take shared::cluster addresses
   const int warpgroup = warp / 4;
 
   if (threadIdx.x == 0) {
@@ -217,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         work_ring.advance();
         if (__any_sync(~0u, tiles <= 0)) break;
         int remaining = tiles, v_tile = 0;
-        VRing v_ring;
+        VRing v_ring(0, 0, here);
         const auto load_v = [&] {
           v_ring.acquire();
           if (lane == 0) {

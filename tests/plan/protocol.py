@@ -158,6 +158,10 @@ class Ring:
         """How many there are."""
         return self.declared.stages
 
+    def release(self, stage: int) -> None:
+        """Say that a stage may be filled again."""
+        self.empty[stage].arrive()
+
 
 @dataclass
 class Place:
@@ -182,7 +186,7 @@ class Place:
         return self.ring.empty[self.stage].done(self.phase ^ 1)
 
     def release(self) -> None:
-        self.ring.empty[self.stage].arrive()
+        self.ring.release(self.stage)
 
     def expect(self, wanted: object) -> None:
         if self.ring.holds[self.stage] != wanted:

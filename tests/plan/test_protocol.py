@@ -7,6 +7,8 @@ from random import Random
 
 import pytest
 
+from tests.plan.pair_protocol import Pair
+from tests.plan.pair_protocol import Rules as PairRules
 from tests.plan.protocol import Case, ProtocolError, Rules, Simulation
 
 RUNS = 400
@@ -70,3 +72,22 @@ def test_a_rule_that_is_broken_is_found(rule: str, becomes: str, pingpong: bool)
             if rule == "value_loader_says_so":
                 case = replace(case, value_loader=True)
             Simulation(case, Rules(**{rule: False}), random).run()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_rules_of_pairs_hold(seed: int) -> None:
+    random = Random(seed)
+    for _ in range(RUNS // 4):
+        Pair(replace(Case.random(random), value_loader=False), PairRules(), random).run()
+
+
+@pytest.mark.parametrize(
+    ("rule", "becomes"),
+    [("number_until_read", "deadlock|read"), ("release_to_all", "read"), ("leave_together", "left")],
+)
+def test_a_rule_of_pairs_that_is_broken_is_found(rule: str, becomes: str) -> None:
+    random = Random(2)
+    with pytest.raises(ProtocolError, match=becomes):
+        for _ in range(RUNS):
+            case = replace(Case.random(random), value_loader=False)
+            Pair(case, PairRules(**{rule: False}), random).run()

@@ -20,15 +20,15 @@ MULTIPROCESSORS = 132
 
 def test_what_was_measured_keeps_its_times() -> None:
     for row in TABLE:
-        assert times_of(row.consumers, row.tile_n, row.columns, 2) == (LAUNCH, row.tile, row.step)
-        assert is_measured(row.consumers, row.tile_n, row.columns, 2)
-        assert not is_measured(row.consumers, row.tile_n, row.columns, 1)
-        shared = times_of(row.consumers, row.tile_n, row.columns, 2, shared=True)
+        assert times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster) == (LAUNCH, row.tile, row.step)
+        assert is_measured(row.consumers, row.tile_n, row.columns, 2, row.cluster)
+        assert not is_measured(row.consumers, row.tile_n, row.columns, 1, row.cluster)
+        shared = times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster, shared=True)
         assert shared == (LAUNCH, row.tile + MERGE, row.step)
 
 
 def test_other_tiles_are_scaled_from_the_nearest_one() -> None:
-    of_two = {row.columns: row for row in TABLE if row.consumers == 2}
+    of_two = {row.columns: row for row in TABLE if (row.consumers, row.cluster) == (2, 1)}
     half_the_keys_of_twice_the_columns = times_of(2, 64, 256, 2)
     assert half_the_keys_of_twice_the_columns == (LAUNCH, of_two[128].tile, of_two[128].step)
     assert times_of(2, 128, 96, 2)[2] == pytest.approx(0.75 * of_two[128].step, rel=1e-3)

@@ -11,6 +11,7 @@ _SLOTS = 2  # tiles of work that are known ahead
 #: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
 WORK_BYTES = 320
 _TILE_INFO_BYTES = 4
+_TAKEN_BYTES = 4
 _TILE_SCALES_BYTES, _SCALE_BYTES = 8, 4
 #: Bytes of a value of a key, and the tiles of them that a stage has room for: a consumer reads them after it has given
 #: the stage back, and is done with them when it gives back the next one.
@@ -18,7 +19,9 @@ _VALUE_BYTES, _TILES_OF_VALUES = 4, 2
 _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
-_ORDER = ("q", "k", "v_rows", "v", "partials", "out", "work", "barriers", "tile_scales", "key_values", "tile_info")
+_ORDER = (
+    "q", "k", "v_rows", "v", "partials", "out", "work", "barriers", "tile_scales", "key_values", "tile_info", "taken",
+)  # fmt: skip
 
 
 def forward_pipes(
@@ -37,6 +40,7 @@ def forward_pipes(
         by_v = by_k
     if roles.value_loader:
         by_k, by_v = "the loader of K", "the loader of V"
+    shared = f"{each} of both blocks" if roles.cluster > 1 else each
     done = f"{each.removeprefix('each ')}s are done with a tile of"
     tile_info = (("tile_info", _TILE_INFO_BYTES),) if roles.specialized else ()
     scale_bytes = _TILE_SCALES_BYTES if scale_block > 1 else _SCALE_BYTES * tile_n
@@ -64,7 +68,7 @@ def forward_pipes(
         if roles.specialized
         else "a tile of K stays until S is there",
         full=Signal(1, by_k, f"a tile of K has landed{told}", bytes=True),
-        empty=Signal(consumers, each, f"{done} K"),
+        empty=Signal(consumers * roles.cluster, shared, f"{done} K"),
         stored=(("k", tile_n * qk * operands.k.bytes), *tile_info, *scales, *values),
     )  # fmt: skip
     v_bytes, v_rows = tile_n * v * operands.v.bytes, []
@@ -84,7 +88,7 @@ def forward_pipes(
         "v", stages, by_v, each,
         guards="a tile of V stays until its product is added to O, one step after K",
         full=landed,
-        empty=Signal(consumers, each, f"{done} V"),
+        empty=Signal(consumers * roles.cluster, shared, f"{done} V"),
         stored=(("v", v_bytes),),
     )  # fmt: skip
     work = Ring(
@@ -104,8 +108,23 @@ def forward_pipes(
         "work_asked",
         Signal(1, by_k, "the loader nears the end of a tile of work: the scheduler may take the next one"),
     )
+    taken = Ring(
+        "taken", 1, "the scheduler of the first block", "that of each other block",
+        guards="the number of the tiles of work that a cluster takes next stays until the other block has read it",
+        full=Signal(1, "the reader", "the next tiles of work are known", bytes=True),
+        empty=Signal(roles.cluster - 1, "that of each other block", "the other block has read the number"),
+        stored=(("taken", _TAKEN_BYTES),),
+    )  # fmt: skip
     return Pipes(
-        (q, k, *v_rows, of_v, *([work] if roles.specialized else []), *([asked] if roles.persistent else [])),
+        (
+            q,
+            k,
+            *v_rows,
+            of_v,
+            *([work] if roles.specialized else []),
+            *([asked] if roles.persistent else []),
+            *([taken] if roles.cluster > 1 else []),
+        ),
         named=_named(roles, each),
         roles=roles.warp_roles,
         order=_ORDER,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from attngen.arch import Arch
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.simplify import TRUE
@@ -60,8 +61,9 @@ _MANY_STAGES = (4, 3, 2)
 #: The most blocks of a cluster that every Hopper card takes.
 _MOST_BLOCKS = 8
 
-#: Keys of a tile and stages among which the fastest are looked for.
+#: Keys of a tile, stages, and orders of consumers with blocks of a cluster, among which the fastest are looked for.
 _TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
+_TUNED_ORDERS = (("pingpong", 1), ("pingpong", 2), ("cooperative", 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Choice:
     registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
     stages: int = 2  # of the ring of K and V with that tile; else 2
     keeps_turn: bool = False  # with turns: until the products of a step are done
+    cluster: int = 1  # blocks that load K and V for each other with that tile, where they can; else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     softmax, constant = softmax_of(spec, numbers.exponents)
     anchored = specialized and not form.transposes and _can_be_anchored(spec, driver, consumers, tile_n)
     capped = (
-        max(qk, v) <= _CAPPED_COLUMNS
+        (max(qk, v) <= _CAPPED_COLUMNS or "spill" in spec.allow)
         and numbers.exponents is not None
         and softmax in ("fixed_reference", "bounded")
         and is_soft_capped(spec)
@@ -227,6 +230,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         fused=softmax == "bounded" and not capped,
         anchor=ANCHOR if anchored else 0,
         redo_by_count=anchored and softmax == "fixed_reference" and not capped,
+        cluster=_cluster(spec, form, driver, roles, choice.cluster if as_chosen else 1),
         relative=numbers.exponents is not None and softmax == "fixed_reference" and takes_reference(spec),
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
@@ -240,6 +244,28 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         with suppress(PlanError):
             return with_stages(more)
     return with_stages(spec.stages or usual[-1])
+
+
+def _cluster(spec: KernelSpec, form: Form, driver: str, roles: Roles, usual: int) -> int:
+    """Return how many blocks load K and V for each other: ``usual`` where that can be, if the spec leaves it open."""
+    reason = None
+    if not form.specialized:
+        reason = "warps that all multiply load for themselves"
+    elif spec.dtype in QUANTIZED_DTYPES:
+        reason = "tiles of 8 bits are loaded by each block"
+    elif spec.layout != "dense":
+        reason = f"the blocks have neighbouring queries of one sequence, and with 'layout: {spec.layout}' each its own"
+    elif driver != "ranges":
+        reason = f"they go through the same tiles of keys, which must be ranges, not {driver}"
+    elif spec.split_tiles:
+        reason = "the blocks of a cluster share the keys of a tile (split_kv: tiles)"
+    elif spec.persistent is False:
+        reason = "they take tile after tile together, and 'persistent: false' allows one"
+    if reason is None:
+        return roles.cluster or usual
+    if roles.cluster not in (None, 1):
+        raise refuse(spec, "warps.cluster", f"{reason}; allowed: 1")
+    return 1
 
 
 def _one_interval(spec: KernelSpec) -> bool:
@@ -315,8 +341,11 @@ def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     step = _key_step(first.operands, first.structure.v_by_columns, spec.transposed_v)
     consumers = (1, 2) if spec.pack_gqa else (2, 3)
     keys = [n for n in _TUNED_KEYS if n % step == 0]
-    for count, tile_n, stages, schedule in product(consumers, keys, _TUNED_STAGES, ("pingpong", "cooperative")):
-        yield replace(spec, tile_n=tile_n, stages=stages, roles=Roles(consumer=count, schedule=schedule, overlap=True))
+    for count, tile_n, stages, (schedule, cluster) in product(consumers, keys, _TUNED_STAGES, _TUNED_ORDERS):
+        if spec.pack_gqa and cluster > 1:
+            continue  # for few queries
+        roles = Roles(consumer=count, schedule=schedule, overlap=True, cluster=cluster)
+        yield replace(spec, tile_n=tile_n, stages=stages, roles=roles)
 
 
 def _families(spec: KernelSpec) -> frozenset[str]:

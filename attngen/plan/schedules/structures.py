@@ -44,6 +44,7 @@ class HopperForward(Structure):
     relative: bool = False  # logits of a step are counted from the reference, which a term of the score takes up
     capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
+    cluster: int = 1  # blocks that have neighbouring tiles of queries, and load K and V for each other
     sharing: int = 1  # the most blocks of a cluster that share the keys of a tile of work
 
     def __post_init__(self) -> None:

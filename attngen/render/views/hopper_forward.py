@@ -24,10 +24,14 @@ _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
     "v_rows": "V as it lies in memory, a box per stage",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
+    "taken": "the tiles of work that the cluster takes next",
     "key_values": "values of the keys of two tiles in each stage of K, which the mask reads",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
     "partials": "what partial results take beyond Q, K and V",
 }  # fmt: skip
+#: Where the addresses of barriers and copies begin in a cluster: those of a block in the shared memory of all.
+_FROM_HERE = "here + "
+
 #: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
 SWIZZLES = {128: 1, 64: 2, 32: 3}
 SWIZZLED_ROWS = {128: "(row % 8)", 64: "(row / 2 % 4)"}
@@ -77,9 +81,12 @@ class CudaView:
     v_box_bytes: int
     v_swizzle: int
     region_bytes: Mapping[str, int]
+    here: str
+    from_here: str
+    in_cluster: str
+    per_cluster: str
+    rows_together: str
     pipes: PipesView
-    from_here: str  # what addresses of barriers and copies count from, where blocks have clusters,
-    in_cluster: str  # and what rings begin with
     each_work: str  # a loop over tiles of work, and its end
     end_work: str
     partials_room: int
@@ -147,6 +154,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     needs the mask."""
     hopper = plan.structure
     assert isinstance(hopper, HopperForward)
+    clustered = hopper.cluster > 1 or hopper.shares
     found, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.driver != "ranges" else ()
     partial_steps, key_values = with_key_values(plan, code.partial, code.work)
@@ -165,7 +173,6 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         among = TRANSPOSED_BYTES if hopper.transposes else BOX_BYTES
         v_box = widest_box(plan.tile_n * plan.operands.v.bytes, among=among)
     alike = plan.operands.alike("q", "k", "v", "p")
-    here = "here + " if hopper.shares else ""
     work_lines = _work_lines(plan, reads(code.work) | steps, code.work)
     return CudaView(
         template=template,
@@ -187,9 +194,12 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         v_box_bytes=v_box,
         v_swizzle=SWIZZLES[v_box],
         region_bytes={region.name: region.bytes for region in hopper.shared},
-        pipes=pipes_view(forward_pipes_of(plan), base=here),
-        from_here=here,
-        in_cluster="(0, 0, here)" if hopper.shares else "",
+        here="here" if clustered else "",
+        from_here=_FROM_HERE if clustered else "",
+        in_cluster="(0, 0, here)" if clustered else "",
+        per_cluster=f" / {hopper.cluster}" if hopper.cluster > 1 else "",
+        rows_together=f"{hopper.cluster} * kBlockM" if hopper.cluster > 1 else "kBlockM",
+        pipes=pipes_view(forward_pipes_of(plan), base=_FROM_HERE if clustered else ""),
         each_work="do" if hopper.shares else "while (true)",
         end_work=" while (false);  // a block has one tile of work" if hopper.shares else "",
         partials_room=_room(hopper),

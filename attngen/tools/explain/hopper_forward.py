@@ -67,6 +67,7 @@ class HopperExplanation(ScheduleExplanation):
                 "epilogue": "merged" if hopper.shares else "staged" if hopper.staged else "direct",
                 "skips": hopper.skips,
                 "pack_gqa": self.plan.pack_gqa,
+                "cluster": hopper.cluster,
             },
             "registers": asdict(self.registers),
             "loop": dict(self.loop()),
@@ -104,8 +105,12 @@ class HopperExplanation(ScheduleExplanation):
             )
         if not self.hopper.persistent:
             return f"{tiles} blocks, one for each tile of work, {order}"
+        who, together = "each block", self.hopper.cluster
+        if together > 1:
+            who = f"each cluster of {together} blocks"
+            tiles, order = f"{tiles} (rounded up to {together} of a head)", f"{together} at once, {order}"
         return (
-            f"persistent: a block for each multiprocessor, if there are as many of {tiles} tiles of work; each block "
+            f"persistent: a block for each multiprocessor, if there are as many of {tiles} tiles of work; {who} "
             f"takes the next from a counter until none is left, {order}"
         )
 
@@ -220,6 +225,9 @@ def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
         if hopper.value_loader:
             loads = f"warp {loader} loads K, {of_q} Q, and {first['value_loader']} V, a box of a page a copy"
         yield f"producer: warp {scheduler} schedules tiles of work; by TMA, {loads}"
+    if hopper.cluster > 1:
+        neighbours = f"{hopper.cluster} blocks with neighbouring queries"
+        yield f"cluster: {neighbours} load K and V for each other, and visit the same tiles"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, the softmax of one runs under the MMAs of another"
     else:
@@ -287,4 +295,5 @@ def _holds(plan: Plan, hopper: HopperForward, region: str) -> str:
         "work": "records of two tiles of work: place, and ranges of KV tiles",
         "partials": "what partial results take in the end, beside the place of Q, K and V",
         "tile_info": "number of the tile in each stage of K, and who needs the mask",
+        "taken": "number of the pair of tiles of work that comes next",
     }.get(region, "barriers, 8 B each")
