@@ -454,7 +454,7 @@ def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
     if "forward" in entry.passes:
         return
     fields = ("pipeline" if name == "stages" else name for name in _FORWARDS)
-    given = [name for name in fields if getattr(entry, name) not in (None, (False,))]
+    given = [name for name in fields if getattr(entry, name) is not None and (name != "split_kv" or any(entry.split_kv))]
     for name in given:
         raise SpecError(
             "is for the forward, which 'passes' does not ask for; for the backward, say it in 'backward', as in "
