@@ -10,6 +10,7 @@ import pytest
 
 from attngen.errors import PlanError
 from attngen.plan import Plan
+from attngen.plan.choices import ONE_HEAD, SECTION_BYTES
 from attngen.plan.schedules import forward_registers, hopper_forward
 from attngen.plan.schedules.forward_memory import widths
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
@@ -224,6 +225,13 @@ def test_blocks_of_a_cluster_release_each_other_s_stages() -> None:
         assert arrivals == [3, 6]
     assert {"taken", "taken_full", "taken_empty"} <= {region.name for region in roles_of(both).shared}
     assert on_hopper(warps="{cluster: 1}") == alone
+
+
+def test_heads_of_unmasked_attention_come_one_after_the_other() -> None:
+    assert on_hopper("full").section_bytes == ONE_HEAD
+    assert on_hopper("full", warps="{cluster: 2}").section_bytes == hopper_forward.PAIRED_SECTION_BYTES
+    for fields in ({"variant": "causal"}, {"variant": "full", "layout": "varlen"}, {"variant": "alibi"}):
+        assert on_hopper(**fields).section_bytes == SECTION_BYTES
 
 
 @pytest.mark.parametrize(("variant", "driver"), [("allowed", "tile_map"), ("dilated", "classified")])

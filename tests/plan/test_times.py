@@ -20,11 +20,11 @@ MULTIPROCESSORS = 132
 
 def test_what_was_measured_keeps_its_times() -> None:
     for row in TABLE:
-        assert times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster) == (LAUNCH, row.tile, row.step)
+        assert times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster) == (row.launch, row.tile, row.step)
         assert is_measured(row.consumers, row.tile_n, row.columns, 2, row.cluster)
         assert not is_measured(row.consumers, row.tile_n, row.columns, 1, row.cluster)
         shared = times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster, shared=True)
-        assert shared == (LAUNCH, row.tile + MERGE, row.step)
+        assert shared == (row.launch, row.tile + MERGE, row.step)
 
 
 def test_other_tiles_are_scaled_from_the_nearest_one() -> None:
@@ -56,6 +56,8 @@ def kernels() -> list[Kernel]:
         (Shape("causal", 128, 1, 8, 1, 256, 4096), "m128n128s3c2_shared"),
         (Shape("full", 128, 1, 32, 8, 512, 8192), "m128n128s2c2"),  # 128 tiles, which fill the card
         (Shape("full", 128, 1, 8, 1, 1024, 1024), "m64n128s2c1"),  # eight steps, of which half cost what a merge does
+        (Shape("full", 128, 16, 16, 16, 1024, 1024), "m128n128s2c2_paired"),  # 16 waves of short tiles
+        (Shape("full", 128, 4, 16, 16, 4096, 4096), "m192n80s2c3"),
         (Shape("causal", 128, 1, 16, 16, 256, 256), "m64n128s2c1"),
         (Shape("causal", 128, 1, 16, 16, 2048, 2048), "m128n128s2c2"),
         (Shape("causal", 128, 4, 16, 16, 4096, 4096), "m128n128s2c2"),  # 192 rows lose two steps where tiles are short

@@ -184,7 +184,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     softmax, constant = softmax_of(spec, numbers.exponents)
     anchored = specialized and not form.transposes and _can_be_anchored(spec, driver, consumers, tile_n)
     capped = (
-        (max(qk, v) <= _CAPPED_COLUMNS or "spill" in spec.allow)
+        max(qk, v) <= _CAPPED_COLUMNS
         and numbers.exponents is not None
         and softmax in ("fixed_reference", "bounded")
         and is_soft_capped(spec)

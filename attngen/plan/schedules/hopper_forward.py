@@ -10,7 +10,7 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
+from attngen.plan.choices import ONE_HEAD, SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Plan
 from attngen.plan.operands import operands_of
@@ -31,6 +31,9 @@ from attngen.plan.schedules.forward_tiles import (
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import times_of, visible_keys
 from attngen.schema.expand import KernelSpec
+
+#: K and V of the heads that run side by side where no mask makes tiles of work differ, and blocks load for each other.
+PAIRED_SECTION_BYTES = 8 * 2**20
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
 #: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
@@ -105,7 +108,6 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *([] if roles.longest_first else ["natural"]),
             *([] if roles.staged or roles.shares else ["direct"]),
             *(["pack"] if pack_gqa else []),
-            *(["cap"] if roles.capped and "spill" in spec.allow else []),
             *(["paired"] if roles.cluster > 1 else []),
             *(["transposedv"] if spec.transposed_v else []),
             *([_scale_label(spec.scale_block)] if spec.scale_block else []),
@@ -124,7 +126,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         driver=driver,
         mask_code="branch",
         softmax=roles.softmax,
-        section_bytes=SECTION_BYTES,
+        section_bytes=_section_bytes(spec, roles),
         structure=roles,
         times=times_of(
             roles.consumers,
@@ -149,6 +151,13 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         max_spills=SPILLS.bytes,
         products=_products(planned, roles, form),
     )
+
+
+def _section_bytes(spec: KernelSpec, roles: HopperForward) -> int:
+    """Return how much of K and V the heads that run side by side have: what was measured of unmasked attention."""
+    if spec.variant.masked or spec.layout != "dense" or spec.dtype in QUANTIZED_DTYPES:
+        return SECTION_BYTES
+    return PAIRED_SECTION_BYTES if roles.cluster > 1 else ONE_HEAD
 
 
 def _scale_label(block: int) -> str:
