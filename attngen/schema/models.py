@@ -39,6 +39,7 @@ from attngen.schema.fields import (
     OutDType,
     PackageName,
     ScalarDType,
+    SplitKv,
     SymbolName,
     TensorDType,
     VariantName,
@@ -276,8 +277,10 @@ class KernelModel(Model):
     pack_gqa: OneOrMany[bool] | None = Field(
         default=None, description="query heads of one KV head share the rows of a tile; left out: no"
     )
-    split_kv: bool = Field(
-        default=False, description="besides each forward, one for few queries and many keys, which blocks share"
+    split_kv: OneOrMany[SplitKv] = Field(
+        default=(False,),
+        description="besides each forward, one for few queries and many keys, which blocks share; `tiles`: one whose "
+        "blocks share the keys of a tile of queries, for calls of few tiles",
     )
     allow: Many[Allowance] = Field(default=(), description="what would otherwise fail the build")
 

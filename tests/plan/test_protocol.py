@@ -29,6 +29,22 @@ def test_without_roles() -> None:
         Simulation(case, Rules(), random, unified=True).run()
 
 
+def shared(case: Case, random: Random) -> Case:
+    """Return the case of a block that shares the keys of its tile of work, and may have none."""
+    works = ((),) if random.random() < 0.1 else case.works[:1]
+    return replace(case, works=works, q_stages=1, shares=True)
+
+
+def test_blocks_that_share_keys() -> None:
+    random = Random(0)
+    for _ in range(RUNS):
+        Simulation(shared(Case.random(random), random), Rules(), random).run()
+    with pytest.raises(ProtocolError, match="read partial results"):
+        for _ in range(RUNS):
+            case = shared(replace(Case.random(random), consumers=2, pingpong=False), random)
+            Simulation(case, Rules(meet_before_partials=False), random).run()
+
+
 @pytest.mark.parametrize(
     ("rule", "becomes", "pingpong"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attngen.plan.model import Plan
 from attngen.plan.operands import Operands
-from attngen.plan.pipes import WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
+from attngen.plan.pipes import ROW_PADDING, WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.structures import HopperForward
 
 _SLOTS = 2  # tiles of work that are known ahead
@@ -19,7 +19,9 @@ _VALUE_BYTES, _TILES_OF_VALUES = 4, 2
 _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
-_ORDER = ("q", "k", "v_rows", "v", "out", "work", "barriers", "tile_scales", "key_values", "tile_info", "taken")
+_ORDER = (
+    "q", "k", "v_rows", "v", "partials", "out", "work", "barriers", "tile_scales", "key_values", "tile_info", "taken",
+)  # fmt: skip
 
 
 def forward_pipes(
@@ -126,7 +128,7 @@ def forward_pipes(
         named=_named(roles, each),
         roles=roles.warp_roles,
         order=_ORDER,
-        others=(("out", tile_m * roles.out_columns * operands.out.bytes),) if roles.staged else (),
+        others=_others(roles, tile_m, tile_n, stages, qk, v, operands),
     )
 
 
@@ -137,6 +139,21 @@ def forward_pipes_of(plan: Plan) -> Pipes:
         plan.structure, driver=plan.driver, tile_m=plan.tile_m, tile_n=plan.tile_n, stages=plan.stages,
         qk=plan.columns_qk[0].width, v=plan.columns_v[0].width, operands=plan.operands, scale_block=plan.scale_block,
     )  # fmt: skip
+
+
+def _others(
+    roles: HopperForward, tile_m: int, tile_n: int, stages: int, qk: int, v: int, operands: Operands
+) -> tuple[tuple[str, int], ...]:
+    """Return the regions that no ring hands over: O for its store, or what partial results need beside the place of
+    Q, K and V, which they take in the end."""
+    if roles.staged:
+        return (("out", tile_m * roles.out_columns * operands.out.bytes),)
+    if not roles.shares:
+        return ()
+    places = roles.q_stages * tile_m * qk * operands.q.bytes
+    places += stages * tile_n * (qk * operands.k.bytes + v * operands.v.bytes)
+    more = tile_m * (v + ROW_PADDING) * operands.accumulator.bytes - places
+    return (("partials", more),) if more > 0 else ()
 
 
 def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
@@ -151,6 +168,9 @@ def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
     if roles.pingpong:
         turns = "turns at the tensor cores: a consumer waits, the one before it arrives"
         found.append(NamedBarrier("turn", 1 + consumers, consumers, 2 * threads, turns))
+    if roles.shares:
+        together = "all consumers are done with Q, K and V, and partial results take their place"
+        found.append(NamedBarrier("consumers", 1 + 2 * consumers, 1, consumers * threads, together))
     return tuple(found)
 
 

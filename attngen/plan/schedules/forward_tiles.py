@@ -54,6 +54,13 @@ _REGISTERS_OF_FOUR = 40
 #: Columns of V up to which it leaves registers and memory for more keys than K has.
 _NARROW_V = 128
 
+#: Stages of the ring of K and V where blocks share the keys of a tile: there is room for more than elsewhere, and what
+#: a block waits for is its first loads.
+_MANY_STAGES = (4, 3, 2)
+
+#: The most blocks of a cluster that every Hopper card takes.
+_MOST_BLOCKS = 8
+
 #: Keys of a tile, stages, and orders of consumers with blocks of a cluster, among which the fastest are looked for.
 _TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
 _TUNED_ORDERS = (("pingpong", 1), ("pingpong", 2), ("cooperative", 1))
@@ -168,7 +175,8 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile_n)
     registers = choice.registers if as_chosen else None
     warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v, registers)
-    stages = spec.stages or (choice.stages if as_chosen else 2)
+    usual = _MANY_STAGES if spec.split_tiles else (choice.stages if as_chosen else 2,)
+    stages = spec.stages or usual[0]
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
     box = widest_box(qk * size, v * size)
@@ -184,6 +192,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     # where tiles are anchored, the rows of all consumers see some key of nearly every tile
     ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not anchored
     skips = ranges and tile_n < tile_m - ROWS
+    staged = spec.epilogue != "direct" and not spec.split_tiles
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
@@ -191,10 +200,10 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         pingpong=schedule == "pingpong",
         keeps_turn=schedule == "pingpong" and choice.keeps_turn,
         overlap=roles.overlap is not False,
-        persistent=specialized and spec.persistent is not False,
+        persistent=specialized and spec.persistent is not False and not spec.split_tiles,
         longest_first=spec.order != "natural",
-        staged=spec.epilogue != "direct",
-        boxes_out=spec.epilogue != "direct" and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
+        staged=staged,
+        boxes_out=staged and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
         skips=skips,
         whole_first=ranges and not skips and not numbers.settled and _one_interval(spec),
         q_stages=1,
@@ -224,10 +233,17 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         cluster=_cluster(spec, form, driver, roles, choice.cluster if as_chosen else 1),
         relative=numbers.exponents is not None and softmax == "fixed_reference" and takes_reference(spec),
         shared=(),
+        sharing=_MOST_BLOCKS if spec.split_tiles else 1,
     )
-    return HopperTile(
-        tile_m, tile_n, stages, with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
-    )
+
+    def with_stages(stages: int) -> HopperTile:
+        roles = with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
+        return HopperTile(tile_m, tile_n, stages, roles)
+
+    for more in () if spec.stages else usual[:-1]:
+        with suppress(PlanError):
+            return with_stages(more)
+    return with_stages(spec.stages or usual[-1])
 
 
 def _cluster(spec: KernelSpec, form: Form, driver: str, roles: Roles, usual: int) -> int:
@@ -241,6 +257,8 @@ def _cluster(spec: KernelSpec, form: Form, driver: str, roles: Roles, usual: int
         reason = f"the blocks have neighbouring queries of one sequence, and with 'layout: {spec.layout}' each its own"
     elif driver != "ranges":
         reason = f"they go through the same tiles of keys, which must be ranges, not {driver}"
+    elif spec.split_tiles:
+        reason = "the blocks of a cluster share the keys of a tile (split_kv: tiles)"
     elif spec.persistent is False:
         reason = "they take tile after tile together, and 'persistent: false' allows one"
     if reason is None:
@@ -282,7 +300,7 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
     if spec.tile_m and from_tile not in REGISTERS:
         raise refuse(spec, "tile.m", f"{spec.tile_m} is not allowed; allowed: 64, 128, 192 (64 rows per consumer)")
     # heads are packed where queries are few: the rows of one consumer hold them, and K and V bind, not the products
-    by_default = 1 if spec.pack_gqa else choice.consumers
+    by_default = 1 if spec.pack_gqa else min(choice.consumers, 2) if spec.split_tiles else choice.consumers
     consumers = roles.consumer or from_tile or by_default
     if consumers not in REGISTERS:
         raise refuse(

@@ -77,6 +77,8 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     if spec.softmax_scale is not None:
         raise refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     check_head_dims(spec)
+    if spec.split_tiles and spec.roles and spec.roles.producer == 0:
+        raise refuse(spec, "warps", "blocks share the keys of a tile only with a producer; allowed: producer 1")
     driver = driver_of(spec)
     pack_gqa = spec.pack_gqa is True
     if pack_gqa and driver == "tile_map":
@@ -104,9 +106,10 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *([] if usual else [roles.schedule]),
             *([] if roles.overlap else ["nooverlap"]),
             *([] if roles.softmax == "fixed_reference" else [roles.softmax.replace("_", "")]),
-            *([] if roles.persistent or not roles.specialized else ["single"]),
+            *(["shared"] if roles.shares else []),
+            *([] if roles.persistent or roles.shares or not roles.specialized else ["single"]),
             *([] if roles.longest_first else ["natural"]),
-            *([] if roles.staged else ["direct"]),
+            *([] if roles.staged or roles.shares else ["direct"]),
             *(["pack"] if pack_gqa else []),
             *(["paired"] if roles.cluster > 1 else []),
             *(["transposedv"] if spec.transposed_v else []),
@@ -134,6 +137,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             max(each.width for each in columns),
             operands.q.bytes,
             roles.cluster,
+            shared=roles.shares,
         ),
         visible=visible_keys(spec),
         pack_gqa=pack_gqa,
@@ -142,8 +146,9 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         planned,
         _arguments(planned, roles),
         lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
+        grid="key_shares" if roles.shares else "queries",
+        cluster=max(roles.cluster, roles.sharing),
         persistent=roles.persistent,
-        cluster=roles.cluster,
         pdl=roles.specialized,
         shared_bytes=roles.shared_bytes,
         max_spills=SPILLS.bytes,
@@ -191,7 +196,9 @@ def _products(planned: Plan, roles: HopperForward, form: Form) -> int:
 def products_with_roles(roles: HopperForward, qk: int, pv: int) -> int:
     """Return how many there are: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V
     in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a
-    Q K^T of its own."""
+    Q K^T of its own. Where blocks share keys, there is one tile of work: Q K^T for its first step and in the loop."""
+    if roles.shares:
+        return 2 * qk + 2 * pv
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
 
 
@@ -239,7 +246,10 @@ SCHEDULE = Schedule(
     template="cuda/forward/kernel.cu.j2",
     view="attngen.render.views.hopper_forward:cuda_view",
     supports=lambda arch: arch.wgmma,
-    suits=lambda spec: spec.dtype not in QUANTIZED_DTYPES and (spec.roles is None or spec.roles.producer != 0),
+    suits=lambda spec: (
+        spec.dtype not in QUANTIZED_DTYPES and (spec.split_tiles or spec.roles is None or spec.roles.producer != 0)
+    ),
+    split_tiles=True,
     plan=lambda spec, arch: plan_forward(spec, arch, FORM),
     alternatives=alternatives,
     tunable=tunable,

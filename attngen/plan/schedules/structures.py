@@ -45,6 +45,7 @@ class HopperForward(Structure):
     capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
     cluster: int = 1  # blocks that have neighbouring tiles of queries, and load K and V for each other
+    sharing: int = 1  # the most blocks of a cluster that share the keys of a tile of work
 
     def __post_init__(self) -> None:
         """Check that a warp has lanes for each consumer: the templates count on it."""
@@ -55,6 +56,11 @@ class HopperForward(Structure):
     def anchored(self) -> bool:
         """Whether tiles of keys end with what a tile of work sees, not at multiples of their size."""
         return self.anchor > 0
+
+    @property
+    def shares(self) -> bool:
+        """Whether the blocks of a cluster share the keys of a tile of work, and add up their results."""
+        return self.sharing > 1
 
     @property
     def schedule(self) -> str:

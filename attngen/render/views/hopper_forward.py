@@ -27,6 +27,7 @@ _REGION_TEXTS = {
     "taken": "the tiles of work that the cluster takes next",
     "key_values": "values of the keys of two tiles in each stage of K, which the mask reads",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
+    "partials": "what partial results take beyond Q, K and V",
 }  # fmt: skip
 #: Where the addresses of barriers and copies begin in a cluster: those of a block in the shared memory of all.
 _FROM_HERE = "here + "
@@ -86,6 +87,9 @@ class CudaView:
     per_cluster: str
     rows_together: str
     pipes: PipesView
+    each_work: str  # a loop over tiles of work, and its end
+    end_work: str
+    partials_room: int
     tile_bits: int
     anchor: int
     key_start: Callable[[str], str]
@@ -150,7 +154,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     needs the mask."""
     hopper = plan.structure
     assert isinstance(hopper, HopperForward)
-    clustered = hopper.cluster > 1
+    clustered = hopper.cluster > 1 or hopper.shares
     found, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.driver != "ranges" else ()
     partial_steps, key_values = with_key_values(plan, code.partial, code.work)
@@ -193,9 +197,12 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         here="here" if clustered else "",
         from_here=_FROM_HERE if clustered else "",
         in_cluster="(0, 0, here)" if clustered else "",
-        per_cluster=f" / {hopper.cluster}" if clustered else "",
-        rows_together=f"{hopper.cluster} * kBlockM" if clustered else "kBlockM",
+        per_cluster=f" / {hopper.cluster}" if hopper.cluster > 1 else "",
+        rows_together=f"{hopper.cluster} * kBlockM" if hopper.cluster > 1 else "kBlockM",
         pipes=pipes_view(forward_pipes_of(plan), base=_FROM_HERE if clustered else ""),
+        each_work="do" if hopper.shares else "while (true)",
+        end_work=" while (false);  // a block has one tile of work" if hopper.shares else "",
+        partials_room=_room(hopper),
         tile_bits=tile_bits(plan.tile_n),
         anchor=hopper.anchor,
         key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if hopper.anchored else ""),
@@ -221,7 +228,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         sees_any=f"{_count(found, 'mine')} > 0",
         loader_lines=_loader_lines(plan, [*listed, *by_key]),
         order_lines=_order_lines(found) if hopper.whole_first else (),
-        tile_lines=_tile_lines(found, hopper.whole_first) if plan.driver == "ranges" else (),
+        tile_lines=_tile_lines(found, hopper) if plan.driver == "ranges" else (),
         whole=_inside(found.full, "mine"),
         seen=_inside(found.visible, "mine"),
         word_lines=listed,
@@ -271,6 +278,11 @@ def _classifier(plan: Plan) -> ClassifierView:
         element_lines=code.lines,
         visible=code.visible,
     )
+
+
+def _room(hopper: HopperForward) -> int:
+    """Return the bytes of shared memory that partial results may take: those of Q, K and V, and of a region beside."""
+    return sum(region.bytes for region in hopper.shared if region.name in ("q", "k", "v", "partials"))
 
 
 def _region_text(name: str, size: int) -> str:
@@ -339,8 +351,12 @@ def _loader_lines(plan: Plan, listed: Sequence[Statement]) -> tuple[str, ...]:
         read |= {"visible_hi"}
     if plan.pack_gqa:
         read |= {"hk"}
+    assert isinstance(plan.structure, HopperForward)
+    if plan.structure.shares:
+        read |= {"behind"} | ({"every"} if plan.structure.whole_first or plan.driver != "ranges" else set())
     head = "hk" if plan.pack_gqa else "h"
-    names = ("b", head, "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi")
+    names = ("b", head, "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi",
+             "every", "behind")  # fmt: skip
     passed = () if plan.ragged_queries else ("seqlen_q",)  # an argument of the kernel
     used = [name for name in names if name not in passed and name in read]
     line = f"const int {', '.join(f'{name} = work.{name}' for name in used)};"
@@ -391,19 +407,20 @@ def _order_lines(found: Tiles) -> tuple[str, ...]:
     )
 
 
-def _tile_lines(found: Tiles, whole_first: bool) -> tuple[str, ...]:
+def _tile_lines(found: Tiles, hopper: HopperForward) -> tuple[str, ...]:
     """Return the lines that find a tile by its place, counted from the first visible one."""
     (lo, hi), *others = found.visible
-    if whole_first:
+    nth, every = ("nth", "every") if hopper.shares else ("remaining", "tiles")
+    if hopper.whole_first:
         return (
-            f"const int place = all.{lo} + remaining - 1;",
-            "const int tile = remaining == tiles ? first : place + (place >= first);",
+            f"const int place = all.{lo} + {nth} - 1;",
+            f"const int tile = {nth} == {every} ? first : place + (place >= first);",
         )
     if not others:
-        return (f"const int tile = all.{lo} + remaining - 1;",)
-    lines = [f"int tile = all.{lo} + remaining - 1, before = max(all.{hi} - all.{lo}, 0);"]
+        return (f"const int tile = all.{lo} + {nth} - 1;",)
+    lines = [f"int tile = all.{lo} + {nth} - 1, before = max(all.{hi} - all.{lo}, 0);"]
     for number, (low, high) in enumerate(others):
-        lines.append(f"if (remaining > before) tile = all.{low} + remaining - 1 - before;")
+        lines.append(f"if ({nth} > before) tile = all.{low} + {nth} - 1 - before;")
         if number < len(others) - 1:
             lines.append(f"before += max(all.{high} - all.{low}, 0);")
     return tuple(lines)
