@@ -25,7 +25,7 @@ from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes
 from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import HopperBackward
-from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
+from attngen.plan.traits import divides, is_light, query_loads, reads_data_per_key, reads_positions
 from attngen.schema.expand import Backward, KernelSpec
 
 #: P and dS pass from products to products in pairs that fill a register, and by stmatrix, which moves 16 bits.
@@ -48,6 +48,9 @@ _LABELS = {
     "gradients": (), "pingpong": ("pingpong",), "dk": ("dkoverlap",), "nothing": ("nooverlap",), "roles": (),
     "dv": ("dvoverlap",),
 }  # fmt: skip
+
+#: Values of each query that come with its tile, at most: no more fit into shared memory at head dim 128.
+_QUERY_VALUES = 1
 
 #: Query rows of a block of ``preprocess``, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4
@@ -81,6 +84,8 @@ _TABLE = (
     _Choice("divided", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("derived", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("derived", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=1),
+    _Choice("valued", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
+    _Choice("valued", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("reading", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("reading", 128, 64, overlap="dk", packed=True, q_stages=3),
     _Choice("tight", 256, 64, overlap="roles", packed=False, q_stages=3),
@@ -91,11 +96,12 @@ _TABLE = (
     _Choice("divided", 192, 64, overlap="roles", packed=False, q_stages=3),
     _Choice("divided", 256, 64, overlap="dv", packed=False, q_stages=3),
     _Choice("derived", 256, 64, overlap="roles", packed=False, q_stages=3),
+    _Choice("valued", 256, 64, overlap="roles", packed=False, q_stages=3),
     _Choice("reading", 256, 64, overlap="roles", packed=False, q_stages=3),
 )
 
 #: The families, those whose masks and scores take more registers after those that leave them free.
-_FAMILIES = ("plain", "light", "divided", "derived", "reading", "tight")
+_FAMILIES = ("plain", "light", "divided", "derived", "valued", "reading", "tight")
 
 #: Head dims beyond this are computed by clusters of two blocks, in which warpgroups have roles: dK and dV of 64 keys
 #: take the registers of one each.
@@ -161,6 +167,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         dq_columns=qk if by_rows else _dq_columns(qk),
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
+        query_values=query_loads(spec.variant) if family == "valued" and not wide else 0,
         shared=(),
     )
     if wide:
@@ -441,7 +448,8 @@ def _family(spec: KernelSpec) -> str:
 
     "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
     same for all pairs, or values of a batch. "divided": these, with divisions. "derived": a score whose derivative
-    differs. "reading": tensors are read by position. "tight": with dropout, dV takes probabilities after it and dS
+    differs. "valued": the mask reads at most one value of each query, which comes with its tile, and
+    values of keys; "reading": other tensors are read by position. "tight": with dropout, dV takes probabilities after it and dS
     those before; and a tile map with a fixed order takes more of the loader of a single block.
     """
     variant = spec.variant
@@ -450,7 +458,7 @@ def _family(spec: KernelSpec) -> str:
     if is_light(variant):
         return "plain"
     if reads_positions(variant):
-        return "reading"
+        return "valued" if 0 < query_loads(variant) <= _QUERY_VALUES and not is_wide(spec) else "reading"
     if _varies(spec):
         return "derived"
     return "divided" if divides(variant) else "light"
