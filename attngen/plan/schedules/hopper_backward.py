@@ -25,7 +25,7 @@ from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes
 from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import HopperBackward
-from attngen.plan.traits import divides, is_light, query_loads, reads_data_per_key, reads_positions
+from attngen.plan.traits import bands_of, divides, is_light, query_loads, reads_data_per_key, reads_positions
 from attngen.schema.expand import Backward, KernelSpec
 
 #: P and dS pass from products to products in pairs that fill a register, and by stmatrix, which moves 16 bits.
@@ -153,6 +153,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and not crowded else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
+    own_spans = choice.overlap == "pingpong" and choice.tile_m < _KEYS and not spec.deterministic
     draft = HopperBackward(
         consumers=_CONSUMERS,
         warp_roles=backward_roles(_CONSUMERS, *registers),
@@ -167,6 +168,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         dq_columns=qk if by_rows else _dq_columns(qk),
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
+        own_spans=own_spans and driver == "ranges" and len(bands_of(spec, "q").visible) == 1,
         query_values=query_loads(spec.variant) if family == "valued" and not wide else 0,
         shared=(),
     )
@@ -439,7 +441,7 @@ def _products(plan: Plan, roles: HopperBackward) -> int:
         parts = sum(roles.parts_of(columns[0].width) for columns in (plan.columns_qk, plan.columns_v))
         return s + dp + s + dp + rows * parts + keys * (roles.dq_columns // roles.dq_part)
     if roles.pingpong:
-        return 2 * loop
+        return 2 * loop + (keys * roles.own_spans)  # of a step that the consumer's keys do not see, dQ before it alone
     return loop + s if roles.overlap in ("gradients", "dk") else loop + s + dp + rows
 
 

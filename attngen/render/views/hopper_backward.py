@@ -16,7 +16,7 @@ from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import reads_positions
 from attngen.render.cuda_gradients import QueryValues, factor, probabilities, query_word
 from attngen.render.cuda_math import Steps, Tiles, elements, tiles
-from attngen.render.expressions import QUERIES
+from attngen.render.expressions import OWN_QUERIES, QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
 from attngen.render.views.hopper_forward import SWIZZLED_ROWS, SWIZZLES, RegionView, argument_lines, padding
@@ -102,6 +102,7 @@ class CudaBackwardView:
     span_lines: tuple[Statement, ...]
     count: str
     tile_lines: tuple[str, ...]
+    own_visible: tuple[str, str] | None  # the tiles that see keys of one consumer, where it has spans of its own
     whole: str
     word_lines: tuple[Statement, ...]
     sum_tile: Callable[[str, str], str]
@@ -139,7 +140,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     assert isinstance(roles, HopperBackward)
     parts = {part.name: part for part in plan.launches}
     dqkv, postprocess = plan.of_launch(parts["dqkv"]), parts.get("postprocess")
-    found, code = tiles(dqkv, QUERIES), probabilities(dqkv)
+    found, code = tiles(dqkv, OWN_QUERIES if roles.own_spans else QUERIES), probabilities(dqkv)
     listed = query_word(dqkv) if plan.driver != "ranges" else ()
     factor_lines, factor_text = factor(dqkv, code.factor)
     dq_factor_lines, dq_factor = factor(plan.of_launch(postprocess) if postprocess else dqkv, code.factor)
@@ -193,7 +194,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         by_head=_by_head(plan),
         span_lines=found.lines,
         count=_count(found),
-        tile_lines=_tile_lines(found) if plan.driver == "ranges" else (),
+        tile_lines=_tile_lines(found) if plan.driver == "ranges" and not roles.own_spans else (),
+        own_visible=_pairs(found, found.visible)[0] if roles.own_spans else None,
         whole=_inside(found),
         word_lines=listed,
         sum_tile=lambda h, tile: _sum_tile(plan, h, tile),
