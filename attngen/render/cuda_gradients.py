@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from attngen.lang.bands import classify
 from attngen.lang.emit import Binding
-from attngen.lang.folding import KV_FIRST, PRODUCT, fold_logit, is_finite
+from attngen.lang.folding import KV_FIRST, PRODUCT, Q_FIRST, Q_POS_FIRST, QUERY, fold_logit, is_finite, split_queries
 from attngen.lang.ir import Expr, names
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Piece, Statement, declared, depending, leaf, needed, reads, statement, written
@@ -43,7 +43,7 @@ _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _ROW_NAMES = ("kv", "kv_packed", "row")
 _COLUMN_NAMES = ("q_row", "q_pos", "q_packed")
 #: What differs from step to step; all else comes from arguments of the kernel.
-_VARYING = (*_ROW_NAMES, "kv_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k")
+_VARYING = (*_ROW_NAMES, "kv_first", "q_first", "q_pos_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ def probabilities(plan: Plan) -> Probabilities:
     variant = plan.variant
     logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
     slope = derivative(variant, fast_math=plan.fast_math)
-    roots = [logit.value, logit.multiplier, *([] if slope.varying is None else [slope.varying])]
+    value = split_queries(logit.value) if plan.fast_math else logit.value
+    roots = [value, logit.multiplier, *([] if slope.varying is None else [slope.varying])]
     block: dict[Statement, None] = {}  # statements that are the same for all steps
     found, multiplier = [], leaf("scale_log2e")
     for partial in (True, False):
@@ -154,8 +155,11 @@ def _steps(hoisted: Sequence[Statement], body: Sequence[Statement]) -> Steps:
     element, column = depending(body, {"x", "derivative", *_ROW_NAMES, *declared(row)})
     column, row = needed(column, element), needed(row, element)
     row = (*_key_lines(reads([*row, *element])), *row)
+    tile = needed(tile, [*row, *column, *element])
+    if "q_pos_first" in reads([*tile, *row, *element]):
+        tile = (int_constant("q_pos_first", "{q_first} + ({seqlen_k} - {seqlen_q})"), *tile)
     return Steps(
-        tile=needed(tile, [*row, *column, *element]),
+        tile=tile,
         row=row,
         row_values=row_values(row, element),
         key=(*_query_lines(reads([*column, *element])), *column),
@@ -173,6 +177,9 @@ def _elements(plan: Plan) -> dict[str, Binding]:
         "kv_global": Binding("kv_packed", _KV, below=frozenset({"seqlen_k", "total_k"})),
         PRODUCT.name: Binding("x", _Q | _KV),
         KV_FIRST.name: Binding("kv_first"),
+        Q_FIRST.name: Binding("q_first"),
+        Q_POS_FIRST.name: Binding("q_pos_first"),
+        QUERY.name: Binding("8 * {i} + {j}", _Q),
         **start_bindings(),
     }
     return scalar_bindings(plan, CUDA) | rows
