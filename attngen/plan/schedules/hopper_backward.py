@@ -49,6 +49,11 @@ _LABELS = {
     "dv": ("dvoverlap",),
 }  # fmt: skip
 
+import os
+ROWS_INSIDE = bool(os.environ.get("ROWS_INSIDE"))
+#: Rows of which a block of ``preprocess`` clears what belongs to them, where it does nothing else.
+_CLEARED_ROWS = 1024
+
 #: Values of each query that come with its tile, at most: no more fit into shared memory at head dim 128.
 _QUERY_VALUES = 1
 
@@ -169,6 +174,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
         own_spans=own_spans and driver == "ranges" and len(bands_of(spec, "q").visible) == 1,
+        rows_inside=ROWS_INSIDE and not varlen and not spec.deterministic and not wide,
         query_values=query_loads(spec.variant) if family == "valued" and not wide else 0,
         shared=(),
     )
@@ -326,7 +332,11 @@ def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
         return Launch(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
 
     rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
-    yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
+    if roles.rows_inside:
+        cleared = (_pointer("dq_state"), arguments.size("state_chunks", of="dq_state_chunks", form="i64"))
+        yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=_CLEARED_ROWS, arguments=cleared)
+    else:
+        yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
     axes = axes_of(plan, "dqkv") if plan.driver == "tile_map" else None
     if axes is not None:
         own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
@@ -344,15 +354,14 @@ def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
 def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     """Return the arguments of the launch that computes the row statistics, and clears the dQ accumulator."""
     return (
-        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
-        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
+        *_read_for_rows(plan), *map(arguments.row_pointer, ("lse_log2", "delta")),
         _pointer("dq_state") if first_stored(plan) else _sums(),
         *arguments.strides_of(plan, ("out", "dout")),
         *map(arguments.size, ("heads", "rows", "row_tiles")),
         arguments.size("state_chunks", of="dq_state_chunks", form="i64")
         if first_stored(plan)
         else arguments.size("sum_chunks", of="dq_sum_chunks", form="i64"),
-        Argument("has_dlse", "present", "i32", of="dlse"),
+        _HAS_DLSE,
     )  # fmt: skip
 
 
@@ -369,11 +378,25 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
         *([_pointer("dq_state")] if first_stored(plan) else []),
         *(arguments.pointer(plan, name) for name in written),
         arguments.row_pointer("lse_log2"), arguments.row_pointer("delta"),
+        *(_read_for_rows(plan) if roles.rows_inside else ()),
     )  # fmt: skip
-    return arguments.signature(
-        plan, operands, tiles="kv_tiles", strided=written, counted=alone or roles.ordered,
+    read = ("out", "dout") if roles.rows_inside else ()
+    signature = arguments.signature(
+        plan, operands, tiles="kv_tiles", strided=(*written, *read), counted=alone or roles.ordered,
         more_sizes=() if plan.varlen else ("q_tiles",), max_seqlen_k=True,
     )  # fmt: skip
+    return (*signature, *([_HAS_DLSE] if roles.rows_inside else []))
+
+
+def _read_for_rows(plan: Plan) -> tuple[Argument, ...]:
+    """Return what the row statistics are computed from."""
+    return (
+        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
+        *map(arguments.row_pointer, ("lse", "dlse")),
+    )  # fmt: skip
+
+
+_HAS_DLSE = Argument("has_dlse", "present", "i32", of="dlse")
 
 
 def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
@@ -419,7 +442,7 @@ def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
     if roles.ordered:
         counters.append((roles.cluster, "kv_units", "kv_tiles"))  # blocks of a cluster add to columns of their own
     if roles.cluster == 1:
-        counters += [("kv_units",), (1,)]
+        counters += [("kv_units",), (3 if roles.rows_inside else 1,)]
     if first_stored(plan):
         yield Workspace("dq_sum", "fp32", (sums,), multiple=4)
         yield Workspace("dq_state", "fp32", (*counters, ("sum_tiles",)), multiple=4)
