@@ -27,7 +27,7 @@ LOG2E = own("LOG2E", Type.FLOAT)
 #: The first key of a lane, in kernels whose threads hold elements of known places, and the distance of a key from it.
 KV_FIRST, KEY = own("kv_first"), Var("key", Type.INT)
 #: The same of queries: the first one as a row and as a position, and the distance of a query from it.
-Q_FIRST, Q_POS_FIRST, QUERY = own("q_first"), own("q_pos_first"), own("query")
+Q_FIRST, Q_POS_FIRST, QUERY = own("q_first"), own("q_pos_first"), own("query of a lane")
 ONE = Const(1.0, Type.FLOAT)
 
 #: What differs from element to element of a tile.

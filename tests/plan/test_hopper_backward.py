@@ -291,7 +291,7 @@ def declared(score: str) -> dict[str, object]:
         ("own", declared("s * slope[h]") | {"head_dim": 64}, "pingpong", SELECTED),
         ("softcap", {"head_dim": 128}, "pingpong", "x * derivative"),
         ("own", declared("sqrt(abs(s)) + slope[h]"), "pingpong", SELECTED),
-        ("packed_documents", {"head_dim": 128}, "dk", None),
+        ("packed_documents", {"head_dim": 128}, "pingpong", None),
         ("packed_documents", {"head_dim": 64}, "pingpong", None),
         ("relative_bias", {"head_dim": 128}, "dk", None),
     ],
