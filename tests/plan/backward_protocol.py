@@ -32,7 +32,7 @@ class Rules:
     keys_until_products: bool = True  # K and V are released when all products are complete
     release_end: bool = True  # the end of a tile takes a stage of Q, and gives it back
     all_see_the_end: bool = True  # before that, lest a slow warp waits for a phase that is long over
-    leader_alone: bool = True  # waits for dO that its consumer does not need: it may be gone before a slow warp asks
+    unused_before_turn: bool = True  # all warps know that dO which they do not need has landed before it is given back
     mark_before_end: bool = True  # where the order of sums is fixed: consumers learn of the end when the adder may, too
 
 
@@ -333,8 +333,10 @@ def consumer(s: Backward, c: int, w: int) -> Role:
                     yield from complete(*product("dq", (q, dout, buffer_before), before))
                     yield from store_dq(before)
                 s.ds_full[buffer].arrive()
+                if rules.unused_before_turn:
+                    yield dout.full()
                 yield from s.turn[c].sync()
-                if leader or not rules.leader_alone:
+                if not rules.unused_before_turn:
                     yield dout.full()
                 release_dout()
                 used = q.copy()
