@@ -122,8 +122,9 @@ def _with_query_values(plan: Plan, steps: Steps) -> tuple[Steps, QueryValues | N
     loaded = before | {pointer_name(tensor.name) for tensor in plan.variant.tensors}
     by_query = [each for each in steps.key if each.type in HELD and each.reads & loaded]
     assert len(by_query) <= plan.structure.query_values
-    numbers = number_queries(reads(by_query))
-    values = QueryValues(fields_of(by_query), (*needed(steps.tile, by_query), *numbers, *by_query))
+    others = [each for each in steps.key if not {*each.names} & {*_COLUMN_NAMES} and each not in by_query]
+    lines = (*needed(others, by_query), *by_query)
+    values = QueryValues(fields_of(by_query), (*needed(steps.tile, lines), *number_queries(reads(lines)), *lines))
     key = [each for each in steps.key if each not in by_query]
     used = needed([*taken("of_query(8 * {i} + {j})", by_query), *key], steps.element)
     tile = needed(steps.tile, [*steps.row, *used, *steps.element])

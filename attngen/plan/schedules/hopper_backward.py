@@ -158,7 +158,9 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and not crowded else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
+    visible = bands_of(spec, "q").visible
     own_spans = choice.overlap == "pingpong" and choice.tile_m < _KEYS and not spec.deterministic
+    own_spans = own_spans and driver == "ranges" and len(visible) == 1 and family != "derived"
     draft = HopperBackward(
         consumers=_CONSUMERS,
         warp_roles=backward_roles(_CONSUMERS, *registers),
@@ -173,8 +175,8 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         dq_columns=qk if by_rows else _dq_columns(qk),
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
-        own_spans=own_spans and driver == "ranges" and len(bands_of(spec, "q").visible) == 1,
-        rows_inside=ROWS_INSIDE and not varlen and not spec.deterministic and not wide,
+        own_spans=own_spans,
+        rows_inside=ROWS_INSIDE and own_spans and not varlen and visible[0].hi is not None,
         query_values=query_loads(spec.variant) if family == "valued" and not wide else 0,
         shared=(),
     )
