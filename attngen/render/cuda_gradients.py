@@ -43,7 +43,9 @@ _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _ROW_NAMES = ("kv", "kv_packed", "row")
 _COLUMN_NAMES = ("q_row", "q_pos", "q_packed")
 #: What differs from step to step; all else comes from arguments of the kernel.
-_VARYING = (*_ROW_NAMES, "kv_first", "q_first", "q_pos_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k")
+_VARYING = (
+    *_ROW_NAMES, "kv_first", "q_first", "q_pos_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,6 @@ from attngen.render.expressions import (
     CUDA,
     KEYS,
     LOGIT_SCALE,
-    QUERIES,
     SEQLEN_K,
     Along,
     corner_bindings,

@@ -276,7 +276,7 @@ def test_a_consumer_whose_keys_no_query_of_a_step_sees_multiplies_dq_of_the_step
     text = render(backward("sliding_window", head_dim=128)).text
     steps = text.split("if (hidden()) {")
     assert len(steps) == 3  # the first step of a tile of work, and later ones
-    first, later = (step.split("else {")[0] if i == 0 else step.split("continue;")[0] for i, step in enumerate(steps[1:]))
+    first, later = steps[1].split("else {")[0], steps[2].split("continue;")[0]
     assert "issue_" not in first
     assert re.findall(r"issue_\w+", later) == ["issue_dq"]
     for step in (first, later):

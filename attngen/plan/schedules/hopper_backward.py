@@ -484,9 +484,9 @@ def _family(spec: KernelSpec) -> str:
 
     "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
     same for all pairs, or values of a batch. "divided": these, with divisions. "derived": a score whose derivative
-    differs. "valued": the mask reads at most one value of each query, which comes with its tile, and
-    values of keys; "reading": other tensors are read by position. "tight": with dropout, dV takes probabilities after it and dS
-    those before; and a tile map with a fixed order takes more of the loader of a single block.
+    differs. "valued": the mask reads at most one value of each query, which comes with its tile, and values of keys.
+    "reading": other tensors are read by position. "tight": with dropout, dV takes probabilities after it and dS those
+    before; and a tile map with a fixed order takes more of the loader of a single block.
     """
     variant = spec.variant
     if variant.dropout or (spec.deterministic and not is_wide(spec) and driver_of(spec, "q") == "tile_map"):
