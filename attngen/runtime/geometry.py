@@ -63,8 +63,6 @@ def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool, seqlen_q: int | None = 
     return -(-rows // tile_m), call.batch * heads
 
 
-#: Parts of the query heads of a KV head, at most: each of them rounds dK and dV.
-_MOST_PARTS = 4
 #: Units of a section up to which it is made to divide all of them, as docs/notebook/hopper_backward.md measures it.
 _FEW = 8
 
@@ -82,13 +80,6 @@ def _section(launch: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
     kv_heads = -(-launch.section_keys // (call.seqlen_k + 1))
     kv_heads = balanced(kv_heads, call.batch * call.kv_heads)
     return max(min(kv_heads * (1 if launch.pack_gqa else group_of(call)), units), 1)
-
-
-def _parts(launch: Tiled, call: Call) -> int:
-    """Return in how many parts the query heads of a KV head go, if its kernel can, so that L2 keeps Q and dO of one."""
-    group, most = group_of(call), 3 * launch.section_keys // 2
-    fit = (parts for parts in range(1, _MOST_PARTS + 1) if group % parts == 0)
-    return next((parts for parts in fit if group // parts * call.seqlen_q <= most), 1)
 
 
 def _even(section: int, units: int) -> int:
@@ -167,13 +158,11 @@ class Geometry:
         q_tiles, units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
         kv_tiles, group, packed = -(-call.seqlen_k // launch.tile_n), group_of(call), call.ragged
         rows = call.total_q if packed else call.seqlen_q
-        parts = _parts(launch, call) if launch.by_keys else 1
         row_tiles = -(-rows // launch.tile_m)
         self.sizes: dict[str, int] = {
             "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads,
             "group": group, "group_bits": group.bit_length() - 1,
             "section": _section(launch, call, units, by_keys=launch.by_keys),
-            "parts": parts, "part_units": call.batch * call.kv_heads * parts,
             "seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k,
             "max_seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k,
             "total_q": call.total_q, "total_k": call.total_k,

@@ -7,7 +7,7 @@ from attngen.plan.operands import Operands
 from attngen.plan.pipes import WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.structures import HopperBackward
 
-STEP_BYTES, WORK_BYTES, PARTED_WORK_BYTES = 8, 32, 40
+STEP_BYTES, WORK_BYTES = 8, 32
 SUMS = 8  # steps whose place in the dQ accumulator is kept
 SUM_BYTES, ORDERED_SUM_BYTES = 8, 20
 #: A piece of the dQ accumulator that is rounded at once, 64 rows and 32 columns, and its record.
@@ -67,7 +67,7 @@ def backward_pipes(
         "work", 2, loader, each,
         guards="the record of a tile of work stays until dK and dV are written; that it is there says the first step",
         empty=Signal(consumers, each, "dK and dV of a tile of work are written"),
-        stored=(("work", PARTED_WORK_BYTES if roles.parted else WORK_BYTES),),
+        stored=(("work", WORK_BYTES),),
         alternates=True,
     )  # fmt: skip
     piece = Ring(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +12,6 @@ from attngen.errors import PlanError
 from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
 from attngen.lang.ir import Op, names, walk
 from attngen.lang.simplify import TRUE, mul
-from attngen.lang.spans import Interval
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import ALL_OF_DQ, PINGPONG_SPILLS, SPILLS, left_to_others
@@ -178,7 +177,6 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         ordered=spec.deterministic,
         own_spans=own_spans,
         rows_inside=ROWS_INSIDE and own_spans and not varlen and visible[0].hi is not None,
-        parted=not (wide or varlen or spec.deterministic) and driver == "ranges" and _drifts(visible),
         query_values=query_loads(spec.variant) if family == "valued" and not wide else 0,
         shared=(),
     )
@@ -239,12 +237,6 @@ def _is_uneven(spec: KernelSpec, driver: str) -> bool:
     """Whether data decide how many steps each tile of keys of a sequence takes, in a kernel whose blocks take tiles."""
     by_position = driver == "ranges" and reads_positions(replace(spec.variant, score=None))
     return by_position and spec.layout == "dense" and not is_wide(spec)
-
-
-def _drifts(visible: Sequence[Interval]) -> bool:
-    """Whether tiles of keys differ in how many queries see them, up to the last ones: blocks then get apart along the
-    heads of a group, more of which must stay in L2 than fit."""
-    return any(each.hi is None for each in visible) and any(each.lo is not None for each in visible)
 
 
 def is_wide(spec: KernelSpec) -> bool:
@@ -393,7 +385,7 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     read = ("out", "dout") if roles.rows_inside else ()
     signature = arguments.signature(
         plan, operands, tiles="kv_tiles", strided=(*written, *read), counted=alone or roles.ordered,
-        more_sizes=(*([] if plan.varlen else ["q_tiles"]), *(["parts"] if roles.parted else [])), max_seqlen_k=True,
+        more_sizes=() if plan.varlen else ("q_tiles",), max_seqlen_k=True,
     )  # fmt: skip
     return (*signature, *([_HAS_DLSE] if roles.rows_inside else []))
 
@@ -452,11 +444,10 @@ def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
     if roles.ordered:
         counters.append((roles.cluster, "kv_units", "kv_tiles"))  # blocks of a cluster add to columns of their own
     if roles.cluster == 1:
-        counters += [("part_units" if roles.parted else "kv_units",), (3 if roles.rows_inside else 1,)]
+        counters += [("kv_units",), (3 if roles.rows_inside else 1,)]
     if first_stored(plan):
         yield Workspace("dq_sum", "fp32", (sums,), multiple=4)
-        written: list[tuple[int | str, ...]] = [("kv_units", "kv_tiles")] if roles.parted else []
-        yield Workspace("dq_state", "fp32", (*counters, ("sum_tiles",), *written), multiple=4)
+        yield Workspace("dq_state", "fp32", (*counters, ("sum_tiles",)), multiple=4)
     else:
         yield Workspace("dq_sum", "fp32", (sums, *counters), multiple=4)
 

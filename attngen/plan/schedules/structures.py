@@ -81,7 +81,6 @@ class HopperBackward(Structure):
     dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
     own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask
     rows_inside: bool = False  # the kernel of all products computes the row statistics, just before they are used
-    parted: bool = False  # query heads of a KV head may go in parts, each of which adds to dK and dV of the one before
     query_values: int = 0  # values of each query that the mask reads, and that come with a tile of Q
 
     @property

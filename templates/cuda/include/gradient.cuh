@@ -116,16 +116,6 @@ __device__ __forceinline__ void round_sums(const float4 (&sums)[4], float factor
   lower = {of_lower[0], of_lower[1], of_lower[2], of_lower[3]};
 }
 
-// Pairs of 16 bits, added.
-template <typename Element>
-__device__ __forceinline__ uint4 add_pairs(uint4 a, uint4 b) {
-  const auto add = [](uint32_t x, uint32_t y) {
-    const float2 first = unpack<Element>(x), second = unpack<Element>(y);
-    return pack<Element>(first.x + second.x, first.y + second.y);
-  };
-  return {add(a.x, b.x), add(a.y, b.y), add(a.z, b.z), add(a.w, b.w)};
-}
-
 // Writes zeros to `columns` of each row from `first` to `end`, 16 bytes at a time; `thread` of `threads` that share this.
 template <typename Element>
 __device__ __forceinline__ void clear_rows(
