@@ -191,16 +191,6 @@ def test_a_varlen_call() -> None:
     assert not ours[2][380:].any()
 
 
-def test_heads_of_a_long_group_that_go_in_parts() -> None:
-    """Four heads of 9,300 queries go in two parts: dK and dV are the sums of those of the same heads alone."""
-    q, k, v = leaves(s=9300, heads=4, kv_heads=1, d=128)
-    alone = [q, *(t.detach().expand(-1, -1, 4, -1).contiguous().requires_grad_() for t in (k, v))]
-    above = torch.randn_like(q)
-    ours, theirs = (torch.autograd.grad(attention(*each), each, above) for each in ([q, k, v], alone))
-    close(ours, [theirs[0], *(t.float().sum(2, keepdim=True) for t in theirs[1:])])
-    assert same(ours[1:], torch.autograd.grad(attention(q, k, v), [k, v], above))  # in a fixed order
-
-
 def test_gradients_of_the_variants_own_tensors() -> None:
     q, k, v = leaves()
     own = {

@@ -225,8 +225,7 @@ def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
 def test_counters_stand_behind_the_sums_or_alone() -> None:
     for layout in ("dense", "varlen"):
         ordered, other = (backward(head_dim=128, layout=layout, deterministic=d) for d in ("true", "false"))
-        parts = {"parts"} if layout == "dense" else set()
-        assert {one.of for one in other.arguments} - {one.of for one in ordered.arguments} == {"dq_state", *parts}
+        assert {one.of for one in other.arguments} - {one.of for one in ordered.arguments} == {"dq_state"}
         text, alone = render(ordered).text, render(other).text
         of_heads = r"const auto done = \[&\]\(int unit\) \{ return counter_at\((.*)unit\); \};"
         assert re.findall(of_heads, text) == ["batch * kv_heads * kv_tiles + "]
@@ -244,32 +243,29 @@ def test_counters_stand_behind_the_sums_or_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "fields", "own", "values", "parts"),
+    ("variant", "fields", "own", "values"),
     [
-        ("causal", {"head_dim": 128}, True, 0, True),
-        ("causal", {"head_dim": 64}, False, 0, True),  # a step has as many queries as a tile has keys
-        ("causal", {"head_dim": 128, "deterministic": "true"}, False, 0, False),
-        ("causal", {"head_dim": 128, "layout": "varlen"}, False, 0, False),
-        ("full", {"head_dim": 128}, True, 0, False),
-        ("sliding_window", {"head_dim": 128}, True, 0, False),
-        ("packed_documents", {"head_dim": 128}, True, 1, False),
-        ("causal_packed", {"head_dim": 64}, True, 1, False),
-        ("prefix_lm", {"head_dim": 128}, False, 0, True),  # two ranges of queries
-        ("softcap", {"head_dim": 128}, False, 0, True),  # no registers for more
-        ("relative_bias", {"head_dim": 128}, False, 0, False),
-        ("causal", {"head_dim": 256}, False, 0, False),
+        ("causal", {"head_dim": 128}, False, 0),  # many queries see a tile of keys
+        ("causal", {"head_dim": 128, "layout": "varlen"}, True, 0),
+        ("causal", {"head_dim": 64, "layout": "varlen"}, False, 0),  # a step has as many queries as a tile has keys
+        ("sliding_window", {"head_dim": 128}, True, 0),
+        ("sliding_window", {"head_dim": 128, "deterministic": "true"}, False, 0),
+        ("packed_documents", {"head_dim": 128}, True, 1),
+        ("causal_packed", {"head_dim": 64}, True, 1),
+        ("softcap_window", {"head_dim": 128}, False, 0),  # no registers for more
+        ("relative_bias", {"head_dim": 128}, False, 0),
+        ("sliding_window", {"head_dim": 256}, False, 0),
     ],
 )
-def test_what_spans_of_consumers_values_of_queries_and_parts_of_heads_ask_for(
-    variant: str, fields: dict[str, object], own: bool, values: int, parts: bool
+def test_what_spans_of_consumers_and_values_of_queries_ask_for(
+    variant: str, fields: dict[str, object], own: bool, values: int
 ) -> None:
     found = backward(variant, **fields)
     roles, text = found.structure, render(found).text
     assert roles is not None
-    assert (roles.own_spans, roles.query_values, roles.parted) == (own, values, parts)
+    assert (roles.own_spans, roles.query_values) == (own, values)
     assert ("kHidden" in text) == own
     assert ("struct QueryValues" in text) == (values > 0)
-    assert ("parts_written" in text) == parts
 
 
 def test_a_consumer_whose_keys_no_query_of_a_step_sees_multiplies_dq_of_the_step_before_alone() -> None:

@@ -106,8 +106,6 @@ kernels:
             "consumers: 2 warpgroups of 64 keys, 240 registers a thread",
             "loop: ranges; the softmax of a step runs under products of the other consumer: "
             "they take turns at the tensor cores",
-            "a consumer whose keys no query of a step sees multiplies nothing but dQ of the step before",
-            "query heads of a long group go in parts, each of which adds to dK and dV of the one before",
             "in flight: 3 tiles of Q, 2 of dO, 2 of dS",
         ]),
         (192, [

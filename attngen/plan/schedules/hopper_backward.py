@@ -49,11 +49,6 @@ _LABELS = {
     "dv": ("dvoverlap",),
 }  # fmt: skip
 
-import os
-ROWS_INSIDE = bool(os.environ.get("ROWS_INSIDE"))
-#: Rows of which a block of ``preprocess`` clears what belongs to them, where it does nothing else.
-_CLEARED_ROWS = 1024
-
 #: Values of each query that come with its tile, at most: no more fit into shared memory at head dim 128.
 _QUERY_VALUES = 1
 
@@ -158,9 +153,6 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and not crowded else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
-    visible = bands_of(spec, "q").visible
-    own_spans = choice.overlap == "pingpong" and choice.tile_m < _KEYS and not spec.deterministic
-    own_spans = own_spans and driver == "ranges" and len(visible) == 1 and family != "derived"
     draft = HopperBackward(
         consumers=_CONSUMERS,
         warp_roles=backward_roles(_CONSUMERS, *registers),
@@ -175,9 +167,8 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         dq_columns=qk if by_rows else _dq_columns(qk),
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
-        own_spans=own_spans,
-        rows_inside=ROWS_INSIDE and own_spans and not varlen and visible[0].hi is not None,
-        query_values=query_loads(spec.variant) if family == "valued" and not wide else 0,
+        own_spans=_has_own_spans(spec, choice, driver),
+        query_values=_query_values(spec) if family == "valued" and not wide else 0,
         shared=(),
     )
     if wide:
@@ -224,13 +215,26 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 
 
 def _row_family(spec: KernelSpec, family: str, qk: int, v: int) -> str:
-    """Return whose rows of the table a family takes: with head dims beyond 96, turns were raced with dense tensors and
-    without a fixed order, so that others keep "gradients"; but packed sequences with dQ that is cut leave too few
-    registers for that."""
-    varlen = spec.layout == "varlen"
-    if family != "plain" or is_wide(spec) or max(qk, v) <= _NARROW or not (varlen or spec.deterministic):
+    """Return whose rows of the table a family takes: beyond head dim 96, turns were not raced in a fixed order, so that
+    this keeps "gradients"; but packed sequences with dQ that is cut leave too few registers for that."""
+    if family != "plain" or is_wide(spec) or max(qk, v) <= _NARROW or not spec.deterministic:
         return family
-    return "light" if varlen and spec.head_dim_qk < qk == _BLOCK_HEAD_DIM else "unraced"
+    return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == _BLOCK_HEAD_DIM else "unraced"
+
+
+def _has_own_spans(spec: KernelSpec, choice: _Choice, driver: str) -> bool:
+    """Whether each consumer finds the queries that see its own keys: where few see a tile of keys, so that those which
+    half of it hides count, and where registers are left."""
+    visible = bands_of(spec, "q").visible
+    few = len(visible) == 1 and (spec.layout == "varlen" or visible[0].hi is not None)
+    halves = choice.overlap == "pingpong" and choice.tile_m < _KEYS and choice.family != "derived"
+    return few and halves and driver == "ranges" and not spec.deterministic
+
+
+def _query_values(spec: KernelSpec) -> int:
+    """Return how many values of each query come with its tile: those that the mask reads, or none if these are many."""
+    count = query_loads(spec.variant)
+    return count if count <= _QUERY_VALUES else 0
 
 
 def _is_uneven(spec: KernelSpec, driver: str) -> bool:
@@ -334,11 +338,7 @@ def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
         return Launch(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
 
     rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
-    if roles.rows_inside:
-        cleared = (_pointer("dq_state"), arguments.size("state_chunks", of="dq_state_chunks", form="i64"))
-        yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=_CLEARED_ROWS, arguments=cleared)
-    else:
-        yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
+    yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
     axes = axes_of(plan, "dqkv") if plan.driver == "tile_map" else None
     if axes is not None:
         own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
@@ -356,14 +356,15 @@ def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
 def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     """Return the arguments of the launch that computes the row statistics, and clears the dQ accumulator."""
     return (
-        *_read_for_rows(plan), *map(arguments.row_pointer, ("lse_log2", "delta")),
+        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
+        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
         _pointer("dq_state") if first_stored(plan) else _sums(),
         *arguments.strides_of(plan, ("out", "dout")),
         *map(arguments.size, ("heads", "rows", "row_tiles")),
         arguments.size("state_chunks", of="dq_state_chunks", form="i64")
         if first_stored(plan)
         else arguments.size("sum_chunks", of="dq_sum_chunks", form="i64"),
-        _HAS_DLSE,
+        Argument("has_dlse", "present", "i32", of="dlse"),
     )  # fmt: skip
 
 
@@ -380,25 +381,11 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
         *([_pointer("dq_state")] if first_stored(plan) else []),
         *(arguments.pointer(plan, name) for name in written),
         arguments.row_pointer("lse_log2"), arguments.row_pointer("delta"),
-        *(_read_for_rows(plan) if roles.rows_inside else ()),
     )  # fmt: skip
-    read = ("out", "dout") if roles.rows_inside else ()
-    signature = arguments.signature(
-        plan, operands, tiles="kv_tiles", strided=(*written, *read), counted=alone or roles.ordered,
+    return arguments.signature(
+        plan, operands, tiles="kv_tiles", strided=written, counted=alone or roles.ordered,
         more_sizes=() if plan.varlen else ("q_tiles",), max_seqlen_k=True,
     )  # fmt: skip
-    return (*signature, *([_HAS_DLSE] if roles.rows_inside else []))
-
-
-def _read_for_rows(plan: Plan) -> tuple[Argument, ...]:
-    """Return what the row statistics are computed from."""
-    return (
-        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
-        *map(arguments.row_pointer, ("lse", "dlse")),
-    )  # fmt: skip
-
-
-_HAS_DLSE = Argument("has_dlse", "present", "i32", of="dlse")
 
 
 def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
@@ -444,7 +431,7 @@ def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
     if roles.ordered:
         counters.append((roles.cluster, "kv_units", "kv_tiles"))  # blocks of a cluster add to columns of their own
     if roles.cluster == 1:
-        counters += [("kv_units",), (3 if roles.rows_inside else 1,)]
+        counters += [("kv_units",), (1,)]
     if first_stored(plan):
         yield Workspace("dq_sum", "fp32", (sums,), multiple=4)
         yield Workspace("dq_state", "fp32", (*counters, ("sum_tiles",)), multiple=4)
@@ -466,7 +453,7 @@ def _products(plan: Plan, roles: HopperBackward) -> int:
         parts = sum(roles.parts_of(columns[0].width) for columns in (plan.columns_qk, plan.columns_v))
         return s + dp + s + dp + rows * parts + keys * (roles.dq_columns // roles.dq_part)
     if roles.pingpong:
-        return 2 * loop + (keys * roles.own_spans)  # of a step that the consumer's keys do not see, dQ before it alone
+        return 2 * loop + keys * roles.own_spans  # of a step that the consumer's keys do not see, dQ before it alone
     return loop + s if roles.overlap in ("gradients", "dk") else loop + s + dp + rows
 
 
@@ -485,7 +472,7 @@ def _family(spec: KernelSpec) -> str:
     if is_light(variant):
         return "plain"
     if reads_positions(variant):
-        return "valued" if 0 < query_loads(variant) <= _QUERY_VALUES and not is_wide(spec) else "reading"
+        return "valued" if _query_values(spec) and not is_wide(spec) else "reading"
     if _varies(spec):
         return "derived"
     return "divided" if divides(variant) else "light"

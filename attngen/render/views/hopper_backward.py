@@ -90,8 +90,6 @@ class CudaBackwardView:
     lanes_of_row: int
     chunks_of_row: int
     row_of_out: str
-    q_row_of_out: str  # of a query of a sequence
-    q_row_of_dout: str
     row_of_dout: str
     dqkv: Launch
     dqkv_lines: tuple[str, ...]
@@ -183,8 +181,6 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         lanes_of_row=row_lanes(plan.head_dim_v, out),
         chunks_of_row=plan.head_dim_v // out.chunk_elements,
         row_of_out=_row(plan, "out", "row"),
-        q_row_of_out=_row(plan, "out", "q"),
-        q_row_of_dout=_row(plan, "dout", "q"),
         row_of_dout=_row(plan, "dout", "row"),
         dqkv=parts["dqkv"],
         dqkv_lines=_lines(plan, parts["dqkv"]),
@@ -247,10 +243,7 @@ def _region_text(roles: HopperBackward, plan: Plan, name: str) -> str:
 
 
 def _lines(plan: Plan, part: Launch) -> tuple[str, ...]:
-    written = _WRITTEN[part.name]
-    if part.name == "dqkv" and isinstance(plan.structure, HopperBackward) and plan.structure.rows_inside:
-        written |= {"lse_log2", "delta"}
-    return argument_lines(plan, part.arguments, written=written)
+    return argument_lines(plan, part.arguments, written=_WRITTEN[part.name])
 
 
 def _work_lines(plan: Plan, steps: frozenset[str]) -> tuple[str, ...]:

@@ -63,8 +63,6 @@ class BlockExplanation(ScheduleExplanation):
             yield "a consumer whose keys no query of a step sees multiplies nothing but dQ of the step before"
         if roles.query_values:
             yield "what the mask reads of a query comes with its tile"
-        if roles.parted:
-            yield "query heads of a long group go in parts, each of which adds to dK and dV of the one before"
 
     def warpgroups(self) -> Iterator[str]:
         """Yield a line for each role."""

@@ -4,16 +4,14 @@
 #include "blocks.cuh"
 
 // The state of a part of the dQ accumulator: of nobody, taken by the first who has something for it, stored by that one.
-// Where the row statistics of its queries are computed by other warps, it is ready first.
-constexpr uint32_t kUntouched = 0, kTaken = 1, kStored = 2, kReady = 3;
+constexpr uint32_t kUntouched = 0, kTaken = 1, kStored = 2;
 
 // Whether this thread is the first there. If not, waits until that one has stored.
-template <uint32_t kBefore = kUntouched>
 __device__ __forceinline__ bool take_first(uint32_t* state) {
   uint32_t found;
   asm volatile(
-      "atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(found) : "l"(state), "n"(kBefore), "n"(kTaken) : "memory");
-  if (found == kBefore) return true;
+      "atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(found) : "l"(state), "n"(kUntouched), "n"(kTaken) : "memory");
+  if (found == kUntouched) return true;
   while (found != kStored) found = load_acquire(state);
   return false;
 }

@@ -66,16 +66,6 @@ __device__ __forceinline__ void load_floats(uint32_t to, const float* from, uint
       : "memory");
 }
 
-// 16 bytes of global memory to shared memory, by the thread itself (PTX ISA, "cp.async").
-__device__ __forceinline__ void copy_chunk(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void commit_chunks() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int kPending>
-__device__ __forceinline__ void wait_chunks() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
-
 __device__ __forceinline__ void wait_stores_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // The products of two pairs, added.
