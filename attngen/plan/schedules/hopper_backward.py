@@ -69,7 +69,7 @@ class _Choice:
     rows_ahead: int = 0
 
 
-#: First match wins; ``_family`` says what the families are, ``_row_family`` what "unraced" is for. Measured on an H200
+#: First match wins; ``_family`` says what the families are, ``_row_family`` what "ordered" is for. Measured on an H200
 #: where docs/performance.md says so; the rest follows from registers: with "dk" the softmax has those of dQ, which has
 #: left.
 _TABLE = (
@@ -77,7 +77,7 @@ _TABLE = (
     _Choice("tight", 128, 64, overlap="nothing", packed=True, q_stages=2),
     _Choice("plain", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
     _Choice("plain", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
-    _Choice("unraced", 128, 64, overlap="gradients", packed=False, q_stages=3, rows_ahead=4),
+    _Choice("ordered", 128, 64, overlap="gradients", packed=False, q_stages=3, rows_ahead=4),
     _Choice("light", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
     _Choice("light", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("divided", 64, 128, overlap="gradients", packed=True, q_stages=2),
@@ -219,7 +219,7 @@ def _row_family(spec: KernelSpec, family: str, qk: int, v: int) -> str:
     this keeps "gradients"; but packed sequences with dQ that is cut leave too few registers for that."""
     if family != "plain" or is_wide(spec) or max(qk, v) <= _NARROW or not spec.deterministic:
         return family
-    return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == _BLOCK_HEAD_DIM else "unraced"
+    return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == _BLOCK_HEAD_DIM else "ordered"
 
 
 def _has_own_spans(spec: KernelSpec, choice: _Choice, driver: str) -> bool:
