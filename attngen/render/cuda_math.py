@@ -42,7 +42,6 @@ from attngen.render.expressions import (
     CUDA,
     KEYS,
     LOGIT_SCALE,
-    QUERIES,
     SEQLEN_K,
     Along,
     corner_bindings,
@@ -428,10 +427,11 @@ def with_corners(
     that share rows need not be a power of two."""
     read = reads([*statements, *others])
     corners = []
-    if along is QUERIES:
+    if along.axis == "q":
+        start, keys = f"{{{along.start}}}", along.keys or CUDA.tile_n
         if "kv_hi" in read:
             # a tile after the used keys has a key of its own all the same, which a mask may ask about
-            corners.append(int_constant("kv_hi", "max(min({kv_start} + kBlockN, {seqlen_k}) - 1, {kv_start})"))
+            corners.append(int_constant("kv_hi", f"max(min({start} + {keys}, {{seqlen_k}}) - 1, {start})"))
         return (*corners, *statements)
     if "q_pos_lo" in read:
         corners.append(int_constant("q_pos_lo", "{q_start} + ({seqlen_k} - {seqlen_q})"))

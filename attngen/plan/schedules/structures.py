@@ -86,6 +86,8 @@ class HopperBackward(Structure):
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator
     cluster: int = 1  # blocks that share a tile of keys, each with 64; 1: one block has all
     dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
+    own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask
+    query_values: int = 0  # values of each query that the mask reads, and that come with a tile of Q
 
     @property
     def pingpong(self) -> bool:
