@@ -70,6 +70,7 @@ FORM = Form(
     products=products_with_roles,
     numbers=PROBABILITIES,
     table=TABLE,
+    capped_columns=256,
     transposes=True,
 )
 
