@@ -25,10 +25,12 @@ constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
-// What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
-// for each that sees nothing of it.
-constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
-constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
+// Tiles of a tile of work end with the last key that its rows see: they begin some keys after multiples of kBlockN.
+constexpr int kAnchor = 16;
+// What consumers learn of a KV tile, in one word: where it begins, in steps of kAnchor, a bit for each consumer that must
+// apply the mask, and a bit for each that sees nothing of it.
+constexpr int kTileMask = (1 << 26) - 1;  // holds the end of the longest sequence
+constexpr int kPartialBit = 26, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
@@ -114,6 +116,7 @@ struct RowValues {
 struct Spans {
   int visible_lo, visible_hi;
   int full_lo, full_hi;
+  int offset;
 };
 
 // A tile of work: which rows of which KV head, and over how many KV tiles they go. Negative: there is no other.
@@ -203,7 +206,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           const int b = unit / kv_heads, hk = unit % kv_heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
-          const int whole_tiles = seqlen_k / kBlockN;
           const int q_start = (q_tile * kBlockM + (part < kConsumers ? 64 * part : 0) >> group_bits);
           const int q_hi = min(q_start + ((part < kConsumers ? 64 : kBlockM) >> group_bits), seqlen_q) - 1;
           const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
@@ -211,14 +213,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           const int u_q_pos_lo_max_0 = max(q_pos_lo, 0);
           const int u_doc_q_pos_lo_max_0 = (u_q_pos_lo_max_0 < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(u_q_pos_lo_max_0)] : 0;
           const int u_doc_from = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_q_pos_lo_max_0, false);
-          const int visible_lo = u_doc_from / kBlockN;
+          const int visible_from = min(max(u_doc_from, 0), seqlen_k);
           const int u_q_pos_hi_max_0 = max(q_pos_hi, 0);
           const int u_doc_q_pos_hi_max_0 = (u_q_pos_hi_max_0 < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(u_q_pos_hi_max_0)] : 0;
           const int u_doc_after = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_q_pos_hi_max_0, true);
-          const int visible_hi = q_pos_hi >= 0 ? (u_doc_after + kBlockN - 1) / kBlockN : 0;
-          const int full_lo = (max(u_doc_from, 0) + kBlockN - 1) / kBlockN;
-          const int full_hi = min(max(q_pos_lo >= 0 && u_doc_q_pos_lo_max_0 == u_doc_q_pos_hi_max_0 ? u_doc_after : 0, 0) / kBlockN, whole_tiles);
-          spans = {visible_lo, visible_hi, full_lo, full_hi};
+          const int visible_to = min(max(q_pos_hi >= 0 ? u_doc_after : 0, 0), seqlen_k);
+          const int full_to = min(max(q_pos_lo >= 0 && u_doc_q_pos_lo_max_0 == u_doc_q_pos_hi_max_0 ? u_doc_after : 0, 0), seqlen_k);
+          const int offset = __shfl_sync(~0u, visible_from >= kBlockN ? (visible_to + kAnchor - 1) / kAnchor * kAnchor % kBlockN : 0, 8 * kConsumers);  // of the first key of each tile
+          const int visible_lo = (visible_from - offset) / kBlockN;
+          const int visible_hi = (visible_to - offset + kBlockN - 1) / kBlockN;
+          const int full_lo = (visible_from - offset + kBlockN - 1) / kBlockN;
+          const int full_hi = (full_to - offset) / kBlockN;
+          spans = {visible_lo, visible_hi, full_lo, full_hi, offset};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, hk, (q_tile * kBlockM >> group_bits), __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
@@ -291,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             v_rows_ring.acquire();
             if (lane == 0) {
               v_rows_ring.arrive_expecting(kVRowsBytes);
-              const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
+              const int start = v_tile * kBlockN + all.offset, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
               load_box(kVRows + v_rows_ring.stage * kVRowsBytes, v_map, v_rows_ring.full(), column, hk,
                          kBlockN - rows, start + rows, b);
             }
@@ -299,13 +305,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             v_rows_ring.advance();
           }
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
+        // `tile_info` is where the tile begins, above it a bit for each consumer that needs the mask and one for each that sees nothing.
         const auto load_step = [&](int tile, int tile_info) {
           // Before waiting for room, so that they come meanwhile.
           KeyValues key_values[(kBlockN + 31) / 32];
 #pragma unroll
           for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
-            const int kv = tile * kBlockN + 32 * i + lane;
+            const int kv = tile * kBlockN + all.offset + 32 * i + lane;
             const int u_doc_kv = (kv < extent_u_doc_1) ? u_doc_b[static_cast<long long>(kv)] : 0;
             key_values[i] = {u_doc_kv};
           }
@@ -323,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             k_ring.arrive_expecting(kKBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
               load_box(kK + k_ring.stage * kKBytes + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk,
-                       tile * kBlockN, b);
+                       tile * kBlockN + all.offset, b);
             }
           }
           __syncwarp();
@@ -337,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
           const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
+          load_step(tile, static_cast<uint32_t>(tile * kBlockN + all.offset) / kAnchor | partial << kPartialBit | skipped << kSkippedBit);
         }
         load_v();
       }
@@ -516,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
       // S becomes logits; pairs that are not visible get -inf.
       const auto finish_logits = [&] {
-        const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
+        const int kv_first = (tile_info & kTileMask) * kAnchor + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           struct Row {
             int u_doc_q_pos;

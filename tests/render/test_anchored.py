@@ -51,9 +51,11 @@ int main(int count, char** given) {{
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("tile", ["{m: 192, n: 64}", "{m: 128, n: 96}"])
-def test_tiles_that_end_with_what_is_seen_hold_all_of_it(tile: str, tmp_path: Path) -> None:
-    plan = planned("sliding_window", backend="cuda", head_dim=128, pack_gqa="true", tile=tile)
+@pytest.mark.parametrize(
+    ("dtype", "tile"), [("bf16", "{m: 192, n: 64}"), ("bf16", "{m: 128, n: 96}"), ("fp8_e4m3", "{m: 192, n: 96}")]
+)
+def test_tiles_that_end_with_what_is_seen_hold_all_of_it(dtype: str, tile: str, tmp_path: Path) -> None:
+    plan = planned("sliding_window", backend="cuda", dtype=dtype, head_dim=128, pack_gqa="true", tile=tile)
     assert isinstance(plan.structure, HopperForward)
     assert plan.structure.anchored
     view = cuda_view(plan, "")
@@ -119,7 +121,8 @@ def _check(plan: Plan, case: tuple[int, ...], found: list[tuple[int, ...]]) -> b
         ("sliding_window", {"pack_gqa": "true", "layout": "varlen"}, False),
         ("sliding_window", {"pack_gqa": "true", "layout": "paged"}, False),
         ("sliding_window", {"warps": "{producer: 0}"}, False),
-        ("sliding_window", {"pack_gqa": "true", "dtype": "fp8_e4m3"}, False),
+        ("sliding_window", {"pack_gqa": "true", "dtype": "fp8_e4m3"}, True),
+        ("sliding_window", {"dtype": "fp8_e4m3"}, False),
     ],
 )
 def test_which_kernels_have_such_tiles(variant: str, fields: dict[str, str], expected: bool) -> None:

@@ -213,7 +213,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         capped=capped,
         fused=softmax == "bounded" and not capped,
         anchor=ANCHOR if anchored else 0,
-        redo_by_count=anchored and softmax == "fixed_reference" and not capped,
+        redo_by_count=anchored and softmax == "fixed_reference" and not capped and not numbers.settled,
         relative=softmax == "fixed_reference" and not spec.scale_block and takes_reference(spec),
         shared=(),
     )
