@@ -44,6 +44,9 @@ _FRAGMENT_KEYS = 16
 #: Registers with which a warp that transposes V has four fragments in flight, not three.
 _REGISTERS_OF_FOUR = 40
 
+#: Columns up to which registers hold what is known of a first tile.
+_REMEMBERED_COLUMNS = 128
+
 #: Columns of V up to which it leaves registers and memory for more keys than K has.
 _NARROW_V = 128
 
@@ -174,8 +177,10 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         and not spec.scale_block
         and is_soft_capped(spec)
     )
-    # where tiles of few keys are anchored, the rows of all consumers see some key of nearly every tile
-    ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and (form.transposes or not anchored)
+    # where tiles are anchored, the rows of all consumers see some key of nearly every tile, unless it has many keys, and
+    # what rows see begins with a key of each
+    together = anchored and (not form.transposes or tile_n <= ROWS or searches(spec))
+    ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not together
     skips = ranges and tile_n < tile_m - ROWS
     draft = HopperForward(
         specialized=specialized,
@@ -209,6 +214,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         if form.transposes and not spec.transposed_v
         else 0,
         softmax=softmax,
+        renew_below="1.0f" if numbers.settled and max(qk, v) <= _REMEMBERED_COLUMNS else "",
         reference="0.0f" if constant is None else f"{constant:.1f}f",
         capped=capped,
         fused=softmax == "bounded" and not capped,

@@ -40,7 +40,7 @@ TABLE = (
     Choice("packed", 128, 2, 192, "pingpong"),
     Choice("paged", 128, 2, 192, "pingpong"),
     Choice("window", 128, 3, 96, "cooperative"),
-    Choice("score", 128, 3, 96, "cooperative"),
+    Choice("score", 128, 3, 96, "pingpong", keeps_turn=True),
     Choice("any", 128, 3, 96, "pingpong"),
     Choice("any", 192, 2, 128, "cooperative"),
     Choice("any", 256, 2, 128, "cooperative", (24, 240)),
