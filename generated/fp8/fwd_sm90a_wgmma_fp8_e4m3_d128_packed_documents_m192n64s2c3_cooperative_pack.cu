@@ -49,6 +49,7 @@ constexpr int kLookahead = 6;  // steps before the end of a tile of work at whic
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
+constexpr float kRenewBelow = 1.0f;  // a lane's sum after a partial first tile that asks for a new reference
 constexpr int kSettled = 6;  // log2 of the sum at most that a new reference leaves a lane in a step
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
@@ -81,7 +82,7 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O and skipped tiles
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
 };
 
 constexpr int kScheduler = 12, kLoader = 13;  // warps with a role of their own
@@ -284,7 +285,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         const int b = work.b, hk = work.hk, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
-        const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             v_rows_ring.advance();
           }
         };
-        // `tile_info` is where the tile begins, above it a bit for each consumer that needs the mask and one for each that sees nothing.
+        // `tile_info` is where the tile begins, above it a bit for each consumer that needs the mask.
         const auto load_step = [&](int tile, int tile_info) {
           // Before waiting for room, so that they come meanwhile.
           KeyValues key_values[(kBlockN + 31) / 32];
@@ -341,8 +341,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
-          load_step(tile, static_cast<uint32_t>(tile * kBlockN + all.offset) / kAnchor | partial << kPartialBit | skipped << kSkippedBit);
+          load_step(tile, static_cast<uint32_t>(tile * kBlockN + all.offset) / kAnchor | partial << kPartialBit);
         }
         load_v();
       }
@@ -432,33 +431,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (leader) k_ring.release();
       k_ring.advance();
     };
-    VRing held;        // the tile of V that O += P V still has to read,
-    int held_for = 0;  // and how many tiles were skipped since
-    const auto wait_v = [&] { held.wait(); };
+    const auto wait_v = [&] { v_ring.wait(); };
     const auto release_v = [&] {
-      if (leader) held.release();
-    };
-    // Holds the tile of V that belongs to these logits until O += P V.
-    const auto hold_v = [&] {
-      held = v_ring;
-      held_for = 0;
-      v_ring.advance();
-    };
-    const auto skip_v = [&] {
-      // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
-      if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
       v_ring.advance();
     };
-    // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
       key_values = kKeyValues + sizeof(KeyValues) * (kBlockN * (k_ring.stage + KRing::kStages * k_ring.phase) + 2 * (lane % 4));
-      return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
-    // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
-    const auto give_up_turn = sync_group;
     // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
       work_ring.wait();
@@ -479,26 +461,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     bool more = __any_sync(~0u, left > 0);
     float next_scales[2];
     read_scales(place_at(0), next_scales);
-    // Waits for the first tile; true if these rows see nothing of it, and there is another.
-    const auto first_is_blind = [&] {
+    const auto wait_operands = [&] {
       q_ring.wait();
-      return wait_k() && __any_sync(~0u, left > 1);
+      wait_k();
     };
-    // Skips the tiles that these rows do not see, and computes S of the first that they do.
-    const auto start = [&](bool blind, bool turn_is_spent) {
-      while (blind) {
-        if (!turn_is_spent) give_up_turn();
-        turn_is_spent = false;
-        release_k();
-        skip_v();
-        --left;
-        blind = wait_k() && __any_sync(~0u, left > 1);
-      }
+    const auto start = [&] {
+      wait_operands();
       issue_qk(k_ring.stage, q_ring.stage);
       wait_products<0>();
       settle(s);
     };
-    if (more) start(first_is_blind(), false);
+    if (more) start();
     while (more) {
       const Place& work = place_at(work_ring.stage);
       const float logit_scale = softmax_scale * next_scales[0] * next_scales[1];
@@ -552,28 +525,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
       // The first tile. Its S is there.
       release_k();
-      hold_v();
       finish_logits();
-      // Few keys say little about those to come: after a partial tile the next one sets references again.
-      bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
+      // Few keys say little about those to come. After a partial tile the next one may add as much as it likes, and sets references
+      // again (2) where a lane has seen next to nothing.
+      int few = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_reference<kPeak>(maximum, reference, alpha);
       exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+      if (few) few += __any_sync(~0u, fminf(row_sum[0], row_sum[1]) < kRenewBelow);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
-        // Skips a tile that these rows do not see, as long as the ring has room beside the tile of V that is held.
-        if (wait_k() && __any_sync(~0u, held_for < VRing::kStages - 1)) {
-          give_up_turn();
-          release_k();
-          skip_v();
-          ++held_for;
-          continue;
-        }
+        wait_k();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
-        issue_pv(held.stage);  // O += P V of the tile before
+        issue_pv(v_ring.stage);  // O += P V of the tile before
         wait_products<1>();
         settle(s);
         release_k();
@@ -583,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         wait_products<0>();
         settle(acc);
         release_v();
-        if (__any_sync(~0u, renews)) {
+        if (__any_sync(~0u, few > 1)) {
           find_maximum(s, scale_log2e, maximum);
           raise_reference<kPeak>(maximum, reference, alpha);
           rescale(acc, alpha);
@@ -591,7 +558,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           row_sum[1] *= alpha[1];
         }
         exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
+        const auto kept = [&](int row) { return sum[row] <= (few ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
           lift_by_sum<kSettled - kPeak>(sum, reference, maximum);
@@ -605,10 +572,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           }
           exponentiate<Element>(s, scale_log2e, reference, p, sum);
         }
-        renews = false;
+        few = 0;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
-        hold_v();
       }
 
       if (leader) q_ring.release();
@@ -670,21 +636,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       read_scales(next, next_scales);
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
-      const bool blind = more && first_is_blind();
+      if (more) wait_operands();
       wait_v();
-      if (blind) {
-        issue_pv(held.stage);
-        free_out();
-        wait_products<0>();
-        write_out();
-        start(true, true);
-      } else {
-        issue_pv(held.stage);
-        issue_qk(k_ring.stage, q_ring.stage);
-        free_out();
-        wait_products<1>();
-        write_out();
-      }
+      issue_pv(v_ring.stage);
+      issue_qk(k_ring.stage, q_ring.stage);
+      free_out();
+      wait_products<1>();
+      write_out();
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

@@ -1,4 +1,4 @@
-// fwd_sm90a_wgmma_fp8_e4m3_d128_softcap_m192n96s2c3_cooperative
+// fwd_sm90a_wgmma_fp8_e4m3_d128_softcap_m192n96s2c3
 //
 // Attention forward, variant softcap: mask `q_pos >= kv`, score `cap * tanh(s / cap)`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
@@ -48,6 +48,7 @@ constexpr int kLookahead = 2;  // steps before the end of a tile of work at whic
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
+constexpr float kRenewBelow = 1.0f;  // a lane's sum after a partial first tile that asks for a new reference
 constexpr int kSettled = 6;  // log2 of the sum at most that a new reference leaves a lane in a step
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
@@ -79,7 +80,8 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O and skipped tiles
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
 constexpr int kScheduler = 12, kLoader = 13;  // warps with a role of their own
@@ -127,7 +129,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 __device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_softcap_m192n96s2c3_cooperative(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_softcap_m192n96s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
@@ -378,6 +380,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       commit_products();
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
+    // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
+    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
+    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
+    if (warpgroup == kConsumers - 1) pass_turn();
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
@@ -413,7 +419,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
     // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
-    const auto give_up_turn = sync_group;
+    const auto give_up_turn = [&] {  // every consumer has one turn for each KV tile
+      take_turn();
+      pass_turn();
+    };
     // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
       work_ring.wait();
@@ -449,7 +458,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         --left;
         blind = wait_k() && __any_sync(~0u, left > 1);
       }
+      take_turn();
       issue_qk(k_ring.stage, q_ring.stage);
+      pass_turn();
       wait_products<0>();
       settle(s);
     };
@@ -512,12 +523,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       } else {
         finish_full();
       }
-      // Few keys say little about those to come: after a partial tile the next one sets references again.
-      bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
+      // Few keys say little about those to come. After a partial tile the next one may add as much as it likes, and sets references
+      // again (2) where a lane has seen next to nothing.
+      int few = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_reference<kPeak>(maximum, reference, alpha);
       exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+      if (few) few += __any_sync(~0u, fminf(row_sum[0], row_sum[1]) < kRenewBelow);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -529,6 +542,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           ++held_for;
           continue;
         }
+        take_turn();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
         issue_pv(held.stage);  // O += P V of the tile before
@@ -541,18 +555,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         float sum[2] = {0.0f, 0.0f};
         const auto begin_p = [&] {
           wait_products<0>();
+          pass_turn();  // the products are done
           settle(acc);
           release_v();
         };
         bool products = false;  // whether S still is the products
-        if (__any_sync(~0u, renews || tile_info >> (kPartialBit + warpgroup) & 1)) {
+        if (__any_sync(~0u, few > 1 || tile_info >> (kPartialBit + warpgroup) & 1)) {
           if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
             finish_partial();
           } else {
             finish_full();
           }
           begin_p();
-          if (__any_sync(~0u, renews)) {
+          if (__any_sync(~0u, few > 1)) {
             find_maximum(s, scale_log2e, maximum);
             raise_reference<kPeak>(maximum, reference, alpha);
             rescale(acc, alpha);
@@ -570,7 +585,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             exponentiate<Element>(s, scale_log2e, reference, p, sum);
           }
         }
-        const auto kept = [&](int row) { return sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
+        const auto kept = [&](int row) { return sum[row] <= (few ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           if (products) finish_full();
           find_maximum(s, scale_log2e, maximum);
@@ -585,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           }
           exponentiate<Element>(s, scale_log2e, reference, p, sum);
         }
-        renews = false;
+        few = 0;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
         hold_v();
@@ -651,8 +666,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       left = next.tiles;
       const bool blind = more && first_is_blind();
       wait_v();
+      take_turn();
       if (blind) {
         issue_pv(held.stage);
+        pass_turn();
         free_out();
         wait_products<0>();
         write_out();
@@ -660,6 +677,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       } else {
         issue_pv(held.stage);
         issue_qk(k_ring.stage, q_ring.stage);
+        pass_turn();
         free_out();
         wait_products<1>();
         write_out();
@@ -675,5 +693,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (lane == 0) last_ring.release();
     }
     if (leader) wait_stores_read();
+    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
   }
 }
