@@ -177,8 +177,8 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         and not spec.scale_block
         and is_soft_capped(spec)
     )
-    # where tiles are anchored, the rows of all consumers see some key of nearly every tile; not so where tiles have many
-    # keys under a window, whose far end differs from query to query
+    # where tiles are anchored, the rows of all consumers see some key of nearly every tile; not so tiles of many keys
+    # under a window, whose far end differs from query to query
     together = anchored and (not form.transposes or tile_n <= ROWS or searches(spec))
     ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not together
     skips = ranges and tile_n < tile_m - ROWS
