@@ -509,8 +509,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       release_k();
       hold_v();
       finish_logits();
-      // Few keys say little about those to come. After a partial tile the next one may add as much as it likes, and sets references
-      // again (2) where a lane has seen next to nothing.
+      // Few keys say little about those to come: after a partial tile (1) the next one may add as much as it likes, and where a lane
+      // has seen next to nothing (2), it sets references again.
       int few = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);

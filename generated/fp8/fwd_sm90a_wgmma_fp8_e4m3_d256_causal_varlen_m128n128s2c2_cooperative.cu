@@ -473,14 +473,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       // The first tile. Its S is there.
       release_k();
       finish_logits();
-      // Few keys say little about those to come. After a partial tile the next one may add as much as it likes, and sets references
-      // again (2).
-      int few = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
+      // Few keys say little about those to come: after a partial tile the next one sets references again.
+      bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_reference<kPeak>(maximum, reference, alpha);
       exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
-      few *= 2;
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -497,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         wait_products<0>();
         settle(acc);
         release_v();
-        if (__any_sync(~0u, few > 1)) {
+        if (__any_sync(~0u, renews)) {
           find_maximum(s, scale_log2e, maximum);
           raise_reference<kPeak>(maximum, reference, alpha);
           rescale(acc, alpha);
@@ -505,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           row_sum[1] *= alpha[1];
         }
         exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= (few ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
+        const auto kept = [&](int row) { return sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
           lift_by_sum<kSettled - kPeak>(sum, reference, maximum);
@@ -519,7 +517,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           }
           exponentiate<Element>(s, scale_log2e, reference, p, sum);
         }
-        few = 0;
+        renews = false;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
       }

@@ -47,7 +47,6 @@ constexpr int kLookahead = 6;  // steps before the end of a tile of work at whic
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
-constexpr float kRenewBelow = 1.0f;  // a lane's sum after a partial first tile that asks for a new reference
 constexpr int kSettled = 6;  // log2 of the sum at most that a new reference leaves a lane in a step
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
@@ -549,14 +548,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       release_k();
       hold_v();
       finish_logits();
-      // Few keys say little about those to come. After a partial tile the next one may add as much as it likes, and sets references
-      // again (2) where a lane has seen next to nothing.
-      int few = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
+      // Few keys say little about those to come: after a partial tile the next one sets references again.
+      bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_reference<kPeak>(maximum, reference, alpha);
       exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
-      if (few) few += __any_sync(~0u, fminf(row_sum[0], row_sum[1]) < kRenewBelow);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -580,7 +577,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         wait_products<0>();
         settle(acc);
         release_v();
-        if (__any_sync(~0u, few > 1)) {
+        if (__any_sync(~0u, renews)) {
           find_maximum(s, scale_log2e, maximum);
           raise_reference<kPeak>(maximum, reference, alpha);
           rescale(acc, alpha);
@@ -588,7 +585,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           row_sum[1] *= alpha[1];
         }
         exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= (few ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
+        const auto kept = [&](int row) { return sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
           lift_by_sum<kSettled - kPeak>(sum, reference, maximum);
@@ -602,7 +599,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           }
           exponentiate<Element>(s, scale_log2e, reference, p, sum);
         }
-        few = 0;
+        renews = false;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
         hold_v();

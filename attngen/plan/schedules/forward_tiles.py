@@ -214,7 +214,9 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         if form.transposes and not spec.transposed_v
         else 0,
         softmax=softmax,
-        renew_below="1.0f" if numbers.settled and max(qk, v) <= _REMEMBERED_COLUMNS else "",
+        renew_below="1.0f"
+        if numbers.settled and softmax == "fixed_reference" and anchored and max(qk, v) <= _REMEMBERED_COLUMNS
+        else "",
         reference="0.0f" if constant is None else f"{constant:.1f}f",
         capped=capped,
         fused=softmax == "bounded" and not capped,
