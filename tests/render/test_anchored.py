@@ -129,3 +129,22 @@ def test_which_kernels_have_such_tiles(variant: str, fields: dict[str, str], exp
     plan = planned(variant, backend="cuda", head_dim=128, **fields)
     assert isinstance(plan.structure, HopperForward)
     assert plan.structure.anchored is expected
+
+
+@pytest.mark.parametrize(
+    ("variant", "tile", "skips"),
+    [
+        ("sliding_window", "{m: 192, n: 96}", True),
+        ("sliding_window", "{m: 192, n: 64}", False),
+        ("packed_documents", "{m: 192, n: 96}", False),
+    ],
+)
+def test_in_8_bits_consumers_skip_wide_tiles_of_windows(variant: str, tile: str, skips: bool) -> None:
+    plan = planned(variant, backend="cuda", head_dim=64, dtype="fp8_e4m3", pack_gqa="true", tile=tile)
+    assert isinstance(plan.structure, HopperForward)
+    assert plan.structure.anchored
+    assert plan.structure.skips is skips
+    assert plan.structure.renew_below
+    apart = planned(variant, backend="cuda", head_dim=64, dtype="fp8_e4m3", tile=tile)
+    assert isinstance(apart.structure, HopperForward)
+    assert not apart.structure.renew_below
