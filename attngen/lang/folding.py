@@ -150,6 +150,18 @@ def split_queries(value: Expr) -> Expr:
     return _rewrite_values(value, rule)
 
 
+def split_slope(value: Expr, key: Var = KEY) -> tuple[Expr, Expr] | None:
+    """Return ``rest`` and ``slope`` of a sum that is ``rest + float(key) * slope``; None of anything else."""
+    match value:
+        case Op(op="add", args=(rest, Op(op="mul", args=(Op(op="to_float", args=(place,)), slope)))) if place == key:
+            return rest, slope
+        case Op(op="add", args=(other, last)) if (found := split_slope(last, key)) is not None:
+            return Op("add", (other, found[0]), Type.FLOAT), found[1]
+        case Op(op="add" | "sub", args=(first, other)) if (found := split_slope(first, key)) is not None:
+            return replace(value, args=(found[0], other)), found[1]
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Slope:
     """``varying * factor`` is the derivative of the logit with respect to the raw product q·k.

@@ -454,7 +454,8 @@ def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
     if "forward" in entry.passes:
         return
     fields = ("pipeline" if name == "stages" else name for name in _FORWARDS)
-    given = [name for name in fields if getattr(entry, name) is not None and (name != "split_kv" or any(entry.split_kv))]
+    unsplit = not any(entry.split_kv)  # which is what an entry has that says nothing
+    given = [name for name in fields if getattr(entry, name) is not None and not (name == "split_kv" and unsplit)]
     for name in given:
         raise SpecError(
             "is for the forward, which 'passes' does not ask for; for the backward, say it in 'backward', as in "

@@ -39,17 +39,14 @@ _LEAST_KEYS = 16
 #: What the first key of an anchored tile is a multiple of.
 ANCHOR = 16
 
-#: Columns up to which tanh and exp2 of a logit, which share a unit, take longer than its products: twice as long at 64.
-_CAPPED_COLUMNS = 64
-
-#: Of what consumers learn of a tile of keys.
-_WORD_BITS = 32
-
 #: Keys of a fragment of V that is transposed.
 _FRAGMENT_KEYS = 16
 
 #: Registers with which a warp that transposes V has four fragments in flight, not three.
 _REGISTERS_OF_FOUR = 40
+
+#: Columns up to which registers hold what is known of a first tile.
+_REMEMBERED_COLUMNS = 128
 
 #: Columns of V up to which it leaves registers and memory for more keys than K has.
 _NARROW_V = 128
@@ -116,7 +113,8 @@ class Form:
     roles with their registers, for a number of consumers, keys of a tile and columns of V, and for the registers that a
     table gives, if it does. ``products`` counts the
     wgmma instructions of a kernel, from those of one Q K^T and of one P V. ``numbers`` says by dtype how probabilities
-    are kept within it. ``transposes``: V has to be turned before its product.
+    are kept within it. ``capped_columns``: those up to which tanh and exp2 of a logit, which share a unit, take longer
+    than its products. ``transposes``: V has to be turned before its product.
     """
 
     schedule: str
@@ -127,6 +125,7 @@ class Form:
     products: Callable[[HopperForward, int, int], int]
     numbers: Mapping[str, Probabilities]
     table: tuple[Choice, ...]
+    capped_columns: int = 0
     transposes: bool = False
 
 
@@ -182,15 +181,17 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     box = widest_box(qk * size, v * size)
     numbers = form.numbers[spec.dtype]
     softmax, constant = softmax_of(spec, numbers.exponents)
-    anchored = specialized and not form.transposes and _can_be_anchored(spec, driver, consumers, tile_n)
+    anchored = specialized and tile_n % ANCHOR == 0 and _can_be_anchored(spec, driver)
     capped = (
-        max(qk, v) <= _CAPPED_COLUMNS
-        and numbers.exponents is not None
+        max(qk, v) <= form.capped_columns
         and softmax in ("fixed_reference", "bounded")
+        and not spec.scale_block
         and is_soft_capped(spec)
     )
-    # where tiles are anchored, the rows of all consumers see some key of nearly every tile
-    ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not anchored
+    # where tiles are anchored, the rows of all consumers see some key of nearly every tile; not so tiles of many keys
+    # under a window, whose far end differs from query to query
+    together = anchored and (not form.transposes or tile_n <= ROWS or searches(spec))
+    ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not together
     skips = ranges and tile_n < tile_m - ROWS
     staged = spec.epilogue != "direct" and not spec.split_tiles
     draft = HopperForward(
@@ -225,13 +226,16 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         if form.transposes and not spec.transposed_v
         else 0,
         softmax=softmax,
+        renew_below="1.0f"
+        if numbers.settled and softmax == "fixed_reference" and anchored and max(qk, v) <= _REMEMBERED_COLUMNS
+        else "",
         reference="0.0f" if constant is None else f"{constant:.1f}f",
         capped=capped,
         fused=softmax == "bounded" and not capped,
         anchor=ANCHOR if anchored else 0,
-        redo_by_count=anchored and softmax == "fixed_reference" and not capped,
+        redo_by_count=anchored and softmax == "fixed_reference" and not capped and not numbers.settled,
         cluster=_cluster(spec, form, driver, roles, choice.cluster if as_chosen else 1),
-        relative=numbers.exponents is not None and softmax == "fixed_reference" and takes_reference(spec),
+        relative=softmax == "fixed_reference" and not spec.scale_block and takes_reference(spec),
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
     )
@@ -274,22 +278,20 @@ def _one_interval(spec: KernelSpec) -> bool:
     return len(found.visible) == 1 and len(found.full) == 1
 
 
-def tile_bits(tile_n: int) -> int:
-    """Return the bits that the number of any tile of keys has."""
-    return ((MAX_SEQLEN - 1) // tile_n).bit_length()
+def place_bits(step: int) -> int:
+    """Return the bits that say where any tile of keys begins, in multiples of ``step`` keys."""
+    return ((MAX_SEQLEN - 1) // step).bit_length()
 
 
-def _can_be_anchored(spec: KernelSpec, driver: str, consumers: int, tile_n: int) -> bool:
+def _can_be_anchored(spec: KernelSpec, driver: str) -> bool:
     """Whether tiles of keys may begin anywhere, and rows see an interval that ends on both sides, so that it pays.
 
-    It does where heads share rows: tiles of work then end at other queries than multiples of ``tile.n``. A word of a
-    tile says where it begins in steps of ``ANCHOR``, beside its number and two bits for each consumer.
+    It does where heads share rows: tiles of work then end at other queries than multiples of ``tile.n``.
     """
     if not spec.pack_gqa or driver != "ranges" or LAYOUTS[spec.layout].key_access != "contiguous":
         return False
     visible = bands_of(spec).visible
-    bits = tile_bits(tile_n) + 2 * consumers + (tile_n // ANCHOR - 1).bit_length()
-    return len(visible) == 1 and visible[0].lo is not None and visible[0].hi is not None and bits <= _WORD_BITS
+    return len(visible) == 1 and visible[0].lo is not None and visible[0].hi is not None
 
 
 def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:

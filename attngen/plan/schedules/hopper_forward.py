@@ -238,6 +238,7 @@ FORM = Form(
     products=products_with_roles,
     numbers=PROBABILITIES,
     table=TABLE,
+    capped_columns=64,
 )
 SCHEDULE = Schedule(
     name="hopper_forward",

@@ -11,7 +11,7 @@ from attngen.lang.statements import Piece, Statement, leaf, reads
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedules.forward_memory import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
-from attngen.plan.schedules.forward_tiles import tile_bits
+from attngen.plan.schedules.forward_tiles import place_bits
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
 from attngen.render.cuda_statements import int_constant
@@ -90,7 +90,8 @@ class CudaView:
     each_work: str  # a loop over tiles of work, and its end
     end_work: str
     partials_room: int
-    tile_bits: int
+    place_bits: int
+    place_step: str
     anchor: int
     key_start: Callable[[str], str]
     argument_lines: tuple[str, ...]
@@ -166,8 +167,8 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
-    start = " + (static_cast<uint32_t>(tile_info) >> kOffsetBit) * kAnchor" if hopper.anchored else ""
-    kv_first = f"{tile} * kBlockN{start} + 2 * (lane % 4)"
+    place_step = "kAnchor" if hopper.anchored else "kBlockN"
+    kv_first = f"{tile} * {place_step} + 2 * (lane % 4)"
     v_box = hopper.box_bytes
     if hopper.v_by_columns:
         among = TRANSPOSED_BYTES if hopper.transposes else BOX_BYTES
@@ -203,7 +204,8 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         each_work="do" if hopper.shares else "while (true)",
         end_work=" while (false);  // a block has one tile of work" if hopper.shares else "",
         partials_room=_room(hopper),
-        tile_bits=tile_bits(plan.tile_n),
+        place_bits=place_bits(hopper.anchor or plan.tile_n),
+        place_step=place_step,
         anchor=hopper.anchor,
         key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if hopper.anchored else ""),
         argument_lines=argument_lines(plan, plan.arguments),

@@ -132,6 +132,8 @@ class HopperExplanation(ScheduleExplanation):
         )
         if hopper.settled and self.plan.softmax == "fixed_reference":
             softmax += "; from a new maximum after a partial first tile"
+            if hopper.renew_below:
+                softmax += f" that left a lane a sum below {hopper.renew_below.rstrip('f')}"
         yield "softmax", softmax
         yield "masks", _masks(self.plan)
         if hopper.skips:
