@@ -81,14 +81,15 @@ def plans(*dtypes: str) -> list[Plan]:
     return [one.plan for one in prepared(*dtypes)]
 
 
-def prepared_quantizers(*arches: str) -> list[Prepared]:
-    """Return the kernels that quantize, for these arches."""
+def prepared_quantizers(*arches: str, tiles: bool = False) -> list[Prepared]:
+    """Return the kernels that quantize, for these arches: those of any head dim, or those of ``tiles``."""
     found = []
     for arch in arches or ("sm90a",):
         first = expand(load_spec_text(SPEC_OF_8_BITS))
         for spec in quantizers([replace(one, arch=arch) for one in first]):
-            planned = plan(spec)
-            found.append(Prepared(spec, planned, render(planned)))
+            if (spec.loads == "descriptor") == tiles:
+                planned = plan(spec)
+                found.append(Prepared(spec, planned, render(planned)))
     return found
 
 

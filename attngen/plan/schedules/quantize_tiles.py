@@ -1,0 +1,118 @@
+"""The kernel that quantizes queries, keys and values of one head_dim, by the copy engine and matrix products.
+
+It does what the kernel of schedule ``quantize`` does, for rows of 64 or 128 numbers of tensors that the copy engine can
+read. Tiles arrive in shared memory while others are worked on, so that no registers hold what is on its way; products
+with a Hadamard matrix cost no instructions of the threads that round. So memory binds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from attngen.arch import Arch
+from attngen.dtypes import CHUNK_BYTES
+from attngen.formats import QUANTIZE
+from attngen.plan import arguments, naming
+from attngen.plan.allowances import SPILLS
+from attngen.plan.choices import refuse
+from attngen.plan.model import Argument, Launch, Plan
+from attngen.plan.schedule import Schedule
+from attngen.plan.schedules import quantize
+from attngen.schema.expand import QUANTIZED_IN_TILES, KernelSpec
+
+#: What a unit of work is: a tile, the tokens of one head or of two, which four warps hold in registers.
+GRID = "row_tiles"
+
+#: Groups of four warps in a block, of which a multiprocessor has one: 128 registers a thread. Tiles in shared memory
+#: for each of them, tokens of a tile, boxes of a tile, and bytes of a row of a box.
+GROUPS, STAGES, ROWS, BOXES, BOX_BYTES = 4, 2, 64, 2, 128
+
+_ROUNDED = ("q_out", "k_out", "v_out")
+_SCALES = ("q_descale", "k_descale", "v_descale", "signs")
+_TABLES = ("rotary_cos", "rotary_sin")
+
+_SIZES = (
+    "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "units", "units_q", "units_k", "bands_q", "bands_k",
+    "sharers", "scales_qk", "scales_v", "phase", "lag", "counters", "tickets", "backwards", "hadamard", "rotates",
+    "positions", "rotary_form", "angle_bytes", "e5m2_out",
+)  # fmt: skip
+_DIVISORS = (
+    "group", "section_heads_q", "section_heads_k", "section_q", "section_k", "sections_q", "sections_k",
+)  # fmt: skip
+
+
+def angle_pitch(plan: Plan) -> int:
+    """Return how many bytes the angles of a row are apart in shared memory: those of float32, and 16 more, so that
+    neighbouring rows lie in other banks."""
+    return plan.head_dim_qk // 2 * 4 + CHUNK_BYTES
+
+
+def shared_bytes(plan: Plan) -> int:
+    """Return the dynamic shared memory of a block: tiles, the Hadamard matrix or two tables of angles, and what aligns
+    them."""
+    tiles = GROUPS * STAGES * BOXES * ROWS * BOX_BYTES
+    factors = plan.head_dim_qk**2 * plan.operands.q.bytes
+    tables = 2 * 2 * ROWS * angle_pitch(plan)
+    return tiles + max(factors, tables) + 1024
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    if not spec.head_dim_qk == spec.head_dim_v in QUANTIZED_IN_TILES:
+        allowed = " or ".join(map(str, QUANTIZED_IN_TILES))
+        raise refuse(spec, "head_dim", f"tiles have rows of {allowed}, q, k and v alike")
+    planned = replace(
+        quantize.planned(spec, arch),
+        name=naming.quantize_name(arch=spec.arch, dtype=spec.dtype, head_dim=spec.head_dim_qk),
+        schedule="quantize_tiles",
+        loads="descriptor",
+        q_operand="shared",
+        tile_m=ROWS,
+        stages=STAGES,
+        num_warps=4 * GROUPS,
+    )
+    row = Launch(
+        QUANTIZE, planned.name, GRID, ROWS, 1, STAGES, 4 * GROUPS, arguments=tuple(_arguments(planned)),
+        max_spills=SPILLS.bytes, products=BOXES * BOX_BYTES // 32, shared_bytes=shared_bytes(planned), pdl=arch.pdl,
+    )  # fmt: skip
+    return planned.with_launches(row)
+
+
+def _arguments(plan: Plan) -> Iterator[Argument]:
+    for name in ("q", "k", "v"):
+        yield Argument(
+            f"{name}_map", "descriptor", "tensor_map", of=name,
+            box=(1, ROWS, 1, BOX_BYTES // plan.operands.q.bytes), swizzle=BOX_BYTES,
+        )  # fmt: skip
+    for name in _ROUNDED:
+        yield Argument(f"{name}_ptr", "pointer", "*u8", of=name, divisibility=CHUNK_BYTES)
+    for name in _SCALES:
+        yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
+    yield Argument("maxima_ptr", "pointer", "*u32", of="maxima", divisibility=4)
+    for name in _TABLES:
+        yield Argument(f"{name}_ptr", "pointer", "*void", of=name)
+    yield Argument("rotary_offsets_ptr", "pointer", "*i32", of="rotary_offsets", divisibility=4)
+    for name in _ROUNDED:
+        for axis in ("b", "s", "h"):
+            yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
+    for name in ("cos", "sin"):
+        yield arguments.size(f"{name}_row_bytes", form="i64")
+    for word in range(2):
+        yield arguments.size(f"sign_bits_{word}", form="i64")
+    yield from map(arguments.size, (*_SIZES, *_DIVISORS))
+    yield from arguments.reciprocals(*_DIVISORS)
+    yield arguments.size("norm", form="fp32")
+
+
+SCHEDULE = Schedule(
+    name="quantize_tiles",
+    backend="cuda",
+    direction=QUANTIZE,
+    template="cuda/quantize/tiles.cu.j2",
+    view="attngen.render.views.quantize:tiles_view",
+    supports=lambda arch: arch.wgmma,
+    plan=_plan,
+    alternatives=lambda spec, first: iter(()),
+    suits=lambda spec: spec.loads == "descriptor",
+    layouts=("dense",),
+)
