@@ -52,7 +52,6 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     heads_of_tile = columns // kernel.head_dim_qk
     of_qk, of_v = granularities(call)
     sharers = call.granularity // rows if of_qk == BLOCK else 1
-    blocks = driver.multiprocessors(device)
     groups = kernel.main.entry.threads // _GROUP
     across = [-(-heads // heads_of_tile) for heads in (sizes.heads, sizes.kv_heads)]
     down = [-(-seqlen // (rows * sharers)) for seqlen in (sizes.seqlen_q, sizes.seqlen_k)]
@@ -61,8 +60,10 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     units = [sizes.batch * n * tiles * sharers for n, tiles in zip(across, down, strict=True)]
     total = units[0] + 2 * units[1]
     section = [n * tiles for n, tiles in zip(beside, down, strict=True)]
-    lag = max(section) + groups * blocks
-    if total + lag + groups * blocks > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + _MOST_TOKENS > _MOST:
+    grid = min(driver.multiprocessors(device), -(-total // groups))
+    at_once = grid * groups
+    lag = min(max(section), total) + at_once  # by then a section's maxima are found, but for those of tiles at work
+    if 2 * (total + lag + at_once) > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + _MOST_TOKENS > _MOST:
         return "more rows than 32 bits count"
     sections = [-(-n // each) for n, each in zip(across, beside, strict=True)]
     heads = sizes.batch * sizes.kv_heads
@@ -88,10 +89,7 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
         **strides(call),
         **{(name, None): value for name, value in found.items()},
     }
-    launched = [
-        Phase(min(blocks, -(-total // groups)), {"phase": phase, "backwards": int(phases[0] == _FINDS < phase)})
-        for phase in phases
-    ]
+    launched = [Phase(grid, {"phase": phase, "backwards": int(phases[0] == _FINDS < phase)}) for phase in phases]
     maps = {
         name: _TensorMaps(driver, device, kernel.dtype, in_rows(getattr(call, name), call.layout)) for name in "qkv"
     }
