@@ -36,6 +36,9 @@ _GROUP = 128
 #: What a launch does: find maxima, round, or both, each tile twice.
 _FINDS, _ROUNDS, _BOTH = range(3)
 
+#: So many rounds of all groups after the last tile of a section has been taken, its maxima are asked for.
+_ROUNDS_LATER = 1
+
 #: Groups share the scale of this many tokens at most.
 _MOST_TOKENS = 128
 
@@ -62,7 +65,7 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     section = [n * tiles for n, tiles in zip(beside, down, strict=True)]
     grid = min(driver.multiprocessors(device), -(-total // groups))
     at_once = grid * groups
-    lag = min(max(section), total) + at_once  # by then a section's maxima are found, but for those of tiles at work
+    lag = max(section) + _ROUNDS_LATER * at_once
     if 2 * (total + lag + at_once) > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + _MOST_TOKENS > _MOST:
         return "more rows than 32 bits count"
     sections = [-(-n // each) for n, each in zip(across, beside, strict=True)]
