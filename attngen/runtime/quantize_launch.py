@@ -68,10 +68,11 @@ class PreparedQuantize:
             for parameter in entry.layout.parameters
             if parameter.kind == "pointer" and parameter.of in TENSORS
         ]
+        described = maps or {}
         self._maps = [
-            (TENSORS.index(parameter.of), parameter.offset, maps[parameter.of](parameter))
+            (TENSORS.index(parameter.of), parameter.offset, described[parameter.of](parameter))
             for parameter in entry.layout.parameters
-            if parameter.kind == "descriptor" and maps is not None and parameter.of in maps
+            if parameter.kind == "descriptor" and parameter.of is not None
         ]
         self._templates, self._functions = [], []
         for phase in phases:
@@ -83,7 +84,7 @@ class PreparedQuantize:
                     if parameter.of not in TENSORS:
                         raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
                     continue
-                if parameter.kind == "descriptor" and maps is not None and parameter.of in maps:
+                if parameter.kind == "descriptor" and parameter.of in described:
                     continue
                 key = (parameter.of or "", parameter.axis if parameter.kind == "stride" else None)
                 if key not in known or parameter.type not in _WRITERS:
@@ -107,12 +108,12 @@ class PreparedQuantize:
                 frame.bytes[: len(template)] = template
                 frames.append(frame)
                 launches.append((*function, frame.pointers(self._offsets)))
-        described = [(offset, tensor_map.at(addresses[tensor])) for tensor, offset, tensor_map in self._maps]
+        encoded = [(offset, tensor_map.at(addresses[tensor])) for tensor, offset, tensor_map in self._maps]
         for frame in frames:
             words = frame.words
             for tensor, place in self._places:
                 words[place] = addresses[tensor]
-            for offset, descriptor in described:
+            for offset, descriptor in encoded:
                 frame.bytes[offset : offset + DESCRIPTOR_BYTES] = descriptor
         self._driver.launch(launches, self._device)
         self._free.append((frames, launches))

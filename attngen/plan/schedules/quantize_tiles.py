@@ -28,6 +28,9 @@ GRID = "row_tiles"
 #: for each of them, tokens of a tile, boxes of a tile, and bytes of a row of a box.
 GROUPS, STAGES, ROWS, BOXES, BOX_BYTES = 4, 2, 64, 2, 128
 
+#: Bytes for what threads tell each other, more than they need.
+_TOLD = 2048
+
 _ROUNDED = ("q_out", "k_out", "v_out")
 _SCALES = ("q_descale", "k_descale", "v_descale", "signs")
 _TABLES = ("rotary_cos", "rotary_sin")
@@ -48,13 +51,15 @@ def angle_pitch(plan: Plan) -> int:
     return plan.head_dim_qk // 2 * 4 + CHUNK_BYTES
 
 
+def operand_bytes(plan: Plan) -> int:
+    """Return what products and rotations read beside tiles, not both at once: the Hadamard matrix, or two tables of
+    cosines and sines."""
+    return max(plan.head_dim_qk**2 * plan.operands.q.bytes, 2 * 2 * ROWS * angle_pitch(plan))
+
+
 def shared_bytes(plan: Plan) -> int:
-    """Return the dynamic shared memory of a block: tiles, the Hadamard matrix or two tables of angles, and what aligns
-    them."""
-    tiles = GROUPS * STAGES * BOXES * ROWS * BOX_BYTES
-    factors = plan.head_dim_qk**2 * plan.operands.q.bytes
-    tables = 2 * 2 * ROWS * angle_pitch(plan)
-    return tiles + max(factors, tables) + 1024
+    """Return the shared memory of a block: tiles, operands, and what threads tell each other."""
+    return GROUPS * STAGES * BOXES * ROWS * BOX_BYTES + operand_bytes(plan) + _TOLD
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:

@@ -45,6 +45,8 @@ class QuantizeTilesView(QuantizeView):
     groups: int
     boxes: int
     angle_pitch: int
+    shared_operands: int  # bytes
+    shared_bytes: int
 
 
 def tiles_view(plan: Plan, template: str) -> QuantizeTilesView:
@@ -61,6 +63,8 @@ def tiles_view(plan: Plan, template: str) -> QuantizeTilesView:
         groups=quantize_tiles.GROUPS,
         boxes=quantize_tiles.BOXES,
         angle_pitch=quantize_tiles.angle_pitch(plan),
+        shared_operands=quantize_tiles.operand_bytes(plan),
+        shared_bytes=quantize_tiles.shared_bytes(plan),
     )
 
 

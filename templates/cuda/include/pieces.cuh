@@ -1,4 +1,4 @@
-// Numbers of a thread in pieces of 16 that lie side by side in a row, and what blocks tell each other about maxima.
+// Numbers of a thread in pieces of 16 that lie side by side in a row.
 #pragma once
 
 #include "hadamard.cuh"
@@ -28,17 +28,4 @@ __device__ __forceinline__ void find_largest_of_pieces(const float (&x)[kSlots][
       if (magnitude < infinity) own = fmaxf(own, magnitude);
     }
   }
-}
-
-// One more of those who raised a maximum is done: what this thread has written before is seen by who awaits the count.
-__device__ __forceinline__ void count_one(uint32_t* count) {
-  __threadfence();
-  atomicAdd(count, 1u);
-}
-
-__device__ __forceinline__ void await_count(const uint32_t* count, uint32_t wanted) {
-  uint32_t there;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(count) : "memory");
-  } while (there < wanted);
 }
