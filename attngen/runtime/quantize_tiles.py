@@ -57,6 +57,8 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     sharers = call.granularity // rows if of_qk == BLOCK else 1
     groups = kernel.main.entry.threads // _GROUP
     across = [-(-heads // heads_of_tile) for heads in (sizes.heads, sizes.kv_heads)]
+    if call.rotary_cos is not None and min(across) * sharers < groups:
+        return f"bands of {min(across) * sharers} tiles do not occupy {groups} groups of warps"
     down = [-(-seqlen // (rows * sharers)) for seqlen in (sizes.seqlen_q, sizes.seqlen_k)]
     by_sections = HEAD in (of_qk, of_v) and call.rotary_cos is None
     beside = _section_heads(sizes, heads_of_tile) if by_sections else across
