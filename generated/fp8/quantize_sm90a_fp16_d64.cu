@@ -3,12 +3,12 @@
 // Queries, keys and values become 8 bits and scales; rows of Q and K are rotated and transformed.
 // Rendered from templates/cuda/quantize/tiles.cu.j2 by `attngen build specs/fp8.yaml`.
 //
-// A tile is 64 tokens of 2 heads. Groups of four warps work on one each, which the copy engine
-// brings while they work on those before. Rows that are transformed alone are multiplied: A is the tile, B a Hadamard matrix
-// with the random signs in its rows. Rotated ones are transformed in registers, two lanes a row; their angles are in
-// shared memory for all heads of a token.
-// A scale of a whole head takes two turns at a tile: one finds the largest magnitude, and one rounds it, `lag` tiles later,
-// when it is still in L2. Where a scale is of a tensor, and where rows are rotated, these are two launches.
+// A tile is 64 tokens of 2 heads. Each group of four warps works on one, while the copy engine brings
+// the next. Rows that are transformed without rotation are multiplied: A is the tile, B a Hadamard matrix with the random
+// signs in its rows. Rotated rows are transformed in registers, two lanes a row, and their angles lie in shared memory for
+// all heads of a token.
+// A scale of a head takes a tile twice: to find the largest magnitude, and, `lag` tiles later, to round it, when it is
+// still in L2. Where a scale is of a tensor, and where rows of a head are rotated, these are two launches.
 #include "pdl.cuh"
 #include "counts.cuh"
 #include "divisor.cuh"
@@ -20,22 +20,21 @@
 
 using Element = fp16;
 
-constexpr int kGroups = 4;      // of four warps, each with a tile
+constexpr int kGroups = 4;  // of four warps
 constexpr int kThreads = 128 * kGroups;
-constexpr int kStages = 2;      // tiles that a group has in shared memory
-constexpr int kRows = 64;        // of a tile
+constexpr int kStages = 2;  // tiles of a group in shared memory
+constexpr int kRows = 64;  // of a tile
 constexpr int kHeadDim = 64;
 constexpr int kHeads = 2 * 64 / kHeadDim;  // of a tile
-constexpr uint32_t kBox = kRows * 128;         // bytes of 64 columns
-constexpr uint32_t kTile = 2 * kBox;
-constexpr uint32_t kFactorBox = kHeadDim * 128;  // of 64 rows of the Hadamard matrix, one after the other
-constexpr uint32_t kAngles = 144;         // bytes from the cosines of a row to those of the next, in other banks
-constexpr uint32_t kTable = kRows * kAngles;
 
-// Where things begin in shared memory.
-constexpr uint32_t kRing = 0;
-constexpr uint32_t kFactors = kGroups * kStages * kTile;  // where rows are multiplied
-constexpr uint32_t kTables = kFactors;                    // where they are rotated: cosines and sines, twice
+// In bytes. Tables of cosines and of sines have 16 bytes more for each row than angles take, so that rows lie in other banks.
+constexpr uint32_t kBox = kRows * 128;  // 64 columns
+constexpr uint32_t kTile = 2 * kBox;
+constexpr uint32_t kFactorBox = kHeadDim * 128;  // 64 rows of the Hadamard matrix
+constexpr uint32_t kAngles = 144, kTable = kRows * kAngles;
+
+// Where things begin in shared memory. Products need factors, rotation two tables of cosines and two of sines.
+constexpr uint32_t kRing = 0, kFactors = kGroups * kStages * kTile, kTables = kFactors;
 constexpr uint32_t kShared = kFactors + 36864;
 
 enum Phase { kFinds = 0, kRounds = 1, kBoth = 2 };
@@ -50,8 +49,8 @@ struct Part {
   int heads, seqlen, granularity;
 };
 
-// Where the tile in a stage stands among all, -1 after the last one. `again`: its largest magnitude is known. `last` of a band
-// for the group, whose angles are in that table.
+// What is in a stage: a tile by its place among all, -1 after the last one. `again`: its largest magnitude is known.
+// `last`: of a band, for this group; the angles of the band are in that table.
 struct Place {
   int position;
   bool again, last;
@@ -99,15 +98,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
   const uint32_t angles_full = first_barrier + 8 * kStages * kGroups, angles_empty = angles_full + 16;
 
   if (threadIdx.x == 0) {
-    const Divisor q_heads(section_heads_q, section_heads_q_reciprocal), k_heads(section_heads_k, section_heads_k_reciprocal);
-    const Divisor q_section(section_q, section_q_reciprocal), k_section(section_k, section_k_reciprocal);
-    const Divisor q_sections(sections_q, sections_q_reciprocal), k_sections(sections_k, sections_k_reciprocal);
-    parts[0] = {q_out_ptr, q_descale_ptr, stride_q_out_b, stride_q_out_s, stride_q_out_h, q_heads, q_section, q_sections,
-                0, 0, 0, heads, seqlen_q, scales_qk};
-    parts[1] = {k_out_ptr, k_descale_ptr, stride_k_out_b, stride_k_out_s, stride_k_out_h, k_heads, k_section, k_sections,
-                units_q, batch * sections_q, bands_q, kv_heads, seqlen_k, scales_qk};
-    parts[2] = {v_out_ptr, v_descale_ptr, stride_v_out_b, stride_v_out_s, stride_v_out_h, k_heads, k_section, k_sections,
-                units_q + units_k, batch * (sections_q + sections_k), bands_q + bands_k, kv_heads, seqlen_k, scales_v};
+    const Divisor heads_of_q(section_heads_q, section_heads_q_reciprocal), section_of_q(section_q, section_q_reciprocal);
+    const Divisor heads_of_k(section_heads_k, section_heads_k_reciprocal), section_of_k(section_k, section_k_reciprocal);
+    const Divisor all_of_q(sections_q, sections_q_reciprocal), all_of_k(sections_k, sections_k_reciprocal);
+    parts[0] = {q_out_ptr, q_descale_ptr, stride_q_out_b, stride_q_out_s, stride_q_out_h, heads_of_q, section_of_q,
+                all_of_q, 0, 0, 0, heads, seqlen_q, scales_qk};
+    parts[1] = {k_out_ptr, k_descale_ptr, stride_k_out_b, stride_k_out_s, stride_k_out_h, heads_of_k, section_of_k,
+                all_of_k, units_q, batch * sections_q, bands_q, kv_heads, seqlen_k, scales_qk};
+    parts[2] = {v_out_ptr, v_descale_ptr, stride_v_out_b, stride_v_out_s, stride_v_out_h, heads_of_k, section_of_k,
+                all_of_k, units_q + units_k, batch * (sections_q + sections_k), bands_q + bands_k, kv_heads, seqlen_k,
+                scales_v};
     init_barriers(first_barrier, kGroups * kStages + 2, 1);
     init_barriers(angles_empty, 2, kGroups / sharers);
     fence_barrier_init();
@@ -124,7 +124,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
   }
   __syncthreads();  // parts, barriers and signs are there
   if (hadamard && !rotates) {
-    // B of the products, K-major and swizzled: row k, column n. Columns come in the order in which a thread gets 16 side by side.
+    // B of the products, K-major and swizzled: row k, column n. Columns come in such an order that a thread gets 16 that lie
+    // side by side.
     for (int i = threadIdx.x; i < kHeadDim * kHeadDim / 2; i += kThreads) {
       const int k = i % (kHeadDim / 2) * 2, n = i / (kHeadDim / 2);
       const int column = n / 64 * 64 + n % 8 / 2 * 16 + n / 8 % 8 * 2 + n % 2;
@@ -159,10 +160,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
     return task;
   };
 
-  // One thread of a group has tiles brought, in the order in which the group works on them, and tells it which. All
-  // groups of all blocks have neighbours at a time, so that what they read together lies together. Where rows are rotated,
-  // a block has a band, the heads of some tokens, which share angles. Where tiles are taken twice, groups take tickets:
-  // whoever waits for the maximum of a section waits for earlier tickets alone, which were taken by blocks that run.
+  // One thread of a group has tiles brought, in the order in which the group works on them, and says which they are.
+  // All groups of all blocks have neighbours at a time, so that what is read together lies together. Where rows are
+  // rotated, a block has a band, all heads of some tokens, which share angles. Where tiles are taken twice, groups take
+  // tickets: who waits for the maximum of a section waits for earlier tickets alone, and blocks that run have those.
   const int own = blockIdx.x * kGroups + group_of_warps, all = gridDim.x * kGroups;
   const auto part_of_band = [&](int band) { return (band >= bands_q) + (band >= bands_q + bands_k); };
   const auto take_ticket = [&](int turn) {
@@ -218,8 +219,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
     for (int stage = 0; stage < kStages; ++stage) bring(stage);
   }
 
-  // One warp brings the angles of a band, or of each half of it where two groups share a scale, once the groups of the
-  // band before have read theirs. A table is one half, or a whole band.
+  // One warp brings the angles of a band once those of an earlier one have been read: one table, or two of 64 tokens each
+  // where two groups share a scale.
   const int bands_ahead = sharers == 1;
   const auto bring_angles = [&](int own_band) {
     const int of_all = first_band + own_band * gridDim.x;
@@ -247,7 +248,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
   const bool brings_angles = rotates && threadIdx.x / 32 == 4 * kGroups - 1;
   if (brings_angles && bands_ahead) bring_angles(0);
 
-  int pair = 0, known = -1, known_band = -1;  // of `largest`; the last section and the last band that were seen
+  int pair = 0;                    // of `largest`
+  int known = -1, known_band = -1;  // the last section whose maxima were there, and the last band that was begun
   for (int taken = 0;; ++taken) {
     const int stage = taken % kStages;
     wait(full + 8 * stage, taken / kStages & 1);
@@ -285,7 +287,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
 #pragma unroll
         for (int i = 0; i < kHeadDim / 16; ++i) {
           const uint32_t box = head + i / 4, at = i % 4 * 32;
-          Product<Element, kHeadDim>::template ss<0>(d, a.at(box * kBox + at), factors.at(i / 4 * kFactorBox + at), i > 0);
+          Product<Element, kHeadDim>::template ss<0>(
+              d, a.at(box * kBox + at), factors.at(i / 4 * kFactorBox + at), i > 0);
         }
       }
       commit_products();
@@ -339,15 +342,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
     if (finds) {
       find_largest_of_pieces(x, magnitudes);
       if (of_tokens) {
-        if (kHeads == 1 || !multiplies) {
-          if (multiplies) {
-            magnitudes[0] = magnitudes[2] = fmaxf(magnitudes[0], magnitudes[2]);
-            magnitudes[1] = magnitudes[3] = fmaxf(magnitudes[1], magnitudes[3]);
-          } else {
-            magnitudes[0] = magnitudes[1] = fmaxf(magnitudes[0], magnitudes[1]);
-            magnitudes[2] = magnitudes[3] = fmaxf(magnitudes[2], magnitudes[3]);
-            if (kHeads == 1) magnitudes[0] = magnitudes[1] = magnitudes[2] = magnitudes[3] = fmaxf(magnitudes[0], magnitudes[2]);
-          }
+        const auto join = [&](int one, int other) {
+          magnitudes[one] = magnitudes[other] = fmaxf(magnitudes[one], magnitudes[other]);
+        };
+        if (!multiplies) {  // all pieces of a head are of one row
+          join(0, 1);
+          join(2, 3);
+        }
+        if (kHeads == 1) {
+          join(0, 2);
+          join(1, 3);
         }
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
@@ -374,8 +378,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
       bring(stage);
       if (turns && place.last) arrive(angles_empty + 8 * slot_of_angles);
     }
+    const Divisor of_group(group, group_reciprocal);
     const auto kv_head_of = [&](int head) {
-      return task.b * kv_heads + (task.part == 0 ? Divisor(group, group_reciprocal).quotient(head) : head);
+      return task.b * kv_heads + (task.part == 0 ? of_group.quotient(head) : head);
     };
     const auto maximum_of = [&](int head) {  // in global memory
       return maxima_ptr + (part.granularity == kTensor ? task.part : task.part * batch * kv_heads + kv_head_of(head));
@@ -387,7 +392,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
         if (finds) {
           found[head] = 0;
           const int first = group_of_warps & -sharers;
-          for (int i = 0; i < 4 * sharers; ++i) found[head] = max(found[head], largest[pair][first + i / 4][i % 4][head]);
+          for (int i = 0; i < 4 * sharers; ++i) {
+            found[head] = max(found[head], largest[pair][first + i / 4][i % 4][head]);
+          }
         } else {
           found[head] = *static_cast<volatile uint32_t*>(maximum_of(min(task.head + head, part.heads - 1)));
         }
@@ -429,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
           if ((task.tile & sharers - 1) == 0) part.scales[of_head * blocks + task.tile / sharers] = scale;
         } else if (part.granularity == kTensor) {
           if (task.tile == 0 && of_head == 0) part.scales[0] = scale;
-        } else if (task.tile == 0 && (task.part > 0 || Divisor(group, group_reciprocal).remainder(task.head + head) == 0)) {
+        } else if (task.tile == 0 && (task.part > 0 || of_group.remainder(task.head + head) == 0)) {
           part.scales[kv_head_of(task.head + head)] = scale;
         }
       }
@@ -438,9 +445,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         const int head = task.head + (kHeads == 1 ? 0 : piece / 2), token = first_token + row_of(piece);
-        unsigned char* const at = part.to + task.b * part.to_b + head * part.to_h + token * part.to_s + column_of(piece);
+        unsigned char* const of_row = part.to + task.b * part.to_b + head * part.to_h + token * part.to_s;
         const uint4 rounded = in_8_bits<Rounded>(x[2 * piece], x[2 * piece + 1], factors[piece]);
-        if (head < part.heads && token < part.seqlen) *reinterpret_cast<uint4*>(at) = rounded;
+        if (head < part.heads && token < part.seqlen) *reinterpret_cast<uint4*>(of_row + column_of(piece)) = rounded;
       }
     };
     if (e5m2_out) {
