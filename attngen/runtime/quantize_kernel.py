@@ -61,6 +61,8 @@ def prepare(call: Quantize, sizes: Sizes, driver: Driver) -> PreparedQuantize | 
         if against is not None:
             reason = f"{kernel.full_name}: {against}"
             continue
+        if kernel.loads == "descriptor" and not quantize_tiles.pays(kernel, call, sizes, driver):
+            continue
         prepared = prepare_on(kernel, call, sizes, driver)
         if not isinstance(prepared, str):
             return prepared

@@ -1,7 +1,7 @@
-"""The kernel that quantizes tiles of one head dim: whether it takes a call, its arguments, and its launches.
+"""The kernel that quantizes tiles of one head dim: whether it takes a call, its arguments, and its launch.
 
-Tiles are of 64 tokens of a head, or of two neighbouring heads. Some heads, side by side, form a section of all tokens
-of a batch entry, whose maxima are complete at a time.
+Tiles are of 64 tokens of a head, or of two neighbouring heads. Where rows are rotated, all heads of the tokens that
+share a scale form a band, which one block works on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from attngen.runtime.quantize_arguments import Quantize, Sizes, in_rows
 from attngen.runtime.quantize_launch import (
     BLOCK,
     FORMS,
-    HEAD,
     Phase,
     PreparedQuantize,
     against_tables,
@@ -30,17 +29,11 @@ from attngen.runtime.quantize_launch import (
 from attngen.runtime.splits import reciprocal
 from attngen.runtime.tensormap import TensorMap
 
-#: Threads of a group, which has a tile.
-_GROUP = 128
+#: Threads of a group, which has a tile, and numbers of its rows, of one head or of two.
+_GROUP, _COLUMNS = 128, 128
 
-#: What a launch does: find maxima, round, or both, each tile twice.
-_FINDS, _ROUNDS, _BOTH = range(3)
-
-#: So many rounds of all groups after the last tile of a section has been taken, its maxima are asked for.
-_ROUNDS_LATER = 1
-
-#: Groups share the scale of this many tokens at most.
-_MOST_TOKENS = 128
+#: With fewer tiles for each group, a call is left to the general kernel, which begins and ends sooner.
+LEAST_TURNS = 16
 
 _MOST = 2**31 - 1
 
@@ -51,54 +44,50 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     if reason is not None:
         return reason
     device = call.q.device.index or 0
-    rows, columns = kernel.main.tile_m, 2 * 64  # of a tile
-    heads_of_tile = columns // kernel.head_dim_qk
-    of_qk, of_v = granularities(call)
-    sharers = call.granularity // rows if of_qk == BLOCK else 1
-    groups = kernel.main.entry.threads // _GROUP
-    across = [-(-heads // heads_of_tile) for heads in (sizes.heads, sizes.kv_heads)]
-    if call.rotary_cos is not None and min(across) * sharers < groups:
-        return f"bands of {min(across) * sharers} tiles do not occupy {groups} groups of warps"
-    down = [-(-seqlen // (rows * sharers)) for seqlen in (sizes.seqlen_q, sizes.seqlen_k)]
-    by_sections = HEAD in (of_qk, of_v) and call.rotary_cos is None
-    beside = _section_heads(sizes, heads_of_tile) if by_sections else across
+    groups, rows = kernel.main.entry.threads // _GROUP, kernel.main.tile_m
+    sharers = call.granularity // rows
+    across = [-(-heads // (_COLUMNS // kernel.head_dim_qk)) for heads in (sizes.heads, sizes.kv_heads)]
+    down = [-(-seqlen // call.granularity) for seqlen in (sizes.seqlen_q, sizes.seqlen_k)]
     units = [sizes.batch * n * tiles * sharers for n, tiles in zip(across, down, strict=True)]
     total = units[0] + 2 * units[1]
-    section = [n * tiles for n, tiles in zip(beside, down, strict=True)]
-    grid = min(driver.multiprocessors(device), -(-total // groups))
-    at_once = grid * groups
-    lag = max(section) + _ROUNDS_LATER * at_once
-    if 2 * (total + lag + at_once) > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + _MOST_TOKENS > _MOST:
+    blocks = min(driver.multiprocessors(device), -(-total // groups))
+    if total + blocks * groups > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + call.granularity > _MOST:
         return "more rows than 32 bits count"
-    sections = [-(-n // each) for n, each in zip(across, beside, strict=True)]
-    heads = sizes.batch * sizes.kv_heads
-    counters = 3 * heads
-    tickets = counters + sizes.batch * (sections[0] + 2 * sections[1])
-    maxima = 0 if of_v == BLOCK else tickets + 1 if by_sections else counters
-    phases = [_BOTH] if by_sections else [_ROUNDS] if of_v == BLOCK else [_FINDS, _ROUNDS]
-    bands = [sizes.batch * tiles for tiles in down]
-    divisors = {
-        "group": sizes.heads // sizes.kv_heads,
-        **{f"{name}_{of}": value[i]
-           for name, value in (("section_heads", beside), ("section", section), ("sections", sections))
-           for i, of in enumerate("qk")},
-    }  # fmt: skip
+    divisors = {"heads_q": across[0], "heads_k": across[1], "tiles_q": down[0], "tiles_k": down[1]}
+    if call.rotary_cos is not None:
+        turns = [n * sharers // groups for n in across]
+        if any(n * sharers % groups for n in across):
+            return (
+                f"{groups} groups of warps do not share bands of {across[0] * sharers} and {across[1] * sharers} tiles"
+            )
+        divisors |= {"turns_q": turns[0], "turns_k": turns[1]}
     found = {
-        **numbers_of(call, sizes), **_rotation(call), **divisors,
-        **{f"{name}_reciprocal": reciprocal(value) for name, value in divisors.items()},
+        **numbers_of(call, sizes), **_rotation(call), "turns_q": 1, "turns_k": 1, **divisors,
         "heads": sizes.heads, "kv_heads": sizes.kv_heads, "units": total, "units_q": units[0], "units_k": units[1],
-        "bands_q": bands[0], "bands_k": bands[1], "sharers": sharers, "scales_qk": of_qk, "scales_v": of_v, "lag": lag,
-        "counters": counters, "tickets": tickets,
+        "bands_q": sizes.batch * down[0], "bands_k": sizes.batch * down[1], "sharers": sharers,
     }  # fmt: skip
+    found |= {f"{name}_reciprocal": reciprocal(int(found[name])) for name in (*divisors, "turns_q", "turns_k")}
     numbers: dict[tuple[str, Any], float] = {
         **strides(call),
         **{(name, None): value for name, value in found.items()},
     }
-    launched = [Phase(grid, {"phase": phase, "backwards": int(phases[0] == _FINDS < phase)}) for phase in phases]
     maps = {
         name: _TensorMaps(driver, device, kernel.dtype, in_rows(getattr(call, name), call.layout)) for name in "qkv"
     }
-    return PreparedQuantize(kernel, numbers, launched, groups * _GROUP, maxima, driver, device, maps)
+    return PreparedQuantize(kernel, numbers, [Phase(blocks, {})], groups * _GROUP, 0, driver, device, maps)
+
+
+def pays(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> bool:
+    """Whether a call is long enough for the kernel."""
+    tokens = sizes.batch * (sizes.heads * sizes.seqlen_q + 2 * sizes.kv_heads * sizes.seqlen_k)
+    tiles = tokens * kernel.head_dim_qk // (_COLUMNS * kernel.main.tile_m)
+    groups = kernel.main.entry.threads // _GROUP * driver.multiprocessors(call.q.device.index or 0)
+    return tiles >= LEAST_TURNS * groups
+
+
+def rotates(kernel: Kernel) -> bool:
+    """Whether the kernel rotates rows, too."""
+    return any(parameter.of == "rotary_cos" for parameter in kernel.main.entry.layout.parameters)
 
 
 class _TensorMaps:
@@ -111,20 +100,14 @@ class _TensorMaps:
         return TensorMap(*self._of, parameter.box, parameter.swizzle)
 
 
-def _section_heads(sizes: Sizes, heads_of_tile: int) -> list[int]:
-    """Return how many tiles of q, and of k and v, lie side by side in a section: as few as hold whole KV heads, so that
-    a section is still in L2 when its maxima are known."""
-    group = sizes.heads // sizes.kv_heads
-    for together in range(1, sizes.kv_heads):
-        if sizes.kv_heads % together == 0 and together % heads_of_tile == 0:
-            return [together * group // heads_of_tile, together // heads_of_tile]
-    return [-(-heads // heads_of_tile) for heads in (sizes.heads, sizes.kv_heads)]
-
-
 def _against(kernel: Kernel, call: Quantize, sizes: Sizes) -> str | None:
     """Return why the kernel does not take a call, or None."""
     if (sizes.head_dim_qk, sizes.head_dim_v) != (kernel.head_dim_qk, kernel.head_dim_v):
         return f"head_dim {sizes.head_dim_qk} and {sizes.head_dim_v}; the kernel has {kernel.head_dim_qk}"
+    if granularities(call) != (BLOCK, BLOCK):
+        return f"a scale for each {call.granularity}; the kernel has those of blocks"
+    if not call.hadamard and call.rotary_cos is None:
+        return "neither transform nor rotation, without which the general kernel is as fast"
     for name in "qkv":
         tensor: Tensor = getattr(call, name)
         if not tensor.numel():
@@ -142,6 +125,8 @@ def _against_rotation(kernel: Kernel, call: Quantize) -> str | None:
     cos, sin = call.rotary_cos, call.rotary_sin
     if cos is None:
         return None
+    if not rotates(kernel):
+        return f"rows of {kernel.head_dim_qk} are not rotated"
     if call.rotary_interleaved or 2 * cos.shape[1] != kernel.head_dim_qk:
         return "only whole rows are rotated, whose halves are partners"
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):

@@ -1,8 +1,9 @@
 """The kernel that quantizes queries, keys and values of one head_dim, by the copy engine and matrix products.
 
-It does what the kernel of schedule ``quantize`` does, for rows of 64 or 128 numbers of tensors that the copy engine can
-read. Tiles arrive in shared memory while others are worked on, so that no registers hold what is on its way; products
-with a Hadamard matrix cost no instructions of the threads that round. So memory binds.
+It does what the kernel of schedule ``quantize`` does, where blocks of tokens have scales and rows are transformed or
+rotated, for rows of 64 or 128 numbers of tensors that the copy engine can read. Tiles arrive in shared memory while
+others are worked on, so that no registers hold what is on its way; products with a Hadamard matrix cost no instructions
+of the threads that round. So memory binds.
 """
 
 from __future__ import annotations
@@ -25,24 +26,28 @@ from attngen.schema.expand import QUANTIZED_IN_TILES, KernelSpec
 GRID = "row_tiles"
 
 #: Groups of four warps in a block, of which a multiprocessor has one: 128 registers a thread. Tiles in shared memory
-#: for each of them, tokens of a tile, boxes of a tile, and bytes of a row of a box.
-GROUPS, STAGES, ROWS, BOXES, BOX_BYTES = 4, 2, 64, 2, 128
+#: for each of them, fewer where angles lie beside them; tokens of a tile, boxes of a tile, bytes of a row of a box.
+GROUPS, STAGES, ROTATED_STAGES, ROWS, BOXES, BOX_BYTES = 4, 3, 2, 64, 2, 128
 
 #: Bytes for what threads tell each other, more than they need.
-_TOLD = 2048
+_TOLD = 1024
 
 _ROUNDED = ("q_out", "k_out", "v_out")
 _SCALES = ("q_descale", "k_descale", "v_descale", "signs")
 _TABLES = ("rotary_cos", "rotary_sin")
 
-_SIZES = (
-    "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "units", "units_q", "units_k", "bands_q", "bands_k",
-    "sharers", "scales_qk", "scales_v", "phase", "lag", "counters", "tickets", "backwards", "hadamard", "rotates",
-    "positions", "rotary_form", "angle_bytes", "e5m2_out",
-)  # fmt: skip
-_DIVISORS = (
-    "group", "section_heads_q", "section_heads_k", "section_q", "section_k", "sections_q", "sections_k",
-)  # fmt: skip
+#: Numbers of a call, and those by which the kernel divides.
+_SIZES = ("heads", "kv_heads", "seqlen_q", "seqlen_k", "units", "units_q", "units_k", "sharers", "e5m2_out")
+_DIVISORS = ("heads_q", "heads_k", "tiles_q", "tiles_k")
+
+#: The same of a kernel that rotates, too.
+_ROTATION = ("rotates", "hadamard", "bands_q", "bands_k", "positions", "rotary_form", "angle_bytes")
+_ROTATION_DIVISORS = ("turns_q", "turns_k")
+
+
+def rotates(plan: Plan) -> bool:
+    """Whether it rotates rows, too. At head_dim 64 that was not faster than what the general kernel does."""
+    return plan.head_dim_qk == 128
 
 
 def angle_pitch(plan: Plan) -> int:
@@ -52,14 +57,16 @@ def angle_pitch(plan: Plan) -> int:
 
 
 def operand_bytes(plan: Plan) -> int:
-    """Return what products and rotations read beside tiles, not both at once: the Hadamard matrix, or two tables of
-    cosines and sines."""
-    return max(plan.head_dim_qk**2 * plan.operands.q.bytes, 2 * 2 * ROWS * angle_pitch(plan))
+    """Return the shared memory of tiles and of what they are worked on with: the Hadamard matrix, or, where rows are
+    rotated, two tables of cosines and sines."""
+    tiles = GROUPS * BOXES * ROWS * BOX_BYTES
+    multiplied = STAGES * tiles + plan.head_dim_qk**2 * plan.operands.q.bytes
+    return max(multiplied, ROTATED_STAGES * tiles + 2 * 2 * ROWS * angle_pitch(plan) if rotates(plan) else 0)
 
 
 def shared_bytes(plan: Plan) -> int:
-    """Return the shared memory of a block: tiles, operands, and what threads tell each other."""
-    return GROUPS * STAGES * BOXES * ROWS * BOX_BYTES + operand_bytes(plan) + _TOLD
+    """Return the shared memory of a block."""
+    return operand_bytes(plan) + _TOLD
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -93,19 +100,21 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
         yield Argument(f"{name}_ptr", "pointer", "*u8", of=name, divisibility=CHUNK_BYTES)
     for name in _SCALES:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
-    yield Argument("maxima_ptr", "pointer", "*u32", of="maxima", divisibility=4)
-    for name in _TABLES:
-        yield Argument(f"{name}_ptr", "pointer", "*void", of=name)
-    yield Argument("rotary_offsets_ptr", "pointer", "*i32", of="rotary_offsets", divisibility=4)
+    if rotates(plan):
+        for name in _TABLES:
+            yield Argument(f"{name}_ptr", "pointer", "*void", of=name)
+        yield Argument("rotary_offsets_ptr", "pointer", "*i32", of="rotary_offsets", divisibility=4)
     for name in _ROUNDED:
         for axis in ("b", "s", "h"):
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
-    for name in ("cos", "sin"):
-        yield arguments.size(f"{name}_row_bytes", form="i64")
+    if rotates(plan):
+        for name in ("cos", "sin"):
+            yield arguments.size(f"{name}_row_bytes", form="i64")
     for word in range(2):
         yield arguments.size(f"sign_bits_{word}", form="i64")
-    yield from map(arguments.size, (*_SIZES, *_DIVISORS))
-    yield from arguments.reciprocals(*_DIVISORS)
+    divisors = (*_DIVISORS, *(_ROTATION_DIVISORS if rotates(plan) else ()))
+    yield from map(arguments.size, (*_SIZES, *(_ROTATION if rotates(plan) else ()), *divisors))
+    yield from arguments.reciprocals(*divisors)
     yield arguments.size("norm", form="fp32")
 
 

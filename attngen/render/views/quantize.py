@@ -44,7 +44,9 @@ class QuantizeTilesView(QuantizeView):
     heads_of_a_tile: str
     groups: int
     boxes: int
-    angle_pitch: int
+    rotates: bool
+    rotated_stages: int
+    angle_pitch: int  # bytes
     shared_operands: int  # bytes
     shared_bytes: int
 
@@ -56,12 +58,14 @@ def tiles_view(plan: Plan, template: str) -> QuantizeTilesView:
     return QuantizeTilesView(
         template=template,
         command=common.command,
-        summary=common.summary,
+        summary="Queries, keys and values become 8 bits and scales of blocks; rows of Q and K are transformed.",
         argument_lines=common.argument_lines,
         pdl=common.pdl,
         heads_of_a_tile="one head" if heads == 1 else f"{heads} heads",
         groups=quantize_tiles.GROUPS,
         boxes=quantize_tiles.BOXES,
+        rotates=quantize_tiles.rotates(plan),
+        rotated_stages=quantize_tiles.ROTATED_STAGES,
         angle_pitch=quantize_tiles.angle_pitch(plan),
         shared_operands=quantize_tiles.operand_bytes(plan),
         shared_bytes=quantize_tiles.shared_bytes(plan),
