@@ -34,7 +34,8 @@ class Preload:
 
     def __init__(self, program: str = ATTNGEN, places: Sequence[Path] = (ROOT,)) -> None:
         self.channel, theirs = socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        found = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(ROOT))]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *found])}
         code = f"import sys; sys.path.remove({str(ROOT)!r}); sys.path[:0] = {list(map(str, places))!r}\n{program}"
         main = f"from tests.forked import serve; serve({theirs.fileno()}, {code!r}, {list(map(str, places))!r})"
         self._process = subprocess.Popen(
