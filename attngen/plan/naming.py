@@ -68,9 +68,10 @@ def widen_name(*, arch: str, dtype: str) -> str:
     return f"widen_{arch}_{dtype}"
 
 
-def quantize_name(*, arch: str, dtype: str) -> str:
-    """Return the name of the kernel that quantizes, such as ``quantize_sm90a_bf16``, by the dtype that it reads."""
-    return f"quantize_{arch}_{dtype}"
+def quantize_name(*, arch: str, dtype: str, head_dim: int = 0) -> str:
+    """Return the name of the kernel that quantizes, such as ``quantize_sm90a_bf16``, by the dtype that it reads;
+    one of a single head dim says so: ``quantize_sm90a_bf16_d128``."""
+    return f"quantize_{arch}_{dtype}" + (f"_d{head_dim}" if head_dim else "")
 
 
 def gradient_label(tile_m: int, tile_n: int, stages: int, warps: int) -> str:

@@ -14,7 +14,8 @@ from attngen.runtime import driver as drivers
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.keys import note
 from attngen.runtime.quantize_arguments import Quantize, check
-from attngen.runtime.quantize_kernel import TENSORS, PreparedQuantize, prepare
+from attngen.runtime.quantize_kernel import prepare
+from attngen.runtime.quantize_launch import TENSORS, PreparedQuantize
 from attngen.runtime.registry import registry
 
 #: What is kept of a kind of call: how it is launched, or why no kernel takes it; and the shapes of its scales.

@@ -24,6 +24,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from attngen.arch import ARCHES
 from attngen.dtypes import DESCALE_BLOCKS, DTYPES, QUANTIZED_DTYPES
 from attngen.errors import Location, SpecError, suggest
 from attngen.formats import APPEND, APPEND_VARIANT, QUANTIZE, QUANTIZE_VARIANT, SCHEMA, WIDEN, WIDEN_VARIANT
@@ -46,6 +47,9 @@ MAX_KERNELS = 4096
 
 #: dtypes that kernels quantize.
 _UNQUANTIZED = ("bf16", "fp16")
+
+#: Head dims of which kernels quantize whole tiles.
+QUANTIZED_IN_TILES = (64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +212,12 @@ def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
 
 def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     """Return the kernels that quantize the operands of kernels in 8 bits: for each arch of those, one for each dtype
-    that ``attngen.quantize`` reads with a kernel.
+    that ``attngen.quantize`` reads with a kernel, and one for each head dim that has a kernel of its own there.
 
     No entry of a spec asks for them. Their head dimensions are the largest that they have to serve.
     """
     found: dict[str, KernelSpec] = {}
+    own: dict[str, set[int]] = {}
     for kernel in kernels:
         if kernel.dtype in QUANTIZED_DTYPES:
             first = found.get(kernel.arch) or KernelSpec(
@@ -225,7 +230,14 @@ def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
                 head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
                 head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
             )
-    return tuple(replace(kernel, dtype=dtype) for kernel in found.values() for dtype in _UNQUANTIZED)
+            if ARCHES[kernel.arch].wgmma and kernel.head_dim_qk == kernel.head_dim_v in QUANTIZED_IN_TILES:
+                own.setdefault(kernel.arch, set()).add(kernel.head_dim_qk)
+    general = [replace(kernel, dtype=dtype) for kernel in found.values() for dtype in _UNQUANTIZED]
+    return tuple(general) + tuple(
+        replace(kernel, head_dim_qk=head_dim, head_dim_v=head_dim, loads="descriptor")
+        for kernel in general
+        for head_dim in sorted(own.get(kernel.arch, ()))
+    )
 
 
 def wideners(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:

@@ -44,6 +44,28 @@ def test_a_thread_keeps_its_numbers_in_registers(one: Prepared) -> None:
     waits_before_memory(code, one.plan)
 
 
+@pytest.mark.parametrize(
+    "one",
+    [
+        pytest.param(one, id=one.plan.name, marks=[] if number == 1 else pytest.mark.exhaustive)
+        for number, one in enumerate(prepared_quantizers(tiles=True))
+    ],
+)
+def test_tiles_are_multiplied_and_nothing_is_spilled(one: Prepared) -> None:
+    """A multiprocessor has one block of 512 threads. Rows of 128 are rotated, too."""
+    artifact = compile_source(one.plan, one.source)
+    resources = artifact.manifest["resources"]
+    assert resources["spills"] == 0
+    assert resources["registers"] <= 128
+    assert resources["shared_memory"] <= one.plan.arch.shared_memory
+    code = disassemble(artifact.cubin)
+    assert len(re.findall(r"\bHGMMA\b", code)) == 8
+    assert not re.search(r"\b(LDL|STL)\b", code)
+    assert re.search(r"\bUTMALDG\b", code)
+    assert ("UBLKCP" in code) == (one.plan.head_dim_qk == 128), "angles"
+    waits_before_memory(code, one.plan)
+
+
 @pytest.mark.parametrize("arch", ["sm80", "sm86"])
 def test_older_devices_are_refused(arch: str) -> None:
     spec = prepared_quantizers()[0].spec

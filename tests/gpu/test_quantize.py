@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -19,11 +19,11 @@ from torch import Tensor
 import attngen
 from attngen.arch import arch_of
 from attngen.errors import CallError
-from attngen.runtime import quantize_run
+from attngen.runtime import quantize_run, quantize_tiles
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.quantize import Quantized
 from attngen.runtime.quantize_arguments import GRANULARITIES
-from attngen.runtime.quantize_kernel import PreparedQuantize
+from attngen.runtime.quantize_launch import PreparedQuantize
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import compile_kernels
@@ -36,23 +36,23 @@ TRIALS = 200
 
 
 @cache
-def kernels() -> dict[str, Kernel]:
-    """Compile the kernels of both dtypes for the GPU that is here."""
+def kernels() -> list[Kernel]:
+    """Compile the kernels of both dtypes for the GPU that is here, those of tiles last."""
     major, minor = torch.cuda.get_device_capability()
     arch = arch_of(10 * major + minor)
     assert arch is not None
     if arch.capability < 89:
         pytest.skip(f"{arch.name} does not round to 8 bits")
-    store, wanted = Store(), prepared_quantizers(arch.name)
+    store, wanted = Store(), [*prepared_quantizers(arch.name), *prepared_quantizers(arch.name, tiles=True)]
     built, failures = compile_kernels(wanted, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    return {one.plan.dtype_name: read_kernel(store.path(built[one.plan.name].key)) for one in wanted}
+    return [read_kernel(store.path(built[one.plan.name].key)) for one in wanted]
 
 
 @pytest.fixture(autouse=True)
 def _known() -> Iterator[None]:
     registry.clear()
-    registry.add(package_of_kernels(list(kernels().values()), "tests/gpu/test_quantize"))
+    registry.add(package_of_kernels(kernels(), "tests/gpu/test_quantize"))
     quantize_run._PREPARED.clear()
     torch.manual_seed(6)
     yield
@@ -165,6 +165,57 @@ def test_fresh_calls_of_all_kinds() -> None:
     assert launched()
 
 
+def by_tiles() -> bool:
+    """Whether kernels of tiles took every call so far."""
+    found = list(quantize_run._PREPARED.values())
+    return launched() and all(kept[0].label.endswith(("_d64", "_d128")) for kept in found)
+
+
+@pytest.mark.parametrize("granularity", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles(dim: int, granularity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rows of 64 and 128, whatever the number of heads; rotated, where groups of warps share them."""
+    monkeypatch.setattr(quantize_tiles, "LEAST_TURNS", 0)
+    for layout in ("bshd", "bhsd"):
+        for heads, kv_heads, lengths in ((8, 8, (1031, 577)), (6, 2, (70, 1)), (3, 1, (300, 129)), (16, 8, (129, 640))):
+            call = partial(
+                a_call, torch.bfloat16, dims=(dim, dim), granularity=granularity, layout=layout, heads=heads,
+                kv_heads=kv_heads, lengths=lengths, dtype=ROUNDED[layout == "bhsd"],
+            )  # fmt: skip
+            both(on_gpu(call()))
+            if kv_heads == 8 and dim == 128:
+                table_dtype = torch.float32 if layout == "bshd" else torch.bfloat16
+                both(on_gpu(call(half=dim // 2, offsets=True, table_dtype=table_dtype, hadamard=lengths[0] > 129)))
+    assert by_tiles()
+
+
+def test_fresh_calls_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_tiles, "LEAST_TURNS", 0)
+    seed = secrets.randbelow(2**31)
+    print("seed", seed)
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(TRIALS // 4):
+        dim, kv_heads = chance.choice([64, 128]), chance.randrange(1, 13)
+        both(on_gpu(a_call(
+            chance.choice(DTYPES), dims=(dim, dim), lengths=(chance.randrange(1, 700), chance.randrange(1, 700)),
+            batch=chance.randrange(1, 4), heads=kv_heads * chance.randrange(1, 4), kv_heads=kv_heads,
+            half=chance.choice([0, dim // 2]), offsets=chance.random() < 0.5, granularity=chance.choice([64, 128]),
+            hadamard=chance.random() < 0.8, seed=chance.randrange(2**40), layout=chance.choice(["bshd", "bhsd"]),
+            dtype=chance.choice(ROUNDED),
+        )))  # fmt: skip
+    assert launched()
+
+
+def test_long_calls_have_tiles() -> None:
+    shape = 2, 16384, 16, 128
+    given = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for name in "qkv"}
+    both({**given, "granularity": 64, "hadamard": True})
+    assert by_tiles()
+    both({**given, "granularity": 64, "hadamard": False})
+    assert not by_tiles()
+
+
 def test_more_elements_than_31_bits_count() -> None:
     q = torch.zeros(1, 2**19 + 3, 33, 128, device="cuda", dtype=torch.bfloat16)
     q[0, -1, -1, 3] = 7
@@ -175,9 +226,9 @@ def test_more_elements_than_31_bits_count() -> None:
     assert launched()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_verify_finds_nothing(dtype: str) -> None:
-    trial = try_pinned(kernels()[dtype], torch.device("cuda"), secrets.randbelow(2**31), small=False)
+@pytest.mark.parametrize("number", range(6))  # two dtypes, in general and for two head dims
+def test_verify_finds_nothing(number: int) -> None:
+    trial = try_pinned(kernels()[number], torch.device("cuda"), secrets.randbelow(2**31), small=False)
     assert not trial.problems, "\n".join(trial.problems)
 
 

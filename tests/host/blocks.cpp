@@ -11,6 +11,7 @@
 int threads_in_block;
 #define blockDim (Dim{threads_in_block, 1, 1})
 inline void atomicMax(uint32_t* place, uint32_t value) { *place = max(*place, value); }
+inline uint32_t atomicAdd(uint32_t* place, uint32_t value) { return std::exchange(*place, *place + value); }
 
 #include "kernel.inc"
 
@@ -69,9 +70,11 @@ extern "C" void run_blocks(int grid, int threads_of_block, void** parameters) {
   take(KERNEL, parameters);
   blocks_of_grid = grid;
   std::vector<Thread>& threads = fibers(threads_of_block);
+  static char* const memory = static_cast<char*>(std::aligned_alloc(1024, kSharedBytes));
   for (int index = grid - 1; index >= 0; --index) {
     Cluster cluster{{}, threads_of_block};
-    Block block{index, 0, &cluster, nullptr};
+    Block block{index, 0, &cluster, static_cast<char*>(std::memset(memory, 0xff, kSharedBytes))};
+    cluster.blocks = {&block};
     block.warps.resize(threads_of_block / 32);
     for (int i = 0; i < threads_of_block; ++i) {
       Thread& thread = threads[i];

@@ -3,7 +3,7 @@
 
 #include "types.cuh"
 
-struct Product { float* d; const uint32_t* a; uint32_t b[2]; };
+struct Operands { float* d; const uint32_t* a; uint32_t b[2]; };
 
 template <typename Element>
 inline float half_of(uint32_t pair, int upper) { return to_float(Element{static_cast<uint16_t>(pair >> 16 * upper)}); }
@@ -11,11 +11,11 @@ constexpr int kMmaN = 8, kMmaK = 16;
 
 template <typename Element>
 inline void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
-  const Product own = {d, a, {b0, b1}};
+  const Operands own = {d, a, {b0, b1}};
   meet(&own, [](const uint64_t(&all)[32]) {
     float left[16][kMmaK], right[kMmaK][kMmaN];
     for (int lane = 0; lane < 32; ++lane) {
-      const Product& of = *reinterpret_cast<const Product*>(all[lane]);
+      const Operands& of = *reinterpret_cast<const Operands*>(all[lane]);
       const int row = lane / 4, pair = 2 * (lane % 4);
       for (int i = 0; i < 8; ++i) left[row + i / 2 % 2 * 8][pair + i / 4 * 8 + i % 2] = half_of<Element>(of.a[i / 2], i % 2);
       for (int i = 0; i < 4; ++i) right[pair + i / 2 * 8 + i % 2][row] = half_of<Element>(of.b[i / 2], i % 2);
@@ -23,7 +23,7 @@ inline void multiply(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
     for (int row = 0; row < 16; ++row) {
       const auto at = [&](int column) -> float& {
         const int lane = row % 8 * 4 + column / 2;
-        return reinterpret_cast<const Product*>(all[lane])->d[row / 8 * 2 + column % 2];
+        return reinterpret_cast<const Operands*>(all[lane])->d[row / 8 * 2 + column % 2];
       };
       double sums[kMmaN];
       for (int column = 0; column < kMmaN; ++column) sums[column] = at(column);

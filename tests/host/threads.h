@@ -188,6 +188,7 @@ inline void settle_cluster(Cluster& cluster) {
   }
 }
 
+inline void __stcs(uint4* place, uint4 value) { *place = value; }
 #define __builtin_assume(said)
 inline void __trap() { fail("trap"); }
 inline float __frcp_rn(float x) { return 1.0f / x; }

@@ -39,3 +39,12 @@ inline void load_box_once(uint32_t to, const TensorMap& map, uint32_t full, Coor
   }
   land(full, map.size * elements);
 }
+template <typename... Coordinates>
+inline void load_box(uint32_t to, const TensorMap& map, uint32_t full, Coordinates... coordinates) {
+  load_box_once(to, map, full, coordinates...);
+}
+inline void load_bytes(uint32_t to, const void* from, uint32_t full, int bytes) {
+  if (to % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) fail("bytes that are not in groups of 16", to);
+  std::memcpy(place_of_address(to), from, bytes);
+  land(full, bytes);
+}

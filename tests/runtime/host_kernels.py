@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import struct
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from attngen.dtypes import dtype as dtype_row
 from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.render.source import headers
@@ -81,14 +83,15 @@ def plans(*dtypes: str) -> list[Plan]:
     return [one.plan for one in prepared(*dtypes)]
 
 
-def prepared_quantizers(*arches: str) -> list[Prepared]:
-    """Return the kernels that quantize, for these arches."""
+def prepared_quantizers(*arches: str, tiles: bool = False) -> list[Prepared]:
+    """Return the kernels that quantize, for these arches: those of any head dim, or those of ``tiles``."""
     found = []
     for arch in arches or ("sm90a",):
         first = expand(load_spec_text(SPEC_OF_8_BITS))
         for spec in quantizers([replace(one, arch=arch) for one in first]):
-            planned = plan(spec)
-            found.append(Prepared(spec, planned, render(planned)))
+            if (spec.loads == "descriptor") == tiles:
+                planned = plan(spec)
+                found.append(Prepared(spec, planned, render(planned)))
     return found
 
 
@@ -104,11 +107,16 @@ def prepared_wideners() -> list[Prepared]:
 @cache
 def library(name: str) -> ctypes.CDLL:
     """Return the kernel of a name for this machine."""
-    every = [*prepared(*APPENDED), *prepared_quantizers(), *prepared_wideners()]
+    every = [
+        *prepared(*APPENDED), *prepared_quantizers(), *prepared_quantizers(tiles=True), *prepared_wideners(),
+    ]  # fmt: skip
     (source,) = (one.source for one in every if one.plan.name == name)
     folder = Path(mkdtemp(prefix="attngen-host-"))
-    (folder / "kernel.inc").write_text(source.text)
-    for name in ("append.cuh", "rotary.cuh", "rounded.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh"):
+    (folder / "kernel.inc").write_text(source.text.replace("extern __shared__ char shared_memory[];", ""))
+    for name in (
+        "append.cuh", "rotary.cuh", "rounded.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh", "pieces.cuh",
+        "ring.cuh",
+    ):  # fmt: skip
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name]
     made = folder / "kernel.so"
@@ -148,6 +156,17 @@ class HostDriver:
     def multiprocessors(self, device: int) -> int:
         return 1  # so that blocks of few units have several
 
+    def encode_tensor_map(
+        self, dtype: str, address: int, extents: Sequence[int], strides: Sequence[int], box: Sequence[int],
+        swizzle: int, device: int,
+    ) -> bytes:  # fmt: skip
+        """Return a TensorMap of tests/host/tma.cuh."""
+        size, rest = dtype_row(dtype).bytes, 5 - len(extents)
+        steps = (1, *(stride // size for stride in strides), *[0] * rest)
+        return struct.pack(
+            "P4i10q5i4x", address, size, len(extents), swizzle, 0, *extents, *[0] * rest, *steps, *box, *[0] * rest
+        )
+
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
         return symbol
 
@@ -162,9 +181,9 @@ def kernels() -> list[Kernel]:
     return as_kernels(plans(*APPENDED))
 
 
-def quantizing_kernels() -> list[Kernel]:
+def quantizing_kernels(*, tiles: bool = False) -> list[Kernel]:
     """Return those that quantize."""
-    return as_kernels([one.plan for one in prepared_quantizers()])
+    return as_kernels([one.plan for one in prepared_quantizers(tiles=tiles)])
 
 
 def widening_kernels() -> list[Kernel]:

@@ -19,7 +19,8 @@ from attngen.tools.verify.interpreted import try_interpreted
 from attngen.tools.verify.verdict import Verdict
 from tests.runtime.host_kernels import COMPILER, SPEC_OF_8_BITS, HostDriver, prepared_quantizers, quantizing_kernels
 
-NAMES = ["quantize_sm90a_bf16", "quantize_sm90a_fp16"]
+GENERAL = ["quantize_sm90a_bf16", "quantize_sm90a_fp16"]
+NAMES = [*GENERAL, *(f"{name}_d{dim}" for name in GENERAL for dim in (64, 128))]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -55,10 +56,11 @@ def test_what_is_not_written_is_told(driver: type[HostDriver]) -> None:
     assert any("other numbers than plain torch" in line for line in trial.problems)
 
 
-def test_a_spec_of_8_bits_gets_one_kernel_for_each_dtype_that_is_quantized() -> None:
+def test_a_spec_of_8_bits_gets_kernels_for_each_dtype_that_is_quantized() -> None:
     prepared = [one.plan for one in prepare(load_spec_text(SPEC_OF_8_BITS)) if one.plan.direction == "quantize"]
     assert [one.name for one in prepared] == NAMES
-    assert {(one.head_dim_qk, one.head_dim_v) for one in prepared} == {(128, 128)}
+    assert {(one.head_dim_qk, one.head_dim_v) for one in prepared[:2]} == {(128, 128)}
+    assert [(one.head_dim_qk, one.head_dim_v) for one in prepared[2:]] == [(64, 64), (128, 128)] * 2
     others = prepare(load_spec_text(SPEC_OF_8_BITS.replace("fp8_e4m3", "bf16")))
     assert not [one for one in others if one.plan.direction == "quantize"]
 
@@ -66,7 +68,7 @@ def test_a_spec_of_8_bits_gets_one_kernel_for_each_dtype_that_is_quantized() -> 
 def test_they_run_on_a_gpu_alone_and_are_no_attention() -> None:
     prepared = [one for one in prepare(load_spec_text(SPEC_OF_8_BITS)) if one.plan.direction == "quantize"]
     verdicts = list(try_interpreted(prepared, 0, 1, lambda name, total: None))
-    assert [verdict.status for verdict in verdicts] == ["not run"] * 2
+    assert [verdict.status for verdict in verdicts] == ["not run"] * len(NAMES)
     assert reason_against(prepared[0].plan, 90) == "only forward and backward kernels are asked for"
 
 
@@ -76,4 +78,5 @@ def test_they_are_explained(tmp_path: Path) -> None:
     assert [one.plan.name for one in explain_quantizers(path)] == NAMES
     assert "up to 256" in dict(explain_quantizers(path)[0].facts())["head_dim"]
     assert explain_spec(path, NAMES[1]) == []
-    assert [one.plan.name for one in explain_quantizers(path, "fp16")] == NAMES[1:]
+    assert [one.plan.name for one in explain_quantizers(path, "fp16")] == [one for one in NAMES if "fp16" in one]
+    assert dict(explain_quantizers(path)[-1].facts())["head_dim"] == "128"

@@ -16,6 +16,7 @@ from attngen.plan.schedules import (
     hopper_fp8,
     hopper_unified,
     quantize,
+    quantize_tiles,
     triton_backward,
     triton_forward,
     widen,
@@ -34,6 +35,7 @@ _ROWS: list[Schedule] = [
     triton_backward.SCHEDULE,
     append.SCHEDULE,
     quantize.SCHEDULE,
+    quantize_tiles.SCHEDULE,
     widen.SCHEDULE,
 ]
 

@@ -47,12 +47,12 @@ _SIZES = (
 _DIVISORS = ("heads", "kv_heads", "group", "tiles_q", "tiles_k", "tiles_v", "lanes_qk", "lanes_v")
 
 
-def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+def planned(spec: KernelSpec, arch: Arch) -> Plan:
+    """Return what is common to the plans of kernels that quantize: all but the launch."""
     if arch.capability < _LEAST_CAPABILITY:
         raise refuse(spec, "arch", f"{arch.name} does not round to 8 bits, which sm89 and later do")
     name = naming.quantize_name(arch=spec.arch, dtype=spec.dtype)
-    threads = 32 * _WARPS
-    planned = Plan(
+    return Plan(
         name=name,
         package=spec.package,
         spec_file=spec.spec_file,
@@ -71,7 +71,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         loads="pointer",
         q_operand="registers",
         alignment=CHUNK_BYTES,
-        tile_m=threads,
+        tile_m=32 * _WARPS,
         tile_n=1,
         stages=1,
         num_warps=_WARPS,
@@ -84,11 +84,15 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         allow=spec.allow,
         main=QUANTIZE,
     )
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    plan = planned(spec, arch)
     row = Launch(
-        QUANTIZE, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes,
-        products=0, pdl=arch.pdl,
+        QUANTIZE, plan.name, GRID, plan.tile_m, 1, 1, _WARPS, arguments=tuple(_arguments(plan)),
+        max_spills=SPILLS.bytes, products=0, pdl=arch.pdl,
     )  # fmt: skip
-    return planned.with_launches(row)
+    return plan.with_launches(row)
 
 
 def _arguments(plan: Plan) -> Iterator[Argument]:
@@ -128,5 +132,6 @@ SCHEDULE = Schedule(
     supports=lambda arch: arch.capability >= _LEAST_CAPABILITY,
     plan=_plan,
     alternatives=_alternatives,
+    suits=lambda spec: spec.loads != "descriptor",
     layouts=("dense",),
 )

@@ -22,6 +22,8 @@ class QuantizeExplanation:
     def facts(self) -> list[tuple[str, str]]:
         """Return label and text of each line, for people."""
         plan = self.plan
+        if plan.loads == "descriptor":
+            return self._facts_of_tiles()
         return [
             ("does", "rounds Q, K and V to 8 bits and finds their scales; rotates and transforms rows of Q and K"),
             ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.direction}"),
@@ -30,6 +32,24 @@ class QuantizeExplanation:
             ("loads", f"by pointers; strides and addresses are multiples of {plan.alignment} B"),
             ("launches", "1 with a scale for each block of tokens; else 2, which find the largest numbers and round"),
             ("moves", f"{plan.operands.q.bytes} B of a number in, 1 B out; with 2 launches twice the former"),
+        ]
+
+    def _facts_of_tiles(self) -> list[tuple[str, str]]:
+        plan = self.plan
+        return [
+            ("does", "rounds Q, K and V to 8 bits with scales of 64 or 128 tokens; transforms rows of Q and K"),
+            ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.direction}"),
+            ("head_dim", str(plan.head_dim_qk)),
+            (
+                "tile",
+                f"{plan.tile_m} tokens of {128 // plan.head_dim_qk} heads, for {plan.num_warps // 4} groups of 4 warps",
+            ),
+            (
+                "loads",
+                f"by the copy engine, {plan.stages} tiles of a group at a time; {plan.launches[0].shared_bytes} B",
+            ),
+            ("launches", "1"),
+            ("moves", f"{plan.operands.q.bytes} B of a number in, 1 B out"),
         ]
 
     def to_dict(self) -> dict[str, Any]:

@@ -20,12 +20,17 @@ from attngen.runtime import quantize_torch
 from attngen.runtime.checked import LAYOUTS, TORCH_DTYPES
 from attngen.runtime.module import Kernel
 from attngen.runtime.quantize_arguments import GRANULARITIES, LARGEST, Quantize, check
-from attngen.runtime.quantize_kernel import PreparedQuantize, prepare_on
+from attngen.runtime.quantize_kernel import prepare_on
+from attngen.runtime.quantize_launch import PreparedQuantize
 from attngen.runtime.quantize_run import launched
+from attngen.runtime.quantize_tiles import rotates
 from attngen.tools.verify.contract import Deviation
 from attngen.tools.verify.trial import CaseResult, Trial
 
-_HEADS, _KV_HEADS, _POSITIONS = 6, 2, 4096
+_POSITIONS = 4096
+
+#: Query heads and KV heads; more where rows are rotated, since kernels of tiles share angles among them.
+_HEADS, _ROTATED_HEADS = (6, 2), (16, 8)
 
 #: How far numbers may be from those of torch, relative to these: neighbours in 8 bits, and scales in float32. Subnormal
 #: neighbours are at most twice as large.
@@ -57,20 +62,26 @@ class _Case:
         return " ".join([*words, str(self.dtype).removeprefix("torch.")])
 
 
-def _cases(*, small: bool) -> Iterator[_Case]:
+def _cases(kernel: Kernel, *, small: bool) -> Iterator[_Case]:
+    """Yield the calls that a kernel takes. Those of tiles are of blocks, transformed, and some rotate whole rows."""
     lengths = (70, 33) if small else (1000, 777)
     rotations = ((0.0, False), (1.0, False), (1.0, True), (0.25, False), (0.3, True))
+    tiles = kernel.loads == "descriptor"
     for granularity, layout, hadamard in product(GRANULARITIES, LAYOUTS, (True, False)):
+        if tiles and not (hadamard and isinstance(granularity, int)):
+            continue
         for dtype in LARGEST:
             yield _Case(granularity, layout, hadamard, 0.0, False, dtype, dtype == torch.float8_e4m3fn, lengths)
     for share, interleaved in rotations:
+        if tiles and not (rotates(kernel) and share == 1.0 and not interleaved):
+            continue
         yield _Case(128, "bshd", True, share, interleaved, torch.float8_e4m3fn, False, lengths)
 
 
 def try_quantize(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
     """Run a kernel on calls of all kinds; ``small``: with few tokens each."""
     results = []
-    for number, case in enumerate(_cases(small=small)):
+    for number, case in enumerate(_cases(kernel, small=small)):
         results.append(_try(kernel, case, torch.device(device), seed + number))
         if results[-1].broken:
             break
@@ -121,6 +132,7 @@ def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Quant
             x.view(-1)[5 :: 1013 * width] = torch.nan
         return x.to(TORCH_DTYPES[kernel.dtype]).to(device)
 
+    heads, kv_heads = _ROTATED_HEADS if case.share else _HEADS
     (seqlen_q, seqlen_k), (width, width_v) = case.lengths, (kernel.head_dim_qk, kernel.head_dim_v)
     cos = sin = offsets = None
     if case.share:
@@ -129,6 +141,6 @@ def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Quant
         cos, sin = angles.cos(), angles.sin()
         offsets = torch.tensor([0, 2000], dtype=torch.int32, device=device)
     return Quantize(
-        real(seqlen_q, _HEADS, width), real(seqlen_k, _KV_HEADS, width), real(seqlen_k, _KV_HEADS, width_v),
+        real(seqlen_q, heads, width), real(seqlen_k, kv_heads, width), real(seqlen_k, kv_heads, width_v),
         case.granularity, case.hadamard, None, seed, case.layout, cos, sin, case.interleaved, offsets, case.dtype,
     )  # fmt: skip

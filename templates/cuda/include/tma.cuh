@@ -60,6 +60,14 @@ __device__ __forceinline__ void load_box_once(
       : "memory");
 }
 
+// Neighbouring bytes, a multiple of 16, from and to addresses that are such multiples.
+__device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t full, int bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(full)
+      : "memory");
+}
+
 // What lies outside the tensor is not written.
 __device__ __forceinline__ void store_box(const TensorMap& map, uint32_t from, int c0, int c1, int c2) {
   asm volatile(
