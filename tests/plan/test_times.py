@@ -28,7 +28,7 @@ def test_what_was_measured_keeps_its_times() -> None:
 
 
 def test_other_tiles_are_scaled_from_the_nearest_one() -> None:
-    of_two = {row.columns: row for row in TABLE if (row.consumers, row.cluster) == (2, 1)}
+    of_two = {row.columns: row for row in TABLE if (row.consumers, row.tile_n, row.cluster) == (2, 128, 1)}
     half_the_keys_of_twice_the_columns = times_of(2, 64, 256, 2)
     assert half_the_keys_of_twice_the_columns == (LAUNCH, of_two[128].tile, of_two[128].step)
     assert times_of(2, 128, 96, 2)[2] == pytest.approx(0.75 * of_two[128].step, rel=1e-3)
