@@ -26,6 +26,8 @@ SOFTMAX_SCALE = Var("softmax_scale", Type.FLOAT)
 LOG2E = own("LOG2E", Type.FLOAT)
 #: The first key of a lane, in kernels whose threads hold elements of known places, and the distance of a key from it.
 KV_FIRST, KEY = own("kv_first"), Var("key", Type.INT)
+#: The same of queries: the first one as a row and as a position, and the distance of a query from it.
+Q_FIRST, Q_POS_FIRST, QUERY = own("q_first"), own("q_pos_first"), own("query of a lane")
 ONE = Const(1.0, Type.FLOAT)
 
 #: What differs from element to element of a tile.
@@ -119,6 +121,45 @@ def split_keys(value: Expr, first: Var = KV_FIRST, key: Var = KEY) -> Expr:
         return node == lane or (isinstance(node, Op) and node.op == "mul" and node.args[0] == lane)
 
     return _rewrite_values(value, rule)
+
+
+def split_queries(value: Expr) -> Expr:
+    """Return ``value`` with ``float(q_pos)`` as ``float(q_pos_first) + float(query)``, the terms with ``query`` apart.
+
+    The mirror image of ``split_keys``: ``(kv - q) * slope`` becomes ``(kv - first) * slope - query * slope``.
+    """
+    lane = Op("to_float", (QUERY,), Type.FLOAT)
+
+    def rule(node: Expr) -> Expr | None:
+        match node:
+            case Op(op="to_float", args=(Var(name="q" | "q_pos" as name),)):
+                first = Op("to_float", (Q_FIRST if name == "q" else Q_POS_FIRST,), Type.FLOAT)
+                return Op("add", (first, lane), Type.FLOAT)
+            case Op(op="add" | "sub" as op, args=(c, Op(op="add", args=(a, b)))) if _ends(b) and not _of_query(c):
+                return Op(op, (Op(op, (c, a), Type.FLOAT), b), Type.FLOAT)
+            case Op(op="mul", args=(Op(op="add" | "sub" as op, args=(a, b)), c)) if _ends(b) and not _varies(c):
+                return Op(op, (mul(a, c), mul(b, c)), Type.FLOAT)
+        return None
+
+    def _of_query(node: Expr) -> bool:
+        return bool(names(node) & {*_ROWS, QUERY.name, PRODUCT.name})
+
+    def _ends(node: Expr) -> bool:
+        return node == lane or (isinstance(node, Op) and node.op == "mul" and node.args[0] == lane)
+
+    return _rewrite_values(value, rule)
+
+
+def split_slope(value: Expr, key: Var = KEY) -> tuple[Expr, Expr] | None:
+    """Return ``rest`` and ``slope`` of a sum that is ``rest + float(key) * slope``; None of anything else."""
+    match value:
+        case Op(op="add", args=(rest, Op(op="mul", args=(Op(op="to_float", args=(place,)), slope)))) if place == key:
+            return rest, slope
+        case Op(op="add", args=(other, last)) if (found := split_slope(last, key)) is not None:
+            return Op("add", (other, found[0]), Type.FLOAT), found[1]
+        case Op(op="add" | "sub", args=(first, other)) if (found := split_slope(first, key)) is not None:
+            return replace(value, args=(found[0], other)), found[1]
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,8 +81,8 @@ def forward_launches(
     """
     axes = axes_of(planned, "forward") if planned.driver == "tile_map" else None
     own = Launch(
-        "forward", planned.name, "queries", planned.tile_m, planned.tile_n, planned.stages, planned.num_warps,
-        planned.driver, axes, forward, max_registers=planned.max_registers, **decided,
+        "forward", planned.name, decided.pop("grid", "queries"), planned.tile_m, planned.tile_n, planned.stages,
+        planned.num_warps, planned.driver, axes, forward, max_registers=planned.max_registers, **decided,
     )  # fmt: skip
     if axes is None:
         return planned.with_launches(own)

@@ -78,7 +78,8 @@ class Launch:
     """One entry of a kernel's source, and how it is launched. A call launches all of a plan's, one after the other.
 
     ``grid`` says what a block is: some ``rows`` of a head, a tile of ``queries`` or of ``keys``, or one word of the
-    tile map of either (``query_words``, ``key_words``).
+    tile map of either (``query_words``, ``key_words``); or it has a share of the keys of a tile of queries
+    (``key_shares``), as have the others of its cluster, of at most ``cluster`` blocks.
     """
 
     name: str
@@ -357,6 +358,11 @@ class Plan:
             if launch.name == name:
                 return launch
         raise KeyError(name)
+
+    @property
+    def split_tiles(self) -> bool:
+        """Whether blocks share the keys of a tile of queries."""
+        return any(launch.grid == "key_shares" for launch in self.launches)
 
     def has_launch(self, name: str) -> bool:
         """Whether there is a launch of that name."""

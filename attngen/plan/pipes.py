@@ -14,6 +14,10 @@ from attngen.plan.model import Region, Role
 BARRIER_BYTES = 8  # an mbarrier
 WARPGROUP = 4  # warps
 
+#: Floats of a partial result beside its columns: reference and sum of a warp and of a block, and what keeps rows apart
+#: (split.cuh).
+ROW_PADDING = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Signal:

@@ -89,8 +89,9 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
     which accepts what another one would do more exactly."""
     refusals: list[PlanError] = []
     if not candidates(spec, spec.backend or ""):
+        kind, whose = (f" in {spec.dtype}", "tile of queries") if spec.split_tiles else ("", "sequence")
         raise refuse(
-            spec, "split_kv", f"{spec.backend} has no {spec.direction} whose blocks share the keys of a sequence; "
+            spec, "split_kv", f"{spec.backend} has no {spec.direction}{kind} whose blocks share the keys of a {whose}; "
             "allowed: false"
         )  # fmt: skip
     for schedule in candidates(spec, spec.backend or ""):

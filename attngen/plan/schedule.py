@@ -22,7 +22,8 @@ class Schedule:
     ``tunable`` yields specs with the choices among which ``attngen tune`` looks for the fastest, legal or not.
     ``keep_promises`` raises PlanError for what a spec that names no backend must not get: less exact results than
     another backend gives. ``layouts`` are those that it has kernels for; ``split_kv``: blocks share the keys of a
-    sequence, so that it serves specs that ask for this, and no others.
+    sequence, so that it serves specs that ask for this, and no others; ``split_tiles``: it can also have blocks share
+    the keys of a tile of queries.
 
     ``template`` is a file below ``templates``, or below ``templates/`` of attngen; ``view`` is the function, as
     ``module:name``, that turns a plan into what the template is filled with. ``pipes`` returns the pipes
@@ -45,4 +46,5 @@ class Schedule:
     pipes: Callable[[Plan], Pipes] | None = None
     layouts: tuple[str, ...] = ("dense", "varlen")
     split_kv: bool = False
+    split_tiles: bool = False
     explanation: str = "attngen.tools.explain.schedule:ScheduleExplanation"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 from attngen.dtypes import DTYPES
 from attngen.lang.bands import Axis, Bands, Heads, bands
 from attngen.lang.facts import Facts
 from attngen.lang.ir import Expr, Load, Op, names, walk
+from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
 from attngen.schema.expand import KernelSpec
 
@@ -41,6 +43,20 @@ def key_loads(variant: Variant, heads: Heads = "single") -> int:
     narrow = {tensor.name for tensor in variant.tensors if DTYPES[tensor.dtype].bytes <= _WORD}
     used = [(load.tensor, frozenset[str]().union(*map(names, load.indices))) for load in loads]
     return sum(name in narrow and bool(read & _KEYS) and not read & varying for name, read in used)
+
+
+def query_loads(variant: Variant) -> int:
+    """Return how many values of 4 bytes or less a mask loads for each query, the same for all keys; 0 if it loads one
+    for each pair, or finds one by means of another, or if the score loads anything by position."""
+    loads = {node for node in walk(variant.mask) if isinstance(node, Load)}
+    narrow = {tensor.name for tensor in variant.tensors if DTYPES[tensor.dtype].bytes <= _WORD}
+    used = [frozenset[str]().union(*map(names, load.indices)) for load in loads]
+    nested = any(isinstance(inner, Load) for load in loads for index in load.indices for inner in walk(index))
+    scored = replace(variant, mask=TRUE)
+    if nested or reads_positions(scored) or any(read & _ROWS and read & _KEYS for read in used):
+        return 0
+    by_query = [load for load, read in zip(loads, used, strict=True) if read & _ROWS]
+    return len(by_query) if all(load.tensor in narrow for load in by_query) else 0
 
 
 def gathers(variant: Variant) -> bool:

@@ -6,16 +6,18 @@ A block keeps keys and goes along the queries. A lane holds elements of two keys
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attngen.lang.bands import classify
 from attngen.lang.emit import Binding
-from attngen.lang.folding import KV_FIRST, PRODUCT, fold_logit, is_finite
+from attngen.lang.folding import KV_FIRST, PRODUCT, Q_FIRST, Q_POS_FIRST, QUERY, fold_logit, is_finite, split_queries
 from attngen.lang.ir import Expr, names
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Piece, Statement, declared, depending, leaf, needed, reads, statement, written
 from attngen.plan.model import Plan
 from attngen.plan.schedules.hopper_backward import derivative
+from attngen.plan.schedules.structures import HopperBackward
+from attngen.plan.symbols import pointer_name
 from attngen.render.cuda_math import Steps, masking, row_values, with_corners
 from attngen.render.cuda_statements import (
     SCALE,
@@ -35,12 +37,24 @@ from attngen.render.expressions import (
     scalar_bindings,
     start_bindings,
 )
+from attngen.render.key_values import HELD, fields_of, taken
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _ROW_NAMES = ("kv", "kv_packed", "row")
 _COLUMN_NAMES = ("q_row", "q_pos", "q_packed")
 #: What differs from step to step; all else comes from arguments of the kernel.
-_VARYING = (*_ROW_NAMES, "kv_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k")
+_VARYING = (
+    *_ROW_NAMES, "kv_first", "q_first", "q_pos_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class QueryValues:
+    """The values of a query that the mask reads, each with the type that it is held in, and the lines that load them
+    for the query ``q_row``: these come with a tile of Q."""
+
+    fields: tuple[tuple[str, str], ...]
+    lines: tuple[Statement, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,7 @@ class Probabilities:
     exponent: Piece
     factor: Expr
     weighted: Piece | None
+    query_values: QueryValues | None
 
 
 def probabilities(plan: Plan) -> Probabilities:
@@ -64,7 +79,8 @@ def probabilities(plan: Plan) -> Probabilities:
     variant = plan.variant
     logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
     slope = derivative(variant, fast_math=plan.fast_math)
-    roots = [logit.value, logit.multiplier, *([] if slope.varying is None else [slope.varying])]
+    value = split_queries(logit.value) if plan.fast_math else logit.value
+    roots = [value, logit.multiplier, *([] if slope.varying is None else [slope.varying])]
     block: dict[Statement, None] = {}  # statements that are the same for all steps
     found, multiplier = [], leaf("scale_log2e")
     for partial in (True, False):
@@ -86,14 +102,35 @@ def probabilities(plan: Plan) -> Probabilities:
             multiplier = scored.results[1]
     if variant.score is None:
         block = {SCALE: None, **block}
+    partial_steps, query_values = _with_query_values(plan, found[0])
     return Probabilities(
         block=tuple(block),
-        partial=found[0],
+        partial=partial_steps,
         full=found[1],
         exponent=_exponent(multiplier),
         factor=slope.factor,
         weighted=_weighted(slope.varying),
+        query_values=query_values,
     )
+
+
+def _with_query_values(plan: Plan, steps: Steps) -> tuple[Steps, QueryValues | None]:
+    """Return the steps of a partial tile that take the values of queries from where their loader put them, and how they
+    come there; the same steps, and None, if the plan has no room for them."""
+    assert isinstance(plan.structure, HopperBackward)
+    if not plan.structure.query_values:
+        return steps, None
+    before = {name for each in steps.tile if each.type == "const auto*" for name in each.names}
+    loaded = before | {pointer_name(tensor.name) for tensor in plan.variant.tensors}
+    by_query = [each for each in steps.key if each.type in HELD and each.reads & loaded]
+    assert len(by_query) <= plan.structure.query_values
+    others = [each for each in steps.key if not {*each.names} & {*_COLUMN_NAMES} and each not in by_query]
+    lines = (*needed(others, by_query), *by_query)
+    values = QueryValues(fields_of(by_query), (*needed(steps.tile, lines), *number_queries(reads(lines)), *lines))
+    key = [each for each in steps.key if each not in by_query]
+    used = needed([*taken("of_query(8 * {i} + {j})", by_query), *key], steps.element)
+    tile = needed(steps.tile, [*steps.row, *used, *steps.element])
+    return replace(steps, tile=tile, key=used), values
 
 
 def _weighted(slope: Expr | None) -> Piece | None:
@@ -121,8 +158,11 @@ def _steps(hoisted: Sequence[Statement], body: Sequence[Statement]) -> Steps:
     element, column = depending(body, {"x", "derivative", *_ROW_NAMES, *declared(row)})
     column, row = needed(column, element), needed(row, element)
     row = (*_key_lines(reads([*row, *element])), *row)
+    tile = needed(tile, [*row, *column, *element])
+    if "q_pos_first" in reads([*tile, *row, *element]):
+        tile = (int_constant("q_pos_first", "{q_first} + ({seqlen_k} - {seqlen_q})"), *tile)
     return Steps(
-        tile=needed(tile, [*row, *column, *element]),
+        tile=tile,
         row=row,
         row_values=row_values(row, element),
         key=(*_query_lines(reads([*column, *element])), *column),
@@ -140,6 +180,9 @@ def _elements(plan: Plan) -> dict[str, Binding]:
         "kv_global": Binding("kv_packed", _KV, below=frozenset({"seqlen_k", "total_k"})),
         PRODUCT.name: Binding("x", _Q | _KV),
         KV_FIRST.name: Binding("kv_first"),
+        Q_FIRST.name: Binding("q_first"),
+        Q_POS_FIRST.name: Binding("q_pos_first"),
+        QUERY.name: Binding("8 * {i} + {j}", _Q),
         **start_bindings(),
     }
     return scalar_bindings(plan, CUDA) | rows

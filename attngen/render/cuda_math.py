@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding
-from attngen.lang.folding import KEY, KV_FIRST, PRODUCT, cap_scale, fold_logit, less, split_keys
+from attngen.lang.folding import KEY, KV_FIRST, PRODUCT, cap_scale, fold_logit, less, split_keys, split_slope
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, own, spelled, walk
 from attngen.lang.ranges import INT32
@@ -42,7 +42,6 @@ from attngen.render.expressions import (
     CUDA,
     KEYS,
     LOGIT_SCALE,
-    QUERIES,
     SEQLEN_K,
     Along,
     corner_bindings,
@@ -133,14 +132,20 @@ def logits(plan: Plan) -> Logits:
     if isinstance(plan.structure, HopperForward) and plan.structure.relative:
         value = less(value, _COUNTED_FROM) or value
     scale = cap_scale(folded, plan.box_heads)
+    # few registers are left in 8 bits: products with the places of keys would be kept in them
+    sloped = split_slope(value) if isinstance(plan.structure, HopperForward) and plan.structure.settled else None
+    value, slope = sloped or (value, None)
+    more = [each for each in (scale, slope) if each is not None]
     work: dict[Statement, None] = {}
     steps = []
     multiplier = leaf("scale_log2e")
     for partial in (True, False):
         bound = _elements(plan, ragged=partial)
-        scored = emit_for(plan, CUDA, [value, folded.multiplier, *([] if scale is None else [scale])], bound)
+        scored = emit_for(plan, CUDA, [value, folded.multiplier, *more], bound)
         hoisted, body = list(scored.hoisted), list(scored.body)
-        if variant.score is not None:
+        if slope is not None:
+            body.append(statement("{x} = fmaf(float({key}), {}, {});", scored.results[-1], scored.results[0]))
+        elif variant.score is not None:
             body.append(statement("{x} = {};", scored.results[0]))
         if partial:
             mask = masking(plan, bound, declared([*hoisted, *body]))
@@ -428,10 +433,11 @@ def with_corners(
     that share rows need not be a power of two."""
     read = reads([*statements, *others])
     corners = []
-    if along is QUERIES:
+    if along.axis == "q":
+        start, keys = f"{{{along.start}}}", along.keys or CUDA.tile_n
         if "kv_hi" in read:
             # a tile after the used keys has a key of its own all the same, which a mask may ask about
-            corners.append(int_constant("kv_hi", "max(min({kv_start} + kBlockN, {seqlen_k}) - 1, {kv_start})"))
+            corners.append(int_constant("kv_hi", f"max(min({start} + {keys}, {{seqlen_k}}) - 1, {start})"))
         return (*corners, *statements)
     if "q_pos_lo" in read:
         corners.append(int_constant("q_pos_lo", "{q_start} + ({seqlen_k} - {seqlen_q})"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal
 
@@ -37,9 +37,11 @@ class Along:
     tiles: Var
     length: Var
     tiles_text: str
+    start: str  # of the box that goes along, as kernels call it
+    keys: str | None = None  # of the box, if it is not a tile of them
 
 
-KEYS = Along("kv", TILE_N, WHOLE_TILES, KV_TILES, SEQLEN_K, "kv_tiles")
+KEYS = Along("kv", TILE_N, WHOLE_TILES, KV_TILES, SEQLEN_K, "kv_tiles", "q_start")
 QUERIES = Along(
     "q",
     own("tile of queries"),
@@ -47,7 +49,10 @@ QUERIES = Along(
     own("tiles of queries"),
     Var("seqlen_q", Type.INT),
     "q_tiles",
+    "kv_start",
 )
+#: The same for the keys of one consumer of a block.
+OWN_QUERIES = replace(QUERIES, start="own_start", keys="kOwnKeys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +109,14 @@ def start_bindings() -> dict[str, Binding]:
 def corner_bindings(plan: Plan, language: Language, along: Along = KEYS) -> dict[str, Binding]:
     """Return the bindings of the box symbols of the tile analysis, for a block that goes ``along`` an axis."""
     names = ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi", "h_lo", "h_hi", "kv_lo", "kv_hi")
-    starts = {"q_lo": "q_start"} if along is KEYS else {"kv_lo": "kv_start"}
+    starts = {"q_lo" if along.axis == "kv" else "kv_lo": along.start}
     return scalar_bindings(plan, language) | {
         **{name: Binding(starts.get(name, name)) for name in names},
         along.whole.name: Binding(spelled(WHOLE_TILES.name)),
         along.tiles.name: Binding(along.tiles_text),
         **start_bindings(),
         QUERIES.tile.name: Binding(language.tile_m),
-        TILE_N.name: Binding(language.tile_n),
+        TILE_N.name: Binding(along.keys or language.tile_n),
     }
 
 

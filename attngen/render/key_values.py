@@ -16,7 +16,7 @@ from attngen.render.cuda_math import Steps, row_names
 from attngen.render.cuda_statements import int_constant
 
 #: The types that values are held in; bool takes as much room as int.
-_HELD = {"bool": "int", "int": "int", "float": "float"}
+HELD = {"bool": "int", "int": "int", "float": "float"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +41,32 @@ def with_key_values(plan: Plan, steps: Steps, work: Sequence[Statement]) -> tupl
     pointers |= {name for each in work if each.type == "const auto*" for name in each.names}
     _, fixed = depending(steps.row, {spelled(KV_FIRST.name)})
     inner = {"key", "x", *row_names(plan), *declared([*steps.tile, *steps.row, *steps.key])} - {"kv", "kv_packed"}
-    by_row = [each for each in fixed if each.type in _HELD and each.reads & pointers]
-    by_key = [each for each in steps.key if each.type in _HELD and each.reads & pointers and not each.reads & inner]
+    by_row = [each for each in fixed if each.type in HELD and each.reads & pointers]
+    by_key = [each for each in steps.key if each.type in HELD and each.reads & pointers and not each.reads & inner]
     if not by_key or len(by_key) > plan.structure.key_values:
         return steps, None
     packed = [int_constant("kv_packed", "{k_begin} + {kv}")] if "kv_packed" in reads(by_key) else []
     values = KeyValues(
-        fields=_fields(by_key),
+        fields=fields_of(by_key),
         lines=(*packed, *by_key),
         work=needed(work, by_key),
-        row_fields=_fields(by_row),
+        row_fields=fields_of(by_row),
         row_lines=needed(fixed, [_user(declared(by_row))]),
     )
-    row = [*_taken("of_rows[row]", by_row), *(each for each in steps.row if each not in by_row)]
+    row = [*taken("of_rows[row]", by_row), *(each for each in steps.row if each not in by_row)]
     key = [each for each in steps.key if each not in by_key]
     at = next(i for i, each in enumerate(key) if "key" in each.names) + 1
-    key[at:at] = _taken("of_key({key})", by_key)
+    key[at:at] = taken("of_key({key})", by_key)
     used = _user(name for _, name in steps.row_values)
     return replace(steps, row=needed(row, [used]), key=needed(key, steps.element)), values
 
 
-def _fields(loads: Iterable[Statement]) -> tuple[tuple[str, str], ...]:
-    return tuple((_HELD[each.type], name) for each in loads for name in each.names)
+def fields_of(loads: Iterable[Statement]) -> tuple[tuple[str, str], ...]:
+    """Return what loads declare, each with the type that it is held in."""
+    return tuple((HELD[each.type], name) for each in loads for name in each.names)
 
 
-def _taken(place: str, loads: Sequence[Statement]) -> list[Statement]:
+def taken(place: str, loads: Sequence[Statement]) -> list[Statement]:
     """Return the line that takes values from where they were put."""
     names = declared(loads)
     return [statement(f"const auto [{', '.join(names)}] = {place};", declares=names)] if names else []

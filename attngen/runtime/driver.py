@@ -81,6 +81,9 @@ class Driver(Protocol):
     def multiprocessors(self, device: int) -> int:
         """Number of multiprocessors of the device."""
 
+    def bandwidth(self, device: int) -> float:
+        """Bytes that the memory of the device could move in a nanosecond, by its clock and its width."""
+
     def name(self, device: int) -> str:
         """Name of the device, as its driver has it."""
 
@@ -148,6 +151,7 @@ class CudaDriver:
         self._lock = threading.Lock()
         self._shared: dict[int, int] = {}
         self._capabilities: dict[int, int] = {}
+        self._bandwidths: dict[int, float] = {}
         try:
             self._version = int(self._call(cu.cuDriverGetVersion))
         except RuntimeError as error:  # what cuda-bindings raises where libcuda is absent
@@ -188,6 +192,21 @@ class CudaDriver:
     def multiprocessors(self, device: int) -> int:
         """See ``Driver.multiprocessors``."""
         return int(self._torch.cuda.get_device_properties(device).multi_processor_count)
+
+    def bandwidth(self, device: int) -> float:
+        """See ``Driver.bandwidth``."""
+        if device not in self._bandwidths:
+            cu, of = self._cu, self._cu.CUdevice_attribute
+            with self._device(device):
+                handle = self._call(cu.cuCtxGetDevice)
+            kilohertz, bits = (
+                self._call(cu.cuDeviceGetAttribute, attribute, handle)
+                for attribute in (
+                    of.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, of.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
+                )
+            )  # fmt: skip
+            self._bandwidths[device] = 2e-6 * kilohertz * bits / 8  # at both edges of the clock
+        return self._bandwidths[device]
 
     def name(self, device: int) -> str:
         """See ``Driver.name``."""

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from attngen.runtime import driver as drivers
+from attngen.runtime.capacity import capacity_for
 from attngen.runtime.checked import Call
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
@@ -61,9 +62,10 @@ class Explanation:
         if kernel is None or kernel.direction == "backward":
             return None
         tiles = prod(tiles_of(self.call, kernel.tile_m, pack_gqa=kernel.pack_gqa))
+        device = self.call.device.index or 0
         if kernel.main.persistent:
-            return min(tiles, drivers.current().multiprocessors(self.call.device.index or 0))
-        return tiles
+            return min(tiles, drivers.current().multiprocessors(device))
+        return tiles * capacity_for(kernel, self.call, drivers.current, device).shares
 
     def _packing(self, kernel: Kernel) -> str:
         """Say what it saves that the heads of a group share tiles."""

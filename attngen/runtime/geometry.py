@@ -12,7 +12,7 @@ from attngen.runtime.checked import Call, View
 from attngen.runtime.driver import Driver
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
-from attngen.runtime.splits import GRID, Capacity, split_sizes
+from attngen.runtime.splits import GRID, SHARES, Capacity, split_sizes
 from attngen.runtime.tensormap import usable_strides, windowed
 
 
@@ -178,15 +178,19 @@ class Geometry:
         }  # fmt: skip
         if launch.grid == GRID:
             self.sizes |= split_sizes(launch, call, capacity)
+        if launch.grid == SHARES:
+            self.sizes["split_cluster"] = capacity.shares
         if self.map is not None:
             self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
         self._q_tiles = q_tiles * units
+        self._groups = -(-q_tiles // launch.cluster) * units  # of tiles of queries, one for each block of a cluster
         words = self.map.words * self.map.rows * self.map.heads * self.map.batch if self.map is not None else 0
         self._tiles = {
             "rows": row_tiles * call.heads * (1 if packed else call.batch),
             "queries": self._q_tiles,
             "keys": kv_tiles * call.kv_heads * call.batch,
             GRID: self.sizes.get("split_blocks", 0),
+            SHARES: self._q_tiles * capacity.shares,
             "query_words": words,
             "key_words": words,
         }
@@ -211,10 +215,12 @@ class Geometry:
     def blocks(self, driver: Driver, device: int) -> int:
         """Blocks of the launch: one for each tile, or a cluster, or as many as run at once where each takes tile after
         tile. In a backward these round dQ of tiles of queries, too."""
-        if self.launch.grid == GRID:
+        if self.launch.grid in (GRID, SHARES):
             return self.tiles
         if not self.launch.persistent:
             return self.tiles * self.launch.cluster
+        if self.launch.cluster > 1:
+            return self.launch.cluster * min(self._groups, driver.multiprocessors(device) // self.launch.cluster)
         return min(max(self.tiles, self._q_tiles), driver.multiprocessors(device))
 
     def number(self, parameter: Parameter) -> int:

@@ -15,12 +15,12 @@ from attngen.errors import LoadError
 from attngen.runtime import counters
 from attngen.runtime.addresses import BACKWARD, FORWARD, SPLIT_COUNTERS, TILE_COUNTER
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.capacity import capacity_for
 from attngen.runtime.checked import Call, View
 from attngen.runtime.driver import Driver, Frame, Launch
 from attngen.runtime.geometry import Geometry, geometries, group_of, map_shapes, workspace_sizes
 from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Parameter
-from attngen.runtime.splits import capacity_for
 from attngen.runtime.tensormap import TensorMap
 
 #: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
@@ -144,7 +144,7 @@ class PreparedLaunches:
         ``views``: as those of a Geometry. ``tensor_names``: the call's own tensors in the order in which it lists their
         addresses. ``absent``: whether something that a backward may go without is missing.
         """
-        capacity = capacity_for(kernel, lambda: driver, device)
+        capacity = capacity_for(kernel, call, lambda: driver, device)
         found = geometries(kernel, call, views, absent=absent, capacity=capacity)
         #: Elements of 4 bytes of each workspace, and the shape of each tile map by the launch that reads it.
         self.sizes = workspace_sizes(kernel, found)

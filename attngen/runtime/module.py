@@ -20,6 +20,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime.driver import REMEDY, Driver
 from attngen.runtime.manifest import check_manifest, read_manifest
 from attngen.runtime.packing import Layout, lay_out
+from attngen.runtime.splits import SHARES
 
 
 class Entry:
@@ -80,6 +81,7 @@ class Launch:
         self.persistent = bool(row.get("persistent"))
         self.cluster: int = row.get("cluster", 1)
         self.split, self.split_size = bool(row.get("split")), kernel.split_size
+        self.shares: int = self.cluster if self.grid == SHARES else 1  # the most blocks that share the keys of a tile
         self.row_warps: int = row.get("row_warps", 1)
         self.counted = any(one.get("of") == "tile_counter" for one in row["parameters"])  # tiles are taken from it
         shared = (row.get("resources") or {}).get("shared_memory", 0)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from attngen.errors import NoKernelError
 from attngen.runtime import driver as drivers
+from attngen.runtime.capacity import capacity_for
 from attngen.runtime.checked import Call
 from attngen.runtime.geometry import geometries, map_shapes, workspace_sizes
 from attngen.runtime.gradients import GradientBuffers, finish, view_of
 from attngen.runtime.launch import PreparedLaunches
 from attngen.runtime.module import Kernel
 from attngen.runtime.select import Request, reason_against
-from attngen.runtime.splits import capacity_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Buffers:
 def prepared_shapes(kernel: Kernel, call: Call) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """Return what the launches of a kernel share in a call: elements of 4 bytes of each workspace by its name, and the
     shape of each tile map by the launch that reads it."""
-    capacity = capacity_for(kernel, drivers.current, call.device.index or 0)
+    capacity = capacity_for(kernel, call, drivers.current, call.device.index or 0)
     found = geometries(kernel, call, {}, capacity=capacity)
     return workspace_sizes(kernel, found), map_shapes(found)
 

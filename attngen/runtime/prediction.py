@@ -4,28 +4,38 @@ constants.
 A block spends ``tile`` nanoseconds on a tile of work and ``step`` on each of its tiles of keys, and a launch takes
 ``launch``; a manifest has the three as ``times``. As many blocks work at once as the device has multiprocessors, and
 each takes the next tile when it is done with one, so that the last wave may be a short one, or one of few tiles. What
-rows see of the keys is taken from ``visible``, bounds that follow from lengths; what only tensors know, or a scalar
-that the call passes, counts as seen. So calls of the same shapes run the same kernel, whatever came before.
+rows see of the keys is taken from ``visible``, bounds that follow from lengths; what only tensors know counts as seen,
+and a scalar that the call passes is taken to be a part of the keys. So calls of the same shapes run the same kernel,
+whatever came before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappush, heapreplace
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 from attngen.lang.host import evaluate, names_in
 from attngen.runtime.checked import Call
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
+from attngen.runtime.scalars import Number, ScalarRule
+from attngen.runtime.splits import clusters_at_once
 
 #: Tiles of queries of a unit that are looked at one by one; of more, as many, each for its neighbours.
 _LOOKED_AT = 12
 
+#: Of the keys, what a scalar that the call passes is taken to be: one part of so many.
+_KEYS_OF_SCALAR = 4
+
 #: Waves from which on the last one no longer matters.
 _MANY_WAVES = 6
+
+#: Of the bandwidth of a card, what its memory reaches in these calls.
+_USABLE = 0.8
 
 #: Steps that a tile of work loses where its consumers skip what their own rows do not see, and wait for one another.
 _LOST_STEPS = 2
@@ -34,11 +44,12 @@ _LOST_STEPS = 2
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """The nanoseconds of a call, its tiles of work, and what the block that is done last has of them: tiles, and tiles
-    of keys over all of these."""
+    of keys over all of these; and how many blocks share the keys of each."""
 
     nanoseconds: float
     tiles: int
     path: tuple[float, float]
+    shares: int = 1
 
     @property
     def microseconds(self) -> float:
@@ -47,31 +58,64 @@ class Prediction:
 
     def __str__(self) -> str:
         tiles, steps = self.path
-        return f"{self.tiles} tiles of work, {tiles:.3g} of them one after the other with {steps:.4g} steps"
+        shared = f", whose keys {self.shares} blocks share" if self.shares > 1 else ""
+        return f"{self.tiles} tiles of work{shared}, {tiles:.3g} of them one after the other with {steps:.4g} steps"
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What predictions ask of a GPU: how many blocks run at once, one per multiprocessor, and its name."""
+    """What predictions ask of a GPU: how many blocks run at once, one per multiprocessor, its name, and the bytes that
+    its memory could move in a nanosecond."""
 
     blocks: int
     name: str = ""
+    bandwidth: float = inf
 
 
-def predict(kernel: Kernel, call: Call, card: Card, times: Sequence[float] | None = None) -> Prediction | None:
+def predict(
+    kernel: Kernel,
+    call: Call,
+    card: Card,
+    times: Sequence[float] | None = None,
+    *,
+    clusters: Callable[[int, int], int] = clusters_at_once,
+) -> Prediction | None:
     """Return what a forward should take on a card; None if the plan does not tell.
 
     ``times`` stand for those of the manifest. Lengths are those that the host knows: packed sequences are taken to be
-    equally long, and caches full.
+    equally long, and caches full. ``clusters`` says how many clusters run at once, of the blocks that do and of a size.
     """
     times = times or kernel.tuned.get(card.name) or kernel.times
     if not times:
         return None
     launch, tile, step = times
     seqlen_q, seqlen_k = _lengths(call)
-    q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
-    path = _path(_rows(kernel, call, q_tiles, seqlen_q, seqlen_k), units, card.blocks, tile, step)
-    return Prediction(launch + path[0] * tile + path[1] * step, q_tiles * units, path)
+    together = _together(kernel)
+    q_tiles, units = tiles_of(call, together * kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
+    rows, tiles = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k), together * q_tiles * units
+    path = _path(rows, units, card.blocks // together, tile, step)
+    alone = Prediction(launch + path[0] * tile + path[1] * step, tiles, path)
+    counts = [count for count in range(2, kernel.main.shares + 1) if tiles <= clusters(card.blocks, count)]
+    if not counts:
+        return alone
+    # all clusters run at once; where memory binds, more blocks have only more to merge
+    most = max(seen for seen, _ in rows)
+    row_bytes = (call.head_dim_qk + call.head_dim_v) * kernel.dtype_of("k").bytes
+    kv_bytes = call.batch * call.kv_heads * min(most * kernel.tile_n, seqlen_k) * row_bytes
+    least = launch + tile + kv_bytes / (_USABLE * card.bandwidth)
+
+    def with_shares(count: int) -> Prediction:
+        steps = -(-most // count)
+        return Prediction(max(launch + tile + steps * step, least), tiles, (1.0, float(steps)), count)
+
+    return min((alone, *map(with_shares, counts)), key=lambda found: found.nanoseconds)
+
+
+def shares(kernel: Kernel, call: Call, card: Card, clusters: Callable[[int], int]) -> int:
+    """Return how many blocks should share the keys of a tile of queries; ``clusters`` says how many clusters of so many
+    blocks the card runs at once."""
+    found = predict(kernel, call, card, clusters=lambda _, size: clusters(size))
+    return found.shares if found else 1
 
 
 def pairs_of_tiles(kernel: Kernel, call: Call) -> int | None:
@@ -81,9 +125,15 @@ def pairs_of_tiles(kernel: Kernel, call: Call) -> int | None:
     if any(scalars & names_in(end) for interval in kernel.visible for end in interval if end is not None):
         return None
     seqlen_q, seqlen_k = _lengths(call)
-    q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
+    tile_m = _together(kernel) * kernel.tile_m
+    q_tiles, units = tiles_of(call, tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
     rows = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k)
-    return units * kernel.tile_m * kernel.tile_n * sum(seen * width for seen, width in rows)
+    return units * tile_m * kernel.tile_n * sum(seen * width for seen, width in rows)
+
+
+def _together(kernel: Kernel) -> int:
+    """Return how many blocks take neighbouring tiles of queries at once, and go through the same keys."""
+    return kernel.main.cluster if kernel.main.grid == "queries" else 1
 
 
 def _lengths(call: Call) -> tuple[int, int]:
@@ -97,21 +147,21 @@ def _lengths(call: Call) -> tuple[int, int]:
 
 def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int]]:
     """Return the tiles of keys of each tile of queries of a unit, from the last one on, and of how many it is so."""
-    n = kernel.tile_n
+    m, n = _together(kernel) * kernel.tile_m, kernel.tile_n
     every = -(-seqlen_k // n)
     visible = kernel.visible
     if not visible:
         return [(every, q_tiles)]
     group = group_of(call) if kernel.pack_gqa else 1
     names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    names |= {rule.name: rule.default if rule.const is None else rule.const for rule in call.rules}
+    names |= {rule.name: _assumed(rule, seqlen_k) for rule in call.rules}
     position, last = seqlen_k - seqlen_q, seqlen_q - 1
     count = min(q_tiles, _LOOKED_AT)
     starts = [i * q_tiles // count for i in range(count + 1)]
     widths = [end - begin for begin, end in pairwise(starts)]
-    firsts = [(begin + (width - 1) // 2) * kernel.tile_m for begin, width in zip(starts[:-1], widths, strict=True)]
+    firsts = [(begin + (width - 1) // 2) * m for begin, width in zip(starts[:-1], widths, strict=True)]
     q_lo = [min(first // group, last) for first in firsts]
-    q_hi = [min((first + kernel.tile_m - 1) // group, last) for first in firsts]
+    q_hi = [min((first + m - 1) // group, last) for first in firsts]
     names |= {
         "q_lo": q_lo, "q_hi": q_hi, "q_pos_lo": [q + position for q in q_lo], "q_pos_hi": [q + position for q in q_hi],
     }  # fmt: skip
@@ -129,6 +179,14 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
         else:
             rows.append((steps, width))
     return rows
+
+
+def _assumed(rule: ScalarRule, seqlen_k: int) -> Number | None:
+    """Return the value that a scalar is taken to have: what the variant fixes, or its default; of what only the call
+    knows, such as a window, a part of the keys, if it may be that."""
+    if rule.const is not None or rule.default is not None:
+        return rule.default if rule.const is None else rule.const
+    return min(max(seqlen_k // _KEYS_OF_SCALAR, rule.low), rule.high)
 
 
 def _path(

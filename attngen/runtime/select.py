@@ -80,7 +80,7 @@ ONE_BLOCK = Card(1)
 
 def card_of(driver: Driver, device: int) -> Card:
     """Return what predictions ask of a device."""
-    return Card(driver.multiprocessors(device), driver.name(device))
+    return Card(driver.multiprocessors(device), driver.name(device), driver.bandwidth(device))
 
 
 def preferred(kernels: Sequence[Kernel], call: Call | None = None, card: Card = ONE_BLOCK) -> list[Kernel]:
@@ -104,7 +104,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, card: Card = 
             kernel.loads != "descriptor",
             not by_hand,
             -kernel.arch.capability,
-            by_hand and not kernel.main.persistent,
+            by_hand and not kernel.main.persistent and kernel.main.shares == 1,
             times.get(kernel, inf if kernel.times and kernel not in rivals else 0.0),
             0 if card.name in kernel.tuned else 2 if kernel.tuned else 1,
             kernel.pack_gqa,
@@ -185,6 +185,8 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
     if (call.split_size or call.num_splits > 1) and not kernel.split_kv:
         asked = f"split_size={call.split_size}" if call.split_size else f"num_splits={call.num_splits}"
         return f"its blocks do not share keys, and the call asks for {asked}"
+    if call.num_splits == 1 and kernel.main.shares > 1:
+        return "its blocks share the keys of a tile, and the call asks for num_splits=1"
     for name, value in kernel.const_scalars.items():
         if name in request.given and request.given[name] != value:
             return f"{name} was fixed to {value} when it was built, the call passes {request.given[name]}"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from attngen.runtime.checked import Call
-from attngen.runtime.driver import Driver
-from attngen.runtime.module import Kernel, Launch
+if TYPE_CHECKING:
+    from attngen.runtime.checked import Call
 
-#: What a block of such a launch is called in manifests.
-GRID = "splits"
+#: What a block of such a launch is called in manifests; and of one whose blocks share the keys of a tile of queries.
+GRID, SHARES = "splits", "key_shares"
 
 #: Tiles of keys for which one more cluster pays: those of each block that the plan calls ``least_tiles``.
 _LEAST_TILES_OF_BLOCK = 8
@@ -37,26 +35,23 @@ class Splitting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How much of a split-KV launch a device runs at once: blocks, or clusters of blocks that work together."""
+    """How much of a split-KV launch a device runs at once: blocks, or clusters of blocks that work together. Where
+    blocks share the keys of a tile of queries: how many do so in a call."""
 
     blocks: int = 1
     clusters: int = 1
+    shares: int = 1
 
 
-def capacity_for(kernel: Kernel, driver: Callable[[], Driver], device: int) -> Capacity:
-    """Return what a device runs at once of a split-KV kernel, which is loaded for that; of other kernels nothing is
-    asked."""
-    for launch in kernel.launches:
-        if launch.grid == GRID:
-            return _capacity(launch, driver(), device)
-    return Capacity()
+#: Clusters of each size that an H100 of 132 multiprocessors runs at once, each in one part of the chip.
+_MULTIPROCESSORS = 132
+_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 
 
-def _capacity(launch: Launch, driver: Driver, device: int) -> Capacity:
-    entry = launch.entry
-    function = entry.function(driver, device)
-    clusters = driver.clusters(function, launch.cluster, entry.threads, entry.shared_memory, device)
-    return Capacity(driver.multiprocessors(device), clusters)
+def clusters_at_once(blocks: int, size: int) -> int:
+    """Return how many clusters of ``size`` blocks a card probably runs at once that runs so many blocks. Cards differ
+    by the multiprocessors of their parts, and a launch asks the driver."""
+    return max(_AT_ONCE[size] * blocks // _MULTIPROCESSORS, 1)
 
 
 def split_sizes(launch: Splitting, call: Call, capacity: Capacity) -> dict[str, int]:

@@ -10,7 +10,8 @@ sequence's own length is not read. Expressions still see each sequence's own len
 in both layouts, so none is refused. In a paged call ``seqlen_k`` is how many keys a row of the page table can hold.
 
 ``split_kv: true`` asks for two forwards of each variant: the ordinary one, and one whose blocks share the keys of a
-sequence. A call runs one of them.
+sequence; ``split_kv: tiles`` for the ordinary one, and one whose blocks share the keys of a tile of queries. A call
+runs one of them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from attngen.dtypes import DESCALE_BLOCKS, DTYPES, QUANTIZED_DTYPES
 from attngen.errors import Location, SpecError, suggest
 from attngen.formats import APPEND, APPEND_VARIANT, QUANTIZE, QUANTIZE_VARIANT, SCHEMA, WIDEN, WIDEN_VARIANT
 from attngen.lang.variant import Variant
+from attngen.schema.fields import SPLIT_TILES
 from attngen.schema.loading import DeclaredVariant, Spec
 from attngen.schema.messages import field_path
 from attngen.schema.models import (
@@ -60,6 +62,7 @@ class Roles:
     overlap: bool | None = None
     producer_registers: int | None = None
     consumer_registers: int | None = None
+    cluster: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class KernelSpec:
     pack_gqa: bool | None = None
     transposed_v: bool = False  # keys lie side by side in v
     split_kv: bool = False
+    split_tiles: bool = False  # blocks share the keys of a tile of queries
     scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
     allow: tuple[str, ...] = ()
     spec_file: str = field(default="", compare=False)  # as headers name it, never absolute
@@ -146,7 +150,7 @@ class KernelSpec:
 #: Fields of a kernel to fields of the spec, where the names differ.
 _FIELD_OF = {
     "head_dim_qk": "head_dim", "head_dim_v": "head_dim", "direction": "passes", "tile_m": "tile", "tile_n": "tile",
-    "scale_block": "descale", "num_warps": "warps", "roles": "warps", "pipeline": "stages",
+    "scale_block": "descale", "num_warps": "warps", "roles": "warps", "pipeline": "stages", "split_tiles": "split_kv",
 }  # fmt: skip
 
 #: Fields that expand, slowest first: kernels of one variant stand together.
@@ -164,6 +168,8 @@ _FORWARDS = (
 )  # fmt: skip
 #: Fields that concern the ordinary forward only; a split-KV one leaves them to the plan.
 _UNSPLIT = ("tile", "stages", "warps", "persistent", "order", "epilogue", "pack_gqa")
+#: Those of them that one whose blocks share the keys of a tile leaves to the plan, too.
+_UNSPLIT_TILES = ("persistent", "order", "epilogue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +302,8 @@ def _all(spec: Spec) -> list[KernelSpec]:
         for index, axes in entries
         for choice in product(*axes.values())
         if not (
-            _is_anothers_alone(axes, choice) or (spec.model.kernels[index].split_kv and _splits_alone(axes, choice))
+            _is_anothers_alone(axes, choice)
+            or (True in spec.model.kernels[index].split_kv and _splits_alone(axes, choice))
         )
     ]
 
@@ -305,8 +312,13 @@ def _is_anothers_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]
     """Whether a choice differs from an earlier one only in fields that do not concern it: a backward in fields of the
     forward, a split-KV forward in fields of the ordinary one."""
     chosen = dict(zip(axes, choice, strict=True))
-    others = _FORWARDS if chosen["passes"].value == "backward" else _UNSPLIT if chosen["split_kv"].value else ()
+    others = _FORWARDS if chosen["passes"].value == "backward" else _left_to_the_plan(chosen["split_kv"].value)
     return any(chosen[name] is not axes[name][0] for name in others)
+
+
+def _left_to_the_plan(split_kv: bool | str) -> tuple[str, ...]:
+    """Return the fields of the ordinary forward that one whose blocks share keys has no use for."""
+    return _UNSPLIT_TILES if split_kv == SPLIT_TILES else _UNSPLIT if split_kv else ()
 
 
 def _splits_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
@@ -325,7 +337,7 @@ def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]
     paths: dict[str, tuple[str | int, ...]] = {name: ("kernels", index, name) for name in _AXES}
     lists["stages"] = (entry.pipeline and entry.pipeline.stages) or (None,)
     paths["stages"] = ("kernels", index, "pipeline", "stages")
-    lists["split_kv"] = (False, True) if entry.split_kv else (False,)
+    lists["split_kv"] = (False, *filter(None, entry.split_kv))
     if entry.arch is None:
         lists["arch"], paths["arch"] = spec.model.arch or (), ("arch",)
         if not spec.model.arch:
@@ -370,8 +382,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
             location=spec.tree.locate(("kernels", index, "backward")),
             field=f"kernels[{index}].backward",
         )
-    if values["split_kv"]:
-        values |= dict.fromkeys(_UNSPLIT)
+    values |= dict.fromkeys(_left_to_the_plan(values["split_kv"]))
     tile, warps = values["tile"] or TileModel(), values["warps"] or WarpsModel()
     alignment = values["alignment"]
     return KernelSpec(
@@ -404,7 +415,8 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         epilogue=values["epilogue"],
         pack_gqa=values["pack_gqa"],
         transposed_v=bool(values["transposed_v"]),
-        split_kv=values["split_kv"],
+        split_kv=values["split_kv"] is True,
+        split_tiles=values["split_kv"] == SPLIT_TILES,
         scale_block=DESCALE_BLOCKS[values["descale"] or "head"],
         allow=tuple(sorted(set(entry.allow))),
         spec_file=spec.name,
@@ -444,6 +456,7 @@ def roles_of(warps: WarpsModel) -> Roles | None:
         warps.overlap,
         registers.producer if registers else None,
         registers.consumer if registers else None,
+        warps.cluster,
     )
     return None if roles == Roles() else roles
 
@@ -453,7 +466,8 @@ def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
     if "forward" in entry.passes:
         return
     fields = ("pipeline" if name == "stages" else name for name in _FORWARDS)
-    given = [name for name in fields if getattr(entry, name) not in (None, False)]
+    unsplit = not any(entry.split_kv)  # which is what an entry has that says nothing
+    given = [name for name in fields if getattr(entry, name) is not None and not (name == "split_kv" and unsplit)]
     for name in given:
         raise SpecError(
             "is for the forward, which 'passes' does not ask for; for the backward, say it in 'backward', as in "

@@ -19,6 +19,9 @@ from attngen.schema.quoting import show
 
 T = TypeVar("T")
 
+#: What ``split_kv`` may say beside true and false.
+SPLIT_TILES = "tiles"
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -142,6 +145,14 @@ def _descale(value: Any) -> int | str:
     raise ValueError(f"found {show(value)}; allowed: {', '.join(map(str, dtypes.DESCALE_BLOCKS))}")
 
 
+def _split_kv(value: object) -> bool | str:
+    if isinstance(value, bool):
+        return value
+    if value == SPLIT_TILES:
+        return SPLIT_TILES
+    raise ValueError(f"found {show(value)}; allowed: true, false or '{SPLIT_TILES}'")
+
+
 def _mask(value: object) -> bool | str:
     if not isinstance(value, bool | str):
         raise ValueError(f"found {show(value)}; allowed: an expression, true or false")
@@ -152,5 +163,8 @@ Limit = Annotated[int | float | str, PlainValidator(_limit), WithJsonSchema({"ty
 Literal = Annotated[bool | int | float, PlainValidator(_literal), WithJsonSchema({"type": ["number", "boolean"]})]
 Expression = Annotated[str, PlainValidator(_expression), WithJsonSchema({"type": ["string", "number"]})]
 MaskExpression = Annotated[bool | str, PlainValidator(_mask), WithJsonSchema({"type": ["string", "boolean"]})]
+SplitKv = Annotated[
+    bool | str, PlainValidator(_split_kv), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": SPLIT_TILES}]})
+]
 Descale = Annotated[int | str, PlainValidator(_descale), WithJsonSchema({"enum": list(dtypes.DESCALE_BLOCKS)})]
 Alignment = Annotated[int | str, PlainValidator(_alignment), WithJsonSchema({"enum": ["element", 2, 4, 8, 16]})]

@@ -39,6 +39,7 @@ from attngen.schema.fields import (
     OutDType,
     PackageName,
     ScalarDType,
+    SplitKv,
     SymbolName,
     TensorDType,
     VariantName,
@@ -196,10 +197,13 @@ class WarpsModel(Model):
     schedule: Schedule | None = None
     overlap: bool | None = None
     registers: RegistersModel | None = None
+    cluster: Annotated[int, Field(ge=1, le=2)] | None = Field(
+        default=None, description="blocks that load K and V for each other; left out: 1"
+    )
 
     @model_validator(mode="after")
     def _count_or_roles(self) -> WarpsModel:
-        roles = (self.producer, self.consumer, self.schedule, self.overlap, self.registers)
+        roles = (self.producer, self.consumer, self.schedule, self.overlap, self.registers, self.cluster)
         if self.count is not None and any(role is not None for role in roles):
             raise ValueError("'count' is for a kernel without roles; leave out 'count', or the roles")
         return self
@@ -273,8 +277,10 @@ class KernelModel(Model):
     pack_gqa: OneOrMany[bool] | None = Field(
         default=None, description="query heads of one KV head share the rows of a tile; left out: no"
     )
-    split_kv: bool = Field(
-        default=False, description="besides each forward, one for few queries and many keys, which blocks share"
+    split_kv: OneOrMany[SplitKv] = Field(
+        default=(False,),
+        description="besides each forward, one for few queries and many keys, which blocks share; `tiles`: one whose "
+        "blocks share the keys of a tile of queries, for calls of few tiles",
     )
     allow: Many[Allowance] = Field(default=(), description="what would otherwise fail the build")
 

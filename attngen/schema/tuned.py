@@ -142,7 +142,7 @@ def fields_of(kernel: KernelSpec) -> dict[str, Any]:
     registers = _given(producer=roles.producer_registers, consumer=roles.consumer_registers)
     found["warps"] = _given(
         count=kernel.num_warps, producer=roles.producer, consumer=roles.consumer, schedule=roles.schedule,
-        overlap=roles.overlap, registers=registers or None,
+        overlap=roles.overlap, registers=registers or None, cluster=roles.cluster,
     )  # fmt: skip
     given = kernel.backward or Backward()
     found["backward"] = {name: _gradient(getattr(given, name)) for name in ("dkdv", "dq")}

@@ -25,10 +25,12 @@ constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
-// What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
-// for each that sees nothing of it.
-constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
-constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
+// Tiles of a tile of work end with the last key that its rows see: they begin some keys after multiples of kBlockN.
+constexpr int kAnchor = 16;
+// What consumers learn of a KV tile, in one word: where it begins, in steps of kAnchor, a bit for each consumer that must
+// apply the mask, and a bit for each that sees nothing of it.
+constexpr int kTileMask = (1 << 26) - 1;  // holds the end of the longest sequence
+constexpr int kPartialBit = 26, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
@@ -47,6 +49,7 @@ constexpr int kLookahead = 2;  // steps before the end of a tile of work at whic
 constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
+constexpr float kRenewBelow = 1.0f;  // a lane's sum after a partial first tile that asks for a new reference
 constexpr int kSettled = 6;  // log2 of the sum at most that a new reference leaves a lane in a step
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
@@ -102,6 +105,7 @@ using VMatrix = Matrix<16, 8 * kVBoxBytes, 3>;
 struct Spans {
   int visible_lo, visible_hi;
   int full_lo, full_hi;
+  int offset;
 };
 
 // A tile of work: which rows of which KV head, and over how many KV tiles they go. Negative: there is no other.
@@ -190,17 +194,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           const int b = unit / kv_heads, hk = unit % kv_heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
-          const int whole_tiles = seqlen_k / kBlockN;
           const int q_start = (q_tile * kBlockM + (part < kConsumers ? 64 * part : 0) >> group_bits);
           const int q_hi = min(q_start + ((part < kConsumers ? 64 : kBlockM) >> group_bits), seqlen_q) - 1;
           const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
           const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
           const int u_window_min_1073741823 = min(u_window, 1073741823);
-          const int visible_lo = max(q_pos_lo - u_window_min_1073741823 + 1, 0) / kBlockN;
-          const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_lo = (max(q_pos_hi - u_window_min_1073741823 + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-          spans = {visible_lo, visible_hi, full_lo, full_hi};
+          const int visible_from = min(max(q_pos_lo - u_window_min_1073741823 + 1, 0), seqlen_k);
+          const int visible_to = min(max(q_pos_hi + 1, 0), seqlen_k);
+          const int full_from = min(max(q_pos_hi - u_window_min_1073741823 + 1, 0), seqlen_k);
+          const int full_to = min(max(q_pos_lo + 1, 0), seqlen_k);
+          const int offset = __shfl_sync(~0u, visible_from >= kBlockN ? (visible_to + kAnchor - 1) / kAnchor * kAnchor % kBlockN : 0, 8 * kConsumers);  // of the first key of each tile
+          const int visible_lo = (visible_from - offset) / kBlockN;
+          const int visible_hi = (visible_to - offset + kBlockN - 1) / kBlockN;
+          const int full_lo = (full_from - offset + kBlockN - 1) / kBlockN;
+          const int full_hi = (full_to - offset) / kBlockN;
+          spans = {visible_lo, visible_hi, full_lo, full_hi, offset};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, hk, (q_tile * kBlockM >> group_bits), __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
@@ -272,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             v_rows_ring.acquire();
             if (lane == 0) {
               v_rows_ring.arrive_expecting(kVRowsBytes);
-              const int start = v_tile * kBlockN, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
+              const int start = v_tile * kBlockN + all.offset, rows = min(kBlockN, seqlen_k - start);  // rows after the end become 0
               load_box(kVRows + v_rows_ring.stage * kVRowsBytes, v_map, v_rows_ring.full(), column, hk,
                          kBlockN - rows, start + rows, b);
             }
@@ -280,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             v_rows_ring.advance();
           }
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
+        // `tile_info` is where the tile begins, above it a bit for each consumer that needs the mask and one for each that sees nothing.
         const auto load_step = [&](int tile, int tile_info) {
           k_ring.acquire();
           if (lane == 0) {
@@ -289,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
             k_ring.arrive_expecting(kKBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
               load_box(kK + k_ring.stage * kKBytes + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk,
-                       tile * kBlockN, b);
+                       tile * kBlockN + all.offset, b);
             }
           }
           __syncwarp();
@@ -303,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
           const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
+          load_step(tile, static_cast<uint32_t>(tile * kBlockN + all.offset) / kAnchor | partial << kPartialBit | skipped << kSkippedBit);
         }
         load_v();
       }
@@ -469,7 +477,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 
       // S becomes logits; pairs that are not visible get -inf.
       const auto finish_logits = [&] {
-        const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
+        const int kv_first = (tile_info & kTileMask) * kAnchor + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           struct Row {
             int visible_from;
@@ -501,12 +509,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       release_k();
       hold_v();
       finish_logits();
-      // Few keys say little about those to come: after a partial tile the next one sets references again.
-      bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
+      // Few keys say little about those to come: after a partial tile (1) the next one may add as much as it likes, and where a lane
+      // has seen next to nothing (2), it sets references again.
+      int few = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_reference<kPeak>(maximum, reference, alpha);
       exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+      if (few) few += __any_sync(~0u, fminf(row_sum[0], row_sum[1]) < kRenewBelow);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -530,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         wait_products<0>();
         settle(acc);
         release_v();
-        if (__any_sync(~0u, renews)) {
+        if (__any_sync(~0u, few > 1)) {
           find_maximum(s, scale_log2e, maximum);
           raise_reference<kPeak>(maximum, reference, alpha);
           rescale(acc, alpha);
@@ -538,7 +548,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           row_sum[1] *= alpha[1];
         }
         exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
+        const auto kept = [&](int row) { return sum[row] <= (few ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
           lift_by_sum<kSettled - kPeak>(sum, reference, maximum);
@@ -552,7 +562,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           }
           exponentiate<Element>(s, scale_log2e, reference, p, sum);
         }
-        renews = false;
+        few = 0;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
         hold_v();

@@ -11,6 +11,7 @@
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
+#include "soft_cap.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
 #include "transpose.cuh"
@@ -443,47 +444,52 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // S becomes logits; pairs that are not visible get -inf.
-      const auto finish_logits = [&] {
+      // The products of a tile become logits; pairs that are not visible get -inf.
+      const auto finish_partial = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
-        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          struct Row {
-            int visible_to;
-          };
-          Row rows[2];
+        struct Row {
+          int visible_to;
+        };
+        Row rows[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+          const int q_pos = q_row + (seqlen_k - seqlen_q);
+          const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+          rows[row] = {visible_to};
+        }
+#pragma unroll
+        for (int i = 0; i < kBlockN / 4; ++i) {
+          const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_to};
-          }
-#pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
-              x = tanh_approx(x * u_softmax_scale_over_cap);
-              if (key >= visible_to) x = kMasked;
-            }
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              x = tanh_approx(x * u_softmax_scale_over_cap);
-            }
+            float& x = s[4 * (i / 2) + 2 * row + i % 2];
+            const auto [visible_to] = rows[row];
+            x = tanh_approx(x * u_softmax_scale_over_cap);
+            if (key >= visible_to) x = kMasked;
           }
         }
       };
+      const auto finish_full = [&] {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 4; ++i) {
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            float& x = s[4 * (i / 2) + 2 * row + i % 2];
+            x = tanh_approx(x * u_softmax_scale_over_cap);
+          }
+        }
+      };
+      const SoftCap soft_cap(u_softmax_scale_over_cap, scale_log2e);
+      bool polynomial = true;  // whether it was as good as tanh so far: tiles of the same rows are alike
 
       // The first tile. Its S is there.
       release_k();
-      finish_logits();
+      if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+        finish_partial();
+      } else {
+        finish_full();
+      }
       // Few keys say little about those to come: after a partial tile the next one sets references again.
       bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
@@ -501,23 +507,45 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         wait_products<1>();
         settle(s);
         release_k();
-        finish_logits();
-        // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
+
+        // P of this tile: from the products where a polynomial is as good as tanh. S is kept until that is known, and the sums say that the
+        // reference of the step before was good enough.
         float sum[2] = {0.0f, 0.0f};
-        wait_products<0>();
-        pass_turn();  // the products are done
-        settle(acc);
-        release_v();
-        if (__any_sync(~0u, renews)) {
-          find_maximum(s, scale_log2e, maximum);
-          raise_reference<kPeak>(maximum, reference, alpha);
-          rescale(acc, alpha);
-          row_sum[0] *= alpha[0];
-          row_sum[1] *= alpha[1];
+        const auto begin_p = [&] {
+          wait_products<0>();
+          pass_turn();  // the products are done
+          settle(acc);
+          release_v();
+        };
+        bool products = false;  // whether S still is the products
+        if (__any_sync(~0u, renews || tile_info >> (kPartialBit + warpgroup) & 1)) {
+          if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+            finish_partial();
+          } else {
+            finish_full();
+          }
+          begin_p();
+          if (__any_sync(~0u, renews)) {
+            find_maximum(s, scale_log2e, maximum);
+            raise_reference<kPeak>(maximum, reference, alpha);
+            rescale(acc, alpha);
+            row_sum[0] *= alpha[0];
+            row_sum[1] *= alpha[1];
+          }
+          exponentiate<Element>(s, scale_log2e, reference, p, sum);
+        } else {
+          begin_p();
+          products = polynomial && __all_sync(~0u, exponentiate_capped<Element>(s, soft_cap, reference, p, sum));
+          polynomial = products;
+          if (!products) {
+            finish_full();
+            sum[0] = sum[1] = 0.0f;
+            exponentiate<Element>(s, scale_log2e, reference, p, sum);
+          }
         }
-        exponentiate<Element>(s, scale_log2e, reference, p, sum);
         const auto kept = [&](int row) { return sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
+          if (products) finish_full();
           find_maximum(s, scale_log2e, maximum);
           lift_by_sum<kSettled - kPeak>(sum, reference, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);

@@ -38,6 +38,11 @@ struct Part {
   long long to_b, to_s, to_h;  // strides, in elements
 };
 
+// Named barriers of the hardware; 0 is __syncthreads.
+enum class Named {
+  kTile = 1,  // of the groups that share the tokens of a scale
+};
+
 // What threads tell each other.
 struct Shared {
   uint64_t full[kGroups * kStages];  // barriers: a tile is there
@@ -128,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
       const uint32_t of_warp = __reduce_max_sync(~0u, __float_as_uint(of_head));
       if (lane == 0) shared.largest[pair][of_block][warp][head] = of_warp;
     }
-    named_sync(1 + (of_block >> sharers - 1), 128 * sharers);
+    named_sync(Named::kTile, of_block >> sharers - 1, 128 * sharers);
     ready();
 
     const Part& part = shared.parts[task.part];

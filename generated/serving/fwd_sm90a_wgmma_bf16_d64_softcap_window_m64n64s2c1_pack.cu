@@ -24,14 +24,13 @@ constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 1;  // warpgroups that multiply
 constexpr int kThreads = 256;
-// What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
-// for each that sees nothing of it.
-constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
-constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
-static_assert(kSkippedBit + kConsumers <= 32);
 // Tiles of a tile of work end with the last key that its rows see: they begin some keys after multiples of kBlockN.
-constexpr int kAnchor = 16, kOffsetBit = kSkippedBit + kConsumers;
-static_assert((kBlockN / kAnchor - 1) >> (32 - kOffsetBit) == 0);
+constexpr int kAnchor = 16;
+// What consumers learn of a KV tile, in one word: where it begins, in steps of kAnchor, a bit for each consumer that must
+// apply the mask, and a bit for each that sees nothing of it.
+constexpr int kTileMask = (1 << 26) - 1;  // holds the end of the longest sequence
+constexpr int kPartialBit = 26, kSkippedBit = kPartialBit + kConsumers;
+static_assert(kSkippedBit + kConsumers <= 32);
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 256;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
@@ -252,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           }
           __syncwarp();
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask, and where it begins.
+        // `tile_info` is where the tile begins, above it a bit for each consumer that needs the mask.
         const auto load_step = [&](int tile, int tile_info) {
           k_ring.acquire();
           if (lane == 0) {
@@ -275,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit | static_cast<uint32_t>(all.offset) / kAnchor << kOffsetBit);
+          load_step(tile, static_cast<uint32_t>(tile * kBlockN + all.offset) / kAnchor | partial << kPartialBit);
         }
         load_v();
       }
@@ -392,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // The products of a tile become logits; pairs that are not visible get -inf.
       const auto finish_partial = [&] {
-        const int kv_first = (tile_info & kTileMask) * kBlockN + (static_cast<uint32_t>(tile_info) >> kOffsetBit) * kAnchor + 2 * (lane % 4);
+        const int kv_first = (tile_info & kTileMask) * kAnchor + 2 * (lane % 4);
         struct Row {
           int visible_from;
           int visible_to;

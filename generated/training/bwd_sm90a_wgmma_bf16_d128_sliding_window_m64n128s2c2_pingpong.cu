@@ -108,11 +108,13 @@ struct Work {
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
-// A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
+// A step: a tile of queries, with two bits for each consumer, which say whether it applies the mask, and whether no query
+// sees its keys; and their head.
 struct Step {
   int tile, h;
 };
-constexpr int kPartial = 1 << 24;
+constexpr int kPartial = 1 << 24, kHidden = 1 << 26;  // of consumer 0; those of the other follow
+constexpr int kOwnKeys = kBlockN / kConsumers;        // of one consumer
 static_assert(16777215 < kPartial);  // the last tile of the longest sequence
 constexpr int kEndOfTile = -1, kEndOfAll = -2;
 
@@ -312,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         work_ring.advance();
 
         bool keys_loaded = false;
-        const auto load_step = [&](int h, int tile, bool partial) {
+        const auto load_step = [&](int h, int tile, int bits) {
           const int q_start = tile * kBlockM;
           float lse[kBlockM / 32], delta[kBlockM / 32];  // in flight while the stage is still in use
 #pragma unroll
@@ -324,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
           q_ring.acquire();
           if (lane == 0) {
-            shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
+            shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {tile | bits, h};
             shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)) = {(b * heads + h) * q_tiles + tile, -1};
             q_ring.arrive_expecting(kQBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
@@ -368,9 +370,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         };
 
         const int whole_tiles = seqlen_q / kBlockM;
-        const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
+        const int own_start = kv_start + kOwnKeys * (lane / 16);  // each half of the lanes finds what sees the keys of one consumer
+        const int kv_hi = max(min(own_start + kOwnKeys, seqlen_k) - 1, own_start);
         const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
-        const int u_value = u_seqlen_q_minus_seqlen_k + kv_start;
+        const int u_value = u_seqlen_q_minus_seqlen_k + own_start;
         const int visible_lo = max(u_value, 0) / kBlockM;
         const int u_value_2 = u_seqlen_q_minus_seqlen_k + kv_hi;
         const int u_window_min_1073741823 = min(u_window, 1073741823);
@@ -378,15 +381,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         const int full_lo = (max(u_value_2, 0) + kBlockM - 1) / kBlockM;
         const int full_hi = min(max(u_value + u_window_min_1073741823, 0) / kBlockM, whole_tiles);
 
-        const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
+        const bool ragged = own_start + kOwnKeys > seqlen_k;  // the last keys end there: every step applies the mask
         const int inner_heads = kv_start < seqlen_k ? group : 0;  // no query sees keys after the used ones
         for (int h = hk * group; __any_sync(~0u, h < hk * group + inner_heads); ++h) {
           // Neighbouring blocks begin at different tiles of queries, so that they do not add to the same rows of dQ at once.
-          const int tiles = max(visible_hi - visible_lo, 0);
+          const int own_lo = visible_lo, own_hi = own_start < seqlen_k ? visible_hi : 0;
+          const int first = __reduce_min_sync(~0u, own_lo < own_hi ? own_lo : kPartial);
+          const int tiles = max(__reduce_max_sync(~0u, own_hi) - first, 0);
           int place = tiles > 0 ? 3 * kv_tile % tiles : 0;
           for (int i = 0; __any_sync(~0u, i < tiles); ++i) {
-            const int tile = visible_lo + place;
-            load_step(h, tile, ragged || !(tile >= full_lo && tile < full_hi));
+            const int tile = first + place;
+            const uint32_t partial = __ballot_sync(~0u, ragged || !(tile >= full_lo && tile < full_hi));
+            const uint32_t seen = __ballot_sync(~0u, tile >= own_lo && tile < own_hi);
+            const int of_first = (partial & 1) * kPartial + (~seen & 1) * kHidden;
+            const int of_second = (partial >> 16 & 1) * kPartial + (~seen >> 16 & 1) * kHidden;
+            load_step(h, tile, of_first + 2 * of_second);
             if (++place == tiles) place = 0;
           }
         }
@@ -564,7 +573,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const int kv_first = work.kv_start + 64 * warpgroup + 16 * (warp % 4) + lane / 4;
       const int q_first = (step.tile & kPartial - 1) * kBlockM + 2 * (lane % 4);
       const uint32_t lse_numbers = kLse + q_ring.stage * kRowBytes + row_numbers;
-      if (__any_sync(~0u, step.tile & kPartial)) {
+      if (__any_sync(~0u, step.tile & kPartial << warpgroup)) {
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
           const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
@@ -631,6 +640,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         store_transposed(to + 16 * i * kDsBoxBytes, ds[0], ds[1], ds[2], ds[3]);
       }
     };
+    // dS of keys that no query of a tile sees.
+    const auto clear_ds = [&](int buffer) {
+      const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * kDsBoxBytes + 512 * (warp % 4) + 16 * lane;
+#pragma unroll
+      for (int i = 0; i < kBlockM * kDsBoxBytes / 2048; ++i) store_float4(to + 2048 * i, 0.0f, 0.0f, 0.0f, 0.0f);
+    };
     // dQ, in the order of registers, to the shared memory from which it is added to the dQ accumulator.
     const auto store_dq = [&] {
       dq_ring.acquire();
@@ -688,36 +703,77 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         const auto give_turn = [&] { named_arrive(Named::kTurn, 1 - warpgroup, 128 * kConsumers); };
         bool more = true;
         QRing used;
+        // Of a step that this consumer's keys do not see, the other alone has products; this one has dS = 0.
+        const auto hidden = [&] { return __any_sync(~0u, step.tile & kHidden << warpgroup); };
         take_turn();
-        issue_s(q_ring.stage);  // S^T = K Q^T
-        load_rows(lse_rows, kLse);
-        dout_ring.wait();
-        issue_dp(dout_ring.stage);  // dP^T = V dO^T
-        wait_products<1>();
-        settle(s);
-        give_turn();
-        exponentiate_step();
-        load_rows(delta_rows, kDelta);
-        wait_products<0>();
-        settle(dp);
-        buffer ^= 1;
-        store_ds(buffer);  // dS = P (dP - D)
-        __syncwarp();
-        if (lane == 0) DsRing(buffer).arrive();
-        take_turn();
-        issue_dv(dout_ring.stage);  // dV += P^T dO
-        issue_dk(q_ring.stage);     // dK += dS^T Q
-        wait_products<1>();
-        settle(dv);
-        release_dout();
-        used = q_ring;
-        q_ring.advance();
-        step = next_step();
-        more = step.tile >= 0;
-        wait_products<0>();
-        settle(dk);
-        if (leader) used.release();
+        if (hidden()) {
+          give_turn();
+          buffer ^= 1;
+          clear_ds(buffer);
+          __syncwarp();
+          if (lane == 0) DsRing(buffer).arrive();
+          dout_ring.wait();  // in all warps before it is given back, behind the turn
+          take_turn();
+          release_dout();
+          used = q_ring;
+          q_ring.advance();
+          step = next_step();
+          more = step.tile >= 0;
+          if (leader) used.release();
+        } else {
+          issue_s(q_ring.stage);  // S^T = K Q^T
+          load_rows(lse_rows, kLse);
+          dout_ring.wait();
+          issue_dp(dout_ring.stage);  // dP^T = V dO^T
+          wait_products<1>();
+          settle(s);
+          give_turn();
+          exponentiate_step();
+          load_rows(delta_rows, kDelta);
+          wait_products<0>();
+          settle(dp);
+          buffer ^= 1;
+          store_ds(buffer);  // dS = P (dP - D)
+          __syncwarp();
+          if (lane == 0) DsRing(buffer).arrive();
+          take_turn();
+          issue_dv(dout_ring.stage);  // dV += P^T dO
+          issue_dk(q_ring.stage);     // dK += dS^T Q
+          wait_products<1>();
+          settle(dv);
+          release_dout();
+          used = q_ring;
+          q_ring.advance();
+          step = next_step();
+          more = step.tile >= 0;
+          wait_products<0>();
+          settle(dk);
+          if (leader) used.release();
+        }
         while (__any_sync(~0u, more)) {
+          if (hidden()) {
+            give_turn();
+            DsRing(buffer, ds_phase).wait();  // dS of both is complete
+            fence_async_proxy();  // by who reads: who has just stored would wait for its stores
+            ds_phase ^= buffer ^ 1;
+            issue_dq(buffer);  // dQ = dS K, of the step before
+            buffer ^= 1;
+            clear_ds(buffer);
+            wait_products<0>();
+            settle(dq);
+            store_dq();
+            __syncwarp();
+            if (lane == 0) DsRing(buffer).arrive();
+            dout_ring.wait();  // in all warps before it is given back, behind the turn
+            take_turn();
+            release_dout();
+            used = q_ring;
+            q_ring.advance();
+            step = next_step();
+            more = step.tile >= 0;
+            if (leader) used.release();
+            continue;
+          }
           issue_s(q_ring.stage);  // S^T = K Q^T
           load_rows(lse_rows, kLse);
           dout_ring.wait();

@@ -562,17 +562,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const int q_first = (step.tile & kPartial - 1) * kBlockM + 2 * (lane % 4);
       const uint32_t lse_numbers = kLse + q_ring.stage * kRowBytes + row_numbers;
       if (__any_sync(~0u, step.tile & kPartial)) {
+        const int q_pos_first = q_first + (seqlen_k - seqlen_q);
         const float u_slope_h = u_slope[static_cast<long long>(h)];
         const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
         struct Row {
-          float u_kv_float;
+          float u_column_value;
         };
         Row rows[2];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int kv = min(kv_first + 8 * row, seqlen_k - 1);  // keys after the end repeat the last one
-          const float u_kv_float = float(kv);
-          rows[row] = {u_kv_float};
+          const float u_column_value = (float(kv) - float(q_pos_first)) * u_slope_h_times_LOG2E;
+          rows[row] = {u_column_value};
         }
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
@@ -589,8 +590,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * i + 2 * row + j];
-              const auto [u_kv_float] = rows[row];
-              x = x * u_softmax_scale_times_LOG2E + (u_kv_float - float(q_pos)) * u_slope_h_times_LOG2E;
+              const auto [u_column_value] = rows[row];
+              x = x * u_softmax_scale_times_LOG2E + (u_column_value - float(8 * i + j) * u_slope_h_times_LOG2E);
               if (8 * row >= visible_to) x = kMasked;
               x = exp2_approx(x - (j == 0 ? lse.x : lse.y));
             }
@@ -599,17 +600,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
         }
       } else {
+        const int q_pos_first = q_first + (seqlen_k - seqlen_q);
         const float u_slope_h = u_slope[static_cast<long long>(h)];
         const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
         struct Row {
-          float u_kv_float;
+          float u_column_value;
         };
         Row rows[2];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int kv = min(kv_first + 8 * row, seqlen_k - 1);  // keys after the end repeat the last one
-          const float u_kv_float = float(kv);
-          rows[row] = {u_kv_float};
+          const float u_column_value = (float(kv) - float(q_pos_first)) * u_slope_h_times_LOG2E;
+          rows[row] = {u_column_value};
         }
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
@@ -620,13 +622,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * i + 2 * row + j];
-              const auto [u_kv_float] = rows[row];
-              x = x * u_softmax_scale_times_LOG2E + (u_kv_float - float(q_pos)) * u_slope_h_times_LOG2E;
+              const auto [u_column_value] = rows[row];
+              x = x * u_softmax_scale_times_LOG2E + (u_column_value - float(8 * i + j) * u_slope_h_times_LOG2E);
               x = exp2_approx(x - (j == 0 ? lse.x : lse.y));
             }
           }

@@ -48,21 +48,22 @@ constexpr uint32_t kDq = kShared + 106496;  // 16384 B: dQ on its way to the dQ 
 constexpr uint32_t kPiece = kShared + 122880;  // 16384 B: two pieces of the dQ accumulator: the one that is rounded and the next
 constexpr uint32_t kLse = kShared + 139264;  // 768 B: log-sum-exp of the rows of each stage
 constexpr uint32_t kDelta = kShared + 140032;  // 768 B: D of the rows of each stage
-constexpr uint32_t kWork = kShared + 140800;  // 64 B: two tiles of work: the one that is computed and the next
-constexpr uint32_t kStep = kShared + 140864;  // 24 B: the step of each stage of Q: its queries and its head
-constexpr uint32_t kKvFull = kShared + 140888;  // 8 B: barriers
-constexpr uint32_t kKvEmpty = kShared + 140896;  // 8 B: barriers
-constexpr uint32_t kQFull = kShared + 140904;  // 24 B: barriers
-constexpr uint32_t kQEmpty = kShared + 140928;  // 24 B: barriers
-constexpr uint32_t kDoutFull = kShared + 140952;  // 16 B: barriers
-constexpr uint32_t kDoutEmpty = kShared + 140968;  // 16 B: barriers
-constexpr uint32_t kDqFull = kShared + 140984;  // 16 B: barriers
-constexpr uint32_t kDqEmpty = kShared + 141000;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 141016;  // 16 B: barriers
-constexpr uint32_t kPieceFull = kShared + 141032;  // 16 B: barriers
-constexpr uint32_t kDsFull = kShared + 141048;  // 16 B: barriers
-constexpr uint32_t kPieceTaken = kShared + 141064;  // 64 B: which these are
-constexpr uint32_t kSumTile = kShared + 141128;  // 64 B: where dQ of the last steps goes
+constexpr uint32_t kQueryValues = kShared + 140800;  // 768 B: what the mask reads of the queries of each stage
+constexpr uint32_t kWork = kShared + 141568;  // 64 B: two tiles of work: the one that is computed and the next
+constexpr uint32_t kStep = kShared + 141632;  // 24 B: the step of each stage of Q: its queries and its head
+constexpr uint32_t kKvFull = kShared + 141656;  // 8 B: barriers
+constexpr uint32_t kKvEmpty = kShared + 141664;  // 8 B: barriers
+constexpr uint32_t kQFull = kShared + 141672;  // 24 B: barriers
+constexpr uint32_t kQEmpty = kShared + 141696;  // 24 B: barriers
+constexpr uint32_t kDoutFull = kShared + 141720;  // 16 B: barriers
+constexpr uint32_t kDoutEmpty = kShared + 141736;  // 16 B: barriers
+constexpr uint32_t kDqFull = kShared + 141752;  // 16 B: barriers
+constexpr uint32_t kDqEmpty = kShared + 141768;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 141784;  // 16 B: barriers
+constexpr uint32_t kPieceFull = kShared + 141800;  // 16 B: barriers
+constexpr uint32_t kDsFull = kShared + 141816;  // 16 B: barriers
+constexpr uint32_t kPieceTaken = kShared + 141832;  // 64 B: which these are
+constexpr uint32_t kSumTile = kShared + 141896;  // 64 B: where dQ of the last steps goes
 
 // Rings: who fills the stages -> who empties them.
 using KvRing = Ring<kKvFull, kKvEmpty, 1>;  // the loader -> each consumer
@@ -108,11 +109,13 @@ struct Work {
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
-// A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
+// A step: a tile of queries, with two bits for each consumer, which say whether it applies the mask, and whether no query
+// sees its keys; and their head.
 struct Step {
   int tile, h;
 };
-constexpr int kPartial = 1 << 24;
+constexpr int kPartial = 1 << 24, kHidden = 1 << 26;  // of consumer 0; those of the other follow
+constexpr int kOwnKeys = kBlockN / kConsumers;        // of one consumer
 static_assert(16777215 < kPartial);  // the last tile of the longest sequence
 constexpr int kEndOfTile = -1, kEndOfAll = -2;
 
@@ -128,6 +131,12 @@ struct Piece {
   float factor;
   bool begun;
 };
+// What the mask reads of a query; it comes with the tile of Q.
+struct QueryValues {
+  int u_doc_q_pos;
+};
+static_assert(QRing::kStages * kBlockM * sizeof(QueryValues) == 768);
+
 constexpr int kSums = 8;  // steps whose `Sum` is kept; the warp that adds dQ lags by fewer
 
 static_assert(kKBytes == 16384 && kVBytes == 16384);
@@ -313,8 +322,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         work_ring.advance();
 
         bool keys_loaded = false;
-        const auto load_step = [&](int h, int tile, bool partial) {
+        const auto load_step = [&](int h, int tile, int bits) {
           const int q_start = tile * kBlockM;
+          // In flight while the stage is still in use.
+          QueryValues values[kBlockM / 32];
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const int q_row = min(q_start + 32 * i + lane, seqlen_q - 1);  // rows after the end repeat the last one
+            const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
+            values[i] = {u_doc_q_pos};
+          }
           float lse[kBlockM / 32], delta[kBlockM / 32];  // in flight while the stage is still in use
 #pragma unroll
           for (int i = 0; i < kBlockM / 32; ++i) {
@@ -325,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
           q_ring.acquire();
           if (lane == 0) {
-            shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
+            shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {tile | bits, h};
             shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)) = {(b * heads + h) * q_tiles + tile, -1};
             q_ring.arrive_expecting(kQBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
@@ -354,6 +373,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             shared_at<float>(kLse + to) = lse[i];
             shared_at<float>(kDelta + to) = delta[i];
           }
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            shared_at<QueryValues>(kQueryValues + sizeof(QueryValues) * (kBlockM * q_ring.stage + 32 * i + lane)) = values[i];
+          }
           __syncwarp();
           if (lane == 0) q_ring.arrive();
           dout_ring.acquire();
@@ -369,26 +392,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         };
 
         const int whole_tiles = seqlen_q / kBlockM;
-        const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
+        const int own_start = kv_start + kOwnKeys * (lane / 16);  // each half of the lanes finds what sees the keys of one consumer
+        const int kv_hi = max(min(own_start + kOwnKeys, seqlen_k) - 1, own_start);
         const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
-        const int visible_lo = max(u_seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
+        const int visible_lo = max(u_seqlen_q_minus_seqlen_k + own_start, 0) / kBlockM;
         const int u_doc_kv_hi = (kv_hi < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_hi)] : 0;
         const int u_doc_after = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_kv_hi, true);
         const int u_value = u_seqlen_q_minus_seqlen_k + u_doc_after;
         const int full_lo = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
-        const int u_doc_kv_lo = (kv_start < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_start)] : 0;
+        const int u_doc_kv_lo = (own_start < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(own_start)] : 0;
         const int full_hi = min(max(u_doc_kv_lo == u_doc_kv_hi ? u_value : 0, 0) / kBlockM, whole_tiles);
         const int visible_hi = static_cast<int>(static_cast<long long>(max(static_cast<long long>(static_cast<long long>(static_cast<long long>(u_value) + kBlockM) - 1), static_cast<long long>(0))) / static_cast<long long>(kBlockM));
 
-        const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
+        const bool ragged = own_start + kOwnKeys > seqlen_k;  // the last keys end there: every step applies the mask
         const int inner_heads = kv_start < seqlen_k ? group : 0;  // no query sees keys after the used ones
         for (int h = hk * group; __any_sync(~0u, h < hk * group + inner_heads); ++h) {
           // Neighbouring blocks begin at different tiles of queries, so that they do not add to the same rows of dQ at once.
-          const int tiles = max(visible_hi - visible_lo, 0);
+          const int own_lo = visible_lo, own_hi = own_start < seqlen_k ? visible_hi : 0;
+          const int first = __reduce_min_sync(~0u, own_lo < own_hi ? own_lo : kPartial);
+          const int tiles = max(__reduce_max_sync(~0u, own_hi) - first, 0);
           int place = tiles > 0 ? 3 * kv_tile % tiles : 0;
           for (int i = 0; __any_sync(~0u, i < tiles); ++i) {
-            const int tile = visible_lo + place;
-            load_step(h, tile, ragged || !(tile >= full_lo && tile < full_hi));
+            const int tile = first + place;
+            const uint32_t partial = __ballot_sync(~0u, ragged || !(tile >= full_lo && tile < full_hi));
+            const uint32_t seen = __ballot_sync(~0u, tile >= own_lo && tile < own_hi);
+            const int of_first = (partial & 1) * kPartial + (~seen & 1) * kHidden;
+            const int of_second = (partial >> 16 & 1) * kPartial + (~seen >> 16 & 1) * kHidden;
+            load_step(h, tile, of_first + 2 * of_second);
             if (++place == tiles) place = 0;
           }
         }
@@ -558,6 +588,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i) rows[i] = load_float4(from + q_ring.stage * kRowBytes + row_numbers + 64 * i);
     };
+    // What the mask reads of a query of the lane.
+    const auto of_query = [&](int row) {
+      return shared_at<QueryValues>(kQueryValues + sizeof(QueryValues) * (kBlockM * q_ring.stage + row_numbers / 8 + row));
+    };
     // P = exp2(logit - LSE); 0 for pairs that are not visible.
     const auto exponentiate_step = [&] {
       const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
@@ -566,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const int kv_first = work.kv_start + 64 * warpgroup + 16 * (warp % 4) + lane / 4;
       const int q_first = (step.tile & kPartial - 1) * kBlockM + 2 * (lane % 4);
       const uint32_t lse_numbers = kLse + q_ring.stage * kRowBytes + row_numbers;
-      if (__any_sync(~0u, step.tile & kPartial)) {
+      if (__any_sync(~0u, step.tile & kPartial << warpgroup)) {
         const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
         struct Row {
           int u_doc_kv;
@@ -587,9 +621,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
+            const auto [u_doc_q_pos] = of_query(8 * i + j);
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
@@ -644,6 +678,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         }
         store_transposed(to + 16 * i * kDsBoxBytes, ds[0], ds[1], ds[2], ds[3]);
       }
+    };
+    // dS of keys that no query of a tile sees.
+    const auto clear_ds = [&](int buffer) {
+      const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * kDsBoxBytes + 512 * (warp % 4) + 16 * lane;
+#pragma unroll
+      for (int i = 0; i < kBlockM * kDsBoxBytes / 2048; ++i) store_float4(to + 2048 * i, 0.0f, 0.0f, 0.0f, 0.0f);
     };
     // dQ, in the order of registers, to the shared memory from which it is added to the dQ accumulator.
     const auto store_dq = [&] {
@@ -702,36 +742,77 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         const auto give_turn = [&] { named_arrive(Named::kTurn, 1 - warpgroup, 128 * kConsumers); };
         bool more = true;
         QRing used;
+        // Of a step that this consumer's keys do not see, the other alone has products; this one has dS = 0.
+        const auto hidden = [&] { return __any_sync(~0u, step.tile & kHidden << warpgroup); };
         take_turn();
-        issue_s(q_ring.stage);  // S^T = K Q^T
-        load_rows(lse_rows, kLse);
-        dout_ring.wait();
-        issue_dp(dout_ring.stage);  // dP^T = V dO^T
-        wait_products<1>();
-        settle(s);
-        give_turn();
-        exponentiate_step();
-        load_rows(delta_rows, kDelta);
-        wait_products<0>();
-        settle(dp);
-        buffer ^= 1;
-        store_ds(buffer);  // dS = P (dP - D)
-        __syncwarp();
-        if (lane == 0) DsRing(buffer).arrive();
-        take_turn();
-        issue_dv(dout_ring.stage);  // dV += P^T dO
-        issue_dk(q_ring.stage);     // dK += dS^T Q
-        wait_products<1>();
-        settle(dv);
-        release_dout();
-        used = q_ring;
-        q_ring.advance();
-        step = next_step();
-        more = step.tile >= 0;
-        wait_products<0>();
-        settle(dk);
-        if (leader) used.release();
+        if (hidden()) {
+          give_turn();
+          buffer ^= 1;
+          clear_ds(buffer);
+          __syncwarp();
+          if (lane == 0) DsRing(buffer).arrive();
+          dout_ring.wait();  // in all warps before it is given back, behind the turn
+          take_turn();
+          release_dout();
+          used = q_ring;
+          q_ring.advance();
+          step = next_step();
+          more = step.tile >= 0;
+          if (leader) used.release();
+        } else {
+          issue_s(q_ring.stage);  // S^T = K Q^T
+          load_rows(lse_rows, kLse);
+          dout_ring.wait();
+          issue_dp(dout_ring.stage);  // dP^T = V dO^T
+          wait_products<1>();
+          settle(s);
+          give_turn();
+          exponentiate_step();
+          load_rows(delta_rows, kDelta);
+          wait_products<0>();
+          settle(dp);
+          buffer ^= 1;
+          store_ds(buffer);  // dS = P (dP - D)
+          __syncwarp();
+          if (lane == 0) DsRing(buffer).arrive();
+          take_turn();
+          issue_dv(dout_ring.stage);  // dV += P^T dO
+          issue_dk(q_ring.stage);     // dK += dS^T Q
+          wait_products<1>();
+          settle(dv);
+          release_dout();
+          used = q_ring;
+          q_ring.advance();
+          step = next_step();
+          more = step.tile >= 0;
+          wait_products<0>();
+          settle(dk);
+          if (leader) used.release();
+        }
         while (__any_sync(~0u, more)) {
+          if (hidden()) {
+            give_turn();
+            DsRing(buffer, ds_phase).wait();  // dS of both is complete
+            fence_async_proxy();  // by who reads: who has just stored would wait for its stores
+            ds_phase ^= buffer ^ 1;
+            issue_dq(buffer);  // dQ = dS K, of the step before
+            buffer ^= 1;
+            clear_ds(buffer);
+            wait_products<0>();
+            settle(dq);
+            store_dq();
+            __syncwarp();
+            if (lane == 0) DsRing(buffer).arrive();
+            dout_ring.wait();  // in all warps before it is given back, behind the turn
+            take_turn();
+            release_dout();
+            used = q_ring;
+            q_ring.advance();
+            step = next_step();
+            more = step.tile >= 0;
+            if (leader) used.release();
+            continue;
+          }
           issue_s(q_ring.stage);  // S^T = K Q^T
           load_rows(lse_rows, kLse);
           dout_ring.wait();

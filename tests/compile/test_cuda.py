@@ -68,6 +68,16 @@ def compiled(variant: str, head_dim: int, pack_gqa: bool = False) -> tuple[Plan,
     return plan, compile_source(plan, render(plan))
 
 
+@pytest.mark.parametrize(("variant", "head_dim"), [("causal", 128), ("sink_window", 64)])
+def test_kernels_that_share_tiles_spill_nothing_and_multiply_once(variant: str, head_dim: int) -> None:
+    plan = planned(variant, backend="cuda", head_dim=head_dim, split_kv="tiles")
+    resources = compile_source(plan, render(plan)).manifest["resources"]
+    assert resources["spills"] == 0
+    assert resources["serialized_wgmma"] is False
+    assert resources["wgmma"] == plan.launch("forward").products
+    assert resources["shared_memory"] == plan.structure.shared_bytes
+
+
 @each
 def test_kernels_keep_their_speed_and_their_parameters(variant: str, head_dim: int, pack_gqa: bool) -> None:
     plan, artifact = compiled(variant, head_dim, pack_gqa)

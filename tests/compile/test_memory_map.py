@@ -30,17 +30,17 @@ BOUNDS: dict[tuple[int, int] | None, tuple[str, str]] = {
 }
 
 
-def kernel(bounds: tuple[int, int] | None, consumers: int, pack_gqa: bool, layout: str) -> Plan:
+def kernel(bounds: tuple[int, int] | None, consumers: int, pack_gqa: bool, layout: str, **more: str) -> Plan:
     mask, tensors = BOUNDS[bounds]
     variant = f"variants:\n  own:\n    mask: {mask!r}\n" + (f"    {tensors}\n" if tensors else "")
-    fields = {"pack_gqa": str(pack_gqa).lower(), "layout": layout, "tile": f"{{m: {64 * consumers}, n: 64}}"}
+    fields = {"pack_gqa": str(pack_gqa).lower(), "layout": layout, "tile": f"{{m: {64 * consumers}, n: 64}}", **more}
     if pack_gqa and bounds is None:  # a tile map lists the tiles of single heads
         fields["tile_map"] = "never"
     return planned("own", backend="cuda", declared=variant, **fields)
 
 
-def check_forward(bounds: tuple[int, int] | None, consumers: int, pack_gqa: bool, layout: str) -> None:
-    plan = kernel(bounds, consumers, pack_gqa, layout)
+def check_forward(bounds: tuple[int, int] | None, consumers: int, pack_gqa: bool, layout: str, **more: str) -> None:
+    plan = kernel(bounds, consumers, pack_gqa, layout, **more)
     assert plan.structure.consumers == consumers
     source = render(plan)
     spans = re.search(r"struct Spans \{(.*?)\};", source.text, re.DOTALL)
@@ -64,6 +64,15 @@ def test_records_of_forwards_are_aligned(
 def test_three_spans_of_one_range_are_padded() -> None:
     """They take 24 bytes, so that the second record would not begin at a word of 16 bytes."""
     check_forward((1, 0), 2, False, "dense")
+
+
+@sampled(
+    bounds={"listed" if key is None else "visible{}-full{}".format(*key): key for key in BOUNDS},
+    consumers=(3, 2, 1),
+    layout=("paged", "varlen", "dense"),
+)
+def test_records_of_shared_tiles_are_aligned(bounds: tuple[int, int] | None, consumers: int, layout: str) -> None:
+    check_forward(bounds, consumers, False, layout, split_kv="tiles")
 
 
 @sampled(

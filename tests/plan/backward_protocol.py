@@ -32,6 +32,7 @@ class Rules:
     keys_until_products: bool = True  # K and V are released when all products are complete
     release_end: bool = True  # the end of a tile takes a stage of Q, and gives it back
     all_see_the_end: bool = True  # before that, lest a slow warp waits for a phase that is long over
+    unused_before_turn: bool = True  # all warps know that dO which they do not need has landed before it is given back
     mark_before_end: bool = True  # where the order of sums is fixed: consumers learn of the end when the adder may, too
 
 
@@ -43,13 +44,17 @@ class Case:
     q_stages: int
     stages: int
     overlap: str
+    hidden: frozenset[tuple[int, int, int]] = frozenset()  # consumer, tile of keys, step: where its keys are not seen
 
     @classmethod
     def random(cls, random: Random) -> Case:
         """Return any case that the plan allows."""
         works = tuple(random.choice((0, 0, 1, 1, 2, 3, 5)) for _ in range(random.randint(1, 12)))
         overlap = random.choice(("pingpong", "gradients", "dk", "nothing"))
-        return cls(works, random.randint(2, 3), random.randint(2 if overlap == "pingpong" else 1, 3), overlap)
+        steps = [(c, work, step) for c in range(CONSUMERS) for work, count in enumerate(works) for step in range(count)]
+        hidden = [each for each in steps if overlap == "pingpong" and random.random() < 0.3]
+        stages = random.randint(2 if overlap == "pingpong" else 1, 3)
+        return cls(works, random.randint(2, 3), stages, overlap, frozenset(hidden))
 
 
 class Backward(Simulation):
@@ -318,6 +323,30 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         more = True
         while more:
             own = step
+            if (c, *own) in case.hidden:  # type: ignore[misc]
+                give_turn()
+                if before is not None:
+                    buffer_before = buffer
+                    yield from multiply_dq(before)
+                yield from store_ds(own)
+                if before is not None:
+                    yield from complete(*product("dq", (q, dout, buffer_before), before))
+                    yield from store_dq(before)
+                s.ds_full[buffer].arrive()
+                if rules.unused_before_turn:
+                    yield dout.full()
+                yield from s.turn[c].sync()
+                if not rules.unused_before_turn:
+                    yield dout.full()
+                release_dout()
+                used = q.copy()
+                q.advance()
+                yield from next_step()
+                more = step not in (END_OF_TILE, END_OF_ALL)
+                if leader:
+                    used.release()
+                before = own
+                continue
             reads = product("s", (q, dout, buffer), own)
             yield from issue(*reads)
             yield dout.full()

@@ -42,11 +42,13 @@ class Rules:
     two_tiles_of_values: bool = (
         True  # a stage of K has room for values of the keys of two tiles, read after its release
     )
+    meet_before_partials: bool = True  # consumers are all done with Q, K and V when partial results take their place
 
 
 @dataclass(frozen=True)
 class Case:
-    """A block's work: for each tile of work, in the order of its KV tiles, which consumers see each of these."""
+    """A block's work: for each tile of work, in the order of its KV tiles, which consumers see each of these. One that
+    ``shares`` the keys of its only tile of work with other blocks may have none of them."""
 
     works: tuple[tuple[frozenset[int], ...], ...]
     consumers: int
@@ -58,6 +60,7 @@ class Case:
     skips: bool
     value_loader: bool = False  # K and V are loaded by a warp each
     keeps_turn: bool = False  # it is passed when the products of a step are complete
+    shares: bool = False  # its one tile of work, with the other blocks of a cluster
 
     @classmethod
     def random(cls, random: Random) -> Case:
@@ -155,6 +158,10 @@ class Ring:
         """How many there are."""
         return self.declared.stages
 
+    def release(self, stage: int) -> None:
+        """Say that a stage may be filled again."""
+        self.empty[stage].arrive()
+
 
 @dataclass
 class Place:
@@ -179,7 +186,7 @@ class Place:
         return self.ring.empty[self.stage].done(self.phase ^ 1)
 
     def release(self) -> None:
-        self.ring.empty[self.stage].arrive()
+        self.ring.release(self.stage)
 
     def expect(self, wanted: object) -> None:
         if self.ring.holds[self.stage] != wanted:
@@ -194,7 +201,7 @@ class Simulation:
         consumers = case.consumers
         found = declared.forward(
             consumers, 1 if unified else case.q_stages, case.stages, WARPS, pingpong=case.pingpong, skips=case.skips,
-            specialized=not unified, value_loader=case.value_loader and not unified,
+            specialized=not unified, value_loader=case.value_loader and not unified, shares=case.shares,
         )  # fmt: skip
         self.q, self.k, self.v = (Ring(found.ring(name)) for name in ("q", "k", "v"))
         if not unified:
@@ -202,7 +209,9 @@ class Simulation:
             self.work_full, self.work_empty = barriers(work.full, work.stages), barriers(work.empty, work.stages)
             for barrier in self.work_empty:
                 barrier.count -= case.value_loader and not rules.value_loader_says_so
-            (self.work_asked,) = barriers(found.barrier("work_asked").signal, 1)
+            if not case.shares:
+                (self.work_asked,) = barriers(found.barrier("work_asked").signal, 1)
+        self.consumers = named(found, "consumers")
         self.records: list[int | None] = [None, None]
         self.values: dict[tuple[int, int], Tile] = {}  # whose keys' values lie where
         self.group = [Named(WARPS) for _ in range(consumers)]  # products, too, keep a consumer's warps together
@@ -234,6 +243,13 @@ class Simulation:
         self.roles[name] = land(to.stage)
         self.waiting[name] = next(self.roles[name])
 
+    def put_partials(self) -> None:
+        """Overwrite Q, K and V: no copy is on its way."""
+        for ring in (self.q, self.k, self.v):
+            if any(name.startswith("copy") for name in self.waiting):
+                raise ProtocolError("partial results are written where a copy will land")
+            ring.holds = ["partial results"] * ring.stages
+
     def run(self) -> None:
         """Run to the end; ProtocolError if that is not reached, or something else is read than was meant."""
         self.copies = 0
@@ -256,14 +272,14 @@ class Simulation:
 def scheduler(s: Simulation) -> Role:
     """``forward/_scheduler.cu.j2``; what no row sees never reaches the others."""
     slot = phase = asked_phase = 0
-    for record in (*range(len(s.case.works)), None):
+    for record in (0,) if s.case.shares else (*range(len(s.case.works)), None):
         yield s.work_empty[slot].done(phase ^ 1)
         s.records[slot] = record
         for _ in range(s.case.consumers + 1):  # a lane for the rows of each, and one for all
             s.work_full[slot].arrive()
         slot ^= 1
         phase ^= slot == 0
-        if record is not None:
+        if record is not None and not s.case.shares:
             yield s.work_asked.done(asked_phase)
             asked_phase ^= 1
 
@@ -284,12 +300,14 @@ def loader(s: Simulation) -> Role:
             raise ProtocolError(f"the loader read record {work} for {expected}")
         expected += 1
         count = len(s.case.works[work])
+        if not count:
+            return
         if count <= s.case.lookahead:
-            s.work_asked.arrive()
+            ask(s)
         for number in range(count):
             yield k.empty()
             if count - number == s.case.lookahead < count:
-                s.work_asked.arrive()
+                ask(s)
             s.values[s.of_keys(k)] = work, number
             s.copy(k, (work, number))
             if number > 0:
@@ -299,13 +317,21 @@ def loader(s: Simulation) -> Role:
             k.advance()
         yield pending.empty()
         s.copy(pending, (work, count - 1))
+        if s.case.shares:
+            return
+
+
+def ask(s: Simulation) -> None:
+    """Ask for the next tile of work, where there may be one."""
+    if not s.case.shares:
+        s.work_asked.arrive()
 
 
 def page_loader(s: Simulation, ring: Ring) -> Role:
     """``forward/_page_loader.cu.j2``: K and V each have one."""
     slot = work_phase = 0
     to, of_k = Place(ring), ring is s.k
-    for expected in (*range(len(s.case.works)), None):
+    for expected in (0,) if s.case.shares else (*range(len(s.case.works)), None):
         yield s.work_full[slot].done(work_phase)
         if s.records[slot] != expected:
             raise ProtocolError(f"the loader of {'K' if of_k else 'V'} read record {s.records[slot]} for {expected}")
@@ -317,11 +343,11 @@ def page_loader(s: Simulation, ring: Ring) -> Role:
             return
         count = len(s.case.works[expected])
         if of_k and count <= s.case.lookahead:
-            s.work_asked.arrive()
+            ask(s)
         for number in range(count):
             yield to.empty()
             if of_k and count - number == s.case.lookahead < count:
-                s.work_asked.arrive()
+                ask(s)
             s.copy(to, (expected, number))
             to.advance()
 
@@ -330,14 +356,14 @@ def query_loader(s: Simulation) -> Role:
     """``forward/_query_loader.cu.j2``."""
     slot = work_phase = 0
     q = Place(s.q)
-    for expected in (*range(len(s.case.works)), None):
+    for expected in (0,) if s.case.shares else (*range(len(s.case.works)), None):
         yield s.work_full[slot].done(work_phase)
         if s.records[slot] != expected:
             raise ProtocolError(f"the loader of Q read record {s.records[slot]} for {expected}")
         s.work_empty[slot].arrive()
         slot ^= 1
         work_phase ^= slot == 0
-        if expected is not None:
+        if expected is not None and s.case.works[expected]:
             yield q.empty()
             s.copy(q, expected)
             q.advance()
@@ -449,11 +475,12 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
     if c == case.consumers - 1:
         pass_turn()
     yield from next_work()
-    if work < len(case.works):
+    more = work < len(case.works) and bool(case.works[work])
+    if more:
         yield q.full()
         yield k.full()
         yield from start(turn_is_spent=False)
-    while work < len(case.works):
+    while more:
         of_keys = s.of_keys(k)
         release_k()
         hold_v()
@@ -491,6 +518,16 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
             q.release()
         q.advance()
         pv = (held, own)
+        if case.shares:
+            yield held.full()
+            yield from take_turn()
+            yield from issue(pv)
+            pass_turn()
+            yield from complete(pv)
+            if rules.meet_before_partials:
+                yield from s.consumers[0].sync()
+            s.put_partials()
+            break
         yield from next_work()
         more = work < len(case.works)
         if more:

@@ -35,6 +35,7 @@ def test_the_rules_of_the_templates_hold(seed: int) -> None:
         ("keys_until_products", "read"),
         ("release_end", "deadlock"),
         ("all_see_the_end", "deadlock|read"),
+        ("unused_before_turn", "deadlock"),
         ("mark_before_end", "another end"),
     ],
 )

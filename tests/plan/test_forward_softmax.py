@@ -78,6 +78,10 @@ def test_what_is_not_bounded_is_refused_with_what_would_be(
     [
         ("30 * tanh(s / 30)", {}, (True, False)),
         ("30 * tanh(s / 30)", {"head_dim": 128}, (False, False)),  # there products take as long as both functions
+        ("30 * tanh(s / 30)", {"head_dim": 256, "dtype": "fp8_e4m3"}, (True, False)),
+        ("30 * tanh(s / 30)", {"dtype": "fp8_e4m3", "descale": 64}, (False, False)),  # P is scaled with its values, too
+        ("s + 0.5 * (kv - q_pos)", {"head_dim": 128, "dtype": "fp8_e4m3"}, (False, True)),
+        ("s + 0.5 * (kv - q_pos)", {"dtype": "fp8_e4m3", "descale": 128}, (False, False)),
         ("20 * tanh(0.1 * s)", {"pack_gqa": "true"}, (True, False)),
         ("30 * tanh(s / 30)", {"softmax": "lazy"}, (False, False)),
         ("30 * tanh(s / 30)", {"fast_math": "false"}, (False, False)),

@@ -10,8 +10,10 @@ import pytest
 
 from attngen.errors import PlanError
 from attngen.plan import Plan
+from attngen.plan.choices import ONE_HEAD, SECTION_BYTES
 from attngen.plan.schedules import forward_registers, hopper_forward
 from attngen.plan.schedules.forward_memory import widths
+from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
 from tests.plan.specs import planned
@@ -86,6 +88,7 @@ def test_names_tell_choices_apart() -> None:
         {"warps": "{consumer: 1}"},
         {"warps": "{schedule: cooperative}"},
         {"warps": "{overlap: false}"},
+        {"warps": "{cluster: 2}"},
         {"softmax": "lazy"},
         {"softmax": "exact_max"},
         {"persistent": "false"},
@@ -210,6 +213,38 @@ def test_packed_rows_of_packed_heads_are_stored_without_a_descriptor() -> None:
     assert [a.of for a in packed.arguments if a.kind == "descriptor"] == ["q", "k", "v"]
 
 
+# --- clusters -------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_cluster_release_each_other_s_stages() -> None:
+    alone, both = on_hopper(), on_hopper(warps="{cluster: 2}")
+    assert (alone.launches[-1].cluster, both.launches[-1].cluster) == (1, 2)
+    assert both.launches[-1].to_dict()["cluster"] == 2
+    for ring in ("k", "v"):
+        arrivals = [forward_pipes_of(plan).barrier(f"{ring}_empty").signal.arrivals for plan in (alone, both)]
+        assert arrivals == [3, 6]
+    assert {"taken", "taken_full", "taken_empty"} <= {region.name for region in roles_of(both).shared}
+    assert on_hopper(warps="{cluster: 1}") == alone
+
+
+def test_heads_of_unmasked_attention_come_one_after_the_other() -> None:
+    assert on_hopper("full").section_bytes == ONE_HEAD
+    assert on_hopper("full", warps="{cluster: 2}").section_bytes == hopper_forward.PAIRED_SECTION_BYTES
+    for fields in (
+        {"variant": "causal"},
+        {"variant": "full", "layout": "varlen"},
+        {"variant": "full", "head_dim": 256},
+        {"variant": "alibi"},
+    ):
+        assert on_hopper(**fields).section_bytes == SECTION_BYTES
+
+
+@pytest.mark.parametrize(("variant", "driver"), [("allowed", "tile_map"), ("dilated", "classified")])
+def test_blocks_of_a_cluster_need_ranges_of_tiles(variant: str, driver: str) -> None:
+    with pytest.raises(PlanError, match=rf"warps\.cluster: .* must be ranges, not {driver}; allowed: 1"):
+        on_hopper(variant, warps="{cluster: 2}")
+
+
 # --- packed heads ---------------------------------------------------------------------------------------------
 
 
@@ -300,6 +335,14 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
         ({"loads": "pointer"}, r"loads: cuda kernels load through tensor descriptors; allowed: descriptor"),
         ({"alignment": "element"}, r"alignment: tensor descriptors need alignment 16, not 2"),
         ({"tile_map": "always"}, r"tile_map: cuda kernels classify tiles themselves; allowed: auto, never"),
+        (
+            {"warps": "{cluster: 2}", "layout": "varlen"},
+            r"warps\.cluster: .* 'layout: varlen' each its own; allowed: 1",
+        ),
+        ({"warps": "{cluster: 2}", "layout": "paged"}, r"warps\.cluster: .* 'layout: paged' each its own; allowed: 1"),
+        ({"warps": "{cluster: 2}", "persistent": "false"}, r"warps\.cluster: they take tile after tile .* allowed: 1"),
+        ({"warps": "{cluster: 2}", "dtype": "fp8_e4m3"}, r"warps\.cluster: tiles of 8 bits .* allowed: 1"),
+        ({"warps": "{cluster: 2, producer: 0}"}, r"warps\.cluster: warps that all multiply .* allowed: 1"),
         ({"softmax_scale": 0.5}, r"softmax_scale: the scale is an argument of the call"),
         ({"head_dim": 74}, r"head_dim 74 is not a multiple of 8 from 8 to 256; nearest: 72"),
     ],

@@ -156,7 +156,7 @@ def test_dk_and_dv_find_room_where_dq_has_other_columns(head_dim: str) -> None:
 
 def test_two_kernels_of_one_source() -> None:
     found = backward(head_dim=128, layout="varlen")
-    assert found.name == "bwd_sm90a_wgmma_bf16_d128_causal_varlen_m64n128s2c2"
+    assert found.name == "bwd_sm90a_wgmma_bf16_d128_causal_varlen_m64n128s2c2_pingpong"
     assert [(part.name, part.grid, part.persistent) for part in found.launches] == [
         ("preprocess", "rows", False), ("dqkv", "keys", True),
     ]  # fmt: skip
@@ -242,6 +242,44 @@ def test_counters_stand_behind_the_sums_or_alone() -> None:
         assert ordered.structure.shared_bytes > other.structure.shared_bytes
 
 
+@pytest.mark.parametrize(
+    ("variant", "fields", "own", "values"),
+    [
+        ("causal", {"head_dim": 128}, False, 0),  # many queries see a tile of keys
+        ("causal", {"head_dim": 128, "layout": "varlen"}, True, 0),
+        ("causal", {"head_dim": 64, "layout": "varlen"}, False, 0),  # a step has as many queries as a tile has keys
+        ("sliding_window", {"head_dim": 128}, True, 0),
+        ("sliding_window", {"head_dim": 128, "deterministic": "true"}, False, 0),
+        ("packed_documents", {"head_dim": 128}, True, 1),
+        ("causal_packed", {"head_dim": 64}, True, 1),
+        ("softcap_window", {"head_dim": 128}, False, 0),  # no registers for more
+        ("relative_bias", {"head_dim": 128}, False, 0),
+        ("sliding_window", {"head_dim": 256}, False, 0),
+    ],
+)
+def test_what_spans_of_consumers_and_values_of_queries_ask_for(
+    variant: str, fields: dict[str, object], own: bool, values: int
+) -> None:
+    found = backward(variant, **fields)
+    roles, text = found.structure, render(found).text
+    assert roles is not None
+    assert (roles.own_spans, roles.query_values) == (own, values)
+    assert ("kHidden" in text) == own
+    assert ("struct QueryValues" in text) == (values > 0)
+
+
+def test_a_consumer_whose_keys_no_query_of_a_step_sees_multiplies_dq_of_the_step_before_alone() -> None:
+    text = render(backward("sliding_window", head_dim=128)).text
+    steps = text.split("if (hidden()) {")
+    assert len(steps) == 3  # the first step of a tile of work, and later ones
+    first, later = steps[1].split("else {")[0], steps[2].split("continue;")[0]
+    assert "issue_" not in first
+    assert re.findall(r"issue_\w+", later) == ["issue_dq"]
+    for step in (first, later):
+        assert step.index("give_turn();") < step.index("dout_ring.wait();") < step.index("take_turn();")
+        assert "clear_ds(buffer);" in step
+
+
 def test_five_products_a_step() -> None:
     found = backward(head_dim=128)
     low = gradient_floor(found, found.launch("dqkv"))
@@ -278,7 +316,7 @@ def declared(score: str) -> dict[str, object]:
     ("variant", "fields", "overlap", "weighted"),
     [
         ("causal", {"head_dim": 128}, "pingpong", None),
-        ("causal", {"head_dim": 128, "layout": "varlen"}, "gradients", None),  # these were not raced with turns
+        ("causal", {"head_dim": 128, "layout": "varlen"}, "pingpong", None),
         ("causal", {"head_dim": 128, "deterministic": "true"}, "gradients", None),
         ("causal", {"head_dim": 112, "layout": "varlen"}, "pingpong", None),  # dQ is cut: too few registers for that
         ("causal", {"layout": "varlen", "deterministic": "true"}, "pingpong", None),
@@ -291,7 +329,7 @@ def declared(score: str) -> dict[str, object]:
         ("own", declared("s * slope[h]") | {"head_dim": 64}, "pingpong", SELECTED),
         ("softcap", {"head_dim": 128}, "pingpong", "x * derivative"),
         ("own", declared("sqrt(abs(s)) + slope[h]"), "pingpong", SELECTED),
-        ("packed_documents", {"head_dim": 128}, "dk", None),
+        ("packed_documents", {"head_dim": 128}, "pingpong", None),
         ("packed_documents", {"head_dim": 64}, "pingpong", None),
         ("relative_bias", {"head_dim": 128}, "dk", None),
     ],

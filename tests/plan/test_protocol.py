@@ -7,6 +7,8 @@ from random import Random
 
 import pytest
 
+from tests.plan.pair_protocol import Pair
+from tests.plan.pair_protocol import Rules as PairRules
 from tests.plan.protocol import Case, ProtocolError, Rules, Simulation
 
 RUNS = 400
@@ -25,6 +27,22 @@ def test_without_roles() -> None:
     for _ in range(RUNS):
         case = replace(Case.random(random), pingpong=False, skips=False)
         Simulation(case, Rules(), random, unified=True).run()
+
+
+def shared(case: Case, random: Random) -> Case:
+    """Return the case of a block that shares the keys of its tile of work, and may have none."""
+    works = ((),) if random.random() < 0.1 else case.works[:1]
+    return replace(case, works=works, q_stages=1, shares=True)
+
+
+def test_blocks_that_share_keys() -> None:
+    random = Random(0)
+    for _ in range(RUNS):
+        Simulation(shared(Case.random(random), random), Rules(), random).run()
+    with pytest.raises(ProtocolError, match="read partial results"):
+        for _ in range(RUNS):
+            case = shared(replace(Case.random(random), consumers=2, pingpong=False), random)
+            Simulation(case, Rules(meet_before_partials=False), random).run()
 
 
 @pytest.mark.parametrize(
@@ -54,3 +72,22 @@ def test_a_rule_that_is_broken_is_found(rule: str, becomes: str, pingpong: bool)
             if rule == "value_loader_says_so":
                 case = replace(case, value_loader=True)
             Simulation(case, Rules(**{rule: False}), random).run()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_rules_of_pairs_hold(seed: int) -> None:
+    random = Random(seed)
+    for _ in range(RUNS // 4):
+        Pair(replace(Case.random(random), value_loader=False), PairRules(), random).run()
+
+
+@pytest.mark.parametrize(
+    ("rule", "becomes"),
+    [("number_until_read", "deadlock|read"), ("release_to_all", "read"), ("leave_together", "left")],
+)
+def test_a_rule_of_pairs_that_is_broken_is_found(rule: str, becomes: str) -> None:
+    random = Random(2)
+    with pytest.raises(ProtocolError, match=becomes):
+        for _ in range(RUNS):
+            case = replace(Case.random(random), value_loader=False)
+            Pair(case, PairRules(**{rule: False}), random).run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attngen import resources
-from attngen.plan.times import LAUNCH, TABLE, is_measured, times_of
+from attngen.plan.times import LAUNCH, MERGE, TABLE, is_measured, times_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.prediction import Card
 from attngen.runtime.select import preferred
@@ -20,13 +20,15 @@ MULTIPROCESSORS = 132
 
 def test_what_was_measured_keeps_its_times() -> None:
     for row in TABLE:
-        assert times_of(row.consumers, row.tile_n, row.columns, 2) == (LAUNCH, row.tile, row.step)
-        assert is_measured(row.consumers, row.tile_n, row.columns, 2)
-        assert not is_measured(row.consumers, row.tile_n, row.columns, 1)
+        assert times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster) == (row.launch, row.tile, row.step)
+        assert is_measured(row.consumers, row.tile_n, row.columns, 2, row.cluster)
+        assert not is_measured(row.consumers, row.tile_n, row.columns, 1, row.cluster)
+        shared = times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster, shared=True)
+        assert shared == (row.launch, row.tile + MERGE, row.step)
 
 
 def test_other_tiles_are_scaled_from_the_nearest_one() -> None:
-    of_two = {row.columns: row for row in TABLE if row.consumers == 2}
+    of_two = {row.columns: row for row in TABLE if (row.consumers, row.cluster) == (2, 1)}
     half_the_keys_of_twice_the_columns = times_of(2, 64, 256, 2)
     assert half_the_keys_of_twice_the_columns == (LAUNCH, of_two[128].tile, of_two[128].step)
     assert times_of(2, 128, 96, 2)[2] == pytest.approx(0.75 * of_two[128].step, rel=1e-3)
@@ -49,7 +51,13 @@ def kernels() -> list[Kernel]:
         (Shape("full", 128, 1, 16, 16, 1536, 1536), "m192n80s2c3"),  # 128 tiles of 192 rows: one wave
         (Shape("full", 128, 1, 16, 16, 2048, 2048), "m128n128s2c2"),  # two waves of either tile
         (Shape("full", 128, 1, 8, 1, 4096, 4096), "m128n128s2c2"),
-        (Shape("full", 128, 1, 16, 16, 128, 8192), "m64n128s2c1"),
+        (Shape("full", 128, 1, 16, 16, 128, 8192), "m128n128s3c2_shared"),  # 16 tiles, and 8 blocks for each
+        (Shape("causal", 64, 1, 32, 8, 128, 8192), "m128n128s4c2_shared"),
+        (Shape("causal", 128, 1, 8, 1, 256, 4096), "m128n128s3c2_shared"),
+        (Shape("full", 128, 1, 32, 8, 512, 8192), "m128n128s2c2"),  # 128 tiles, which fill the card
+        (Shape("full", 128, 1, 8, 1, 1024, 1024), "m64n128s2c1"),  # eight steps, of which half cost what a merge does
+        (Shape("full", 128, 16, 16, 16, 1024, 1024), "m128n128s2c2_paired"),  # 16 waves of short tiles
+        (Shape("full", 128, 4, 16, 16, 4096, 4096), "m192n80s2c3"),
         (Shape("causal", 128, 1, 16, 16, 256, 256), "m64n128s2c1"),
         (Shape("causal", 128, 1, 16, 16, 2048, 2048), "m128n128s2c2"),
         (Shape("causal", 128, 4, 16, 16, 4096, 4096), "m128n128s2c2"),  # 192 rows lose two steps where tiles are short

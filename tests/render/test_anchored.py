@@ -51,9 +51,11 @@ int main(int count, char** given) {{
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("tile", ["{m: 192, n: 64}", "{m: 128, n: 96}"])
-def test_tiles_that_end_with_what_is_seen_hold_all_of_it(tile: str, tmp_path: Path) -> None:
-    plan = planned("sliding_window", backend="cuda", head_dim=128, pack_gqa="true", tile=tile)
+@pytest.mark.parametrize(
+    ("dtype", "tile"), [("bf16", "{m: 192, n: 64}"), ("bf16", "{m: 128, n: 96}"), ("fp8_e4m3", "{m: 192, n: 96}")]
+)
+def test_tiles_that_end_with_what_is_seen_hold_all_of_it(dtype: str, tile: str, tmp_path: Path) -> None:
+    plan = planned("sliding_window", backend="cuda", dtype=dtype, head_dim=128, pack_gqa="true", tile=tile)
     assert isinstance(plan.structure, HopperForward)
     assert plan.structure.anchored
     view = cuda_view(plan, "")
@@ -119,10 +121,30 @@ def _check(plan: Plan, case: tuple[int, ...], found: list[tuple[int, ...]]) -> b
         ("sliding_window", {"pack_gqa": "true", "layout": "varlen"}, False),
         ("sliding_window", {"pack_gqa": "true", "layout": "paged"}, False),
         ("sliding_window", {"warps": "{producer: 0}"}, False),
-        ("sliding_window", {"pack_gqa": "true", "dtype": "fp8_e4m3"}, False),
+        ("sliding_window", {"pack_gqa": "true", "dtype": "fp8_e4m3"}, True),
+        ("sliding_window", {"dtype": "fp8_e4m3"}, False),
     ],
 )
 def test_which_kernels_have_such_tiles(variant: str, fields: dict[str, str], expected: bool) -> None:
     plan = planned(variant, backend="cuda", head_dim=128, **fields)
     assert isinstance(plan.structure, HopperForward)
     assert plan.structure.anchored is expected
+
+
+@pytest.mark.parametrize(
+    ("variant", "tile", "skips"),
+    [
+        ("sliding_window", "{m: 192, n: 96}", True),
+        ("sliding_window", "{m: 192, n: 64}", False),
+        ("packed_documents", "{m: 192, n: 96}", False),
+    ],
+)
+def test_in_8_bits_consumers_skip_wide_tiles_of_windows(variant: str, tile: str, skips: bool) -> None:
+    plan = planned(variant, backend="cuda", head_dim=64, dtype="fp8_e4m3", pack_gqa="true", tile=tile)
+    assert isinstance(plan.structure, HopperForward)
+    assert plan.structure.anchored
+    assert plan.structure.skips is skips
+    assert plan.structure.renew_below
+    apart = planned(variant, backend="cuda", head_dim=64, dtype="fp8_e4m3", tile=tile)
+    assert isinstance(apart.structure, HopperForward)
+    assert not apart.structure.renew_below

@@ -41,6 +41,21 @@ def test_in_8_bits_too() -> None:
     assert "key_values[i] = {u_doc_kv};" in text
 
 
+def test_in_a_backward_they_come_with_the_queries() -> None:
+    plan = planned("packed_documents", passes="backward", head_dim=128, backward="{backend: cuda}")
+    loader, consumer = render(plan).text.split("// A consumer: 64 keys.")
+    assert "values[i] = {u_doc_q_pos};" in loader
+    assert "const auto [u_doc_q_pos] = of_query(8 * i + j);" in consumer
+    assert "const int u_doc_q_pos =" not in consumer
+
+
+def test_what_such_a_value_needs_is_computed_where_it_is_loaded() -> None:
+    plan = planned("causal_packed", passes="backward", head_dim=128, backward="{backend: cuda}")
+    loader, consumer = render(plan).text.split("// A consumer: 64 keys.")
+    assert "const int u_q_pos_max_0 = max(q_pos, 0);" in loader
+    assert "u_doc_start[" not in consumer
+
+
 @pytest.mark.parametrize(
     ("mask", "tensors", "count"),
     [

@@ -150,6 +150,9 @@ class HostDriver:
     def name(self, device: int) -> str:
         return "a card"
 
+    def bandwidth(self, device: int) -> float:
+        return 100.0
+
     def multiprocessors(self, device: int) -> int:
         return 1  # so that blocks of few units have several
 

@@ -276,6 +276,9 @@ class FakeDriver:
     def multiprocessors(self, device: int) -> int:
         return 132
 
+    def bandwidth(self, device: int) -> float:
+        return 3350.0
+
     def clusters(self, function: Any, size: int, threads: int, shared: int, device: int) -> int:
         return 15
 

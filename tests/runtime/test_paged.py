@@ -18,7 +18,7 @@ from attngen.runtime.operators import operators_of
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.runtime.select import BUSY_UNITS, FEW_ROWS, SPLIT_ROWS, splits_keys
 from tests.runtime.pages import Cache, cache, starts_of
-from tests.runtime.support import FakeDriver, bias_variant, kernel, variant, window_variant
+from tests.runtime.support import FakeDriver, bias_variant, kernel, kernel_of, manifest_of, variant, window_variant
 
 CAUSAL = variant()
 SINK = variant(
@@ -353,6 +353,19 @@ def test_a_call_over_pages_is_explained(gpu: FakeDriver) -> None:
     with pytest.raises(CallError, match="keys in pages have no backward"):
         attngen.explain(*tensors, **given, direction="backward")
     assert attngen.explain(*tensors, **given, backend="reference").runs == "reference"
+
+
+def test_one_split_is_no_call_for_blocks_that_share_the_keys_of_a_tile(gpu: FakeDriver) -> None:
+    manifest = manifest_of(CAUSAL, package="pages", layout="paged", name="shared")
+    manifest["launches"][-1] |= {"grid": "key_shares", "cluster": 8}
+    registry.add(package_of_kernels([kernel_of(manifest), kernel(CAUSAL, package="pages", layout="paged")], "memory"))
+    c = cache([40, 7], 16, head_dim=64, dtype=torch.bfloat16)
+    tensors = (torch.randn(2, 1, 4, 64).bfloat16(), c.k_pages, c.v_pages)
+    given: dict[str, Any] = {"variant": "causal", "page_table": c.page_table, "seqused_k": c.seqused_k}
+    found = [attngen.explain(*tensors, **given, num_splits=count).kernel for count in (None, 1)]
+    assert [one is not None and one.name == "shared" for one in found] == [True, False]
+    told = str(attngen.explain(*tensors, **given, num_splits=1))
+    assert "pages/shared: its blocks share the keys of a tile, and the call asks for num_splits=1" in told
 
 
 def test_a_kernel_of_the_other_kind_serves_where_it_is_the_only_one(gpu: FakeDriver) -> None:

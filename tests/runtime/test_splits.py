@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from attngen.runtime import counters, splits
 from attngen.runtime import driver as drivers
 from attngen.runtime.arguments import bind
+from attngen.runtime.capacity import capacity_for
 from attngen.runtime.checked import Call
+from attngen.runtime.geometry import Geometry
 from attngen.runtime.splits import Capacity, reciprocal, split_sizes
 from tests.plan.specs import planned
-from tests.runtime.support import FakeDriver, variant
+from tests.runtime.support import FakeDriver, kernel_of, manifest_of, variant
 
 
 @dataclass(frozen=True)
@@ -153,3 +155,19 @@ def test_the_runtime_counts_by_the_least_share_of_the_plan() -> None:
     """A runtime that is shipped imports no plan, so that the number stands in both."""
     structure = planned(head_dim=128, backend="cuda", split_kv="true").structure
     assert structure.least_tiles == splits._LEAST_TILES_OF_BLOCK
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(64, 8), (100, 7), (64 * 200, 1)])
+def test_a_cluster_for_each_tile_of_queries(memory: FakeDriver, rows: int, wanted: int) -> None:
+    """Tiles of 64 queries of 2 heads: as many blocks each as the least time takes, of 15 clusters at once."""
+    manifest = {**manifest_of(variant(), tiles=(64, 32)), "times": [1000.0, 100.0, 1000.0]}
+    manifest["launches"][-1] |= {"grid": "key_shares", "cluster": wanted}
+    made, asked = kernel_of(manifest), call(1, rows, 32 * 56, heads=2)
+    found = capacity_for(made, asked, drivers.current, 0)
+    assert found.shares == wanted
+    geometry = Geometry(made.main, asked, capacity=found)
+    assert geometry.cluster == wanted
+    assert geometry.blocks(memory, 0) == wanted * 2 * -(-rows // 64)
+    assert memory.loads, "the driver says how many clusters run at once"
+    ordinary = kernel_of(manifest_of(variant(), tiles=(64, 32)))
+    assert capacity_for(ordinary, asked, drivers.current, 0) == Capacity()

@@ -82,6 +82,19 @@ def test_a_split_kv_forward_has_no_choices_of_the_ordinary_one():
     assert [(k.backend, k.fast_math) for k in both if k.split_kv] == [("triton", False), ("cuda", False)]
 
 
+def test_blocks_that_share_the_keys_of_a_tile_are_a_forward_more():
+    given = "tile: {m: 128, n: 64}, warps: {consumer: 2}, pack_gqa: true"
+    found = kernels(f"{{variant: causal, head_dim: 64, split_kv: tiles, persistent: [true, false], {given}}}")
+    assert [(k.split_tiles, k.split_kv, k.persistent, k.tile_n, k.pack_gqa) for k in found] == [
+        (False, False, True, 64, True), (True, False, None, 64, True), (False, False, False, 64, True),
+    ]  # fmt: skip
+    both = kernels("{variant: causal, head_dim: 64, split_kv: [true, tiles]}")
+    assert [(k.split_kv, k.split_tiles) for k in both] == [(False, False), (True, False), (False, True)]
+    assert found[1].locate("split_tiles").line == found[1].locate("split_kv").line
+    with pytest.raises(SpecError, match=r"split_kv: found 'rows'; allowed: true, false or 'tiles'"):
+        kernels("{variant: causal, head_dim: 64, split_kv: rows}")
+
+
 def test_split_kv_is_the_forwards():
     found = kernels("{variant: causal, head_dim: 64, split_kv: true, passes: [forward, backward]}")
     assert [(k.direction, k.split_kv) for k in found] == [("forward", False), ("forward", True), ("backward", False)]

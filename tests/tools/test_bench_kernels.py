@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from attngen.errors import CallError
+from attngen.plan import plan
 from attngen.runtime.registry import registry
-from attngen.schema import preset
+from attngen.schema import expand, load_spec_text, preset
 from attngen.tools.bench import kernels as bench_kernels
 from attngen.tools.bench.kernels import chosen, teams
 from attngen.tools.build.pipeline import Prepared
@@ -37,6 +38,13 @@ def test_backends_are_named_apart(prepared: list[Prepared]) -> None:
     other = replace(full, plan=replace(full.plan, backend="cuda", name=full.plan.name + "_other"))
     (team,) = teams([full, other])
     assert list(team.members) == ["attngen triton", "attngen cuda"]
+
+
+def test_kernels_for_few_tiles_are_left_to_the_suite_of_small_calls() -> None:
+    text = "schema: 1\narch: [sm90a]\nkernels: [{variant: full, head_dim: 64, backend: cuda, split_kv: tiles}]\n"
+    ordinary, shared = (plan(each) for each in expand(load_spec_text(text)))
+    assert bench_kernels.reason_against(ordinary, 90) is None
+    assert "which --suite small races" in str(bench_kernels.reason_against(shared, 90))
 
 
 def test_choosing_kernels(prepared: list[Prepared]) -> None:

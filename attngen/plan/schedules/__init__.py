@@ -68,7 +68,9 @@ def backends(arch: Arch, direction: str) -> tuple[str, ...]:
 def candidates(spec: KernelSpec, backend: str) -> tuple[Schedule, ...]:
     """Return the schedules of a backend that suit a spec, the fastest first."""
     rows = schedules(spec.direction, backend=backend)
-    return tuple(row for row in rows if row.split_kv == spec.split_kv and row.suits(spec))
+    return tuple(
+        row for row in rows if row.split_kv == spec.split_kv and row.split_tiles >= spec.split_tiles and row.suits(spec)
+    )
 
 
 @contextmanager

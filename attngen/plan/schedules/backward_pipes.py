@@ -16,7 +16,8 @@ _KEYS = 64  # of a consumer
 
 #: Shared memory in its order: matrices first, which need the most alignment.
 _ORDER = (
-    "k", "v", "q", "dout", "ds", "dq", "piece", "lse", "delta", "work", "step", "barriers", "piece_taken", "sum_tile",
+    "k", "v", "q", "dout", "ds", "dq", "piece", "lse", "delta", "query_values", "work", "step", "barriers",
+    "piece_taken", "sum_tile",
 )  # fmt: skip
 
 
@@ -44,6 +45,7 @@ def backward_pipes(
         empty=Signal(consumers, each, "dK of a step is complete, or its end is seen by all"),
         stored=(
             ("q", tile_m * qk * operands.q.bytes), ("lse", tile_m * 4), ("delta", tile_m * 4), ("step", STEP_BYTES),
+            *([("query_values", tile_m * 4 * roles.query_values)] if roles.query_values else []),
         ),
     )  # fmt: skip
     dout = Ring(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from attngen.dtypes import CHUNK_BYTES, PAGE_BLOCK, DType
 from attngen.plan.model import Columns, Plan
-from attngen.plan.pipes import BARRIER_BYTES, NamedBarrier, Pipes, Ring, Role, Signal
+from attngen.plan.pipes import BARRIER_BYTES, ROW_PADDING, NamedBarrier, Pipes, Ring, Role, Signal
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = ("kv", "q", "merge", "scales", "barriers", "begin", "last", "counts")
@@ -18,9 +18,6 @@ _FILE = 64 * 1024  # registers of a multiprocessor
 
 #: Warps that copy: one takes about 500 cycles for a step, in which a block can read four from memory.
 LOADERS = 4
-
-#: Floats of a partial result beside its columns: reference and sum of a warp and of a block, and what keeps rows apart.
-ROW_PADDING = 8
 
 
 def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int, scales: int = 0) -> Pipes:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from attngen.plan.model import Plan
 from attngen.plan.operands import Operands
-from attngen.plan.pipes import WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
+from attngen.plan.pipes import ROW_PADDING, WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.structures import HopperForward
 
 _SLOTS = 2  # tiles of work that are known ahead
 #: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
 WORK_BYTES = 320
 _TILE_INFO_BYTES = 4
+_TAKEN_BYTES = 4
 _TILE_SCALES_BYTES, _SCALE_BYTES = 8, 4
 #: Bytes of a value of a key, and the tiles of them that a stage has room for: a consumer reads them after it has given
 #: the stage back, and is done with them when it gives back the next one.
@@ -18,7 +19,9 @@ _VALUE_BYTES, _TILES_OF_VALUES = 4, 2
 _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
-_ORDER = ("q", "k", "v_rows", "v", "out", "work", "barriers", "tile_scales", "key_values", "tile_info")
+_ORDER = (
+    "q", "k", "v_rows", "v", "partials", "out", "work", "barriers", "tile_scales", "key_values", "tile_info", "taken",
+)  # fmt: skip
 
 
 def forward_pipes(
@@ -37,6 +40,7 @@ def forward_pipes(
         by_v = by_k
     if roles.value_loader:
         by_k, by_v = "the loader of K", "the loader of V"
+    shared = f"{each} of both blocks" if roles.cluster > 1 else each
     done = f"{each.removeprefix('each ')}s are done with a tile of"
     tile_info = (("tile_info", _TILE_INFO_BYTES),) if roles.specialized else ()
     scale_bytes = _TILE_SCALES_BYTES if scale_block > 1 else _SCALE_BYTES * tile_n
@@ -64,7 +68,7 @@ def forward_pipes(
         if roles.specialized
         else "a tile of K stays until S is there",
         full=Signal(1, by_k, f"a tile of K has landed{told}", bytes=True),
-        empty=Signal(consumers, each, f"{done} K"),
+        empty=Signal(consumers * roles.cluster, shared, f"{done} K"),
         stored=(("k", tile_n * qk * operands.k.bytes), *tile_info, *scales, *values),
     )  # fmt: skip
     v_bytes, v_rows = tile_n * v * operands.v.bytes, []
@@ -84,7 +88,7 @@ def forward_pipes(
         "v", stages, by_v, each,
         guards="a tile of V stays until its product is added to O, one step after K",
         full=landed,
-        empty=Signal(consumers, each, f"{done} V"),
+        empty=Signal(consumers * roles.cluster, shared, f"{done} V"),
         stored=(("v", v_bytes),),
     )  # fmt: skip
     work = Ring(
@@ -104,12 +108,27 @@ def forward_pipes(
         "work_asked",
         Signal(1, by_k, "the loader nears the end of a tile of work: the scheduler may take the next one"),
     )
+    taken = Ring(
+        "taken", 1, "the scheduler of the first block", "that of each other block",
+        guards="the number of the tiles of work that a cluster takes next stays until the other block has read it",
+        full=Signal(1, "the reader", "the next tiles of work are known", bytes=True),
+        empty=Signal(roles.cluster - 1, "that of each other block", "the other block has read the number"),
+        stored=(("taken", _TAKEN_BYTES),),
+    )  # fmt: skip
     return Pipes(
-        (q, k, *v_rows, of_v, *([work] if roles.specialized else []), *([asked] if roles.persistent else [])),
+        (
+            q,
+            k,
+            *v_rows,
+            of_v,
+            *([work] if roles.specialized else []),
+            *([asked] if roles.persistent else []),
+            *([taken] if roles.cluster > 1 else []),
+        ),
         named=_named(roles, each),
         roles=roles.warp_roles,
         order=_ORDER,
-        others=(("out", tile_m * roles.out_columns * operands.out.bytes),) if roles.staged else (),
+        others=_others(roles, tile_m, tile_n, stages, qk, v, operands),
     )
 
 
@@ -120,6 +139,21 @@ def forward_pipes_of(plan: Plan) -> Pipes:
         plan.structure, driver=plan.driver, tile_m=plan.tile_m, tile_n=plan.tile_n, stages=plan.stages,
         qk=plan.columns_qk[0].width, v=plan.columns_v[0].width, operands=plan.operands, scale_block=plan.scale_block,
     )  # fmt: skip
+
+
+def _others(
+    roles: HopperForward, tile_m: int, tile_n: int, stages: int, qk: int, v: int, operands: Operands
+) -> tuple[tuple[str, int], ...]:
+    """Return the regions that no ring hands over: O for its store, or what partial results need beside the place of
+    Q, K and V, which they take in the end."""
+    if roles.staged:
+        return (("out", tile_m * roles.out_columns * operands.out.bytes),)
+    if not roles.shares:
+        return ()
+    places = roles.q_stages * tile_m * qk * operands.q.bytes
+    places += stages * tile_n * (qk * operands.k.bytes + v * operands.v.bytes)
+    more = tile_m * (v + ROW_PADDING) * operands.accumulator.bytes - places
+    return (("partials", more),) if more > 0 else ()
 
 
 def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
@@ -134,6 +168,9 @@ def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
     if roles.pingpong:
         turns = "turns at the tensor cores: a consumer waits, the one before it arrives"
         found.append(NamedBarrier("turn", 1 + consumers, consumers, 2 * threads, turns))
+    if roles.shares:
+        together = "all consumers are done with Q, K and V, and partial results take their place"
+        found.append(NamedBarrier("consumers", 1 + 2 * consumers, 1, consumers * threads, together))
     return tuple(found)
 
 

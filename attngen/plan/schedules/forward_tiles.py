@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from attngen.arch import Arch
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.simplify import TRUE
@@ -38,23 +39,28 @@ _LEAST_KEYS = 16
 #: What the first key of an anchored tile is a multiple of.
 ANCHOR = 16
 
-#: Columns up to which tanh and exp2 of a logit, which share a unit, take longer than its products: twice as long at 64.
-_CAPPED_COLUMNS = 64
-
-#: Of what consumers learn of a tile of keys.
-_WORD_BITS = 32
-
 #: Keys of a fragment of V that is transposed.
 _FRAGMENT_KEYS = 16
 
 #: Registers with which a warp that transposes V has four fragments in flight, not three.
 _REGISTERS_OF_FOUR = 40
 
+#: Columns up to which registers hold what is known of a first tile.
+_REMEMBERED_COLUMNS = 128
+
 #: Columns of V up to which it leaves registers and memory for more keys than K has.
 _NARROW_V = 128
 
-#: Keys of a tile and stages among which the fastest are looked for.
+#: Stages of the ring of K and V where blocks share the keys of a tile: there is room for more than elsewhere, and what
+#: a block waits for is its first loads.
+_MANY_STAGES = (4, 3, 2)
+
+#: The most blocks of a cluster that every Hopper card takes.
+_MOST_BLOCKS = 8
+
+#: Keys of a tile, stages, and orders of consumers with blocks of a cluster, among which the fastest are looked for.
 _TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
+_TUNED_ORDERS = (("pingpong", 1), ("pingpong", 2), ("cooperative", 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class Choice:
     registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
     stages: int = 2  # of the ring of K and V with that tile; else 2
     keeps_turn: bool = False  # with turns: until the products of a step are done
+    cluster: int = 1  # blocks that load K and V for each other with that tile, where they can; else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +113,8 @@ class Form:
     roles with their registers, for a number of consumers, keys of a tile and columns of V, and for the registers that a
     table gives, if it does. ``products`` counts the
     wgmma instructions of a kernel, from those of one Q K^T and of one P V. ``numbers`` says by dtype how probabilities
-    are kept within it. ``transposes``: V has to be turned before its product.
+    are kept within it. ``capped_columns``: those up to which tanh and exp2 of a logit, which share a unit, take longer
+    than its products. ``transposes``: V has to be turned before its product.
     """
 
     schedule: str
@@ -117,6 +125,7 @@ class Form:
     products: Callable[[HopperForward, int, int], int]
     numbers: Mapping[str, Probabilities]
     table: tuple[Choice, ...]
+    capped_columns: int = 0
     transposes: bool = False
 
 
@@ -165,22 +174,26 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile_n)
     registers = choice.registers if as_chosen else None
     warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v, registers)
-    stages = spec.stages or (choice.stages if as_chosen else 2)
+    usual = _MANY_STAGES if spec.split_tiles else (choice.stages if as_chosen else 2,)
+    stages = spec.stages or usual[0]
     if not 2 <= stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
     box = widest_box(qk * size, v * size)
     numbers = form.numbers[spec.dtype]
     softmax, constant = softmax_of(spec, numbers.exponents)
-    anchored = specialized and not form.transposes and _can_be_anchored(spec, driver, consumers, tile_n)
+    anchored = specialized and tile_n % ANCHOR == 0 and _can_be_anchored(spec, driver)
     capped = (
-        max(qk, v) <= _CAPPED_COLUMNS
-        and numbers.exponents is not None
+        max(qk, v) <= form.capped_columns
         and softmax in ("fixed_reference", "bounded")
+        and not spec.scale_block
         and is_soft_capped(spec)
     )
-    # where tiles are anchored, the rows of all consumers see some key of nearly every tile
-    ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not anchored
+    # where tiles are anchored, the rows of all consumers see some key of nearly every tile; not so tiles of many keys
+    # under a window, whose far end differs from query to query
+    together = anchored and (not form.transposes or tile_n <= ROWS or searches(spec))
+    ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not together
     skips = ranges and tile_n < tile_m - ROWS
+    staged = spec.epilogue != "direct" and not spec.split_tiles
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
@@ -188,10 +201,10 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         pingpong=schedule == "pingpong",
         keeps_turn=schedule == "pingpong" and choice.keeps_turn,
         overlap=roles.overlap is not False,
-        persistent=specialized and spec.persistent is not False,
+        persistent=specialized and spec.persistent is not False and not spec.split_tiles,
         longest_first=spec.order != "natural",
-        staged=spec.epilogue != "direct",
-        boxes_out=spec.epilogue != "direct" and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
+        staged=staged,
+        boxes_out=staged and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
         skips=skips,
         whole_first=ranges and not skips and not numbers.settled and _one_interval(spec),
         q_stages=1,
@@ -213,17 +226,50 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         if form.transposes and not spec.transposed_v
         else 0,
         softmax=softmax,
+        renew_below="1.0f"
+        if numbers.settled and softmax == "fixed_reference" and anchored and max(qk, v) <= _REMEMBERED_COLUMNS
+        else "",
         reference="0.0f" if constant is None else f"{constant:.1f}f",
         capped=capped,
         fused=softmax == "bounded" and not capped,
         anchor=ANCHOR if anchored else 0,
-        redo_by_count=anchored and softmax == "fixed_reference" and not capped,
-        relative=numbers.exponents is not None and softmax == "fixed_reference" and takes_reference(spec),
+        redo_by_count=anchored and softmax == "fixed_reference" and not capped and not numbers.settled,
+        cluster=_cluster(spec, form, driver, roles, choice.cluster if as_chosen else 1),
+        relative=softmax == "fixed_reference" and not spec.scale_block and takes_reference(spec),
         shared=(),
+        sharing=_MOST_BLOCKS if spec.split_tiles else 1,
     )
-    return HopperTile(
-        tile_m, tile_n, stages, with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
-    )
+
+    def with_stages(stages: int) -> HopperTile:
+        roles = with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
+        return HopperTile(tile_m, tile_n, stages, roles)
+
+    for more in () if spec.stages else usual[:-1]:
+        with suppress(PlanError):
+            return with_stages(more)
+    return with_stages(spec.stages or usual[-1])
+
+
+def _cluster(spec: KernelSpec, form: Form, driver: str, roles: Roles, usual: int) -> int:
+    """Return how many blocks load K and V for each other: ``usual`` where that can be, if the spec leaves it open."""
+    reason = None
+    if not form.specialized:
+        reason = "warps that all multiply load for themselves"
+    elif spec.dtype in QUANTIZED_DTYPES:
+        reason = "tiles of 8 bits are loaded by each block"
+    elif spec.layout != "dense":
+        reason = f"the blocks have neighbouring queries of one sequence, and with 'layout: {spec.layout}' each its own"
+    elif driver != "ranges":
+        reason = f"they go through the same tiles of keys, which must be ranges, not {driver}"
+    elif spec.split_tiles:
+        reason = "the blocks of a cluster share the keys of a tile (split_kv: tiles)"
+    elif spec.persistent is False:
+        reason = "they take tile after tile together, and 'persistent: false' allows one"
+    if reason is None:
+        return roles.cluster or usual
+    if roles.cluster not in (None, 1):
+        raise refuse(spec, "warps.cluster", f"{reason}; allowed: 1")
+    return 1
 
 
 def _one_interval(spec: KernelSpec) -> bool:
@@ -232,22 +278,20 @@ def _one_interval(spec: KernelSpec) -> bool:
     return len(found.visible) == 1 and len(found.full) == 1
 
 
-def tile_bits(tile_n: int) -> int:
-    """Return the bits that the number of any tile of keys has."""
-    return ((MAX_SEQLEN - 1) // tile_n).bit_length()
+def place_bits(step: int) -> int:
+    """Return the bits that say where any tile of keys begins, in multiples of ``step`` keys."""
+    return ((MAX_SEQLEN - 1) // step).bit_length()
 
 
-def _can_be_anchored(spec: KernelSpec, driver: str, consumers: int, tile_n: int) -> bool:
+def _can_be_anchored(spec: KernelSpec, driver: str) -> bool:
     """Whether tiles of keys may begin anywhere, and rows see an interval that ends on both sides, so that it pays.
 
-    It does where heads share rows: tiles of work then end at other queries than multiples of ``tile.n``. A word of a
-    tile says where it begins in steps of ``ANCHOR``, beside its number and two bits for each consumer.
+    It does where heads share rows: tiles of work then end at other queries than multiples of ``tile.n``.
     """
     if not spec.pack_gqa or driver != "ranges" or LAYOUTS[spec.layout].key_access != "contiguous":
         return False
     visible = bands_of(spec).visible
-    bits = tile_bits(tile_n) + 2 * consumers + (tile_n // ANCHOR - 1).bit_length()
-    return len(visible) == 1 and visible[0].lo is not None and visible[0].hi is not None and bits <= _WORD_BITS
+    return len(visible) == 1 and visible[0].lo is not None and visible[0].hi is not None
 
 
 def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
@@ -258,7 +302,7 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
     if spec.tile_m and from_tile not in REGISTERS:
         raise refuse(spec, "tile.m", f"{spec.tile_m} is not allowed; allowed: 64, 128, 192 (64 rows per consumer)")
     # heads are packed where queries are few: the rows of one consumer hold them, and K and V bind, not the products
-    by_default = 1 if spec.pack_gqa else choice.consumers
+    by_default = 1 if spec.pack_gqa else min(choice.consumers, 2) if spec.split_tiles else choice.consumers
     consumers = roles.consumer or from_tile or by_default
     if consumers not in REGISTERS:
         raise refuse(
@@ -299,8 +343,11 @@ def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     step = _key_step(first.operands, first.structure.v_by_columns, spec.transposed_v)
     consumers = (1, 2) if spec.pack_gqa else (2, 3)
     keys = [n for n in _TUNED_KEYS if n % step == 0]
-    for count, tile_n, stages, schedule in product(consumers, keys, _TUNED_STAGES, ("pingpong", "cooperative")):
-        yield replace(spec, tile_n=tile_n, stages=stages, roles=Roles(consumer=count, schedule=schedule, overlap=True))
+    for count, tile_n, stages, (schedule, cluster) in product(consumers, keys, _TUNED_STAGES, _TUNED_ORDERS):
+        if spec.pack_gqa and cluster > 1:
+            continue  # for few queries
+        roles = Roles(consumer=count, schedule=schedule, overlap=True, cluster=cluster)
+        yield replace(spec, tile_n=tile_n, stages=stages, roles=roles)
 
 
 def _families(spec: KernelSpec) -> frozenset[str]:

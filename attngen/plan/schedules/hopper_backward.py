@@ -25,7 +25,7 @@ from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes
 from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import HopperBackward
-from attngen.plan.traits import divides, is_light, reads_data_per_key, reads_positions
+from attngen.plan.traits import bands_of, divides, is_light, query_loads, reads_data_per_key, reads_positions
 from attngen.schema.expand import Backward, KernelSpec
 
 #: P and dS pass from products to products in pairs that fill a register, and by stmatrix, which moves 16 bits.
@@ -49,6 +49,9 @@ _LABELS = {
     "dv": ("dvoverlap",),
 }  # fmt: skip
 
+#: Values of each query that come with its tile, at most: no more fit into shared memory at head dim 128.
+_QUERY_VALUES = 1
+
 #: Query rows of a block of ``preprocess``, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4
 
@@ -66,7 +69,7 @@ class _Choice:
     rows_ahead: int = 0
 
 
-#: First match wins; ``_family`` says what the families are, ``_row_family`` what "unraced" is for. Measured on an H200
+#: First match wins; ``_family`` says what the families are, ``_row_family`` what "ordered" is for. Measured on an H200
 #: where docs/performance.md says so; the rest follows from registers: with "dk" the softmax has those of dQ, which has
 #: left.
 _TABLE = (
@@ -74,13 +77,15 @@ _TABLE = (
     _Choice("tight", 128, 64, overlap="nothing", packed=True, q_stages=2),
     _Choice("plain", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
     _Choice("plain", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
-    _Choice("unraced", 128, 64, overlap="gradients", packed=False, q_stages=3, rows_ahead=4),
+    _Choice("ordered", 128, 64, overlap="gradients", packed=False, q_stages=3, rows_ahead=4),
     _Choice("light", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
     _Choice("light", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("divided", 64, 128, overlap="gradients", packed=True, q_stages=2),
     _Choice("divided", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("derived", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("derived", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=1),
+    _Choice("valued", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
+    _Choice("valued", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("reading", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("reading", 128, 64, overlap="dk", packed=True, q_stages=3),
     _Choice("tight", 256, 64, overlap="roles", packed=False, q_stages=3),
@@ -91,11 +96,12 @@ _TABLE = (
     _Choice("divided", 192, 64, overlap="roles", packed=False, q_stages=3),
     _Choice("divided", 256, 64, overlap="dv", packed=False, q_stages=3),
     _Choice("derived", 256, 64, overlap="roles", packed=False, q_stages=3),
+    _Choice("valued", 256, 64, overlap="roles", packed=False, q_stages=3),
     _Choice("reading", 256, 64, overlap="roles", packed=False, q_stages=3),
 )
 
 #: The families, those whose masks and scores take more registers after those that leave them free.
-_FAMILIES = ("plain", "light", "divided", "derived", "reading", "tight")
+_FAMILIES = ("plain", "light", "divided", "derived", "valued", "reading", "tight")
 
 #: Head dims beyond this are computed by clusters of two blocks, in which warpgroups have roles: dK and dV of 64 keys
 #: take the registers of one each.
@@ -161,6 +167,8 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         dq_columns=qk if by_rows else _dq_columns(qk),
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
+        own_spans=_has_own_spans(spec, choice, driver),
+        query_values=_query_values(spec) if family == "valued" and not wide else 0,
         shared=(),
     )
     if wide:
@@ -207,13 +215,26 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 
 
 def _row_family(spec: KernelSpec, family: str, qk: int, v: int) -> str:
-    """Return whose rows of the table a family takes: with head dims beyond 96, turns were raced with dense tensors and
-    without a fixed order, so that others keep "gradients"; but packed sequences with dQ that is cut leave too few
-    registers for that."""
-    varlen = spec.layout == "varlen"
-    if family != "plain" or is_wide(spec) or max(qk, v) <= _NARROW or not (varlen or spec.deterministic):
+    """Return whose rows of the table a family takes: beyond head dim 96, turns were not raced in a fixed order, so that
+    this keeps "gradients"; but packed sequences with dQ that is cut leave too few registers for that."""
+    if family != "plain" or is_wide(spec) or max(qk, v) <= _NARROW or not spec.deterministic:
         return family
-    return "light" if varlen and spec.head_dim_qk < qk == _BLOCK_HEAD_DIM else "unraced"
+    return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == _BLOCK_HEAD_DIM else "ordered"
+
+
+def _has_own_spans(spec: KernelSpec, choice: _Choice, driver: str) -> bool:
+    """Whether each consumer finds the queries that see its own keys: where few see a tile of keys, so that those which
+    half of it hides count, and where registers are left."""
+    visible = bands_of(spec, "q").visible
+    few = len(visible) == 1 and (spec.layout == "varlen" or visible[0].hi is not None)
+    halves = choice.overlap == "pingpong" and choice.tile_m < _KEYS and choice.family != "derived"
+    return few and halves and driver == "ranges" and not spec.deterministic
+
+
+def _query_values(spec: KernelSpec) -> int:
+    """Return how many values of each query come with its tile: those that the mask reads, or none if these are many."""
+    count = query_loads(spec.variant)
+    return count if count <= _QUERY_VALUES else 0
 
 
 def _is_uneven(spec: KernelSpec, driver: str) -> bool:
@@ -432,7 +453,7 @@ def _products(plan: Plan, roles: HopperBackward) -> int:
         parts = sum(roles.parts_of(columns[0].width) for columns in (plan.columns_qk, plan.columns_v))
         return s + dp + s + dp + rows * parts + keys * (roles.dq_columns // roles.dq_part)
     if roles.pingpong:
-        return 2 * loop
+        return 2 * loop + keys * roles.own_spans  # of a step that the consumer's keys do not see, dQ before it alone
     return loop + s if roles.overlap in ("gradients", "dk") else loop + s + dp + rows
 
 
@@ -441,8 +462,9 @@ def _family(spec: KernelSpec) -> str:
 
     "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
     same for all pairs, or values of a batch. "divided": these, with divisions. "derived": a score whose derivative
-    differs. "reading": tensors are read by position. "tight": with dropout, dV takes probabilities after it and dS
-    those before; and a tile map with a fixed order takes more of the loader of a single block.
+    differs. "valued": the mask reads at most one value of each query, which comes with its tile, and values of keys.
+    "reading": other tensors are read by position. "tight": with dropout, dV takes probabilities after it and dS those
+    before; and a tile map with a fixed order takes more of the loader of a single block.
     """
     variant = spec.variant
     if variant.dropout or (spec.deterministic and not is_wide(spec) and driver_of(spec, "q") == "tile_map"):
@@ -450,7 +472,7 @@ def _family(spec: KernelSpec) -> str:
     if is_light(variant):
         return "plain"
     if reads_positions(variant):
-        return "reading"
+        return "valued" if _query_values(spec) and not is_wide(spec) else "reading"
     if _varies(spec):
         return "derived"
     return "divided" if divides(variant) else "light"

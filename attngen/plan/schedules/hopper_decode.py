@@ -16,9 +16,9 @@ from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Launch, Plan, Structure, Workspace
 from attngen.plan.operands import operands_of
-from attngen.plan.pipes import BARRIER_BYTES, Pipes
+from attngen.plan.pipes import BARRIER_BYTES, ROW_PADDING, Pipes
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules.decode_pipes import LOADERS, ROW_PADDING, decode_pipes, decode_pipes_of, memory, multiplied
+from attngen.plan.schedules.decode_pipes import LOADERS, decode_pipes, decode_pipes_of, memory, multiplied
 from attngen.plan.schedules.forward_memory import BOX_BYTES, widest_box, widths
 from attngen.plan.schedules.hopper_forward import keep_promises
 from attngen.schema.expand import KernelSpec

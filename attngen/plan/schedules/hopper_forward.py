@@ -10,7 +10,7 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
+from attngen.plan.choices import ONE_HEAD, SECTION_BYTES, check_head_dims, driver_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Plan
 from attngen.plan.operands import operands_of
@@ -31,6 +31,12 @@ from attngen.plan.schedules.forward_tiles import (
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import times_of, visible_keys
 from attngen.schema.expand import KernelSpec
+
+#: K and V of the heads that run side by side where no mask makes tiles of work differ, and blocks load for each other.
+PAIRED_SECTION_BYTES = 8 * 2**20
+
+#: Columns up to which one head after the other is faster there; at 256 long sequences lose.
+_ONE_HEAD_COLUMNS = 192
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
 #: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
@@ -71,6 +77,8 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     if spec.softmax_scale is not None:
         raise refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     check_head_dims(spec)
+    if spec.split_tiles and spec.roles and spec.roles.producer == 0:
+        raise refuse(spec, "warps", "blocks share the keys of a tile only with a producer; allowed: producer 1")
     driver = driver_of(spec)
     pack_gqa = spec.pack_gqa is True
     if pack_gqa and driver == "tile_map":
@@ -98,10 +106,12 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *([] if usual else [roles.schedule]),
             *([] if roles.overlap else ["nooverlap"]),
             *([] if roles.softmax == "fixed_reference" else [roles.softmax.replace("_", "")]),
-            *([] if roles.persistent or not roles.specialized else ["single"]),
+            *(["shared"] if roles.shares else []),
+            *([] if roles.persistent or roles.shares or not roles.specialized else ["single"]),
             *([] if roles.longest_first else ["natural"]),
-            *([] if roles.staged else ["direct"]),
+            *([] if roles.staged or roles.shares else ["direct"]),
             *(["pack"] if pack_gqa else []),
+            *(["paired"] if roles.cluster > 1 else []),
             *(["transposedv"] if spec.transposed_v else []),
             *([_scale_label(spec.scale_block)] if spec.scale_block else []),
         ),
@@ -119,9 +129,16 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         driver=driver,
         mask_code="branch",
         softmax=roles.softmax,
-        section_bytes=SECTION_BYTES,
+        section_bytes=_section_bytes(spec, roles, max(each.width for each in columns)),
         structure=roles,
-        times=times_of(roles.consumers, tile.tile_n, max(each.width for each in columns), operands.q.bytes),
+        times=times_of(
+            roles.consumers,
+            tile.tile_n,
+            max(each.width for each in columns),
+            operands.q.bytes,
+            roles.cluster,
+            shared=roles.shares,
+        ),
         visible=visible_keys(spec),
         pack_gqa=pack_gqa,
     )
@@ -129,12 +146,21 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         planned,
         _arguments(planned, roles),
         lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
+        grid="key_shares" if roles.shares else "queries",
+        cluster=max(roles.cluster, roles.sharing),
         persistent=roles.persistent,
         pdl=roles.specialized,
         shared_bytes=roles.shared_bytes,
         max_spills=SPILLS.bytes,
         products=_products(planned, roles, form),
     )
+
+
+def _section_bytes(spec: KernelSpec, roles: HopperForward, width: int) -> int:
+    """Return how much of K and V the heads that run side by side have: unmasked attention as it was measured."""
+    if spec.variant.masked or spec.layout != "dense" or spec.dtype in QUANTIZED_DTYPES or width > _ONE_HEAD_COLUMNS:
+        return SECTION_BYTES
+    return PAIRED_SECTION_BYTES if roles.cluster > 1 else ONE_HEAD
 
 
 def _scale_label(block: int) -> str:
@@ -170,7 +196,9 @@ def _products(planned: Plan, roles: HopperForward, form: Form) -> int:
 def products_with_roles(roles: HopperForward, qk: int, pv: int) -> int:
     """Return how many there are: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V
     in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a
-    Q K^T of its own."""
+    Q K^T of its own. Where blocks share keys, there is one tile of work: Q K^T for its first step and in the loop."""
+    if roles.shares:
+        return 2 * qk + 2 * pv
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
 
 
@@ -210,6 +238,7 @@ FORM = Form(
     products=products_with_roles,
     numbers=PROBABILITIES,
     table=TABLE,
+    capped_columns=64,
 )
 SCHEDULE = Schedule(
     name="hopper_forward",
@@ -218,7 +247,10 @@ SCHEDULE = Schedule(
     template="cuda/forward/kernel.cu.j2",
     view="attngen.render.views.hopper_forward:cuda_view",
     supports=lambda arch: arch.wgmma,
-    suits=lambda spec: spec.dtype not in QUANTIZED_DTYPES and (spec.roles is None or spec.roles.producer != 0),
+    suits=lambda spec: (
+        spec.dtype not in QUANTIZED_DTYPES and (spec.split_tiles or spec.roles is None or spec.roles.producer != 0)
+    ),
+    split_tiles=True,
     plan=lambda spec, arch: plan_forward(spec, arch, FORM),
     alternatives=alternatives,
     tunable=tunable,

@@ -40,7 +40,7 @@ TABLE = (
     Choice("packed", 128, 2, 192, "pingpong"),
     Choice("paged", 128, 2, 192, "pingpong"),
     Choice("window", 128, 3, 96, "cooperative"),
-    Choice("score", 128, 3, 96, "cooperative"),
+    Choice("score", 128, 3, 96, "pingpong", keeps_turn=True),
     Choice("any", 128, 3, 96, "pingpong"),
     Choice("any", 192, 2, 128, "cooperative"),
     Choice("any", 256, 2, 128, "cooperative", (24, 240)),
@@ -70,6 +70,7 @@ FORM = Form(
     products=products_with_roles,
     numbers=PROBABILITIES,
     table=TABLE,
+    capped_columns=256,
     transposes=True,
 )
 

@@ -51,6 +51,7 @@ FORM = Form(
     products=lambda roles, qk, pv: 2 * qk + 2 * pv,  # the first tile and the loop; the loop and after it
     numbers=PROBABILITIES,
     table=TABLE,
+    capped_columns=64,
 )
 
 SCHEDULE = Schedule(

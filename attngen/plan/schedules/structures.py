@@ -39,11 +39,14 @@ class HopperForward(Structure):
     peak: int  # log2 of P of the largest logit: a dtype with few exponents is used from its top
     settled: int  # log2 of the sum at most that a new reference leaves a lane in a step; 0: what the maximum gives
     softmax: str
+    renew_below: str = ""  # literal; sum of a lane that asks for a new reference after a partial first tile; "": any
     reference: str = "0.0f"  # literal; of all rows, in units of log2, where logits are bounded
     redo_by_count: bool = False  # a step may add one for each key of a lane, however little there was before
     relative: bool = False  # logits of a step are counted from the reference, which a term of the score takes up
     capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
+    cluster: int = 1  # blocks that have neighbouring tiles of queries, and load K and V for each other
+    sharing: int = 1  # the most blocks of a cluster that share the keys of a tile of work
 
     def __post_init__(self) -> None:
         """Check that a warp has lanes for each consumer: the templates count on it."""
@@ -54,6 +57,11 @@ class HopperForward(Structure):
     def anchored(self) -> bool:
         """Whether tiles of keys end with what a tile of work sees, not at multiples of their size."""
         return self.anchor > 0
+
+    @property
+    def shares(self) -> bool:
+        """Whether the blocks of a cluster share the keys of a tile of work, and add up their results."""
+        return self.sharing > 1
 
     @property
     def schedule(self) -> str:
@@ -79,6 +87,8 @@ class HopperBackward(Structure):
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator
     cluster: int = 1  # blocks that share a tile of keys, each with 64; 1: one block has all
     dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
+    own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask
+    query_values: int = 0  # values of each query that the mask reads, and that come with a tile of Q
 
     @property
     def pingpong(self) -> bool:

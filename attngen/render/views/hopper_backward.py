@@ -14,9 +14,9 @@ from attngen.plan.schedules.cluster_pipes import cluster_pipes_of
 from attngen.plan.schedules.hopper_backward import by_head, first_stored, row_lanes
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import reads_positions
-from attngen.render.cuda_gradients import factor, probabilities, query_word
+from attngen.render.cuda_gradients import QueryValues, factor, probabilities, query_word
 from attngen.render.cuda_math import Steps, Tiles, elements, tiles
-from attngen.render.expressions import QUERIES
+from attngen.render.expressions import OWN_QUERIES, QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
 from attngen.render.views.hopper_forward import SWIZZLED_ROWS, SWIZZLES, RegionView, argument_lines, padding
@@ -24,7 +24,8 @@ from attngen.render.views.hopper_forward import SWIZZLED_ROWS, SWIZZLES, RegionV
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
     "ds": "dS of two steps, then dK for its store", "dq": "dQ on its way to the dQ accumulator, then dV for its store",
-    "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
+    "query_values": "what the mask reads of the queries of each stage", "lse": "log-sum-exp of the rows of each stage",
+    "delta": "D of the rows of each stage",
     "work": "two tiles of work: the one that is computed and the next",
     "other_k": "half of the columns of the other block's K",
     "step": "the step of each stage of Q: its queries and its head", "sum_tile": "where dQ of the last steps goes",
@@ -101,6 +102,7 @@ class CudaBackwardView:
     span_lines: tuple[Statement, ...]
     count: str
     tile_lines: tuple[str, ...]
+    own_visible: tuple[str, str] | None  # the tiles that see keys of one consumer, where it has spans of its own
     whole: str
     word_lines: tuple[Statement, ...]
     sum_tile: Callable[[str, str], str]
@@ -115,6 +117,7 @@ class CudaBackwardView:
     full: Steps
     exponent: Piece
     weighted: Piece | None
+    query_values: QueryValues | None
     waits_for_loads: bool  # of one query, before those of the next: all at once would take too many registers
     factor_lines: tuple[Statement, ...]
     factor: Piece
@@ -137,7 +140,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     assert isinstance(roles, HopperBackward)
     parts = {part.name: part for part in plan.launches}
     dqkv, postprocess = plan.of_launch(parts["dqkv"]), parts.get("postprocess")
-    found, code = tiles(dqkv, QUERIES), probabilities(dqkv)
+    found, code = tiles(dqkv, OWN_QUERIES if roles.own_spans else QUERIES), probabilities(dqkv)
     listed = query_word(dqkv) if plan.driver != "ranges" else ()
     factor_lines, factor_text = factor(dqkv, code.factor)
     dq_factor_lines, dq_factor = factor(plan.of_launch(postprocess) if postprocess else dqkv, code.factor)
@@ -191,7 +194,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         by_head=_by_head(plan),
         span_lines=found.lines,
         count=_count(found),
-        tile_lines=_tile_lines(found) if plan.driver == "ranges" else (),
+        tile_lines=_tile_lines(found) if plan.driver == "ranges" and not roles.own_spans else (),
+        own_visible=_pairs(found, found.visible)[0] if roles.own_spans else None,
         whole=_inside(found),
         word_lines=listed,
         sum_tile=lambda h, tile: _sum_tile(plan, h, tile),
@@ -206,6 +210,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         full=code.full,
         exponent=code.exponent,
         weighted=code.weighted,
+        query_values=code.query_values,
         waits_for_loads=roles.cluster > 1 and plan.variant.dropout and reads_positions(plan.variant),
         factor_lines=factor_lines,
         factor=factor_text,

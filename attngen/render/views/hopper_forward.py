@@ -11,7 +11,7 @@ from attngen.lang.statements import Piece, Statement, leaf, reads
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedules.forward_memory import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
-from attngen.plan.schedules.forward_tiles import tile_bits
+from attngen.plan.schedules.forward_tiles import place_bits
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
 from attngen.render.cuda_statements import int_constant
@@ -24,9 +24,14 @@ _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
     "v_rows": "V as it lies in memory, a box per stage",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
+    "taken": "the tiles of work that the cluster takes next",
     "key_values": "values of the keys of two tiles in each stage of K, which the mask reads",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
+    "partials": "what partial results take beyond Q, K and V",
 }  # fmt: skip
+#: Where the addresses of barriers and copies begin in a cluster: those of a block in the shared memory of all.
+_FROM_HERE = "here + "
+
 #: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
 SWIZZLES = {128: 1, 64: 2, 32: 3}
 SWIZZLED_ROWS = {128: "(row % 8)", 64: "(row / 2 % 4)"}
@@ -76,8 +81,17 @@ class CudaView:
     v_box_bytes: int
     v_swizzle: int
     region_bytes: Mapping[str, int]
+    here: str
+    from_here: str
+    in_cluster: str
+    per_cluster: str
+    rows_together: str
     pipes: PipesView
-    tile_bits: int
+    each_work: str  # a loop over tiles of work, and its end
+    end_work: str
+    partials_room: int
+    place_bits: int
+    place_step: str
     anchor: int
     key_start: Callable[[str], str]
     argument_lines: tuple[str, ...]
@@ -141,6 +155,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     needs the mask."""
     hopper = plan.structure
     assert isinstance(hopper, HopperForward)
+    clustered = hopper.cluster > 1 or hopper.shares
     found, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.driver != "ranges" else ()
     partial_steps, key_values = with_key_values(plan, code.partial, code.work)
@@ -152,8 +167,8 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
-    start = " + (static_cast<uint32_t>(tile_info) >> kOffsetBit) * kAnchor" if hopper.anchored else ""
-    kv_first = f"{tile} * kBlockN{start} + 2 * (lane % 4)"
+    place_step = "kAnchor" if hopper.anchored else "kBlockN"
+    kv_first = f"{tile} * {place_step} + 2 * (lane % 4)"
     v_box = hopper.box_bytes
     if hopper.v_by_columns:
         among = TRANSPOSED_BYTES if hopper.transposes else BOX_BYTES
@@ -180,8 +195,17 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         v_box_bytes=v_box,
         v_swizzle=SWIZZLES[v_box],
         region_bytes={region.name: region.bytes for region in hopper.shared},
-        pipes=pipes_view(forward_pipes_of(plan)),
-        tile_bits=tile_bits(plan.tile_n),
+        here="here" if clustered else "",
+        from_here=_FROM_HERE if clustered else "",
+        in_cluster="(0, 0, here)" if clustered else "",
+        per_cluster=f" / {hopper.cluster}" if hopper.cluster > 1 else "",
+        rows_together=f"{hopper.cluster} * kBlockM" if hopper.cluster > 1 else "kBlockM",
+        pipes=pipes_view(forward_pipes_of(plan), base=_FROM_HERE if clustered else ""),
+        each_work="do" if hopper.shares else "while (true)",
+        end_work=" while (false);  // a block has one tile of work" if hopper.shares else "",
+        partials_room=_room(hopper),
+        place_bits=place_bits(hopper.anchor or plan.tile_n),
+        place_step=place_step,
         anchor=hopper.anchor,
         key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if hopper.anchored else ""),
         argument_lines=argument_lines(plan, plan.arguments),
@@ -206,7 +230,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         sees_any=f"{_count(found, 'mine')} > 0",
         loader_lines=_loader_lines(plan, [*listed, *by_key]),
         order_lines=_order_lines(found) if hopper.whole_first else (),
-        tile_lines=_tile_lines(found, hopper.whole_first) if plan.driver == "ranges" else (),
+        tile_lines=_tile_lines(found, hopper) if plan.driver == "ranges" else (),
         whole=_inside(found.full, "mine"),
         seen=_inside(found.visible, "mine"),
         word_lines=listed,
@@ -256,6 +280,11 @@ def _classifier(plan: Plan) -> ClassifierView:
         element_lines=code.lines,
         visible=code.visible,
     )
+
+
+def _room(hopper: HopperForward) -> int:
+    """Return the bytes of shared memory that partial results may take: those of Q, K and V, and of a region beside."""
+    return sum(region.bytes for region in hopper.shared if region.name in ("q", "k", "v", "partials"))
 
 
 def _region_text(name: str, size: int) -> str:
@@ -324,8 +353,12 @@ def _loader_lines(plan: Plan, listed: Sequence[Statement]) -> tuple[str, ...]:
         read |= {"visible_hi"}
     if plan.pack_gqa:
         read |= {"hk"}
+    assert isinstance(plan.structure, HopperForward)
+    if plan.structure.shares:
+        read |= {"behind"} | ({"every"} if plan.structure.whole_first or plan.driver != "ranges" else set())
     head = "hk" if plan.pack_gqa else "h"
-    names = ("b", head, "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi")
+    names = ("b", head, "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi",
+             "every", "behind")  # fmt: skip
     passed = () if plan.ragged_queries else ("seqlen_q",)  # an argument of the kernel
     used = [name for name in names if name not in passed and name in read]
     line = f"const int {', '.join(f'{name} = work.{name}' for name in used)};"
@@ -376,19 +409,20 @@ def _order_lines(found: Tiles) -> tuple[str, ...]:
     )
 
 
-def _tile_lines(found: Tiles, whole_first: bool) -> tuple[str, ...]:
+def _tile_lines(found: Tiles, hopper: HopperForward) -> tuple[str, ...]:
     """Return the lines that find a tile by its place, counted from the first visible one."""
     (lo, hi), *others = found.visible
-    if whole_first:
+    nth, every = ("nth", "every") if hopper.shares else ("remaining", "tiles")
+    if hopper.whole_first:
         return (
-            f"const int place = all.{lo} + remaining - 1;",
-            "const int tile = remaining == tiles ? first : place + (place >= first);",
+            f"const int place = all.{lo} + {nth} - 1;",
+            f"const int tile = {nth} == {every} ? first : place + (place >= first);",
         )
     if not others:
-        return (f"const int tile = all.{lo} + remaining - 1;",)
-    lines = [f"int tile = all.{lo} + remaining - 1, before = max(all.{hi} - all.{lo}, 0);"]
+        return (f"const int tile = all.{lo} + {nth} - 1;",)
+    lines = [f"int tile = all.{lo} + {nth} - 1, before = max(all.{hi} - all.{lo}, 0);"]
     for number, (low, high) in enumerate(others):
-        lines.append(f"if (remaining > before) tile = all.{low} + remaining - 1 - before;")
+        lines.append(f"if ({nth} > before) tile = all.{low} + {nth} - 1 - before;")
         if number < len(others) - 1:
             lines.append(f"before += max(all.{high} - all.{low}, 0);")
     return tuple(lines)

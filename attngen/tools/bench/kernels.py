@@ -66,6 +66,8 @@ def reason_against(plan: Plan, capability: int | None, directions: Sequence[str]
     """Return why a kernel is not raced, or None. ``capability`` is 10 * major + minor, None where there is no GPU."""
     if plan.layout != "dense":
         return "only dense calls are raced"
+    if plan.split_tiles:
+        return "for calls that fill less than a wave, which --suite small races"
     if plan.direction not in directions:
         return f"only {' and '.join(directions)} kernels are asked for"
     if capability is not None and not plan.arch.runs_on(capability):

@@ -239,6 +239,8 @@ def _loads(plan: Plan) -> str:
 
 
 def _section(plan: Plan) -> str:
+    if plan.section_bytes < 2**20:
+        return "one KV head after the other"
     return f"heads run side by side while their K and V fit {plan.section_bytes // 2**20} MiB"
 
 

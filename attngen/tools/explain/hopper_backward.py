@@ -51,9 +51,18 @@ class BlockExplanation(ScheduleExplanation):
             does + (", those of the first keys first" if plan.ordered else ""),
             *self.warpgroups(),
             f"loop: {launch.driver}; the softmax of a step {_OVERLAPS[roles.overlap]}",
+            *self.steps(),
             f"in flight: {flight}",
             f"shared memory {roles.shared_bytes} B: {sizes}",
         ]
+
+    def steps(self) -> Iterator[str]:
+        """Yield what else is decided about steps and their order."""
+        roles = self.roles
+        if roles.own_spans:
+            yield "a consumer whose keys no query of a step sees multiplies nothing but dQ of the step before"
+        if roles.query_values:
+            yield "what the mask reads of a query comes with its tile"
 
     def warpgroups(self) -> Iterator[str]:
         """Yield a line for each role."""

@@ -61,11 +61,13 @@ class HopperExplanation(ScheduleExplanation):
                 "schedule": hopper.schedule,
                 "overlap": hopper.overlap,
                 "persistent": hopper.persistent,
+                "sharing": hopper.sharing,
                 "lookahead": hopper.lookahead if hopper.persistent else None,
                 "order": "longest_first" if hopper.longest_first else "natural",
-                "epilogue": "staged" if hopper.staged else "direct",
+                "epilogue": "merged" if hopper.shares else "staged" if hopper.staged else "direct",
                 "skips": hopper.skips,
                 "pack_gqa": self.plan.pack_gqa,
+                "cluster": hopper.cluster,
             },
             "registers": asdict(self.registers),
             "loop": dict(self.loop()),
@@ -96,10 +98,19 @@ class HopperExplanation(ScheduleExplanation):
         rows, heads = ("seqlen_q x group", "kv_heads") if self.plan.pack_gqa else ("seqlen_q", "heads")
         tiles = f"ceil({rows} / {self.plan.tile_m}) x {heads} x batch"
         order = f"longest first; {section}" if self.hopper.longest_first else "head by head in natural order"
+        if self.hopper.shares:
+            return (
+                f"a cluster of up to {self.hopper.sharing} blocks for each of {tiles} tiles of work, whose keys they "
+                f"share, as many as should take the least time; {order}"
+            )
         if not self.hopper.persistent:
             return f"{tiles} blocks, one for each tile of work, {order}"
+        who, together = "each block", self.hopper.cluster
+        if together > 1:
+            who = f"each cluster of {together} blocks"
+            tiles, order = f"{tiles} (rounded up to {together} of a head)", f"{together} at once, {order}"
         return (
-            f"persistent: a block for each multiprocessor, if there are as many of {tiles} tiles of work; each block "
+            f"persistent: a block for each multiprocessor, if there are as many of {tiles} tiles of work; {who} "
             f"takes the next from a counter until none is left, {order}"
         )
 
@@ -121,6 +132,8 @@ class HopperExplanation(ScheduleExplanation):
         )
         if hopper.settled and self.plan.softmax == "fixed_reference":
             softmax += "; from a new maximum after a partial first tile"
+            if hopper.renew_below:
+                softmax += f" that left a lane a sum below {hopper.renew_below.rstrip('f')}"
         yield "softmax", softmax
         yield "masks", _masks(self.plan)
         if hopper.skips:
@@ -130,6 +143,8 @@ class HopperExplanation(ScheduleExplanation):
             yield "skips", "none: every consumer multiplies every tile of the block"
         if hopper.persistent:
             yield "boundary", "PV(last) and QK(0) of the next tile of work are issued together; O is stored under QK"
+        elif hopper.shares:
+            yield "boundary", "after PV(last) the blocks of a cluster wait for each other, and add up their results"
         else:
             yield "boundary", "none: a block has one tile of work, and writes O after PV(last)"
         yield "epilogue", _epilogue(self.plan, hopper)
@@ -212,6 +227,9 @@ def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
         if hopper.value_loader:
             loads = f"warp {loader} loads K, {of_q} Q, and {first['value_loader']} V, a box of a page a copy"
         yield f"producer: warp {scheduler} schedules tiles of work; by TMA, {loads}"
+    if hopper.cluster > 1:
+        neighbours = f"{hopper.cluster} blocks with neighbouring queries"
+        yield f"cluster: {neighbours} load K and V for each other, and visit the same tiles"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, the softmax of one runs under the MMAs of another"
     else:
@@ -220,7 +238,7 @@ def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
     if hopper.persistent:
         yield f"persistent; the next tile of work is taken when {hopper.lookahead} steps of a tile are left to load"
     else:
-        yield "not persistent: one tile of work per block"
+        yield "not persistent: one tile of work per " + ("cluster of blocks" if hopper.shares else "block")
 
 
 #: Of kernels in 8 bits: docs/fp8.md, "Errors".
@@ -249,6 +267,8 @@ def _overlap(hopper: HopperForward) -> str:
 
 
 def _epilogue(plan: Plan, hopper: HopperForward) -> str:
+    if hopper.shares:
+        return "merged: each block adds up some of the rows, from the shared memory of all, and writes them"
     if not hopper.staged:
         return "direct: O goes from registers to memory, 16 bytes of a row at a time"
     return "staged: O goes through shared memory, " + ("and out by rows" if plan.ragged_queries else "and out by TMA")
@@ -275,5 +295,7 @@ def _holds(plan: Plan, hopper: HopperForward, region: str) -> str:
         "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
         "out": f"O for its store: {plan.tile_m} x {hopper.out_columns}{parts}",
         "work": "records of two tiles of work: place, and ranges of KV tiles",
+        "partials": "what partial results take in the end, beside the place of Q, K and V",
         "tile_info": "number of the tile in each stage of K, and who needs the mask",
+        "taken": "number of the pair of tiles of work that comes next",
     }.get(region, "barriers, 8 B each")

@@ -187,8 +187,12 @@ class _Grid:
         }  # fmt: skip
         self._first = first
         self._tiles = len(first)
-        last = (first + plan.tile_m - 1).clamp(max=seqlen - 1)
-        self._corners = {"q_lo": first, "q_hi": last, "q_pos_lo": first, "q_pos_hi": last}  # as many keys as queries
+        together = plan.tile_m  # rows whose keys decide what is loaded: of all blocks of a cluster
+        if plan.direction == "forward" and not plan.split_kv:
+            together *= plan.launches[-1].cluster
+        begin = first // together * together
+        last = (begin + together - 1).clamp(max=seqlen - 1)
+        self._corners = {"q_lo": begin, "q_hi": last, "q_pos_lo": begin, "q_pos_hi": last}  # as many keys as queries
         self._found: Bands = bands(plan.variant.mask, self._facts, over="kv", heads=plan.box_heads)
         self.outside = ""
         self._anchor = plan.structure.anchor

@@ -26,9 +26,9 @@ __device__ __forceinline__ Numbers from_lane(const Numbers& own, int lane) {
 
 // The next tile that no block has taken. The counter runs from 0 and wraps when every block has found it at its end
 // once, so that it is 0 again for the next launch.
-__device__ __forceinline__ int take_tile(uint32_t* counter, int tiles, int lane) {
+__device__ __forceinline__ int take_tile(uint32_t* counter, int tiles, int lane, int takers = gridDim.x) {
   int index = 0;
-  if (lane == 0) index = gridDim.x + atomicInc(counter, tiles - 1);
+  if (lane == 0) index = takers + atomicInc(counter, tiles - 1);
   return __shfl_sync(~0u, index, 0);
 }
 

@@ -40,3 +40,19 @@ __device__ __forceinline__ bool exponentiate_capped(
   }
   return reach <= cap.largest;
 }
+
+// The same in 8 bits.
+template <typename Element, int kCount>
+__device__ __forceinline__ bool exponentiate_capped(
+    const float (&s)[kCount], const SoftCap& cap, const float (&reference)[2], uint32_t (&p)[kCount / 4], float (&sum)[2]) {
+  int reach = 0;
+  exponentiate_each<Element, kCount>(
+      [&](int i) {
+        const float square = s[i] * s[i];
+        reach = max(reach, __float_as_int(square));
+        const float slope = fmaf(square, fmaf(square, cap.quintic, cap.cubic), cap.linear);
+        return fmaf(s[i], slope, -reference[row_of(i)]);
+      },
+      p, sum);
+  return reach <= cap.largest;
+}

@@ -21,6 +21,12 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Row of the element i of a thread: 0 is the upper one, 1 lies 8 rows below.
 constexpr int row_of(int i) { return i / 2 % 2; }
 
+// From where logits are counted that come as exponents: the reference of a row, or 0 where it has seen no key.
+struct CountedFrom {
+  const float (&reference)[2];
+  __device__ __forceinline__ float operator[](int row) const { return reference[row] == kUnseen ? 0.0f : reference[row]; }
+};
+
 // A scale that all rows share, or that of one of two.
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
 __device__ __forceinline__ float of_row(const float (&scale)[2], int row) { return scale[row]; }
@@ -107,12 +113,11 @@ __device__ __forceinline__ void exponentiate(const float (&s)[kCount], uint32_t 
   }
 }
 
-// The same in 8 bits. A register holds the two columns of a lane in one block of 8, and those in the next: V has its keys
-// in that order (transpose.cuh).
-template <typename Element, int kCount, typename Scale>
-__device__ __forceinline__ void exponentiate(
-    const float (&s)[kCount], const Scale& scale, const float (&reference)[2], uint32_t (&p)[kCount / 4],
-    float (&sum)[2]) {
+// P = exp2(exponent(i)) in 8 bits, for each element i; adds to the sums of its rows. A register holds the two columns of a
+// lane in one block of 8, and those in the next: V has its keys in that order (transpose.cuh).
+template <typename Element, int kCount, typename Exponent>
+__device__ __forceinline__ void exponentiate_each(
+    const Exponent& exponent, uint32_t (&p)[kCount / 4], float (&sum)[2]) {
   static_assert(sizeof(Element) == 1);
 #pragma unroll
   for (int i = 0; i < kCount; i += 8) {
@@ -120,13 +125,25 @@ __device__ __forceinline__ void exponentiate(
     for (int row = 0; row < 2; ++row) {
       float x[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        x[j] = exp2_approx(fmaf(s[i + 2 * row + j % 2 + j / 2 * 4], of_row(scale, row), -reference[row]));
-      }
+      for (int j = 0; j < 4; ++j) x[j] = exp2_approx(exponent(i + 2 * row + j % 2 + j / 2 * 4));
       sum[row] += (x[0] + x[1]) + (x[2] + x[3]);
       p[i / 4 + row] = pack<Element>(x[0], x[1], x[2], x[3]);
     }
   }
+}
+
+// The two forms above, in 8 bits.
+template <typename Element, int kCount, typename Scale>
+__device__ __forceinline__ void exponentiate(
+    const float (&s)[kCount], const Scale& scale, const float (&reference)[2], uint32_t (&p)[kCount / 4],
+    float (&sum)[2]) {
+  exponentiate_each<Element, kCount>(
+      [&](int i) { return fmaf(s[i], of_row(scale, row_of(i)), -reference[row_of(i)]); }, p, sum);
+}
+
+template <typename Element, int kCount>
+__device__ __forceinline__ void exponentiate(const float (&s)[kCount], uint32_t (&p)[kCount / 4], float (&sum)[2]) {
+  exponentiate_each<Element, kCount>([&](int i) { return s[i]; }, p, sum);
 }
 
 // Multiplies the rows of an accumulator: O *= alpha.

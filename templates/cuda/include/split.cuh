@@ -109,3 +109,38 @@ struct PartialRow {
     acc = {acc.x * alpha, acc.y * alpha, acc.z * alpha, acc.w * alpha};
   }
 };
+
+// Four columns of a row from up to kMost places, all of which are read before any is added: one by one that takes long.
+template <int kWidth, int kMost>
+struct PartialRows {
+  float4 columns[kMost];
+  float2 weights[kMost];  // references and sums
+
+  template <typename PlaceOf>
+  __device__ __forceinline__ void load(int count, int column, int at, const PlaceOf& place_of) {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      columns[i] = {};
+      weights[i] = {kUnseen, 0.0f};
+      if (i < count) {
+        const float* const from = place_of(i);
+        weights[i] = *reinterpret_cast<const float2*>(from + kWidth + at);
+        columns[i] = *reinterpret_cast<const float4*>(from + column);
+      }
+    }
+  }
+
+  __device__ __forceinline__ PartialRow<kWidth> added() const {
+    PartialRow<kWidth> all = {{}, kUnseen, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) all.reference = fmaxf(all.reference, weights[i].x);
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      const float weight = exp2_approx(weights[i].x - all.reference);
+      all.sum += weights[i].y * weight;
+      all.acc = {all.acc.x + columns[i].x * weight, all.acc.y + columns[i].y * weight, all.acc.z + columns[i].z * weight,
+                 all.acc.w + columns[i].w * weight};
+    }
+    return all;
+  }
+};

@@ -35,11 +35,11 @@ class Fit:
     largest: float
 
 
-def key_of(kernel: Kernel) -> tuple[int, int, int]:
-    """Return what a row of the table goes by: consumers, keys of a tile, columns."""
+def key_of(kernel: Kernel) -> tuple[int, int, int, int]:
+    """Return what a row of the table goes by: consumers, keys of a tile, columns, blocks of a cluster."""
     manifest = kernel.manifest
     columns = max(row["width"] for name in ("columns_qk", "columns_v") for row in manifest[name])
-    return manifest["structure"]["consumers"], kernel.tile_n, columns
+    return manifest["structure"]["consumers"], kernel.tile_n, columns, kernel.main.cluster
 
 
 def fit(timed: Sequence[Timed], card: Card) -> Fit:
@@ -64,10 +64,13 @@ def fit(timed: Sequence[Timed], card: Card) -> Fit:
             row /= 1e3 * one.microseconds
         constants = (constants + _solved(rows, wanted)) / 2  # halfway, since the paths change with it
     errors = rows @ constants - 1
-    table = tuple(
-        Measured(*key, *(round(float(value), 1) for value in constants[place[key] : place[key] + 2])) for key in keys
-    )
+    table = tuple(_row(key, *constants[place[key] : place[key] + 2].tolist()) for key in keys)
     return Fit(round(float(constants[0]), 1), table, float(errors.square().mean().sqrt()), float(errors.abs().max()))
+
+
+def _row(key: tuple[int, int, int, int], tile: float, step: float) -> Measured:
+    consumers, tile_n, columns, cluster = key
+    return Measured(consumers, tile_n, columns, round(tile, 1), round(step, 1), cluster)
 
 
 def _solved(rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

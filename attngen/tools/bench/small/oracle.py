@@ -130,7 +130,10 @@ def compare(spec: str | Path, part: str | None, rounds: int, jobs: int | None, o
                 timed += [
                     Timed(kernel, call_of(shape, kernel.variant), measured[kernel.name])
                     for kernel in own
-                    if kernel.name in measured and kernel.times and shape.variant in FOLLOWED
+                    if kernel.name in measured
+                    and kernel.times
+                    and shape.variant in FOLLOWED
+                    and kernel.main.shares == 1  # others have the same steps, and a merge more
                 ]
             observer(report, len(candidates))
             del inputs

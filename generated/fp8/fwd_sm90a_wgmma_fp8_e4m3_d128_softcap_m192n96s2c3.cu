@@ -1,4 +1,4 @@
-// fwd_sm90a_wgmma_fp8_e4m3_d128_softcap_m192n96s2c3_cooperative
+// fwd_sm90a_wgmma_fp8_e4m3_d128_softcap_m192n96s2c3
 //
 // Attention forward, variant softcap: mask `q_pos >= kv`, score `cap * tanh(s / cap)`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
@@ -11,6 +11,7 @@
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
+#include "soft_cap.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
 #include "transpose.cuh"
@@ -78,7 +79,8 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O and skipped tiles
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
 constexpr int kScheduler = 12, kLoader = 13;  // warps with a role of their own
@@ -126,7 +128,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 
 __device__ __forceinline__ const Place& place_at(int stage) { return shared_at<Place>(kWork + stage * sizeof(Work)); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_softcap_m192n96s2c3_cooperative(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4m3_d128_softcap_m192n96s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const float* q_descale_ptr, const float* k_descale_ptr,
@@ -377,6 +379,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       commit_products();
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
+    // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
+    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
+    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
+    if (warpgroup == kConsumers - 1) pass_turn();
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
@@ -412,7 +418,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
     // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
-    const auto give_up_turn = sync_group;
+    const auto give_up_turn = [&] {  // every consumer has one turn for each KV tile
+      take_turn();
+      pass_turn();
+    };
     // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
       work_ring.wait();
@@ -448,7 +457,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         --left;
         blind = wait_k() && __any_sync(~0u, left > 1);
       }
+      take_turn();
       issue_qk(k_ring.stage, q_ring.stage);
+      pass_turn();
       wait_products<0>();
       settle(s);
     };
@@ -464,48 +475,53 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // S becomes logits; pairs that are not visible get -inf.
-      const auto finish_logits = [&] {
+      // The products of a tile become logits; pairs that are not visible get -inf.
+      const auto finish_partial = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
-        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          struct Row {
-            int visible_to;
-          };
-          Row rows[2];
+        struct Row {
+          int visible_to;
+        };
+        Row rows[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+          const int q_pos = q_row + (seqlen_k - seqlen_q);
+          const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+          rows[row] = {visible_to};
+        }
+#pragma unroll
+        for (int i = 0; i < kBlockN / 4; ++i) {
+          const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_to};
-          }
-#pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
-              x = tanh_approx(x * u_softmax_scale_over_cap);
-              if (key >= visible_to) x = kMasked;
-            }
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              x = tanh_approx(x * u_softmax_scale_over_cap);
-            }
+            float& x = s[4 * (i / 2) + 2 * row + i % 2];
+            const auto [visible_to] = rows[row];
+            x = tanh_approx(x * u_softmax_scale_over_cap);
+            if (key >= visible_to) x = kMasked;
           }
         }
       };
+      const auto finish_full = [&] {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 4; ++i) {
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            float& x = s[4 * (i / 2) + 2 * row + i % 2];
+            x = tanh_approx(x * u_softmax_scale_over_cap);
+          }
+        }
+      };
+      const SoftCap soft_cap(u_softmax_scale_over_cap, scale_log2e);
+      bool polynomial = true;  // whether it was as good as tanh so far: tiles of the same rows are alike
 
       // The first tile. Its S is there.
       release_k();
       hold_v();
-      finish_logits();
+      if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+        finish_partial();
+      } else {
+        finish_full();
+      }
       // Few keys say little about those to come: after a partial tile the next one sets references again.
       bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
@@ -523,28 +539,52 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           ++held_for;
           continue;
         }
+        take_turn();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
         issue_pv(held.stage);  // O += P V of the tile before
         wait_products<1>();
         settle(s);
         release_k();
-        finish_logits();
-        // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
+
+        // P of this tile: from the products where a polynomial is as good as tanh. S is kept until that is known, and the sums say that the
+        // reference of the step before was good enough.
         float sum[2] = {0.0f, 0.0f};
-        wait_products<0>();
-        settle(acc);
-        release_v();
-        if (__any_sync(~0u, renews)) {
-          find_maximum(s, scale_log2e, maximum);
-          raise_reference<kPeak>(maximum, reference, alpha);
-          rescale(acc, alpha);
-          row_sum[0] *= alpha[0];
-          row_sum[1] *= alpha[1];
+        const auto begin_p = [&] {
+          wait_products<0>();
+          pass_turn();  // the products are done
+          settle(acc);
+          release_v();
+        };
+        bool products = false;  // whether S still is the products
+        if (__any_sync(~0u, renews || tile_info >> (kPartialBit + warpgroup) & 1)) {
+          if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+            finish_partial();
+          } else {
+            finish_full();
+          }
+          begin_p();
+          if (__any_sync(~0u, renews)) {
+            find_maximum(s, scale_log2e, maximum);
+            raise_reference<kPeak>(maximum, reference, alpha);
+            rescale(acc, alpha);
+            row_sum[0] *= alpha[0];
+            row_sum[1] *= alpha[1];
+          }
+          exponentiate<Element>(s, scale_log2e, reference, p, sum);
+        } else {
+          begin_p();
+          products = polynomial && __all_sync(~0u, exponentiate_capped<Element>(s, soft_cap, reference, p, sum));
+          polynomial = products;
+          if (!products) {
+            finish_full();
+            sum[0] = sum[1] = 0.0f;
+            exponentiate<Element>(s, scale_log2e, reference, p, sum);
+          }
         }
-        exponentiate<Element>(s, scale_log2e, reference, p, sum);
         const auto kept = [&](int row) { return sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
+          if (products) finish_full();
           find_maximum(s, scale_log2e, maximum);
           lift_by_sum<kSettled - kPeak>(sum, reference, maximum);
           keep_references({kept(0), kept(1)}, reference, maximum);
@@ -623,8 +663,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       left = next.tiles;
       const bool blind = more && first_is_blind();
       wait_v();
+      take_turn();
       if (blind) {
         issue_pv(held.stage);
+        pass_turn();
         free_out();
         wait_products<0>();
         write_out();
@@ -632,6 +674,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       } else {
         issue_pv(held.stage);
         issue_qk(k_ring.stage, q_ring.stage);
+        pass_turn();
         free_out();
         wait_products<1>();
         write_out();
@@ -647,5 +690,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (lane == 0) last_ring.release();
     }
     if (leader) wait_stores_read();
+    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
   }
 }

@@ -1,6 +1,6 @@
-// bwd_sm90a_wgmma_bf16_d128_causal_varlen_m64n128s2c2
+// bwd_sm90a_wgmma_bf16_d128_packed_documents_m64n128s2c2_pingpong
 //
-// Attention backward, variant causal: mask `q_pos >= kv`.
+// Attention backward, variant packed_documents: mask `q_pos >= kv and doc[b, q_pos] == doc[b, kv]`.
 // Rendered from templates/cuda/backward/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
@@ -26,7 +26,7 @@ constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-constexpr int kRowsAhead = 4;  // times 16 rows, whose LSE and D a consumer loads before it needs them
+constexpr int kRowsAhead = 2;  // times 16 rows, whose LSE and D a consumer loads before it needs them
 constexpr int kElementBytes = sizeof(Element);
 static_assert(kElementBytes == 2);  // P and dS are packed in pairs, which stmatrix moves
 constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
@@ -48,20 +48,22 @@ constexpr uint32_t kDq = kShared + 180224;  // 32768 B: dQ on its way to the dQ 
 constexpr uint32_t kPiece = kShared + 212992;  // 16384 B: two pieces of the dQ accumulator: the one that is rounded and the next
 constexpr uint32_t kLse = kShared + 229376;  // 768 B: log-sum-exp of the rows of each stage
 constexpr uint32_t kDelta = kShared + 230144;  // 768 B: D of the rows of each stage
-constexpr uint32_t kWork = kShared + 230912;  // 64 B: two tiles of work: the one that is computed and the next
-constexpr uint32_t kStep = kShared + 230976;  // 24 B: the step of each stage of Q: its queries and its head
-constexpr uint32_t kKvFull = kShared + 231000;  // 8 B: barriers
-constexpr uint32_t kKvEmpty = kShared + 231008;  // 8 B: barriers
-constexpr uint32_t kQFull = kShared + 231016;  // 24 B: barriers
-constexpr uint32_t kQEmpty = kShared + 231040;  // 24 B: barriers
-constexpr uint32_t kDoutFull = kShared + 231064;  // 16 B: barriers
-constexpr uint32_t kDoutEmpty = kShared + 231080;  // 16 B: barriers
-constexpr uint32_t kDqFull = kShared + 231096;  // 16 B: barriers
-constexpr uint32_t kDqEmpty = kShared + 231112;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 231128;  // 16 B: barriers
-constexpr uint32_t kPieceFull = kShared + 231144;  // 16 B: barriers
-constexpr uint32_t kPieceTaken = kShared + 231160;  // 64 B: which these are
-constexpr uint32_t kSumTile = kShared + 231224;  // 64 B: where dQ of the last steps goes
+constexpr uint32_t kQueryValues = kShared + 230912;  // 768 B: what the mask reads of the queries of each stage
+constexpr uint32_t kWork = kShared + 231680;  // 64 B: two tiles of work: the one that is computed and the next
+constexpr uint32_t kStep = kShared + 231744;  // 24 B: the step of each stage of Q: its queries and its head
+constexpr uint32_t kKvFull = kShared + 231768;  // 8 B: barriers
+constexpr uint32_t kKvEmpty = kShared + 231776;  // 8 B: barriers
+constexpr uint32_t kQFull = kShared + 231784;  // 24 B: barriers
+constexpr uint32_t kQEmpty = kShared + 231808;  // 24 B: barriers
+constexpr uint32_t kDoutFull = kShared + 231832;  // 16 B: barriers
+constexpr uint32_t kDoutEmpty = kShared + 231848;  // 16 B: barriers
+constexpr uint32_t kDqFull = kShared + 231864;  // 16 B: barriers
+constexpr uint32_t kDqEmpty = kShared + 231880;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 231896;  // 16 B: barriers
+constexpr uint32_t kPieceFull = kShared + 231912;  // 16 B: barriers
+constexpr uint32_t kDsFull = kShared + 231928;  // 16 B: barriers
+constexpr uint32_t kPieceTaken = kShared + 231944;  // 64 B: which these are
+constexpr uint32_t kSumTile = kShared + 232008;  // 64 B: where dQ of the last steps goes
 
 // Rings: who fills the stages -> who empties them.
 using KvRing = Ring<kKvFull, kKvEmpty, 1>;  // the loader -> each consumer
@@ -70,12 +72,13 @@ using DoutRing = Ring<kDoutFull, kDoutEmpty, 2>;  // the loader -> each consumer
 using DqRing = Ring<kDqFull, kDqEmpty, 2>;  // each consumer -> the warp that adds
 using WorkRing = Pair<kNoBarrier, kWorkEmpty>;  // the loader -> each consumer
 using PieceRing = Pair<kPieceFull, kNoBarrier>;  // the warp that rounds -> the warp that rounds
-using DsRing = Pair<kNoBarrier, kNoBarrier>;  // each consumer -> each consumer
+using DsRing = Pair<kDsFull, kNoBarrier>;  // each consumer -> each consumer
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
   kAll = 1,  // 1 of them: all consumers meet, around dS and their outputs
   kGroup = 2,  // 2 of them: threads of a consumer meet around dK and dV
+  kTurn = 4,  // 2 of them: turns at the tensor cores
 };
 
 constexpr int kLoader = 8, kAdder = 9, kRounder = 11;  // warps with a role of their own
@@ -106,11 +109,13 @@ struct Work {
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
-// A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
+// A step: a tile of queries, with two bits for each consumer, which say whether it applies the mask, and whether no query
+// sees its keys; and their head.
 struct Step {
   int tile, h;
 };
-constexpr int kPartial = 1 << 24;
+constexpr int kPartial = 1 << 24, kHidden = 1 << 26;  // of consumer 0; those of the other follow
+constexpr int kOwnKeys = kBlockN / kConsumers;        // of one consumer
 static_assert(16777215 < kPartial);  // the last tile of the longest sequence
 constexpr int kEndOfTile = -1, kEndOfAll = -2;
 
@@ -126,6 +131,12 @@ struct Piece {
   float factor;
   bool begun;
 };
+// What the mask reads of a query; it comes with the tile of Q.
+struct QueryValues {
+  int u_doc_q_pos;
+};
+static_assert(QRing::kStages * kBlockM * sizeof(QueryValues) == 768);
+
 constexpr int kSums = 8;  // steps whose `Sum` is kept; the warp that adds dQ lags by fewer
 
 static_assert(kKBytes == 32768 && kVBytes == 32768);
@@ -145,11 +156,11 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 }
 
 // D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the counters and states of dQ.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_causal_varlen_m64n128s2c2_preprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_packed_documents_m64n128s2c2_pingpong_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_state_ptr,
-    long long stride_out_s, long long stride_out_h,
-    long long stride_dout_s, long long stride_dout_h,
+    long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    long long stride_dout_b, long long stride_dout_s, long long stride_dout_h,
     int heads, int rows, int row_tiles, long long state_chunks,
     int has_dlse
 ) {
@@ -167,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_caus
   for (int i = 0; i < kRows; ++i) {
     const int row = first + i * (16 / kRows);
     if (row < rows) {
-      const int4 out = *reinterpret_cast<const int4*>(out_ptr + h * stride_out_h + row * stride_out_s + kChunk * chunk);
-      const int4 dout = *reinterpret_cast<const int4*>(dout_ptr + h * stride_dout_h + row * stride_dout_s + kChunk * chunk);
+      const int4 out = *reinterpret_cast<const int4*>(out_ptr + b * stride_out_b + h * stride_out_h + row * stride_out_s + kChunk * chunk);
+      const int4 dout = *reinterpret_cast<const int4*>(dout_ptr + b * stride_dout_b + h * stride_dout_h + row * stride_dout_s + kChunk * chunk);
       delta[i] = dot<Element>(out.x, dout.x) + dot<Element>(out.y, dout.y) + dot<Element>(out.z, dout.z) + dot<Element>(out.w, dout.w);
     }
   }
@@ -192,17 +203,18 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_caus
 // accumulator in global memory, and one rounds what is complete there. The others consume: each has 64 keys, computes
 // S^T = K Q^T and dP^T = V dO^T, and keeps dK += dS^T Q and dV += P^T dO in registers. dS goes through shared memory, since
 // dQ = dS K sums over the keys of both.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d128_causal_varlen_m64n128s2c2_dqkv(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d128_packed_documents_m64n128s2c2_pingpong_dqkv(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
     float* dq_sum_ptr, float* dq_state_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr,
-    const float* delta_ptr, const int* cu_seqlens_q_ptr, const int* cu_seqlens_k_ptr, const int* seqused_k_ptr,
-    uint32_t* tile_counter,
-    long long stride_dq_s, long long stride_dq_h,
-    long long stride_dk_s, long long stride_dk_h,
-    long long stride_dv_s, long long stride_dv_h,
-    int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int max_seqlen_q, int max_seqlen_k,
-    int total_q, int total_k,
+    const float* delta_ptr, const int* seqused_k_ptr, uint32_t* tile_counter, const int* u_doc,
+    long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
+    long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
+    long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
+    long long stride_u_doc_0,
+    int extent_u_doc_0, int extent_u_doc_1,
+    int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
+    int total_q, int total_k, int q_tiles,
     float softmax_scale,
     int has_seqused_k
 ) {
@@ -222,13 +234,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     init_barriers(kDqEmpty, 2, 1);  // the warp that adds
     init_barriers(kWorkEmpty, 2, 2);  // each consumer
     init_barriers(kPieceFull, 2, 1);  // the warp that rounds, and the bytes of the copy
+    init_barriers(kDsFull, 2, 8);  // each warp of both consumers
     fence_barrier_init();
   }
   __syncthreads();
 
   // dQ of a KV head's queries is rounded when the last tile of keys has been added: in pieces of 64 rows and 32 columns, in
   // the order in which heads are computed. Whichever warp is free takes the next piece.
-  const int q_tiles = (max_seqlen_q + kBlockM - 1) / kBlockM;
   // Counters, after the dQ accumulator.
   const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_state_ptr) + place; };
   // How many tiles of keys of a KV head have been added; after the last head, how many pieces have been taken.
@@ -245,20 +257,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       place_tile(index, pieces, units, section, unit, place);
       const int b = unit / kv_heads, hk = unit % kv_heads, h = hk * group + place / kPiecesOfTile / q_tiles;
       const int q_tile = place / kPiecesOfTile % q_tiles, part = place % kPiecesOfTile;
-      const int q_begin = cu_seqlens_q_ptr[b], seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;
-      if (b == batch - 1 && part == 0) {  // rows after the last sequence: zeros
-        clear_rows(dq_ptr + h * stride_dq_h, stride_dq_s, 128, q_begin + seqlen_q, total_q, 32 * q_tile + lane, 32 * q_tiles);
-      }
       const int first_row = q_tile * kBlockM, first_column = 32 * part;
       piece.rows = seqlen_q - first_row;
       if (__any_sync(~0u, piece.rows <= 0)) continue;
-      const uint32_t tiles = (cu_seqlens_k_ptr[b + 1] - cu_seqlens_k_ptr[b] + kBlockN - 1) / kBlockN;
+      const uint32_t tiles = kv_tiles;
       while (__any_sync(~0u, load_acquire(done(unit)) < tiles)) __nanosleep(500);
       piece.factor = softmax_scale;
-      const int sum_tile = h * (total_q / kBlockM + batch) + q_begin / kBlockM + b + q_tile;
+      const int sum_tile = (b * heads + h) * q_tiles + q_tile;
       piece.sums = dq_sum_ptr + static_cast<long long>(sum_tile) * kSumsOfTile + part * (kPieceBytes / 4);
       piece.begun = load_acquire(state_of(sum_tile)) != kUntouched;
-      piece.to = dq_ptr + h * stride_dq_h + (q_begin + first_row) * stride_dq_s + first_column;
+      piece.to = dq_ptr + b * stride_dq_b + h * stride_dq_h + first_row * stride_dq_s + first_column;
       return true;
     }
   };
@@ -307,32 +315,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         place_tile(index, kv_tiles, units, section, unit, kv_tile);
         kv_tile = kv_tiles - 1 - kv_tile;
         const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN;
-        const int q_begin = cu_seqlens_q_ptr[b], k_begin = cu_seqlens_k_ptr[b];
-        const int seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin, keys = cu_seqlens_k_ptr[b + 1] - k_begin;
-        if (b == batch - 1 && kv_tile == 0) {  // rows after the last sequence: zeros
-          clear_rows(dk_ptr + hk * stride_dk_h, stride_dk_s, 128, k_begin + keys, total_k, lane, 32);
-          clear_rows(dv_ptr + hk * stride_dv_h, stride_dv_s, 128, k_begin + keys, total_k, lane, 32);
-        }
-        if (__any_sync(~0u, kv_start >= keys)) {  // a shorter sequence than the longest
-          index = take_in_order(tile_counter, tiles_of_all, lane);
-          continue;
-        }
+        const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k, keys = max_seqlen_k;
         const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : keys;
         work_ring.acquire();
         if (lane == 0) shared_at<Work>(kWork + work_ring.stage * sizeof(Work)) = {b, hk, kv_start, keys, q_begin, k_begin, seqlen_q, seqlen_k};
         work_ring.advance();
 
         bool keys_loaded = false;
-        const auto load_step = [&](int h, int tile, bool partial) {
+        const auto load_step = [&](int h, int tile, int bits) {
           const int q_start = tile * kBlockM;
-          const int rows = min(kBlockM, seqlen_q - q_start);  // rows after the end become 0
+          // In flight while the stage is still in use.
+          QueryValues values[kBlockM / 32];
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const int q_row = min(q_start + 32 * i + lane, seqlen_q - 1);  // rows after the end repeat the last one
+            const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
+            values[i] = {u_doc_q_pos};
+          }
+          float lse[kBlockM / 32], delta[kBlockM / 32];  // in flight while the stage is still in use
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const int q = q_start + 32 * i + lane;
+            const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
+            lse[i] = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
+            delta[i] = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+          }
           q_ring.acquire();
           if (lane == 0) {
-            shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
-            shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)) = {h * (total_q / kBlockM + batch) + q_begin / kBlockM + b + tile, -1};
+            shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {tile | bits, h};
+            shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)) = {(b * heads + h) * q_tiles + tile, -1};
             q_ring.arrive_expecting(kQBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-              load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, h, kBlockM - rows, q_begin + q_start + rows);
+              load_box(kQ + q_ring.stage * kQBytes + column * kBlockM * kElementBytes, q_map, q_ring.full(), column, h, q_start, b);
             }
           }
           ++sums;
@@ -342,22 +358,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
               const int rows = min(kBlockN, seqlen_k - kv_start);  // rows after the end become 0
               kv_ring.arrive_expecting(kKBytes + kVBytes);
               for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-                load_box(kK + column * kBlockN * kElementBytes, k_map, kv_ring.full(), column, hk, kBlockN - rows, k_begin + kv_start + rows);
+                load_box(kK + column * kBlockN * kElementBytes, k_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
               }
               for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-                load_box(kV + column * kBlockN * kElementBytes, v_map, kv_ring.full(), column, hk, kBlockN - rows, k_begin + kv_start + rows);
+                load_box(kV + column * kBlockN * kElementBytes, v_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
               }
             }
             kv_ring.advance();
             keys_loaded = true;
           }
-#pragma unroll 1  // this role has few registers
-          for (int row = lane; row < kBlockM; row += 32) {
-            const int q = q_start + row;
-            const long long entry = h * static_cast<long long>(total_q) + q_begin + q;
-            const uint32_t to = q_ring.stage * kRowBytes + 4 * (row - lane + row_place(lane));
-            shared_at<float>(kLse + to) = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
-            shared_at<float>(kDelta + to) = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const uint32_t to = q_ring.stage * kRowBytes + 4 * (32 * i + row_place(lane));
+            shared_at<float>(kLse + to) = lse[i];
+            shared_at<float>(kDelta + to) = delta[i];
+          }
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            shared_at<QueryValues>(kQueryValues + sizeof(QueryValues) * (kBlockM * q_ring.stage + 32 * i + lane)) = values[i];
           }
           __syncwarp();
           if (lane == 0) q_ring.arrive();
@@ -365,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (lane == 0) {
             dout_ring.arrive_expecting(kDoutBytes);
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-              load_box(kDout + dout_ring.stage * kDoutBytes + column * kBlockM * kElementBytes, dout_map, dout_ring.full(), column, h, kBlockM - rows, q_begin + q_start + rows);
+              load_box(kDout + dout_ring.stage * kDoutBytes + column * kBlockM * kElementBytes, dout_map, dout_ring.full(), column, h, q_start, b);
             }
           }
           __syncwarp();
@@ -374,21 +392,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         };
 
         const int whole_tiles = seqlen_q / kBlockM;
-        const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
+        const int own_start = kv_start + kOwnKeys * (lane / 16);  // each half of the lanes finds what sees the keys of one consumer
+        const int kv_hi = max(min(own_start + kOwnKeys, seqlen_k) - 1, own_start);
         const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
-        const int visible_lo = max(u_seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
-        const int visible_hi = (seqlen_q + kBlockM - 1) / kBlockM;
+        const int visible_lo = max(u_seqlen_q_minus_seqlen_k + own_start, 0) / kBlockM;
+        const int u_doc_kv_hi = (kv_hi < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_hi)] : 0;
+        const int u_doc_after = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_kv_hi, true);
+        const int u_value = u_seqlen_q_minus_seqlen_k + u_doc_after;
         const int full_lo = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
+        const int u_doc_kv_lo = (own_start < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(own_start)] : 0;
+        const int full_hi = min(max(u_doc_kv_lo == u_doc_kv_hi ? u_value : 0, 0) / kBlockM, whole_tiles);
+        const int visible_hi = static_cast<int>(static_cast<long long>(max(static_cast<long long>(static_cast<long long>(static_cast<long long>(u_value) + kBlockM) - 1), static_cast<long long>(0))) / static_cast<long long>(kBlockM));
 
-        const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
+        const bool ragged = own_start + kOwnKeys > seqlen_k;  // the last keys end there: every step applies the mask
         const int inner_heads = kv_start < seqlen_k ? group : 0;  // no query sees keys after the used ones
         for (int h = hk * group; __any_sync(~0u, h < hk * group + inner_heads); ++h) {
           // Neighbouring blocks begin at different tiles of queries, so that they do not add to the same rows of dQ at once.
-          const int tiles = max(visible_hi - visible_lo, 0);
+          const int own_lo = visible_lo, own_hi = own_start < seqlen_k ? visible_hi : 0;
+          const int first = __reduce_min_sync(~0u, own_lo < own_hi ? own_lo : kPartial);
+          const int tiles = max(__reduce_max_sync(~0u, own_hi) - first, 0);
           int place = tiles > 0 ? 3 * kv_tile % tiles : 0;
           for (int i = 0; __any_sync(~0u, i < tiles); ++i) {
-            const int tile = visible_lo + place;
-            load_step(h, tile, ragged || !(tile >= full_lo && tile < whole_tiles));
+            const int tile = first + place;
+            const uint32_t partial = __ballot_sync(~0u, ragged || !(tile >= full_lo && tile < full_hi));
+            const uint32_t seen = __ballot_sync(~0u, tile >= own_lo && tile < own_hi);
+            const int of_first = (partial & 1) * kPartial + (~seen & 1) * kHidden;
+            const int of_second = (partial >> 16 & 1) * kPartial + (~seen >> 16 & 1) * kHidden;
+            load_step(h, tile, of_first + 2 * of_second);
             if (++place == tiles) place = 0;
           }
         }
@@ -483,6 +513,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     float s[kBlockM / 2];       // S^T, then P^T
     float dp[kBlockM / 2];      // dP^T
     uint32_t p[kBlockM / 4];    // P^T, in pairs of 16 bits
+    uint32_t ds_pairs[kBlockM / 4];  // dS^T, in pairs of 16 bits
     float dq[kDqColumns / 2];
     float dk[kHeadDimQk / 2], dv[kHeadDimV / 2];
 
@@ -521,13 +552,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       commit_products();
     };
     // dK += dS^T Q
-    const auto issue_dk = [&](int q_stage, int buffer) {
-      const DsColumns ds(kDs + buffer * kDsBytes + warpgroup * kBlockM * kDsBoxBytes);
+    const auto issue_dk = [&](int q_stage) {
       const QueryColumns q(kQ + q_stage * kQBytes);
       fence_products();
 #pragma unroll
       for (int row = 0; row < kBlockM; row += kMmaK) {
-        Product<Element, kHeadDimQk>::ss<1, 1>(dk, ds.at(row * kDsBoxBytes), q.at(row * kBoxBytes), 1);
+        Product<Element, kHeadDimQk>::template rs<1>(dk, ds_pairs + row / 4, q.at(row * kBoxBytes), 1);
       }
       commit_products();
     };
@@ -551,21 +581,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     KvRing kv_ring;
     DqRing dq_ring(warpgroup);  // this consumer's stage alone
     int buffer = 0;  // of dS
+    uint32_t ds_phase = 0;
     // LSE and D, 16 rows each: the first are loaded ahead, the next ones as these have been used.
     float4 lse_rows[kRowsAhead], delta_rows[kRowsAhead];
     const auto load_rows = [&](float4 (&rows)[kRowsAhead], uint32_t from) {
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i) rows[i] = load_float4(from + q_ring.stage * kRowBytes + row_numbers + 64 * i);
     };
+    // What the mask reads of a query of the lane.
+    const auto of_query = [&](int row) {
+      return shared_at<QueryValues>(kQueryValues + sizeof(QueryValues) * (kBlockM * q_ring.stage + row_numbers / 8 + row));
+    };
     // P = exp2(logit - LSE); 0 for pairs that are not visible.
     const auto exponentiate_step = [&] {
       const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
-      const int seqlen_q = work.seqlen_q;
+      const int b = work.b;
       const int seqlen_k = work.seqlen_k;
       const int kv_first = work.kv_start + 64 * warpgroup + 16 * (warp % 4) + lane / 4;
       const int q_first = (step.tile & kPartial - 1) * kBlockM + 2 * (lane % 4);
       const uint32_t lse_numbers = kLse + q_ring.stage * kRowBytes + row_numbers;
-      if (__any_sync(~0u, step.tile & kPartial)) {
+      if (__any_sync(~0u, step.tile & kPartial << warpgroup)) {
+        const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
+        struct Row {
+          int u_doc_kv;
+        };
+        Row rows[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int kv = min(kv_first + 8 * row, seqlen_k - 1);  // keys after the end repeat the last one
+          const int u_doc_kv = u_doc_b[static_cast<long long>(kv)];
+          rows[row] = {u_doc_kv};
+        }
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
           const float4 of_rows = lse_rows[i / 2 % kRowsAhead];
@@ -575,16 +621,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
+            const auto [u_doc_q_pos] = of_query(8 * i + j);
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * i + 2 * row + j];
-              if (8 * row >= visible_to) x = kMasked;
+              const auto [u_doc_kv] = rows[row];
+              if (!(8 * row < visible_to && u_doc_q_pos == u_doc_kv)) x = kMasked;
               x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
             }
           }
+          p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
+          p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
         }
       } else {
 #pragma unroll
@@ -602,12 +652,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
               x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
             }
           }
+          p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
+          p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
         }
       }
-    };
-    const auto pack_probabilities = [&] {
-#pragma unroll
-      for (int i = 0; i < kBlockM / 4; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
     };
     // dS = P (dP - D), to shared memory, transposed: rows are queries.
     const auto store_ds = [&](int buffer) {
@@ -616,20 +664,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * kDsBoxBytes + q * kDsBoxBytes + 16 * (chunk ^ q % 8);
 #pragma unroll
       for (int i = 0; i < kBlockM / 16; ++i) {
-        uint32_t ds[4];
+        uint32_t* const ds = ds_pairs + 4 * i;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int pair = 4 * i + j;
           const float4 of_rows = delta_rows[i % kRowsAhead];
           const float2 delta = j / 2 ? make_float2(of_rows.z, of_rows.w) : make_float2(of_rows.x, of_rows.y);
-          ds[j] = pack<Element>(s[2 * pair] * (dp[2 * pair] - delta.x), s[2 * pair + 1] * (dp[2 * pair + 1] - delta.y));
+          const float2 both = unpack<Element>(p[pair]);
+          ds[j] = pack<Element>(both.x * (dp[2 * pair] - delta.x), both.y * (dp[2 * pair + 1] - delta.y));
         }
         if (i + kRowsAhead < kBlockM / 16) {
           delta_rows[i % kRowsAhead] = load_float4(delta_numbers + 64 * (i + kRowsAhead));
         }
         store_transposed(to + 16 * i * kDsBoxBytes, ds[0], ds[1], ds[2], ds[3]);
       }
-      fence_async_proxy();
+    };
+    // dS of keys that no query of a tile sees.
+    const auto clear_ds = [&](int buffer) {
+      const uint32_t to = kDs + buffer * kDsBytes + warpgroup * kBlockM * kDsBoxBytes + 512 * (warp % 4) + 16 * lane;
+#pragma unroll
+      for (int i = 0; i < kBlockM * kDsBoxBytes / 2048; ++i) store_float4(to + 2048 * i, 0.0f, 0.0f, 0.0f, 0.0f);
     };
     // dQ, in the order of registers, to the shared memory from which it is added to the dQ accumulator.
     const auto store_dq = [&] {
@@ -672,6 +726,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
     };
 
+    if (warpgroup == 1) named_arrive(Named::kTurn, 0, 128 * kConsumers);  // the first turn is consumer 0's
     while (true) {
       step = next_step();
       if (__any_sync(~0u, step.tile == kEndOfAll)) break;
@@ -681,55 +736,127 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
       if (__any_sync(~0u, step.tile >= 0)) {
         kv_ring.wait();
-        issue_s(q_ring.stage);  // S^T = K Q^T
-        load_rows(lse_rows, kLse);
-        wait_products<0>();
-        settle(s);
-        exponentiate_step();
-        bool more = true, first = true;
-        while (__any_sync(~0u, more)) {
-          // P of this step is there; dK of the step before is in flight.
+        // Ping-pong: the consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of the other.
+        // dQ of a step is computed in the next step, so that neither waits for dS of the other.
+        const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 128 * kConsumers); };
+        const auto give_turn = [&] { named_arrive(Named::kTurn, 1 - warpgroup, 128 * kConsumers); };
+        bool more = true;
+        QRing used;
+        // Of a step that this consumer's keys do not see, the other alone has products; this one has dS = 0.
+        const auto hidden = [&] { return __any_sync(~0u, step.tile & kHidden << warpgroup); };
+        take_turn();
+        if (hidden()) {
+          give_turn();
+          buffer ^= 1;
+          clear_ds(buffer);
+          __syncwarp();
+          if (lane == 0) DsRing(buffer).arrive();
+          dout_ring.wait();  // in all warps before it is given back, behind the turn
+          take_turn();
+          release_dout();
+          used = q_ring;
+          q_ring.advance();
+          step = next_step();
+          more = step.tile >= 0;
+          if (leader) used.release();
+        } else {
+          issue_s(q_ring.stage);  // S^T = K Q^T
+          load_rows(lse_rows, kLse);
           dout_ring.wait();
           issue_dp(dout_ring.stage);  // dP^T = V dO^T
-          load_rows(delta_rows, kDelta);
           wait_products<1>();
-          settle(dk);
-          if (leader && !first) q_ring.release_last();
-          first = false;
-          pack_probabilities();
+          settle(s);
+          give_turn();
+          exponentiate_step();
+          load_rows(delta_rows, kDelta);
+          wait_products<0>();
+          settle(dp);
+          buffer ^= 1;
+          store_ds(buffer);  // dS = P (dP - D)
+          __syncwarp();
+          if (lane == 0) DsRing(buffer).arrive();
+          take_turn();
           issue_dv(dout_ring.stage);  // dV += P^T dO
+          issue_dk(q_ring.stage);     // dK += dS^T Q
+          wait_products<1>();
+          settle(dv);
+          release_dout();
+          used = q_ring;
+          q_ring.advance();
+          step = next_step();
+          more = step.tile >= 0;
+          wait_products<0>();
+          settle(dk);
+          if (leader) used.release();
+        }
+        while (__any_sync(~0u, more)) {
+          if (hidden()) {
+            give_turn();
+            DsRing(buffer, ds_phase).wait();  // dS of both is complete
+            fence_async_proxy();  // by who reads: who has just stored would wait for its stores
+            ds_phase ^= buffer ^ 1;
+            issue_dq(buffer);  // dQ = dS K, of the step before
+            buffer ^= 1;
+            clear_ds(buffer);
+            wait_products<0>();
+            settle(dq);
+            store_dq();
+            __syncwarp();
+            if (lane == 0) DsRing(buffer).arrive();
+            dout_ring.wait();  // in all warps before it is given back, behind the turn
+            take_turn();
+            release_dout();
+            used = q_ring;
+            q_ring.advance();
+            step = next_step();
+            more = step.tile >= 0;
+            if (leader) used.release();
+            continue;
+          }
+          issue_s(q_ring.stage);  // S^T = K Q^T
+          load_rows(lse_rows, kLse);
+          dout_ring.wait();
+          issue_dp(dout_ring.stage);  // dP^T = V dO^T
+          wait_products<1>();
+          settle(s);
+          give_turn();
+          exponentiate_step();
+          load_rows(delta_rows, kDelta);
+          DsRing(buffer, ds_phase).wait();  // dS of both is complete
+          fence_async_proxy();  // by who reads: who has just stored would wait for its stores
+          ds_phase ^= buffer ^ 1;
+          issue_dq(buffer);  // dQ = dS K, of the step before
           wait_products<1>();
           settle(dp);
           buffer ^= 1;
           store_ds(buffer);  // dS = P (dP - D)
-
-          // S of the next step; after the last step, of stale data, which is not used.
-          const QRing used = q_ring;
-          q_ring.advance();
-          step = next_step();
-          more = step.tile >= 0;
-          issue_s(q_ring.stage);  // S^T = K Q^T
-          load_rows(lse_rows, kLse);
+          wait_products<0>();
+          settle(dq);
+          store_dq();
+          __syncwarp();
+          if (lane == 0) DsRing(buffer).arrive();
+          take_turn();
+          issue_dv(dout_ring.stage);  // dV += P^T dO
+          issue_dk(q_ring.stage);     // dK += dS^T Q
           wait_products<1>();
           settle(dv);
           release_dout();
-          sync_consumers();  // dS of both is complete
-          issue_dq(buffer);              // dQ = dS K
-          issue_dk(used.stage, buffer);  // dK += dS^T Q
-
-          // The softmax of the next step runs under dQ and dK.
-          wait_products<2>();
-          settle(s);
-          if (__any_sync(~0u, more)) exponentiate_step();
-
-          wait_products<1>();
-          settle(dq);
-          store_dq();
+          used = q_ring;
+          q_ring.advance();
+          step = next_step();
+          more = step.tile >= 0;
+          wait_products<0>();
+          settle(dk);
+          if (leader) used.release();
         }
+        give_turn();
+        DsRing(buffer, ds_phase).wait();  // dS of both is complete
+        fence_async_proxy();  // by who reads: who has just stored would wait for its stores
+        ds_phase ^= buffer ^ 1;
+        issue_dq(buffer);  // dQ = dS K, of the step before
         wait_products<0>();
-        settle(dk);
-        settle(s);
-        if (leader) q_ring.release_last();
+        settle(dq);
+        store_dq();
         if (leader) kv_ring.release();
         kv_ring.advance();
       }
@@ -740,14 +867,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (leader) q_ring.release();
       q_ring.advance();
       const Work work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
-      const int hk = work.hk, key = work.k_begin + work.kv_start + 64 * warpgroup;
+      const int b = work.b, hk = work.hk, key = work.kv_start + 64 * warpgroup;
       const int count = min(64, work.keys - work.kv_start - 64 * warpgroup);
-      store_rows(dk, softmax_scale, kDs, dk_ptr + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 128);
-      store_rows(dv, 1.0f, kDq, dv_ptr + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 128);
+      store_rows(dk, softmax_scale, kDs, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 128);
+      store_rows(dv, 1.0f, kDq, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 128);
       sync_consumers();
       if (leader) work_ring.release();
       work_ring.advance();
     }
+    if (warpgroup == 0) named_sync(Named::kTurn, 0, 128 * kConsumers);  // the last turn, which the other consumer does not take
     // Tells the warp that adds dQ that there is no other step.
     if (lane == 0) dq_ring.arrive();
     // No tile of keys is left: helps to round dQ of the last heads, straight from L2.

@@ -1,0 +1,33 @@
+"""How much of a kernel whose blocks share keys a device runs at once, and how many of them share those of a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attngen.runtime.checked import Call
+from attngen.runtime.driver import Driver
+from attngen.runtime.module import Kernel, Launch
+from attngen.runtime.prediction import Card, shares
+from attngen.runtime.splits import GRID, SHARES, Capacity
+
+
+def capacity_for(kernel: Kernel, call: Call, driver: Callable[[], Driver], device: int) -> Capacity:
+    """Return what a device runs at once of a kernel whose blocks share keys, which is loaded for that, and how many of
+    them share those of a tile in a call; of other kernels nothing is asked."""
+    for launch in kernel.launches:
+        if launch.grid in (GRID, SHARES):
+            return _capacity(kernel, launch, call, driver(), device)
+    return Capacity()
+
+
+def _capacity(kernel: Kernel, launch: Launch, call: Call, driver: Driver, device: int) -> Capacity:
+    entry, blocks = launch.entry, driver.multiprocessors(device)
+    function = entry.function(driver, device)
+
+    def clusters(size: int) -> int:
+        return driver.clusters(function, size, entry.threads, entry.shared_memory, device) if size > 1 else blocks
+
+    if launch.grid == GRID:
+        return Capacity(blocks, clusters(launch.cluster))
+    card = Card(blocks, driver.name(device), driver.bandwidth(device))
+    return Capacity(blocks, shares=shares(kernel, call, card, clusters))
