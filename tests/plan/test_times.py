@@ -28,9 +28,11 @@ def test_what_was_measured_keeps_its_times() -> None:
 
 
 def test_other_tiles_are_scaled_from_the_nearest_one() -> None:
-    of_two = {row.columns: row for row in TABLE if (row.consumers, row.cluster) == (2, 1)}
-    half_the_keys_of_twice_the_columns = times_of(2, 64, 256, 2)
-    assert half_the_keys_of_twice_the_columns == (LAUNCH, of_two[128].tile, of_two[128].step)
+    of_two = {row.columns: row for row in TABLE if (row.consumers, row.tile_n, row.cluster) == (2, 128, 1)}
+    rivals = [row for row in TABLE if (row.consumers, row.columns, row.cluster) == (2, 128, 1)]
+    near = min(rivals, key=lambda row: row.tile_n)
+    twice_the_columns = round(near.step * 2 * 64 / near.tile_n, 1)
+    assert times_of(2, 64, 256, 2) == (LAUNCH, near.tile, twice_the_columns)
     assert times_of(2, 128, 96, 2)[2] == pytest.approx(0.75 * of_two[128].step, rel=1e-3)
     assert times_of(2, 64, 64, 2)[2] == pytest.approx(0.5 * of_two[64].step, rel=1e-3)
     assert times_of(2, 128, 128, 1)[2] < of_two[128].step

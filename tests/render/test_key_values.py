@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attngen.plan.schedules.structures import HopperForward
+from attngen.plan.schedules.structures import HopperBackward, HopperForward
 from attngen.render import render
 from tests.plan.specs import planned
 
@@ -47,6 +47,25 @@ def test_in_a_backward_they_come_with_the_queries() -> None:
     assert "values[i] = {u_doc_q_pos};" in loader
     assert "const auto [u_doc_q_pos] = of_query(8 * i + j);" in consumer
     assert "const int u_doc_q_pos =" not in consumer
+
+
+@pytest.mark.parametrize(
+    ("mask", "tensors", "count"),
+    [
+        ("x[q] > y[kv]", "x: {dtype: fp32, shape: [seqlen_q]}, y: {dtype: bf16, shape: [seqlen_k]}", 1),
+        ("q_pos - kv <= w[h, q]", "w: {dtype: int32, shape: [h, seqlen_q]}", 1),
+        ("x[q] > y[q]", "x: {dtype: fp32, shape: [seqlen_q]}, y: {dtype: fp32, shape: [seqlen_q]}", 0),  # one has room
+        ("x[q] > 0", "x: {dtype: int64, shape: [seqlen_q]}", 0),  # 8 bytes
+        ("far[q, kv] > 0", "far: {dtype: int32, shape: [seqlen_q, seqlen_k]}", 0),  # one for each pair
+        ("seen[b, kv]", "seen: {dtype: bool, shape: [b, seqlen_k]}", 0),
+    ],
+)
+def test_which_values_come_with_the_queries_of_a_backward(mask: str, tensors: str, count: int) -> None:
+    declared = f"variants:\n  own: {{mask: '{mask}', tensors: {{{tensors}}}}}\n"
+    plan = planned("own", declared=declared, passes="backward", head_dim=128, backward="{backend: cuda}")
+    assert isinstance(plan.structure, HopperBackward)
+    assert plan.structure.query_values == count
+    assert ("QueryValues values[kBlockM / 32];" in render(plan).text) == (count > 0)
 
 
 def test_what_such_a_value_needs_is_computed_where_it_is_loaded() -> None:
