@@ -50,6 +50,9 @@ def kernels() -> list[Kernel]:
     [
         (Shape("full", 128, 1, 16, 16, 256, 256), "m64n128s2c1"),
         (Shape("full", 128, 1, 16, 16, 1024, 1024), "m128n128s2c2"),  # 128 tiles: one wave
+        (Shape("full", 128, 1, 16, 16, 777, 777), "m128n112s2c2"),  # seven steps of either, and these are shorter
+        (Shape("full", 128, 1, 16, 16, 1000, 1000), "m128n112s2c2"),
+        (Shape("full", 128, 1, 16, 16, 560, 560), "m128n112s2c2"),
         (Shape("full", 128, 1, 16, 16, 1536, 1536), "m192n80s2c3"),  # 128 tiles of 192 rows: one wave
         (Shape("full", 128, 1, 16, 16, 2048, 2048), "m128n128s2c2"),  # two waves of either tile
         (Shape("full", 128, 1, 8, 1, 4096, 4096), "m128n128s2c2"),
