@@ -167,163 +167,148 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16(
     }
   };
 
-  // What blocks of threads do, in general, or, `kFixed`, with a scale for each block of tokens, in e4m3, with a transform by
-  // products: branches on what a call says cost as much as the transform does.
-  const auto work = [&]<bool kFixed>() {
-    // A block has one unit of each round of all blocks, so that what they read together lies together.
-    int place = blockIdx.x;
-    load(unit_at(place));
-    for (int turn = 0; place < units; turn = turn == 2 ? 0 : turn + 1) {
-      const Unit unit = unit_at(place);
-      const Part& part = parts[unit.part];
-      const Share share = share_of(part);
-      const bool of_v = unit.part == 2, transforms = (kFixed || hadamard) && !of_v;
-      const bool rotates = !kFixed && rotary_half > 0 && !of_v;
+  // A block has one unit of each round of all blocks, so that what they read together lies together.
+  int place = blockIdx.x;
+  load(unit_at(place));
+  for (int turn = 0; place < units; turn = turn == 2 ? 0 : turn + 1) {
+    const Unit unit = unit_at(place);
+    const Part& part = parts[unit.part];
+    const Share share = share_of(part);
+    const bool of_v = unit.part == 2, transforms = hadamard && !of_v, rotates = rotary_half > 0 && !of_v;
 
-      // The numbers of the thread, rotated and transformed.
-      float x[kSlots][kNumbers];
-      if (transforms && !rotates) {
+    // The numbers of the thread, rotated and transformed.
+    float x[kSlots][kNumbers];
+    if (transforms && !rotates) {
 #pragma unroll
-        for (int slot = 0; slot < kSlots; ++slot) flip(words[slot], vector_signs[vector_of(part, share, slot / 2) + slot % 2]);
-      }
-      const bool by_products = transforms && !rotates && (kFixed || (lane_bits_qk == 2 && slot_bits >= 2));
-      if (by_products) {  // rows of 128 and of 256
-        if (slot_bits == 2) {
-          hadamard_products<Element, 2>(x, words, factors[threadIdx.x % 32]);
-        } else {
-          hadamard_products<Element, 3>(x, words, factors[threadIdx.x % 32]);
-        }
+      for (int slot = 0; slot < kSlots; ++slot) flip(words[slot], vector_signs[vector_of(part, share, slot / 2) + slot % 2]);
+    }
+    const bool by_products = transforms && !rotates && lane_bits_qk == 2 && slot_bits >= 2;
+    if (by_products) {  // rows of 128 and of 256
+      if (slot_bits == 2) {
+        hadamard_products<Element, 2>(x, words, factors[threadIdx.x % 32]);
       } else {
-#pragma unroll
-        for (int slot = 0; slot < kSlots; ++slot) to_floats<Element>(x[slot], words[slot]);
+        hadamard_products<Element, 3>(x, words, factors[threadIdx.x % 32]);
       }
-      if (rotates) {
-        const int offset = rotary_offsets_ptr == nullptr ? 0 : rotary_offsets_ptr[unit.b];
-        const auto angle_row = [&](int slot) {
-          return static_cast<int>(max(0ll, min(token_of(part, share, unit.tile, slot / 2) + static_cast<long long>(offset), positions - 1ll)));
-        };
-        const auto angle_of = [&](int slot) {
-          const int element = kNumbers * (vector_of(part, share, slot / 2) + slot % 2);
-          return Angle{angle_row(slot), element < 2 * rotary_half ? interleaved ? element / 2 : element : -1};
-        };
-        if (rotary_step == 4) {
-          rotate_slots<4>(x, angle_of, rotary_cos_ptr, stride_rotary_cos, rotary_sin_ptr, stride_rotary_sin, rotary_form);
-        } else if (rotary_step == 2) {
-          rotate_slots<2>(x, angle_of, rotary_cos_ptr, stride_rotary_cos, rotary_sin_ptr, stride_rotary_sin, rotary_form);
-        } else if (rotary_step == 0) {
-          rotate_slots<0>(x, angle_of, rotary_cos_ptr, stride_rotary_cos, rotary_sin_ptr, stride_rotary_sin, rotary_form);
-        } else {
-          // Seldom: partners are in other threads, or within vectors. The slots take turns at being the first.
+    } else {
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot) to_floats<Element>(x[slot], words[slot]);
+    }
+    if (rotates) {
+      const int offset = rotary_offsets_ptr == nullptr ? 0 : rotary_offsets_ptr[unit.b];
+      const auto angle_row = [&](int slot) {
+        return static_cast<int>(max(0ll, min(token_of(part, share, unit.tile, slot / 2) + static_cast<long long>(offset), positions - 1ll)));
+      };
+      const auto angle_of = [&](int slot) {
+        const int element = kNumbers * (vector_of(part, share, slot / 2) + slot % 2);
+        return Angle{angle_row(slot), element < 2 * rotary_half ? interleaved ? element / 2 : element : -1};
+      };
+      if (rotary_step == 4) {
+        rotate_slots<4>(x, angle_of, rotary_cos_ptr, stride_rotary_cos, rotary_sin_ptr, stride_rotary_sin, rotary_form);
+      } else if (rotary_step == 2) {
+        rotate_slots<2>(x, angle_of, rotary_cos_ptr, stride_rotary_cos, rotary_sin_ptr, stride_rotary_sin, rotary_form);
+      } else if (rotary_step == 0) {
+        rotate_slots<0>(x, angle_of, rotary_cos_ptr, stride_rotary_cos, rotary_sin_ptr, stride_rotary_sin, rotary_form);
+      } else {
+        // Seldom: partners are in other threads, or within vectors. The slots take turns at being the first.
 #pragma unroll 1
-          for (int slot = 0; slot < kSlots; ++slot) {
-            const int vector = vector_of(part, share, slot / 2) + slot % 2;
-            if (vector < part.vectors && kNumbers * vector < 2 * rotary_half) {
-              const long long row = angle_row(slot);
-              const Element* const from = in_global(part.from) + unit.b * part.from_b + unit.h * part.from_h +
-                                          token_of(part, share, unit.tile, slot / 2) * part.from_s;
-              rotate_vector<Element>(x[0], from, kNumbers * vector, rotary_half, rotary_cos_ptr, row * stride_rotary_cos,
-                                     rotary_sin_ptr, row * stride_rotary_sin, rotary_form, interleaved, whole_vectors);
-            }
-            next_slot_first(x);
+        for (int slot = 0; slot < kSlots; ++slot) {
+          const int vector = vector_of(part, share, slot / 2) + slot % 2;
+          if (vector < part.vectors && kNumbers * vector < 2 * rotary_half) {
+            const long long row = angle_row(slot);
+            const Element* const from = in_global(part.from) + unit.b * part.from_b + unit.h * part.from_h +
+                                        token_of(part, share, unit.tile, slot / 2) * part.from_s;
+            rotate_vector<Element>(x[0], from, kNumbers * vector, rotary_half, rotary_cos_ptr, row * stride_rotary_cos,
+                                   rotary_sin_ptr, row * stride_rotary_sin, rotary_form, interleaved, whole_vectors);
           }
-        }
-        if (transforms) {
-#pragma unroll
-          for (int slot = 0; slot < kSlots; ++slot) flip(x[slot], vector_signs[vector_of(part, share, slot / 2) + slot % 2]);
+          next_slot_first(x);
         }
       }
-
-      if (transforms && !by_products) hadamard_transform(x, slot_bits, lane_bits_qk);
-      const auto load_next = [&] {
-        place += gridDim.x;
-        load(unit_at(min(place, units - 1)));
-      };
-      if (kFixed) load_next();
-
-      // The largest magnitude of what a scale is of: here, or what the launch before has found.
-      const bool of_tokens = !kFixed && part.granularity == kToken;
-      const bool finds = kFixed || !rounds || part.granularity == kBlock || of_tokens;
-      const auto kv_head_of = [&] {
-        return unit.b * kv_heads + (unit.part == 0 ? Divisor(group, group_reciprocal).quotient(unit.h) : unit.h);
-      };
-      const auto of_all = [&] {  // the maximum in global memory
-        return maxima_ptr + (part.granularity == kTensor ? unit.part : unit.part * batch * kv_heads + kv_head_of());
-      };
-      uint32_t of_warp = 0;
-      if (finds) {
-        float magnitudes[2];  // of both halves
-        find_largest(x, magnitudes);
-        const uint32_t of_both = __float_as_uint(fmaxf(magnitudes[0], magnitudes[1]));
-        if (!of_tokens) {
-          of_warp = __reduce_max_sync(~0u, of_both);
-          if ((kFixed || rounds) && threadIdx.x % 32 == 0) raise(&largest[turn][0], of_warp);
-        } else if (part.far_row) {
-          raise(&largest[turn][share.row], __float_as_uint(magnitudes[0]));
-          raise(&largest[turn][share.row + part.far_row], __float_as_uint(magnitudes[1]));
-        } else {
-          raise(&largest[turn][share.row], of_both);
-        }
-      }
-
-      if (!kFixed) load_next();  // it arrives while this one is rounded
-      if (!kFixed && !rounds) {  // few units raise a maximum: the others read it alone, since atomics of one place queue
-        if (threadIdx.x % 32 == 0 && of_warp > *static_cast<volatile uint32_t*>(of_all())) raise(of_all(), of_warp);
-        continue;
-      }
-      if (finds) __syncthreads();
-
-      const float own_norm = transforms ? norm : 1.0f, limit = !kFixed && e5m2_out ? kLargest<e5m2> : kLargest<e4m3>;
-      const long long head = unit.b * static_cast<long long>(part.heads.value) + unit.h;
-      const int last_turn = turn == 0 ? 2 : turn - 1;  // of the unit before, whose maxima all have read
-      float factor;
+      if (transforms) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (half == 0 || of_tokens) {
-          const int row = of_tokens ? row_of(part, share, 2 * half) : 0;
-          const float scale = scale_of(__uint_as_float(finds ? largest[turn][row] : *of_all()) * own_norm, limit);
-          factor = __fdiv_rn(1.0f, scale) * own_norm;
-          if (of_tokens ? share.first == 0 : threadIdx.x == 0) {
-            largest[last_turn][row] = 0;
-            if (of_tokens) {
-              const int token = unit.tile * part.rows + row;
-              if (share.own && token < part.seqlen) in_global(part.scales)[head * part.seqlen + token] = scale;
-            } else if (kFixed || part.granularity == kBlock) {
-              in_global(part.scales)[head * part.tiles.value + unit.tile] = scale;
-            } else if (part.granularity == kTensor) {
-              if (unit.tile == 0 && head == 0) in_global(part.scales)[0] = scale;
-            } else if (unit.tile == 0 && (unit.part > 0 || Divisor(group, group_reciprocal).remainder(unit.h) == 0)) {
-              in_global(part.scales)[kv_head_of()] = scale;
-            }
-          }
-        }
-        const auto store = [&]<typename Rounded>() {
-          unsigned char* const to = part.to + unit.b * part.to_b + unit.h * part.to_h +
-                                    token_of(part, share, unit.tile, 2 * half) * part.to_s;
-#pragma unroll
-          for (int pair = 2 * half; pair < 2 * half + 2; ++pair) {
-            const uint4 rounded = in_8_bits<Rounded>(x[2 * pair], x[2 * pair + 1], factor);
-            const int vector = vector_of(part, share, pair);
-            unsigned char* const at = to + kNumbers * vector;
-            if (is_whole(part, unit.tile)) {
-              if (share.own) *reinterpret_cast<uint4*>(at) = rounded;
-            } else if (has_row(part, share, unit.tile, pair)) {
-              if (vector < part.vectors) *reinterpret_cast<uint2*>(at) = {rounded.x, rounded.y};
-              if (vector + 1 < part.vectors) *reinterpret_cast<uint2*>(at + kNumbers) = {rounded.z, rounded.w};
-            }
-          }
-        };
-        if (!kFixed && e5m2_out) {
-          store.template operator()<e5m2>();
-        } else {
-          store.template operator()<e4m3>();
-        }
+        for (int slot = 0; slot < kSlots; ++slot) flip(x[slot], vector_signs[vector_of(part, share, slot / 2) + slot % 2]);
       }
     }
-  };
-  const bool of_blocks = rounds && scales_qk == kBlock && scales_v == kBlock;
-  if (of_blocks && hadamard && rotary_half == 0 && !e5m2_out && lane_bits_qk == 2 && slot_bits >= 2) {
-    work.template operator()<true>();
-  } else {
-    work.template operator()<false>();
+
+    if (transforms && !by_products) hadamard_transform(x, slot_bits, lane_bits_qk);
+
+    // The largest magnitude of what a scale is of: here, or what the launch before has found.
+    const bool of_tokens = part.granularity == kToken, finds = !rounds || part.granularity == kBlock || of_tokens;
+    const auto kv_head_of = [&] {
+      return unit.b * kv_heads + (unit.part == 0 ? Divisor(group, group_reciprocal).quotient(unit.h) : unit.h);
+    };
+    const auto of_all = [&] {  // the maximum in global memory
+      return maxima_ptr + (part.granularity == kTensor ? unit.part : unit.part * batch * kv_heads + kv_head_of());
+    };
+    uint32_t of_warp = 0;
+    if (finds) {
+      float magnitudes[2];  // of both halves
+      find_largest(x, magnitudes);
+      const uint32_t of_both = __float_as_uint(fmaxf(magnitudes[0], magnitudes[1]));
+      if (!of_tokens) {
+        of_warp = __reduce_max_sync(~0u, of_both);
+        if (rounds && threadIdx.x % 32 == 0) raise(&largest[turn][0], of_warp);
+      } else if (part.far_row) {
+        raise(&largest[turn][share.row], __float_as_uint(magnitudes[0]));
+        raise(&largest[turn][share.row + part.far_row], __float_as_uint(magnitudes[1]));
+      } else {
+        raise(&largest[turn][share.row], of_both);
+      }
+    }
+
+    // The next unit arrives while this one is rounded.
+    place += gridDim.x;
+    load(unit_at(min(place, units - 1)));
+    if (!rounds) {  // few units raise a maximum: the others read it alone, since atomics of one place queue
+      if (threadIdx.x % 32 == 0 && of_warp > *static_cast<volatile uint32_t*>(of_all())) raise(of_all(), of_warp);
+      continue;
+    }
+    if (finds) __syncthreads();
+
+    const float own_norm = transforms ? norm : 1.0f, limit = e5m2_out ? kLargest<e5m2> : kLargest<e4m3>;
+    const long long head = unit.b * static_cast<long long>(part.heads.value) + unit.h;
+    const int last_turn = turn == 0 ? 2 : turn - 1;  // of the unit before, whose maxima all have read
+    float factor;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half == 0 || of_tokens) {
+        const int row = of_tokens ? row_of(part, share, 2 * half) : 0;
+        const float scale = scale_of(__uint_as_float(finds ? largest[turn][row] : *of_all()) * own_norm, limit);
+        factor = __fdiv_rn(1.0f, scale) * own_norm;
+        if (of_tokens ? share.first == 0 : threadIdx.x == 0) {
+          largest[last_turn][row] = 0;
+          if (of_tokens) {
+            const int token = unit.tile * part.rows + row;
+            if (share.own && token < part.seqlen) in_global(part.scales)[head * part.seqlen + token] = scale;
+          } else if (part.granularity == kBlock) {
+            in_global(part.scales)[head * part.tiles.value + unit.tile] = scale;
+          } else if (part.granularity == kTensor) {
+            if (unit.tile == 0 && head == 0) in_global(part.scales)[0] = scale;
+          } else if (unit.tile == 0 && (unit.part > 0 || Divisor(group, group_reciprocal).remainder(unit.h) == 0)) {
+            in_global(part.scales)[kv_head_of()] = scale;
+          }
+        }
+      }
+      const auto store = [&]<typename Rounded>() {
+        unsigned char* const to = part.to + unit.b * part.to_b + unit.h * part.to_h +
+                                  token_of(part, share, unit.tile, 2 * half) * part.to_s;
+#pragma unroll
+        for (int pair = 2 * half; pair < 2 * half + 2; ++pair) {
+          const uint4 rounded = in_8_bits<Rounded>(x[2 * pair], x[2 * pair + 1], factor);
+          const int vector = vector_of(part, share, pair);
+          unsigned char* const at = to + kNumbers * vector;
+          if (is_whole(part, unit.tile)) {
+            if (share.own) *reinterpret_cast<uint4*>(at) = rounded;
+          } else if (has_row(part, share, unit.tile, pair)) {
+            if (vector < part.vectors) *reinterpret_cast<uint2*>(at) = {rounded.x, rounded.y};
+            if (vector + 1 < part.vectors) *reinterpret_cast<uint2*>(at + kNumbers) = {rounded.z, rounded.w};
+          }
+        }
+      };
+      if (e5m2_out) {
+        store.template operator()<e5m2>();
+      } else {
+        store.template operator()<e4m3>();
+      }
+    }
   }
 }
