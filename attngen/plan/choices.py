@@ -20,8 +20,8 @@ STAGES = tuple(range(1, 9))
 #: What is read again by the heads that run side by side should stay in L2; half of the H200's, measured best on it.
 SECTION_BYTES = 32 * 2**20
 
-#: The same where all tiles of work take as long, so that nothing is to be balanced: one head after the other, as a few
-#: keys say. Side by side, all blocks would read new heads from memory at the same moment.
+#: The same where all tiles of work take equally long, so that nothing needs balancing: so little that heads come one
+#: after the other. Side by side, all blocks would read new heads from memory at the same moment.
 ONE_HEAD = 4096
 
 

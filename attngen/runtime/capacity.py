@@ -12,8 +12,8 @@ from attngen.runtime.splits import GRID, SHARES, Capacity
 
 
 def capacity_for(kernel: Kernel, call: Call, driver: Callable[[], Driver], device: int) -> Capacity:
-    """Return what a device runs at once of a kernel whose blocks share keys, which is loaded for that, and how many of
-    them share those of a tile in a call; of other kernels nothing is asked."""
+    """Return what a device runs at once of a kernel whose blocks share keys, and how many of them share those of a tile
+    in a call. Loads such a kernel to ask the driver; asks nothing about others."""
     for launch in kernel.launches:
         if launch.grid in (GRID, SHARES):
             return _capacity(kernel, launch, call, driver(), device)

@@ -82,7 +82,7 @@ class Driver(Protocol):
         """Number of multiprocessors of the device."""
 
     def bandwidth(self, device: int) -> float:
-        """Bytes that the memory of the device could move in a nanosecond, by its clock and its width."""
+        """Peak bytes per nanosecond of the device's memory, from its clock and bus width."""
 
     def name(self, device: int) -> str:
         """Name of the device, as its driver has it."""
@@ -205,7 +205,7 @@ class CudaDriver:
                     of.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, of.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
                 )
             )  # fmt: skip
-            self._bandwidths[device] = 2e-6 * kilohertz * bits / 8  # at both edges of the clock
+            self._bandwidths[device] = 2e-6 * kilohertz * bits / 8  # double data rate
         return self._bandwidths[device]
 
     def name(self, device: int) -> str:

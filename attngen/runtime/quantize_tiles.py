@@ -91,7 +91,7 @@ def rotates(kernel: Kernel) -> bool:
 
 
 class _TensorMaps:
-    """What describes a tensor to the copy engine, in the boxes of a kernel's parameter."""
+    """Makes the TMA descriptor of a tensor, with the box and swizzle of a kernel's parameter."""
 
     def __init__(self, driver: Driver, device: int, dtype: str, tensor: Tensor) -> None:
         self._of = driver, device, dtype, tuple(tensor.shape), tensor.stride()
@@ -105,7 +105,7 @@ def _against(kernel: Kernel, call: Quantize, sizes: Sizes) -> str | None:
     if (sizes.head_dim_qk, sizes.head_dim_v) != (kernel.head_dim_qk, kernel.head_dim_v):
         return f"head_dim {sizes.head_dim_qk} and {sizes.head_dim_v}; the kernel has {kernel.head_dim_qk}"
     if granularities(call) != (BLOCK, BLOCK):
-        return f"a scale for each {call.granularity}; the kernel has those of blocks"
+        return f"a scale for each {call.granularity}; the kernel takes scales of blocks"
     if not call.hadamard and call.rotary_cos is None:
         return "neither transform nor rotation, without which the general kernel is as fast"
     for name in "qkv":
@@ -121,14 +121,14 @@ def _against(kernel: Kernel, call: Quantize, sizes: Sizes) -> str | None:
 
 
 def _against_rotation(kernel: Kernel, call: Quantize) -> str | None:
-    """Return why rows are not rotated on the way, or None: whole ones are, by angles that 16 bytes of a table begin."""
+    """Return why the kernel does not rotate these rows, or None: it takes whole rows, and tables in pieces of 16 B."""
     cos, sin = call.rotary_cos, call.rotary_sin
     if cos is None:
         return None
     if not rotates(kernel):
-        return f"rows of {kernel.head_dim_qk} are not rotated"
+        return f"the kernel does not rotate rows of {kernel.head_dim_qk}"
     if call.rotary_interleaved or 2 * cos.shape[1] != kernel.head_dim_qk:
-        return "only whole rows are rotated, whose halves are partners"
+        return "only whole rows are rotated (rotary_dim = head_dim), and only with halves as partners"
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         apart = table.stride(0) * table.element_size() if table.shape[0] > 1 else 0
         if table.data_ptr() % CHUNK_BYTES or apart % CHUNK_BYTES:

@@ -337,12 +337,18 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
         ({"tile_map": "always"}, r"tile_map: cuda kernels classify tiles themselves; allowed: auto, never"),
         (
             {"warps": "{cluster: 2}", "layout": "varlen"},
-            r"warps\.cluster: .* 'layout: varlen' each its own; allowed: 1",
+            r"warps\.cluster: .* 'layout: varlen' each has its own; allowed: 1",
         ),
-        ({"warps": "{cluster: 2}", "layout": "paged"}, r"warps\.cluster: .* 'layout: paged' each its own; allowed: 1"),
-        ({"warps": "{cluster: 2}", "persistent": "false"}, r"warps\.cluster: they take tile after tile .* allowed: 1"),
-        ({"warps": "{cluster: 2}", "dtype": "fp8_e4m3"}, r"warps\.cluster: tiles of 8 bits .* allowed: 1"),
-        ({"warps": "{cluster: 2, producer: 0}"}, r"warps\.cluster: warps that all multiply .* allowed: 1"),
+        (
+            {"warps": "{cluster: 2}", "layout": "paged"},
+            r"warps\.cluster: .* 'layout: paged' each has its own; allowed: 1",
+        ),
+        (
+            {"warps": "{cluster: 2}", "persistent": "false"},
+            r"warps\.cluster: both blocks take tile after tile .* allowed: 1",
+        ),
+        ({"warps": "{cluster: 2}", "dtype": "fp8_e4m3"}, r"warps\.cluster: with 8 bits each .* allowed: 1"),
+        ({"warps": "{cluster: 2, producer: 0}"}, r"warps\.cluster: only kernels with a producer .* allowed: 1"),
         ({"softmax_scale": 0.5}, r"softmax_scale: the scale is an argument of the call"),
         ({"head_dim": 74}, r"head_dim 74 is not a multiple of 8 from 8 to 256; nearest: 72"),
     ],

@@ -93,10 +93,13 @@ def test_short_calls_and_those_without_a_transform_take_the_general_kernel(
     ("given", "reason"),
     [
         ({"dims": (128, 64)}, "head_dim 128 and 64; the kernel has 128"),
-        ({"half": 32}, "only whole rows are rotated, whose halves are partners"),
-        ({"half": 64, "rotary_interleaved": True}, "only whole rows are rotated, whose halves are partners"),
+        ({"half": 32}, "only whole rows are rotated (rotary_dim = head_dim), and only with halves as partners"),
+        (
+            {"half": 64, "rotary_interleaved": True},
+            "only whole rows are rotated (rotary_dim = head_dim), and only with halves as partners",
+        ),
         ({"half": 64}, "4 groups of warps do not share bands of 4 and 2 tiles"),
-        ({"granularity": "head"}, "a scale for each head; the kernel has those of blocks"),
+        ({"granularity": "head"}, "a scale for each head; the kernel takes scales of blocks"),
         ({"hadamard": False}, "neither transform nor rotation, without which the general kernel is as fast"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),

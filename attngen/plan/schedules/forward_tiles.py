@@ -51,8 +51,8 @@ _REMEMBERED_COLUMNS = 128
 #: Columns of V up to which it leaves registers and memory for more keys than K has.
 _NARROW_V = 128
 
-#: Stages of the ring of K and V where blocks share the keys of a tile: there is room for more than elsewhere, and what
-#: a block waits for is its first loads.
+#: Stages of the ring of K and V where blocks share the keys of a tile, the first that fits: a block waits for its first
+#: loads above all, and there is room for more of them than elsewhere.
 _MANY_STAGES = (4, 3, 2)
 
 #: The most blocks of a cluster that every Hopper card takes.
@@ -251,20 +251,20 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
 
 
 def _cluster(spec: KernelSpec, form: Form, driver: str, roles: Roles, usual: int) -> int:
-    """Return how many blocks load K and V for each other: ``usual`` where that can be, if the spec leaves it open."""
+    """Return how many blocks load K and V for each other: ``usual`` where that can be and the spec leaves it open."""
     reason = None
     if not form.specialized:
-        reason = "warps that all multiply load for themselves"
+        reason = "only kernels with a producer load for each other"
     elif spec.dtype in QUANTIZED_DTYPES:
-        reason = "tiles of 8 bits are loaded by each block"
+        reason = "with 8 bits each block loads its own tiles"
     elif spec.layout != "dense":
-        reason = f"the blocks have neighbouring queries of one sequence, and with 'layout: {spec.layout}' each its own"
+        reason = f"the blocks have neighbouring queries of one sequence; with 'layout: {spec.layout}' each has its own"
     elif driver != "ranges":
-        reason = f"they go through the same tiles of keys, which must be ranges, not {driver}"
+        reason = f"both blocks visit the same tiles of keys, which need the driver ranges, not {driver}"
     elif spec.split_tiles:
         reason = "the blocks of a cluster share the keys of a tile (split_kv: tiles)"
     elif spec.persistent is False:
-        reason = "they take tile after tile together, and 'persistent: false' allows one"
+        reason = "both blocks take tile after tile together, and 'persistent: false' allows one"
     if reason is None:
         return roles.cluster or usual
     if roles.cluster not in (None, 1):

@@ -1,9 +1,9 @@
-"""The kernel that quantizes queries, keys and values of one head_dim, by the copy engine and matrix products.
+"""The kernel that quantizes queries, keys and values of one head_dim, by TMA and matrix products.
 
-It does what the kernel of schedule ``quantize`` does, where blocks of tokens have scales and rows are transformed or
-rotated, for rows of 64 or 128 numbers of tensors that the copy engine can read. Tiles arrive in shared memory while
-others are worked on, so that no registers hold what is on its way; products with a Hadamard matrix cost no instructions
-of the threads that round. So memory binds.
+It does what the kernel of schedule ``quantize`` does, for scales of blocks of tokens, rows that are transformed or
+rotated, and tensors with rows of 64 or 128 numbers that TMA can read. Tiles arrive in shared memory while others are
+worked on, which takes no registers, and ``wgmma`` with a Hadamard matrix takes no instructions of the threads that
+round. So memory binds.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _ROTATION_DIVISORS = ("turns_q", "turns_k")
 
 
 def rotates(plan: Plan) -> bool:
-    """Whether it rotates rows, too. At head_dim 64 that was not faster than what the general kernel does."""
+    """Whether it rotates rows, too. At head_dim 64 that was not faster than the general kernel."""
     return plan.head_dim_qk == 128
 
 
 def angle_pitch(plan: Plan) -> int:
-    """Return how many bytes the angles of a row are apart in shared memory: those of float32, and 16 more, so that
-    neighbouring rows lie in other banks."""
+    """Return the bytes from the angles of one row to the next in shared memory: float32, padded by 16 so that
+    neighbouring rows lie in different banks."""
     return plan.head_dim_qk // 2 * 4 + CHUNK_BYTES
 
 

@@ -39,7 +39,7 @@ class HopperForward(Structure):
     peak: int  # log2 of P of the largest logit: a dtype with few exponents is used from its top
     settled: int  # log2 of the sum at most that a new reference leaves a lane in a step; 0: what the maximum gives
     softmax: str
-    renew_below: str = ""  # literal; sum of a lane that asks for a new reference after a partial first tile; "": any
+    renew_below: str = ""  # literal; a partial first tile that gives a lane less asks for a new reference; "": any
     reference: str = "0.0f"  # literal; of all rows, in units of log2, where logits are bounded
     redo_by_count: bool = False  # a step may add one for each key of a lane, however little there was before
     relative: bool = False  # logits of a step are counted from the reference, which a term of the score takes up
