@@ -75,7 +75,6 @@ class Choice:
     registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
     stages: int = 2  # of the ring of K and V with that tile; else 2
     keeps_turn: bool = False  # with turns: until the products of a step are done
-    cluster: int = 1  # blocks that load K and V for each other with that tile, where they can; else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +233,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         fused=softmax == "bounded" and not capped,
         anchor=ANCHOR if anchored else 0,
         redo_by_count=anchored and softmax == "fixed_reference" and not capped and not numbers.settled,
-        cluster=_cluster(spec, form, driver, roles, choice.cluster if as_chosen else 1),
+        cluster=_cluster(spec, form, driver, roles),
         relative=softmax == "fixed_reference" and not spec.scale_block and takes_reference(spec),
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
@@ -250,9 +249,10 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     return with_stages(spec.stages or usual[-1])
 
 
-def _cluster(spec: KernelSpec, form: Form, driver: str, roles: Roles, usual: int) -> int:
-    """Return how many blocks load K and V for each other: ``usual`` where that can be and the spec leaves it open."""
-    reason = None
+def _cluster(spec: KernelSpec, form: Form, driver: str, roles: Roles) -> int:
+    """Return how many blocks load K and V for each other: what the spec says, or 1."""
+    if roles.cluster in (None, 1):
+        return 1
     if not form.specialized:
         reason = "only kernels with a producer load for each other"
     elif spec.dtype in QUANTIZED_DTYPES:
@@ -260,16 +260,14 @@ def _cluster(spec: KernelSpec, form: Form, driver: str, roles: Roles, usual: int
     elif spec.layout != "dense":
         reason = f"the blocks have neighbouring queries of one sequence; with 'layout: {spec.layout}' each has its own"
     elif driver != "ranges":
-        reason = f"both blocks visit the same tiles of keys, which need the driver ranges, not {driver}"
+        reason = f"both blocks visit the same tiles of keys, which must be ranges, not {driver}"
     elif spec.split_tiles:
         reason = "the blocks of a cluster share the keys of a tile (split_kv: tiles)"
     elif spec.persistent is False:
         reason = "both blocks take tile after tile together, and 'persistent: false' allows one"
-    if reason is None:
-        return roles.cluster or usual
-    if roles.cluster not in (None, 1):
-        raise refuse(spec, "warps.cluster", f"{reason}; allowed: 1")
-    return 1
+    else:
+        return roles.cluster
+    raise refuse(spec, "warps.cluster", f"{reason}; allowed: 1")
 
 
 def _one_interval(spec: KernelSpec) -> bool:
