@@ -4,7 +4,7 @@
 // Rendered from templates/cuda/quantize/tiles.cu.j2 by `attngen build specs/fp8.yaml`.
 //
 // A tile is 64 tokens of one head, and has a scale for each, or shares it with the tile of the next tokens.
-// Each group of four warps works on a tile, while the copy engine brings the next ones. Rows that are transformed are
+// Each group of four warps works on a tile, while TMA loads its next ones. Rows that are transformed are
 // multiplied: A is the tile, B a Hadamard matrix with the random signs in its rows.
 // Rotated rows are transformed in registers, two lanes a row; their angles lie in shared memory for all heads of a token.
 #include "pdl.cuh"

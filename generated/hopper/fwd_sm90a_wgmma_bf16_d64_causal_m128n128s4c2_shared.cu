@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int write_lse, int has_seqused_k
 ) {
   const int blocks = cluster_size();
-  // Clusters of the next launch would settle where this one has left room, and crowd one part of the chip.
+  // No early launch: clusters of the next kernel would settle where this one leaves room, and crowd one part of the chip.
   if (blocks == 1) launch_dependents();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
         }
-        // This block's share of them: the first block has the last keys. Where there are fewer tiles than blocks, the last ones have none.
+        // This block's share: the first block has the last keys. With fewer tiles than blocks, the last blocks have none.
         const int every = work.tiles, quotient = every / blocks, remainder = every % blocks;
         work.tiles = quotient + (rank < remainder);
         const int behind = every - rank * quotient - min(rank, remainder) - work.tiles;
@@ -459,8 +459,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       named_sync(Named::kConsumers, 0, 128 * kConsumers);
       Partial::store(found, 64 * warpgroup + row_in_group, rows, lane, acc, reference, row_sum);
     }
-    // All blocks of the cluster have stored theirs: each adds up some of the rows, and writes them, two at a time, since reading
-    // takes long.
+    // All blocks of the cluster have stored theirs: each adds up some of the rows and writes them, two at a time to overlap the
+    // latency of reads.
     sync_cluster();
     const int parts = min(blocks, shared_at<Work>(kWork).every);  // blocks that had a share
     const auto write = [&](Partial sum, int row, int column) {

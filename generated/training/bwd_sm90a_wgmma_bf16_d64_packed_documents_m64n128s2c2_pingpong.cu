@@ -109,8 +109,8 @@ struct Work {
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
-// A step: a tile of queries, with two bits for each consumer, which say whether it applies the mask, and whether no query
-// sees its keys; and their head.
+// A step: a tile of queries and their head. Two bits for each consumer say whether it applies the mask, and whether no query
+// sees its keys.
 struct Step {
   int tile, h;
 };

@@ -110,7 +110,7 @@ struct PartialRow {
   }
 };
 
-// Four columns of a row from up to kMost places, all of which are read before any is added: one by one that takes long.
+// Four columns of a row from up to kMost places. All are read before any is added, so that the latencies overlap.
 template <int kWidth, int kMost>
 struct PartialRows {
   float4 columns[kMost];
