@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any, Protocol
 
 from attngen.dtypes import dtype as dtype_row
@@ -82,7 +83,8 @@ class Driver(Protocol):
         """Number of multiprocessors of the device."""
 
     def bandwidth(self, device: int) -> float:
-        """Peak bytes per nanosecond of the device's memory, from its clock and bus width."""
+        """Peak bytes per nanosecond of the device's memory, from its clock and bus width; infinity where the driver does
+        not tell these."""
 
     def name(self, device: int) -> str:
         """Name of the device, as its driver has it."""
@@ -107,7 +109,7 @@ class Driver(Protocol):
 
     def clusters(self, function: Any, size: int, threads: int, shared: int, device: int) -> int:
         """How many clusters of ``size`` blocks of a loaded kernel run at once: a few blocks less than there are
-        multiprocessors, since a cluster lies in one part of the chip."""
+        multiprocessors, since a cluster lies in one part of the chip; 0 where none fits."""
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
         """Enqueue kernels, one after the other, on the caller's current stream of a device; never synchronizes."""
@@ -205,7 +207,7 @@ class CudaDriver:
                     of.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, of.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
                 )
             )  # fmt: skip
-            self._bandwidths[device] = 2e-6 * kilohertz * bits / 8  # double data rate
+            self._bandwidths[device] = 2e-6 * kilohertz * bits / 8 or inf  # double data rate
         return self._bandwidths[device]
 
     def name(self, device: int) -> str:
@@ -320,7 +322,7 @@ class CudaDriver:
         attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = size, 1, 1
         config.attrs, config.numAttrs = [attribute], 1
         with self._device(device):
-            return max(int(self._call(cu.cuOccupancyMaxActiveClusters, function, config)), 1)
+            return int(self._call(cu.cuOccupancyMaxActiveClusters, function, config))
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
         """See ``Driver.launch``."""

@@ -220,7 +220,8 @@ class Geometry:
         if not self.launch.persistent:
             return self.tiles * self.launch.cluster
         if self.launch.cluster > 1:
-            return self.launch.cluster * min(self._groups, driver.multiprocessors(device) // self.launch.cluster)
+            at_once = max(driver.multiprocessors(device) // self.launch.cluster, 1)
+            return self.launch.cluster * min(self._groups, at_once)
         return min(max(self.tiles, self._q_tiles), driver.multiprocessors(device))
 
     def number(self, parameter: Parameter) -> int:

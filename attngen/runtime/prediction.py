@@ -93,7 +93,7 @@ def predict(
     together = _together(kernel)
     q_tiles, units = tiles_of(call, together * kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
     rows, tiles = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k), together * q_tiles * units
-    path = _path(rows, units, card.blocks // together, tile, step)
+    path = _path(rows, units, max(card.blocks // together, 1), tile, step)
     alone = Prediction(launch + path[0] * tile + path[1] * step, tiles, path)
     counts = [count for count in range(2, kernel.main.shares + 1) if tiles <= clusters(card.blocks, count)]
     if not counts:

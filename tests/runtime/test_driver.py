@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import sys
+from math import inf
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,7 @@ class Stub:
         ):  # fmt: skip
             setattr(self, name, _Names(name))
         self.CUlaunchConfig = SimpleNamespace
-        self.CUlaunchAttribute = lambda: SimpleNamespace(value=SimpleNamespace())
+        self.CUlaunchAttribute = lambda: SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
         self.cuuint64_t = self.cuuint32_t = int
 
     def __getattr__(self, name: str) -> Any:
@@ -176,6 +177,38 @@ def test_clusters_of_another_size_are_another_library(stub: Stub) -> None:
         ("CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_HEIGHT", 1),
         ("CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_DEPTH", 1),
     ]
+
+
+@pytest.mark.parametrize(("told", "found"), [((2_619_000, 5120), 3352.32), ((0, 5120), inf), ((2_619_000, 0), inf)])
+def test_a_driver_may_not_tell_the_clock_of_memory(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, told: tuple[int, int], found: float
+) -> None:
+    """Predictions divide by what memory moves."""
+    values = dict(
+        zip(("CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE", "CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH"), told, strict=True)
+    )
+    monkeypatch.setattr(
+        stub, "cuDeviceGetAttribute", lambda name, _: (Status.CUDA_SUCCESS, values[name]), raising=False
+    )
+    assert CudaDriver().bandwidth(0) == pytest.approx(found)
+
+
+@pytest.mark.parametrize("fit", [0, 15])
+def test_clusters_at_once(stub: Stub, monkeypatch: pytest.MonkeyPatch, fit: int) -> None:
+    """On a part of a card there may be none."""
+    asked: list[Any] = []
+
+    def answer(*arguments: Any) -> tuple[Status, int]:
+        asked.append(arguments)
+        return Status.CUDA_SUCCESS, fit
+
+    monkeypatch.setattr(stub, "cuOccupancyMaxActiveClusters", answer, raising=False)
+    driver = CudaDriver()
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
+    assert driver.clusters("function", 8, 384, 200_000, 0) == fit
+    ((function, config),) = asked
+    assert (function, config.gridDimX, config.blockDimX, config.sharedMemBytes) == ("function", 8 * 132, 384, 200_000)
+    assert config.attrs[0].value.clusterDim.x == 8
 
 
 def test_a_parameter_list_that_differs_is_refused(stub: Stub) -> None:

@@ -163,6 +163,9 @@ def test_clusters_that_the_driver_knows_decide() -> None:
     assert prediction.shares(shared(4), call, card, lambda size: at_once[size]) == 3
     assert prediction.shares(shared(4), call, card, lambda size: 16 // size) == 4
     assert prediction.shares(shared(4, times=[]), call, card, lambda size: 16 // size) == 1
+    alone = call_of(1, 64, 3200, 1, 1)  # a single tile
+    assert prediction.shares(shared(4), alone, card, lambda size: size == 2) == 2
+    assert prediction.shares(shared(4), alone, card, lambda size: 0) == 1
 
 
 def test_it_is_preferred_where_it_is_faster_alone() -> None:

@@ -50,7 +50,7 @@ def test_warps_of_rows(rows: int, group: int, row_warps: int) -> None:
     assert (found["row_warps"], 1 << found["row_bits"]) == (row_warps, row_warps)
 
 
-@pytest.mark.parametrize("clusters", [1, 14, 16])
+@pytest.mark.parametrize("clusters", [0, 1, 14, 16])
 @pytest.mark.parametrize("keys", [0, 1, 1000, 100_000])
 @pytest.mark.parametrize("batch", [1, 7, 300])
 def test_blocks_run_at_once_and_clusters_are_whole(batch: int, keys: int, clusters: int) -> None:
