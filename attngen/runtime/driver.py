@@ -83,8 +83,8 @@ class Driver(Protocol):
         """Number of multiprocessors of the device."""
 
     def bandwidth(self, device: int) -> float:
-        """Peak bytes per nanosecond of the device's memory, from its clock and bus width; infinity where the driver does
-        not tell these."""
+        """Peak bytes per nanosecond of the device's memory, from its clock and bus width; infinity where the driver
+        does not tell these."""
 
     def name(self, device: int) -> str:
         """Name of the device, as its driver has it."""
