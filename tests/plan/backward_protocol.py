@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 from tests.plan import declared
-from tests.plan.protocol import WARPS, Place, ProtocolError, Ring, Role, Simulation, barriers, named
+from tests.plan.simulation import WARPS, Place, ProtocolError, Ring, Role, Simulation, barriers, named
 
 CONSUMERS = 2
 SUMS = 8
@@ -61,7 +61,8 @@ class Backward(Simulation):
     """A block of the kernel of all products."""
 
     def __init__(self, case: Case, rules: Rules, random: Random) -> None:
-        self.case, self.rules, self.random = case, rules, random  # type: ignore[assignment]
+        super().__init__(random)
+        self.case, self.rules = case, rules
         found = declared.backward(case.q_stages, case.stages, WARPS, case.overlap)
         self.q, self.dout, self.kv = (Ring(found.ring(name)) for name in ("q", "dout", "kv"))
         self.steps: list[object] = [None] * case.q_stages

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 
 from tests.plan import declared
-from tests.plan.protocol import WARPS, Condition, Named, ProtocolError, Role, Simulation
+from tests.plan.simulation import WARPS, Condition, Named, ProtocolError, Role, Simulation
 
 BLOCKS = 2
 SUMS = 8
@@ -199,13 +199,10 @@ class Block:
 class Cluster(Simulation):
     """Two blocks with a tile of keys."""
 
-    case: Case  # type: ignore[assignment]
-    rules: Rules  # type: ignore[assignment]
-
     def __init__(self, case: Case, rules: Rules, random: Random) -> None:
-        self.case, self.rules, self.random = case, rules, random  # type: ignore[assignment]
+        super().__init__(random)
+        self.case, self.rules = case, rules
         self.blocks = [Block(self, rank) for rank in range(BLOCKS)]
-        self.roles, self.waiting = {}, {}
         groups = {"values": values, "keys": keys, "queries": queries}
         loaders = (load_q, load_dout, load_rows)
         self.end = Named(BLOCKS * (len(loaders) + case.ordered + WARPS * len(groups)))
@@ -226,15 +223,9 @@ class Cluster(Simulation):
             yield from self.end.sync()
         block.at_work -= 1
 
-    def start(self, name: str, role: Role) -> None:
-        """Let something begin that no warp waits for at once."""
-        self.roles[name] = role
-        self.waiting[name] = next(role)
-
     def copy(self, to: list[object], piece: int, what: object, full: Phases, source: Iterable[Read] = ()) -> None:
         """Issue a copy; until it lands, the piece holds nothing."""
         to[piece] = None
-        self.copies += 1
 
         def land() -> Role:
             for _ in range(self.random.choice((1, 1, 5, 50))):
@@ -243,7 +234,7 @@ class Cluster(Simulation):
             to[piece] = what
             full.land()
 
-        self.start(f"copy {self.copies}", land())
+        self.land(land())
 
     def release(self, block: Block, empty: str, stage: int) -> None:
         """Give a stage back."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from tests.plan.protocol import ProtocolError, Role, Simulation
+from tests.plan.simulation import ProtocolError, Role, Simulation
 
 CONSUMERS = 2  # each has a part of a tile of dQ
 UNTOUCHED, TAKEN, STORED = range(3)
@@ -28,7 +28,8 @@ class Firsts(Simulation):
     """Blocks that add to the same tiles, each in an order of its own; memory holds what nobody cleared."""
 
     def __init__(self, rules: Rules, random: Random) -> None:
-        self.first_rules, self.random = rules, random
+        super().__init__(random)
+        self.rules = rules
         tiles, blocks = random.randint(1, 4), random.randint(1, 5)
         self.steps = [random.sample(range(tiles), random.randint(1, tiles)) for _ in range(blocks)]
         self.states = [UNTOUCHED] * tiles
@@ -44,10 +45,7 @@ class Firsts(Simulation):
             effect()
             landed[0] = True
 
-        self.copies += 1
-        name = f"copy {self.copies}"
-        self.roles[name] = land()
-        self.waiting[name] = next(self.roles[name])
+        self.land(land())
         return landed
 
     def store(self, place: tuple[int, int], block: int) -> None:
@@ -75,7 +73,7 @@ class Firsts(Simulation):
 
 def adder(s: Firsts, block: int) -> Role:
     """``backward/_adder.cu.j2``."""
-    rules = s.first_rules
+    rules = s.rules
     for tile in s.steps[block]:
         first = s.states[tile] == UNTOUCHED
         if not rules.one_is_first:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from tests.plan.protocol import ProtocolError, Role, Simulation
+from tests.plan.simulation import ProtocolError, Role, Simulation
 
 NONE_BEFORE = 2**31
 ALL_PASSED = 2**32 - 1
@@ -104,7 +104,8 @@ class Launch(Simulation):
     """All blocks of a launch."""
 
     def __init__(self, grid: Grid, rules: Rules, random: Random) -> None:
-        self.grid, self.order_rules, self.random = grid, rules, random
+        super().__init__(random)
+        self.grid, self.rules = grid, rules
         self.taken = 0
         self.running = 0
         self.started: set[int] = set()
@@ -117,7 +118,6 @@ class Launch(Simulation):
         #: Steps of each block, or of each block of a cluster.
         self.queues: list[list[Queue]] = [[[] for _ in range(grid.ranks)] for _ in range(grid.blocks)]
         self.left = [grid.ranks if grid.clusters else 2] * grid.blocks  # those that add, and the one that rounds
-        self.roles = {}
         for block in range(grid.blocks):
             self.roles[f"loader {block}"] = loader(self, block)
             for rank in range(grid.ranks):
@@ -152,10 +152,7 @@ class Launch(Simulation):
             self.sums.setdefault((rank, unit, turn), []).append(kv_tile)
             landed[0] = True
 
-        self.copies += 1
-        name = f"addition {self.copies}"
-        self.roles[name] = land()
-        self.waiting[name] = next(self.roles[name])
+        self.land(land())
         return landed
 
     def run(self) -> None:
@@ -173,7 +170,7 @@ class Launch(Simulation):
 
 def loader(s: Launch, block: int) -> Role:
     """``backward/_loader.cu.j2`` of a block, or ``cluster/_loader.cu.j2`` of both of a cluster, from its start."""
-    grid, rules, queues = s.grid, s.order_rules, s.queues[block]
+    grid, rules, queues = s.grid, s.rules, s.queues[block]
     counters = s.counters[0]
     yield lambda: s.running < grid.multiprocessors
     s.running += 1
@@ -204,7 +201,7 @@ def loader(s: Launch, block: int) -> Role:
 
 def adder(s: Launch, block: int, rank: int) -> Role:
     """``backward/_adder_ordered.cu.j2`` of a block."""
-    grid, rules, queue, counters = s.grid, s.order_rules, s.queues[block][rank], s.counters[rank]
+    grid, rules, queue, counters = s.grid, s.rules, s.queues[block][rank], s.counters[rank]
     own, told, known = -1, 0, Earlier(0)
     while True:
         yield lambda: bool(queue)
@@ -257,7 +254,7 @@ def rounder(s: Launch, block: int) -> Role:
 
 def turns(s: Launch, block: int, rank: int) -> Role:
     """``cluster/_turns.cu.j2`` of a block of a cluster, and the warpgroup that adds."""
-    grid, rules, queue, counters = s.grid, s.order_rules, s.queues[block][rank], s.counters[rank]
+    grid, rules, queue, counters = s.grid, s.rules, s.queues[block][rank], s.counters[rank]
     counter, told, known = -1, 0, Earlier(0)
     while True:
         yield lambda: bool(queue)
@@ -293,7 +290,7 @@ class Earlier:
 
 def await_turn(s: Launch, counters: list[int], first: int, known: Earlier, turn: int) -> Role:
     """``await_turn`` of ``order.cuh``; the counters of the earlier tiles begin with the ``first``."""
-    rules, at = s.order_rules, known.count
+    rules, at = s.rules, known.count
     while rules.wait_for_turn and at > 0 and known.passed <= turn:
         tiles = [first + at - 1 - lane for lane in range(min(at, LANES))]
         found = [counters[tile] for tile in tiles]

@@ -1,7 +1,7 @@
 """The model of the Hopper forward for clusters of two blocks, each of which loads half of K and V for both.
 
-A block is that of ``tests/plan/protocol.py``, with a scheduler and rows of its own. What one block does in the shared
-memory of the other gets there some time later.
+A block is that of ``tests/plan/forward_protocol.py``, with a scheduler and rows of its own. What one block does in the
+shared memory of the other gets there some time later.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from tests.plan import declared, protocol
-from tests.plan.protocol import Barrier, Case, Named, Place, ProtocolError, Ring, Role, Simulation
+from attngen.plan import pipes
+from tests.plan import declared
+from tests.plan.forward_protocol import Case, Forward
+from tests.plan.forward_protocol import Rules as ForwardRules
+from tests.plan.simulation import WARPS, Barrier, Named, Place, ProtocolError, Ring, Role, Simulation, barriers
 
 BLOCKS = 2
 
@@ -30,7 +33,7 @@ class Shared(Ring):
 
     block: Block
 
-    def __init__(self, declared: protocol.pipes.Ring, block: Block) -> None:
+    def __init__(self, declared: pipes.Ring, block: Block) -> None:
         super().__init__(declared)
         self.block = block
         for barrier in self.full:
@@ -47,19 +50,19 @@ class Shared(Ring):
             self.block.arrive_at(other, other.ring(self.declared.name).empty[stage])
 
 
-class Block(Simulation):
+class Block(Forward):
     """One block of the pair."""
 
     def __init__(self, case: Case, random: Random, pair: Pair, rank: int) -> None:
-        super().__init__(case, protocol.Rules(), random)
+        super().__init__(case, ForwardRules(), random)
         self.pair, self.rank, self.number = pair, rank, -1
         found = declared.forward(
-            case.consumers, case.q_stages, case.stages, protocol.WARPS, pingpong=case.pingpong, skips=case.skips,
+            case.consumers, case.q_stages, case.stages, WARPS, pingpong=case.pingpong, skips=case.skips,
             specialized=True, cluster=BLOCKS,
         )  # fmt: skip
         self.k, self.v = (Shared(found.ring(name), self) for name in ("k", "v"))
         taken = found.ring("taken")
-        self.taken_full, self.taken_empty = protocol.barriers(taken.full, 1)[0], protocol.barriers(taken.empty, 1)[0]
+        self.taken_full, self.taken_empty = barriers(taken.full, 1)[0], barriers(taken.empty, 1)[0]
         self.roles["scheduler"] = scheduler(self)
         self.inside = len(self.roles)
         self.underway = 0  # arrivals at the other block
@@ -122,7 +125,8 @@ class Pair(Simulation):
     """Both blocks at work."""
 
     def __init__(self, case: Case, rules: Rules, random: Random) -> None:
-        self.random, self.rules, self.roles = random, rules, {}
+        super().__init__(random)
+        self.rules = rules
         self.blocks: list[Block] = []
         for rank in range(BLOCKS):
             seen = random.choice((0.2, 0.5, 0.9))
@@ -144,10 +148,7 @@ class Pair(Simulation):
                 raise ProtocolError(f"block {block.rank} has left")
             act()
 
-        self.copies += 1
-        name = f"copy {self.copies}"
-        self.roles[name] = acting()
-        self.waiting[name] = next(self.roles[name])
+        self.land(acting())
 
 
 def scheduler(s: Block) -> Role:

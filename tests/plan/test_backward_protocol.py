@@ -12,7 +12,7 @@ from tests.plan.first_protocol import Firsts
 from tests.plan.first_protocol import Rules as FirstRules
 from tests.plan.order_protocol import Grid, Launch
 from tests.plan.order_protocol import Rules as OrderRules
-from tests.plan.protocol import ProtocolError
+from tests.plan.simulation import ProtocolError
 
 RUNS = 150
 

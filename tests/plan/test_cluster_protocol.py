@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from tests.plan.cluster_protocol import Case, Cluster, Rules
-from tests.plan.protocol import ProtocolError
+from tests.plan.simulation import ProtocolError
 
 RUNS = 200
 

@@ -22,7 +22,8 @@ from tests.plan.backward_protocol import Rules as BackwardRules
 from tests.plan.cluster_protocol import Case as ClusterCase
 from tests.plan.cluster_protocol import Cluster
 from tests.plan.cluster_protocol import Rules as ClusterRules
-from tests.plan.protocol import Case, ProtocolError, Rules, Simulation
+from tests.plan.forward_protocol import Case, Forward, Rules
+from tests.plan.simulation import ProtocolError
 from tests.plan.specs import planned
 
 BACKWARD = {"passes": "backward", "backward": "{backend: cuda}"}
@@ -163,7 +164,7 @@ FORWARD = Case(((frozenset({0, 1}),) * 4,) * 4, 2, 2, 2, 2, pingpong=True, overl
 MODELS = {
     "forward": (
         [f"{ring}_{side}" for ring in ("q", "k", "v", "work") for side in ("full", "empty")] + ["work_asked"],
-        lambda random: Simulation(FORWARD, Rules(), random).run(),
+        lambda random: Forward(FORWARD, Rules(), random).run(),
     ),
     "backward": (
         [

@@ -1,31 +1,17 @@
-"""A small model of the Hopper kernels' barriers: who waits for whom, and what each stage holds when it is read.
+"""A small model of the Hopper forward's barriers: who waits for whom, and what each stage holds when it is read.
 
-Roles are generators that follow the templates line by line (``_scheduler``, the loaders, ``_consumer`` with ``_step``,
-and ``forward_unified``): each yields the condition that it waits for. The simulation lets any role run whose condition
-holds, so that a run is one of the interleavings that a GPU may choose. A barrier in shared memory is what PTX says:
-it counts phases, and a wait sees only their parity, so that one who comes two phases late waits for the wrong one. A
-consumer has two warps, the leader that arrives for all, and another; products, named barriers and nothing else keep
-them together. Copies land some time after they were issued.
+Roles follow the templates ``_scheduler``, the loaders, ``_consumer`` with ``_step``, and ``unified``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
-from attngen.plan import pipes
 from tests.plan import declared
+from tests.plan.simulation import WARPS, Named, Place, ProtocolError, Ring, Role, Simulation, barriers, named
 
-Condition = Callable[[], bool]
-Role = Iterator[Condition]
 Tile = tuple[int, int]  # tile of work, and place among its tiles
-
-WARPS = 2  # of a consumer: the leader, and one for the others
-
-
-class ProtocolError(Exception):
-    """The protocol is wrong: all roles wait, or one reads what is not there."""
 
 
 @dataclass(frozen=True)
@@ -92,112 +78,12 @@ class Case:
         return self.skips and any(consumer in seen for seen in work) and consumer not in work[tile[1]]
 
 
-@dataclass
-class Barrier:
-    """An mbarrier: ``count`` arrivals complete a phase."""
-
-    count: int
-    arrived: int = 0
-    phases: int = 0
-
-    def arrive(self) -> None:
-        self.arrived += 1
-        if self.arrived == self.count:
-            self.arrived, self.phases = 0, self.phases + 1
-
-    def done(self, parity: int) -> Condition:
-        return lambda: self.phases % 2 != parity
-
-
-@dataclass
-class Named:
-    """A named barrier over a number of warps, of which some only arrive."""
-
-    count: int
-    arrived: int = 0
-    generation: int = 0
-
-    def arrive(self) -> None:
-        self.arrived += 1
-        if self.arrived == self.count:
-            self.arrived, self.generation = 0, self.generation + 1
-
-    def sync(self) -> Role:
-        awaited = self.generation + 1
-        self.arrive()
-        yield lambda: self.generation >= awaited
-
-
-def barriers(signal: pipes.Signal | None, count: int) -> list[Barrier]:
-    """Return so many barriers, for which the bytes of a copy count as one more arrival."""
-    return [Barrier(signal.arrivals + signal.bytes) for _ in range(count)] if signal else []
-
-
-def named(declared: pipes.Pipes, name: str) -> list[Named]:
-    """Return the named barriers of a group; none if it is not declared."""
-    found = (one for one in declared.named if one.name == name)
-    return [Named(one.threads // 128 * WARPS) for one in found for _ in range(one.count)]
-
-
-@dataclass
-class Ring:
-    """Stages with their barriers, as a schedule declares them."""
-
-    declared: pipes.Ring
-    full: list[Barrier] = field(init=False)
-    empty: list[Barrier] = field(init=False)
-    holds: list[object] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.full = barriers(self.declared.full, self.stages)
-        self.empty = barriers(self.declared.empty, self.stages)
-        self.holds = [None] * self.stages
-
-    @property
-    def stages(self) -> int:
-        """How many there are."""
-        return self.declared.stages
-
-    def release(self, stage: int) -> None:
-        """Say that a stage may be filled again."""
-        self.empty[stage].arrive()
-
-
-@dataclass
-class Place:
-    """A stage of a ring and the parity of its phase, as each role keeps them."""
-
-    ring: Ring
-    stage: int = 0
-    phase: int = 0
-
-    def advance(self) -> None:
-        self.stage += 1
-        if self.stage == self.ring.stages:
-            self.stage, self.phase = 0, self.phase ^ 1
-
-    def copy(self) -> Place:
-        return Place(self.ring, self.stage, self.phase)
-
-    def full(self) -> Condition:
-        return self.ring.full[self.stage].done(self.phase)
-
-    def empty(self) -> Condition:
-        return self.ring.empty[self.stage].done(self.phase ^ 1)
-
-    def release(self) -> None:
-        self.ring.release(self.stage)
-
-    def expect(self, wanted: object) -> None:
-        if self.ring.holds[self.stage] != wanted:
-            raise ProtocolError(f"read {self.ring.holds[self.stage]} where {wanted} should be")
-
-
-class Simulation:
-    """A block of a kernel: its barriers, its shared memory, and the roles that are still at work."""
+class Forward(Simulation):
+    """A block of a kernel: its barriers, its shared memory, and its roles."""
 
     def __init__(self, case: Case, rules: Rules, random: Random, *, unified: bool = False) -> None:
-        self.case, self.rules, self.random = case, rules, random
+        super().__init__(random)
+        self.case, self.rules = case, rules
         consumers = case.consumers
         found = declared.forward(
             consumers, 1 if unified else case.q_stages, case.stages, WARPS, pingpong=case.pingpong, skips=case.skips,
@@ -216,7 +102,6 @@ class Simulation:
         self.values: dict[tuple[int, int], Tile] = {}  # whose keys' values lie where
         self.group = [Named(WARPS) for _ in range(consumers)]  # products, too, keep a consumer's warps together
         self.turn = named(found, "turn")
-        self.roles: dict[str, Role] = {}
         if not unified:
             self.roles |= {"scheduler": scheduler(self), "loader": loader(self), "query loader": query_loader(self)}
             if case.value_loader:
@@ -228,21 +113,6 @@ class Simulation:
         """Return where the values of the keys of a tile of K lie."""
         return k.stage, k.phase if self.rules.two_tiles_of_values else 0
 
-    def copy(self, to: Place, what: object) -> None:
-        """Issue a copy; until it lands, the stage holds nothing."""
-        to.ring.holds[to.stage] = None
-        to.ring.full[to.stage].arrive()
-
-        def land(stage: int) -> Role:
-            yield lambda: True
-            to.ring.holds[stage] = what
-            to.ring.full[stage].arrive()
-
-        self.copies += 1
-        name = f"copy {self.copies}"
-        self.roles[name] = land(to.stage)
-        self.waiting[name] = next(self.roles[name])
-
     def put_partials(self) -> None:
         """Overwrite Q, K and V: no copy is on its way."""
         for ring in (self.q, self.k, self.v):
@@ -250,26 +120,11 @@ class Simulation:
                 raise ProtocolError("partial results are written where a copy will land")
             ring.holds = ["partial results"] * ring.stages
 
-    def run(self) -> None:
-        """Run to the end; ProtocolError if that is not reached, or something else is read than was meant."""
-        self.copies = 0
-        self.waiting: dict[str, Condition] = {name: lambda: True for name in self.roles}
-        slowness = {name: self.random.choice((1, 5, 50)) for name in self.roles}
-        while self.waiting:
-            ready = [name for name, condition in self.waiting.items() if condition()]
-            if not ready:
-                raise ProtocolError(f"deadlock of {', '.join(self.waiting)}")
-            (name,) = self.random.choices(ready, [1 / slowness.get(name, 5) for name in ready])
-            try:
-                self.waiting[name] = next(self.roles[name])
-            except StopIteration:
-                del self.waiting[name]
-
 
 # --- with roles -----------------------------------------------------------------------------------------------
 
 
-def scheduler(s: Simulation) -> Role:
+def scheduler(s: Forward) -> Role:
     """``forward/_scheduler.cu.j2``; what no row sees never reaches the others."""
     slot = phase = asked_phase = 0
     for record in (0,) if s.case.shares else (*range(len(s.case.works)), None):
@@ -284,7 +139,7 @@ def scheduler(s: Simulation) -> Role:
             asked_phase ^= 1
 
 
-def loader(s: Simulation) -> Role:
+def loader(s: Forward) -> Role:
     """``forward/_loader.cu.j2``: V one step after K."""
     slot = work_phase = 0
     k, pending = Place(s.k), Place(s.v)
@@ -321,13 +176,13 @@ def loader(s: Simulation) -> Role:
             return
 
 
-def ask(s: Simulation) -> None:
+def ask(s: Forward) -> None:
     """Ask for the next tile of work, where there may be one."""
     if not s.case.shares:
         s.work_asked.arrive()
 
 
-def page_loader(s: Simulation, ring: Ring) -> Role:
+def page_loader(s: Forward, ring: Ring) -> Role:
     """``forward/_page_loader.cu.j2``: K and V each have one."""
     slot = work_phase = 0
     to, of_k = Place(ring), ring is s.k
@@ -352,7 +207,7 @@ def page_loader(s: Simulation, ring: Ring) -> Role:
             to.advance()
 
 
-def query_loader(s: Simulation) -> Role:
+def query_loader(s: Forward) -> Role:
     """``forward/_query_loader.cu.j2``."""
     slot = work_phase = 0
     q = Place(s.q)
@@ -369,7 +224,7 @@ def query_loader(s: Simulation) -> Role:
             q.advance()
 
 
-def consumer(s: Simulation, c: int, w: int) -> Role:
+def consumer(s: Forward, c: int, w: int) -> Role:
     """``forward/_consumer.cu.j2`` and ``forward/_step.cu.j2``: one warp of a consumer."""
     case, rules, leader = s.case, s.rules, w == 0
     k, q, v, held = Place(s.k), Place(s.q), Place(s.v), Place(s.v)
@@ -559,7 +414,7 @@ def consumer(s: Simulation, c: int, w: int) -> Role:
 # --- without roles --------------------------------------------------------------------------------------------
 
 
-def unified_warp(s: Simulation, c: int, w: int) -> Role:
+def unified_warp(s: Forward, c: int, w: int) -> Role:
     """``forward_unified.cu.j2``: one warp of a warpgroup; the very first one loads for all."""
     case, leader, loads = s.case, w == 0, (c, w) == (0, 0)
     count = len(case.works[0])

@@ -7,9 +7,10 @@ from random import Random
 
 import pytest
 
+from tests.plan.forward_protocol import Case, Forward, Rules
 from tests.plan.pair_protocol import Pair
 from tests.plan.pair_protocol import Rules as PairRules
-from tests.plan.protocol import Case, ProtocolError, Rules, Simulation
+from tests.plan.simulation import ProtocolError
 
 RUNS = 400
 
@@ -19,14 +20,14 @@ def test_the_rules_of_the_templates_hold(seed: int) -> None:
     random = Random(seed)
     for _ in range(RUNS):
         case = Case.random(random)
-        Simulation(case, Rules(), random).run()
+        Forward(case, Rules(), random).run()
 
 
 def test_without_roles() -> None:
     random = Random(0)
     for _ in range(RUNS):
         case = replace(Case.random(random), pingpong=False, skips=False)
-        Simulation(case, Rules(), random, unified=True).run()
+        Forward(case, Rules(), random, unified=True).run()
 
 
 def shared(case: Case, random: Random) -> Case:
@@ -38,11 +39,11 @@ def shared(case: Case, random: Random) -> Case:
 def test_blocks_that_share_keys() -> None:
     random = Random(0)
     for _ in range(RUNS):
-        Simulation(shared(Case.random(random), random), Rules(), random).run()
+        Forward(shared(Case.random(random), random), Rules(), random).run()
     with pytest.raises(ProtocolError, match="read partial results"):
         for _ in range(RUNS):
             case = shared(replace(Case.random(random), consumers=2, pingpong=False), random)
-            Simulation(case, Rules(meet_before_partials=False), random).run()
+            Forward(case, Rules(meet_before_partials=False), random).run()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_a_rule_that_is_broken_is_found(rule: str, becomes: str, pingpong: bool)
             case = replace(Case.random(random), consumers=2, pingpong=pingpong, skips=True)
             if rule == "value_loader_says_so":
                 case = replace(case, value_loader=True)
-            Simulation(case, Rules(**{rule: False}), random).run()
+            Forward(case, Rules(**{rule: False}), random).run()
 
 
 @pytest.mark.parametrize("seed", range(2))
