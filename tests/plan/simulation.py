@@ -159,7 +159,6 @@ class Simulation:
 
     def run(self) -> None:
         """Run to the end; ProtocolError if that is not reached, or something else is read than was meant."""
-        self.copies = 0
         self.waiting = {name: lambda: True for name in self.roles}
         slowness = {name: self.random.choice((1, 5, 50)) for name in self.roles}
         while self.waiting:
