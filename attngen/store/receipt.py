@@ -7,6 +7,7 @@ presets and Python sources), the versions of what it calls. If none of it change
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -86,7 +87,8 @@ def write_receipt(
 
 
 def _name(spec: Path, arches: Iterable[str], tuned: Sequence[Path]) -> str:
-    read = [str(spec.resolve()), sorted(arches), *(str(file.resolve()) for file in tuned)]
+    # realpath takes links that lead to each other, too: reading the spec says what is wrong
+    read = [os.path.realpath(spec), sorted(arches), *map(os.path.realpath, tuned)]
     return digest(read)[:32] + ".json"
 
 

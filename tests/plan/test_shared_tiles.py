@@ -63,7 +63,7 @@ def test_partial_results_have_room(dims: str) -> None:
     )
     regions = {region.name: region for region in roles(shared).shared}
     row = 4 * (shared.columns_v[0].width + ROW_PADDING)
-    room = sum(regions[name].bytes for name in ("q", "k", "v", "partials") if name in regions)
+    room = sum(regions[name].bytes for name in ("q", "k", "v", "more_partials") if name in regions)
     assert room >= shared.tile_m * row
     assert regions["work"].offset == room, "they lie side by side, from the start"
     assert f"<= {room})" in render(shared).text

@@ -20,7 +20,7 @@ _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = (
-    "q", "k", "v_rows", "v", "partials", "out", "work", "barriers", "tile_scales", "key_values", "tile_info", "taken",
+    "q", "k", "v_rows", "v", "more_partials", "out", "work", "barriers", "tile_scales", "key_values", "tile_info", "taken",
 )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def _others(
     places = roles.q_stages * tile_m * qk * operands.q.bytes
     places += stages * tile_n * (qk * operands.k.bytes + v * operands.v.bytes)
     more = tile_m * (v + ROW_PADDING) * operands.accumulator.bytes - places
-    return (("partials", more),) if more > 0 else ()
+    return (("more_partials", more),) if more > 0 else ()
 
 
 def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:

@@ -27,7 +27,7 @@ _REGION_TEXTS = {
     "taken": "the tiles of work that the cluster takes next",
     "key_values": "values of the keys of two tiles in each stage of K, which the mask reads",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
-    "partials": "what partial results take beyond Q, K and V",
+    "more_partials": "what partial results take beyond Q, K and V",
 }  # fmt: skip
 #: Where the addresses of barriers and copies begin in a cluster: those of a block in the shared memory of all.
 _FROM_HERE = "here + "
@@ -284,7 +284,7 @@ def _classifier(plan: Plan) -> ClassifierView:
 
 def _room(hopper: HopperForward) -> int:
     """Return the bytes of shared memory that partial results may take: those of Q, K and V, and of a region beside."""
-    return sum(region.bytes for region in hopper.shared if region.name in ("q", "k", "v", "partials"))
+    return sum(region.bytes for region in hopper.shared if region.name in ("q", "k", "v", "more_partials"))
 
 
 def _region_text(name: str, size: int) -> str:

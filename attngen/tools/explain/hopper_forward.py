@@ -295,7 +295,7 @@ def _holds(plan: Plan, hopper: HopperForward, region: str) -> str:
         "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
         "out": f"O for its store: {plan.tile_m} x {hopper.out_columns}{parts}",
         "work": "records of two tiles of work: place, and ranges of KV tiles",
-        "partials": "what partial results take in the end, beside the place of Q, K and V",
+        "more_partials": "what partial results take in the end, beside the place of Q, K and V",
         "tile_info": "number of the tile in each stage of K, and who needs the mask",
         "taken": "number of the pair of tiles of work that comes next",
     }.get(region, "barriers, 8 B each")
