@@ -77,7 +77,7 @@ def test_records_of_shared_tiles_are_aligned(bounds: tuple[int, int] | None, con
 
 def test_partial_results_beyond_q_k_and_v_have_a_region() -> None:
     """Those of shared tiles, where Q, K and V are small."""
-    source = render(planned("full", split_kv="tiles", head_dim=128, tile="{m: 128, n: 16}"))
+    source = render(planned("full", backend="cuda", split_kv="tiles", head_dim=128, tile="{m: 128, n: 16}"))
     assert "constexpr uint32_t kMorePartials" in source.text
     assert ".entry" in to_ptx(source)
 

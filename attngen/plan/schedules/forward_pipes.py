@@ -20,7 +20,8 @@ _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = (
-    "q", "k", "v_rows", "v", "more_partials", "out", "work", "barriers", "tile_scales", "key_values", "tile_info", "taken",
+    "q", "k", "v_rows", "v", "more_partials", "out", "work", "barriers", "tile_scales", "key_values", "tile_info",
+    "taken",
 )  # fmt: skip
 
 
