@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, suggest
-from attngen.runtime.arguments import check_rank, index_vector
+from attngen.runtime.arguments import check_rank, check_written, index_vector
 from attngen.runtime.checked import PAGE_LAYOUTS, mixes
 
 _ROTARY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -157,10 +157,11 @@ def _check_caches(k: Tensor, v: Tensor, k_cache: Any, v_cache: Any, page_layout:
             if k_cache.dtype != v_cache.dtype:
                 raise CallError(f"k_cache has {k_cache.dtype}, but v_cache has {v_cache.dtype}")
         elif (cache.dtype, cache.device) != (new.dtype, k.device):
+            where = "" if new.device == k.device else f"; k is on {k.device}"
             raise CallError(
-                f"{name} has {new.dtype} on {new.device}, but {name}_cache has {cache.dtype} on {cache.device}; k is "
-                f"on {k.device}"
+                f"{name} has {new.dtype} on {new.device}, but {name}_cache has {cache.dtype} on {cache.device}{where}"
             )
+        check_written(f"{name}_cache", cache)
         heads = cache.shape[2 if page_layout == "NHD" else 1]
         if (heads, cache.shape[-1]) != tuple(new.shape[-2:]):
             raise CallError(

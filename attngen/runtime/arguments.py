@@ -96,8 +96,18 @@ def check_rank(name: str, tensor: Any, rank: int, form: str) -> None:
     """Raise CallError unless something is a tensor of ``rank`` dimensions; ``form`` names these."""
     if not isinstance(tensor, torch.Tensor):
         raise CallError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise CallError(f"{name} is a nested tensor; allowed: {form}; attngen.attention_varlen takes packed sequences")
     if tensor.dim() != rank:
         raise CallError(f"{name} must have {rank} dimensions ({form}), got shape {tuple(tensor.shape)}")
+
+
+def check_written(name: str, tensor: torch.Tensor) -> None:
+    """Raise CallError for a tensor that a call cannot write to: rows that share memory, or a leaf of autograd."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise CallError(f"{name} is written, but its rows share memory: it has strides {tensor.stride()}")
+    if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+        raise CallError(f"{name} is written, but requires a gradient; allowed: {name}.detach()")
 
 
 def check_alike(tensors: Mapping[str, torch.Tensor]) -> None:

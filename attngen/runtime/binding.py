@@ -24,6 +24,8 @@ BACKENDS = ("triton", "cuda", "reference")
 
 def find(variant: str | Variant, package: str | None) -> Found:
     """Return the variant and its kernels. A variant given as a value takes the kernels that compute exactly it."""
+    if not isinstance(package, str | None):
+        raise CallError(f"package must be the name of one, got {type(package).__name__}")
     if not isinstance(variant, Variant):
         if not isinstance(variant, str):
             raise CallError(f"variant must be a name or a Variant, got {type(variant).__name__}")
@@ -83,6 +85,8 @@ def bind_call(given: Given) -> tuple[Call, Found]:
 def _found(given: Given) -> Found:
     """Return the variant and its kernels. Raises CallError, and NoKernelError with what to add to a spec."""
     check_backend(given.backend)
+    if not isinstance(given.deterministic, bool):
+        raise CallError(f"deterministic must be True or False, got {given.deterministic!r}")
     try:
         return find(given.variant, given.package)
     except NoKernelError as error:

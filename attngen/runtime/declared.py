@@ -27,7 +27,9 @@ _ELSEWHERE = {
     "causal": "say variant='causal'",
     "is_causal": "say variant='causal', or 'causal_top_left' to align at the first key",
     "enable_gqa": "leave it out: k and v may have fewer heads",
-    "layout": "packed tensors have one: total x heads x head_dim",
+    "layout": "packed tensors have one: total x heads x head_dim; that of pages is page_layout",
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "attention_varlen takes it"),
+    **dict.fromkeys(("page_table", "num_splits", "split_size", "out"), "attention_paged takes it"),
     "scale": "did you mean 'softmax_scale'?",
     "window_size": "say variant='sliding_window'",
 }
@@ -67,6 +69,8 @@ def hint_for(unknown: str, declared: Sequence[str]) -> str:
     """Return what to write instead of a keyword that neither the variant nor the call has, or the empty string."""
     if unknown in _ELSEWHERE:
         return f"; {_ELSEWHERE[unknown]}"
+    if unknown in _CALL_KEYWORDS:
+        return "; keys in pages have none"
     return suggest(unknown, (*declared, *_CALL_KEYWORDS))
 
 

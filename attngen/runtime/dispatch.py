@@ -135,7 +135,7 @@ def is_traced(tensor: Any) -> bool:
         return True
     if type(tensor) in PLAIN:
         return tensor.is_meta
-    return isinstance(tensor, Tensor)
+    return isinstance(tensor, Tensor) and not tensor.is_nested  # which is refused
 
 
 def _on_gpu(tensor: Any) -> bool:

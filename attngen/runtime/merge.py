@@ -7,7 +7,7 @@ grouping of the parts. A prefix that a batch shares is computed once and merged 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -61,6 +61,8 @@ def _listed(name: str, tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]
         if tensors.dim() == 0:
             raise CallError(f"{name} must be a sequence of tensors, or a tensor with one more axis, got a number")
         return tensors.unbind(0)
+    if not isinstance(tensors, Iterable):
+        raise CallError(f"{name} must be a sequence of tensors, or a tensor, got {type(tensors).__name__}")
     found = tuple(tensors)
     for i, tensor in enumerate(found):
         if not isinstance(tensor, Tensor):

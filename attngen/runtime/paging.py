@@ -11,7 +11,7 @@ import torch
 from attngen.errors import CallError, suggest
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import check_alike, check_rank, common, finish, index_vector, length_of
+from attngen.runtime.arguments import check_alike, check_rank, check_written, common, finish, index_vector, length_of
 from attngen.runtime.checked import PAGE_LAYOUTS, Call, View, view
 from attngen.runtime.given import Given
 
@@ -167,6 +167,7 @@ def _given_out(out: Any, call: Call, q: torch.Tensor) -> View | None:
     ):
         if found != wanted:
             raise CallError(f"out has {label} {found}, but the result has {wanted}")
+    check_written("out", out)
     if out.shape[-1] > 1 and out.stride(-1) != 1:
         raise CallError(f"out's last dimension must be contiguous, got strides {out.stride()}")
     if call.order == "thd":
