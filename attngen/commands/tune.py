@@ -69,6 +69,8 @@ def command(
             print_json([dict(zip(fields, row, strict=True)) for row in rows])
         else:
             print_table(("kernel", "plan", "candidates", "cases"), rows)
+            if not rows:
+                click.echo("no dense kernel of the spec leaves tile, stages and warps open")
         return
     target = out or Path(f"{spec.name.split('.')[0]}.tuned.yaml")
     if not target.parent.is_dir():

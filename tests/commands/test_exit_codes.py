@@ -31,6 +31,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "wrong.yaml").write_text(SPEC.replace("mask", "mesk"))
     (tmp_path / "unplanned.yaml").write_text("\n".join(line for line in HALF.splitlines() if "causal" not in line))
     (tmp_path / "rejected.yaml").write_text(SPEC.replace("near", "reject"))
+    (tmp_path / "empty.yaml").write_text("schema: 1\n")
+    (tmp_path / "circle.yaml").symlink_to("circle.yaml")
     (tmp_path / "file").touch()
     return tmp_path
 
@@ -39,6 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 CASES = [
     ("build mine.yaml", 0, ""),
     ("build none.yaml", 2, "there is no file"),
+    ("build circle.yaml", 2, "there is no file"),
     ("build wrong.yaml", 2, "did you mean 'mask'"),
     ("build mine.yaml --arch sm75", 2, "no kernel for 'sm75'"),
     ("build mine.yaml --jobs 0", 2, "--jobs"),
@@ -59,6 +62,8 @@ CASES = [
     ("explain mine.yaml --set width", 2, "is not NAME=VALUE"),
     ("explain mine.yaml --set wodth=3", 2, "no scalar 'wodth'"),
     ("explain mine.yaml --set width=wide", 2, "'wide' is not"),
+    ("explain mine.yaml --set width=99999999999", 2, "'99999999999' is not"),
+    ("explain empty.yaml", 2, "asks for no kernel"),
     ("explain mine.yaml --tensor t=none.pt", 2, "'t'"),
     ("verify none.yaml", 2, "there is no file"),
     ("verify mine.yaml --only d65", 2, "has no kernel 'd65'"),

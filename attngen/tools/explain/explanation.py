@@ -13,7 +13,9 @@ from attngen.formats import HELPERS
 from attngen.lang.bands import bands
 from attngen.lang.facts import Facts
 from attngen.lang.ir import names
+from attngen.lang.parser import FLOAT32_MAX
 from attngen.lang.printing import canonical
+from attngen.lang.ranges import DTYPE_RANGES
 from attngen.lang.spans import Interval
 from attngen.plan.budget import SharedMemory, shared_memory
 from attngen.plan.model import Argument, Columns, Plan
@@ -272,6 +274,8 @@ def explain_spec(
     plans = [plan for plan in known if kernel is None or kernel in plan.name]
     exact = [plan for plan in plans if plan.name == kernel]
     plans = exact or plans
+    if not known:
+        raise CallError(f"{spec} asks for no kernel, so there is nothing to explain")
     if not plans:
         raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), [plan.name for plan in known])}")
     plans = [plan for plan in plans if plan.direction not in HELPERS]
@@ -300,6 +304,9 @@ def _value(scalar: Scalar, text: str) -> bool | int | float:
             value = {"true": True, "false": False}[text.lower()]
         else:
             value = float(text) if scalar.dtype == "fp32" else int(text)
+        low, high = (-FLOAT32_MAX, FLOAT32_MAX) if scalar.dtype == "fp32" else DTYPE_RANGES[scalar.dtype]
+        if not low <= value <= high:
+            raise ValueError(value)
     except (ValueError, KeyError):
         raise CallError(f"scalar '{scalar.name}' is {scalar.dtype}, which '{text}' is not") from None
     for bound, outside in ((scalar.min, lambda b: value < b), (scalar.max, lambda b: value > b)):
