@@ -119,6 +119,8 @@ class Rules:
 
 
 def _number(value: float) -> str:
+    if isinstance(value, int) and value.bit_length() > 256:  # of which no one reads the digits, nor is it a float
+        return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}"
     if math.isinf(value):
         return "inf" if value > 0 else "-inf"
     return f"{int(value)}" if value == int(value) else f"{value:g}"

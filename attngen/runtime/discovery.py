@@ -5,6 +5,7 @@ A package that ships this runtime goes without this module.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,8 @@ ENTRY_POINTS = "attngen.kernels"
 
 def package_at(path: str | Path) -> Package:
     """Return the package of a folder, or of the index that a build wrote. Raises LoadError; see ``registry.load``."""
+    if not isinstance(path, str | os.PathLike):
+        raise LoadError(f"a path is text or a Path, got {type(path).__name__}")
     path = Path(path).expanduser().absolute()  # its kernels are read later, wherever the process is by then
     if not path.exists():
         raise LoadError(f"{path} does not exist")

@@ -218,6 +218,9 @@ def define(variants: Sequence[str]) -> tuple[str, ...]:
     """Define the operators of these variants, or of all that can be read, and return ``namespace::name`` of each."""
     if not variants:
         variants = [f"{p.name}/{name}" for _, p in registry.packages() for name in p.variants if p.kernels(name)]
+    for variant in variants:
+        if not isinstance(variant, str):
+            raise CallError(f"a variant is given by its name, got {type(variant).__name__}")
     found = (operators_of(variant)[:2] for variant in dict.fromkeys(variants))
     return tuple(f"{namespace}::{name}" for namespace, name in found)
 

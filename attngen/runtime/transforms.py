@@ -100,13 +100,13 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], recorded: Recorded, *tensors: Any) -> tuple[Any, Any]:
-        dims, size = in_dims[1:], info.batch_size
+        dims, size = in_dims[1:], _size_of(info)
         axes = batch_axes(recorded, tensors, dims)
         if axes is None:
             found = [Attention.apply(recorded, *_element(tensors, dims, i)) for i in range(size)]
             return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0, 0)
         out, lse = Attention.apply(recorded, *_folded(tensors, dims, axes, size))
-        return (out.unflatten(0, (size, -1)), lse.unflatten(0, (size, -1))), (0, 0)
+        return (_unfolded(out, 0, size), _unfolded(lse, 0, size)), (0, 0)
 
 
 def gradients(
@@ -173,7 +173,7 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], recorded: Recorded, asked: Any, *tensors: Any) -> tuple[Any, Any]:
-        dims, size = in_dims[2:], info.batch_size
+        dims, size = in_dims[2:], _size_of(info)
         axes = batch_axes(recorded, tensors[4:], dims[4:])
         if axes is not None:
             shared = any(axes[len(TENSORS) + recorded.names.index(name)] is None for name in asked)
@@ -184,7 +184,19 @@ class Gradients(torch.autograd.Function):
         every = [0, 0, 0, 0, *axes]
         found = Gradients.apply(recorded, asked, *_folded(tensors, dims, every, size))
         places = [0, 0, 0, *(axes[len(TENSORS) + recorded.names.index(name)] for name in asked)]
-        return tuple(t.unflatten(axis, (size, -1)) for t, axis in zip(found, places, strict=True)), tuple(places)
+        return tuple(_unfolded(t, axis, size) for t, axis in zip(found, places, strict=True)), tuple(places)
+
+
+def _size_of(info: Any) -> int:
+    """Return over how many calls ``vmap`` goes. Raises CallError for none, whose results nothing tells the shape of."""
+    if not info.batch_size:
+        raise CallError("vmap goes over an axis of size 0; allowed: at least 1")
+    return int(info.batch_size)
+
+
+def _unfolded(tensor: Tensor, axis: int, size: int) -> Tensor:
+    """Return a tensor whose ``axis`` is an axis of ``vmap`` and one of the call again, which may be empty."""
+    return tensor.unflatten(axis, (size, tensor.shape[axis] // size))
 
 
 def _without_tangents(tensors: Sequence[Any]) -> list[Any]:

@@ -184,6 +184,9 @@ def compare(
         call, given = bound(q, k, v, variant, given_options)
     if gradients and call.layout == "paged":
         raise CallError("keys in pages have no gradient to compare")
+    if dout is not None and (not isinstance(dout, Tensor) or tuple(dout.shape) != tuple(call.out_shape())):
+        found = tuple(dout.shape) if isinstance(dout, Tensor) else type(dout).__name__
+        raise CallError(f"dout must be a torch.Tensor of shape {tuple(call.out_shape())}, as the output, got {found}")
     if gradients and call.descales:
         raise CallError("quantized tensors have no gradient to compare")
     ran, tile_m, tile_n = _who(call, given, variant, options)
