@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -72,6 +73,21 @@ UNASKED: WeakSet[BlockMask] = WeakSet()
 PROGRAMS = [False]
 
 
+def _check_sizes(**sizes: tuple[Any, ...]) -> None:
+    """Raise CallError unless all are integers: blocks at least 1, the others at least 0; B and H may be None."""
+    for name, given in sizes.items():
+        least = 1 if name == "BLOCK_SIZE" else 0
+        for size in given:
+            if isinstance(size, torch.SymInt) or (size is None and name in ("B", "H")):
+                continue
+            try:
+                fits = operator.index(size) >= least
+            except TypeError:
+                fits = False
+            if not fits:
+                raise CallError(f"{name} must be an integer of at least {least}, got {size!r}")
+
+
 class BlockMask:
     """A mask of queries and keys, as FlexAttention's calls take it: a function, and the variant that it means."""
 
@@ -80,9 +96,12 @@ class BlockMask:
         device: torch.device, block_size: int | tuple[int, int], *, fallback: bool,
     ) -> None:  # fmt: skip
         """``batch`` and ``heads`` are None where the mask is the same for all. Raises CallError."""
+        if not callable(mask_mod):
+            raise CallError(f"mask_mod must be a function of (b, h, q_idx, kv_idx), got {mask_mod!r}")
         self.mask_mod = mask_mod
         self.seq_lengths = (seqlen_q, seqlen_k)
         self.BLOCK_SIZE = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+        _check_sizes(B=(batch,), H=(heads,), Q_LEN=(seqlen_q,), KV_LEN=(seqlen_k,), BLOCK_SIZE=self.BLOCK_SIZE)
         self._batch, self._heads, self._device, self._theirs = batch, heads, device, None
         self.last: _Known | None = None  # what it meant at its last call
         #: What a compiled program takes of it: the name of the variant, and its tensors by name.

@@ -283,6 +283,23 @@ def test_calls_that_disagree_are_refused() -> None:
         ours.flex_attention(q, k, v, None, theirs.create_block_mask(causal_mask, None, None, 8, 8, "cpu"))
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((None, None, None, 8, 8), "mask_mod must be a function of"),
+        ((lambda b, h, q, kv: q >= kv, None, None, -1, 8), "Q_LEN must be an integer of at least 0, got -1"),
+        ((lambda b, h, q, kv: q >= kv, None, "2", 8, 8), "H must be an integer of at least 0, got '2'"),
+        (
+            (lambda b, h, q, kv: q >= kv, None, None, 8, 8, "cpu", 0),
+            "BLOCK_SIZE must be an integer of at least 1, got 0",
+        ),
+    ],
+)
+def test_masks_of_odd_sizes_are_refused(given: tuple[Any, ...], told: str) -> None:
+    with pytest.raises(CallError, match=told):
+        create_block_mask(*given)
+
+
 def test_the_rest_runs_on_torch_where_the_caller_says_so() -> None:
     q, k, v = (t.detach() for t in qkv())
     mask = ours.create_block_mask(_sorts, None, None, LENGTH, LENGTH, "cpu", fallback=True)
