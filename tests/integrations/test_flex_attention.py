@@ -297,7 +297,7 @@ def test_calls_that_disagree_are_refused() -> None:
 )
 def test_masks_of_odd_sizes_are_refused(given: tuple[Any, ...], told: str) -> None:
     with pytest.raises(CallError, match=told):
-        create_block_mask(*given)
+        ours.create_block_mask(*given)
 
 
 def test_the_rest_runs_on_torch_where_the_caller_says_so() -> None:
