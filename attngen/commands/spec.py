@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,7 @@ import click
 
 from attngen.arch import ARCHES
 from attngen.commands.output import warn
+from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS
 from attngen.errors import SpecError, StoreError, suggest
 
 
@@ -80,8 +82,17 @@ def _of_functions(
     """Return the spec of functions written for FlexAttention."""
     from attngen.integrations.flex_spec import flex_spec
 
-    kernel: dict[str, object] = {"arch": list(arch), "head_dim": list(head_dim) or [64, 128]} if arch else {}
-    if training and arch:
+    for option, given in (("--head-dim", head_dim), ("--training", training)):
+        if given and not arch:
+            raise click.UsageError(f"{option} is for kernels, which are built for an --arch")
+    for dim in head_dim:
+        if dim not in HEAD_DIMS:
+            least, most = HEAD_DIMS[0], HEAD_DIMS[-1]
+            raise SpecError(f"--head-dim: found {dim}; allowed: multiples of {HEAD_DIM_STEP} from {least} to {most}")
+    kernel: dict[str, object] = {}
+    if arch:
+        kernel |= {"arch": list(dict.fromkeys(arch)), "head_dim": list(dict.fromkeys(head_dim)) or [64, 128]}
+    if training:
         kernel["passes"] = ["forward", "backward"]
     return flex_spec([_imported(place) for place in functions], name, kernel)
 
@@ -95,7 +106,13 @@ def _of_model(
     from attngen.integrations.model_config import dtype_of, read_config
     from attngen.integrations.model_requests import requests_of
     from attngen.packaging.settings import size_in_bytes
+    from attngen.schema.names import check_package_name
 
+    if name is not None:
+        try:
+            check_package_name(name)
+        except ValueError as error:
+            raise SpecError(f"--name: {error}") from None
     for one in arch:
         if one not in ARCHES:
             raise SpecError(f"--arch: found '{one}'{suggest(one, ARCHES)}; allowed: {', '.join(ARCHES)}")
@@ -110,7 +127,7 @@ def _of_model(
             warn("the configuration names no dtype: the spec is for bf16; --dtype says otherwise")
         dtypes = (named or "bf16",)
     asking = [requests_of(config, each, training=training, serving=serving) for each in dtypes]
-    package = name or f"attention_{config.model_type}".replace("-", "_").lower()
+    package = name or re.sub("[^a-z0-9]+", "_", f"attention_{config.model_type}".lower())
     made = model_spec(
         asking, Wish(tuple(dict.fromkeys(arch)), training, serving), package=package, source=type(config).__name__,
         max_size=most,
@@ -125,6 +142,10 @@ def _imported(place: str) -> object:
     module, colon, path = place.partition(":")
     if not colon or not module or not path:
         raise SpecError(f"--from-flex takes MODULE:FUNCTION, got '{place}'")
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise SpecError(
+            f"--from-flex takes MODULE:FUNCTION, and '{module}' is not the name of a module, as 'import' takes it"
+        )
     sys.path.insert(0, "")
     try:
         found: object = import_module(module)
@@ -132,6 +153,8 @@ def _imported(place: str) -> object:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise SpecError(f"--from-flex {place}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        raise SpecError(f"--from-flex {place}: importing {module} raises {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove("")
     return found

@@ -33,7 +33,7 @@ def read_config(path: Path) -> Any:
         content = json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise SpecError(f"--model {path}: {file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"--model {path}: {file} is not JSON: {error}") from None
     kind = content.get("model_type") if isinstance(content, dict) else None
     if not isinstance(kind, str):

@@ -39,6 +39,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     """The name of a module in the folder that commands run in, another one in each test."""
     name = "functions_of_" + re.sub(r"\W", "_", request.node.name)
     (tmp_path / f"{name}.py").write_text(FUNCTIONS)
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "ends.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
     return name
 
@@ -65,6 +67,10 @@ def test_an_entry_builds_it(here: str) -> None:
         ("{}:nothing", "has no attribute 'nothing'"),
         ("no_such_module_here:mask", "No module named 'no_such_module_here'"),
         ("{}", "takes MODULE:FUNCTION"),
+        ("./{}.py:capped", "is not the name of a module"),
+        ("..{}:capped", "is not the name of a module"),
+        ("broken:mask", "importing broken raises ZeroDivisionError: division by zero"),
+        ("ends:mask", "importing ends raises SystemExit: 3"),
         ("{}:number", "takes functions, got int"),
         ("{}:two", "got 2 arguments"),
         ("{}:sorted_keys", "aten.stack.default has no equivalent in attngen's language"),
