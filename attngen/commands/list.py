@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from attngen.commands.output import print_json, print_table
+from attngen.errors import suggest
 
 
 @click.command()
@@ -23,7 +24,9 @@ def command(packages: tuple[str, ...], coverage: bool, as_json: bool) -> None:
         print_json({"kernels": rows, "coverage": covered})
         return
     if not rows:
-        click.echo("no kernels; 'attngen build SPEC' makes some")
+        named = dict.fromkeys(row["package"] for row in (_kernels(()) if packages else ()))
+        where = "".join(f" in package '{name}'{suggest(name, named)}" for name in packages[:1])
+        click.echo(f"no kernels{where}; 'attngen build SPEC' makes some")
         return
     if not coverage:
         print_table(_COLUMNS, [[row[column] for column in _COLUMNS] for row in rows])

@@ -105,6 +105,7 @@ def test_list(spec: Path) -> None:
     ]
     assert "fwd_sm80" not in attngen("list", "--coverage").stdout
     assert json.loads(attngen("list", "--package", "other", "--json").stdout)["kernels"] == []
+    assert "no kernels in package 'mines'; did you mean 'mine'?" in attngen("list", "--package", "mines").stdout
 
 
 def test_show(spec: Path) -> None:
