@@ -16,7 +16,7 @@ import yaml
 
 from attngen.dtypes import HEAD_DIMS
 from attngen.errors import PlanError
-from attngen.formats import QUANTIZE
+from attngen.formats import HELPERS
 from attngen.schema import load_spec_text
 from attngen.tools.build.pipeline import Prepared, prepare
 from tests.fuzz.declared import Declared
@@ -26,12 +26,15 @@ from tests.fuzz.legal_scores import Scores
 Fields = dict[str, Any]
 
 #: Refusals of fields that a spec fixes: budgets, and choices that need a mask of ranges, or of single heads.
-_UNFIT = ("Shared memory", "a consumer has", "reserves", "tiles must be ranges", "a tile map lists")
+_UNFIT = (
+    "Shared memory", "a consumer has", "reserves", "tiles must be ranges", "which must be ranges", "a tile map lists",
+    "the place of keys in a packed tensor",
+)  # fmt: skip
 
 _DRAWS = 40
 
-#: Share of specs that are of kernels in 8 bits.
-_IN_8_BITS = 0.12
+#: Share of specs that are of kernels in 8 bits, and of those whose blocks share keys or load them for each other.
+_IN_8_BITS, _SHARED = 0.12, 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,9 @@ class Legal:
         return f"legal_{self.seed}"
 
     def prepare(self) -> list[Prepared]:
-        """Return its kernels, planned and rendered, without those that all specs in 8 bits bring."""
+        """Return its kernels, planned and rendered, without those that all specs of their kind bring."""
         every = prepare(load_spec_text(self.text, f"{self.name}.yaml"))
-        return [one for one in every if one.plan.direction != QUANTIZE]
+        return [one for one in every if one.plan.direction not in HELPERS]
 
 
 def legal(seed: int, *, arch: str = "sm90a") -> Legal:
@@ -63,6 +66,9 @@ def legal(seed: int, *, arch: str = "sm90a") -> Legal:
     bits = random.Random(f"{seed} in 8 bits")  # of its own: other specs stay what they were
     if arch == "sm90a" and "dropout" not in variant and bits.random() < _IN_8_BITS:
         return _in_8_bits(bits, seed, variant, kernel)
+    shared = random.Random(f"{seed} shared")
+    if arch == "sm90a" and "dropout" not in variant and shared.random() < _SHARED:
+        return _with_shared_keys(shared, seed, variant, kernel)
     if chance.random() < 0.5:
         return _written(seed, arch, variant, kernel | {"passes": passes}, ())
     for _ in range(_DRAWS):
@@ -102,6 +108,52 @@ def _in_8_bits(chance: random.Random, seed: int, variant: Fields, kernel: Fields
     given = {name: value for name, value in fields.items() if value is not None}
     found = _written(seed, "sm90a", variant, kernel | given, tuple(given))
     return found if _fits(found) else _written(seed, "sm90a", variant, kernel, ())
+
+
+def _with_shared_keys(chance: random.Random, seed: int, variant: Fields, kernel: Fields) -> Legal:
+    """Return a spec of kernels whose blocks share the keys of a sequence or a tile, or load them for each other."""
+    kernel = kernel | {"dtype": chance.choice(("bf16", "bf16", "fp16")), "passes": ["forward"]}
+    kind = chance.choice(("tiles", "tiles", "sequence", "sequence", "pairs"))
+    for _ in range(_DRAWS):
+        if kind == "pairs":
+            fields = _of_pairs(chance)
+        else:
+            fields = _of_splits(chance, kernel["dtype"], "tiles" if kind == "tiles" else True)
+        given = {name: value for name, value in fields.items() if value is not None}
+        found = _written(seed, "sm90a", variant, kernel | given, tuple(given))
+        if _fits(found):
+            return found
+    return _written(seed, "sm90a", variant, kernel, ())
+
+
+def _of_pairs(chance: random.Random) -> Fields:
+    """Return fields of a forward whose blocks load K and V for each other."""
+    roles = {"cluster": 2, "schedule": _some(chance, 0.3, "cooperative"), "overlap": _some(chance, 0.2, False)}
+    return {
+        "layout": "dense",
+        "warps": {name: value for name, value in roles.items() if value is not None},
+        "tile": _some(chance, 0.2, {"n": 32}, {"n": 64}),
+        "softmax": _some(chance, 0.3, "exact_max", "lazy", "fixed_reference"),
+        "epilogue": _some(chance, 0.3, "staged", "direct"),
+        "order": _some(chance, 0.5, "longest_first", "natural"),
+    }
+
+
+def _of_splits(chance: random.Random, dtype: str, split_kv: bool | str) -> Fields:
+    """Return fields of a forward, and of another one whose blocks share the keys of a sequence, or of a tile."""
+    layout = chance.choice(("dense", "varlen", "paged"))
+    cached = split_kv is True and dtype == "bf16" and chance.random() < 0.6
+    return {
+        "layout": layout,
+        "head_dim": chance.choice((64, 128, 128, 256, 32, 96, 80, 192)) if cached else None,
+        "split_kv": split_kv,
+        "kv_dtype": "fp8_e4m3" if cached else None,
+        "descale": _some(chance, 0.7, "page") if cached and layout == "paged" else None,
+        "pack_gqa": _some(chance, 0.25, True),
+        "tile": _some(chance, 0.4, {"n": 16}, {"n": 64}, {"n": 128}, {"m": 64}, {"m": 64, "n": 16}),
+        "pipeline": _some(chance, 0.2, {"stages": 2}, {"stages": 3}),
+        "softmax": _some(chance, 0.3, "exact_max", "lazy", "fixed_reference"),
+    }
 
 
 def _fits(found: Legal) -> bool:

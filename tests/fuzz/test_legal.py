@@ -24,7 +24,7 @@ PLANNED = range(50)
 ALL = range(2000)
 #: Specs whose CUDA sources go through NVRTC in each run, without ptxas, and those that become cubins: a kernel takes
 #: half a second of a core for the one, and 2 to 8 s for the other.
-CHECKED, COMPILED = range(6), (2, 11)
+CHECKED, COMPILED = (*range(5), 61, 195), (2, 11)
 
 
 def planned(seeds: Sequence[int]) -> list[Planned]:
@@ -61,6 +61,7 @@ def test_specs_are_of_all_kinds() -> None:
         "exp(",
         "log(", "sqrt(", " / ", "** 3", "pack_gqa: true", "persistent: false", "producer: 0", "pingpong", "cooperative",
         "softmax: lazy", "softmax: exact_max", "order: natural", "epilogue: direct", "deterministic: true",
+        "split_kv: tiles", "split_kv: true", "cluster: 2", "layout: paged", "kv_dtype: fp8_e4m3", "descale: page",
         "fp8_e4m3", "kv_dtype: fp8_e5m2", "out_dtype: fp16", "descale: token", "descale: 64",
         "fast_math: false", "alignment: element", "tile_map: always", "loads: pointer", "backend: cuda",
         "backend: triton", "registers:", "overlap: false", "stages:", " or ", " ^ ", "not ", "abs(", "% ", "// ", ">> ",
