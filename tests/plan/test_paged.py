@@ -67,8 +67,14 @@ def test_what_a_paged_kernel_is_told() -> None:
     assert not {"cu_seqlens_k_ptr", "has_seqused_k"} & {*found}
 
 
-@pytest.mark.parametrize("fields", [{"backend": "cuda", "warps": "{producer: 0}"}, {"backend": "triton"}], ids=str)
-def test_what_reads_no_pages_refuses_them(fields: dict[str, str]) -> None:
-    with pytest.raises(PlanError, match="have no kernel with 'paged'; allowed: dense, varlen") as caught:
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"backend": "cuda", "warps": "{producer: 0}"}, r"cuda forwards without a producer \(warps: {producer: 0}\)"),
+        ({"backend": "triton"}, "triton forwards"),
+    ],
+)
+def test_what_reads_no_pages_refuses_them(fields: dict[str, str], what: str) -> None:
+    with pytest.raises(PlanError, match=f"{what} have no kernel with 'paged'; allowed: dense, varlen") as caught:
         planned(head_dim=64, layout="paged", **fields)
     assert caught.value.field == "layout"
