@@ -75,6 +75,19 @@ def test_records_of_shared_tiles_are_aligned(bounds: tuple[int, int] | None, con
     check_forward(bounds, consumers, False, layout, split_kv="tiles")
 
 
+def test_values_of_keys_that_are_fewer_than_planned_fit_their_region() -> None:
+    """A value that is read behind a condition on the pair does not come with the tile of keys."""
+    mask = "abs(q_pos - kv) <= until[kv] and one[b, kv] and kv <= q_pos - 65 and two[b, kv]"
+    padding = "{dtype: bool, shape: [b, seqlen_k]}"
+    tensors = f"tensors: {{until: {{dtype: int64, shape: [seqlen_k]}}, one: {padding}, two: {padding}}}"
+    variant = f"variants:\n  own:\n    mask: {mask!r}\n    {tensors}\n"
+    plan = planned("own", backend="cuda", head_dim=192, declared=variant)
+    source = render(plan)
+    assert plan.structure.key_values == 2
+    assert "sizeof(KeyValues) <= 3072" in source.text
+    assert ".entry" in to_ptx(source)
+
+
 def test_partial_results_beyond_q_k_and_v_have_a_region() -> None:
     """Those of shared tiles, where Q, K and V are small."""
     source = render(planned("full", backend="cuda", split_kv="tiles", head_dim=128, tile="{m: 128, n: 16}"))
