@@ -194,7 +194,7 @@ def _size_of(info: Any) -> int:
     return int(info.batch_size)
 
 
-def _unfolded(tensor: Tensor, axis: int, size: int) -> Tensor:
+def _unfolded(tensor: Tensor, axis: Any, size: int) -> Tensor:
     """Return a tensor whose ``axis`` is an axis of ``vmap`` and one of the call again, which may be empty."""
     return tensor.unflatten(axis, (size, tensor.shape[axis] // size))
 

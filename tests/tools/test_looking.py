@@ -245,6 +245,17 @@ def test_gradients_that_are_zero_may_be_off_by_rounding() -> None:
     assert 0 < dq < 1e-3
 
 
+def test_gradients_in_float32_may_be_off_by_their_sums() -> None:
+    """As ``verify`` allows: sums that are added up in order are off by more units the longer they are."""
+    allowed = []
+    for rows in (8, 2048):
+        q, k, v = torch.ones(1, rows, 1, 16), torch.ones(1, 4, 1, 16), torch.ones(1, 4, 1, 16)
+        dout = torch.full((1, rows, 1, 16), 1.0 / rows)
+        compared = attngen.debug.compare(q, k, v, variant="full", gradients=True, dout=dout)
+        allowed += [part.allowed for part in compared.parts if part.what == "dv"]  # of the same gradient
+    assert allowed[1] > 1.5 * allowed[0]
+
+
 def test_what_has_no_gradient_is_said() -> None:
     inputs, options, _ = forms()["paged"]
     with pytest.raises(CallError, match="keys in pages have no gradient to compare"):

@@ -33,6 +33,7 @@ from attngen.tools.verify.contract import (
     SCORED_MAX_ERROR_FACTOR,
     exact_float32,
 )
+from attngen.tools.verify.gradient_contract import units_of_sums
 
 #: Logits of all chosen rows and heads up to which all rows are compared, where the caller names none, and how many rows
 #: of each sequence otherwise.
@@ -390,8 +391,10 @@ def _compare_gradients(
         return list(torch.autograd.grad(out, [*leaves, *own.values()], dout.to(out.dtype), allow_unused=True))
 
     exact, found = differentiated(torch.float64), differentiated(None)
-    roundings = GRADIENT_ROUNDINGS * torch.finfo(out_dtype).eps
-    lost = _cancelled(call, given, dout) if out_dtype != torch.float64 else {}
+    roundings, lost = GRADIENT_ROUNDINGS * torch.finfo(out_dtype).eps, {}
+    if out_dtype != torch.float64:
+        roundings += units_of_sums(call) * torch.finfo(torch.float32).eps
+        lost = _cancelled(call, given, dout)
     parts = []
     for what, one, other, tile in zip(("dq", "dk", "dv"), found, exact, (tiles[0], *[tiles[1]] * 2), strict=False):
         error = _apart(one.double(), other).amax(-1)

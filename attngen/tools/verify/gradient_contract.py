@@ -133,7 +133,7 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
     exponent = 2 * _FLOAT32_UNIT * largest(wanted.lse[torch.isfinite(wanted.lse)].abs())
     logit = largest_logit(wanted.forwards)
     plain = [wanted.plain] if measures(wanted.forwards, buffers.q.dtype) else []
-    sums = _UNITS_OF_SUMS * math.sqrt(_terms(call))
+    sums = units_of_sums(call)
     for name, found in results.items():
         truth = wanted.truth[name]
         error = (found.double() - truth).abs()
@@ -167,10 +167,12 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
     )
 
 
-def _terms(call: Call) -> int:
-    """Return the number of terms in the longest sum of a gradient: keys, or the rows of all heads of a group."""
+def units_of_sums(call: Call) -> float:
+    """Return by how many units of float32 the longest sum of a gradient may be off: over keys, or over the rows of all
+    heads of a group."""
     group = call.heads // call.kv_heads
-    return max((max(group * rows, keys) for rows, keys, *_ in lengths(call)), default=0)
+    terms = max((max(group * rows, keys) for rows, keys, *_ in lengths(call)), default=0)
+    return _UNITS_OF_SUMS * math.sqrt(terms)
 
 
 def _inexact(call: Call, results: Mapping[str, Tensor], dead: Tensor) -> tuple[str, ...]:
