@@ -103,7 +103,7 @@ using VMatrix = Matrix<16, 8 * kVBoxBytes, 2>;
 struct KeyValues {
   int u_doc_kv;
 };
-static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) <= 1024);
+static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) == 1024);
 
 // What it reads of a row.
 struct RowValues {

@@ -106,7 +106,7 @@ using VMatrix = Matrix<16, 8 * kVBoxBytes, 3>;
 struct KeyValues {
   int u_doc_kv;
 };
-static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) <= 1536);
+static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) == 1536);
 
 // What it reads of a row.
 struct RowValues {

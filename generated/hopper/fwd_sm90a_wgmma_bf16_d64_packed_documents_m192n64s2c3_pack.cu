@@ -95,7 +95,7 @@ using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
 struct KeyValues {
   int u_doc_kv;
 };
-static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) <= 1024);
+static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) == 1024);
 
 // What it reads of a row.
 struct RowValues {
