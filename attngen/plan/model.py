@@ -251,7 +251,6 @@ class Plan:
     sum_columns: int = 0  # of dQ in float32, where a backward adds it up in global memory; more than dQ has, maybe
     ordered: bool = False  # it adds them in a fixed order
     times: tuple[float, ...] = ()  # nanoseconds of a launch, a tile of work and a step, as measured; none: unknown
-    times_on: tuple[tuple[str, tuple[float, ...]], ...] = ()  # the same on cards where they differ, by name
     visible: tuple[tuple[Any, Any], ...] = ()  # keys that a tile of queries may see: ``plan.visible``; none: all
     scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
     transposed_v: bool = False  # keys lie side by side in v
@@ -427,7 +426,6 @@ class Plan:
             "sum_columns": self.sum_columns,
             "ordered": self.ordered,
             "times": list(self.times),
-            **({"times_on": {gpu: list(own) for gpu, own in self.times_on}} if self.times_on else {}),
             "visible": self.visible,
             "pack_gqa": self.pack_gqa,
             "key_access": self.key_access,

@@ -7,7 +7,6 @@ these (``runtime.prediction``) and takes the kernel that should be done first.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from math import log
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +23,7 @@ LAUNCH = 1905.0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Nanoseconds of a tile of work and of a step, by consumers, keys of a tile, columns and blocks of a cluster.
-
-    ``gpu``: the card that it was measured on, as the driver names it, where others differ; none: any other.
-    """
+    """Nanoseconds of a tile of work and of a step, by consumers, keys of a tile, columns and blocks of a cluster."""
 
     consumers: int
     tile_n: int
@@ -36,13 +32,11 @@ class Measured:
     step: float
     cluster: int = 1
     launch: float = LAUNCH
-    gpu: str = ""
 
 
 #: Of full and causal attention in 16 bits: docs/notebook/tiles.md, "Waves". A step's products bind, so that cards with
-#: as many multiprocessors and the same clock differ by less than runs do. Those of a cluster are such that it takes
-#: the calls that it won: many waves of short tiles of work on an H100, and none on an H200 (docs/notebook/
-#: hopper_forward.md, "Blocks that load for each other").
+#: as many multiprocessors and the same clock differ by less than runs do. Those of a cluster are such that it loses
+#: what it did in races: docs/notebook/hopper_forward.md, "Blocks that load for each other".
 TABLE = (
     Measured(1, 128, 64, 1642.0, 642.0),
     Measured(2, 128, 64, 2622.0, 936.0),
@@ -50,8 +44,7 @@ TABLE = (
     Measured(1, 128, 128, 2082.0, 998.0),
     Measured(2, 112, 128, 3363.0, 1130.0),
     Measured(2, 128, 128, 3363.0, 1273.0),
-    Measured(2, 128, 128, 3163.0, 1273.0, cluster=2, launch=2905.0),
-    Measured(2, 128, 128, 3576.0, 1273.0, cluster=2, launch=2905.0, gpu="NVIDIA H200"),
+    Measured(2, 128, 128, 3526.0, 1273.0, cluster=2, launch=2905.0),
     Measured(3, 80, 128, 4000.0, 1140.0),
     Measured(3, 64, 128, 3595.0, 1004.0),
 )
@@ -64,16 +57,9 @@ _ONE_BYTE = 0.75
 
 
 def times_of(
-    consumers: int,
-    tile_n: int,
-    columns: int,
-    element_bytes: int,
-    cluster: int = 1,
-    *,
-    shared: bool = False,
-    gpu: str = "",
+    consumers: int, tile_n: int, columns: int, element_bytes: int, cluster: int = 1, *, shared: bool = False
 ) -> tuple[float, float, float]:
-    """Return the nanoseconds of a launch, a tile of work and a step on a card, or, by default, on any without its own.
+    """Return the nanoseconds of a launch, a tile of work and a step.
 
     Of a kernel that was not measured they are those of the nearest one that was: first of as many consumers, then of as
     many columns, then of as many keys, then of as many blocks, with the step scaled by its pairs and columns.
@@ -82,22 +68,13 @@ def times_of(
 
     def distance(row: Measured) -> tuple[float, ...]:
         pairs = ((row.consumers, consumers), (row.columns, columns), (row.tile_n, tile_n), (row.cluster, cluster))
-        return *(abs(log(one / other)) for one, other in pairs), row.gpu != gpu
+        return tuple(abs(log(one / other)) for one, other in pairs)
 
-    near = min((row for row in TABLE if row.gpu in ("", gpu)), key=distance)
+    near = min(TABLE, key=distance)
     scale = consumers * tile_n * columns / (near.consumers * near.tile_n * near.columns)
     if element_bytes == 1:
         scale *= _ONE_BYTE
     return near.launch, near.tile + MERGE * shared, round(near.step * scale, 1)
-
-
-def times_on_cards(
-    consumers: int, tile_n: int, columns: int, element_bytes: int, cluster: int = 1, *, shared: bool = False
-) -> tuple[tuple[str, tuple[float, float, float]], ...]:
-    """Return the names of cards on which these times differ from those of all others, each with its own."""
-    of = partial(times_of, consumers, tile_n, columns, element_bytes, cluster, shared=shared)
-    cards = dict.fromkeys(row.gpu for row in TABLE if row.gpu)
-    return tuple((gpu, own) for gpu in cards if (own := of(gpu=gpu)) != of())
 
 
 def is_measured(consumers: int, tile_n: int, columns: int, element_bytes: int, cluster: int = 1) -> bool:

@@ -140,8 +140,7 @@ _MANIFEST = _Object({
         main=_NAME, launches=_List(_LAUNCH), resources=_Object(_required(shared_memory=_COUNT)),
     ),
     **_optional(
-        section_heads=_SOME, scale_block=_BLOCK, split_size=_COUNT, times=_TIMES,
-        times_on=_Object({}, others=_TIMES), visible=_VISIBLE,
+        section_heads=_SOME, scale_block=_BLOCK, split_size=_COUNT, times=_TIMES, visible=_VISIBLE,
         pack_gqa=_FLAG, split_kv=_FLAG, transposed_v=_FLAG, tuned=_List(_TUNED),
         sum_columns=_COUNT,
         ordered=_FLAG, sha256=_TEXT, min_driver=_COUNT.or_none(), driver=_TEXT, workspaces=_List(_WORKSPACE),

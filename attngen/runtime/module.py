@@ -178,9 +178,7 @@ class Kernel:
         self.split_kv = bool(manifest.get("split_kv"))  # blocks share the keys of a sequence
         #: Nanoseconds of a launch, of a tile of work and of a tile of keys, and which keys rows see: ``prediction``.
         self.times: Sequence[float] = manifest.get("times", ())
-        #: The same on cards where they differ, by name, and on those on which it was measured to be faster than the
-        #: plan's own choice.
-        self.times_on: Mapping[str, Sequence[float]] = manifest.get("times_on", {})
+        #: The same on cards on which this kernel was measured to be faster than the plan's own choice.
         self.tuned: Mapping[str, Sequence[float]] = {row["gpu"]: row["times"] for row in manifest.get("tuned", ())}
         self.visible: Sequence[Sequence[Any]] = manifest.get("visible", ())
         structure = manifest.get("structure", {})

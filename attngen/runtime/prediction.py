@@ -2,11 +2,11 @@
 constants.
 
 A block spends ``tile`` nanoseconds on a tile of work and ``step`` on each of its tiles of keys, and a launch takes
-``launch``; a manifest has the three as ``times``, and in ``times_on`` for cards where they differ. As many blocks work
-at once as the device has multiprocessors, and each takes the next tile when it is done with one, so that the last wave
-may be a short one, or one of few tiles. What rows see of the keys is taken from ``visible``, bounds that follow from
-lengths; what only tensors know counts as seen, and a scalar that the call passes is taken to be a part of the keys. So
-calls of the same shapes run the same kernel on a card, whatever came before.
+``launch``; a manifest has the three as ``times``. As many blocks work at once as the device has multiprocessors, and
+each takes the next tile when it is done with one, so that the last wave may be a short one, or one of few tiles. What
+rows see of the keys is taken from ``visible``, bounds that follow from lengths; what only tensors know counts as seen,
+and a scalar that the call passes is taken to be a part of the keys. So calls of the same shapes run the same kernel,
+whatever came before.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def predict(
     ``times`` stand for those of the manifest. Lengths are those that the host knows: packed sequences are taken to be
     equally long, and caches full. ``clusters`` says how many clusters run at once, of the blocks that do and of a size.
     """
-    times = times or kernel.tuned.get(card.name) or kernel.times_on.get(card.name) or kernel.times
+    times = times or kernel.tuned.get(card.name) or kernel.times
     if not times:
         return None
     launch, tile, step = times

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attngen import resources
-from attngen.plan.times import LAUNCH, MERGE, TABLE, is_measured, times_of, times_on_cards
+from attngen.plan.times import LAUNCH, MERGE, TABLE, is_measured, times_of
 from attngen.runtime.module import Kernel
 from attngen.runtime.prediction import Card
 from attngen.runtime.select import preferred
@@ -16,31 +16,15 @@ from attngen.tools.build.pipeline import plans
 from attngen.tools.verify.interpreter import kernel_of
 
 MULTIPROCESSORS = 132
-H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
 def test_what_was_measured_keeps_its_times() -> None:
     for row in TABLE:
-        sizes = row.consumers, row.tile_n, row.columns, 2, row.cluster
-        assert times_of(*sizes, gpu=row.gpu) == (row.launch, row.tile, row.step)
-        assert is_measured(*sizes)
+        assert times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster) == (row.launch, row.tile, row.step)
+        assert is_measured(row.consumers, row.tile_n, row.columns, 2, row.cluster)
         assert not is_measured(row.consumers, row.tile_n, row.columns, 1, row.cluster)
-        shared = times_of(*sizes, shared=True, gpu=row.gpu)
+        shared = times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster, shared=True)
         assert shared == (row.launch, row.tile + MERGE, row.step)
-
-
-def test_cards_have_times_of_their_own() -> None:
-    """A row of one card is what that card takes of tiles that are nearest to it; all others keep the common ones."""
-    for row in TABLE:
-        sizes = row.consumers, row.tile_n, row.columns, 2, row.cluster
-        own = [each for each in TABLE if (each.consumers, each.tile_n, each.columns, 2, each.cluster) == sizes]
-        cards = {each.gpu: (each.launch, each.tile, each.step) for each in own}
-        assert "" in cards, "other cards need times, too"
-        assert dict(times_on_cards(*sizes)) == {gpu: times for gpu, times in cards.items() if gpu}
-        assert times_of(*sizes, gpu="NVIDIA GeForce") == cards[""]
-    paired = dict(times_on_cards(2, 128, 128, 2, 2))
-    assert dict(times_on_cards(2, 128, 256, 2, 2)).keys() == paired.keys() == {H200}
-    assert not times_on_cards(3, 80, 128, 2)
 
 
 def test_other_tiles_are_scaled_from_the_nearest_one() -> None:
@@ -77,7 +61,7 @@ def kernels() -> list[Kernel]:
         (Shape("causal", 128, 1, 8, 1, 256, 4096), "m128n128s3c2_shared"),
         (Shape("full", 128, 1, 32, 8, 512, 8192), "m128n128s2c2"),  # 128 tiles, which fill the card
         (Shape("full", 128, 1, 8, 1, 1024, 1024), "m64n128s2c1"),  # eight steps, of which half cost what a merge does
-        (Shape("full", 128, 16, 16, 16, 1024, 1024), "m128n128s2c2_paired"),  # 16 waves of short tiles
+        (Shape("full", 128, 16, 16, 16, 1024, 1024), "m128n128s2c2"),  # 16 waves of short tiles
         (Shape("full", 128, 4, 16, 16, 4096, 4096), "m192n80s2c3"),
         (Shape("causal", 128, 1, 16, 16, 256, 256), "m64n128s2c1"),
         (Shape("causal", 128, 1, 16, 16, 2048, 2048), "m128n128s2c2"),
@@ -98,12 +82,3 @@ def test_calls_take_the_kernel_that_was_fastest(kernels: list[Kernel], shape: Sh
     own = [kernel for kernel in kernels if kernel.variant_name == shape.variant]
     call = call_of(shape, own[0].variant)
     assert preferred(own, call, Card(MULTIPROCESSORS))[0].name.endswith(fastest)
-
-
-@pytest.mark.parametrize("batch", [8, 16, 64])
-def test_pairs_of_blocks_are_taken_where_they_win(kernels: list[Kernel], batch: int) -> None:
-    own = [kernel for kernel in kernels if kernel.variant_name == "full"]
-    call = call_of(Shape("full", 128, batch, 16, 16, 1024, 1024), own[0].variant)
-    taken = {gpu: preferred(own, call, Card(MULTIPROCESSORS, gpu))[0].name for gpu in (H100, H200)}
-    assert taken[H100].endswith("m128n128s2c2_paired")
-    assert taken[H200].endswith("m128n128s2c2")

@@ -20,6 +20,7 @@ from torch import Tensor
 import attngen
 from attngen import cli
 from attngen.formats import APPEND_VARIANT
+from attngen.schema import load_spec
 from attngen.tools.bench.machine import Ceilings
 from attngen.tools.bench.serving import replay
 from attngen.tools.bench.serving import run as tool
@@ -30,7 +31,7 @@ from attngen.tools.bench.serving.replay import Replayed, Track, race
 from attngen.tools.bench.serving.report import ServingReport, ServingResult, ServingRow
 from attngen.tools.bench.serving.run import ServingOptions, bench_serving
 from attngen.tools.bench.timing import Contestant
-from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared
+from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared, prepare
 from attngen.tools.verify.gpu import Gpu
 from attngen.tools.verify.interpreter import kernel_of
 from tests.tools.bench_support import FakeClock, TickClock
@@ -449,6 +450,20 @@ def test_cells_and_kernels_are_chosen(spec: Path) -> None:
     assert "no kernel of causal" in output
     assert "did you mean 'small'" in run(spec, "--suite", "serving", "--cell", "smal2", code=2)
     assert "the spec has none" in run(spec, "--suite", "serving", "--kernel", "d64", code=2)
+
+
+def test_caches_in_8_bits_bring_the_kernel_that_widens_them(tmp_path: Path) -> None:
+    path = tmp_path / "caches.yaml"
+    path.write_text(
+        SPEC + "  - {variant: causal, head_dim: 128, dtype: bf16, kv_dtype: fp8_e4m3, layout: paged, split_kv: true}\n"
+    )
+    every = prepare(load_spec(path))
+    directions = [
+        {kernel.plan.direction for kernel in tool._wanted(every, ServingOptions(variants=given, cells=cells), None)}
+        for given in ((), ("causal",))
+        for cells in (("e4m3 prefill",), ("prefill 4k",))
+    ]
+    assert directions == [{"forward", "widen"}, {"forward"}] * 2
 
 
 @pytest.mark.parametrize(

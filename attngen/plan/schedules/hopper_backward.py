@@ -413,7 +413,7 @@ def first_stored(plan: Plan) -> bool:
 
 
 def state_ahead(plan: Plan) -> bool:
-    """Whether who adds dQ looks at the state of the next step's tile while its copies of this step are read: with turns,
+    """Whether who adds dQ looks at the state of the next step's tile while copies of this one are read: with turns,
     where consumers have begun that step by then, and with short steps, in which an atomic operation before the copies
     would be waited for."""
     roles = plan.structure

@@ -29,7 +29,7 @@ from attngen.plan.schedules.forward_tiles import (
     tunable,
 )
 from attngen.plan.schedules.structures import HopperForward
-from attngen.plan.times import times_of, times_on_cards, visible_keys
+from attngen.plan.times import times_of, visible_keys
 from attngen.schema.expand import KernelSpec
 
 #: K and V of the heads that run side by side where no mask makes tiles of work differ, and blocks load for each other.
@@ -94,8 +94,6 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     operands = operands_of(spec)
     tile, columns = hopper_tile(spec, arch, driver, form), operand_widths(spec, operands)
     roles = tile.roles
-    widest = max(each.width for each in columns)
-    sizes = roles.consumers, tile.tile_n, widest, operands.q.bytes, roles.cluster
     warpgroups = roles.consumers + roles.specialized
     usual = roles.schedule == ("pingpong" if roles.consumers > 1 and roles.specialized else "cooperative")
     planned = drafted(
@@ -131,10 +129,16 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         driver=driver,
         mask_code="branch",
         softmax=roles.softmax,
-        section_bytes=_section_bytes(spec, roles, widest),
+        section_bytes=_section_bytes(spec, roles, max(each.width for each in columns)),
         structure=roles,
-        times=times_of(*sizes, shared=roles.shares),
-        times_on=times_on_cards(*sizes, shared=roles.shares),
+        times=times_of(
+            roles.consumers,
+            tile.tile_n,
+            max(each.width for each in columns),
+            operands.q.bytes,
+            roles.cluster,
+            shared=roles.shares,
+        ),
         visible=visible_keys(spec),
         pack_gqa=pack_gqa,
     )

@@ -39,6 +39,4 @@ def times_text(plan: Plan) -> str:
         plan.structure.consumers, plan.tile_n, columns, plan.operands.q.bytes, plan.launches[-1].cluster
     )  # fmt: skip
     origin = "as measured" if own else "scaled from the nearest tile that was measured"
-    told = f"{step / 1e3:.2f} µs a step, {tile / 1e3:.2f} a tile of work, {launch / 1e3:.2f} a launch, {origin}"
-    others = (f"on {gpu} {own[2] / 1e3:.2f}, {own[1] / 1e3:.2f} and {own[0] / 1e3:.2f}" for gpu, own in plan.times_on)
-    return "; ".join((told, *others))
+    return f"{step / 1e3:.2f} µs a step, {tile / 1e3:.2f} a tile of work, {launch / 1e3:.2f} a launch, {origin}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, LoadError, NoKernelError, suggest
-from attngen.formats import APPEND, APPEND_VARIANT
+from attngen.formats import APPEND, APPEND_VARIANT, WIDEN
 from attngen.runtime.calls import attention, attention_paged
 from attngen.runtime.dispatch import explain
 from attngen.runtime.module import read_kernel
@@ -140,8 +140,10 @@ def _chosen_cells(options: ServingOptions) -> list[Cell]:
 
 
 def _wanted(prepared: Sequence[Prepared], options: ServingOptions, capability: int | None) -> list[Prepared]:
-    """Return the kernels that cells may run on. Raises CallError if there is none."""
-    variants = {lane.problem.variant for cell in _chosen_cells(options) for lane in cell.lanes}
+    """Return the kernels that cells may run on, and those that widen caches for them. Raises CallError if there is
+    none."""
+    problems = [lane.problem for cell in _chosen_cells(options) for lane in cell.lanes]
+    variants = {problem.variant for problem in problems}
     kept = [
         kernel
         for kernel in chosen(prepared, options.part, options.variants)
@@ -158,6 +160,8 @@ def _wanted(prepared: Sequence[Prepared], options: ServingOptions, capability: i
             f"the cells of the serving suite take forwards of {', '.join(sorted(variants))} in {DTYPE} at head_dim "
             f"{HEAD_DIM}, dense or paged; the spec has none{here}"
         )
+    if any(problem.kv_dtype != problem.dtype for problem in problems):
+        kept += [kernel for kernel in prepared if kernel.plan.direction == WIDEN]
     return kept
 
 
