@@ -49,7 +49,7 @@ def in_a_program(
         of_mask = {} if block_mask is None else block_mask.tensors
         for name, path, shape, dtype in entries:
             tensor = of_mask[name] if path is None else follow(score_mod, path)
-            if tuple(tensor.shape) != shape:
+            if list(tensor.shape) != list(shape):  # torch 2.11 cannot trace the comparison of the tuples
                 handle = None
             if path is not None:
                 tensor = tensor.view(1) if not shape else tensor
@@ -79,9 +79,15 @@ def _ask_all() -> bool:
 
 
 def _made_inside(score_mod: Any) -> bool:
-    """Whether a function was made by the program that is traced, which then has no closure that could be read."""
+    """Whether a function was made by the program that is traced, which then has no closure that could be read.
+
+    torch 2.11 says that it has no such attribute; 2.13 says that it has one, and raises when it is read.
+    """
+    function = score_mod.func if isinstance(score_mod, partial) else score_mod
+    if not hasattr(function, "__closure__"):
+        return True
     try:
-        (score_mod.func if isinstance(score_mod, partial) else score_mod).__closure__  # noqa: B018
+        function.__closure__  # noqa: B018
     except AttributeError:
         return True
     return False

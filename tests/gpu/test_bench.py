@@ -91,7 +91,8 @@ def test_a_server(tmp_path: Path) -> None:
     assert done.exit_code == 0, (done.output, done.exception)
     document = json.loads(figures.read_text())
     jsonschema.validate(document, SERVING)
-    assert len(document["rows"]) == 11
+    names = [row["name"] for row in document["rows"]]
+    assert all(any(cell in name for name in names) for cell in chosen), names
     for row in document["rows"]:
         for ours in (result for result in row["results"] if result["lane"] is not None):
             assert ours["status"] == "measured", ours
