@@ -403,14 +403,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       // Adds dQ of each step to the dQ accumulator. The first to have dQ of a tile of queries stores it instead, so that nothing
       // has to clear the accumulator; others wait until that is in memory.
       uint32_t phase = 0;
-      bool stored = false;  // known of the tile of the next step, since copies of this one took their time
       for (int i = 0;; ++i) {
         DqRing(0, phase).wait();
         const Sum sum = shared_at<Sum>(kSumTile + i % kSums * sizeof(Sum));
         if (__any_sync(~0u, sum.tile < 0)) break;
         float* const to = dq_sum_ptr + static_cast<long long>(sum.tile) * kSumsOfTile;
         bool first = false;
-        if (lane == 0 && !stored) {
+        if (lane == 0) {
           first = take_first(state_of(sum.tile));
           fence_async_global();
         }
@@ -427,13 +426,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             commit_stores();
           }
           __syncwarp();
-        }
-        // Consumers have begun the next step when they hand over dQ of one, but of the last step of a tile of keys.
-        stored = false;
-        if (lane == 0 && sum.unit < 0) {
-          const int next = shared_at<Sum>(kSumTile + (i + 1) % kSums * sizeof(Sum)).tile;
-          stored = load_acquire(state_of(next)) == kStored;
-          fence_async_global();
         }
         if (lane == 0) wait_stores_read();
         __syncwarp();

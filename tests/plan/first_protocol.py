@@ -22,7 +22,6 @@ class Rules:
     wait_for_first: bool = True  # who is not the first adds when the first has stored
     told_when_landed: bool = True  # which is when both parts are in memory
     one_is_first: bool = True  # taking a tile is one operation: nobody finds it untouched meanwhile
-    ahead_means_stored: bool = True  # who looked at the next tile's state adds at once only if the first has stored
 
 
 class Firsts(Simulation):
@@ -34,7 +33,6 @@ class Firsts(Simulation):
         tiles, blocks = random.randint(1, 4), random.randint(1, 5)
         self.steps = [random.sample(range(tiles), random.randint(1, tiles)) for _ in range(blocks)]
         self.states = [UNTOUCHED] * tiles
-        self.ahead = random.random() < 0.5  # whether states are looked at a step before (`state_ahead`)
         self.memory: dict[tuple[int, int], list[int]] = {}
         self.roles = {f"adder {block}": adder(self, block) for block in range(blocks)}
 
@@ -76,24 +74,19 @@ class Firsts(Simulation):
 def adder(s: Firsts, block: int) -> Role:
     """``backward/_adder.cu.j2``."""
     rules = s.rules
-    steps, known = s.steps[block], False
-    for tile, following in zip(steps, [*steps[1:], None], strict=True):
-        first = not known and s.states[tile] == UNTOUCHED
+    for tile in s.steps[block]:
+        first = s.states[tile] == UNTOUCHED
         if not rules.one_is_first:
             yield lambda: True
         if first:
             s.states[tile] = TAKEN
-        elif rules.wait_for_first and not known:
+        elif rules.wait_for_first:
             yield lambda tile=tile: s.states[tile] == STORED  # type: ignore[misc]
         copies = []
         for part in range(CONSUMERS):
             yield lambda: True  # dQ of the consumer
             effect = s.store if first else s.add
             copies.append(s.issue(lambda effect=effect, tile=tile, part=part: effect((tile, part), block)))  # type: ignore[misc]
-        known = False
-        if s.ahead and following is not None:
-            known = s.states[following] == STORED or (not rules.ahead_means_stored and s.states[following] == TAKEN)
-            yield lambda: True  # until the next step
         if first and rules.told_when_landed:
             yield lambda copies=copies: all(landed for (landed,) in copies)  # type: ignore[misc]
         if first:

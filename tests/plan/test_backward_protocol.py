@@ -93,7 +93,7 @@ def test_the_first_stores_and_others_add() -> None:
         Firsts(FirstRules(), random).run()
 
 
-@pytest.mark.parametrize("rule", ["wait_for_first", "told_when_landed", "one_is_first", "ahead_means_stored"])
+@pytest.mark.parametrize("rule", ["wait_for_first", "told_when_landed", "one_is_first"])
 def test_a_rule_of_the_first_that_is_broken_is_found(rule: str) -> None:
     random = Random(1)
     with pytest.raises(ProtocolError, match="added|summed"):

@@ -43,9 +43,6 @@ _SECTION_BYTES = 24 * 2**20
 #: the other, the tiles of the last one end unevenly.
 _SECTION_HEADS = 8
 
-#: Queries of a step that takes hardly longer than the copies of its dQ.
-_SHORT = 64
-
 #: How names of kernels say what the softmax runs over.
 _LABELS = {
     "gradients": (), "pingpong": ("pingpong",), "dk": ("dkoverlap",), "nothing": ("nooverlap",), "roles": (),
@@ -410,14 +407,6 @@ def first_stored(plan: Plan) -> bool:
     find out which is the first, in any order."""
     roles = plan.structure
     return isinstance(roles, HopperBackward) and roles.cluster == 1 and not roles.ordered
-
-
-def state_ahead(plan: Plan) -> bool:
-    """Whether who adds dQ looks at the state of the next step's tile while copies of this one are read: with turns,
-    where consumers have begun that step by then, and with short steps, in which an atomic operation before the copies
-    would be waited for."""
-    roles = plan.structure
-    return isinstance(roles, HopperBackward) and first_stored(plan) and roles.pingpong and plan.tile_m == _SHORT
 
 
 def _sums() -> Argument:

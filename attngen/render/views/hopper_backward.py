@@ -11,7 +11,7 @@ from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Launch, Plan
 from attngen.plan.schedules.backward_pipes import PIECE_BYTES, backward_pipes_of
 from attngen.plan.schedules.cluster_pipes import cluster_pipes_of
-from attngen.plan.schedules.hopper_backward import by_head, first_stored, row_lanes, state_ahead
+from attngen.plan.schedules.hopper_backward import by_head, first_stored, row_lanes
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import reads_positions
 from attngen.render.cuda_gradients import QueryValues, factor, probabilities, query_word
@@ -85,7 +85,6 @@ class CudaBackwardView:
     preprocess: Launch
     preprocess_lines: tuple[str, ...]
     first_stored: bool  # the first dQ of a tile of queries is stored, so that only the states of tiles are cleared
-    state_ahead: bool  # who adds looks at the state of the next step's tile under the copies of this step
     cleared: str  # what preprocess clears: names of its pointer and its size begin with these
     cleared_chunks: str
     lanes_of_row: int
@@ -177,7 +176,6 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         preprocess=parts["preprocess"],
         preprocess_lines=_lines(plan, parts["preprocess"]),
         first_stored=first_stored(plan),
-        state_ahead=state_ahead(plan),
         cleared="dq_state" if first_stored(plan) else "dq_sum",
         cleared_chunks="state_chunks" if first_stored(plan) else "sum_chunks",
         lanes_of_row=row_lanes(plan.head_dim_v, out),
