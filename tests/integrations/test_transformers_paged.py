@@ -1,4 +1,4 @@
-"""``attn_implementation="paged|attngen"``: the tokens of continuous batching, beside those of each prompt alone."""
+"""Continuous batching with ``use_pages``: its tokens, beside those of each prompt alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import attngen.integrations.transformers as attngen_transformers
 from attngen.errors import CallError
 from attngen.integrations import transformers_paged
 from attngen.integrations.transformers_paged import page_table
@@ -59,6 +60,11 @@ def test_pages_follow_from_rows() -> None:
 
 def test_a_forward_without_a_cache_is_refused() -> None:
     model = families.make("llama", head_dim=8, implementation="attngen")
-    model.set_attn_implementation("paged|attngen")
-    with pytest.raises(CallError, match="paged.attngen is for continuous batching"):
-        model(input_ids=torch.ones(1, 3, dtype=torch.long))
+    ids = torch.ones(1, 3, dtype=torch.long)
+    attngen_transformers.use_pages(model)
+    with pytest.raises(
+        CallError, match="for the layers of continuous batching .* attn_implementation='attngen' serves"
+    ):
+        model(input_ids=ids)
+    model.set_attn_implementation("attngen")
+    assert model(input_ids=ids).logits.isfinite().all()
