@@ -133,8 +133,9 @@ def kept(cache: Any, layer: int) -> Kept:
     """Return what a ``PagedAttentionCache`` keeps of a layer."""
     if _version() >= (5, 18):
         allocator = cache.layer_to_allocator[layer]
-        if allocator.layer_type != FULL:
-            return Kept(allocator.layer_type, allocator.index, allocator.sliding_window, None)
+        window = getattr(allocator, "sliding_window", None)
+        if window is not None:
+            return Kept(SLIDING, allocator.index, window, None)
         return Kept(FULL, allocator.index, None, allocator.get_cache_for_block_table(layer))
     group, place = cache.layer_index_to_group_indices[layer]
     window = cache.sliding_windows[layer]

@@ -13,6 +13,7 @@ from tests.integrations.families import VOCABULARY
 
 PROMPTS = (5, 37, 64, 90, 1, 23)
 PAGE = 16
+_PAGE_SIZE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # before 5.18
 NEW = 11
 
 
@@ -36,7 +37,7 @@ def serve(model: Any, **options: Any) -> list[list[int]]:
         inputs=prompts(),
         generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(
-            page_size=PAGE, num_blocks=64, max_batch_tokens=72, **options
+            num_blocks=64, max_batch_tokens=72, **{_PAGE_SIZE: PAGE}, **options
         ),
         progress_bar=False,
     )
