@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.integrations.flash_cache import CachedCall, attend_cached
-from attngen.integrations.transformers_versions import gathered, kept, longest, of_kind, paged_name
+from attngen.integrations.transformers_versions import cache_given, gathered, kept, longest, of_kind, paged_name
 from attngen.runtime.append import append_kv
 
 
@@ -27,7 +27,6 @@ def paged_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    cache: Any = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | Mapping[str, Tensor] | None = None,
     read_index: Sequence[Tensor] = (),
@@ -44,10 +43,10 @@ def paged_attention(
     packed sequences, where keys are not read from pages. Raises CallError without a cache, and NoKernelError for what
     no built kernel takes.
     """
+    cache = cache_given(options)
     if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
         raise CallError(
-            f"{paged_name()} is for the layers of continuous batching that have keys of their own; "
-            "attn_implementation='attngen' serves a plain forward"
+            f"{paged_name()} is for continuous batching; attn_implementation='attngen' serves a plain forward"
         )
     layer: int = module.layer_idx
     own = kept(cache, layer)

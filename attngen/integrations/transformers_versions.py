@@ -94,25 +94,33 @@ def _leave_the_update(
     cache = kwargs.get("cache")
     if model.config._attn_implementation != _FLASH or not isinstance(cache, PagedAttentionCache):
         return None
-    return args, {**kwargs, "cache": _handed_on()(cache)}
+    return args, {**kwargs, "cache": _not_updated()(cache), _CACHE: cache}
+
+
+#: The argument by which a model hands a cache on to the attention of its layers, as it does with indices and lengths.
+_CACHE = "attngen_cache"
 
 
 @once
-def _handed_on() -> Any:
-    """Return the kind of cache that layers hand on to their attention instead of updating it."""
+def _not_updated() -> Any:
+    """Return the kind of cache that layers do not update before they call their attention."""
     from transformers.generation.continuous_batching import PagedAttentionCache
 
-    class HandedOn(PagedAttentionCache):  # type: ignore[misc, unused-ignore]
+    class NotUpdated(PagedAttentionCache):  # type: ignore[misc, unused-ignore]
         def __init__(self, cache: Any) -> None:
-            self.__dict__.update(cache.__dict__, handed_on=cache)
+            self.__dict__.update(cache.__dict__)
 
         def update(
-            self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: Mapping[str, Any]
         ) -> tuple[Tensor, Tensor]:
-            kwargs["cache"] = self.__dict__["handed_on"]
             return key_states, value_states
 
-    return HandedOn
+    return NotUpdated
+
+
+def cache_given(options: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of an attention over pages, or None."""
+    return options.get("cache" if _version() < (5, 24) else _CACHE)
 
 
 @dataclass(frozen=True, slots=True)
