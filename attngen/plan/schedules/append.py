@@ -13,9 +13,9 @@ from attngen.dtypes import CHUNK_BYTES
 from attngen.formats import APPEND
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
-from attngen.plan.model import Argument, Columns, Launch, Plan
-from attngen.plan.operands import operands_of
+from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.rows import rows_plan
 from attngen.schema.expand import KernelSpec
 
 #: What a block is: some vectors of 16 bytes, one of each thread.
@@ -50,38 +50,7 @@ _SIZES = (
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     name = naming.append_name(arch=spec.arch, dtype=spec.dtype, kv_dtype=spec.kv_dtype)
     threads = 32 * _WARPS
-    planned = Plan(
-        name=name,
-        package=spec.package,
-        spec_file=spec.spec_file,
-        variant=spec.variant,
-        arch_name=spec.arch,
-        dtype_name=spec.dtype,
-        operands=operands_of(spec),
-        head_dim_qk=spec.head_dim_qk,
-        head_dim_v=spec.head_dim_v,
-        columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
-        columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
-        layout=spec.layout,
-        direction=spec.direction,
-        backend="cuda",
-        schedule="append",
-        loads="pointer",
-        q_operand="registers",
-        alignment=CHUNK_BYTES,
-        tile_m=threads,
-        tile_n=1,
-        stages=1,
-        num_warps=_WARPS,
-        max_registers=None,
-        driver="ranges",
-        mask_code="branch",
-        softmax="exact_max",
-        fast_math=spec.fast_math,
-        section_bytes=2**20,
-        allow=spec.allow,
-        main=APPEND,
-    )
+    planned = rows_plan(spec, name, APPEND, tile_m=threads, tile_n=1, warps=_WARPS)
     row = Launch(
         APPEND, name, GRID, threads, 1, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes,
         products=0, pdl=arch.pdl,

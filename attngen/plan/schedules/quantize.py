@@ -16,9 +16,9 @@ from attngen.formats import QUANTIZE
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import refuse
-from attngen.plan.model import Argument, Columns, Launch, Plan
-from attngen.plan.operands import operands_of
+from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.rows import rows_plan
 from attngen.schema.expand import KernelSpec
 
 #: What a unit of work is: some rows of a head, which a block of threads holds in registers.
@@ -52,38 +52,7 @@ def planned(spec: KernelSpec, arch: Arch) -> Plan:
     if arch.capability < _LEAST_CAPABILITY:
         raise refuse(spec, "arch", f"{arch.name} does not round to 8 bits, which sm89 and later do")
     name = naming.quantize_name(arch=spec.arch, dtype=spec.dtype)
-    return Plan(
-        name=name,
-        package=spec.package,
-        spec_file=spec.spec_file,
-        variant=spec.variant,
-        arch_name=spec.arch,
-        dtype_name=spec.dtype,
-        operands=operands_of(spec),
-        head_dim_qk=spec.head_dim_qk,
-        head_dim_v=spec.head_dim_v,
-        columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
-        columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
-        layout=spec.layout,
-        direction=spec.direction,
-        backend="cuda",
-        schedule="quantize",
-        loads="pointer",
-        q_operand="registers",
-        alignment=CHUNK_BYTES,
-        tile_m=32 * _WARPS,
-        tile_n=1,
-        stages=1,
-        num_warps=_WARPS,
-        max_registers=None,
-        driver="ranges",
-        mask_code="branch",
-        softmax="exact_max",
-        fast_math=spec.fast_math,
-        section_bytes=2**20,
-        allow=spec.allow,
-        main=QUANTIZE,
-    )
+    return rows_plan(spec, name, QUANTIZE, tile_m=32 * _WARPS, tile_n=1, warps=_WARPS)
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:

@@ -13,9 +13,9 @@ from attngen.formats import WIDEN
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import refuse
-from attngen.plan.model import Argument, Columns, Launch, Plan
-from attngen.plan.operands import operands_of
+from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.rows import rows_plan
 from attngen.schema.expand import KernelSpec
 
 #: What a block is: K or V of some tokens of a sequence.
@@ -41,38 +41,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if arch.capability < _LEAST_CAPABILITY:
         raise refuse(spec, "arch", f"{arch.name} does not read numbers of 8 bits, which sm89 and later do")
     name = naming.widen_name(arch=spec.arch, dtype=spec.dtype)
-    planned = Plan(
-        name=name,
-        package=spec.package,
-        spec_file=spec.spec_file,
-        variant=spec.variant,
-        arch_name=spec.arch,
-        dtype_name=spec.dtype,
-        operands=operands_of(spec),
-        head_dim_qk=spec.head_dim_qk,
-        head_dim_v=spec.head_dim_v,
-        columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
-        columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
-        layout=spec.layout,
-        direction=spec.direction,
-        backend="cuda",
-        schedule="widen",
-        loads="pointer",
-        q_operand="registers",
-        alignment=CHUNK_BYTES,
-        tile_m=1,
-        tile_n=_TOKENS,
-        stages=1,
-        num_warps=_WARPS,
-        max_registers=None,
-        driver="ranges",
-        mask_code="branch",
-        softmax="exact_max",
-        fast_math=spec.fast_math,
-        section_bytes=2**20,
-        allow=spec.allow,
-        main=WIDEN,
-    )
+    planned = rows_plan(spec, name, WIDEN, tile_m=1, tile_n=_TOKENS, warps=_WARPS)
     row = Launch(
         WIDEN, name, GRID, 1, _TOKENS, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes,
         products=0, pdl=arch.pdl,
