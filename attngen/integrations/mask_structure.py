@@ -1,8 +1,9 @@
 """The structure of a mask of Hugging Face's transformers: windows, chunks, padding, packed sequences.
 
 A model builds its masks from the functions of ``transformers.masking_utils``. Those are recognised by their names and
-closures, so that a mask becomes a few numbers for each sequence instead of a tensor of every pair. An unknown function
-makes the whole mask unknown; it is then built as the tensor that SDPA would get.
+closures, in all releases that ``transformers_versions`` lists, so that a mask becomes a few numbers for each sequence
+instead of a tensor of every pair. An unknown function makes the whole mask unknown; it is then built as the tensor that
+SDPA would get.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from torch.utils._pytree import tree_map_only
 from attngen.integrations.choice import NO_LIMIT
 
 _HOME = "transformers.masking_utils"
+
+#: A function at positions that count from the start of each document. The documents are told apart by the same
+#: positions, which grow by one in each: windows and causality are what they are along the row.
+_REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,10 @@ class StructuredMask(torch.Tensor):
             self._built = self._build().expand(self.shape)
         return self._built
 
+    def _contiguous(self) -> StructuredMask:
+        """Return the same mask, which becomes a contiguous tensor once that is needed."""
+        return StructuredMask.of(self.structure, tuple(self.shape), self.device, lambda: self.dense().contiguous())
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -78,6 +87,8 @@ class StructuredMask(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _ABOUT_FORM:
                 return func(*args, **kwargs)
+            if func is torch.Tensor.contiguous and len(args) == 1 and not kwargs:
+                return args[0]._contiguous()
             args, kwargs = tree_map_only(StructuredMask, StructuredMask.dense, (args, kwargs))
             return func(*args, **kwargs)
 
@@ -121,7 +132,7 @@ def structure_of(
     found = _sides(mask_function)
     if found is None:
         return None
-    left, right, chunk, left_padding, doc = found
+    left, right, chunk, left_padding, doc, places = found
     structure = Structure(left, right, chunk)
     used: Tensor | None = None
     if structure.positional or doc is not None:
@@ -131,8 +142,13 @@ def structure_of(
                 return None
             used = torch.as_tensor(counted, dtype=torch.int32, device=device).reshape(1).expand(batch).contiguous()
     if doc is not None:
-        if chunk is not None or padding is not None or tuple(doc.shape) != (batch, keys) or queries != keys:
+        if padding is not None or tuple(doc.shape) != (batch, keys) or queries != keys:
             return None
+        if chunk is not None:
+            if places is None:
+                places = torch.arange(keys, device=doc.device)
+            assert left_padding is not None
+            doc = _chunks_of_documents(doc, (places - left_padding[:, None]) // chunk)
         return Structure(left, right, doc=doc.to(torch.int32).contiguous())
     start = stop = None
     if padding is not None:
@@ -146,6 +162,15 @@ def structure_of(
         if start is not None or kv_offset:
             origin = (left_padding - kv_offset).to(torch.int32).expand(batch).contiguous()
     return Structure(left, right, chunk, origin, start, stop, used=used)
+
+
+def _chunks_of_documents(doc: Tensor, chunk: Tensor) -> Tensor:
+    """Return numbers of the chunks of each document, from those of its tokens' document and chunk, (batch, keys) each.
+
+    Both are equal in one stretch of tokens only, since documents follow each other, as do the chunks of each.
+    """
+    new = (doc.diff(dim=1) != 0) | (chunk.diff(dim=1) != 0)
+    return torch.nn.functional.pad(new.cumsum(1), (1, 0))
 
 
 def _bounds(padding: Tensor, used: Tensor | None) -> tuple[Tensor | None, Tensor | None] | None:
@@ -162,15 +187,19 @@ def _bounds(padding: Tensor, used: Tensor | None) -> tuple[Tensor | None, Tensor
     return (start, stop) if padded else (None, None)
 
 
-_Sides = tuple[int, int, int | None, Tensor | None, Tensor | None]
+_Sides = tuple[int, int, int | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _sides(mask_function: Callable[..., Any]) -> _Sides | None:
-    """Return left, right, chunk, the padding before the first chunk, and the document numbers, or None."""
+    """Return left, right, chunk, the padding before the first chunk, document numbers, and positions in documents.
+
+    None where a function is not known. Positions are None where they count along the whole row.
+    """
     left, right = NO_LIMIT, NO_LIMIT
     chunk: int | None = None
     left_padding: Tensor | None = None
     doc: Tensor | None = None
+    places: Tensor | None = None
     parts = _parts(mask_function)
     if parts is None:
         return None
@@ -185,11 +214,15 @@ def _sides(mask_function: Callable[..., Any]) -> _Sides | None:
             chunk, left_padding = closed["chunk_size"], closed["left_padding"]
         elif name == "packed_sequence_mask_function.<locals>.inner_mask" and doc is None:
             doc = closed["packed_sequence_mask"]
+        elif name == _REMAPPED and places is None:
+            places = closed["position_ids"]
         elif name != "bidirectional_mask_function":
             return None
+    if places is not None and doc is None:
+        return None
     if left < NO_LIMIT or (chunk is not None and (left, right) != (NO_LIMIT, 0)):
         return None
-    return left, right, chunk, left_padding, doc
+    return left, right, chunk, left_padding, doc, places
 
 
 def _tighter(one: int, other: int) -> int:
@@ -204,6 +237,9 @@ def _parts(mask_function: Callable[..., Any]) -> list[tuple[str, Mapping[str, An
     cells = getattr(mask_function, "__closure__", None) or ()
     closed = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
     name = mask_function.__qualname__
+    if name == _REMAPPED:
+        inner = _parts(closed["mask_function"])
+        return None if inner is None else [*inner, (name, closed)]
     if name != "and_masks.<locals>.and_mask":
         return [(name, closed)]
     parts = []

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen.integrations.transformers_versions import cache_name
+
 BATCH, TOKENS = 2, 16
 
 
@@ -54,17 +56,18 @@ def of_images(model: Any) -> dict[str, Tensor]:
     return {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
 
 
-def step_of(given: Mapping[str, Any], found: Any, cache: Any) -> dict[str, Any]:
-    """Return the inputs of a step that reads one more token."""
+def step_of(model: Any, given: Mapping[str, Any], found: Any, cache: Any) -> dict[str, Any]:
+    """Return the inputs of a step of a model that reads one more token against a cache."""
     from transformers.modeling_outputs import BaseModelOutput
 
     one = torch.ones(BATCH, 1, dtype=torch.long, device="meta")
+    against = {cache_name(model.forward): cache}
     longer = torch.ones(BATCH, TOKENS + 1, dtype=torch.long, device="meta")
     if "decoder_input_ids" in given:
         rest = {name: value for name, value in given.items() if name == "attention_mask"}
         if "decoder_attention_mask" in given:
             rest["decoder_attention_mask"] = longer
         encoded = BaseModelOutput(last_hidden_state=found.encoder_last_hidden_state)
-        return {"decoder_input_ids": one, "encoder_outputs": encoded, "past_key_values": cache, **rest}
-    step = {"input_ids": one, "past_key_values": cache}
+        return {"decoder_input_ids": one, "encoder_outputs": encoded, **against, **rest}
+    step = {"input_ids": one, **against}
     return {**step, "attention_mask": longer} if "attention_mask" in given else step

@@ -26,11 +26,12 @@ from attngen.integrations.mask_structure import StructuredMask, structure_of
 from attngen.integrations.model_config import TORCH_DTYPES, made, offline, quiet, sentence, without_interface
 from attngen.integrations.model_inputs import BATCH, TOKENS, inputs_of, of_images, step_of
 from attngen.integrations.model_without_data import without_data
+from attngen.integrations.transformers_versions import FULL, SLIDING, cache_of
 from attngen.runtime.checked import ATTENTION_DTYPES
 
 #: The implementation of attention that records calls and computes nothing.
 _NAME = "attngen_requests"
-_PAGED_LAYERS = {"full_attention", "sliding_attention"}
+_PAGED_LAYERS = {FULL, SLIDING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Asking:
 def requests_of(config: Any, dtype: str, *, training: bool, serving: bool) -> Asking:
     """Return what the model of a configuration asks for in a dtype: ``bf16``, ``fp16`` or ``fp32``.
 
-    ``training`` adds what its steps ask for, and ``serving`` what continuous batching (``"paged|attngen"``) does.
+    ``training`` adds what its steps ask for, and ``serving`` what continuous batching (``use_pages``) does.
     Raises SpecError if the model asks for nothing, or cannot be run without weights.
     """
     _register()
@@ -137,10 +138,10 @@ def _run(model: Any, notes: _Notes, training: bool) -> tuple[str | None, list[st
         except Exception as error:  # as above
             failed.append(f"{what}: {sentence(error)}")
 
-    cache, images = getattr(found, "past_key_values", None), of_images(model)
+    cache, images = cache_of(found), of_images(model)
     if cache is not None:
         with notes.on("", steps=True):
-            also("a step against its cache", lambda: step_of(given, found, cache))
+            also("a step against its cache", lambda: step_of(model, given, found, cache))
     if images:
         with notes.on("prompts with images"):
             also("a prompt with images", lambda: {**given, **images})
@@ -220,7 +221,7 @@ class _Notes:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None,
         sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
     ) -> None:  # fmt: skip
-        """Record what a layer asks ``"paged|attngen"`` for: pages, or packed sequences if it has a window."""
+        """Record what a layer asks for in continuous batching: pages, or packed sequences if it has a window."""
         place = getattr(module, "layer_idx", None)
         if place is None or place >= len(self._kept):
             return
@@ -260,13 +261,13 @@ def _kept_layers(model: Any) -> tuple[tuple[int | None, ...], list[str]]:
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None)
     if layers is None:
-        layers = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
+        layers = [FULL if window is None else SLIDING] * config.num_hidden_layers
     others = sorted(set(layers) - _PAGED_LAYERS)
     if others:
         return (), [
             f"--serving: transformers has no continuous batching of layers of '{others[0]}': no kernel for pages"
         ]
-    return tuple(window if layer == "sliding_attention" else None for layer in layers), []
+    return tuple(window if layer == SLIDING else None for layer in layers), []
 
 
 def _mask(

@@ -9,7 +9,8 @@
 pass. Masks are kept as their structure (``mask_structure``), so that windows, chunks and padding bound the loops of a
 kernel. An unknown mask becomes a tensor of bools, whose empty tiles kernels skip by a tile map.
 
-Written for the interfaces of transformers 5.17 (``AttentionInterface``, ``AttentionMaskInterface``).
+``use_pages`` chooses kernels that read keys from pages, for continuous batching. ``transformers_versions`` says which
+releases of transformers are served, and what differs between them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations import transformers_paged
+from attngen.integrations import transformers_paged, transformers_versions
 from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend, with_dropout
 from attngen.integrations.mask_structure import Structure, StructuredMask, structure_of
 
@@ -41,15 +42,26 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def register() -> None:
-    """Register ``attn_implementation="attngen"`` with transformers, and ``"paged|attngen"`` for continuous batching.
-
-    Calling it again changes nothing.
-    """
+    """Register ``attn_implementation="attngen"`` with transformers. Calling it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    paged = partial(transformers_paged.paged_attention, attention)
     AttentionInterface.register(NAME, attention)
-    AttentionInterface.register(transformers_paged.NAME, partial(transformers_paged.paged_attention, attention))
+    AttentionInterface.register(transformers_versions.paged_name(), transformers_versions.interface(paged))
     AttentionMaskInterface.register(NAME, mask)
+
+
+def use_pages(model: Any) -> None:
+    """Have the continuous batching of a model (``generate_batch`` and the like) read keys from pages.
+
+    ``model.set_attn_implementation("attngen")`` goes back, and serves a plain forward. Raises CallError for a model
+    that computes its attention itself.
+    """
+    register()
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise CallError(f"{type(model).__name__} computes its attention itself, and takes no attn_implementation")
+    transformers_versions.set_paged(model)
 
 
 # --- attention ----------------------------------------------------------------------------------------------

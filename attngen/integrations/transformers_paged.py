@@ -1,11 +1,9 @@
-"""``attn_implementation="paged|attngen"``: transformers' continuous batching on kernels that read keys in pages.
+"""transformers' continuous batching on kernels that read keys in pages (``transformers.use_pages``).
 
 transformers keeps keys in blocks, and tells an attention which rows of the cache to write and to read, as indices of
 single tokens. Where a layer sees all earlier keys these are whole blocks, one after the other, from which the page
 table is computed on the device: nothing is gathered. A layer with a sliding window has a cache of its window alone,
 which is read before it is overwritten: its keys are gathered, as transformers does for every attention, and packed.
-
-Written for ``PagedAttentionCache`` of transformers 5.17.
 """
 
 from __future__ import annotations
@@ -18,11 +16,8 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.integrations.flash_cache import CachedCall, attend_cached
+from attngen.integrations.transformers_versions import cache_given, gathered, kept, longest, of_kind, paged_name
 from attngen.runtime.append import append_kv
-
-NAME = "paged|attngen"
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def paged_attention(
@@ -32,18 +27,15 @@ def paged_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    cache: Any = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | Mapping[str, Tensor] | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int | Mapping[str, int] = 0,
     read_index: Sequence[Tensor] = (),
     write_index: Sequence[Tensor] = (),
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Return attention of query (1, h, total_q, d) over a cache, as (1, total_q, h, d), and no weights.
 
@@ -51,35 +43,34 @@ def paged_attention(
     packed sequences, where keys are not read from pages. Raises CallError without a cache, and NoKernelError for what
     no built kernel takes.
     """
+    cache = cache_given(options)
     if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
-        raise CallError(f"{NAME} is for continuous batching; attn_implementation='attngen' serves a plain forward")
-    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
-    full = cache.sliding_windows[module.layer_idx] == 1
-    kind = _FULL if full else _SLIDING
-    starts_k = cu_seq_lens_k[kind] if isinstance(cu_seq_lens_k, Mapping) else cu_seq_lens_k
-    longest_k = max_seqlen_k[kind] if isinstance(max_seqlen_k, Mapping) else max_seqlen_k
-    if not full:
-        k, v = cache.update(
-            key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index,
-            write_index=write_index,
-        )  # fmt: skip
+        raise CallError(
+            f"{paged_name()} is for continuous batching; attn_implementation='attngen' serves a plain forward"
+        )
+    layer: int = module.layer_idx
+    own = kept(cache, layer)
+    longest_q, longest_k = longest(options, own.kind)
+    starts_k = of_kind(cu_seq_lens_k, own.kind)
+    if own.pages is None:
+        options["cu_seq_lens_k"] = cu_seq_lens_k
+        k, v = gathered(cache, layer, key, value, read_index, write_index, options)
         return packed(
-            module, query, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, scaling=scaling, is_causal=True,
-            sliding_window=cache.sliding_windows[module.layer_idx], softcap=softcap, s_aux=s_aux,
-            cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=starts_k, max_length_q=max_seqlen_q, max_length_k=longest_k,
+            module, query, k, v, None, scaling=scaling, is_causal=True, sliding_window=own.window, softcap=softcap,
+            s_aux=s_aux, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=starts_k, max_length_q=longest_q,
+            max_length_k=longest_k,
         )  # fmt: skip
-    size = cache.block_size
-    k_pages, v_pages = (
-        kept[layer].view(-1, size, *kept[layer].shape[1:]) for kept in (cache.key_cache, cache.value_cache)
-    )
+    k_pages, v_pages = own.pages
+    reads, writes = read_index[own.group], write_index[own.group]
     new_k, new_v = (new.transpose(1, 2)[0].to(k_pages.dtype) for new in (key, value))
     with torch.no_grad():
-        append_kv(new_k, new_v, k_pages, v_pages, slots=write_index[group], cu_seqlens=cu_seq_lens_q)
-    rows = read_index[group] if read_index[group].numel() else write_index[group]  # nothing to read: all keys are new
+        append_kv(new_k, new_v, k_pages, v_pages, slots=writes, cu_seqlens=cu_seq_lens_q)
+    rows = reads if reads.numel() else writes  # nothing to read: all keys are new
+    size = k_pages.shape[1]
     table = page_table(rows, starts_k, size, -(-longest_k // size))
     call = CachedCall(
         q=query.transpose(1, 2)[0].to(k_pages.dtype), k_cache=k_pages, v_cache=v_pages, page_table=table,
-        lengths=starts_k.diff(), cu_seqlens_q=cu_seq_lens_q, max_seqlen_q=max_seqlen_q, softmax_scale=scaling,
+        lengths=starts_k.diff(), cu_seqlens_q=cu_seq_lens_q, max_seqlen_q=longest_q, softmax_scale=scaling,
         **seen(sliding_window, softcap, s_aux),
     )  # fmt: skip
     return attend_cached(call)[None], None

@@ -63,7 +63,7 @@ def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool, seqlen_q: int | None = 
     return -(-rows // tile_m), call.batch * heads
 
 
-#: Units of a section up to which it is made to divide all of them, as docs/notebook/hopper_backward.md measures it.
+#: KV heads of a backward's section up to which sections end evenly, as docs/notebook/hopper_backward.md measures it.
 _FEW = 8
 
 
@@ -71,35 +71,30 @@ def _section(launch: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
     """Return how many units, of all batches, run side by side: as many as keep in L2 what their blocks read again.
 
     Blocks read K and V again; or, where blocks are tiles of keys, Q and dO of all heads of a KV head. Then KV heads are
-    counted, at least ``section_heads`` of them. A last section of few units begins with long tiles of work, and blocks
-    that find none of them wait: sections are ``balanced``.
+    counted, at least ``section_heads`` of them, and a few may become half as many more, which L2 has room for; where
+    more of them run side by side, their end matters less than that.
     """
+    every = call.batch * call.kv_heads
     if by_keys:
-        kv_heads = -(-launch.section_keys // (call.seqlen_q * group_of(call) + 1))
-        return _even(max(kv_heads, launch.section_heads, 1), call.batch * call.kv_heads)
+        kv_heads = max(-(-launch.section_keys // (call.seqlen_q * group_of(call) + 1)), launch.section_heads)
+        return balanced(kv_heads, every, 3 * kv_heads // 2) if kv_heads <= _FEW else min(kv_heads, every)
     kv_heads = -(-launch.section_keys // (call.seqlen_k + 1))
-    kv_heads = balanced(kv_heads, call.batch * call.kv_heads)
+    kv_heads = balanced(kv_heads, every, kv_heads)
     return max(min(kv_heads * (1 if launch.pack_gqa else group_of(call)), units), 1)
 
 
-def _even(section: int, units: int) -> int:
-    """Return a number of units near ``section`` that divides all of them, if there is one, and if these are few.
+def balanced(wanted: int, every: int, most: int) -> int:
+    """Return how many of ``every`` units a section has: of 5/8 of what is wanted to ``most``, the number with which the
+    last section is the fullest, and of such numbers the largest.
 
-    A last section of few units begins with its longest tiles when all others are done, and most blocks find nothing.
-    Where more run side by side, it does not matter, and a larger section leaves L2.
+    A last section of few units begins its longest tiles when all others are nearly done, and blocks that find none of
+    them wait.
     """
-    if section > _FEW:
-        return min(section, units)
-    fit = [each for each in range(-(-5 * section // 8), min(3 * section // 2, units) + 1) if units % each == 0]
-    return fit[-1] if fit else min(section, units)
-
-
-def balanced(most: int, every: int) -> int:
-    """Return how many of ``every`` units a section has: ``most`` or fewer, no less than half, such that the last one is
-    at least half as large as the others, if that can be; else ``most``, or all."""
-    most = max(min(most, every), 1)
-    sizes = range(most, (most + 1) // 2 - 1, -1)
-    return next((size for size in sizes if 2 * ((every - 1) % size + 1) >= size), most)
+    wanted, most = max(min(wanted, every), 1), max(min(most, every), 1)
+    if every % most == 0:
+        return most
+    sizes = range(most, -(-5 * wanted // 8) - 1, -1)
+    return max(sizes, key=lambda size: ((every - 1) % size + 1) / size)
 
 
 class Tiled(Protocol):

@@ -49,8 +49,12 @@ for parameter in model.parameters():
 lengths = torch.randint(options.prompt // 4, options.prompt + 1, (options.requests,)).tolist()
 prompts = [torch.randint(3, config.vocab_size, (length,)).tolist() for length in lengths]
 longest = options.prompt + options.new_tokens
+page_size = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # before transformers 5.18
 for name in options.implementations.split(","):
-    model.set_attn_implementation(f"paged|{name}")
+    if name == "attngen":
+        attngen_transformers.use_pages(model)
+    else:
+        model.set_attn_implementation(name)
     seconds = []
     for new_tokens in (2, options.new_tokens):  # the first time everything is compiled and loaded
         begin = time.perf_counter()
@@ -58,7 +62,8 @@ for name in options.implementations.split(","):
             inputs=prompts,
             generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1),
             continuous_batching_config=ContinuousBatchingConfig(
-                block_size=64,
+                **{page_size: 64},
+                use_cuda_graph=False,
                 num_blocks=options.requests * (longest // 64 + 2),
                 max_batch_tokens=min(4096, 4 * longest),
             ),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attngen
+from attngen.integrations.transformers_versions import cache_name
 from attngen.runtime.registry import registry
 
 families = pytest.importorskip("tests.integrations.families")
@@ -84,7 +85,9 @@ def test_a_compiled_step_of_ones_own_reads_no_mask(capfd: pytest.CaptureFixture[
         for start, stop in ((0, 100), *((place, place + 1) for place in range(100, 104))):
             run = model if start == 0 else step
             torch.compiler.cudagraph_mark_step_begin()
-            logits.append(run(input_ids=ids[:, start:stop], past_key_values=cache).logits[:, -1].float().clone())
+            logits.append(
+                run(input_ids=ids[:, start:stop], **{cache_name(model.forward): cache}).logits[:, -1].float().clone()
+            )
         found.append(torch.stack(logits))
     error, least = ((t - found[2]).square().mean().sqrt().item() for t in found[:2])
     assert error <= 1.5 * least, f"{error} against {least}"

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 import attngen.integrations.transformers as attngen_transformers
+from attngen.integrations.transformers_versions import cache_name, cache_of
 
 VOCABULARY = 97
 WINDOW = 5
@@ -201,8 +202,8 @@ def step_by_step(model: Any, given: Batch, prefill: int) -> Tensor:
     for start, stop in [(0, prefill), *((n, n + 1) for n in range(prefill, ids.shape[1]))]:
         step = model(
             input_ids=ids[:, start:stop], attention_mask=real[:, :stop], position_ids=positions[:, start:stop],
-            past_key_values=cache, use_cache=True,
+            use_cache=True, **{cache_name(model.forward): cache},
         )  # fmt: skip
-        cache = step.past_key_values
+        cache = cache_of(step)
         found.append(step.logits)
     return torch.cat(found, dim=1)[given.counts]

@@ -8,10 +8,12 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+import attngen.integrations.transformers as attngen_transformers
 from tests.integrations.families import VOCABULARY
 
 PROMPTS = (5, 37, 64, 90, 1, 23)
-BLOCK = 16
+PAGE = 16
+_PAGE_SIZE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # before 5.18
 NEW = 11
 
 
@@ -30,12 +32,12 @@ def plain(model: Any) -> list[list[int]]:
 
 def serve(model: Any, **options: Any) -> list[list[int]]:
     """Return the tokens that a model generates for all prompts in batches that change as they go."""
-    model.set_attn_implementation("paged|attngen")
+    attngen_transformers.use_pages(model)
     found = model.generate_batch(
         inputs=prompts(),
         generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(
-            block_size=BLOCK, num_blocks=64, max_batch_tokens=72, **options
+            num_blocks=64, max_batch_tokens=72, **{_PAGE_SIZE: PAGE}, **options
         ),
         progress_bar=False,
     )

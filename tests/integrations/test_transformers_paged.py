@@ -1,4 +1,4 @@
-"""``attn_implementation="paged|attngen"``: the tokens of continuous batching, beside those of each prompt alone."""
+"""Continuous batching with ``use_pages``: its tokens, beside those of each prompt alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
+import attngen.integrations.transformers as attngen_transformers
 from attngen.errors import CallError
 from attngen.integrations import transformers_paged
 from attngen.integrations.transformers_paged import page_table
@@ -47,6 +49,26 @@ def test_a_server_gives_the_tokens_of_eager(family: str, paged: list[int]) -> No
     assert bool(paged) == (family != "mistral")  # whose layers all have a window
 
 
+def test_layers_that_take_the_keys_of_others() -> None:
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=families.VOCABULARY, vocab_size_per_layer_input=families.VOCABULARY, hidden_size=32, head_dim=8,
+        hidden_size_per_layer_input=8, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=16, altup_num_inputs=2, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4,
+        attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(5)
+    model = transformers.Gemma3nForCausalLM(config).eval()
+    assert serve(model) == plain(model)
+
+
+def test_a_model_with_attention_of_its_own_is_refused() -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = transformers.MPNetModel(transformers.MPNetConfig(**sizes, num_attention_heads=2))
+    with pytest.raises(CallError, match="MPNetModel computes its attention itself, and takes no attn_implementation"):
+        attngen_transformers.use_pages(model)
+
+
 def test_pages_follow_from_rows() -> None:
     size, blocks, lengths = 4, [[7, 2, 5], [3], [0, 6]], [10, 4, 5]
     rows = [blocks[b][i // size] * size + i % size for b, n in enumerate(lengths) for i in range(n)]
@@ -59,6 +81,9 @@ def test_pages_follow_from_rows() -> None:
 
 def test_a_forward_without_a_cache_is_refused() -> None:
     model = families.make("llama", head_dim=8, implementation="attngen")
-    model.set_attn_implementation("paged|attngen")
-    with pytest.raises(CallError, match="paged.attngen is for continuous batching"):
-        model(input_ids=torch.ones(1, 3, dtype=torch.long))
+    ids = torch.ones(1, 3, dtype=torch.long)
+    attngen_transformers.use_pages(model)
+    with pytest.raises(CallError, match="is for continuous batching; attn_implementation='attngen' serves"):
+        model(input_ids=ids)
+    model.set_attn_implementation("attngen")
+    assert model(input_ids=ids).logits.isfinite().all()

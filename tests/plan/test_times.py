@@ -61,7 +61,7 @@ def kernels() -> list[Kernel]:
         (Shape("causal", 128, 1, 8, 1, 256, 4096), "m128n128s3c2_shared"),
         (Shape("full", 128, 1, 32, 8, 512, 8192), "m128n128s2c2"),  # 128 tiles, which fill the card
         (Shape("full", 128, 1, 8, 1, 1024, 1024), "m64n128s2c1"),  # eight steps, of which half cost what a merge does
-        (Shape("full", 128, 16, 16, 16, 1024, 1024), "m128n128s2c2_paired"),  # 16 waves of short tiles
+        (Shape("full", 128, 16, 16, 16, 1024, 1024), "m128n128s2c2"),  # 16 waves of short tiles
         (Shape("full", 128, 4, 16, 16, 4096, 4096), "m192n80s2c3"),
         (Shape("causal", 128, 1, 16, 16, 256, 256), "m64n128s2c1"),
         (Shape("causal", 128, 1, 16, 16, 2048, 2048), "m128n128s2c2"),

@@ -1,4 +1,4 @@
-"""How many heads run side by side in a forward: as L2 holds, and no last section of a few."""
+"""How many heads run side by side: as L2 holds, and no last section of a few."""
 
 from __future__ import annotations
 
@@ -10,27 +10,38 @@ from attngen.runtime.geometry import balanced
 
 
 @pytest.mark.parametrize(
-    ("most", "every", "size"),
+    ("wanted", "every", "most", "size"),
     [
-        (3, 10, 2),  # not 3, 3, 3 and 1
-        (5, 16, 4),
-        (6, 21, 6),  # 6, 6, 6 and 3
-        (4, 16, 4),
-        (8, 3, 3),
-        (1, 7, 1),
-        (0, 7, 1),
-        (65536, 40, 40),
+        (3, 10, 3, 2),  # not 3, 3, 3 and 1
+        (5, 16, 5, 4),
+        (6, 21, 6, 6),  # 6, 6, 6 and 3
+        (4, 16, 4, 4),
+        (8, 3, 8, 3),
+        (1, 7, 1, 1),
+        (0, 7, 0, 1),
+        (65536, 40, 65536, 40),
+        (6, 64, 9, 8),  # with room for half as many more
+        (3, 32, 4, 4),
+        (2, 16, 3, 2),
+        (1, 8, 1, 1),
+        (5, 7, 7, 7),
     ],
 )
-def test_the_last_section_is_not_a_small_one(most: int, every: int, size: int) -> None:
-    assert balanced(most, every) == size
+def test_the_last_section_is_not_a_small_one(wanted: int, every: int, most: int, size: int) -> None:
+    assert balanced(wanted, every, most) == size
 
 
-def test_sections_stay_within_half_of_what_l2_holds() -> None:
-    for most in range(1, 40):
-        for every in range(1, 90):
-            size = balanced(most, every)
-            assert min(most, every) <= 2 * size <= 2 * min(most, every)
+def test_sections_stay_near_what_is_wanted() -> None:
+    for wanted in range(1, 30):
+        for every in range(1, 70):
+            for most in (wanted, 3 * wanted // 2):
+                assert 5 * min(wanted, every) <= 8 * balanced(wanted, every, most) <= 8 * min(most, every)
+
+
+def test_powers_of_two_keep_theirs() -> None:
+    for wanted in (1, 2, 4, 8, 16, 64):
+        for every in (1, 2, 8, 16, 32, 128):
+            assert balanced(wanted, every, wanted) == balanced(wanted, every, 3 * wanted // 2) == min(wanted, every)
 
 
 def ends(heads: int, size: int, q_tiles: int = 128, blocks: int = 132) -> float:
@@ -45,4 +56,4 @@ def ends(heads: int, size: int, q_tiles: int = 128, blocks: int = 132) -> float:
 
 def test_a_last_section_of_one_head_leaves_blocks_idle() -> None:
     assert ends(10, 3) > 1.05
-    assert ends(10, balanced(3, 10)) < 1.01
+    assert ends(10, balanced(3, 10, 3)) < 1.01

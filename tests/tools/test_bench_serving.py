@@ -20,6 +20,7 @@ from torch import Tensor
 import attngen
 from attngen import cli
 from attngen.formats import APPEND_VARIANT
+from attngen.schema import load_spec_text
 from attngen.tools.bench.machine import Ceilings
 from attngen.tools.bench.serving import replay
 from attngen.tools.bench.serving import run as tool
@@ -30,7 +31,7 @@ from attngen.tools.bench.serving.replay import Replayed, Track, race
 from attngen.tools.bench.serving.report import ServingReport, ServingResult, ServingRow
 from attngen.tools.bench.serving.run import ServingOptions, bench_serving
 from attngen.tools.bench.timing import Contestant
-from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared
+from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared, prepare
 from attngen.tools.verify.gpu import Gpu
 from attngen.tools.verify.interpreter import kernel_of
 from tests.tools.bench_support import FakeClock, TickClock
@@ -449,6 +450,14 @@ def test_cells_and_kernels_are_chosen(spec: Path) -> None:
     assert "no kernel of causal" in output
     assert "did you mean 'small'" in run(spec, "--suite", "serving", "--cell", "smal2", code=2)
     assert "the spec has none" in run(spec, "--suite", "serving", "--kernel", "d64", code=2)
+
+
+def test_what_widens_a_cache_in_8_bits_is_there_for_many_queries() -> None:
+    kernel = "variant: causal, head_dim: 128, dtype: bf16, layout: paged"
+    spec = f"{SPEC}  - {{{kernel}}}\n  - {{{kernel}, kv_dtype: fp8_e4m3, split_kv: true}}\n"
+    prepared = prepare(load_spec_text(spec))
+    wanted = tool._wanted(prepared, ServingOptions(cells=("e4m3",)), 90)
+    assert [kernel.plan.direction for kernel in wanted].count("widen") == 1
 
 
 @pytest.mark.parametrize(

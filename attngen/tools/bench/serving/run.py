@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, LoadError, NoKernelError, suggest
-from attngen.formats import APPEND, APPEND_VARIANT
+from attngen.formats import APPEND, APPEND_VARIANT, WIDEN
 from attngen.runtime.calls import attention, attention_paged
 from attngen.runtime.dispatch import explain
 from attngen.runtime.module import read_kernel
@@ -140,25 +140,29 @@ def _chosen_cells(options: ServingOptions) -> list[Cell]:
 
 
 def _wanted(prepared: Sequence[Prepared], options: ServingOptions, capability: int | None) -> list[Prepared]:
-    """Return the kernels that cells may run on. Raises CallError if there is none."""
+    """Return the kernels that cells may run on, those that widen a cache last. Raises CallError if there is none."""
     variants = {lane.problem.variant for cell in _chosen_cells(options) for lane in cell.lanes}
+
+    def runs(kernel: Prepared, directions: Sequence[str]) -> bool:
+        here = capability is None or kernel.plan.arch.runs_on(capability)
+        return here and kernel.plan.direction in directions
+
     kept = [
         kernel
         for kernel in chosen(prepared, options.part, options.variants)
-        if kernel.plan.direction in ("forward", APPEND)
+        if runs(kernel, ("forward", APPEND))
         and kernel.plan.dtype_name in (DTYPE, EIGHT_BITS)
         and kernel.plan.layout in ("dense", "paged")
         and (kernel.plan.head_dim_qk, kernel.plan.head_dim_v) == (HEAD_DIM, HEAD_DIM)
         and kernel.plan.variant.name in variants
-        and (capability is None or kernel.plan.arch.runs_on(capability))
     ]
     if not kept:
-        here = "" if capability is None else f", which sm{capability} would run"
+        which = "" if capability is None else f", which sm{capability} would run"
         raise CallError(
             f"the cells of the serving suite take forwards of {', '.join(sorted(variants))} in {DTYPE} at head_dim "
-            f"{HEAD_DIM}, dense or paged; the spec has none{here}"
+            f"{HEAD_DIM}, dense or paged; the spec has none{which}"
         )
-    return kept
+    return [*kept, *(kernel for kernel in prepared if runs(kernel, (WIDEN,)) and kernel.plan.dtype_name == DTYPE)]
 
 
 def _compiled(wanted: Sequence[Prepared], jobs: int | None, origin: str) -> dict[str, str]:
