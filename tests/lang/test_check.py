@@ -92,7 +92,7 @@ def test_arms_of_a_choice_have_one_type() -> None:
         ("1 >> -1 > 1", "the distance of a shift must lie within 0 .. 31"),
         ("q * q * q > 1", "beyond int64; declare narrower ranges"),
         ("q ** 3 > 1", "beyond int64"),
-        ("(0 - q) ** 63 > 1", r"may reach -2^1889 .. 0, beyond int64"),
+        ("(0 - q) ** 63 > 1", r"may reach -2\^1889 .. 0, beyond int64"),
         ("tanh(s) > 1", "'s' is the logit"),
     ],
 )
