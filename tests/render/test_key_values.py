@@ -80,7 +80,7 @@ def test_what_such_a_value_needs_is_computed_where_it_is_loaded() -> None:
     [
         (*DOCUMENTS, 1),
         ("seen[b, kv]", "seen: {dtype: bool, shape: [b, seqlen_k]}", 1),
-        ("x[kv] > y[kv + 1]", "x: {dtype: fp32, shape: [seqlen_k]}, y: {dtype: bf16, shape: [n]}", 2),
+        ("x[kv] > y[kv]", "x: {dtype: fp32, shape: [seqlen_k]}, y: {dtype: bf16, shape: [n]}", 2),
         ("place[b, kv] <= q_pos", "place: {dtype: int64, shape: [b, seqlen_k]}", 0),  # 8 bytes
         ("rank[of[kv]] == 1", "rank: {dtype: int32, shape: [n]}, of: {dtype: int32, shape: [seqlen_k]}", 0),
         ("far[q, kv] > 0", "far: {dtype: int32, shape: [seqlen_q, seqlen_k]}", 0),  # one for each pair
@@ -91,6 +91,14 @@ def test_values_of_at_most_a_word_that_all_rows_share(mask: str, tensors: str, c
     found, text = masked(mask, tensors)
     assert found == (count if "KeyValues" in text else 0)
     assert (count > 0) == ("struct KeyValues" in text)
+
+
+def test_if_one_needs_another_statement_all_are_read_by_pairs() -> None:
+    tensors = "x: {dtype: fp32, shape: [seqlen_k]}, y: {dtype: bf16, shape: [n]}"
+    planned, text = masked("x[kv] > y[kv + 1]", tensors)
+    assert planned == 2
+    assert "struct KeyValues" not in text
+    assert all(f"{name}[static_cast<long long>(" in text for name in ("u_x", "u_y"))
 
 
 def test_those_of_a_head_differ_between_rows_of_packed_heads() -> None:
