@@ -124,19 +124,30 @@ def asked(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> Asked:
     """Return what a module asks for, by the arguments that transformers passes on. Computes no attention.
 
-    ``s_aux`` (h,) are sinks: a logit of each head that takes part in the softmax and has no value. Without a mask the
-    call is causal, aligned at the last key, if the module or ``is_causal`` says so. ``cu_seq_lens_q``,
-    ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` pack sequences into one row of the batch. Raises
-    NoKernelError for what no variant computes, and CallError for arguments that disagree.
+    ``s_aux`` (h,) are sinks: a logit of each head that takes part in the softmax and has no value; ``sinks``
+    (b, h, sq, 1) has one for each query as well. ``indices`` (b, sq, n) are the keys that each query selects, each of
+    them once. Without a mask the call is causal, aligned at the last key, if the module or ``is_causal`` says so.
+    ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` pack sequences into one row of the
+    batch. Raises NoKernelError for what no variant computes, such as ``block_indices``, and CallError for arguments
+    that disagree.
     """
-    q, k, v = (tensor.transpose(1, 2) for tensor in _same_dtype(query, key, value))
+    if block_indices is not None and block_indices.shape[-1] * _block_size(module) < key.shape[2]:
+        raise NoKernelError(
+            f"{type(module).__name__} selects blocks of keys, which no variant does; attn_implementation='sdpa' does"
+        )
+    q, k, v = (_contiguous_rows(tensor.transpose(1, 2)) for tensor in _same_dtype(query, key, value))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     given = attention_mask
+    if indices is not None and indices.shape[-1] < k.shape[1]:  # else each query selects all keys
+        given = _selected(indices, given, k.shape[1], causal=is_causal and q.shape[1] > 1)
     packing = _packing(q, given, kwargs)
     structure: Structure | None = None
     if packing is not None:
@@ -156,8 +167,14 @@ def asked(
     if not candidates:
         assert given is not None
         candidates = _tensor_mask(given, q, k, softcap, position_bias)
-    if s_aux is not None:
-        candidates = with_sinks + [replace(each, finish=partial(_with_sinks, sinks=s_aux)) for each in candidates]
+    if sinks is not None:
+        if s_aux is not None:
+            raise CallError("a call has sinks of each head (s_aux), or of each query (sinks), not both")
+        logits: Tensor | None = sinks.squeeze(-1) if packing is None else sinks[0].squeeze(-1)
+    else:
+        logits = None if s_aux is None else s_aux[:, None]
+    if logits is not None:
+        candidates = with_sinks + [replace(each, finish=partial(_with_sinks, sinks=logits)) for each in candidates]
     return Asked(with_dropout(candidates, dropout if module.training else 0.0), q, k, v, packing, used)
 
 
@@ -183,6 +200,27 @@ def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     if query.dtype == key.dtype == value.dtype == dtype:
         return query, key, value
     return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _contiguous_rows(tensor: Tensor) -> Tensor:
+    """Return a tensor (b, s, h, d) with a contiguous last dimension, as kernels need it; convolved keys may not."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _selected(indices: Tensor, given: Tensor | None, keys: int, *, causal: bool) -> Tensor:
+    """Return a mask (b, 1, sq, keys) that also hides the keys that a query has not selected: indices (b, sq, n)."""
+    batch, queries = indices.shape[:2]
+    chosen = torch.zeros(batch, queries, keys, dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+    if given is None:
+        return chosen.tril(keys - queries) if causal else chosen
+    dense = (given.dense() if isinstance(given, StructuredMask) else given)[..., :keys]
+    return dense & chosen if dense.dtype == torch.bool else dense.masked_fill(~chosen, torch.finfo(dense.dtype).min)
+
+
+def _block_size(module: torch.nn.Module) -> int:
+    """Return how many keys the blocks have that a module selects; 0 where it does not say."""
+    return int(getattr(getattr(module, "indexer", None), "block_size", 0))
 
 
 def _packing(q: Tensor, given: Tensor | None, kwargs: Mapping[str, Any]) -> Packing | None:
@@ -218,12 +256,12 @@ def _packed_structure(
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return attention whose softmax has a sink too, from the one without: out (…, s, h, d), lse (…, h, s), sinks (h,).
+    """Return attention whose softmax has sinks too, from the one without: out (…, s, h, d), lse and sinks (…, h, s).
 
     Σ exp(s) / (Σ exp(s) + exp(sink)) = sigmoid(lse − sink), so that the forward is exact, and autograd gives the
     gradients of q, k, v and of the sinks through out and lse.
     """
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    share = torch.sigmoid(lse - sinks.to(lse.dtype))
     return (out * share.transpose(-1, -2).unsqueeze(-1)).to(out.dtype)
 
 
@@ -417,8 +455,26 @@ def _with_attention_of_its_own(config: type) -> str | None:
     from transformers import MODEL_MAPPING
 
     found = MODEL_MAPPING.get(config, None)
-    model = found[0] if isinstance(found, tuple) else found
-    if model is None or hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"):
+    first = found[0] if isinstance(found, tuple) else found
+    models = _loaded_models(config) if first is None else [first]
+    if any(hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS") for model in models):
         return None
     says = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
-    return None if any(getattr(model, name, True) for name in says) else model.__name__
+    if not models or any(getattr(model, name, True) for model in models for name in says):
+        return None
+    name: str = models[-1].__name__
+    return name
+
+
+def _loaded_models(config: type) -> list[Any]:
+    """Return the models of a config's own package that are made from it; some parts of models are in no mapping."""
+    from transformers import PreTrainedModel
+
+    package = config.__module__.rpartition(".")[0]
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.modeling_")]
+    return [
+        each
+        for module in modules
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, PreTrainedModel) and each.config_class is config
+    ]

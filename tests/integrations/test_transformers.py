@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 )
 
 import attngen.integrations.transformers as attngen_transformers
-from attngen.errors import CallError
+from attngen.errors import CallError, NoKernelError
 from attngen.integrations.mask_structure import StructuredMask
 from attngen.integrations.transformers_versions import cache_name
 from tests.integrations import families
@@ -249,6 +249,91 @@ def test_a_model_with_attention_of_its_own_is_refused() -> None:
     config = transformers.MPNetConfig(**sizes, num_attention_heads=2, attn_implementation="attngen")
     with pytest.raises(CallError, match="MPNetModel computes its attention itself, .* must be 'eager'"):
         transformers.MPNetModel(config)(input_ids=torch.ones(1, 5, dtype=torch.int64))
+
+
+def test_a_text_decoder_with_attention_of_its_own_is_refused() -> None:
+    """No mapping of transformers has TrOCR's decoder."""
+    sizes = {"vocab_size": 50, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    config = transformers.TrOCRConfig(**sizes, attn_implementation="attngen")
+    with pytest.raises(CallError, match="TrOCRForCausalLM computes its attention itself, .* must be 'eager'"):
+        transformers.TrOCRForCausalLM(config)(input_ids=torch.ones(1, 5, dtype=torch.int64))
+
+
+# --- what layers of single models pass on ---------------------------------------------------------------------
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * q.shape[-1] ** -0.5
+
+
+def layer_call(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    out, _ = attngen_transformers.attention(torch.nn.Module(), q, k, v, mask, **given)
+    return out.transpose(1, 2)
+
+
+def layer_inputs(queries: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, queries, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+    return q, k, v
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_sinks_of_each_query(with_bias: bool) -> None:
+    """Inkling 2."""
+    q, k, v = layer_inputs()
+    bias, sinks = torch.randn(2, 4, 7, 7) if with_bias else None, torch.randn(2, 4, 7, 1, requires_grad=True)
+    scores = scores_of(q, k).masked_fill(~torch.ones(7, 7, dtype=torch.bool).tril(), -torch.inf)
+    weights = torch.cat([scores if bias is None else scores + bias, sinks], dim=-1).softmax(-1)[..., :-1]
+    wanted = weights @ v.repeat_interleave(2, 1)
+    mask = create_causal_mask(model("llama").config, torch.zeros(2, 7, 4), None, None)
+    found = layer_call(mask, q, k, v, position_bias=bias, sinks=sinks)
+    near(found, wanted)
+    (wanted_gradient,) = torch.autograd.grad(wanted.square().sum(), sinks)
+    near(torch.autograd.grad(found.square().sum(), sinks)[0], wanted_gradient)
+
+
+@pytest.mark.parametrize("kind", ["structure", "bool", "float", "none"])
+@pytest.mark.parametrize("queries", [7, 1])
+def test_keys_that_each_query_selects(kind: str, queries: int, served: list[str]) -> None:
+    """DeepSeek V3.2 and its like give other implementations than eager and sdpa the indices instead of a mask."""
+    q, k, v = layer_inputs(queries)
+    seen = torch.ones(7, 7, dtype=torch.bool).tril()[-queries:]
+    ranks = torch.rand(2, queries, 7).masked_fill(~seen, -torch.inf)
+    indices = ranks.topk(3, dim=-1).indices.to(torch.int32)
+    chosen = torch.zeros(2, queries, 7, dtype=torch.bool).scatter(-1, indices.long(), True) & seen
+    wanted = scores_of(q, k).masked_fill(~chosen[:, None], -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+    mask: Tensor | None = seen.expand(2, 1, queries, 7)
+    if kind == "float":
+        assert mask is not None
+        mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    elif kind == "none":
+        mask = None
+    elif kind == "structure" and queries == 7:
+        mask = create_causal_mask(model("llama").config, torch.zeros(2, 7, 4), None, None)
+        assert isinstance(mask, StructuredMask)
+    near(layer_call(mask, q, k, v, indices=indices), wanted)
+    assert served == ["bias_fp32" if kind == "float" else "allowed"]
+
+
+def test_a_query_that_selects_all_keys_needs_no_mask(served: list[str]) -> None:
+    q, k, v = layer_inputs()
+    everything = torch.arange(7).expand(2, 7, 7)
+    assert torch.equal(layer_call(None, q, k, v, indices=everything), layer_call(None, q, k, v))
+    assert served == ["causal", "causal"]
+
+
+def test_blocks_of_keys_that_queries_select_are_refused() -> None:
+    q, k, v = layer_inputs()
+    with pytest.raises(NoKernelError, match="selects blocks of keys, which no variant does"):
+        layer_call(None, q, k, v, block_indices=torch.zeros(2, 1, 7, 1, dtype=torch.int64))
+
+
+def test_keys_whose_last_dimension_is_not_contiguous() -> None:
+    """Inkling's come from a convolution."""
+    q, k, v = layer_inputs()
+    strided = k.mT.contiguous().mT
+    assert strided.stride(-1) != 1
+    assert torch.equal(layer_call(None, q, strided, v), layer_call(None, q, k, v))
 
 
 @pytest.mark.parametrize("kind", ["fake", "meta"])
