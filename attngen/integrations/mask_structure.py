@@ -32,7 +32,8 @@ class Structure:
     ``left`` and ``right``: how many keys before and after its own position, −1 without limit. ``start`` and ``stop``
     (batch,) int32: the range of keys that are not padding; None if none is padding. ``chunk`` and ``origin`` (batch,):
     queries see their own chunk of that many keys, counted from the origin. ``doc`` (batch, keys) int32: the number of
-    each token's document. ``used`` (batch,) int32: how many keys count, if a cache has room for more.
+    each token's document, or of its chunk of a document with ``chunks_in_doc``. ``used`` (batch,) int32: how many keys
+    count, if a cache has room for more.
     """
 
     left: int = NO_LIMIT
@@ -43,6 +44,7 @@ class Structure:
     stop: Tensor | None = None
     doc: Tensor | None = None
     used: Tensor | None = None
+    chunks_in_doc: bool = False
 
     @property
     def positional(self) -> bool:
@@ -149,7 +151,7 @@ def structure_of(
                 places = torch.arange(keys, device=doc.device)
             assert left_padding is not None
             doc = _chunks_of_documents(doc, (places - left_padding[:, None]) // chunk)
-        return Structure(left, right, doc=doc.to(torch.int32).contiguous())
+        return Structure(left, right, doc=doc.to(torch.int32).contiguous(), chunks_in_doc=chunk is not None)
     start = stop = None
     if padding is not None:
         bounds = _bounds(padding, used)

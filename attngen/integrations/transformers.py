@@ -228,7 +228,9 @@ def _packing(q: Tensor, given: Tensor | None, kwargs: Mapping[str, Any]) -> Pack
     values = [kwargs.get(name) for name in _PACKED]
     if any(value is None for value in values):
         return None
-    if given is not None and (not isinstance(given, StructuredMask) or given.structure.chunk is not None):
+    if given is not None and not isinstance(given, StructuredMask):
+        return None
+    if given is not None and (given.structure.chunk is not None or given.structure.chunks_in_doc):
         return None
     if q.shape[0] != 1:
         raise CallError(f"cu_seq_lens_q packs sequences into one row, but the batch has {q.shape[0]}")
@@ -476,5 +478,7 @@ def _loaded_models(config: type) -> list[Any]:
         each
         for module in modules
         for each in vars(module).values()
-        if isinstance(each, type) and issubclass(each, PreTrainedModel) and each.config_class is config
+        if isinstance(each, type)
+        and issubclass(each, PreTrainedModel)
+        and getattr(each, "config_class", None) is config
     ]

@@ -144,7 +144,7 @@ def test_packed_by_position_ids(family: str, served: list[str]) -> None:
     assert set(served) == wanted_variants
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "llama4"])
 def test_packed_by_cu_seqlens(family: str) -> None:
     inputs, places = packed_inputs()
     offsets = torch.tensor([0, *(place.stop for place in places)], dtype=torch.int32)
@@ -246,6 +246,7 @@ def test_a_mask_of_integers_is_refused() -> None:
 def test_a_model_with_attention_of_its_own_is_refused() -> None:
     """It adds the mask to its scores, which a mask of bools would spoil in silence."""
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    attngen_transformers.register()
     config = transformers.MPNetConfig(**sizes, num_attention_heads=2, attn_implementation="attngen")
     with pytest.raises(CallError, match="MPNetModel computes its attention itself, .* must be 'eager'"):
         transformers.MPNetModel(config)(input_ids=torch.ones(1, 5, dtype=torch.int64))
@@ -254,6 +255,7 @@ def test_a_model_with_attention_of_its_own_is_refused() -> None:
 def test_a_text_decoder_with_attention_of_its_own_is_refused() -> None:
     """No mapping of transformers has TrOCR's decoder."""
     sizes = {"vocab_size": 50, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    attngen_transformers.register()
     config = transformers.TrOCRConfig(**sizes, attn_implementation="attngen")
     with pytest.raises(CallError, match="TrOCRForCausalLM computes its attention itself, .* must be 'eager'"):
         transformers.TrOCRForCausalLM(config)(input_ids=torch.ones(1, 5, dtype=torch.int64))
