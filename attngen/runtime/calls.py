@@ -116,6 +116,12 @@ def attention_varlen(
 def _traced(given: Given) -> Any:
     from attngen.runtime import operators  # what it imports of torch brings a compiler
 
+    for name in ("k", "v"):
+        tensor = getattr(given, name)
+        if isinstance(tensor, Tensor) and tensor.is_meta != given.q.is_meta:
+            raise CallError(
+                f"q is on {given.q.device}, but {name} is on {tensor.device}; all tensors must be on one device"
+            )
     return operators.call(given)
 
 
