@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen.errors import CallError
 from attngen.lang.variant import Variant
 from attngen.runtime import dispatch
 from attngen.runtime.dispatch import is_traced, run
@@ -116,7 +117,16 @@ def attention_varlen(
 def _traced(given: Given) -> Any:
     from attngen.runtime import operators  # what it imports of torch brings a compiler
 
+    if not torch.compiler.is_compiling() and given.q.device.type == "meta":
+        _check_on_meta(given)
     return operators.call(given)
+
+
+def _check_on_meta(given: Given) -> None:
+    """Raise CallError unless k and v are on the meta device, too."""
+    for name, tensor in (("k", given.k), ("v", given.v)):
+        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+            raise CallError(f"q is on meta, but {name} is on {tensor.device}; all tensors must be on one device")
 
 
 def _as_autocast(*tensors: Any) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen.errors import CallError
 from attngen.runtime import debug as debugging
 from attngen.runtime import dispatch, quantize_torch
 from attngen.runtime import driver as drivers
@@ -39,6 +40,8 @@ def run(*given: Any) -> tuple[Tensor, ...]:
         kept = None if checked else _kept(tuple(key))
         if kept is not None and isinstance(kept[0], PreparedQuantize):
             return launched(kept[0], call, kept[1])
+    if dispatch._transforms_active() and any(torch._C._functorch.is_batchedtensor(t) for t in (call.q, call.k, call.v)):
+        raise CallError("quantize does not go with torch.func.vmap; its tensors have a batch of their own")
     sizes = check(call)
     if checked or call.q.device.type == "cpu":
         quantize_torch.check_contents(call, sizes)

@@ -63,3 +63,14 @@ def test_a_cache_whose_entries_share_memory() -> None:
 def test_what_merge_does_not_take() -> None:
     with pytest.raises(CallError, match="outs must be a sequence of tensors, or a tensor, got int"):
         attngen.merge(3, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tensors", [(Q.to("meta"), K, V), (Q, K.to("meta"), V)])
+def test_tensors_with_and_without_data(tensors: tuple[torch.Tensor, ...]) -> None:
+    with pytest.raises(CallError, match=r"q is on \w+, but k is on \w+; all tensors must be on one device"):
+        attngen.attention(*tensors)
+
+
+def test_quantize_under_vmap() -> None:
+    with pytest.raises(CallError, match=r"quantize does not go with torch\.func\.vmap"):
+        torch.func.vmap(attngen.quantize)(Q[None], K[None], V[None])
