@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.errors import CallError
+from attngen.errors import CallError, NoKernelError
 from attngen.integrations.flash_cache import CachedCall, attend_cached
 from attngen.integrations.transformers_versions import cache_given, gathered, kept, longest, of_kind, paged_name
 from attngen.runtime.append import append_kv
+
+#: What models pass that attention over pages cannot do: sinks of each query, and keys or blocks that a query selects.
+_ELSEWHERE = ("sinks", "indices", "block_indices")
 
 
 def paged_attention(
@@ -43,6 +46,12 @@ def paged_attention(
     packed sequences, where keys are not read from pages. Raises CallError without a cache, and NoKernelError for what
     no built kernel takes.
     """
+    for name in _ELSEWHERE:
+        if options.get(name) is not None:
+            raise NoKernelError(
+                f"{type(module).__name__} passes {name}, which attention over pages does not take; "
+                "attn_implementation='attngen' is without continuous batching"
+            )
     cache = cache_given(options)
     if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
         raise CallError(

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 import attngen.integrations.transformers as attngen_transformers
-from attngen.errors import CallError
+from attngen.errors import CallError, NoKernelError
 from attngen.integrations import transformers_paged
-from attngen.integrations.transformers_paged import page_table
+from attngen.integrations.transformers_paged import page_table, paged_attention
 from tests.integrations import families
 from tests.integrations.serving import NEW, PROMPTS, plain, serve
 
@@ -87,3 +87,10 @@ def test_a_forward_without_a_cache_is_refused() -> None:
         model(input_ids=ids)
     model.set_attn_implementation("attngen")
     assert model(input_ids=ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["sinks", "indices", "block_indices"])
+def test_what_attention_over_pages_cannot_do_is_refused(name: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 3, 8)
+    with pytest.raises(NoKernelError, match=f"Module passes {name}, which attention over pages does not take"):
+        paged_attention(lambda *_, **__: (q, None), torch.nn.Module(), q, k, v, None, **{name: torch.zeros(1)})
