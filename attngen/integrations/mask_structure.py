@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -189,14 +189,20 @@ def _bounds(padding: Tensor, used: Tensor | None) -> tuple[Tensor | None, Tensor
     return (start, stop) if padded else (None, None)
 
 
-_Sides = tuple[int, int, int | None, Tensor | None, Tensor | None, Tensor | None]
+class _Sides(NamedTuple):
+    """What the functions of a mask say: as in ``Structure``, but ``left_padding`` is that before the first chunk, and
+    ``places`` are positions in documents, None where they count along the whole row."""
+
+    left: int
+    right: int
+    chunk: int | None
+    left_padding: Tensor | None
+    doc: Tensor | None
+    places: Tensor | None
 
 
 def _sides(mask_function: Callable[..., Any]) -> _Sides | None:
-    """Return left, right, chunk, the padding before the first chunk, document numbers, and positions in documents.
-
-    None where a function is not known. Positions are None where they count along the whole row.
-    """
+    """Return what the functions of a mask say, or None where one is not known."""
     left, right = NO_LIMIT, NO_LIMIT
     chunk: int | None = None
     left_padding: Tensor | None = None
@@ -224,7 +230,7 @@ def _sides(mask_function: Callable[..., Any]) -> _Sides | None:
         return None
     if left < NO_LIMIT or (chunk is not None and (left, right) != (NO_LIMIT, 0)):
         return None
-    return left, right, chunk, left_padding, doc, places
+    return _Sides(left, right, chunk, left_padding, doc, places)
 
 
 def _tighter(one: int, other: int) -> int:

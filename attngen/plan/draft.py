@@ -38,6 +38,11 @@ def drafted(
         tile_map=tile_map,
         choices=choices,
     )
+    return named(spec, name, alignment=alignment, **decided)
+
+
+def named(spec: KernelSpec, name: str, *, alignment: int, **decided: Any) -> Plan:
+    """Return the plan of a kernel of that name: what the spec says, and what a schedule ``decided``."""
     return Plan(
         name=name,
         package=spec.package,

@@ -43,7 +43,7 @@ def with_key_values(plan: Plan, steps: Steps, work: Sequence[Statement]) -> tupl
     inner = {"key", "x", *row_names(plan), *declared([*steps.tile, *steps.row, *steps.key])} - {"kv", "kv_packed"}
     by_row = [each for each in fixed if each.type in HELD and each.reads & pointers]
     by_key = [each for each in steps.key if each.type in HELD and each.reads & pointers and not each.reads & inner]
-    if not by_key or len(by_key) != plan.structure.key_values:  # fewer: one is behind a condition on the pair
+    if not by_key or len(by_key) != plan.structure.key_values:  # fewer: one needs more than the key to be read
         return steps, None
     packed = [int_constant("kv_packed", "{k_begin} + {kv}")] if "kv_packed" in reads(by_key) else []
     values = KeyValues(

@@ -43,7 +43,7 @@ _PREPARED: RecentCache[PreparedCall | WidenedCall] = RecentCache(PREPARED_CALLS)
 
 #: Looked up once: every call asks.
 _is_compiling = torch.compiler.is_compiling
-_transforms_active = torch._C._are_functorch_transforms_active
+transforms_active = torch._C._are_functorch_transforms_active
 
 
 def run(given: Given) -> Any:
@@ -52,7 +52,7 @@ def run(given: Given) -> Any:
     if arguments and DROPOUT_P.name in arguments:
         given = _with_state(given)
         arguments = given.arguments
-    if _transforms_active():
+    if transforms_active():
         return transforms.attend(given, run, differentiate if _on_gpu(q) and backend != "reference" else None)
     if tile_map is not None and not isinstance(tile_map, TileMap):
         raise CallError(f"tile_map must be what this runtime's tile_map returned, got {type(tile_map).__name__}")

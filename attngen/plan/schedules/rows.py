@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attngen.dtypes import CHUNK_BYTES
+from attngen.plan.draft import named
 from attngen.plan.model import Columns, Plan
-from attngen.plan.operands import operands_of
 from attngen.schema.expand import KernelSpec
 
 
@@ -13,25 +13,16 @@ def rows_plan(spec: KernelSpec, name: str, schedule: str, *, tile_m: int, tile_n
 
     The launch that does the work, the schedule and the spec's direction have one name.
     """
-    return Plan(
-        name=name,
-        package=spec.package,
-        spec_file=spec.spec_file,
-        variant=spec.variant,
-        arch_name=spec.arch,
-        dtype_name=spec.dtype,
-        operands=operands_of(spec),
-        head_dim_qk=spec.head_dim_qk,
-        head_dim_v=spec.head_dim_v,
+    return named(
+        spec,
+        name,
+        alignment=CHUNK_BYTES,
         columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
         columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
-        layout=spec.layout,
-        direction=spec.direction,
         backend="cuda",
         schedule=schedule,
         loads="pointer",
         q_operand="registers",
-        alignment=CHUNK_BYTES,
         tile_m=tile_m,
         tile_n=tile_n,
         stages=1,
@@ -40,8 +31,6 @@ def rows_plan(spec: KernelSpec, name: str, schedule: str, *, tile_m: int, tile_n
         driver="ranges",
         mask_code="branch",
         softmax="exact_max",
-        fast_math=spec.fast_math,
         section_bytes=2**20,
-        allow=spec.allow,
         main=schedule,
     )
