@@ -205,7 +205,7 @@ class _Lowering:
         if name in self.values:
             value = self.values[name]
             if not scope.logit and "s" in names(value):
-                raise ExpressionError(f"'{name}' holds the logit 's', which only a score has")
+                raise ExpressionError(f"'{name}' depends on the logit 's', which only a score has")
             return value
         if name in INDEX_NAMES:
             return Var(name, Type.INT)

@@ -120,7 +120,7 @@ def test_show(spec: Path) -> None:
     assert attngen("show", name, "--ptx").stdout == Store().text(kernel["key"], "ptx")
     assert attngen("show", name, "--ttgir").stdout == Store().text(kernel["key"], "ttgir")
     assert json.loads(attngen("show", name, "--json").stdout)["name"] == name
-    assert "2 kernels are called 'causal'" in attngen("show", "causal", code=2).stderr
+    assert "2 kernels have 'causal' in their names" in attngen("show", "causal", code=2).stderr
     assert f"did you mean '{name}'" in attngen("show", name.replace("causal", "casual"), code=2).stderr
     (Store().path(kernel["key"]) / "ptx").unlink()
     assert "has no ptx" in attngen("show", name, "--ptx", code=1).stderr
