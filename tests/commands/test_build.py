@@ -66,7 +66,7 @@ def test_build_of_a_kernel_that_fails(spec: Path) -> None:
 
 def test_mistakes_of_the_user(spec: Path, tmp_path: Path) -> None:
     assert "there is no file" in attngen("build", tmp_path / "none.yaml", code=2).stderr
-    assert "no kernel for 'sm75'" in attngen("build", spec, "--arch", "sm75", code=2).stderr
+    assert "no kernels for 'sm75'" in attngen("build", spec, "--arch", "sm75", code=2).stderr
     spec.write_text(SPEC.replace("mask", "mesk"))
     assert "mine.yaml:" in attngen("build", spec, code=2).stderr
     assert "--jobs" in attngen("build", spec, "--jobs", 0, code=2).stderr

@@ -305,7 +305,7 @@ _COS = angles(8)[0]
             {"cache_seqlens": None, "slots": torch.zeros(2, 3).long(), "rotary_cos": _COS, "rotary_sin": _COS},
             "a rotation needs positions: give cache_seqlens or rotary_offsets",
         ),
-        ({"k": _K.clone().requires_grad_()}, "append_kv has no derivative"),
+        ({"k": _K.clone().requires_grad_()}, "append_kv is not differentiable"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
