@@ -71,7 +71,7 @@ def reason_against(plan: Plan, capability: int | None, directions: Sequence[str]
     if plan.split_tiles:
         return "for calls that fill less than a wave, which --suite small races"
     if plan.direction not in directions:
-        return f"only {' and '.join(directions)} kernels are asked for"
+        return f"only {' and '.join(directions)} kernels are raced"
     if capability is not None and not plan.arch.runs_on(capability):
         return f"built for {plan.arch.name}, this GPU is sm{capability}"
     return None
