@@ -63,7 +63,7 @@ CASES = [
     ("explain mine.yaml --set wodth=3", 2, "no scalar 'wodth'"),
     ("explain mine.yaml --set width=wide", 2, "'wide' is not"),
     ("explain mine.yaml --set width=99999999999", 2, "'99999999999' is not"),
-    ("explain empty.yaml", 2, "asks for no kernel"),
+    ("explain empty.yaml", 2, "lists no kernels"),
     ("explain mine.yaml --tensor t=none.pt", 2, "'t'"),
     ("verify none.yaml", 2, "there is no file"),
     ("verify mine.yaml --only d65", 2, "has no kernel 'd65'"),
