@@ -5,13 +5,12 @@ It returns nothing, and says of the caches and of the rotated queries that it wr
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 
 from attngen.runtime.append_run import run
-from attngen.runtime.operators import TAGS, namespace_of
+from attngen.runtime.operators import define_once
 
 NAME = "kv__append"
 
@@ -22,22 +21,11 @@ _SCHEMA = (
     "Tensor? v_descale=None) -> ()"
 )
 
-_libraries: dict[str, torch.library.Library] = {}
-_lock = threading.Lock()
-
 
 @torch.compiler.assume_constant_result
 def defined() -> str:
-    """Define the operator at the first use, and return its namespace: that of the package which has this runtime."""
-    namespace = namespace_of(__name__.partition(".")[0])
-    with _lock:
-        if namespace not in _libraries:
-            library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-            library.define(NAME + _SCHEMA, tags=TAGS)
-            for key in ("CPU", "CUDA"):
-                library.impl(NAME, _append, key)
-            torch.library.register_fake(f"{namespace}::{NAME}", lambda *arguments: None, lib=library)
-    return namespace
+    """Define the operator at the first use, and return its namespace."""
+    return define_once(NAME, _SCHEMA, _append, fake=lambda *arguments: None)
 
 
 def _append(*arguments: Any) -> None:

@@ -187,6 +187,7 @@ class _Differentiation:
 
 
 _libraries: dict[str, torch.library.Library] = {}
+_others: dict[tuple[str, str], torch.library.Library] = {}
 _operators: dict[tuple[str, str, str, str], tuple[str, _Operators]] = {}
 _lock = threading.RLock()
 
@@ -223,6 +224,20 @@ def define(variants: Sequence[str]) -> tuple[str, ...]:
             raise CallError(f"a variant is given by its name, got {type(variant).__name__}")
     found = (operators_of(variant)[:2] for variant in dict.fromkeys(variants))
     return tuple(f"{namespace}::{name}" for namespace, name in found)
+
+
+def define_once(name: str, schema: str, run: Callable[..., Any], *, fake: Callable[..., Any]) -> str:
+    """Define an operator that belongs to no variant, unless it is, and return its namespace: that of the package which
+    has this runtime. ``fake`` returns results of the right shapes, for tracing."""
+    namespace = namespace_of(__name__.partition(".")[0])
+    with _lock:
+        if (namespace, name) not in _others:
+            library = _others[namespace, name] = torch.library.Library(namespace, "FRAGMENT")
+            library.define(name + schema, tags=TAGS)
+            for key in ("CPU", "CUDA"):
+                library.impl(name, run, key)
+            torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+    return namespace
 
 
 @torch.compiler.assume_constant_result

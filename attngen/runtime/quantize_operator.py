@@ -5,13 +5,12 @@ No variant can have its name.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngen.runtime.operators import TAGS, namespace_of
+from attngen.runtime.operators import define_once
 from attngen.runtime.quantize_arguments import GRANULARITIES, Quantize, check
 from attngen.runtime.quantize_run import run
 
@@ -23,22 +22,11 @@ _SCHEMA = (
     "(Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale)"
 )
 
-_libraries: dict[str, torch.library.Library] = {}
-_lock = threading.Lock()
-
 
 @torch.compiler.assume_constant_result
 def defined() -> str:
-    """Define the operator at the first use, and return its namespace: that of the package which has this runtime."""
-    namespace = namespace_of(__name__.partition(".")[0])
-    with _lock:
-        if namespace not in _libraries:
-            library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-            library.define(NAME + _SCHEMA, tags=TAGS)
-            for key in ("CPU", "CUDA"):
-                library.impl(NAME, _quantize, key)
-            torch.library.register_fake(f"{namespace}::{NAME}", _like, lib=library)
-    return namespace
+    """Define the operator at the first use, and return its namespace."""
+    return define_once(NAME, _SCHEMA, _quantize, fake=_like)
 
 
 def _given(arguments: tuple[Any, ...]) -> list[Any]:

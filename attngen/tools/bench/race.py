@@ -24,16 +24,14 @@ from attngen.tools.bench.gradients import differentiated
 from attngen.tools.bench.kernels import Team
 from attngen.tools.bench.machine import Memory, Reading
 from attngen.tools.bench.memory import workspace_bound
+from attngen.tools.bench.outcome import raced, reason_of
 from attngen.tools.bench.peers import Peer, Tensors, reason_against
 from attngen.tools.bench.report import Result, Row
-from attngen.tools.bench.timing import Clock, Contestant, race, sustained_race
+from attngen.tools.bench.timing import Clock, Contestant, Timing, race, sustained_race
 from attngen.tools.bench.workloads import Workload, terms_of, workload
 
 #: Most sets of inputs; calls so small that this many fit the cache are bound by the host anyway.
 _MAX_SETS = 64
-
-#: Characters of an error that a table or a report holds.
-_REASON = 300
 
 
 #: Turns the forward calls of a contestant into what is raced.
@@ -163,7 +161,7 @@ class Track:
             return _unsupported(result.contestant, refusal, result.kernel), None
         except Exception as raised:  # whatever a library raises for what it lacks, or a kernel on its way down
             if result.ours:
-                return replace(result, status="failed", reason=_words(raised)), None
+                return replace(result, status="failed", reason=reason_of(raised)), None
             return _unsupported(result.contestant, raised), None
         if judge is not None and error is not None:
             problem = judge.problem(error)
@@ -175,30 +173,18 @@ class Track:
         self, work: Workload, entered: Sequence[tuple[Result, Contestant | None]], memory: Memory
     ) -> tuple[Result, ...]:
         """Return the results with the times of those that are in the race."""
-        racing = [contestant for _, contestant in entered if contestant is not None]
-        try:
-            if self.sustained is not None:
-                timings = iter(sustained_race(racing, self.clock, memory, self.rounds, self.sustained.order))
-            else:
-                timings = iter(race(racing, self.clock, memory, self.rounds))
-        except Exception as error:  # of whom, nobody can say: nothing of this case can be trusted
-            return tuple(
-                result if contestant is None else replace(result, status="failed", reason=_words(error))
-                for result, contestant in entered
-            )
-        done = []
-        for result, contestant in entered:
-            if contestant is None:
-                done.append(result)
-                continue
-            timing = next(timings)
-            if timing.intact:
-                tflops = work.flops / timing.milliseconds / 1e9
-                reading = self.sustained.within(timing.spans) if self.sustained is not None else None
-                done.append(replace(result, status="measured", timing=timing, tflops=tflops, reading=reading))
-            else:
-                done.append(replace(result, status="failed", reason="an output holds a NaN, or was not all written"))
-        return tuple(done)
+        sustained = self.sustained
+
+        def timed(racing: list[Contestant]) -> Sequence[Timing]:
+            if sustained is not None:
+                return sustained_race(racing, self.clock, memory, self.rounds, sustained.order)
+            return race(racing, self.clock, memory, self.rounds)
+
+        def read(timing: Timing) -> dict[str, Any]:
+            reading = sustained.within(timing.spans) if sustained is not None else None
+            return {"timing": timing, "tflops": work.flops / timing.milliseconds / 1e9, "reading": reading}
+
+        return raced(entered, timed, read)
 
 
 def foresee(team: Team, peers: Sequence[Peer], case: BenchCase) -> Row:
@@ -225,13 +211,7 @@ def _bound(plan: Plan, case: BenchCase) -> int:
 
 
 def _unsupported(contestant: str, error: Exception, kernel: str | None = None) -> Result:
-    return Result(contestant, kernel, "unsupported", _words(error))
-
-
-def _words(error: Exception) -> str:
-    """Return the first line of an error, or its type if it says nothing."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:_REASON]}" if lines else type(error).__name__
+    return Result(contestant, kernel, "unsupported", reason_of(error))
 
 
 def _drawn_in(dtype: torch.dtype) -> torch.dtype:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from attngen.errors import LoadError
-from attngen.tools.explain.picture import HEIGHT, WIDTH, written
+from attngen.tools.explain.picture import HEIGHT, WIDTH, Drawn
 
 #: From nothing to the largest number.
 SHADES = " ·░▒▓█"
 
 
 @dataclass(frozen=True)
-class HeatMap:
+class HeatMap(Drawn):
     """Numbers as shades: ``values`` is (rows, columns), floats on the CPU; what is not finite is left out.
 
     ``across`` and ``down`` say what the axes are, ``labels`` what each row is called. ``limit`` is the number of the
@@ -58,27 +55,14 @@ class HeatMap:
 
     __repr__ = __str__
 
-    def _repr_png_(self) -> bytes | None:
-        """Return the image that notebooks show; None where matplotlib is not installed, and they show the text."""
-        try:
-            stream = io.BytesIO()
-            self.save(stream)
-        except LoadError:
-            return None
-        return stream.getvalue()
-
-    def save(self, file: str | Path | io.BytesIO) -> None:
-        """Write an image, PNG unless the name says otherwise. Raises LoadError without matplotlib."""
+    def draw(self, figure: Any, axes: Any) -> None:
+        """Draw the numbers into a figure of matplotlib."""
         low, high = self.span
-
-        def draw(figure: Any, axes: Any) -> None:
-            image = axes.imshow(self.values.numpy(), cmap="magma", vmin=low, vmax=high, aspect="auto")
-            figure.colorbar(image, ax=axes)
-            axes.set(title=self.title, xlabel=self.across, ylabel=self.down)
-            if len(self.labels) <= HEIGHT:
-                axes.set_yticks(range(len(self.labels)), self.labels)
-
-        written(file, draw)
+        image = axes.imshow(self.values.numpy(), cmap="magma", vmin=low, vmax=high, aspect="auto")
+        figure.colorbar(image, ax=axes)
+        axes.set(title=self.title, xlabel=self.across, ylabel=self.down)
+        if len(self.labels) <= HEIGHT:
+            axes.set_yticks(range(len(self.labels)), self.labels)
 
 
 def _shade(cell: Tensor, low: float, high: float) -> str:

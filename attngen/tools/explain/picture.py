@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,35 @@ WIDTH, HEIGHT = 64, 32
 GLYPHS = "·▒█"
 
 
+class Drawn:
+    """What can be an image: notebooks show it, and ``save`` writes it."""
+
+    def draw(self, figure: Any, axes: Any) -> None:
+        """Draw it into a figure of matplotlib."""
+        raise NotImplementedError
+
+    def save(self, file: str | Path | io.BytesIO) -> None:
+        """Write an image, PNG unless the name says otherwise. Raises LoadError without matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise LoadError("an image needs matplotlib, which is not installed; str() of the picture is text") from None
+        figure: Any = Figure(figsize=(5, 5), layout="constrained")
+        self.draw(figure, figure.add_subplot())
+        figure.savefig(file, **({"format": "png"} if isinstance(file, io.BytesIO) else {}))
+
+    def _repr_png_(self) -> bytes | None:
+        """Return the image that notebooks show; None where matplotlib is not installed, and they show the text."""
+        try:
+            stream = io.BytesIO()
+            self.save(stream)
+        except LoadError:
+            return None
+        return stream.getvalue()
+
+
 @dataclass(frozen=True)
-class Picture:
+class Picture(Drawn):
     """What one head of one sequence sees: ``mask`` is (queries, keys), bools on the CPU."""
 
     title: str
@@ -40,34 +66,10 @@ class Picture:
 
     __repr__ = __str__
 
-    def _repr_png_(self) -> bytes | None:
-        """Return the image that notebooks show; None where matplotlib is not installed, and they show the text."""
-        try:
-            stream = io.BytesIO()
-            self.save(stream)
-        except LoadError:
-            return None
-        return stream.getvalue()
-
-    def save(self, file: str | Path | io.BytesIO) -> None:
-        """Write an image, PNG unless the name says otherwise. Raises LoadError without matplotlib."""
-
-        def draw(figure: Any, axes: Any) -> None:
-            axes.imshow(self.mask.numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
-            axes.set(title=self.title, xlabel="kv", ylabel="q")
-
-        written(file, draw)
-
-
-def written(file: str | Path | io.BytesIO, draw: Callable[[Any, Any], None]) -> None:
-    """Write an image that ``draw`` makes of a figure and its axes. Raises LoadError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise LoadError("an image needs matplotlib, which is not installed; str() of the picture is text") from None
-    figure: Any = Figure(figsize=(5, 5), layout="constrained")
-    draw(figure, figure.add_subplot())
-    figure.savefig(file, **({"format": "png"} if isinstance(file, io.BytesIO) else {}))
+    def draw(self, figure: Any, axes: Any) -> None:
+        """Draw the mask into a figure of matplotlib."""
+        axes.imshow(self.mask.numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+        axes.set(title=self.title, xlabel="kv", ylabel="q")
 
 
 def picture(name: str, mask: Tensor, b: int, h: int) -> Picture:

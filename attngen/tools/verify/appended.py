@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES
-from attngen.errors import AttngenError, LoadError
+from attngen.errors import LoadError
 from attngen.runtime import append_torch
 from attngen.runtime import driver as drivers
 from attngen.runtime.append_arguments import Append, check
@@ -20,7 +21,7 @@ from attngen.runtime.append_run import addresses_of
 from attngen.runtime.checked import PAGE_LAYOUTS, TORCH_DTYPES
 from attngen.runtime.module import Kernel
 from attngen.tools.verify.contract import Deviation
-from attngen.tools.verify.trial import CaseResult, Trial
+from attngen.tools.verify.trial import Trial, try_cases
 
 _PLACES = ("pages", "slots", "dense")
 _PAGE_SIZE, _PAGES, _ROWS = 16, 64, 80
@@ -53,19 +54,8 @@ def _cases(*, small: bool) -> Iterator[_Case]:
 
 def try_append(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
     """Run a kernel on calls of all kinds; ``small``: with few tokens each."""
-    results = []
-    for number, case in enumerate(_cases(small=small)):
-        results.append(_try(kernel, case, torch.device(device), seed + number))
-        if results[-1].broken:
-            break
-    return Trial(tuple(results))
-
-
-def _try(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> CaseResult:
-    try:
-        return CaseResult(case.name, seed, _deviation(kernel, case, device, seed))
-    except (AttngenError, RuntimeError) as error:  # a RuntimeError of CUDA comes back at every later call
-        return CaseResult(case.name, seed, error=str(error), broken=not isinstance(error, AttngenError))
+    found = partial(_deviation, kernel, device=torch.device(device))
+    return try_cases([(case.name, partial(found, case)) for case in _cases(small=small)], seed)
 
 
 def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from attngen.errors import AttngenError, LoadError
+from attngen.errors import LoadError
 from attngen.runtime import driver as drivers
 from attngen.runtime import quantize_torch
 from attngen.runtime.checked import LAYOUTS, TORCH_DTYPES
@@ -25,7 +26,7 @@ from attngen.runtime.quantize_launch import PreparedQuantize
 from attngen.runtime.quantize_run import launched
 from attngen.runtime.quantize_tiles import rotates
 from attngen.tools.verify.contract import Deviation
-from attngen.tools.verify.trial import CaseResult, Trial
+from attngen.tools.verify.trial import Trial, try_cases
 
 _POSITIONS = 4096
 
@@ -80,19 +81,8 @@ def _cases(kernel: Kernel, *, small: bool) -> Iterator[_Case]:
 
 def try_quantize(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
     """Run a kernel on calls of all kinds; ``small``: with few tokens each."""
-    results = []
-    for number, case in enumerate(_cases(kernel, small=small)):
-        results.append(_try(kernel, case, torch.device(device), seed + number))
-        if results[-1].broken:
-            break
-    return Trial(tuple(results))
-
-
-def _try(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> CaseResult:
-    try:
-        return CaseResult(case.name, seed, _deviation(kernel, case, device, seed))
-    except (AttngenError, RuntimeError) as error:  # a RuntimeError of CUDA comes back at every later call
-        return CaseResult(case.name, seed, error=str(error), broken=not isinstance(error, AttngenError))
+    found = partial(_deviation, kernel, device=torch.device(device))
+    return try_cases([(case.name, partial(found, case)) for case in _cases(kernel, small=small)], seed)
 
 
 def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:

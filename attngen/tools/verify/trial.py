@@ -106,6 +106,18 @@ def try_backward(
     return _trial(_try_gradients(kernel, launch, case, device, seed + index) for index, case in enumerate(cases))
 
 
+def try_cases(cases: Iterable[tuple[str, Callable[..., Deviation]]], seed: int) -> Trial:
+    """Run cases of other kernels: each has a name, and returns its deviation for a ``seed`` of its own."""
+    return _trial(_try(name, run, seed + number) for number, (name, run) in enumerate(cases))
+
+
+def _try(name: str, run: Callable[..., Deviation], seed: int) -> CaseResult:
+    try:
+        return CaseResult(name, seed, run(seed=seed))
+    except (AttngenError, RuntimeError) as error:  # a RuntimeError of CUDA comes back at every later call
+        return CaseResult(name, seed, error=str(error), broken=not isinstance(error, AttngenError))
+
+
 def _trial(results: Iterable[CaseResult]) -> Trial:
     """Take results until a kernel breaks."""
     taken: list[CaseResult] = []

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from attngen.errors import AttngenError
 from attngen.runtime import driver as drivers
 from attngen.runtime.checked import PAGE_LAYOUTS, TORCH_DTYPES
 from attngen.runtime.module import Kernel
 from attngen.runtime.widen import Cache, prepare
 from attngen.tools.verify.contract import Deviation
-from attngen.tools.verify.trial import CaseResult, Trial
+from attngen.tools.verify.trial import Trial, try_cases
 
 _BATCH, _KV_HEADS, _PAGE_SIZE = 3, 2, 16
 
@@ -47,16 +47,8 @@ def _cases(*, small: bool) -> Iterator[_Case]:
 
 def try_widen(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
     """Run a kernel on caches of all kinds; ``small``: with few keys each."""
-    results = []
-    for number, case in enumerate(dict.fromkeys(_cases(small=small))):
-        try:
-            result = CaseResult(case.name, seed, _deviation(kernel, case, torch.device(device), seed + number))
-        except (AttngenError, RuntimeError) as error:  # a RuntimeError of CUDA comes back at every later call
-            result = CaseResult(case.name, seed, error=str(error), broken=not isinstance(error, AttngenError))
-        results.append(result)
-        if result.broken:
-            break
-    return Trial(tuple(results))
+    found = partial(_deviation, kernel, device=torch.device(device))
+    return try_cases([(case.name, partial(found, case)) for case in dict.fromkeys(_cases(small=small))], seed)
 
 
 def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:

@@ -25,6 +25,7 @@ from attngen.store.store import Store
 from attngen.tools.bench.check import TOLERANCE
 from attngen.tools.bench.kernels import chosen
 from attngen.tools.bench.machine import Monitor, Reading, ceilings, gpu_facts, versions
+from attngen.tools.bench.outcome import raced, reason_of, shortened
 from attngen.tools.bench.serving.appending import Appending, kernel_of
 from attngen.tools.bench.serving.cells import DTYPE, EIGHT_BITS, HEAD_DIM, Cell, Form, Lane, Problem, cells
 from attngen.tools.bench.serving.contents import Contents, Oracle
@@ -36,9 +37,6 @@ from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
 from attngen.tools.verify.gpu import Gpu
 
 _MAX_SEED = 2**31
-
-#: Characters of an error that a table or a report holds.
-_REASON = 300
 
 #: Called after each cell with all that is known, and with how many cells there will be.
 Observer = Callable[[ServingReport, int], None]
@@ -187,7 +185,7 @@ def _measured(course: _Course, cell: Cell) -> ServingRow:
     for lane in cell.lanes:
         result = _foreseen(_result_of(lane, course.package), course.kernels)
         if lane.problem.variant in course.failures:
-            result = replace(result, status="failed", reason=course.failures[lane.problem.variant][:_REASON])
+            result = replace(result, status="failed", reason=shortened(course.failures[lane.problem.variant]))
         if result.status == "planned":
             entered.append(_enter(course, result, partial(_ours, course, result, contents)))
         else:
@@ -198,26 +196,8 @@ def _measured(course: _Course, cell: Cell) -> ServingRow:
 
 def _raced(course: _Course, entered: Sequence[tuple[ServingResult, Track | None]]) -> tuple[ServingResult, ...]:
     """Return the results with the times of those that are in the race."""
-    racing = [track for _, track in entered if track is not None]
-    try:
-        timings = iter(race(racing, course.options.rounds, course.order))
-    except Exception as error:  # it is not known of whom: nothing of this cell can be trusted
-        return tuple(
-            result if track is None else replace(result, status="failed", reason=_words(error))
-            for result, track in entered
-        )
-    done = []
-    for result, track in entered:
-        if track is None:
-            done.append(result)
-            continue
-        timing = next(timings)
-        if timing.intact:
-            done.append(replace(result, status="measured", timing=timing))
-        else:
-            reason = "an output holds a NaN, or was not all written"
-            done.append(replace(result, status="failed", reason=reason, timing=timing))
-    return tuple(done)
+    options = course.options
+    return raced(entered, lambda tracks: race(tracks, options.rounds, course.order), lambda timing: {"timing": timing})
 
 
 class _Shelf:
@@ -302,10 +282,10 @@ def _enter(course: _Course, result: ServingResult, make: Callable[[], _Entered])
         if course.options.check:
             result = replace(result, error=entered.error(out))
     except NoKernelError as refusal:
-        return replace(result, status="unsupported", reason=_words(refusal)), None
+        return replace(result, status="unsupported", reason=reason_of(refusal)), None
     except Exception as raised:  # whatever a library raises for what it lacks, or a kernel on its way down
         status = "unsupported" if result.lane is None else "failed"
-        return replace(result, status=status, reason=_words(raised)), None
+        return replace(result, status=status, reason=reason_of(raised)), None
     if result.error is not None and result.error > entered.limit:
         reason = f"wrong: error {result.error:.1e} exceeds {entered.limit:.0e}"
         return replace(result, status="failed", reason=reason), None
@@ -332,9 +312,3 @@ def _foreseen(result: ServingResult, variants: frozenset[str]) -> ServingResult:
         return result
     reason = f"no kernel of {result.problem.variant} in {DTYPE} at head_dim {HEAD_DIM} is chosen from the spec"
     return replace(result, status="unsupported", reason=reason)
-
-
-def _words(error: Exception) -> str:
-    """Return the first line of an error, or its type if it says nothing."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:_REASON]}" if lines else type(error).__name__

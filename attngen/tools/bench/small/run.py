@@ -20,8 +20,9 @@ from attngen.tools.bench.cases import BenchCase
 from attngen.tools.bench.check import TOLERANCE
 from attngen.tools.bench.kernels import chosen, compiled
 from attngen.tools.bench.machine import Monitor, ceilings, gpu_facts, versions
+from attngen.tools.bench.outcome import raced, reason_of
 from attngen.tools.bench.peers import FlashAttention3, FlashAttention4, Peer, Sdpa, Tensors, named, reason_against
-from attngen.tools.bench.serving.replay import Capture, Track, cuda_graph, race, sustained_race
+from attngen.tools.bench.serving.replay import Capture, Replayed, Track, cuda_graph, race, sustained_race
 from attngen.tools.bench.small.inputs import Inputs
 from attngen.tools.bench.small.report import OURS, SmallReport, SmallResult, SmallRow
 from attngen.tools.bench.small.shapes import DTYPE, Shape, small_shapes
@@ -31,9 +32,6 @@ from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.verify.gpu import Gpu
 
 _MAX_SEED = 2**31
-
-#: Characters of an error that a table or a report holds.
-_REASON = 300
 
 #: Called after each call with all that is known, and with how many there will be.
 Observer = Callable[[SmallReport, int], None]
@@ -214,10 +212,10 @@ def _enter(
         if course.options.check:
             result = replace(result, error=inputs.error(out))
     except NoKernelError as refusal:
-        return replace(result, status="unsupported", reason=_words(refusal)), None
+        return replace(result, status="unsupported", reason=reason_of(refusal)), None
     except Exception as raised:  # whatever a library raises for what it lacks, or a kernel on its way down
         status = "failed" if result.contestant == OURS else "unsupported"
-        return replace(result, status=status, reason=_words(raised)), None
+        return replace(result, status=status, reason=reason_of(raised)), None
     if result.error is not None and result.error > TOLERANCE[DTYPE]:
         reason = f"wrong: error {result.error:.1e} exceeds {TOLERANCE[DTYPE]:.0e}"
         return replace(result, status="failed", reason=reason), None
@@ -226,34 +224,14 @@ def _enter(
 
 def _raced(course: _Course, entered: Sequence[tuple[SmallResult, Track | None]]) -> tuple[SmallResult, ...]:
     """Return the results with the times of those that are in the race."""
-    tracks = [track for _, track in entered if track is not None]
-    options = course.options
-    try:
+    options, monitor = course.options, course.monitor
+
+    def timed(tracks: list[Track]) -> list[Replayed]:
         if options.sustained:
-            timings = iter(sustained_race(tracks, course.clock, options.rounds, course.order))
-        else:
-            timings = iter(race(tracks, options.rounds, course.order))
-    except Exception as error:  # of whom, nobody can say: nothing of this call can be trusted
-        return tuple(
-            result if track is None else replace(result, status="failed", reason=_words(error))
-            for result, track in entered
-        )
-    done = []
-    for result, track in entered:
-        if track is None:
-            done.append(result)
-            continue
-        timing = next(timings)
-        reading = course.monitor.within(timing.spans) if options.sustained else None
-        result = replace(result, timing=timing, reading=reading)
-        if timing.intact:
-            done.append(replace(result, status="measured"))
-        else:
-            done.append(replace(result, status="failed", reason="an output holds a NaN, or was not all written"))
-    return tuple(done)
+            return sustained_race(tracks, course.clock, options.rounds, course.order)
+        return race(tracks, options.rounds, course.order)
 
+    def read(timing: Replayed) -> dict[str, Any]:
+        return {"timing": timing, "reading": monitor.within(timing.spans) if options.sustained else None}
 
-def _words(error: Exception) -> str:
-    """Return the first line of an error, or its type if it says nothing."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:_REASON]}" if lines else type(error).__name__
+    return raced(entered, timed, read)
