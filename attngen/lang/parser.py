@@ -225,7 +225,7 @@ class _Lowering:
             return Load(name, (), tensor.type)
         if name in FUNCTIONS or name in self.functions:
             raise ExpressionError(f"'{name}' is a function and needs arguments")
-        hint = suggest(name, self.scope.known())
+        hint = suggest(name, self.scope.known()) or "; declare it under scalars, tensors or let"
         raise ExpressionError(f"unknown name '{name}'{hint}")
 
     def _call(self, node: ast.Call, depth: int) -> Expr:

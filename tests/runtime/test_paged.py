@@ -424,7 +424,7 @@ _Q, _PACKED, _STARTS = torch.randn(2, 3, 4, 8), torch.randn(6, 4, 8), starts_of(
         ({"page_layout": "HND"}, r"page_table\[0, 3\] is .*; sequence 0 uses its first 5 pages"),
         (
             {"k_pages": _C.k_pages[:, :3], "v_pages": _C.v_pages[:, :3], "page_layout": "HND"},
-            r"the number of query heads \(4\) must be a multiple of that of KV heads \(3\)",
+            r"the number of query heads \(4\) must be a multiple of the number of KV heads \(3\)",
         ),
         ({"page_table": _C.page_table.long()}, r"page_table must be int32 of shape \(batch, max_pages\), got torch.i"),
         ({"page_table": _C.page_table[0]}, r"page_table must be int32 of shape \(batch, max_pages\)"),
