@@ -126,4 +126,4 @@ def _print(report: TuneReport, target: Path) -> None:
         f"in {report.seconds:.0f} s"
     )
     if report.left:
-        click.echo(f"{counted(len(report.left), 'kernel')} left: the same command goes on with them")
+        click.echo(f"{counted(len(report.left), 'kernel')} left: the same command resumes with them")
