@@ -59,7 +59,7 @@ def flash_attn_varlen_func(
     With ``block_table`` (b, max_pages) int32, k and v are the pages of a cache, (pages, page_size, hk, d), and
     ``seqused_k`` (b,) int32 says how many keys each sequence has, those of its queries among them. Without it they are
     (total_k, hk, d), with ``cu_seqlens_k``. ``s_aux`` (h,) are sinks, logits that join each softmax. ``out`` takes the
-    result. ``num_splits=1`` asks for a kernel that does not share the keys of a sequence among blocks. There is no
+    result. ``num_splits=1`` selects a kernel that does not split the keys. There is no
     gradient. Raises NoKernelError for ``q_v``, dropout and context parallelism, and for what no built kernel computes;
     CallError for arguments that disagree.
 
