@@ -224,7 +224,7 @@ class Functions:
         })  # fmt: skip
 
     def check(self) -> None:
-        """Raise CallError for what the language cannot express, and queue the looks at tensors that ``meaning`` needs."""
+        """Raise CallError for what the language lacks, and queue the checks of tensors that ``meaning`` needs."""
         found = self._known()
         if found is None:
             found = self._traced()
