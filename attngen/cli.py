@@ -15,18 +15,18 @@ from attngen.errors import AttngenError, CallError, NoKernelError, SettingError,
 #: Name of each command, whose module is ``attngen.commands.NAME``, and what it does.
 COMMANDS: dict[str, str] = {
     "new": "Write a commented spec to start from.",
-    "spec": "Print a spec of functions written for FlexAttention, or of a model.",
+    "spec": "Print a spec for FlexAttention's functions, or for a model.",
     "check": "Check specs without compiling: names, masks, shapes, budgets.",
     "build": "Compile the kernels of a spec.",
     "list": "List the kernels that are built and found.",
     "show": "Show a kernel: source, PTX, SASS, resources.",
     "explain": "Explain the plan of a spec: tiles, memory, bands, efficiency.",
     "verify": "Compare built kernels with the float64 reference.",
-    "bench": "Measure kernels, beside peers if they are installed.",
-    "tune": "Search the best tile, stages and warps for this GPU.",
-    "package": "Make a wheel of built kernels.",
+    "bench": "Race kernels against the attention libraries that are installed.",
+    "tune": "Find the fastest tile, stages and warps for this GPU.",
+    "package": "Make a wheel of a spec's kernels.",
     "doctor": "Say what works on this machine and what is missing.",
-    "cache": "Show the cache's size, or empty it.",
+    "cache": "Show the cache, check it, or empty it.",
 }
 
 _BUILD = "pip install 'attngen[build]'"
@@ -39,7 +39,7 @@ EXTRAS: dict[str, str] = {
 }
 
 EXIT_FAILURE = 1  # it did not work
-EXIT_USAGE = 2  # what was asked for is wrong: a bad spec, as well as click's own bad options
+EXIT_USAGE = 2  # the request is wrong: a bad spec, as well as click's own bad options
 
 
 _ARGUMENTS = "attngen.arguments"
@@ -151,11 +151,11 @@ def _print_version(ctx: click.Context, parameter: click.Parameter, asked: bool) 
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
               help="Print the version.")  # fmt: skip
 def group() -> None:
-    """Generate attention kernels from specs: masks and scores in YAML, cubins that need no compiler to run."""
+    """Generate attention kernels from specs: from masks and scores in YAML to cubins that need no compiler to run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; exits 0, 1 (it failed) or 2 (what was asked for is wrong)."""
+    """Run the command line; exits 0, 1 (it failed) or 2 (the request is wrong)."""
     # a message may quote what the terminal's encoding lacks
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -63,8 +63,8 @@ class CompileError(AttngenError):
 class ChoiceError(CompileError):
     """A kernel that does not compile as it was planned, where another choice of the plan may: a tile, a backend.
 
-    ``slow`` is set where the machine code is right and only slow: whether its matrix products wait for each other, and
-    how many bytes a thread spills.
+    ``slow`` is set if the machine code is right but slow: whether ptxas serialized its MMAs, and how many bytes a
+    thread spills.
     """
 
     def __init__(self, message: str, *, slow: tuple[bool, int] | None = None) -> None:
@@ -93,11 +93,11 @@ class LoadError(AttngenError):
 
 
 class CallError(AttngenError, ValueError):
-    """A call whose arguments are wrong or disagree; raised before anything is launched."""
+    """A call whose arguments are wrong or contradict each other; raised before anything is launched."""
 
 
 class NoKernelError(CallError):
-    """No built kernel accepts the call; the message lists each candidate and the reason it was rejected."""
+    """No built kernel takes the call; the message lists each candidate and the reason against it."""
 
 
 def internal_error(subject: str, error: Exception) -> InternalError:

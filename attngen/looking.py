@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Debug:
-    """``with attngen.debug():`` checks what the tensors of calls hold; ``scores`` and ``compare`` look at one call."""
+    """``with attngen.debug():`` checks what tensors of calls hold; ``scores`` and ``compare`` inspect one call."""
 
     def __call__(self) -> AbstractContextManager[None]:
         """Check the contents of every call inside: cu_seqlens, seqused_k, declared ranges and monotone axes.

@@ -40,10 +40,10 @@ _NOT_FOR_THE_ORACLE = (
 @click.option("--pass", "passes", type=click.Choice(("forward", "backward", "both")),
               help="What is raced; default: both, as far as the spec builds them.")  # fmt: skip
 @click.option("--suite", type=click.Choice(("grid", "variants", "small", "serving")),
-              help="Only the grid of full and causal masks, only what stands beside the variants, or, instead of both, "
-                   "calls of little work, or decoding, appending and prefill over caches.")  # fmt: skip
+              help="Only the grid of full and causal masks; only the other variants; or, instead of both, calls of "
+                   "little work, or decoding, appending and prefill over caches.")  # fmt: skip
 @click.option("--cell", "cells", multiple=True, metavar="PART",
-              help="Of the suites small and serving only cells whose name contains this; may be repeated.")  # fmt: skip
+              help="For suites small and serving: only cells whose name contains this; may be repeated.")  # fmt: skip
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 2**20), multiple=True, metavar="N",
               help="Queries and keys of a sequence; may be repeated.")  # fmt: skip
 @click.option("--tokens", type=click.IntRange(1, 2**24), default=16384, show_default=True,
@@ -51,7 +51,7 @@ _NOT_FOR_THE_ORACLE = (
 @click.option("--peer", "peer_parts", metavar="PART", multiple=True,
               help="Only libraries whose name contains this; may be repeated.")  # fmt: skip
 @click.option("--taken", is_flag=True,
-              help="Of forwards, race the kernel that a call takes, and no other one of the spec.")  # fmt: skip
+              help="Race only the forward that a call would take.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True,
               help="Samples of each contestant; their median counts.")  # fmt: skip
 @click.option("--check/--no-check", default=True, show_default=True,
@@ -61,7 +61,7 @@ _NOT_FOR_THE_ORACLE = (
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png",
               help="Draw TFLOP/s over seqlen; needs matplotlib.")  # fmt: skip
 @click.option("--ladder", is_flag=True,
-              help="Race the steps that lead to each CUDA kernel, one choice of the spec more in each.")  # fmt: skip
+              help="Race the steps that lead to each CUDA kernel, each with one more choice of the spec.")  # fmt: skip
 @click.option("--sustained", is_flag=True,
               help="Keep the card busy: samples of 60 ms in random order, without pauses, with clocks and "
                    "power.")  # fmt: skip
@@ -93,7 +93,7 @@ def command(
     dry_run: bool,
     jobs: int | None,
 ) -> None:
-    """Race the dense kernels of a spec against the libraries that are installed, in one process.
+    """Race the dense kernels of a spec against the attention libraries that are installed, in one process.
 
     Kernels that the cache lacks are compiled; those for other GPUs are left out. Prints TFLOP/s over visible pairs,
     medians of interleaved rounds; for backwards also the memory that they take. With --suite serving, dense and paged

@@ -138,7 +138,7 @@ def print_oracle(report: OracleReport) -> None:
     if report.fit is not None:
         found = report.fit
         click.echo(
-            f"constants that suit these times best, in ns (plan/times.py); errors {100 * found.error:.1f} % root mean "
+            f"constants fitted to these times, in ns (plan/times.py); errors {100 * found.error:.1f} % root mean "
             f"square, {100 * found.largest:.0f} % at most; launch {found.launch:.0f}"
         )
         rows = [[f"{r.consumers}", f"{r.tile_n}", f"{r.columns}", f"{r.tile:.1f}", f"{r.step:.1f}"]

@@ -60,7 +60,7 @@ def verify(context: click.Context, remove: bool) -> None:
 
 
 @command.command()
-@click.option("--unused", is_flag=True, help="Only what no package uses any more, such as kernels of earlier builds.")
+@click.option("--unused", is_flag=True, help="Only entries that no package uses, such as kernels of earlier builds.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clear(unused: bool, yes: bool) -> None:
     """Empty the cache. What a call needs must then be built again."""

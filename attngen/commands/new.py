@@ -22,15 +22,15 @@ kernels:                         # a list in a field makes one kernel for each o
     head_dim: [64, 128]          # or {{qk: 192, v: 128}}
     dtype: bf16                  # bf16, fp16, fp32
     layout: dense                # dense, varlen, paged
-    # backend: triton            # left out: cuda for Hopper, where it can do all that is asked for; else triton
+    # backend: triton            # left out: cuda for Hopper, if it can do everything here; else triton
     # tile: {{m: 128, n: 64}}      # left out, the plan chooses these
     # pipeline: {{stages: 2}}
 """
 
 #: What expressions may say, above the variant that they are part of.
 _NOTES = """\
-  # mask: true where query q sees key kv. q_pos is q counted so that the last query stands at the last key.
-  # score: what becomes of the logit s. Names: b h hk q kv q_pos seqlen_q seqlen_k heads kv_heads, and those declared.
+  # mask: true where query q sees key kv. q_pos is q counted so that the last query is at the last key.
+  # score: the logit, from s. Names: b h hk q kv q_pos seqlen_q seqlen_k heads kv_heads, and those declared.
   # Operators: + - * / // % ** & | ^ << >> ~, comparisons, and or not, x if c else y, min max abs clamp floor ceil
   # exp exp2 log log2 tanh sigmoid silu sqrt rsqrt sin cos tan. Leave out mask or score where there is none.
   # sink: a logit of each head that joins the softmax and has no value. dropout: true drops at the rate of the call.

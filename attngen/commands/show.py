@@ -61,7 +61,7 @@ def find_kernel(name: str) -> Kernel:
         short = [full.partition("/")[2] for full in kernels]
         raise CallError(f"no kernel '{name}' is built{suggest(name, short)}; 'attngen list' shows what is")
     shown = "\n  ".join(found[:20]) + ("\n  …" if len(found) > 20 else "")
-    raise CallError(f"{len(found)} kernels are called '{name}'; say one of\n  {shown}")
+    raise CallError(f"{len(found)} kernels have '{name}' in their names; name one of\n  {shown}")
 
 
 def _kernels() -> dict[str, Kernel]:

@@ -21,18 +21,18 @@ from attngen.errors import SpecError, StoreError, suggest
 @click.option("--model", type=click.Path(path_type=Path), metavar="CONFIG",
               help="The config.json of a model of transformers, or the folder that holds it.")  # fmt: skip
 @click.option("--name", default=None, metavar="NAME",
-              help="Of the variant, or of a model's package; default: the function's, or the model's.")  # fmt: skip
+              help="Name of the variant, or of the model's package; default: the function's, the model's.")  # fmt: skip
 @click.option("--arch", multiple=True,
-              help="To build for; may be repeated. Default: sm90a for a model, none for functions.")  # fmt: skip
+              help="Architecture; may be repeated. Default: sm90a for a model, none for functions.")  # fmt: skip
 @click.option("--head-dim", type=int, multiple=True,
-              help="For functions; may be repeated. A model has its own.  [default: 64, 128]")  # fmt: skip
-@click.option("--training", "--backward", is_flag=True, help="Build what training needs, too: the backward.")
+              help="Head dimension of functions' kernels; may be repeated.  [default: 64, 128]")  # fmt: skip
+@click.option("--training", "--backward", is_flag=True, help="Also build what training needs: backwards.")
 @click.option("--dtype", multiple=True, type=click.Choice(["bf16", "fp16", "fp32"]),
               help="dtype for a model; may be repeated. Default: that of its configuration.")  # fmt: skip
 @click.option("--serving", is_flag=True,
-              help="Build what generation on a server needs, too: pages, and keys that blocks share.")  # fmt: skip
+              help="Also build what serving a model needs: kernels over pages, and split-KV kernels.")  # fmt: skip
 @click.option("--max-size", metavar="SIZE",
-              help="The most that a model's wheel may take, such as '8 MB'; a plain number is in MiB.")  # fmt: skip
+              help="The largest wheel for a model, such as '8 MB'; a plain number is in MiB.")  # fmt: skip
 @click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Where to write it; default: standard output.")  # fmt: skip
 def command(
@@ -47,10 +47,10 @@ def command(
     max_size: str | None,
     out: Path | None,
 ) -> None:
-    """Print a spec of what a program has already: functions written for FlexAttention, or a model.
+    """Print a spec for what a program has already: functions written for FlexAttention, or a model.
 
-    Facts that make bands are read from the tensors that functions capture; the spec declares them, and calls must keep
-    to them. A model runs without weights, and its spec builds the kernels that its layers ask for; nothing is
+    Facts that bound a kernel's loops are read from the tensors that functions capture; the spec declares them, and
+    calls must keep to them. A model runs without weights, and its spec has the kernels that its layers need; nothing is
     downloaded.
     """
     if bool(functions) == (model is not None):
@@ -61,7 +61,7 @@ def command(
         told = {"--head-dim": head_dim}
     for option, given in told.items():
         if given:
-            raise click.UsageError(f"{option} does not go with {'--model' if model else '--from-flex'}")
+            raise click.UsageError(f"{option} cannot be combined with {'--model' if model else '--from-flex'}")
     if model is None:
         text = _of_functions(functions, name, arch, head_dim, training)
     else:

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 2**20), multiple=True, metavar="N",
               help="Queries and keys of a sequence; may be repeated.")  # fmt: skip
 @click.option("--tokens", type=click.IntRange(1, 2**24), default=16384, show_default=True,
-              help="Tokens of a call in all.")  # fmt: skip
+              help="Tokens of a call, in all sequences together.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True,
               help="Samples of each of the best candidates; their median counts.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(min=1), default=600, show_default=True,
-              help="No kernel is begun after this; the same command then goes on.")  # fmt: skip
+              help="No kernel is started after this; the same command then resumes.")  # fmt: skip
 @click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="The file of choices; default: NAME.tuned.yaml here.")  # fmt: skip
-@click.option("--restart", is_flag=True, help="Forget what an earlier search of the same file found.")
+@click.option("--restart", is_flag=True, help="Discard what an earlier search for the same file found.")
 @click.option("--dry-run", is_flag=True, help="List kernels and how many candidates they have, and measure nothing.")
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compiles at once; default: as cores and memory allow.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -52,11 +52,12 @@ def command(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Measure what the plan could choose for the dense kernels of a spec, and write down what is faster.
+    """Find the fastest tile, stages and warps for the dense kernels of a spec on this GPU.
 
-    All candidates of a kernel are compiled, checked against float64 and timed on the longest case, the best of them
-    then on every case beside the plan's own choice. `attngen build SPEC --tuned FILE` takes the file. A journal beside
-    it keeps what is done, so that a search can be cut. Exits 1 if a kernel could not be searched.
+    All candidates of a kernel are compiled, checked against float64 and timed on the longest case; the best of them are
+    then timed on every case against the plan's own choice. `attngen build SPEC --tuned FILE` applies the choices. A
+    journal beside the file keeps what is done, so that an interrupted search can resume. Exits 1 if a kernel could not
+    be searched.
     """
     from attngen.tools.tune import run
 
@@ -125,4 +126,4 @@ def _print(report: TuneReport, target: Path) -> None:
         f"in {report.seconds:.0f} s"
     )
     if report.left:
-        click.echo(f"{counted(len(report.left), 'kernel')} left: the same command goes on with them")
+        click.echo(f"{counted(len(report.left), 'kernel')} left: the same command resumes with them")

@@ -109,4 +109,4 @@ def unpack(name: str, packed: Tensor, rank: int, parts: int) -> tuple[Tensor, ..
 
 def refused(argument: str, reason: str) -> NoKernelError:
     """Return the error for an argument that no kernel serves."""
-    return NoKernelError(f"{argument} is not served: {reason}")
+    return NoKernelError(f"{argument} is not supported: {reason}")

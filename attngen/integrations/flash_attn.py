@@ -57,7 +57,7 @@ def flash_attn_func(
 
     ``window_size`` is (left, right) in keys, −1 or None for no limit; ``softcap`` 0 means none; ``alibi_slopes`` is
     (h,) or (b, h) in float32. With ``return_attn_probs`` the result is (out, lse, empty): lse (b, h, sq) is float32,
-    natural, −inf for a query that sees no key, and that of the softmax before dropout; probabilities are never formed.
+    natural, −inf for a query that sees no key, of the softmax before dropout; probabilities are never stored.
     With ``deterministic`` gradients have the same bits on every run. ``dropout_p`` is the rate at which
     probabilities are dropped, from 0 to below 1, by numbers from torch's generator of the device; at 0 no kernel with
     dropout runs. Raises NoKernelError for what no built kernel computes, and CallError for arguments that disagree.
@@ -229,8 +229,8 @@ def flash_attn_with_kvcache(
     first ``cache_leftpad`` (b,) keys of its sequence.
 
     ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) rotate new keys by their positions, and queries by
-    the same with ``causal`` or a window, else all by the position of the first new key. ``num_splits=1`` asks for
-    a kernel that does not share the keys of a sequence among blocks; other numbers leave that to the kernel. With
+    the same with ``causal`` or a window, else all by the position of the first new key. ``num_splits=1``
+    selects a kernel that does not split the keys; other numbers leave the choice to attngen. With
     ``return_softmax_lse`` the result is (out, lse). As in flash-attn it has no gradient.
     """
     return attend_cached(CachedCall(

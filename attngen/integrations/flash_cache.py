@@ -137,7 +137,7 @@ def _batch(call: CachedCall) -> int:
         form = "(batch, seqlen_q, heads, head_dim)" if starts is None else "(total_q, heads, head_dim)"
         raise CallError(f"q must have shape {form}, got {tuple(q.shape)}")
     if starts is not None and call.max_seqlen_q is None:
-        raise CallError("cu_seqlens_q needs max_seqlen_q, the largest number of queries in a sequence")
+        raise CallError("cu_seqlens_q needs max_seqlen_q, the longest query length")
     for name in ("k_cache", "v_cache"):
         if getattr(call, name).dim() != 4:
             form = "(batch, capacity, kv_heads, head_dim), or (pages, page_size, kv_heads, head_dim)"
@@ -210,7 +210,9 @@ def candidates_over_cache(call: CachedCall, batch: int) -> list[Candidate]:
 def _with_sink(candidate: Candidate, sinks: Tensor, heads: int) -> Candidate:
     """Return the sibling of a variant with a logit (h,) of each head that joins the softmax."""
     if candidate.variant not in ("causal", "sliding_window"):
-        raise refused("s_aux", "sinks go with causal masks and windows only, without softcap, ALiBi or chunks")
+        raise refused(
+            "s_aux", "sinks are supported with causal masks and windows only, without softcap, ALiBi or chunks"
+        )
     if tensor("s_aux", sinks).shape != (heads,):
         raise CallError(f"s_aux must have shape ({heads},), one number for each head, got {tuple(sinks.shape)}")
     return Candidate(f"{candidate.variant}_sink", {**candidate.arguments, "sinks": sinks.float()})

@@ -194,7 +194,7 @@ def asked_lse(block_mask: Any, return_lse: bool, return_aux: Any) -> bool:
     if return_aux is None:
         return return_lse
     if getattr(return_aux, "max_scores", False):
-        raise CallError("return_aux asks for max_scores, which no kernel keeps; lse is there")
+        raise CallError("return_aux: max_scores is not supported, since no kernel keeps it; lse is")
     return return_lse or bool(getattr(return_aux, "lse", False))
 
 
@@ -207,7 +207,7 @@ def with_aux(result: Any, *, wants_lse: bool) -> Any:
 
 def check_call(query: Tensor, key: Tensor, block_mask: BlockMask | None, enable_gqa: bool) -> None:
     if query.is_nested or key.is_nested:
-        raise CallError("nested tensors are not served; attngen.attention_varlen takes packed sequences")
+        raise CallError("nested tensors are not supported; attngen.attention_varlen takes packed sequences")
     rows, keys = query.shape, key.shape
     if len(rows) != 4 or len(keys) != 4:
         raise CallError(f"query must have shape (B, H, L, E), got {tuple(rows)} and key {tuple(keys)}")

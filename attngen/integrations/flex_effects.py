@@ -38,12 +38,12 @@ def effect_of(function: Callable[..., Any]) -> tuple[Any, str, int | None] | Non
                 line = _line(step) or line
                 name = step.argval
                 if step.opname in _GLOBALS:
-                    return one, f"it assigns the global '{name}', which a trace does once", line
+                    return one, f"it assigns the global '{name}', which a trace does only once", line
                 if step.opname in _CELLS and name in one.__code__.co_freevars:
-                    return one, f"it assigns '{name}' of the function around it, which a trace does once", line
+                    return one, f"it assigns '{name}' of the function around it, which a trace does only once", line
                 prints = one.__globals__.get("print", builtins.print) is builtins.print
                 if step.opname == "LOAD_GLOBAL" and name == "print" and prints:
-                    return one, "it prints, which a trace does once", line
+                    return one, "it prints, which a trace does only once", line
     return None
 
 

@@ -33,7 +33,7 @@ class Look:
             return
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CallError(
-                "what a captured tensor holds cannot be looked at while a CUDA graph is captured: make the mask, or "
+                "the values of a captured tensor cannot be read while a CUDA graph is captured: make the mask, or "
                 "call with the score_mod, once before"
             )
         with torch.no_grad():
@@ -60,7 +60,7 @@ class Look:
         if not torch.cuda.is_current_stream_capturing():
             self._done.synchronize()
         elif self._answers.tolist()[0] == _PENDING:  # a capture may not wait, but all before it is done
-            raise CallError("a mask of this call was made while a CUDA graph is captured: make it before")
+            raise CallError("a mask of this call was made while a CUDA graph is captured: make it before the capture")
         return self._read(self._answers)
 
     @property

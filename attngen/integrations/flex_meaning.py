@@ -224,7 +224,7 @@ class Functions:
         })  # fmt: skip
 
     def check(self) -> None:
-        """Raise CallError for what the language cannot say, and queue the looks at tensors that ``meaning`` needs."""
+        """Raise CallError for what the language lacks, and queue the checks of tensors that ``meaning`` needs."""
         found = self._known()
         if found is None:
             found = self._traced()
@@ -241,7 +241,7 @@ class Functions:
             _TRACED.put(self._key, made)
 
     def meaning(self) -> Traced:
-        """Return what they mean. Raises CallError for functions that the language cannot say."""
+        """Return what they mean. Raises CallError for functions that the language cannot express."""
         found = self._known()
         if found is not None:
             return found.meaning(self._functions, self._tensors)
@@ -258,7 +258,7 @@ class Functions:
 
 
 def meaning(mask_mod: Mod | None, score_mod: Mod | None, device: torch.device) -> Traced:
-    """Return what functions mean. Raises CallError for functions that the language cannot say."""
+    """Return what functions mean. Raises CallError for functions that the language cannot express."""
     return Functions(mask_mod, score_mod, device).meaning()
 
 

@@ -238,7 +238,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            raise _OperationError(f"it changes a tensor ({func}); a function may only compute")
+            raise _OperationError(f"it changes a tensor ({func}); a function must have no side effects")
         known, tensors = self.known, list(_tensors((args, kwargs)))
         for tensor in tensors:
             self.expect(tensor)
@@ -246,7 +246,7 @@ class _Recorder(TorchDispatchMode):
         if not depends and tensors:
             return self._constant(func, args, kwargs, tensors)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _OperationError(f"{func} gives other numbers at each call")
+            raise _OperationError(f"{func} returns random numbers, which differ from call to call")
         if func is _aten.index.Tensor:
             result = self._gathered(*args)
         elif func.overloadpacket in _DIVIDES and isinstance(args[1], Tensor):
@@ -376,7 +376,7 @@ def traced(function: Callable[..., Any], kind: str, device: torch.device, readin
     effect = effect_of(function)
     if effect is not None:
         told, reason, line = effect
-        raise refusal(told, kind, f"{reason}; a function may only compute", line)
+        raise refusal(told, kind, f"{reason}; a function must have no side effects", line)
     arguments = _samples(kind, device)
     recorder = _Recorder(function, arguments, reading, device)
     kept = Kept(function)
@@ -388,7 +388,9 @@ def traced(function: Callable[..., Any], kind: str, device: torch.device, readin
         raise refusal(function, kind, _reason(error), _line_of_error(error, function)) from error
     changed = kept.changed()
     if changed is not None:
-        raise refusal(function, kind, f"it changes {changed}, which a trace does once; a function may only compute")
+        raise refusal(
+            function, kind, f"it changes {changed}, which a trace does only once; a function must have no side effects"
+        )
     result = recorder.known.get(id(returned)) if isinstance(returned, Tensor) else None
     if not isinstance(result, Step):
         raise refusal(function, kind, "it returns no tensor that depends on its arguments")

@@ -86,7 +86,7 @@ def attention(
     """
     if kwargs.get("output_attentions") or _collects_weights():
         raise CallError(
-            "output_attentions=True asks for the weights of attention, which no kernel forms; "
+            "output_attentions=True needs the attention weights, which no kernel stores; "
             "model.set_attn_implementation('eager') computes them"
         )
     call = asked(module, query, key, value, attention_mask, dropout, **kwargs)

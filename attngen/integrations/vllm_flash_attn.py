@@ -59,7 +59,7 @@ def flash_attn_varlen_func(
     With ``block_table`` (b, max_pages) int32, k and v are the pages of a cache, (pages, page_size, hk, d), and
     ``seqused_k`` (b,) int32 says how many keys each sequence has, those of its queries among them. Without it they are
     (total_k, hk, d), with ``cu_seqlens_k``. ``s_aux`` (h,) are sinks, logits that join each softmax. ``out`` takes the
-    result. ``num_splits=1`` asks for a kernel that does not share the keys of a sequence among blocks. There is no
+    result. ``num_splits=1`` selects a kernel that does not split the keys. There is no
     gradient. Raises NoKernelError for ``q_v``, dropout and context parallelism, and for what no built kernel computes;
     CallError for arguments that disagree.
 
@@ -69,14 +69,14 @@ def flash_attn_varlen_func(
     """
     del deterministic, scheduler_metadata, fa_version
     if q_v is not None:
-        raise refused("q_v", "no kernel multiplies a second query")
+        raise refused("q_v", "no kernel has a second q")
     descales = _of_quantized(q, k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if dropout_p:
-        raise refused("dropout_p", "servers do not drop probabilities")
+        raise refused("dropout_p", "dropout is for training, and this function is for serving")
     if return_attn_probs:
-        raise refused("return_attn_probs", "probabilities are never formed")
+        raise refused("return_attn_probs", "no kernel stores probabilities")
     if cp_world_size != 1 or cp_rank or cp_tot_seqused_k is not None:
-        raise refused("cp_world_size", "sequences are not split among GPUs")
+        raise refused("cp_world_size", "context parallelism is not supported")
     window = (-1, -1) if window_size is None else window_size
     if block_table is not None:
         if seqused_k is None:
@@ -88,7 +88,7 @@ def flash_attn_varlen_func(
             q_descale=descales["q_descale"], k_descale=descales["k_descale"], v_descale=descales["v_descale"],
         ))  # fmt: skip
     if s_aux is not None:
-        raise refused("s_aux", "sinks go with keys in pages; block_table is not given")
+        raise refused("s_aux", "sinks are supported only with keys in pages; block_table is missing")
     if cu_seqlens_k is None:
         raise CallError("packed keys need cu_seqlens_k, where each sequence begins")
     q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)

@@ -205,7 +205,7 @@ class _Lowering:
         if name in self.values:
             value = self.values[name]
             if not scope.logit and "s" in names(value):
-                raise ExpressionError(f"'{name}' holds the logit 's', which only a score has")
+                raise ExpressionError(f"'{name}' depends on the logit 's', which only a score has")
             return value
         if name in INDEX_NAMES:
             return Var(name, Type.INT)
@@ -225,7 +225,7 @@ class _Lowering:
             return Load(name, (), tensor.type)
         if name in FUNCTIONS or name in self.functions:
             raise ExpressionError(f"'{name}' is a function and needs arguments")
-        hint = suggest(name, self.scope.known())
+        hint = suggest(name, self.scope.known()) or "; declare it under scalars, tensors or let"
         raise ExpressionError(f"unknown name '{name}'{hint}")
 
     def _call(self, node: ast.Call, depth: int) -> Expr:

@@ -87,7 +87,7 @@ def kernels_of(spec: Spec, arches: Sequence[str] = (), tuned: Sequence[Tuned] = 
     """Return the kernels of a spec, planned and rendered. Raises SpecError, and PackageError if there is none."""
     kernels = prepare(spec, arches, tuned=tuned)
     if not kernels:
-        raise PackageError(f"{spec.file} asks for no kernel, so there is nothing to package")
+        raise PackageError(f"{spec.file} lists no kernels, so there is nothing to package")
     return kernels
 
 

@@ -43,7 +43,7 @@ def requirements() -> list[str]:
         listed = [Requirement(text) for text in metadata.requires("attngen") or ()]
     except metadata.PackageNotFoundError:
         raise PackageError(
-            "a source distribution lists what attngen needs, which only the metadata of an installed attngen tells: "
+            "a source distribution lists what attngen needs, which only the metadata of an installed attngen has: "
             "run 'pip install' on its folder first"
         ) from None
     # requirements without a marker are those of every installation

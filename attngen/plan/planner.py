@@ -37,8 +37,8 @@ def plan(spec: KernelSpec) -> Plan:
     dense = spec.direction == "forward" and spec.layout == "dense" and not spec.split_kv
     if spec.transposed_v and not (quantized and dense):
         raise refuse(
-            spec, "transposed_v", "only forwards of dense q, k and v in 8 bits take v with keys side by side; leave it "
-            "out, or say 'dtype: fp8_e4m3' and 'layout: dense'"
+            spec, "transposed_v", "only dense forwards in 8 bits take v with contiguous keys; leave it out, or say "
+            "'dtype: fp8_e4m3' and 'layout: dense'"
         )  # fmt: skip
     if quantized and (spec.split_kv or spec.layout == "paged"):
         if {spec.dtype, kv_dtype} - set(CACHE_DTYPES):
@@ -50,8 +50,8 @@ def plan(spec: KernelSpec) -> Plan:
             raise refuse(spec, "out_dtype", f"over caches the output of {spec.dtype} is {QUANTIZED_DTYPES[spec.dtype]}")
     if spec.kv_dtype is not None and not quantized and not spec.split_kv and spec.direction == "forward":
         raise refuse(
-            spec, "kv_dtype", "only kernels whose blocks share the keys of a sequence read k and v in fewer bits than "
-            "q; allowed: split_kv: true"
+            spec, "kv_dtype", "only split-KV kernels read k and v in fewer bits than q; allowed: "
+            "split_kv: true"
         )  # fmt: skip
     if spec.scale_block and kv_dtype not in QUANTIZED_DTYPES:
         raise refuse(spec, "descale", f"{kv_dtype} has no scales; leave it out, or say 'dtype: fp8_e4m3'")
@@ -59,11 +59,11 @@ def plan(spec: KernelSpec) -> Plan:
         raise refuse(spec, "descale", f"layout {spec.layout} has no pages; allowed: head, 64, 128, or layout: paged")
     if spec.scale_block == PAGE_BLOCK and not spec.split_kv:
         raise refuse(
-            spec, "descale", "only kernels whose blocks share the keys of a sequence take a scale of each page; "
-            "allowed: head, or page with split_kv: true"
+            spec, "descale", "only split-KV kernels take a scale of each page; allowed: head, or "
+            "page with split_kv: true"
         )  # fmt: skip
     if spec.scale_block == 1 and spec.layout == "paged":
-        raise refuse(spec, "descale", "keys in pages have no scale of their own; allowed: head, 64, 128, page")
+        raise refuse(spec, "descale", "keys in pages cannot have a scale each; allowed: head, 64, 128, page")
     if spec.backend is None:
         return _fastest(spec, arch)
     return replace(_of_backend(spec, arch), backend_reason="the spec names it")

@@ -38,7 +38,7 @@ def append_kv(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> Tensor | None:
-    """Append new keys and values to those of a cache, in place, and return the rotated queries, if there are any.
+    """Append new keys and values to a cache, in place, and return the rotated queries, if there are any.
 
     k is (batch, seqlen_new, kv_heads, head_dim), v the same with its own head_dim; or (total_new, kv_heads, head_dim)
     with ``cu_seqlens`` (batch + 1,) int32, of which rows after the last sequence are not written. ``cache_seqlens``
@@ -47,36 +47,36 @@ def append_kv(
 
     Where a token goes:
 
-    - with ``page_table`` (batch, max_pages) int32, to its place in the pages of its sequence;
+    - with ``page_table`` (batch, max_pages) int32, to its position in the pages of its sequence;
     - with ``slots`` (batch, seqlen_new) or (total_new,), int32 or int64, to row ``slot % page_size`` of page
       ``slot // page_size``; a negative slot is not written;
     - with neither, to its row of a dense cache, entry b, or ``batch_index[b]`` (batch,) int32.
 
     k_cache and v_cache are (pages, page_size, kv_heads, head_dim), of a dense cache (entries, rows, kv_heads,
-    head_dim); with ``page_layout='HND'`` the two axes in the middle stand the other way round.
+    head_dim); with ``page_layout='HND'`` the two middle axes are exchanged.
 
     ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) rotate the first ``rotary_dim`` numbers of each key
     and of each query: pairs are number i and i + rotary_dim / 2, or with ``rotary_interleaved`` 2 i and 2 i + 1. A
     token takes the row of its position, or ``rotary_offsets[b]`` + j with ``rotary_offsets`` (batch,) int32. The
-    arithmetic is float32, or float64 for float64. ``q`` is laid out as k, with any number of heads; the rotated
-    queries go to ``q_out``, which may be q itself; left out, they are a new tensor.
+    arithmetic is float32, or float64 for float64. ``q`` has the shape of k, with any number of heads; the rotated
+    queries go to ``q_out``, which may be q itself, or else to a new tensor.
 
     A cache in 8 bits (float8_e4m3fn) takes k and v in bfloat16, float16 or float32 with ``k_descale`` and
     ``v_descale``, positive float32: numbers are divided by their scale and rounded to nearest even, after the rotation
-    was rounded to their dtype, and saturate at 448. A scale is of shape (), of (batch, kv_heads), or, with
-    ``page_table`` or ``slots``, of (pages, kv_heads): that of a page must not change while it holds keys. Where there
-    are as many pages as sequences, (pages, kv_heads, 1) says that it is of pages.
+    was rounded to their dtype, and saturate at 448. Scales have shape (), (batch, kv_heads), or, with ``page_table`` or
+    ``slots``, (pages, kv_heads); the scale of a page must not change while the page holds keys. If there are as many
+    pages as sequences, pass (pages, kv_heads, 1) for scales of pages.
 
     Positions beyond the cache or the page table, pages that the cache does not have, and positions beyond
     ``rotary_cos`` raise CallError on the CPU and under ``attngen.debug()``. On a GPU nothing is read back: tokens that
-    have no place are not written. Two tokens must not have one place. There is no derivative.
+    have no place are not written. Two tokens must not go to the same place. There is no derivative.
 
-    On a GPU it is one launch, which allocates nothing but rotated queries that have no ``q_out``: any spec with
-    ``layout: paged`` builds the kernel of its dtype. It moves rows 16 bytes at a time; a call whose rows do not begin
-    at multiples of these, and one in float64, are some operations of torch, as without a kernel.
+    On a GPU it is one launch, which allocates nothing but rotated queries without a ``q_out``: any spec with
+    ``layout: paged`` builds the kernel of its dtype. It moves rows 16 bytes at a time; calls whose rows are not aligned
+    to 16 bytes, calls in float64, and calls without a kernel run a few operations of torch.
     """
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (k, v, q)):
-        raise CallError("append_kv has no derivative; torch.no_grad() tells that no gradient is wanted")
+        raise CallError("append_kv is not differentiable; call it under torch.no_grad()")
     given = (
         k, v, k_cache, v_cache, cache_seqlens, page_table, slots, batch_index, cu_seqlens, page_layout, q, q_out,
         rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets, k_descale, v_descale,

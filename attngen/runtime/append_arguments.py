@@ -68,12 +68,14 @@ def check(call: Append) -> Sizes:
     for name, tensor in (("k", k), ("v", v), *((("q", q),) if q is not None else ())):
         check_rank(name, tensor, rank, form)
         if tensor.shape[:-2] != k.shape[:-2]:
-            raise CallError(f"k has shape {tuple(k.shape)}, but {name} has {tuple(tensor.shape)}: other tokens")
+            raise CallError(
+                f"k has shape {tuple(k.shape)}, but {name} has {tuple(tensor.shape)}; both must hold the same tokens"
+            )
     if v.shape[-2] != k.shape[-2]:
         raise CallError(f"k has {k.shape[-2]} heads, but v has {v.shape[-2]}")
     entries, rows = _check_caches(k, v, call.k_cache, call.v_cache, call.page_layout)
     if table is not None and slots is not None:
-        raise CallError("page_table and slots say the same in two ways; give one of them")
+        raise CallError("page_table and slots both say where tokens go; pass only one of them")
     if call.batch_index is not None and (table is not None or slots is not None):
         raise CallError("batch_index is for a dense cache; leave it out, or page_table and slots")
     batch = (index_vector("cu_seqlens", call.cu_seqlens, k.device).shape[0] - 1) if packed else k.shape[0]
@@ -118,7 +120,7 @@ def _check_scales(call: Append, sizes: Sizes) -> bool:
     if call.k_cache.dtype == call.k.dtype:
         for name, scale in given.items():
             if scale is not None:
-                raise CallError(f"{name} is of a cache in 8 bits, but {name[0]}_cache has {call.k_cache.dtype}")
+                raise CallError(f"{name} is for a cache in 8 bits, but {name[0]}_cache has {call.k_cache.dtype}")
         return False
     heads, pages = ((count, call.k.shape[-2]) for count in (sizes.batch, sizes.entries))
     in_pages = call.page_table is not None or call.slots is not None
@@ -199,12 +201,12 @@ def _check_rotary(k: Tensor, q: Any, q_out: Any, cos: Any, sin: Any, interleaved
     if not isinstance(interleaved, bool):
         raise CallError(f"rotary_interleaved must be True or False, got {interleaved!r}")
     if (cos is None) != (sin is None):
-        raise CallError("rotary_cos and rotary_sin go together; give both or neither")
+        raise CallError("rotary_cos and rotary_sin must be passed together")
     if q_out is not None and q is None:
-        raise CallError("q_out takes the rotated queries; give q, too")
+        raise CallError("q_out is for the rotated queries; pass q, too")
     if cos is None:
         if q is not None:
-            raise CallError("q is given to be rotated; give rotary_cos and rotary_sin, or leave it out")
+            raise CallError("q is for rotation; pass rotary_cos and rotary_sin, or leave q out")
         return
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         check_rank(name, table, 2, "positions x rotary_dim / 2")

@@ -23,6 +23,9 @@ from attngen.runtime.checked import ATTENTION_DTYPES, LAYOUTS, Call, Packing, Vi
 from attngen.runtime.declared import bind_declared
 from attngen.runtime.scalars import FLOAT32_MAX
 
+#: Letter of an order of axes → the axis, in messages.
+_AXES = {"b": "batch", "s": "seqlen", "h": "heads", "d": "head_dim"}
+
 
 def bind(
     variant: Variant,
@@ -51,7 +54,7 @@ def bind(
 
 
 def _bind_dense(variant: Variant, q: Any, k: Any, v: Any, order: str) -> Call:
-    views = _views({"q": q, "k": k, "v": v}, order, " x ".join(order))
+    views = _views({"q": q, "k": k, "v": v}, order, " x ".join(_AXES[axis] for axis in order))
     (batch, seqlen_q), seqlen_k = views["q"].shape[:2], views["k"].shape[1]
     for name in ("k", "v"):
         if views[name].shape[0] != batch:
@@ -151,7 +154,9 @@ def common(
     if kv_heads_v != kv_heads:
         raise CallError(f"k has {kv_heads} heads, but v has {kv_heads_v}")
     if heads % kv_heads if kv_heads else heads:
-        raise CallError(f"the number of query heads ({heads}) must be a multiple of that of KV heads ({kv_heads})")
+        raise CallError(
+            f"the number of query heads ({heads}) must be a multiple of the number of KV heads ({kv_heads})"
+        )
     return Call(
         variant=variant, layout=layout, order=order, dtype=ATTENTION_DTYPES[q.dtype], device=q.device,
         kv_dtype=ATTENTION_DTYPES[k.dtype],

@@ -25,7 +25,7 @@ BACKENDS = ("triton", "cuda", "reference")
 def find(variant: str | Variant, package: str | None) -> Found:
     """Return the variant and its kernels. A variant given as a value takes the kernels that compute exactly it."""
     if not isinstance(package, str | None):
-        raise CallError(f"package must be the name of one, got {type(package).__name__}")
+        raise CallError(f"package must be the name of a package, got {type(package).__name__}")
     if not isinstance(variant, Variant):
         if not isinstance(variant, str):
             raise CallError(f"variant must be a name or a Variant, got {type(variant).__name__}")

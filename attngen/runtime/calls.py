@@ -38,22 +38,22 @@ def attention(
     """Return softmax(score(scale · q kᵀ) where the mask allows) · v.
 
     q is (batch, seqlen_q, heads, head_dim), k and v are (batch, seqlen_k, kv_heads, …), or (batch, heads, seqlen, …)
-    with ``layout='bhsd'``; heads is a multiple of kv_heads. ``variant`` names what was built (``package/variant``
-    where the short name is ambiguous); its scalars and tensors are keywords. ``softmax_scale`` is 1/√head_dim unless
-    given. ``seqused_k`` (batch,) int32 cuts each sequence's keys. With ``return_lse`` the natural log-sum-exp
-    (batch, heads, seqlen_q) in float32 comes too. A query that sees no key gives 0, and −inf or its sink. ``tile_map``
-    is what ``attngen.tile_map`` returned for the same arguments; without it, a kernel that needs one computes it.
-    With ``deterministic`` its gradients have the same bits on every run, as under
-    ``torch.use_deterministic_algorithms``; the output has them in any case.
+    with ``layout='bhsd'``; heads is a multiple of kv_heads. ``variant`` is the name of a variant (``package/variant``
+    if the short name is ambiguous) or what ``attngen.variant`` made; its scalars and tensors are keywords.
+    ``softmax_scale`` is 1/√head_dim unless given. ``seqused_k`` (batch,) int32 is how many keys of each sequence count.
+    With ``return_lse`` the natural log-sum-exp (batch, heads, seqlen_q) in float32 is returned, too. A query that sees
+    no key gives an output of 0, and a log-sum-exp of −inf or of its sink. ``tile_map`` is what ``attngen.tile_map``
+    returned for the same arguments; without it, a kernel that needs one computes it. With ``deterministic`` its
+    gradients have the same bits on every run, as under ``torch.use_deterministic_algorithms``; the output has them in
+    any case.
 
     Quantized q, k and v (float8_e4m3fn or float8_e5m2, k and v alike) come with ``q_descale``, ``k_descale`` and
-    ``v_descale``, positive float32: an element stands for itself times its scale. A scale is of shape (), or
-    (batch, kv_heads), where query heads share that of their KV head; or each block of 64 or 128 tokens has one,
-    (batch, heads or kv_heads, blocks); or each query and each key, (batch, heads, seqlen_q) and (batch, kv_heads,
-    seqlen_k). The output is bfloat16, or float16 with ``out_dtype=torch.float16``. Keys may lie side by side in v, as
-    after a transposition of its last two axes. ``attngen.quantize`` makes such tensors and scales. k and v may be
-    quantized alone, as a cache is: then the output has the dtype of q, and scales are of shape () or
-    (batch, kv_heads).
+    ``v_descale``, positive float32: the value of an element is the element times its scale. Scales have shape (), or
+    (batch, kv_heads), shared by the query heads of a KV head; or (batch, heads or kv_heads, blocks), one for each block
+    of 64 or 128 tokens; or (batch, heads, seqlen_q) and (batch, kv_heads, seqlen_k), one for each query and each key.
+    The output is bfloat16, or float16 with ``out_dtype=torch.float16``. v may have contiguous keys instead of
+    contiguous columns. ``attngen.quantize`` makes such tensors and scales. If only k and v are quantized, as in a
+    cache, the output has the dtype of q, and scales have shape () or (batch, kv_heads).
 
     A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
     tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.
@@ -61,8 +61,8 @@ def attention(
     Under ``torch.autocast`` float32 tensors on a GPU are taken in its dtype.
 
     Tensors on the CPU, and ``backend='reference'``, run the eager reference. On a GPU the call enqueues work on the
-    current stream and does not wait. Raises CallError for arguments that are wrong or disagree, and NoKernelError,
-    which lists every candidate and its reason, if no kernel takes the call.
+    current stream and does not wait. Raises CallError for arguments that are wrong or contradict each other, and
+    NoKernelError, which lists every candidate and the reason against it, if no kernel takes the call.
     """
     if torch.is_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
@@ -158,28 +158,28 @@ def attention_paged(
     v_descale: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As ``attention``, for keys and values in the pages of a cache. Forward alone.
+    """As ``attention``, for keys and values in the pages of a cache. There is no backward.
 
     q is (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with ``cu_seqlens_q`` (batch + 1,) int32 and
     ``max_seqlen_q``, at least the longest. k_pages and v_pages are (pages, page_size, kv_heads, head_dim), or (pages,
     kv_heads, page_size, head_dim) with ``page_layout='HND'``. Key j of sequence b is row j % page_size of page
     page_table[b, j // page_size]; page_table is (batch, max_pages) int32. seqused_k (batch,) int32 counts the keys of
-    each sequence, those of its own queries among them: ``q_pos`` puts the last query at the last key. Entries of
+    each sequence, including those of its queries: ``q_pos`` puts the last query at the last key. Entries of
     page_table beyond a length are not read, and rows of a page beyond a length do not matter, whatever they hold.
 
-    ``out`` takes the output, which is then returned. With ``return_lse`` the log-sum-exp comes too, float32, (heads,
-    total_q) with ``cu_seqlens_q``, else (batch, heads, seqlen_q).
+    The output is written to ``out``, if given, and returned. With ``return_lse`` the log-sum-exp is returned, too:
+    float32, (heads, total_q) with ``cu_seqlens_q``, else (batch, heads, seqlen_q).
 
-    ``num_splits`` says how many blocks share the keys of a sequence, ``split_size`` how many keys each of them takes;
-    left out, the kernel chooses. With a ``split_size`` the bits of a row depend on its own sequence alone.
+    ``num_splits`` is how many blocks share the keys of a sequence, ``split_size`` how many keys each of them takes; by
+    default the call chooses. With a ``split_size`` the bits of a row depend only on its own sequence.
 
-    A cache in 8 bits (float8_e4m3fn) may stand beside q in bfloat16 or float16, or in its own dtype. It comes with
-    ``k_descale`` and ``v_descale``, positive float32: of shape (), of (batch, kv_heads), or of (pages, kv_heads), where
-    each page has its own. ``q_descale``, () or (batch, kv_heads), is that of q in 8 bits, whose output is bfloat16.
+    With a cache in 8 bits (float8_e4m3fn), q is bfloat16, float16 or float8_e4m3fn. The cache has ``k_descale`` and
+    ``v_descale``, positive float32 of shape (), (batch, kv_heads), or (pages, kv_heads) for a scale of each page. q in
+    8 bits has ``q_descale``, () or (batch, kv_heads), and an output in bfloat16.
 
     Whether a page is one of the cache, and what lengths and offsets hold, is checked on the CPU and under
     ``attngen.debug()`` only, since reading it would wait for the GPU. Raises CallError and NoKernelError as
-    ``attention`` does, and CallError where a gradient is wanted and a kernel would run: the reference has gradients.
+    ``attention`` does, and CallError if a gradient is needed and a kernel would run; the reference is differentiable.
     """
     given = make(Given, (
         q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, None, page_table, out, arguments,
@@ -192,8 +192,8 @@ def attention_paged(
 def define_operators(*variants: str) -> tuple[str, ...]:
     """Define the operators of ``torch.library`` of these variants, or of all, and return their qualified names.
 
-    A traced call defines its own. A program that was exported in another process names operators before any call
-    does, and needs this first. Raises NoKernelError for a variant that is not built.
+    A traced call defines its own operators. A program that was exported in another process uses operators before any
+    call defines them, and needs this first. Raises NoKernelError for a variant that is not built.
     """
     from attngen.runtime import operators
 

@@ -132,7 +132,7 @@ def _monotone(call: Call, declared: DeclaredTensor, tensor: torch.Tensor, axis: 
         where[axis] += 1
         raise CallError(
             f"{call.variant.name}: tensor '{declared.name}' is declared nondecreasing along axis {axis}, "
-            f"but it falls at index {where}"
+            f"but it decreases at index {where}"
         )
 
 

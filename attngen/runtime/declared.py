@@ -82,9 +82,9 @@ def _declaration(variant: Variant) -> str:
 
 
 def _span(low: Bound, high: Bound) -> str:
-    if low is None and high is None:
-        return ""
-    return f" {'' if low is None else low} .. {'' if high is None else high}".rstrip()
+    if low is None or high is None:
+        return "" if low is high else f", at least {low}" if high is None else f", at most {high}"
+    return f", {low} to {high}"
 
 
 def _otherwise(scalar: Scalar) -> str:

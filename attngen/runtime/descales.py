@@ -33,7 +33,7 @@ def check_descales(call: Call, given: Mapping[str, Any]) -> None:
         if dtype in QUANTIZED_DTYPES:
             named[name] = value
         elif value is not None:
-            raise CallError(f"{name} is of quantized tensors, but {operand} has dtype {dtype}; leave it out")
+            raise CallError(f"{name} is for quantized tensors, but {operand} has dtype {dtype}; leave it out")
     if not named:
         return
     for name, value in named.items():
@@ -78,8 +78,8 @@ def _by_page(call: Call, name: str, scale: Tensor) -> Tensor:
     pages = (call.num_pages, call.kv_heads)
     if scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (1,), pages, (*pages, 1)):
         raise CallError(
-            f"{name} must be float32 of shape () or (pages, kv_heads) = {pages}, where the other one is of pages, got "
-            f"{scale.dtype} of shape {tuple(scale.shape)}"
+            f"{name} must be float32 of shape () or (pages, kv_heads) = {pages}, where the other one has a scale for "
+            f"each page, got {scale.dtype} of shape {tuple(scale.shape)}"
         )
     return (scale[..., 0] if scale.dim() == 3 else scale).expand(pages)
 

@@ -75,8 +75,8 @@ def run(given: Given) -> Any:
     if given.form == "paged":
         if learns:
             raise CallError(
-                "keys in pages have no backward kernel; torch.no_grad() tells that no gradient is wanted, and "
-                "backend='reference' differentiates, slowly"
+                "attention over pages has no backward kernel; call it under torch.no_grad(), or with "
+                "backend='reference', which is differentiable and slow"
             )
         if len(shape) == 4 and shape[1] > 1 and shape[0] > 1 and strides[0] != shape[1] * strides[1]:
             given = in_rows(given)
@@ -241,10 +241,10 @@ def tile_map(
 ) -> TileMap:
     """Return which tiles a call with these arguments has to visit, to be passed to any number of them.
 
-    It stays right as long as the mask's tensors and scalars, and the lengths, keep their values; scores, and what
-    q, k and v hold, do not matter. ``v`` is needed only where its head_dim differs from that of k and kernels for
-    several exist. Where no map is needed (the CPU, a kernel that bounds its loops otherwise) the result is empty,
-    and may be passed all the same.
+    It stays valid as long as the mask's tensors and scalars, and the lengths, keep their values; scores, and the
+    contents of q, k and v, do not matter. ``v`` is needed only if its head_dim differs from k's and kernels for several
+    exist. If no map is needed (on the CPU, or by a kernel that bounds its loops otherwise), the result is empty, and
+    may be passed all the same.
     """
     given = _with_state(
         Given(
@@ -329,19 +329,19 @@ def explain(
 ) -> Explanation:
     """Say what a call with these arguments would run, and why not something else. Launches nothing.
 
-    While ``attngen.jit`` is on, a kernel that is lacking is compiled, as the call would.
+    While ``attngen.jit`` is on, a missing kernel is compiled, as by the call.
 
-    With ``cu_seqlens_q`` it is about ``attention_varlen``, with ``page_table`` about ``attention_paged``, whose pages k
-    and v are. ``page_layout``, ``num_splits`` and ``split_size`` are of the latter alone.
+    With ``cu_seqlens_q`` it explains ``attention_varlen``, with ``page_table`` ``attention_paged``, whose pages are k
+    and v. ``page_layout``, ``num_splits`` and ``split_size`` are for the latter only.
 
-    With ``direction='backward'`` it says what would give the gradients, from contiguous ones of the result. Raises what
-    the call would raise, save that a call which no kernel takes is explained as well.
+    ``direction='backward'`` explains what would compute the gradients, given contiguous gradients of the result. Raises
+    what the call would raise, except that a call which no kernel takes is explained, too.
     """
     if direction not in DIRECTIONS:
         raise CallError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
     paged = page_table is not None
     if paged and direction == "backward":
-        raise CallError("keys in pages have no backward")
+        raise CallError("attention over pages has no backward")
     given = Given(
         q, k, v, q_descale, k_descale, v_descale,
         seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table,

@@ -19,18 +19,18 @@ from attngen.runtime.checked import ATTENTION_DTYPES, LAYOUTS
 def merge(
     outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], *, layout: str = "bshd"
 ) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp over the keys of all parts, from those over the keys of each.
+    """Return output and log-sum-exp over the keys of all parts, from the results over each part.
 
     ``outs`` are any number of outputs of one shape, dtype and device, as calls of ``attngen`` return them, or a tensor
     with one more axis in front: (batch, seqlen, heads, head_dim), (batch, heads, seqlen, head_dim) with
     ``layout='bhsd'``, or packed (total, heads, head_dim). ``lses`` are their natural log-sum-exps: (batch, heads,
-    seqlen), or (heads, total). All arithmetic is float32, or float64 where one of them is; the output has the dtype of
-    ``outs``, the log-sum-exp that of the arithmetic. Shapes may broadcast along the batch, as for a prefix that all
-    sequences share.
+    seqlen), or (heads, total). All arithmetic is float32, or float64 if an input is; the output has the dtype of
+    ``outs``, the log-sum-exp the dtype of the arithmetic. Shapes may broadcast along the batch, as for a prefix that
+    all sequences share.
 
-    A part whose log-sum-exp is -inf has seen no key: it adds nothing, whatever its output holds. A row without any key
-    gives 0 and -inf. Both results are differentiable. A sink must be part of at most one of the parts. Raises
-    CallError.
+    A log-sum-exp of -inf means that the row saw no key of the part: the part adds nothing, whatever its output holds. A
+    row without any key gives 0 and -inf. Both results are differentiable. A sink must be part of at most one of the
+    parts. Raises CallError.
     """
     parts, logs = _listed("outs", outs), _listed("lses", lses)
     _check(parts, logs, layout)

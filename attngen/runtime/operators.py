@@ -129,8 +129,8 @@ class _Calls:
         for i, name in enumerate(own, first_own(self.form)):
             if ctx.needs_input_grad[i] and name not in self.signature.differentiable:
                 raise CallError(
-                    f"{self.full_name}: tensor '{name}' asks for a gradient that its spec does not declare "
-                    "(grad: true); detach it"
+                    f"{self.full_name}: tensor '{name}' requires a gradient that its spec does not "
+                    "declare; add 'grad: true' to the spec, or detach the tensor"
                 )
 
     def backward(

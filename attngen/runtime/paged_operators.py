@@ -90,4 +90,4 @@ class _Calls:
 
     def refuse(self, ctx: Any, *gradients: Tensor | None) -> Any:
         """Refuse a derivative."""
-        raise CallError(f"{self.full_name}: keys in pages have no backward; torch.no_grad() tells that none is wanted")
+        raise CallError(f"{self.full_name}: attention over pages has no backward; call it under torch.no_grad()")

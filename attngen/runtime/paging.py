@@ -91,7 +91,7 @@ def bind_paged(
     check_alike(tensors)
     rows = view(q.shape, q.stride(), "thd") if packed else rows_view(q.shape, q.stride())
     if rows is None:
-        raise CallError(f"q's rows must lie at one stride, got strides {q.stride()}; q.contiguous() helps")
+        raise CallError(f"q's rows must have one stride, got strides {q.stride()}; q.contiguous() helps")
     pages = {
         name: view(tensors[f"{name}_pages"].shape, tensors[f"{name}_pages"].stride(), page_layout) for name in "kv"
     }
@@ -124,7 +124,7 @@ def bind_paged(
     call.seqlen_k = call.total_k = min(max_pages * page_size if num_pages else 0, MAX_SEQLEN)
     call.num_splits, call.split_size = (_count(name, getattr(paging, name)) for name in ("num_splits", "split_size"))
     if call.num_splits and call.split_size:
-        raise CallError("num_splits and split_size say the same in two ways; give one of them")
+        raise CallError("num_splits and split_size both say how keys are split; pass only one of them")
     call.out = _given_out(paging.out, call, q)
     return finish(call, **settings)
 
@@ -174,5 +174,5 @@ def _given_out(out: Any, call: Call, q: torch.Tensor) -> View | None:
         return view(out.shape, out.stride(), "thd")
     rows = rows_view(out.shape, out.stride())
     if rows is None:
-        raise CallError(f"out's rows must lie at one stride, got strides {out.stride()}")
+        raise CallError(f"out's rows must have one stride, got strides {out.stride()}")
     return rows

@@ -52,28 +52,28 @@ def quantize(
 ) -> Quantized:
     """Return q, k and v in 8 bits, with the scales that ``attention`` takes.
 
-    q is (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), v of its own head_dim; with
-    ``layout='bhsd'`` the two axes in the middle stand the other way round. They are bfloat16, float16 or float32, with
-    any strides; results are contiguous, of ``dtype``: float8_e4m3fn or float8_e5m2. The arithmetic is float32.
+    q is (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), v with its own head_dim;
+    with ``layout='bhsd'`` the two middle axes are exchanged. They are bfloat16, float16 or float32, with any strides;
+    results are contiguous, of ``dtype``: float8_e4m3fn or float8_e5m2. The arithmetic is float32.
 
-    ``granularity`` says what has a scale of its own, and so the shapes of the scales:
+    ``granularity`` says which elements share a scale, from which the shapes of the scales follow:
 
     ========== ============================= ================================ ==================
     ``tensor``  ()                            for all three
     ``head``    (batch, kv_heads)             for all three; query heads share that of their KV head
-    64, 128     (batch, heads, blocks)        of so many tokens; (batch, kv_heads, blocks) of k and v
+    64, 128     (batch, heads, blocks)        of that many tokens; (batch, kv_heads, blocks) of k and v
     ``token``   (batch, heads, seqlen_q)      of q, (batch, kv_heads, seqlen_k) of k, (batch, kv_heads) of v
     ========== ============================= ================================ ==================
 
     A scale is the largest magnitude over the largest number of ``dtype`` (448 for e4m3), at least 2**-126, and 1 where
     all are 0. Elements are divided by it, rounded to nearest even, and saturate. NaN stays NaN, an infinity becomes the
-    largest number of its sign, and neither counts for a scale, so that all other rows are as if it were not there.
+    largest number of its sign, and neither counts for a scale, so that no other row is affected.
 
     With ``hadamard``, rows of q and k are multiplied by D H / sqrt(n), the same for both, which leaves q kᵀ as it is:
-    D changes signs at random, H is the Hadamard transform of size n, the largest power of two that divides head_dim, of
-    each n numbers. It spreads what is large over n numbers, and so makes the error of 8 bits smaller; a number that is
-    not finite spreads, too. v is not transformed. ``signs`` (head_dim,), 1 or -1 each, is the diagonal of D; left out,
-    it follows from ``seed``. What is to be multiplied must have been given the same.
+    D changes signs at random, and H is the Hadamard transform of each n numbers, n being the largest power of two that
+    divides head_dim. It spreads large numbers over n numbers, which makes the error of 8 bits smaller; a number that is
+    not finite spreads, too. v is not transformed. ``signs`` (head_dim,), 1 or -1 each, is the diagonal of D; by default
+    it follows from ``seed``. q and the keys that it attends to must have the same signs.
 
     ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) in float32, bfloat16 or float16 rotate the first
     ``rotary_dim`` numbers of each row of q and k before that, as in ``append_kv``: token j of sequence b takes
@@ -89,7 +89,7 @@ def quantize(
     There is no derivative. Raises CallError for what does not fit.
     """
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v)):
-        raise CallError("quantize has no derivative; torch.no_grad() tells that no gradient is wanted")
+        raise CallError("quantize is not differentiable; call it under torch.no_grad()")
     given = (
         q, k, v, granularity, hadamard, signs, seed, layout, rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets,
         dtype,

@@ -119,7 +119,7 @@ def _check_signs(call: Quantize) -> None:
     if signs is None:
         return
     if not call.hadamard:
-        raise CallError("signs are those of the Hadamard transform; leave them out, or say hadamard=True")
+        raise CallError("signs are for the Hadamard transform; leave them out, or pass hadamard=True")
     if not isinstance(signs, Tensor):
         raise CallError(f"signs must be a torch.Tensor, got {type(signs).__name__}")
     if tuple(signs.shape) != (call.q.shape[-1],) or signs.dtype.is_complex or signs.dtype == torch.bool:
@@ -137,10 +137,10 @@ def _check_rotary(call: Quantize, sizes: Sizes) -> None:
     if not isinstance(call.rotary_interleaved, bool):
         raise CallError(f"rotary_interleaved must be True or False, got {call.rotary_interleaved!r}")
     if (cos is None) != (sin is None):
-        raise CallError("rotary_cos and rotary_sin go together; give both or neither")
+        raise CallError("rotary_cos and rotary_sin must be passed together")
     if call.rotary_offsets is not None:
         if cos is None:
-            raise CallError("rotary_offsets are of a rotation; give rotary_cos and rotary_sin, or leave them out")
+            raise CallError("rotary_offsets are for a rotation; pass rotary_cos and rotary_sin, or leave them out")
         if index_vector("rotary_offsets", call.rotary_offsets, device).shape[0] != sizes.batch:
             raise CallError(f"rotary_offsets must have shape ({sizes.batch},), got {tuple(call.rotary_offsets.shape)}")
     if cos is None:

@@ -41,7 +41,7 @@ def run(*given: Any) -> tuple[Tensor, ...]:
         if kept is not None and isinstance(kept[0], PreparedQuantize):
             return launched(kept[0], call, kept[1])
     if dispatch.transforms_active() and any(torch._C._functorch.is_batchedtensor(t) for t in (call.q, call.k, call.v)):
-        raise CallError("quantize does not go with torch.func.vmap; its tensors have a batch of their own")
+        raise CallError("quantize has no rule for torch.func.vmap; its tensors have a batch axis")
     sizes = check(call)
     if checked or call.q.device.type == "cpu":
         quantize_torch.check_contents(call, sizes)

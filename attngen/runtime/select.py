@@ -171,7 +171,7 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
     if kernel.direction != request.direction:
         return f"it is a {kernel.direction} kernel"
     if request.backend is not None and kernel.backend != request.backend:
-        return f"backend is {kernel.backend}, the call asks for {request.backend}"
+        return f"backend is {kernel.backend}, the call has {request.backend}"
     if reason := _against_form(kernel, call):
         return reason
     if call.descales and kernel.scale_block not in call.scale_blocks:
@@ -179,14 +179,14 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
         return f"it takes a scale for {_sharing(kernel.scale_block)}, the call has one for {given}"
     if request.deterministic and not kernel.reproducible:
         return (
-            "it adds up dQ in no fixed order, and the call, or torch.use_deterministic_algorithms(True), asks for one; "
-            "'deterministic: true' in the spec builds a backward that has one, and all in Triton have one"
+            "it accumulates dQ in no fixed order, and the call, or torch.use_deterministic_algorithms(True), requires "
+            "one; 'deterministic: true' in the spec builds a backward that has one, and all in Triton have one"
         )
     if (call.split_size or call.num_splits > 1) and not kernel.split_kv:
         asked = f"split_size={call.split_size}" if call.split_size else f"num_splits={call.num_splits}"
-        return f"its blocks do not share keys, and the call asks for {asked}"
+        return f"its blocks do not share keys, and the call has {asked}"
     if call.num_splits == 1 and kernel.main.shares > 1:
-        return "its blocks share the keys of a tile, and the call asks for num_splits=1"
+        return "its blocks share the keys of a tile, and the call has num_splits=1"
     for name, value in kernel.const_scalars.items():
         if name in request.given and request.given[name] != value:
             return f"{name} was fixed to {value} when it was built, the call passes {request.given[name]}"
@@ -210,9 +210,9 @@ def _against_form(kernel: Kernel, call: Call) -> str | None:
         if built != asked:
             return f"{label} is {built}, the call has {asked}"
     if kernel.transposed_v and call.seqused_k is not None:
-        return "it takes no seqused_k: keys that lie side by side cannot be left out of its copies"
+        return "it takes no seqused_k: its copies of V cannot leave out keys"
     if kernel.transposed_v != call.v.keys_side_by_side and kernel.direction == "forward":
-        return f"it takes v whose {'keys' if kernel.transposed_v else 'columns'} lie side by side"
+        return f"it takes v with contiguous {'keys' if kernel.transposed_v else 'columns'}"
     return None
 
 

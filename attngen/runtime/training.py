@@ -247,16 +247,16 @@ def _unordered(call: Call, asked: Sequence[str], determinism: int) -> str | None
     for name in asked:
         if name not in declared:
             raise CallError(
-                f"{call.variant.name}: tensor '{name}' asks for a gradient that its spec does not declare "
-                "(grad: true); detach it"
+                f"{call.variant.name}: tensor '{name}' requires a gradient that its spec does not declare; "
+                "add 'grad: true' to the spec, or detach the tensor"
             )
     scored = call.variant.uses(call.variant.score)[1] if call.variant.score is not None else frozenset()
     unordered = [name for name in asked if name in scored]
     if not unordered or not determinism:
         return None
     message = (
-        f"{call.variant.name}: the gradient of tensor '{unordered[0]}' is added up in no fixed order, and the "
-        "call, or torch.use_deterministic_algorithms(True), asks for one; detach it, or use backend='reference'"
+        f"{call.variant.name}: the gradient of tensor '{unordered[0]}' is accumulated in no fixed order, and the "
+        "call, or torch.use_deterministic_algorithms(True), requires one; detach it, or use backend='reference'"
     )
     if determinism == 2:
         raise CallError(message)
@@ -265,5 +265,5 @@ def _unordered(call: Call, asked: Sequence[str], determinism: int) -> str | None
 
 def _without_backward(error: NoKernelError) -> NoKernelError:
     return NoKernelError(
-        f"{error}\nbackend='reference' differentiates, slowly, and torch.no_grad() tells that no gradient is wanted"
+        f"{error}\nbackend='reference' is differentiable, and slow; under torch.no_grad() no backward is needed"
     )

@@ -62,7 +62,7 @@ def attend(given: Given, run: Callable[[Given], Any], differentiate: Callable[..
     """
     if given.form == "paged":
         raise CallError(
-            "keys in pages have no derivative and no rule for vmap: call attention_paged outside of torch.func's "
+            "attention over pages has no derivative and no rule for vmap: call attention_paged outside of torch.func's "
             "transforms, or attention on keys that are gathered"
         )
     recorded, tensors = Recorded.of(given, run, differentiate)
@@ -190,7 +190,7 @@ class Gradients(torch.autograd.Function):
 def _size_of(info: Any) -> int:
     """Return over how many calls ``vmap`` goes. Raises CallError for none, whose results nothing tells the shape of."""
     if not info.batch_size:
-        raise CallError("vmap goes over an axis of size 0; allowed: at least 1")
+        raise CallError("vmap maps over an axis of size 0; allowed: at least 1")
     return int(info.batch_size)
 
 

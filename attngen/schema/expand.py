@@ -378,7 +378,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         values |= dict.fromkeys(_FORWARDS) | {"backend": _backend_of_backward(entry), "split_kv": False}
     elif entry.backward is not None and "backward" not in entry.passes:
         raise SpecError(
-            "says how a backward is computed, which 'passes' does not ask for; allowed: passes: [forward, backward]",
+            "sets how a backward is computed, but 'passes' has no backward; allowed: passes: [forward, backward]",
             location=spec.tree.locate(("kernels", index, "backward")),
             field=f"kernels[{index}].backward",
         )
@@ -470,7 +470,7 @@ def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
     given = [name for name in fields if getattr(entry, name) is not None and not (name == "split_kv" and unsplit)]
     for name in given:
         raise SpecError(
-            "is for the forward, which 'passes' does not ask for; for the backward, say it in 'backward', as in "
+            "is for the forward, but 'passes' has no forward; for the backward, write it under 'backward', as in "
             "'backward: {dkdv: {tile: {m: 64, n: 128}}}'",
             location=spec.tree.locate(("kernels", index, name)),
             field=f"kernels[{index}].{name}",
@@ -481,8 +481,8 @@ def _refuse_paged(asked: _Value, index: int, layout: str) -> None:
     """Raise SpecError for the backward of a layout that has none."""
     if layout == "paged":
         raise SpecError(
-            "asks for a backward with 'layout: paged', which has forwards only; allowed: forward; write a backward of "
-            "another layout as an entry of its own",
+            "'layout: paged' has no backward; allowed: forward; write a backward of another layout as an entry of "
+            "its own",
             location=asked.location,
             field=f"kernels[{index}].passes",
         )

@@ -222,7 +222,7 @@ class BackwardModel(Model):
 
     backend: Backend | None = Field(
         default=None,
-        description="left out: triton where `backend` is, else the fastest that can do all that is asked for",
+        description="left out: triton where `backend` is, else the fastest that can do everything in the entry",
     )
     dkdv: GradientModel | None = Field(default=None, description="the kernel of dK and dV, tile by tile of keys")
     dq: GradientModel | None = Field(default=None, description="the kernel of dQ, tile by tile of queries")
@@ -237,7 +237,7 @@ class KernelModel(Model):
     dtype: OneOrMany[AttentionDType] = ("bf16",)
     kv_dtype: OneOrMany[AttentionDType] | None = Field(
         default=None,
-        description="of k and v where they are in other 8 bits than q, or a cache in fewer; left out: that of q",
+        description="of k and v, if not q's: the other 8-bit type, or a cache in fewer bits than q",
     )
     out_dtype: OneOrMany[OutDType] | None = Field(
         default=None, description="of the output of a quantized q, bf16 or fp16; left out: bf16"
@@ -245,11 +245,11 @@ class KernelModel(Model):
     layout: OneOrMany[Layout] = ("dense",)
     descale: OneOrMany[Descale] | None = Field(
         default=None,
-        description="what shares a scale of quantized q, k and v: all tokens of a head, so many, or a page",
+        description="which tokens share a scale of quantized q, k and v: of a head, a block, a page, or none (token)",
     )
     passes: OneOrMany[Pass] = ("forward",)
     backend: OneOrMany[Backend] | None = Field(
-        default=None, description="left out: the fastest that can do all that the entry asks for"
+        default=None, description="left out: the fastest that can do everything in the entry"
     )
     tile: OneOrMany[TileModel] | None = None
     pipeline: PipelineModel | None = None
@@ -272,7 +272,7 @@ class KernelModel(Model):
         default=None, description="outputs leave through shared memory, or directly from registers"
     )
     transposed_v: OneOrMany[bool] | None = Field(
-        default=None, description="keys lie side by side in v, whose 8 bits need no turning then"
+        default=None, description="v in 8 bits has contiguous keys, and need not be transposed in the kernel"
     )
     pack_gqa: OneOrMany[bool] | None = Field(
         default=None, description="query heads of one KV head share the rows of a tile; left out: no"

@@ -127,7 +127,7 @@ def load_tuned(path: str | Path, *, name: str | None = None) -> Tuned:
     for index, choice in enumerate(model.choices):
         if choices.setdefault(choice.of, choice) is not choice:
             raise SpecError(
-                f"{choice.kernel} is chosen for twice", location=node.locate(("choices", index)),
+                f"{choice.kernel} has two choices; allowed: one", location=node.locate(("choices", index)),
                 field=f"choices[{index}].of",
             )  # fmt: skip
     return Tuned(str(path), name or resources.display_name(path), content, model.gpu, choices)

@@ -99,7 +99,7 @@ struct Place {
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
-// Its record, written by the scheduler in words of 16 bytes. Two lie side by side.
+// Its record, written by the scheduler in words of 16 bytes. Two are adjacent.
 struct alignas(16) Work : Place {
   Spans spans[kConsumers + 1];  // of the rows of each consumer, and of all
 };

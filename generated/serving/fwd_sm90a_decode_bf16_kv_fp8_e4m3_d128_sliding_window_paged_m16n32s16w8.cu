@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   if (splits > 0) {
     workers = all.units * splits;
   } else if (!listed_splits && all.units > workers && all.pieces / workers <= kWholeTiles && all.pieces == all.units * all.longest) {
-    // Units that are alike: if few blocks stay idle then, each takes as many whole ones, and nothing is merged in memory.
+    // Equal units: if few blocks stay idle, each takes the same number of whole units, and nothing is merged in memory.
     const int units_each = (all.units + workers - 1) / workers, takers = all.units / units_each;
     if (takers * units_each == all.units && 16 * takers >= 15 * workers) workers = takers;
   }

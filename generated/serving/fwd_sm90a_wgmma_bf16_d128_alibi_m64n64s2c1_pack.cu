@@ -98,7 +98,7 @@ struct Place {
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
-// Its record, written by the scheduler in words of 16 bytes. Two lie side by side.
+// Its record, written by the scheduler in words of 16 bytes. Two are adjacent.
 struct alignas(16) Work : Place {
   Spans spans[kConsumers + 1];  // of the rows of each consumer, and of all
 };
@@ -484,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           keep_references({kept(0), kept(1)}, reference, maximum);
           raise_reference(maximum, reference, alpha);
           rescale(acc, alpha);
-          float raised[2];  // from where the logits of this tile are counted
+          float raised[2];  // what the logits of this tile are relative to
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
             row_sum[row] *= alpha[row];

@@ -98,7 +98,7 @@ struct Place {
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
 
-// Its record, written by the scheduler in words of 16 bytes. Two lie side by side.
+// Its record, written by the scheduler in words of 16 bytes. Two are adjacent.
 struct alignas(16) Work : Place {
   Spans spans[kConsumers + 1];  // of the rows of each consumer, and of all
 };
@@ -319,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
               const int rows = min(box_rows, seqlen_k - (start + key));  // rows after the end become 0
               load_box(to, v_map, v_ring.full(), column, box_rows - rows, box.row + rows, hk, box.page);
             } else {
-              load_box(to, k_map, v_ring.full(), column, 0, hk, num_pages);  // a copy of V's map must show something
+              load_box(to, k_map, v_ring.full(), column, 0, hk, num_pages);  // a copy through V's map must show a row
             }
           }
           __syncwarp();

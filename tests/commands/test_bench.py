@@ -193,7 +193,7 @@ def test_a_dry_run_of_backwards(spec: Path) -> None:
     output = run(spec, "--dry-run", "--pass", "backward").stdout
     assert "mine: 5 cases" in output
     assert "alibi d64 bf16 h64/16 backward 16k" in output
-    assert "left out: 2 kernels: only backward kernels are asked for" in output
+    assert "left out: 2 kernels: only backward kernels are raced" in output
     assert "mine: 10 cases" in run(spec, "--dry-run").stdout
     spec.write_text(SPEC.replace("head_dim: 64, backend: triton}", "head_dim: 64, passes: backward}", 1))
     output = run(spec, "--dry-run").stdout

@@ -66,7 +66,7 @@ def test_build_of_a_kernel_that_fails(spec: Path) -> None:
 
 def test_mistakes_of_the_user(spec: Path, tmp_path: Path) -> None:
     assert "there is no file" in attngen("build", tmp_path / "none.yaml", code=2).stderr
-    assert "no kernel for 'sm75'" in attngen("build", spec, "--arch", "sm75", code=2).stderr
+    assert "no kernels for 'sm75'" in attngen("build", spec, "--arch", "sm75", code=2).stderr
     spec.write_text(SPEC.replace("mask", "mesk"))
     assert "mine.yaml:" in attngen("build", spec, code=2).stderr
     assert "--jobs" in attngen("build", spec, "--jobs", 0, code=2).stderr
@@ -120,7 +120,7 @@ def test_show(spec: Path) -> None:
     assert attngen("show", name, "--ptx").stdout == Store().text(kernel["key"], "ptx")
     assert attngen("show", name, "--ttgir").stdout == Store().text(kernel["key"], "ttgir")
     assert json.loads(attngen("show", name, "--json").stdout)["name"] == name
-    assert "2 kernels are called 'causal'" in attngen("show", "causal", code=2).stderr
+    assert "2 kernels have 'causal' in their names" in attngen("show", "causal", code=2).stderr
     assert f"did you mean '{name}'" in attngen("show", name.replace("causal", "casual"), code=2).stderr
     (Store().path(kernel["key"]) / "ptx").unlink()
     assert "has no ptx" in attngen("show", name, "--ptx", code=1).stderr

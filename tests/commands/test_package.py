@@ -54,7 +54,7 @@ def test_what_is_wrong_is_said_without_a_traceback(spec: Path) -> None:
     assert "more than the 10,000 B that max-size allows" in refused.stderr
     assert os.listdir("dist") == []
     assert "size 'big' is not understood" in attngen("package", spec, "--max-size", "big", code=2).stderr
-    assert "asks for no kernel for 'sm86'" in attngen("package", spec, "--arch", "sm86", code=2).stderr
+    assert "lists no kernels for 'sm86'" in attngen("package", spec, "--arch", "sm86", code=2).stderr
     spec.write_text(SPEC.replace("full", "fulll"))
     assert "did you mean 'full'" in attngen("package", spec, code=2).stderr
 

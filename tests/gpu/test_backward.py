@@ -100,7 +100,7 @@ def test_check_13_the_same_bits_under_load(name: str) -> None:
 
 
 def _in_no_order(name: str) -> bool:
-    """Whether a kernel adds up dQ in no fixed order."""
+    """Whether a kernel accumulates dQ in no fixed order."""
     return kernels()[name].backend == "cuda" and not kernels()[name].ordered
 
 

@@ -49,7 +49,7 @@ def test_new_tensors_captures_and_programs() -> None:
         graph.replay()
         torch.testing.assert_close(captured, _wanted(q, docs[1]), atol=2e-2, rtol=2e-2)
         unseen, graph = docs[1].clone(), torch.cuda.CUDAGraph()
-        refused = pytest.raises(CallError, match="cannot be looked at while a CUDA graph is captured")
+        refused = pytest.raises(CallError, match="cannot be read while a CUDA graph is captured")
         with refused, torch.cuda.graph(graph):
             _documents(unseen)
 

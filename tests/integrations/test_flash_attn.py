@@ -336,8 +336,8 @@ def test_new_keys_that_do_not_fit_their_cache_are_refused() -> None:
     for given_k, given_v, message in (
         (new_k[:, :, :1], new_v, "k has 1 heads, but v has 2"),
         (new_k[:, :, :1], new_v[:, :, :1], "k has 1 heads of 8 numbers, but k_cache has 2 of 8"),
-        (new_k, new_v[:1], r"k has shape \(2, 2, 2, 8\), but v has \(1, 2, 2, 8\): other tokens"),
-        (new_k, v[:, :1], r"k has shape \(2, 2, 2, 8\), but v has \(2, 1, 2, 8\): other tokens"),
+        (new_k, new_v[:1], r"k has shape \(2, 2, 2, 8\), but v has \(1, 2, 2, 8\); both must hold the same tokens"),
+        (new_k, v[:, :1], r"k has shape \(2, 2, 2, 8\), but v has \(2, 1, 2, 8\); both must hold the same tokens"),
         (new_k.half(), new_v, "k has torch.float16 on cpu, but k_cache has torch.float32 on cpu"),
         (new_k, [1.0], "v must be a torch.Tensor, got list"),
     ):

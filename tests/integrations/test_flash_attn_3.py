@@ -261,9 +261,9 @@ def test_a_cache_in_8_bits_gets_new_keys_and_is_read(paged: bool, of_q: torch.dt
 
 
 def test_what_no_kernel_has_is_refused() -> None:
-    with pytest.raises(NoKernelError, match="qv is not served"):
+    with pytest.raises(NoKernelError, match="qv is not supported"):
         flash_attn_3.flash_attn_func(*qkv(), qv=torch.ones(1))
-    with pytest.raises(CallError, match="k_descale is of quantized tensors"):
+    with pytest.raises(CallError, match="k_descale is for quantized tensors"):
         flash_attn_3.flash_attn_func(*qkv(), k_descale=torch.ones(()))
     with pytest.raises(CallError, match="attention_chunk must be an integer from 1 to"):
         flash_attn_3.flash_attn_func(*qkv(), attention_chunk=-1)
@@ -290,7 +290,7 @@ def test_passes() -> None:
     near(tuple(found), torch.autograd.grad(wanted[0], inputs, dout.double()))
     assert sums.shape == (BATCH, HEADS, 128)
     near(sums[..., :9], (dout.double() * wanted[0]).sum(-1).transpose(1, 2))
-    with pytest.raises(NoKernelError, match="page_table is not served"):
+    with pytest.raises(NoKernelError, match="page_table is not supported"):
         flash_attn_3._flash_attn_forward(q, k, v, page_table=torch.zeros(1))
 
 

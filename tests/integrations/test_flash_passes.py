@@ -215,7 +215,7 @@ def test_arguments_are_those_of_flash_attn() -> None:
 def test_what_is_refused(name: str) -> None:
     q, k, v = (t.flatten(0, 1) for t in qkv())
     starts = torch.tensor([0, 18], dtype=torch.int32)
-    with pytest.raises(NoKernelError, match=f"{name} is not served"):
+    with pytest.raises(NoKernelError, match=f"{name} is not supported"):
         flash_attn._flash_attn_varlen_forward(
             q, k, v, starts, starts, 18, 18, 0.0, None, False, **{name: torch.zeros(1)}
         )

@@ -277,7 +277,7 @@ def test_calls_that_disagree_are_refused() -> None:
     mask = ours.create_block_mask(causal_mask, None, None, 8, 8, "cpu")
     with pytest.raises(CallError, match="block_mask is for 8 queries and 8 keys, but the call has 49 and 49"):
         ours.flex_attention(q, k, v, None, mask, enable_gqa=True)
-    with pytest.raises(CallError, match="nested tensors are not served"):
+    with pytest.raises(CallError, match="nested tensors are not supported"):
         ours.flex_attention(torch.nested.nested_tensor([torch.randn(4, 5, 8)]), k, v, None, mask)
     with pytest.raises(CallError, match="must be made by attngen"):
         ours.flex_attention(q, k, v, None, theirs.create_block_mask(causal_mask, None, None, 8, 8, "cpu"))

@@ -241,5 +241,5 @@ def test_functions_of_this_package_are_read_like_any_other() -> None:
 
 
 def test_nothing_random() -> None:
-    with pytest.raises(Exception, match="gives other numbers at each call"):
+    with pytest.raises(Exception, match="returns random numbers"):
         seen(lambda b, h, q, kv: torch.rand(()) + q > kv)

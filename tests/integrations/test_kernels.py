@@ -255,7 +255,9 @@ def test_flash_attn_asks_for_gradients_that_are_the_same_on_every_run(gpu: FakeD
     with_backwards(False)
     leaves = [t.requires_grad_() for t in qkv()]
     out = flash_attn.flash_attn_func(*leaves, causal=True, deterministic=True)
-    with pytest.raises(NoKernelError, match=r"adds up dQ in no fixed order, and the call(.|\n)* deterministic: true"):
+    with pytest.raises(
+        NoKernelError, match=r"accumulates dQ in no fixed order, and the call(.|\n)* deterministic: true"
+    ):
         out.sum().backward()
 
 

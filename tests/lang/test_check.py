@@ -110,7 +110,7 @@ def test_a_score_is_a_number() -> None:
 def test_let_with_the_logit_is_for_scores_only() -> None:
     let = {"hot": "s * 2.0"}
     assert compile_variant("v", None, "hot", let=let).score is not None
-    with pytest.raises(SpecError, match="'hot' holds the logit"):
+    with pytest.raises(SpecError, match="'hot' depends on the logit"):
         compile_variant("v", "hot > 1", None, let=let)
     with pytest.raises(SpecError, match=r"let\.f\(x\): 's' is the logit"):
         compile_variant("v", "f(q) > 1", None, let={"f(x)": "x + s"})

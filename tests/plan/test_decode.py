@@ -78,7 +78,7 @@ def test_memory(head_dim: str, dtype: str) -> None:
         ("variant: causal, alignment: 8", "alignment", "alignment 16, not 8"),
         ("variant: causal, tile_map: always", "tile_map", "allowed: auto, never"),
         ("variant: causal, head_dim: 12", "head_dim", "nearest"),
-        ("variant: dropped", "split_kv", "random numbers serve rows of one head"),
+        ("variant: dropped", "split_kv", "dropout shares random numbers among rows of one head"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_field(entry: str, field: str, reason: str) -> None:
@@ -92,7 +92,7 @@ def test_what_it_cannot_do_is_refused_by_field(entry: str, field: str, reason: s
 
 
 def test_exact_math_is_left_to_specs_that_name_the_backend() -> None:
-    with pytest.raises(PlanError, match="fused all the same"):
+    with pytest.raises(PlanError, match="fuse the argument of exp2 all the same"):
         planned("variant: causal, fast_math: false")
     assert planned("variant: causal, fast_math: false, backend: cuda").split_kv
 

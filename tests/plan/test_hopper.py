@@ -362,7 +362,7 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, object], message: s
 
 def test_packed_heads_with_dropout_are_refused() -> None:
     declared = "variants: {dropped: {dropout: true}}\n"
-    with pytest.raises(PlanError, match="pack_gqa: random numbers serve rows of one head"):
+    with pytest.raises(PlanError, match="pack_gqa: dropout shares random numbers among rows of one head"):
         on_hopper("dropped", declared=declared, pack_gqa="true")
     assert on_hopper("dropped", declared=declared).variant.dropout
 

@@ -270,7 +270,7 @@ _COS = angles(8)[0]
     ("changed", "message"),
     [
         ({"k": _K[0]}, r"k must have 4 dimensions \(batch x seqlen_new x heads x head_dim\)"),
-        ({"v": _K[:, :2]}, r"k has shape \(2, 3, 2, 16\), but v has \(2, 2, 2, 16\): other tokens"),
+        ({"v": _K[:, :2]}, r"k has shape \(2, 3, 2, 16\), but v has \(2, 2, 2, 16\); both must hold the same tokens"),
         ({"v": _K[:, :, :1], "v_cache": _CACHE[:, :, :1]}, "k has 2 heads, but v has 1"),
         ({"k_cache": _CACHE.half()}, "k has torch.float32 on cpu, but k_cache has torch.float16 on cpu"),
         ({"v_cache": _CACHE.to("meta")}, "but v_cache has torch.float32 on meta"),
@@ -287,15 +287,15 @@ _COS = angles(8)[0]
         ({"slots": _USED[None].float()}, "slots must be int32 or int64 with 2 dimensions, got torch.float32"),
         ({"slots": _USED[None]}, r"slots must have shape \(2, 3\), got \(1, 2\)"),
         ({"slots": [[1]]}, "slots must be a torch.Tensor, got list"),
-        ({"slots": _USED[None], "page_table": _USED[None]}, "page_table and slots say the same in two ways"),
+        ({"slots": _USED[None], "page_table": _USED[None]}, "page_table and slots both say where tokens go"),
         ({"batch_index": _USED, "page_table": _USED[:, None]}, "batch_index is for a dense cache"),
-        ({"rotary_cos": _COS}, "rotary_cos and rotary_sin go together"),
+        ({"rotary_cos": _COS}, "rotary_cos and rotary_sin must be passed together"),
         ({"rotary_cos": _COS, "rotary_sin": _COS[:3]}, r"rotary_sin must be a float tensor of shape \(64, 8\)"),
         ({"rotary_cos": _COS.int(), "rotary_sin": _COS.int()}, "rotary_cos must be a float tensor"),
         ({"rotary_cos": angles(9)[0], "rotary_sin": angles(9)[1]}, "rotary_cos turns 18 numbers, but head_dim is 16"),
         ({"rotary_interleaved": 1}, "rotary_interleaved must be True or False, got 1"),
-        ({"q": _K}, "q is given to be rotated; give rotary_cos and rotary_sin"),
-        ({"q_out": _K}, "q_out takes the rotated queries; give q, too"),
+        ({"q": _K}, "q is for rotation; pass rotary_cos and rotary_sin"),
+        ({"q_out": _K}, "q_out is for the rotated queries; pass q, too"),
         ({"q": _K[..., :8], "rotary_cos": _COS, "rotary_sin": _COS}, "k has head_dim 16, .*, but q has 8"),
         (
             {"q": _K, "q_out": _K[:1], "rotary_cos": _COS, "rotary_sin": _COS},
@@ -305,7 +305,7 @@ _COS = angles(8)[0]
             {"cache_seqlens": None, "slots": torch.zeros(2, 3).long(), "rotary_cos": _COS, "rotary_sin": _COS},
             "a rotation needs positions: give cache_seqlens or rotary_offsets",
         ),
-        ({"k": _K.clone().requires_grad_()}, "append_kv has no derivative"),
+        ({"k": _K.clone().requires_grad_()}, "append_kv is not differentiable"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
@@ -432,5 +432,5 @@ def test_scales_that_do_not_fit_are_refused(changes: dict[str, Any], message: st
 
 def test_a_cache_of_16_bits_has_no_scales() -> None:
     wide = {name: in_8_bits()[name].bfloat16() for name in ("k_cache", "v_cache")}
-    with pytest.raises(CallError, match="k_descale is of a cache in 8 bits, but k_cache has torch.bfloat16"):
+    with pytest.raises(CallError, match="k_descale is for a cache in 8 bits, but k_cache has torch.bfloat16"):
         attngen.append_kv(**in_8_bits(**wide))

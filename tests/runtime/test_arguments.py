@@ -30,7 +30,7 @@ Q, K, V = tensors()
     [
         ([1.0], K, V, "q must be a torch.Tensor, got list"),
         (Q, None, V, "k must be a torch.Tensor, got NoneType"),
-        (Q[0], K, V, "q must have 4 dimensions (b x s x h x d), got shape (6, 4, 16)"),
+        (Q[0], K, V, "q must have 4 dimensions (batch x seqlen x heads x head_dim), got shape (6, 4, 16)"),
         (Q.int(), K, V, "q has dtype torch.int32; allowed: torch.bfloat16, torch.float16, torch.float32"),
         (Q, K.half(), V, "q has dtype torch.float32, but k has torch.float16; q, k and v must have one dtype"),
         (Q, K, V.to("meta"), "q is on cpu, but v is on meta; all tensors must be on one device"),
@@ -39,7 +39,7 @@ Q, K, V = tensors()
         (Q, K, V[:, :5], "k has 8 keys, but v has 5"),
         (Q, K[..., :8], V, "q has head_dim 16, but k has 8"),
         (Q, K, V[:, :, :1], "k has 2 heads, but v has 1"),
-        (Q[:, :, :3], K, V, "the number of query heads (3) must be a multiple of that of KV heads (2)"),
+        (Q[:, :, :3], K, V, "the number of query heads (3) must be a multiple of the number of KV heads (2)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -95,9 +95,9 @@ GOOD: dict[str, Any] = {"table": TABLE, "limit": 5, "radius": 2}
     [
         (
             {"tabel": TABLE},
-            "bias: unknown argument 'tabel'; did you mean 'table'?; it takes limit: int64 0 .. seqlen_k; ",
+            "bias: unknown argument 'tabel'; did you mean 'table'?; it takes limit: int64, 0 to seqlen_k; ",
         ),
-        ({"table": None}, "bias: missing 'table'; it takes limit: int64 0 .. seqlen_k; loud: bool = False; "),
+        ({"table": None}, "bias: missing 'table'; it takes limit: int64, 0 to seqlen_k; loud: bool = False; "),
         ({"radius": None, "limit": None}, "bias: missing 'limit', 'radius'; it takes"),
         ({"table": 3}, "bias: tensor 'table' must be a torch.Tensor, got int"),
         ({"table": TABLE.half()}, "bias: tensor 'table' must have dtype torch.float32, got torch.float16"),

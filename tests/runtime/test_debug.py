@@ -32,7 +32,7 @@ def test_facts_are_checked_inside_only() -> None:
     with attngen.debug():
         call(good)
         with pytest.raises(
-            CallError, match=r"'doc' is declared nondecreasing along axis 1, but it falls at index \[1, 3\]"
+            CallError, match=r"'doc' is declared nondecreasing along axis 1, but it decreases at index \[1, 3\]"
         ):
             call(falling)
         with pytest.raises(CallError, match="tensor 'doc' holds 5, above its max 4"):

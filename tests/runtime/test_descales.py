@@ -118,7 +118,7 @@ def test_scales_of_another_form_are_refused(change: dict[str, Any], message: str
 
 def test_scales_of_plain_tensors_are_refused() -> None:
     q = torch.randn(1, 4, 2, 16)
-    with pytest.raises(CallError, match="k_descale is of quantized tensors, but k has dtype fp32; leave it out"):
+    with pytest.raises(CallError, match="k_descale is for quantized tensors, but k has dtype fp32; leave it out"):
         attngen.attention(q, q, q, k_descale=torch.ones(()))
 
 
@@ -128,7 +128,7 @@ def test_quantized_and_plain_tensors_are_not_mixed() -> None:
         attngen.attention(q, k.bfloat16(), v, **scales())
     with pytest.raises(CallError, match=r"k has dtype torch.float8_e4m3fn, but v has torch.bfloat16"):
         attngen.attention(q.bfloat16(), k, v.bfloat16(), **scales())
-    with pytest.raises(CallError, match=r"q_descale is of quantized tensors, but q has dtype bf16"):
+    with pytest.raises(CallError, match=r"q_descale is for quantized tensors, but q has dtype bf16"):
         attngen.attention(q.bfloat16(), k, v, **scales())
 
 

@@ -18,8 +18,8 @@ TABLE, LENGTHS = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"package": 3}, "package must be the name of one, got int"),
-        ({"package": ["x"]}, "package must be the name of one, got list"),
+        ({"package": 3}, "package must be the name of a package, got int"),
+        ({"package": ["x"]}, "package must be the name of a package, got list"),
         ({"deterministic": "yes"}, "deterministic must be True or False, got 'yes'"),
         ({"page_table": TABLE}, "unknown argument 'page_table'; attention_paged takes it"),
         ({"cu_seqlens_q": LENGTHS}, "unknown argument 'cu_seqlens_q'; attention_varlen takes it"),
@@ -72,5 +72,5 @@ def test_tensors_with_and_without_data(tensors: tuple[torch.Tensor, ...]) -> Non
 
 
 def test_quantize_under_vmap() -> None:
-    with pytest.raises(CallError, match=r"quantize does not go with torch\.func\.vmap"):
+    with pytest.raises(CallError, match=r"quantize has no rule for torch\.func\.vmap"):
         torch.func.vmap(attngen.quantize)(Q[None], K[None], V[None])

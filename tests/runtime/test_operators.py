@@ -225,7 +225,7 @@ def test_an_undeclared_gradient_is_refused() -> None:
     def program(table: Any) -> Any:
         return attngen.attention(q, k, v, variant="bias", table=table, limit=20, radius=5).sum()
 
-    with pytest.raises(CallError, match="tensor 'table' asks for a gradient that its spec does not declare"):
+    with pytest.raises(CallError, match="tensor 'table' requires a gradient that its spec does not declare"):
         namespace, name, _ = operators_of("bias")
         operator = getattr(getattr(torch.ops, namespace), name)
         operator(q, k, v, table, 20, False, 1.0, 5, None, None, None, "bshd", None)

@@ -115,7 +115,7 @@ def test_determinism_may_change_between_calls(gpu: GradientDriver) -> None:
     check(inputs)
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(NoKernelError, match=r"(?s)adds up dQ in no fixed order.*\n      deterministic: true\n"):
+        with pytest.raises(NoKernelError, match=r"(?s)accumulates dQ in no fixed order.*\n      deterministic: true\n"):
             gradients(inputs)
     finally:
         torch.use_deterministic_algorithms(False)

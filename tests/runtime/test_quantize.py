@@ -293,7 +293,7 @@ def test_signs_are_signs() -> None:
 
 def test_there_is_no_derivative() -> None:
     x = torch.zeros(1, 2, 1, 16, requires_grad=True)
-    with pytest.raises(CallError, match="quantize has no derivative"):
+    with pytest.raises(CallError, match="quantize is not differentiable"):
         attngen.quantize(x, x, x)
     with torch.no_grad():
         assert not attngen.quantize(x, x, x).q.requires_grad
@@ -328,15 +328,15 @@ _X, _COS = torch.zeros(2, 3, 2, 16), torch.zeros(9, 8)
         ({"seed": 1.0}, "seed must be an integer, got 1.0"),
         ({"signs": torch.ones(8)}, r"signs must hold 1 or -1 for each of 16 numbers of a row, got .* of shape \(8,\)"),
         ({"signs": [1] * 16}, "signs must be a torch.Tensor, got list"),
-        ({"signs": torch.ones(16), "hadamard": False}, "signs are those of the Hadamard transform"),
+        ({"signs": torch.ones(16), "hadamard": False}, "signs are for the Hadamard transform"),
         ({"signs": torch.ones(16, device="meta")}, "signs are on meta, but q is on cpu"),
-        ({"rotary_cos": _COS}, "rotary_cos and rotary_sin go together"),
+        ({"rotary_cos": _COS}, "rotary_cos and rotary_sin must be passed together"),
         ({"rotary_cos": _COS, "rotary_sin": _COS[:3]}, r"rotary_sin must be a float tensor of shape \(9, 8\)"),
         ({"rotary_cos": _COS.double(), "rotary_sin": _COS.double()}, "rotary_cos must be a float tensor"),
         ({"rotary_cos": _COS[:0], "rotary_sin": _COS[:0]}, "rotary_cos has no row"),
         ({"rotary_cos": torch.zeros(9, 9), "rotary_sin": torch.zeros(9, 9)}, "rotary_cos turns 18 numbers, but head_d"),
         ({"rotary_interleaved": 1}, "rotary_interleaved must be True or False, got 1"),
-        ({"rotary_offsets": torch.zeros(2).int()}, "rotary_offsets are of a rotation"),
+        ({"rotary_offsets": torch.zeros(2).int()}, "rotary_offsets are for a rotation"),
         (
             {"rotary_offsets": torch.zeros(3).int(), "rotary_cos": _COS, "rotary_sin": _COS},
             r"rotary_offsets must have shape \(2,\), got \(3,\)",

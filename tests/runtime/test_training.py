@@ -71,13 +71,13 @@ def test_gradients_of_the_variants_own_tensors(gpu: GradientDriver) -> None:
     close(ours[:3], theirs[:3])
     # a constant for a row changes nothing but rounding
     assert all(a.shape == b.shape and float(a.abs().max()) < 0.5 for a, b in zip(ours[3:], theirs[3:], strict=True))
-    with pytest.raises(CallError, match="tensor 'shift' asks for a gradient that its spec does not declare"):
+    with pytest.raises(CallError, match="tensor 'shift' requires a gradient that its spec does not declare"):
         loss(shift=torch.zeros(4, requires_grad=True)).backward()
-    with pytest.raises(CallError, match="tensor 'slope' is added up in no fixed order"):
+    with pytest.raises(CallError, match="tensor 'slope' is accumulated in no fixed order"):
         loss(deterministic=True).backward()
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(CallError, match="tensor 'slope' is added up in no fixed order"):
+        with pytest.raises(CallError, match="tensor 'slope' is accumulated in no fixed order"):
             loss().backward()
         torch.autograd.grad(loss(slope=slope.detach(), gain=gain.detach()), (q, k, v))
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -179,7 +179,7 @@ def test_keys_in_pages_are_refused_in_one_sentence() -> None:
     table, used = torch.zeros((1, 1), dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     call = lambda q: attngen.attention_paged(q, q, q, table, used).sum()  # noqa: E731
     for transformed in (grad(call), vmap(call), lambda q: jvp(call, (q,), (q,))):
-        with pytest.raises(CallError, match=r"^keys in pages have no derivative and no rule for vmap: [^\n]*$"):
+        with pytest.raises(CallError, match=r"^attention over pages has no derivative and no rule for vmap: [^\n]*$"):
             transformed(q if transformed is not vmap else q[None])
 
 
@@ -244,5 +244,5 @@ def test_a_gradient_that_no_kernel_has_is_refused(gpu: GradientDriver) -> None:
           "tensors: {shift: {dtype: float32, shape: [h]}}}\n")  # fmt: skip
     q, k, v = rounded()
     call = lambda shift: attngen.attention(q, k, v, variant="shifted", shift=shift).float().sum()  # noqa: E731
-    with pytest.raises(CallError, match="tensor 'shift' asks for a gradient that its spec does not declare"):
+    with pytest.raises(CallError, match="tensor 'shift' requires a gradient that its spec does not declare"):
         grad(call)(torch.zeros(4))

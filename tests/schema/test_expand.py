@@ -105,7 +105,7 @@ def test_split_kv_is_the_forwards():
 @pytest.mark.parametrize("layout", ["paged", "[dense, paged]"])
 @pytest.mark.parametrize("passes", ["backward", "[forward, backward]"])
 def test_pages_have_forwards_alone(layout, passes):
-    with pytest.raises(SpecError, match=r"spec.yaml:4: kernels\[0\].passes: .*'layout: paged', which has forwards"):
+    with pytest.raises(SpecError, match=r"spec.yaml:4: kernels\[0\].passes: 'layout: paged' has no backward"):
         kernels(f"{{variant: causal, head_dim: 64, layout: {layout}, passes: {passes}}}")
 
 

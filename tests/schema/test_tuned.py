@@ -97,7 +97,7 @@ def test_a_wrong_file_is_refused_by_field(tmp_path: Path, text: str, message: st
 
 def test_two_choices_for_one_kernel_are_refused(tmp_path: Path) -> None:
     one = row(kernels()[0], {"tile": {"n": 64}})
-    with pytest.raises(SpecError, match="chosen for twice"):
+    with pytest.raises(SpecError, match="has two choices"):
         load_tuned(written(tmp_path, one, one))
     with pytest.raises(SpecError, match="cannot read"):
         load_tuned(tmp_path / "none.yaml")

@@ -161,7 +161,7 @@ def test_a_backward_has_its_forwards_and_a_team_of_its_own(prepared: list[Prepar
     assert forwards_of(alibi.plan, prepared, 90) == []
     one = next(one for one in prepared if one.plan.direction == "backward" and one.plan.layout == "dense")
     assert forwards_of(one.plan, prepared, 80) == []  # another GPU
-    assert bench_kernels.reason_against(one.plan, 90, ("forward",)) == "only forward kernels are asked for"
+    assert bench_kernels.reason_against(one.plan, 90, ("forward",)) == "only forward kernels are raced"
 
 
 def track(*peers: Any, **more: Any) -> Track:

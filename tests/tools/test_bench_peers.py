@@ -64,7 +64,7 @@ def test_who_supports_what() -> None:
     assert [n for n, reason in reasons("causal", "fp32").items() if reason is None] == ["FlexAttention"]
     assert reasons("causal", direction="backward")["FlashAttention-3"] == "fa3-fwd is built without the backward"
     assert [n for n, reason in reasons("causal", direction="backward").items() if reason is not None] == [FLASHES[2]]
-    assert set(reasons("chunked").values()) == {"chunked is not written in its terms"}
+    assert set(reasons("chunked").values()) == {"chunked is not implemented for it"}
 
 
 def test_what_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_what_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     assert found["FlashAttention-3"] == "not installed; pip install fa3-fwd"
     assert found["FlashAttention-4"] == "not installed; pip install flash-attn-4"
     assert found["SDPA flash"] == found["SDPA cuDNN"] == "this build of torch lacks it"
-    assert found["FlexAttention"] == "chunked is not written in its terms"
+    assert found["FlexAttention"] == "chunked is not implemented for it"
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "sliding_window", "softcap"])

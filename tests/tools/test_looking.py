@@ -224,7 +224,7 @@ def test_pictures() -> None:
     with pytest.raises(CallError, match="what must be one of probabilities, logits, mask, got 'maks'; did you mean"):
         found.plot("maks")
     compared = attngen.debug.compare(*tensors(1, 5, 5), variant="causal")
-    with pytest.raises(CallError, match="nothing was compared of dq; there is lse of sequence 0, out of sequence 0"):
+    with pytest.raises(CallError, match="dq was not compared; compared: lse of sequence 0, out of sequence 0"):
         compared.plot("dq")
     stream = io.BytesIO()
     if importlib.util.find_spec("matplotlib") is None:

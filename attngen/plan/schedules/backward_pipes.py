@@ -65,7 +65,8 @@ def backward_pipes(
     )  # fmt: skip
     work = Ring(
         "work", 2, loader, each,
-        guards="the record of a tile of work stays until dK and dV are written; that it is there says the first step",
+        guards="the record of a tile of work stays until dK and dV are written; the first step implies that it is "
+        "there",
         empty=Signal(consumers, each, "dK and dV of a tile of work are written"),
         stored=(("work", WORK_BYTES),),
         alternates=True,

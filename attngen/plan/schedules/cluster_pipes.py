@@ -66,7 +66,7 @@ def cluster_pipes(
     )  # fmt: skip
     other_ds = Ring(
         "other_ds", 2, "the warpgroup of keys of the other block", "the warpgroup of queries",
-        guards="a copy of dS of the other block; that it may be overwritten says ds_empty there",
+        guards="a copy of dS of the other block; ds_empty of that block says when it may be overwritten",
         full=Signal(1, "the warpgroup of queries, before it waits", "dS of the other block has landed", bytes=True),
         stored=(("other_ds", tile_m * keys * operands.ds.bytes),),
         alternates=True,

@@ -65,9 +65,9 @@ def forward_pipes(
     )  # fmt: skip
     k = Ring(
         "k", stages, by_k, each,
-        guards="a tile of K, and its word of what each consumer has to do with it, stay until S is there"
+        guards="a tile of K, and the word that says what each consumer does with it, stay until S is complete"
         if roles.specialized
-        else "a tile of K stays until S is there",
+        else "a tile of K stays until S is complete",
         full=Signal(1, by_k, f"a tile of K has landed{told}", bytes=True),
         empty=Signal(consumers * roles.cluster, shared, f"{done} K"),
         stored=(("k", tile_n * qk * operands.k.bytes), *tile_info, *scales, *values),
@@ -94,7 +94,7 @@ def forward_pipes(
     )  # fmt: skip
     work = Ring(
         "work", _SLOTS, "the scheduler", _readers_of_work(roles),
-        guards=f"the record of a tile of work stays until all have read it; {by_k} need not say so: the "
+        guards=f"the record of a tile of work stays until all have read it; {by_k} does not arrive: the "
         "scheduler takes another tile after its request, which follows its read, and a block with one tile has a stage "
         "for each record",
         full=Signal(scheduler, "the scheduler's lanes that write the record", "a record is written"),

@@ -184,7 +184,9 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "tile_map", "cuda kernels classify tiles themselves; allowed: auto, never")
     if spec.variant.dropout:
         return refuse(
-            spec, "split_kv", "random numbers serve rows of one head, and here rows are of several; allowed: false"
+            spec,
+            "split_kv",
+            "dropout shares random numbers among rows of one head, and here rows belong to several; allowed: false",
         )
     return None
 

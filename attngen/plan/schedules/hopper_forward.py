@@ -89,7 +89,9 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         )
     if pack_gqa and spec.variant.dropout:
         raise refuse(
-            spec, "pack_gqa", "random numbers serve rows of one head, and packed rows are of several; allowed: false"
+            spec,
+            "pack_gqa",
+            "dropout shares random numbers among rows of one head, and packed rows belong to several; allowed: false",
         )
     operands = operands_of(spec)
     tile, columns = hopper_tile(spec, arch, driver, form), operand_widths(spec, operands)
@@ -225,7 +227,7 @@ def keep_promises(spec: KernelSpec) -> None:
     """Refuse what this backend would accept, and do less exactly than another: a spec has to name it for that."""
     if not spec.fast_math:
         raise refuse(
-            spec, "fast_math", "the argument of exp2 is fused all the same; say 'backend: cuda' to accept that"
+            spec, "fast_math", "CUDA kernels fuse the argument of exp2 all the same; say 'backend: cuda' to accept that"
         )
 
 

@@ -58,7 +58,7 @@ def chosen(prepared: Sequence[Prepared], part: str | None, variants: Sequence[st
     kept = [kernel for kernel in prepared if not variants or kernel.plan.variant.name in variants]
     found = [kernel for kernel in kept if part is None or part in kernel.plan.name]
     if not prepared:
-        raise CallError("the spec asks for no kernel, so there is nothing to measure")
+        raise CallError("the spec lists no kernels, so there is nothing to measure")
     if not found:
         raise CallError(f"the spec has no kernel '{part}'{suggest(str(part), [k.plan.name for k in kept])}")
     return found
@@ -71,7 +71,7 @@ def reason_against(plan: Plan, capability: int | None, directions: Sequence[str]
     if plan.split_tiles:
         return "for calls that fill less than a wave, which --suite small races"
     if plan.direction not in directions:
-        return f"only {' and '.join(directions)} kernels are asked for"
+        return f"only {' and '.join(directions)} kernels are raced"
     if capability is not None and not plan.arch.runs_on(capability):
         return f"built for {plan.arch.name}, this GPU is sm{capability}"
     return None

@@ -91,7 +91,7 @@ def reason_against(peer: Peer, case: BenchCase, terms: Terms | None) -> str | No
     if missing is not None:
         return missing
     if terms is None:
-        return f"{case.variant} is not written in its terms"
+        return f"{case.variant} is not implemented for it"
     return peer.refuses(case, terms)
 
 

@@ -258,7 +258,7 @@ def plan_each(
         if arch not in offered:
             allowed = ", ".join(offered)
             raise SpecError(
-                f"the spec asks for no kernel for '{arch}'{suggest(arch, offered)}; it builds for: {allowed}",
+                f"the spec lists no kernels for '{arch}'{suggest(arch, offered)}; it builds for: {allowed}",
                 location=Location(spec.file),
                 field="arch",
             )

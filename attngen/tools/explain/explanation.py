@@ -275,7 +275,7 @@ def explain_spec(
     exact = [plan for plan in plans if plan.name == kernel]
     plans = exact or plans
     if not known:
-        raise CallError(f"{spec} asks for no kernel, so there is nothing to explain")
+        raise CallError(f"{spec} lists no kernels, so there is nothing to explain")
     if not plans:
         raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), [plan.name for plan in known])}")
     plans = [plan for plan in plans if plan.direction not in HELPERS]

@@ -165,7 +165,7 @@ def tune(spec: str | Path, out: Path, options: Options, observer: Observer) -> T
             )
             journal.add(outcome.to_dict())
             if not gpu.answers():
-                raise LoadError(f"the GPU does not answer since {subject.plan.name}; run the same command again")
+                raise LoadError(f"the GPU stopped responding at {subject.plan.name}; run the same command again")
             observer(journal.rows[identity(subject.spec)], len(journal.rows), len(found))
             torch.cuda.empty_cache()
     rows = [journal.rows[identity(one.spec)] for one in found if identity(one.spec) in journal.rows]

@@ -141,7 +141,7 @@ class Comparison:
         known = [part for part in self.parts if part.what == what and b in (None, part.b)]
         if not known:
             names = sorted({f"{part.what} of sequence {part.b}" for part in self.parts})
-            raise CallError(f"nothing was compared of {what}; there is {', '.join(names) or 'nothing'}")
+            raise CallError(f"{what} was not compared; compared: {', '.join(names) or 'nothing'}")
         part = max(known, key=lambda one: one.largest)
         values = torch.where(part.error.isinf(), 1e30, part.error) / (part.allowed or 1e-300)
         title = f"{self.name}, error of {what} of sequence {part.b} by what is allowed"

@@ -42,7 +42,9 @@ def prepare_process() -> None:
 def reason_against(plan: Plan) -> str | None:
     """Return why a kernel cannot be interpreted, or None."""
     if plan.backend != "triton":
-        return f"{plan.backend} kernels run on a GPU only; 'backend: triton' has mask and score verified without"
+        return (
+            f"{plan.backend} kernels run only on a GPU; 'backend: triton' verifies the same mask and score without one"
+        )
     if plan.dtype_name == "bf16":
         return "bf16 products are wrong in Triton's interpreter"
     return None

@@ -39,7 +39,7 @@ __device__ __forceinline__ void sync_cluster() {
 __device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// For the last time, where blocks have only read from each other: what they wrote elsewhere need not have arrived.
+// The last barrier before the blocks exit. Relaxed: reads from each other are done, writes elsewhere need not be.
 __device__ __forceinline__ void leave_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
 }

@@ -19,7 +19,7 @@ __device__ __forceinline__ uint32_t not_hoisted(uint32_t value) {
   return value;
 }
 
-// The lane of a thread, read where this stands: what is computed from it takes no registers before.
+// The lane of a thread, read again here, so that what is computed from it takes no registers before.
 __device__ __forceinline__ int lane_of_warp() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));

@@ -15,7 +15,7 @@ struct Earlier {
   uint32_t passed;  // the turns that have passed in all of them
 };
 
-// How many lanes stand before the first whose bit is set.
+// The number of lanes before the first whose bit is set.
 __device__ __forceinline__ int lanes_before(uint32_t lanes) { return lanes != 0 ? __ffs(lanes) - 1 : 32; }
 
 // A warp waits until a turn has passed in all earlier tiles. Each lane asks one of them, the last ones first: those that

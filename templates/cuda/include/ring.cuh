@@ -6,7 +6,7 @@
 
 constexpr uint32_t kNoBarrier = 0;
 
-// Stages whose barriers lie side by side from kFull and kEmpty on. What is told in another way has kNoBarrier.
+// Stages whose barriers are adjacent, from kFull and kEmpty on; kNoBarrier where something else signals.
 template <uint32_t kFull, uint32_t kEmpty, int kCount>
 struct Ring {
   static constexpr int kStages = kCount;
@@ -73,7 +73,7 @@ struct Pair : Ring<kFull, kEmpty, 2> {
   }
 };
 
-// A barrier that hands over no stage: something has happened. It is waited for by one role, again and again.
+// A barrier without a stage: one role waits for an event, again and again.
 template <uint32_t kBarrier>
 struct Event {
   uint32_t base;

@@ -21,7 +21,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Row of the element i of a thread: 0 is the upper one, 1 lies 8 rows below.
 constexpr int row_of(int i) { return i / 2 % 2; }
 
-// From where logits are counted that come as exponents: the reference of a row, or 0 where it has seen no key.
+// What logits that come as exponents are relative to: the reference of a row, or 0 where it has seen no key.
 struct CountedFrom {
   const float (&reference)[2];
   __device__ __forceinline__ float operator[](int row) const { return reference[row] == kUnseen ? 0.0f : reference[row]; }

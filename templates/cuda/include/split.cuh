@@ -41,7 +41,7 @@ struct Shares {
   }
 };
 
-// Counts a block in, which lets others see what it has written, and returns how many came before.
+// Counts this block as done, releasing what it has written, and returns how many were done before.
 __device__ __forceinline__ uint32_t arrive_counted(uint32_t* counter) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

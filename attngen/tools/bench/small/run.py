@@ -120,7 +120,7 @@ def bench_small(spec: str | Path, options: SmallOptions, observer: Observer) -> 
         for shape in todo:
             report = replace(report, rows=(*report.rows, _measured(course, shape)))
             if not gpu.answers():
-                report = replace(report, stopped=f"the GPU does not answer since {shape.name}")
+                report = replace(report, stopped=f"the GPU stopped responding at {shape.name}")
             observer(report, len(todo))
             if report.stopped is not None:
                 break
