@@ -95,6 +95,7 @@ class Launch:
     persistent: bool = False  # a block works until no tile is left
     cluster: int = 1  # blocks of a tile
     pdl: bool = False  # it may start before the work ahead of it is done, for which it waits by itself
+    cooperative: bool = False  # its blocks wait for each other, so that all of them run at the same time
     row_warps: int = 1  # the most warps that have the query rows of a unit, where blocks share keys
     split: bool = False  # a tile has a block for each split of the keys
     shared_bytes: int = 0  # of a block, where the plan lays it out; else the compiler does
@@ -112,6 +113,7 @@ class Launch:
             "cluster": self.cluster,
             "split": self.split,
             **({"pdl": True} if self.pdl else {}),
+            **({"cooperative": True} if self.cooperative else {}),
             **({"row_warps": self.row_warps} if self.row_warps > 1 else {}),
             "tile_m": self.tile_m,
             "tile_n": self.tile_n,

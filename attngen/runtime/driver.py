@@ -62,9 +62,13 @@ class Frame:
         return ctypes.addressof(array)
 
 
-#: A kernel to launch: its handle, blocks, threads of a block, bytes of dynamic shared memory, whether it may start
-#: before the work ahead of it is done, and the address of an array of pointers, one to each parameter.
-Launch = tuple[Any, int, int, int, bool, int]
+#: How a kernel is launched. Dependent: it may start before the work ahead of it is done. Cooperative: all of its blocks
+#: run at the same time, or the launch fails.
+PLAIN, DEPENDENT, COOPERATIVE = range(3)
+
+#: A kernel to launch: its handle, blocks, threads of a block, bytes of dynamic shared memory, how it is launched, and
+#: the address of an array of pointers, one to each parameter.
+Launch = tuple[Any, int, int, int, int, int]
 
 
 class Driver(Protocol):
@@ -146,7 +150,7 @@ class CudaDriver:
         self._torch = torch
         self._raw_stream = torch._C._cuda_getCurrentRawStream
         self._current_device = torch._C._cuda_getDevice
-        self._launch, self._launch_pdl = cu.cuLaunchKernel, cu.cuLaunchKernelEx
+        self._launch, self._launch_with = cu.cuLaunchKernel, cu.cuLaunchKernelEx
         self._configs: RecentCache[Any] = RecentCache(_MAX_CONFIGS)
         self._bound = threading.local()
         self._libraries: dict[tuple[int, int], tuple[bytes, Any]] = {}
@@ -332,9 +336,9 @@ class CudaDriver:
                 self.launch(kernels, device)
             return
         launch, stream = self._launch, self._raw_stream(device)
-        for function, grid, threads, shared, pdl, parameters in kernels:
-            if pdl:
-                (status,) = self._launch_pdl(self._config(grid, threads, shared, stream), function, parameters, 0)
+        for function, grid, threads, shared, how, parameters in kernels:
+            if how:
+                (status,) = self._launch_with(self._config(grid, threads, shared, stream, how), function, parameters, 0)
             else:
                 (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)
             if status:
@@ -343,9 +347,9 @@ class CudaDriver:
                     f"{self._describe(status)}; an error of earlier work on the device surfaces here too"
                 )
 
-    def _config(self, grid: int, threads: int, shared: int, stream: int) -> Any:
-        """Return what cuLaunchKernelEx takes for programmatic dependent launch; those used lately are kept."""
-        key = grid, threads, shared, stream
+    def _config(self, grid: int, threads: int, shared: int, stream: int, how: int) -> Any:
+        """Return what cuLaunchKernelEx takes for a dependent or cooperative launch; those used lately are kept."""
+        key = grid, threads, shared, stream, how
         config = self._configs[key]
         if config is None:
             cu = self._cu
@@ -353,8 +357,12 @@ class CudaDriver:
             config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
             config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
             config.sharedMemBytes, config.hStream = shared, stream
-            attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
+            if how == COOPERATIVE:
+                attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+                attribute.value.cooperative = 1
+            else:
+                attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+                attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
             self._configs.put(key, config)
         return config

@@ -118,8 +118,8 @@ _LAUNCH = _Object({
     **_required(
         name=_NAME, symbol=_NAME, grid=_TEXT, tile_m=_SOME, tile_n=_SOME, threads=_SOME, parameters=_PARAMETERS,
     ),
-    **_optional(persistent=_FLAG, cluster=_SOME, row_warps=_SOME, split=_FLAG, pdl=_FLAG, resources=_RESOURCES,
-                sha256=_TEXT, tile_map=_TILE_MAP),
+    **_optional(persistent=_FLAG, cluster=_SOME, row_warps=_SOME, split=_FLAG, pdl=_FLAG, cooperative=_FLAG,
+                resources=_RESOURCES, sha256=_TEXT, tile_map=_TILE_MAP),
 })  # fmt: skip
 
 _WORKSPACE = _Object({**_required(name=_NAME, dtype=_TEXT, terms=_List(_List(_FACTOR))), **_optional(multiple=_SOME)})

@@ -17,7 +17,7 @@ from attngen.errors import LoadError
 from attngen.files import read_regular
 from attngen.formats import VERSION
 from attngen.lang.variant import Variant
-from attngen.runtime.driver import REMEDY, Driver
+from attngen.runtime.driver import COOPERATIVE, DEPENDENT, PLAIN, REMEDY, Driver
 from attngen.runtime.manifest import check_manifest, read_manifest
 from attngen.runtime.packing import Layout, lay_out
 from attngen.runtime.splits import SHARES
@@ -26,7 +26,7 @@ from attngen.runtime.splits import SHARES
 class Entry:
     """One launchable function of a cubin: its symbol, its parameter block, and its handle on each device.
 
-    ``pdl`` says that it waits by itself for the work ahead of it.
+    ``how`` it is launched, as the driver counts: DEPENDENT where it waits by itself for the work ahead of it.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Entry:
         threads: int,
         shared_memory: int,
         image: Callable[[], bytes],
-        pdl: bool = False,
+        how: int = PLAIN,
     ) -> None:
         self.symbol = symbol
         self.threads = threads
         self.shared_memory = shared_memory
-        self.pdl = pdl
+        self.how = how
         self._rows = rows
         self._image = image
         self._functions: dict[tuple[int, int], Any] = {}
@@ -51,9 +51,9 @@ class Entry:
         """The parameter block; LoadError for a list that this version does not understand."""
         return lay_out(self._rows)
 
-    def launch_on(self, driver: Driver, device: int, blocks: int, cluster: int = 1) -> tuple[Any, int, int, int, bool]:
+    def launch_on(self, driver: Driver, device: int, blocks: int, cluster: int = 1) -> tuple[Any, int, int, int, int]:
         """Return what the driver takes of a launch before its parameters. Raises LoadError for a bad cubin."""
-        return self.function(driver, device, cluster), blocks, self.threads, self.shared_memory, self.pdl
+        return self.function(driver, device, cluster), blocks, self.threads, self.shared_memory, self.how
 
     def function(self, driver: Driver, device: int, cluster: int = 1) -> Any:
         """Return the handle on a device, for clusters of a size that the cubin leaves open; the cubin is read and
@@ -85,7 +85,8 @@ class Launch:
         self.row_warps: int = row.get("row_warps", 1)
         self.counted = any(one.get("of") == "tile_counter" for one in row["parameters"])  # tiles are taken from it
         shared = (row.get("resources") or {}).get("shared_memory", 0)
-        self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image, bool(row.get("pdl")))
+        how = COOPERATIVE if row.get("cooperative") else DEPENDENT if row.get("pdl") else PLAIN
+        self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image, how)
         self._map: Mapping[str, Any] = row.get("tile_map") or {}
 
     @property

@@ -18,7 +18,7 @@ from attngen.formats import QUANTIZE, QUANTIZE_VARIANT
 from attngen.runtime import quantize_tiles
 from attngen.runtime.checked import ATTENTION_DTYPES
 from attngen.runtime.driver import Driver
-from attngen.runtime.module import Kernel
+from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.quantize_arguments import Quantize, Sizes, transform_size
 from attngen.runtime.quantize_launch import (
     BLOCK,
@@ -94,7 +94,7 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     if sum(units) > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + max(rows) > _MOST:
         return "more rows than 32 bits count"
     resident = driver.multiprocessors(call.q.device.index or 0) * max(_RESIDENT // threads, 1)
-    phase = partial(_phase, resident=resident)
+    phase = partial(_phase, kernel.main.entry, threads=threads, resident=resident)
     phases = [phase(units, rounds=1)]
     maxima = 0
     if of_v in (TENSOR, HEAD):  # of q and k as well, but for scales of tokens
@@ -116,13 +116,13 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
         **strides(call),
         **{(name, None): value for name, value in found.items()},
     }
-    return PreparedQuantize(kernel, numbers, phases, threads, maxima, driver, call.q.device.index or 0)
+    return PreparedQuantize(kernel, numbers, phases, maxima, driver, call.q.device.index or 0)
 
 
-def _phase(units: tuple[int, int, int], *, rounds: int, resident: int) -> Phase:
+def _phase(entry: Entry, units: tuple[int, int, int], *, rounds: int, threads: int, resident: int) -> Phase:
     """Return a launch of as many blocks as run at once."""
     numbers = {"units": sum(units), "units_q": units[0], "units_k": units[1], "rounds": rounds}
-    return Phase(min(sum(units), resident), numbers)
+    return Phase(entry, min(sum(units), resident), threads, numbers)
 
 
 @dataclass(frozen=True, slots=True)

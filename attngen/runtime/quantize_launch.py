@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attngen.errors import LoadError
 from attngen.runtime.driver import Driver, Frame, Launch
-from attngen.runtime.module import Kernel
+from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import DESCRIPTOR_BYTES, Parameter
 from attngen.runtime.quantize_arguments import Quantize, Sizes, in_rows, random_signs, transform_size
 from attngen.runtime.tensormap import TensorMap
@@ -35,65 +35,32 @@ _WRITERS = {"i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A launch: its blocks, and what it is given that another one of the call is not."""
+    """A launch: which of the kernel's, its blocks and their threads, and what it is given that another one of the call
+    is not."""
 
+    entry: Entry
     blocks: int
-    numbers: Mapping[str, int]
+    threads: int
+    numbers: Mapping[str, float]
 
 
 class PreparedQuantize:
     """A kernel with the numbers of one kind of call. Calling it enqueues its launches on the current stream.
 
-    ``maxima``: how many maxima the first launch leaves to the second, in memory that was cleared; 0 for one launch.
+    ``maxima``: how many maxima blocks leave to each other or to a later launch, in memory that was cleared; 0 for none.
     """
 
-    __slots__ = (
-        "_device", "_driver", "_free", "_functions", "_maps", "_offsets", "_places", "_templates", "label", "maxima",
-    )  # fmt: skip
+    __slots__ = ("_device", "_driver", "_free", "_launches", "label", "maxima")
 
     def __init__(
-        self, kernel: Kernel, numbers: Mapping[tuple[str, Any], float], phases: Sequence[Phase], threads: int,
-        maxima: int, driver: Driver, device: int, maps: Mapping[str, Callable[[Parameter], TensorMap]] | None = None,
+        self, kernel: Kernel, numbers: Mapping[tuple[str, Any], float], phases: Sequence[Phase], maxima: int,
+        driver: Driver, device: int, maps: Mapping[str, Callable[[Parameter], TensorMap]] | None = None,
     ) -> None:  # fmt: skip
         """``numbers``: sizes by (name, None), strides by (tensor, axis). ``maps`` makes what describes a tensor to the
         copy engine. Raises LoadError if no cubin loads."""
-        entry = kernel.main.entry
         self.maxima, self.label = maxima, kernel.full_name
         self._driver, self._device = driver, device
-        self._offsets = entry.layout.offsets
-        #: Where each address stands in a frame, as a tensor's place in TENSORS and an index of 8 bytes; and each
-        #: descriptor, in bytes.
-        self._places = [
-            (TENSORS.index(parameter.of), parameter.offset // 8)
-            for parameter in entry.layout.parameters
-            if parameter.kind == "pointer" and parameter.of in TENSORS
-        ]
-        described = maps or {}
-        self._maps = [
-            (TENSORS.index(parameter.of), parameter.offset, described[parameter.of](parameter))
-            for parameter in entry.layout.parameters
-            if parameter.kind == "descriptor" and parameter.of is not None
-        ]
-        self._templates, self._functions = [], []
-        for phase in phases:
-            packed = Frame(entry.layout.size)
-            known: dict[tuple[str, Any], float] = {**numbers}
-            known |= {(name, None): value for name, value in phase.numbers.items()}
-            for parameter in entry.layout.parameters:
-                if parameter.kind == "pointer":
-                    if parameter.of not in TENSORS:
-                        raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
-                    continue
-                if parameter.kind == "descriptor" and parameter.of in described:
-                    continue
-                key = (parameter.of or "", parameter.axis if parameter.kind == "stride" else None)
-                if key not in known or parameter.type not in _WRITERS:
-                    raise LoadError(f"parameter '{parameter.name}': a call that quantizes has no such number")
-                writer, size = _WRITERS[parameter.type]
-                getattr(packed, writer)[parameter.offset // size] = known[key]
-            self._templates.append(bytes(packed.bytes))
-            function, blocks, _, shared, pdl = entry.launch_on(driver, device, phase.blocks)
-            self._functions.append((function, blocks, threads, shared, pdl))
+        self._launches = [_Launch(phase, numbers, driver, device, maps or {}) for phase in phases]
         #: Blocks of parameters that no launch is using. Threads take and return one atomically.
         self._free: list[tuple[list[Frame], list[Launch]]] = []
 
@@ -102,21 +69,71 @@ class PreparedQuantize:
         try:
             frames, launches = self._free.pop()
         except IndexError:
-            frames, launches = [], []
-            for template, function in zip(self._templates, self._functions, strict=True):
-                frame = Frame(len(template))
-                frame.bytes[: len(template)] = template
-                frames.append(frame)
-                launches.append((*function, frame.pointers(self._offsets)))
-        encoded = [(offset, tensor_map.at(addresses[tensor])) for tensor, offset, tensor_map in self._maps]
-        for frame in frames:
-            words = frame.words
-            for tensor, place in self._places:
-                words[place] = addresses[tensor]
-            for offset, descriptor in encoded:
-                frame.bytes[offset : offset + DESCRIPTOR_BYTES] = descriptor
+            frames = [one.frame() for one in self._launches]
+            launches = [
+                (*one.function, frame.pointers(one.offsets)) for one, frame in zip(self._launches, frames, strict=True)
+            ]
+        for one, frame in zip(self._launches, frames, strict=True):
+            one.fill(frame, addresses)
         self._driver.launch(launches, self._device)
         self._free.append((frames, launches))
+
+
+class _Launch:
+    """One launch of a call: its function, and how its parameters are filled in."""
+
+    __slots__ = ("_maps", "_places", "_template", "function", "offsets")
+
+    def __init__(
+        self, phase: Phase, numbers: Mapping[tuple[str, Any], float], driver: Driver, device: int,
+        described: Mapping[str, Callable[[Parameter], TensorMap]],
+    ) -> None:  # fmt: skip
+        layout = phase.entry.layout
+        self.offsets = layout.offsets
+        #: Where each address stands in a frame, as a tensor's place in TENSORS and an index of 8 bytes; and each
+        #: descriptor, in bytes.
+        self._places = [
+            (TENSORS.index(parameter.of), parameter.offset // 8)
+            for parameter in layout.parameters
+            if parameter.kind == "pointer" and parameter.of in TENSORS
+        ]
+        self._maps = [
+            (TENSORS.index(parameter.of), parameter.offset, described[parameter.of](parameter))
+            for parameter in layout.parameters
+            if parameter.kind == "descriptor" and parameter.of is not None and parameter.of in described
+        ]
+        packed = Frame(layout.size)
+        known: dict[tuple[str, Any], float] = {**numbers}
+        known |= {(name, None): value for name, value in phase.numbers.items()}
+        for parameter in layout.parameters:
+            if parameter.kind == "pointer":
+                if parameter.of not in TENSORS:
+                    raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
+                continue
+            if parameter.kind == "descriptor" and parameter.of in described:
+                continue
+            key = (parameter.of or "", parameter.axis if parameter.kind == "stride" else None)
+            if key not in known or parameter.type not in _WRITERS:
+                raise LoadError(f"parameter '{parameter.name}': a call that quantizes has no such number")
+            writer, size = _WRITERS[parameter.type]
+            getattr(packed, writer)[parameter.offset // size] = known[key]
+        self._template = bytes(packed.bytes)
+        function, blocks, _, shared, how = phase.entry.launch_on(driver, device, phase.blocks)
+        self.function = function, blocks, phase.threads, shared, how
+
+    def frame(self) -> Frame:
+        """Return a block of parameters without addresses."""
+        frame = Frame(len(self._template))
+        frame.bytes[: len(self._template)] = self._template
+        return frame
+
+    def fill(self, frame: Frame, addresses: Sequence[int]) -> None:
+        """Write the addresses of a call."""
+        words = frame.words
+        for tensor, place in self._places:
+            words[place] = addresses[tensor]
+        for tensor, offset, tensor_map in self._maps:
+            frame.bytes[offset : offset + DESCRIPTOR_BYTES] = tensor_map.at(addresses[tensor])
 
 
 def granularities(call: Quantize) -> tuple[int, int]:

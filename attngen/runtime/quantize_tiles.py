@@ -1,24 +1,30 @@
-"""The kernel that quantizes tiles of one head dim: whether it takes a call, its arguments, and its launch.
+"""The kernels that quantize tiles of one head dim: which of them take a call, their arguments, and their launches.
 
 Tiles are of 64 tokens of a head, or of two neighbouring heads. Where rows are rotated, all heads of the tokens that
-share a scale form a band, which one block works on.
+share a scale form a band, which one block works on. Scales of heads, and those of tokens, whose V has scales of heads,
+are found and used in one launch: tiles that share a scale form a set.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES
+from attngen.errors import LoadError
 from attngen.runtime import tensormap
-from attngen.runtime.driver import Driver
-from attngen.runtime.module import Kernel
+from attngen.runtime.driver import REMEDY, Driver
+from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import Parameter
 from attngen.runtime.quantize_arguments import Quantize, Sizes, in_rows
 from attngen.runtime.quantize_launch import (
     BLOCK,
     FORMS,
+    HEAD,
+    TOKEN,
     Phase,
     PreparedQuantize,
     against_tables,
@@ -32,10 +38,59 @@ from attngen.runtime.tensormap import TensorMap
 #: Threads of a group, which has a tile, and numbers of its rows, of one head or of two.
 _GROUP, _COLUMNS = 128, 128
 
-#: With fewer tiles for each group, a call is left to the general kernel, which begins and ends sooner.
-LEAST_TURNS = 16
+#: With fewer tiles for each group, a call is left to the general kernel, which begins and ends sooner: by launch.
+LEAST_TURNS = {"quantize": 4, "kept": 2, "rotated": 16}
 
 _MOST = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """How a call is cut: by the index of Q and of K and V, tiles that lie side by side and tiles of a sequence."""
+
+    kernel: Kernel
+    sizes: Sizes
+    multiprocessors: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of a block."""
+        return self.kernel.main.entry.threads // _GROUP
+
+    @property
+    def heads(self) -> int:
+        """Heads of a tile."""
+        return _COLUMNS // self.kernel.head_dim_qk
+
+    @property
+    def across(self) -> tuple[int, int]:
+        """Tiles of the same tokens, in Q, and in K or V."""
+        return -(-self.sizes.heads // self.heads), -(-self.sizes.kv_heads // self.heads)
+
+    def down(self, tokens: int) -> tuple[int, int]:
+        """Runs of so many tokens in a sequence of Q, and of K or V."""
+        return -(-self.sizes.seqlen_q // tokens), -(-self.sizes.seqlen_k // tokens)
+
+    def launch(self, name: str) -> Entry:
+        """Return one of the launches; LoadError if the kernel has none of that name."""
+        for launch in self.kernel.launches:
+            if launch.name == name:
+                return launch.entry
+        raise LoadError(f"{self.kernel.full_name}: the manifest has no launch '{name}'; {REMEDY}")
+
+    def phase(
+        self, name: str, units: Sequence[int], numbers: Mapping[str, float], divisors: Mapping[str, int]
+    ) -> Phase:
+        """Return a launch that works on so many tiles of Q, K and V."""
+        total = sum(units)
+        blocks = self.blocks(total)
+        counts = {"units": total, "units_q": units[0], "units_k": units[1]}
+        reciprocals = {f"{one}_reciprocal": reciprocal(value) for one, value in divisors.items()}
+        return Phase(self.launch(name), blocks, self.groups * _GROUP, {**numbers, **counts, **divisors, **reciprocals})
+
+    def blocks(self, units: int) -> int:
+        """Blocks for so many tiles."""
+        return min(self.multiprocessors, -(-units // self.groups))
 
 
 def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> PreparedQuantize | str:
@@ -44,37 +99,36 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     if reason is not None:
         return reason
     device = call.q.device.index or 0
-    groups, rows = kernel.main.entry.threads // _GROUP, kernel.main.tile_m
-    sharers = call.granularity // rows
-    across = [-(-heads // (_COLUMNS // kernel.head_dim_qk)) for heads in (sizes.heads, sizes.kv_heads)]
-    down = [-(-seqlen // call.granularity) for seqlen in (sizes.seqlen_q, sizes.seqlen_k)]
-    units = [sizes.batch * n * tiles * sharers for n, tiles in zip(across, down, strict=True)]
-    total = units[0] + 2 * units[1]
-    blocks = min(driver.multiprocessors(device), -(-total // groups))
-    if total + blocks * groups > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + call.granularity > _MOST:
+    tiles = _Tiles(kernel, sizes, driver.multiprocessors(device))
+    rows = sizes.batch * max(sizes.heads, 2 * tiles.heads * sizes.kv_heads) * max(sizes.seqlen_q, sizes.seqlen_k)
+    if 4 * rows > _MOST * kernel.main.tile_m or max(sizes.seqlen_q, sizes.seqlen_k) + _GROUP > _MOST:
         return "more rows than 32 bits count"
-    divisors = {"heads_q": across[0], "heads_k": across[1], "tiles_q": down[0], "tiles_k": down[1]}
-    if call.rotary_cos is not None:
-        turns = [n * sharers // groups for n in across]
-        if any(n * sharers % groups for n in across):
-            return (
-                f"{groups} groups of warps do not share bands of {across[0] * sharers} and {across[1] * sharers} tiles"
-            )
-        divisors |= {"turns_q": turns[0], "turns_k": turns[1]}
-    found = {
-        **numbers_of(call, sizes), **_rotation(call), "turns_q": 1, "turns_k": 1, **divisors,
-        "heads": sizes.heads, "kv_heads": sizes.kv_heads, "units": total, "units_q": units[0], "units_k": units[1],
-        "bands_q": sizes.batch * down[0], "bands_k": sizes.batch * down[1], "sharers": sharers,
-    }  # fmt: skip
-    found |= {f"{name}_reciprocal": reciprocal(int(found[name])) for name in (*divisors, "turns_q", "turns_k")}
+    maxima = 0
+    if call.rotary_cos is None:
+        if granularities(call)[0] == BLOCK:
+            phases = [_of_blocks(tiles, call)]
+        else:
+            phase, maxima = _of_heads(tiles, granularities(call)[0], begin=0)
+            phases = [phase]
+    else:
+        if any(n * _sharers(kernel, call) % tiles.groups for n in tiles.across):
+            shares = [n * _sharers(kernel, call) for n in tiles.across]
+            return f"{tiles.groups} groups of warps do not share bands of {shares[0]} and {shares[1]} tiles"
+        phases = _rotated(tiles, call)
+        if granularities(call)[0] != BLOCK:
+            begin = 2 * sizes.batch * sizes.kv_heads if granularities(call)[0] == HEAD else 0
+            phase, maxima = _of_heads(tiles, None, begin=begin)
+            phases.append(phase)
     numbers: dict[tuple[str, Any], float] = {
         **strides(call),
-        **{(name, None): value for name, value in found.items()},
+        **{(name, None): value for name, value in numbers_of(call, sizes).items()},
+        ("heads", None): sizes.heads,
+        ("kv_heads", None): sizes.kv_heads,
     }
     maps = {
         name: _TensorMaps(driver, device, kernel.dtype, in_rows(getattr(call, name), call.layout)) for name in "qkv"
     }
-    return PreparedQuantize(kernel, numbers, [Phase(blocks, {})], groups * _GROUP, 0, driver, device, maps)
+    return PreparedQuantize(kernel, numbers, phases, maxima, driver, device, maps)
 
 
 def pays(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> bool:
@@ -82,12 +136,72 @@ def pays(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> bool:
     tokens = sizes.batch * (sizes.heads * sizes.seqlen_q + 2 * sizes.kv_heads * sizes.seqlen_k)
     tiles = tokens * kernel.head_dim_qk // (_COLUMNS * kernel.main.tile_m)
     groups = kernel.main.entry.threads // _GROUP * driver.multiprocessors(call.q.device.index or 0)
-    return tiles >= LEAST_TURNS * groups
+    launch = "rotated" if call.rotary_cos is not None else "quantize" if isinstance(call.granularity, int) else "kept"
+    return tiles >= LEAST_TURNS[launch] * groups
 
 
-def rotates(kernel: Kernel) -> bool:
-    """Whether the kernel rotates rows, too."""
-    return any(parameter.of == "rotary_cos" for parameter in kernel.main.entry.layout.parameters)
+def _sharers(kernel: Kernel, call: Quantize) -> int:
+    """Tiles that share the scale of a block."""
+    return call.granularity // kernel.main.tile_m if isinstance(call.granularity, int) else 1
+
+
+def _of_blocks(tiles: _Tiles, call: Quantize) -> Phase:
+    """Return the launch for scales of blocks."""
+    down, sharers = tiles.down(call.granularity), _sharers(tiles.kernel, call)
+    units = [tiles.sizes.batch * n * length * sharers for n, length in zip(tiles.across, down, strict=True)]
+    divisors = {"heads_q": tiles.across[0], "heads_k": tiles.across[1], "tiles_q": down[0], "tiles_k": down[1]}
+    return tiles.phase("quantize", (units[0], units[1], units[1]), {"sharers": sharers}, divisors)
+
+
+def _of_heads(tiles: _Tiles, granularity: int | None, *, begin: int) -> tuple[Phase, int]:
+    """Return the launch for scales of heads, of those of tokens, or of V alone (None), and its maxima, with those
+    ``begin`` that another launch has."""
+    sizes, down = tiles.sizes, tiles.down(tiles.kernel.main.tile_m)
+    group = sizes.heads // sizes.kv_heads
+    heads_of_set = group if group % tiles.heads == 0 else group * tiles.heads
+    of_heads = granularity == HEAD
+    pairs = (heads_of_set // tiles.heads, 1) if of_heads else tiles.across
+    sets = (-(-sizes.heads // heads_of_set), tiles.across[1]) if of_heads else (1, 1)
+    tiles_of_set = [n * length for n, length in zip(pairs, down, strict=True)]
+    units = [0 if granularity is None else sizes.batch * n * m for n, m in zip(sets, tiles_of_set, strict=True)]
+    units.append(sizes.batch * tiles.across[1] * down[1])
+    words = [sizes.batch * n * length for n, length in zip((sizes.heads, sizes.kv_heads), down, strict=True)]
+    words_v = begin + (sum(words) if of_heads else 0)
+    longest = max(tiles_of_set) if of_heads else down[1]
+    at_once = tiles.blocks(sum(units)) * tiles.groups
+    numbers = {
+        "lag": max(-(-(longest - 1) // at_once), 1),
+        "units_of_tokens": units[0] + units[1] if granularity == TOKEN else 0,
+        "heads_of_set_q": heads_of_set, "words_k": begin + words[0], "words_v": words_v, "tiles_q": down[0],
+    }  # fmt: skip
+    divisors = {
+        "group": group, "group_kv": 1, "set_q": tiles_of_set[0], "set_k": tiles_of_set[1], "sets_q": sets[0],
+        "sets_k": sets[1], "sets_v": tiles.across[1], "pairs_q": pairs[0], "pairs_k": pairs[1], "tiles_k": down[1],
+    }  # fmt: skip
+    return tiles.phase("kept", units, numbers, divisors), words_v + words[1]
+
+
+def _rotated(tiles: _Tiles, call: Quantize) -> list[Phase]:
+    """Return the launches that rotate: two for scales of heads. V of blocks comes with Q and K."""
+    sizes, sharers, granularity = tiles.sizes, _sharers(tiles.kernel, call), granularities(call)[0]
+    down = tiles.down(tiles.kernel.main.tile_m * sharers)
+    bands = [sizes.batch * length for length in down]
+    units = [n * length * sharers for n, length in zip(tiles.across, bands, strict=True)]
+    of_v = granularity == BLOCK
+    numbers = {
+        **_rotation(call), "sharers": sharers, "scales": granularity, "bands_q": bands[0], "bands_k": bands[1],
+        "bands": bands[0] + (2 if of_v else 1) * bands[1],
+    }  # fmt: skip
+    divisors = {
+        "heads_q": tiles.across[0], "heads_k": tiles.across[1], "tiles_q": down[0], "tiles_k": down[1],
+        "turns_q": tiles.across[0] * sharers // tiles.groups, "turns_k": tiles.across[1] * sharers // tiles.groups,
+        "group": sizes.heads // sizes.kv_heads,
+    }  # fmt: skip
+    every = units[0], units[1], units[1] if of_v else 0
+    return [
+        tiles.phase("rotated", every, {**numbers, "rounds": rounds}, divisors)
+        for rounds in ((0, 1) if granularity == HEAD else (1,))
+    ]
 
 
 class _TensorMaps:
@@ -104,10 +218,10 @@ def _against(kernel: Kernel, call: Quantize, sizes: Sizes) -> str | None:
     """Return why the kernel does not take a call, or None."""
     if (sizes.head_dim_qk, sizes.head_dim_v) != (kernel.head_dim_qk, kernel.head_dim_v):
         return f"head_dim {sizes.head_dim_qk} and {sizes.head_dim_v}; the kernel has {kernel.head_dim_qk}"
-    if granularities(call) != (BLOCK, BLOCK):
-        return f"a scale for each {call.granularity}; the kernel takes scales of blocks"
-    if not call.hadamard and call.rotary_cos is None:
-        return "neither transform nor rotation, without which the general kernel is as fast"
+    if call.granularity == "tensor":
+        return "a scale for each tensor; the kernel takes scales of blocks, heads and tokens"
+    if isinstance(call.granularity, int) and not call.hadamard and call.rotary_cos is None:
+        return "blocks with neither transform nor rotation, for which the general kernel is as fast"
     for name in "qkv":
         tensor: Tensor = getattr(call, name)
         if not tensor.numel():
@@ -117,17 +231,15 @@ def _against(kernel: Kernel, call: Quantize, sizes: Sizes) -> str | None:
         reason = tensormap.reason_against(name, tensor.shape, tensor.stride(), tensor.element_size())
         if reason is not None:
             return reason
-    return against_tables(call) or _against_rotation(kernel, call)
+    return against_tables(call) or _against_rotation(call, kernel.head_dim_qk)
 
 
-def _against_rotation(kernel: Kernel, call: Quantize) -> str | None:
+def _against_rotation(call: Quantize, head_dim: int) -> str | None:
     """Return why the kernel does not rotate these rows, or None: it takes whole rows, and tables in pieces of 16 B."""
     cos, sin = call.rotary_cos, call.rotary_sin
     if cos is None:
         return None
-    if not rotates(kernel):
-        return f"the kernel does not rotate rows of {kernel.head_dim_qk}"
-    if call.rotary_interleaved or 2 * cos.shape[1] != kernel.head_dim_qk:
+    if call.rotary_interleaved or 2 * cos.shape[1] != head_dim:
         return "only whole rows are rotated (rotary_dim = head_dim), and only with halves as partners"
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         apart = table.stride(0) * table.element_size() if table.shape[0] > 1 else 0
@@ -139,12 +251,8 @@ def _against_rotation(kernel: Kernel, call: Quantize) -> str | None:
 def _rotation(call: Quantize) -> dict[str, int]:
     """Return what tells how rows of q and k are rotated."""
     cos, sin = call.rotary_cos, call.rotary_sin
-    if cos is None:
-        names = ("rotates", "positions", "rotary_form", "angle_bytes", "cos_row_bytes", "sin_row_bytes")
-        return dict.fromkeys(names, 0)
     size = cos.element_size()
     return {
-        "rotates": 1,
         "positions": cos.shape[0],
         "rotary_form": FORMS[cos.dtype],
         "angle_bytes": cos.shape[1] * size,

@@ -106,11 +106,12 @@ def prepared_wideners() -> list[Prepared]:
 
 @cache
 def library(name: str) -> ctypes.CDLL:
-    """Return the kernel of a name for this machine."""
+    """Return the launch of a symbol for this machine."""
     every = [
         *prepared(*APPENDED), *prepared_quantizers(), *prepared_quantizers(tiles=True), *prepared_wideners(),
     ]  # fmt: skip
-    (source,) = (one.source for one in every if one.plan.name == name)
+    (source,) = (one.source for one in every if name in [launch.symbol for launch in one.plan.launches])
+    symbol = name
     folder = Path(mkdtemp(prefix="attngen-host-"))
     (folder / "kernel.inc").write_text(source.text.replace("extern __shared__ char shared_memory[];", ""))
     for name in (
@@ -123,7 +124,7 @@ def library(name: str) -> ctypes.CDLL:
     assert COMPILER is not None
     subprocess.run(
         [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-shared", "-fPIC",
-         f"-I{folder}", f"-I{HOST}", f"-DKERNEL={source.name}",
+         f"-I{folder}", f"-I{HOST}", f"-DKERNEL={symbol}",
          *(["-DANY_THREADS"] if source.name.startswith("quantize") else []), str(HOST / "blocks.cpp"), "-o", str(made)],
         check=True,
     )  # fmt: skip

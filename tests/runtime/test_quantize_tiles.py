@@ -1,12 +1,13 @@
 """The kernel that quantizes tiles, run on the host through the runtime that launches it, beside plain torch.
 
-Copies land at once, products are sums in float64, and blocks run one after the other; where things lie in shared
+Copies land at once, products are sums in float64, and there is one block; where things lie in shared
 memory, who waits for whom, and what is done twice is the kernel's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     registry.clear()
     registry.add(package_of_kernels([*quantizing_kernels(), *quantizing_kernels(tiles=True)], "here"))
     quantize_run._PREPARED.clear()
-    monkeypatch.setattr(quantize_tiles, "LEAST_TURNS", 0)
+    monkeypatch.setattr(quantize_tiles, "LEAST_TURNS", dict.fromkeys(quantize_tiles.LEAST_TURNS, 0))
     torch.manual_seed(8)
     with drivers.use(driver):
         yield driver
@@ -47,13 +48,14 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     registry.clear()
 
 
-def both(host: HostDriver, given: dict[str, Any]) -> None:
-    """Assert that tiles give what torch gives, in one launch."""
+def both(host: HostDriver, given: dict[str, Any], *launches: str) -> None:
+    """Assert that tiles give what torch gives, in these launches."""
     host.launches.clear()
     for ours, theirs in zip(attngen.quantize(**given), in_torch(given), strict=True):
         assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
         alike(ours, theirs)
-    assert [name.rpartition("_")[2] for name, _ in host.launches] == [f"d{given['q'].shape[-1]}"]
+    kernel = f"quantize_sm90a_bf16_d{given['q'].shape[-1]}"
+    assert [name for name, _ in host.launches] == [kernel + (f"_{launch}" if launch else "") for launch in launches]
 
 
 @pytest.mark.parametrize("granularity", [64, 128])
@@ -61,32 +63,62 @@ def both(host: HostDriver, given: dict[str, Any]) -> None:
 def test_transformed_rows(host: HostDriver, dim: int, granularity: int) -> None:
     """Odd numbers of heads, tiles that end early or have no row at all, and strides of the call."""
     given = a_call(torch.bfloat16, dims=(dim, dim), granularity=granularity, heads=3, kv_heads=1, batch=1)
-    both(host, given)
+    both(host, given, "")
     both(host, a_call(
         torch.bfloat16, dims=(dim, dim), granularity=granularity, heads=6, kv_heads=3, lengths=(130, 64), layout="bhsd",
         dtype=torch.float8_e5m2,
-    ))  # fmt: skip
+    ), "")  # fmt: skip
 
 
-@pytest.mark.parametrize("granularity", [64, 128])
+@pytest.mark.parametrize("granularity", ["head", "token"])
+@pytest.mark.parametrize("dim", DIMS)
+def test_sets_that_share_a_scale(host: HostDriver, dim: int, granularity: str) -> None:
+    """A set of up to five tiles stays in shared memory for a turn of four groups; longer ones are read again, some
+    turns later. Pairs of heads may have scales of two KV heads, of one, or of one and the next."""
+    call = partial(a_call, torch.bfloat16, dims=(dim, dim), granularity=granularity)
+    both(host, call(heads=3, kv_heads=3, lengths=(190, 70)), "kept")
+    both(host, call(heads=3, kv_heads=1, lengths=(130, 1), layout="bhsd", dtype=torch.float8_e5m2, batch=1), "kept")
+    both(host, call(heads=9, kv_heads=3, lengths=(1, 400), hadamard=False, batch=1), "kept")
+    both(host, call(heads=4, kv_heads=2, lengths=(330, 600), batch=1), "kept")
+
+
+@pytest.mark.parametrize("granularity", ["head", "token"])
+def test_what_is_not_finite_and_rows_of_zeros(host: HostDriver, granularity: str) -> None:
+    given = a_call(torch.bfloat16, dims=(128, 128), granularity=granularity, hadamard=False)
+    given["q"][0, 3, 1, 5] = torch.nan
+    given["k"][1, 3, 1, 9] = -torch.inf
+    given["k"][0] = 0
+    given["v"][1, 2, 0, 60:64] = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.nan])
+    given["v"][0] *= 1e-38
+    both(host, given, "kept")
+
+
+@pytest.mark.parametrize("granularity", [64, 128, "head", "token"])
 @pytest.mark.parametrize("hadamard", [True, False])
-def test_rotated_rows(host: HostDriver, hadamard: bool, granularity: int) -> None:
-    """The heads of a token share their angles."""
+@pytest.mark.parametrize("dim", DIMS)
+def test_rotated_rows(host: HostDriver, dim: int, hadamard: bool, granularity: int | str) -> None:
+    """The heads of a token share their angles. V has a launch of its own, but for scales of blocks."""
+    launches = {"head": ("rotated", "rotated", "kept"), "token": ("rotated", "kept")}
     both(host, a_call(
-        torch.bfloat16, dims=(128, 128), granularity=granularity, heads=8, kv_heads=4, half=64, offsets=True,
-        hadamard=hadamard, lengths=(70, 1) if granularity == 128 else (130, 64),
+        torch.bfloat16, dims=(dim, dim), granularity=granularity, heads=16, kv_heads=8, half=dim // 2, offsets=True,
+        hadamard=hadamard, lengths=(70, 1) if granularity == 128 else (130, 64), batch=1 if hadamard else 2,
         table_dtype=torch.float32 if hadamard else torch.bfloat16,
-    ))  # fmt: skip
+    ), *launches.get(str(granularity), ("rotated",)))  # fmt: skip
 
 
-def test_short_calls_and_those_without_a_transform_take_the_general_kernel(
+def test_short_calls_and_blocks_without_a_transform_take_the_general_kernel(
     host: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = a_call(torch.bfloat16, dims=(128, 128), granularity=64)
+    """A block of four groups has six tiles of each of these calls, and twelve of heads or of rotated rows."""
+    given = a_call(torch.bfloat16, dims=(128, 128), granularity=64, batch=1, heads=2, kv_heads=2, lengths=(64, 64))
     attngen.quantize(**given, hadamard=False)
-    monkeypatch.setattr(quantize_tiles, "LEAST_TURNS", 16)
-    attngen.quantize(**given, hadamard=True)
-    assert [name for name, _ in host.launches] == ["quantize_sm90a_bf16"] * 2
+    monkeypatch.setattr(quantize_tiles, "LEAST_TURNS", {"quantize": 2, "kept": 1, "rotated": 4})
+    for granularity in (64, "head", "token"):
+        attngen.quantize(**{**given, "granularity": granularity})
+    tables = {name: torch.ones(64, 64) for name in ("rotary_cos", "rotary_sin")}
+    attngen.quantize(**given, **tables)
+    general, own = "quantize_sm90a_bf16", "quantize_sm90a_bf16_d128_kept"
+    assert [name for name, _ in host.launches] == [general, general, own, own, general]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +131,8 @@ def test_short_calls_and_those_without_a_transform_take_the_general_kernel(
             "only whole rows are rotated (rotary_dim = head_dim), and only with halves as partners",
         ),
         ({"half": 64}, "4 groups of warps do not share bands of 4 and 2 tiles"),
-        ({"granularity": "head"}, "a scale for each head; the kernel takes scales of blocks"),
-        ({"hadamard": False}, "neither transform nor rotation, without which the general kernel is as fast"),
+        ({"granularity": "tensor"}, "a scale for each tensor; the kernel takes scales of blocks, heads and tokens"),
+        ({"hadamard": False}, "blocks with neither transform nor rotation, for which the general kernel is as fast"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
@@ -123,4 +155,4 @@ def test_verification_finds_nothing(number: int) -> None:
     with drivers.use(HostDriver()):
         trial = try_pinned(quantizing_kernels(tiles=True)[number], "cpu", 5, small=True)  # type: ignore[arg-type]
     assert not trial.problems, "\n".join(trial.problems)
-    assert len(trial.results) == 8 + (number % 2)  # rows of 128 are rotated, too
+    assert len(trial.results) == 2 * 2 * (2 + 2 * 2) + 4

@@ -1,9 +1,10 @@
-"""The kernel that quantizes queries, keys and values of one head_dim, by TMA and matrix products.
+"""The kernels that quantize queries, keys and values of one head_dim, by TMA and matrix products.
 
-It does what the kernel of schedule ``quantize`` does, for scales of blocks of tokens, rows that are transformed or
-rotated, and tensors with rows of 64 or 128 numbers that TMA can read. Tiles arrive in shared memory while others are
-worked on, which takes no registers, and ``wgmma`` with a Hadamard matrix takes no instructions of the threads that
-round. So memory binds.
+They do what the kernel of schedule ``quantize`` does, for rows of 64 or 128 numbers in tensors that TMA can read, and all
+scales but those of tensors. Tiles arrive in shared memory while others are worked on, which takes no registers, and
+``wgmma`` with a Hadamard matrix takes no instructions of the threads that round. So memory binds. There is a launch for
+each kind of call: ``quantize`` for scales of blocks, ``kept`` for those of heads and tokens, and ``rotated`` for
+rotated rows.
 """
 
 from __future__ import annotations
@@ -25,29 +26,37 @@ from attngen.schema.expand import QUANTIZED_IN_TILES, KernelSpec
 #: What a unit of work is: a tile, the tokens of one head or of two, which four warps hold in registers.
 GRID = "row_tiles"
 
+#: The launches of rows that are not transformed by blocks.
+KEPT, ROTATED = "kept", "rotated"
+
 #: Groups of four warps in a block, of which a multiprocessor has one: 128 registers a thread. Tiles in shared memory
 #: for each of them, fewer where angles lie beside them; tokens of a tile, boxes of a tile, bytes of a row of a box.
 GROUPS, STAGES, ROTATED_STAGES, ROWS, BOXES, BOX_BYTES = 4, 3, 2, 64, 2, 128
 
 #: Bytes for what threads tell each other, more than they need.
-_TOLD = 1024
+_TOLD = {QUANTIZE: 1024, KEPT: 2048, ROTATED: 1024}
 
 _ROUNDED = ("q_out", "k_out", "v_out")
 _SCALES = ("q_descale", "k_descale", "v_descale", "signs")
 _TABLES = ("rotary_cos", "rotary_sin")
 
-#: Numbers of a call, and those by which the kernel divides.
-_SIZES = ("heads", "kv_heads", "seqlen_q", "seqlen_k", "units", "units_q", "units_k", "sharers", "e5m2_out")
-_DIVISORS = ("heads_q", "heads_k", "tiles_q", "tiles_k")
+#: Numbers of a call that all launches have.
+_SIZES = ("heads", "kv_heads", "seqlen_q", "seqlen_k", "units", "units_q", "units_k", "e5m2_out")
 
-#: The same of a kernel that rotates, too.
-_ROTATION = ("rotates", "hadamard", "bands_q", "bands_k", "positions", "rotary_form", "angle_bytes")
-_ROTATION_DIVISORS = ("turns_q", "turns_k")
-
-
-def rotates(plan: Plan) -> bool:
-    """Whether it rotates rows, too. At head_dim 64 that was not faster than the general kernel."""
-    return plan.head_dim_qk == 128
+#: Those of one launch, and those by which it divides.
+_OWN_SIZES = {
+    QUANTIZE: ("sharers",),
+    KEPT: ("hadamard", "lag", "units_of_tokens", "heads_of_set_q", "words_k", "words_v"),
+    ROTATED: (
+        "batch", "sharers", "hadamard", "scales", "rounds", "bands", "bands_q", "bands_k", "positions", "rotary_form",
+        "angle_bytes",
+    ),
+}  # fmt: skip
+_DIVISORS = {
+    QUANTIZE: ("heads_q", "heads_k", "tiles_q", "tiles_k"),
+    KEPT: ("group", "group_kv", "set_q", "set_k", "sets_q", "sets_k", "sets_v", "pairs_q", "pairs_k", "tiles_k"),
+    ROTATED: ("heads_q", "heads_k", "tiles_q", "tiles_k", "turns_q", "turns_k", "group"),
+}
 
 
 def angle_pitch(plan: Plan) -> int:
@@ -56,17 +65,13 @@ def angle_pitch(plan: Plan) -> int:
     return plan.head_dim_qk // 2 * 4 + CHUNK_BYTES
 
 
-def operand_bytes(plan: Plan) -> int:
+def operand_bytes(plan: Plan, launch: str) -> int:
     """Return the shared memory of tiles and of what they are worked on with: the Hadamard matrix, or, where rows are
     rotated, two tables of cosines and sines."""
     tiles = GROUPS * BOXES * ROWS * BOX_BYTES
-    multiplied = STAGES * tiles + plan.head_dim_qk**2 * plan.operands.q.bytes
-    return max(multiplied, ROTATED_STAGES * tiles + 2 * 2 * ROWS * angle_pitch(plan) if rotates(plan) else 0)
-
-
-def shared_bytes(plan: Plan) -> int:
-    """Return the shared memory of a block."""
-    return operand_bytes(plan) + _TOLD
+    if launch == ROTATED:
+        return ROTATED_STAGES * tiles + 2 * 2 * ROWS * angle_pitch(plan)
+    return STAGES * tiles + plan.head_dim_qk**2 * plan.operands.q.bytes
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -83,14 +88,21 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         stages=STAGES,
         num_warps=4 * GROUPS,
     )
-    row = Launch(
-        QUANTIZE, planned.name, GRID, ROWS, 1, STAGES, 4 * GROUPS, arguments=tuple(_arguments(planned)),
-        max_spills=SPILLS.bytes, products=BOXES * BOX_BYTES // 32, shared_bytes=shared_bytes(planned), pdl=arch.pdl,
-    )  # fmt: skip
-    return planned.with_launches(row)
+
+    def launch(name: str) -> Launch:
+        symbol = planned.name if name == QUANTIZE else naming.launch_name(planned.name, name)
+        return Launch(
+            name, symbol, GRID, ROWS, 1, ROTATED_STAGES if name == ROTATED else STAGES, 4 * GROUPS,
+            arguments=tuple(_arguments(planned, name)), max_spills=SPILLS.bytes,
+            products=0 if name == ROTATED else BOXES * BOX_BYTES // 32,
+            shared_bytes=operand_bytes(planned, name) + _TOLD[name],
+            pdl=arch.pdl and name != KEPT, cooperative=name == KEPT,
+        )  # fmt: skip
+
+    return planned.with_launches(*map(launch, (QUANTIZE, KEPT, ROTATED)))
 
 
-def _arguments(plan: Plan) -> Iterator[Argument]:
+def _arguments(plan: Plan, launch: str) -> Iterator[Argument]:
     for name in ("q", "k", "v"):
         yield Argument(
             f"{name}_map", "descriptor", "tensor_map", of=name,
@@ -100,20 +112,23 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
         yield Argument(f"{name}_ptr", "pointer", "*u8", of=name, divisibility=CHUNK_BYTES)
     for name in _SCALES:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
-    if rotates(plan):
+    if launch != QUANTIZE:
+        yield Argument("maxima_ptr", "pointer", "*u32", of="maxima", divisibility=4)
+    if launch == ROTATED:
         for name in _TABLES:
             yield Argument(f"{name}_ptr", "pointer", "*void", of=name)
         yield Argument("rotary_offsets_ptr", "pointer", "*i32", of="rotary_offsets", divisibility=4)
     for name in _ROUNDED:
         for axis in ("b", "s", "h"):
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
-    if rotates(plan):
+    if launch == ROTATED:
         for name in ("cos", "sin"):
             yield arguments.size(f"{name}_row_bytes", form="i64")
     for word in range(2):
         yield arguments.size(f"sign_bits_{word}", form="i64")
-    divisors = (*_DIVISORS, *(_ROTATION_DIVISORS if rotates(plan) else ()))
-    yield from map(arguments.size, (*_SIZES, *(_ROTATION if rotates(plan) else ()), *divisors))
+    divisors = _DIVISORS[launch]
+    tiles = ("tiles_q",) if launch == KEPT else ()
+    yield from map(arguments.size, (*_SIZES, *_OWN_SIZES[launch], *tiles, *divisors))
     yield from arguments.reciprocals(*divisors)
     yield arguments.size("norm", form="fp32")
 

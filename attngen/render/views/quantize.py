@@ -38,38 +38,58 @@ def quantize_view(plan: Plan, template: str) -> QuantizeView:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizeTilesView(QuantizeView):
-    """What the template of tiles names, too."""
+class TilesLaunch:
+    """What the template of tiles names of one launch."""
 
+    symbol: str
+    argument_lines: tuple[str, ...]
+    pdl: bool
+    stages: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeTilesView:
+    """Everything that the template of tiles names beside the plan itself."""
+
+    template: str
+    command: str
+    summary: str
     heads_of_a_tile: str
     groups: int
     boxes: int
-    rotates: bool
-    rotated_stages: int
     angle_pitch: int  # bytes
-    shared_operands: int  # bytes
-    shared_bytes: int
+    multiplied_operands: int  # bytes
+    rotated_operands: int  # bytes
+    main: TilesLaunch
+    kept: TilesLaunch
+    rotated: TilesLaunch
 
 
 def tiles_view(plan: Plan, template: str) -> QuantizeTilesView:
     """Return the view of a plan of schedule ``quantize_tiles``."""
-    common = quantize_view(plan, template)
     heads = quantize_tiles.BOXES * quantize_tiles.BOX_BYTES // plan.operands.q.bytes // plan.head_dim_qk
     return QuantizeTilesView(
         template=template,
-        command=common.command,
-        summary="Queries, keys and values become 8 bits and scales of blocks; rows of Q and K are transformed.",
-        argument_lines=common.argument_lines,
-        pdl=common.pdl,
+        command=command(plan),
+        summary="Queries, keys and values become 8 bits and scales; rows of Q and K are transformed, or rotated, too.",
         heads_of_a_tile="one head" if heads == 1 else f"{heads} heads",
         groups=quantize_tiles.GROUPS,
         boxes=quantize_tiles.BOXES,
-        rotates=quantize_tiles.rotates(plan),
-        rotated_stages=quantize_tiles.ROTATED_STAGES,
         angle_pitch=quantize_tiles.angle_pitch(plan),
-        shared_operands=quantize_tiles.operand_bytes(plan),
-        shared_bytes=quantize_tiles.shared_bytes(plan),
+        multiplied_operands=quantize_tiles.operand_bytes(plan, plan.main),
+        rotated_operands=quantize_tiles.operand_bytes(plan, quantize_tiles.ROTATED),
+        main=_tiles_launch(plan, plan.main),
+        kept=_tiles_launch(plan, quantize_tiles.KEPT),
+        rotated=_tiles_launch(plan, quantize_tiles.ROTATED),
     )
+
+
+def _tiles_launch(plan: Plan, name: str) -> TilesLaunch:
+    launch = plan.launch(name)
+    lines = argument_groups(launch.arguments, lambda argument: _declaration(plan, argument), width=110)
+    lines = (*lines[:-1], lines[-1].removesuffix(","))
+    return TilesLaunch(launch.symbol, lines, launch.pdl, launch.stages, launch.shared_bytes)
 
 
 def _declaration(plan: Plan, argument: Argument) -> str:

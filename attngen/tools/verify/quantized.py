@@ -24,7 +24,6 @@ from attngen.runtime.quantize_arguments import GRANULARITIES, LARGEST, Quantize,
 from attngen.runtime.quantize_kernel import prepare_on
 from attngen.runtime.quantize_launch import PreparedQuantize
 from attngen.runtime.quantize_run import launched
-from attngen.runtime.quantize_tiles import rotates
 from attngen.tools.verify.contract import Deviation
 from attngen.tools.verify.trial import Trial, try_cases
 
@@ -64,19 +63,21 @@ class _Case:
 
 
 def _cases(kernel: Kernel, *, small: bool) -> Iterator[_Case]:
-    """Yield the calls that a kernel takes. Those of tiles are of blocks, transformed, and some rotate whole rows."""
+    """Yield the calls that a kernel takes. Tiles have no scales of tensors, those with scales of blocks are transformed,
+    and only whole rows are rotated."""
     lengths = (70, 33) if small else (1000, 777)
     rotations = ((0.0, False), (1.0, False), (1.0, True), (0.25, False), (0.3, True))
     tiles = kernel.loads == "descriptor"
     for granularity, layout, hadamard in product(GRANULARITIES, LAYOUTS, (True, False)):
-        if tiles and not (hadamard and isinstance(granularity, int)):
+        if tiles and (granularity == "tensor" or (isinstance(granularity, int) and not hadamard)):
             continue
         for dtype in LARGEST:
             yield _Case(granularity, layout, hadamard, 0.0, False, dtype, dtype == torch.float8_e4m3fn, lengths)
     for share, interleaved in rotations:
-        if tiles and not (rotates(kernel) and share == 1.0 and not interleaved):
+        if tiles and (share != 1.0 or interleaved):
             continue
-        yield _Case(128, "bshd", True, share, interleaved, torch.float8_e4m3fn, False, lengths)
+        for granularity in (128, 64, "token", "head") if tiles else (128,):
+            yield _Case(granularity, "bshd", True, share, interleaved, torch.float8_e4m3fn, False, lengths)
 
 
 def try_quantize(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:

@@ -29,3 +29,11 @@ __device__ __forceinline__ void find_largest_of_pieces(const float (&x)[kSlots][
     }
   }
 }
+
+// Two lanes that differ in one bit have maxima of the same two rows: the lane with the bit gets the second one.
+template <int kBit>
+__device__ __forceinline__ float exchanged_maximum(float first, float second) {
+  const bool gets_second = threadIdx.x & kBit;
+  const float other = __shfl_xor_sync(~0u, gets_second ? first : second, kBit);
+  return fmaxf(gets_second ? second : first, other);
+}
