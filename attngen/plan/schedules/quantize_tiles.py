@@ -1,7 +1,7 @@
 """The kernels that quantize queries, keys and values of one head_dim, by TMA and matrix products.
 
-They do what the kernel of schedule ``quantize`` does, for rows of 64 or 128 numbers in tensors that TMA can read, and all
-scales but those of tensors. Tiles arrive in shared memory while others are worked on, which takes no registers, and
+They do what the kernel of schedule ``quantize`` does, for rows of 64 or 128 numbers in tensors that TMA can read, and
+all scales but those of tensors. Tiles arrive in shared memory while others are worked on, which takes no registers, and
 ``wgmma`` with a Hadamard matrix takes no instructions of the threads that round. So memory binds. There is a launch for
 each kind of call: ``quantize`` for scales of blocks, ``kept`` for those of heads and tokens, and ``rotated`` for
 rotated rows.

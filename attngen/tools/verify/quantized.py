@@ -63,8 +63,8 @@ class _Case:
 
 
 def _cases(kernel: Kernel, *, small: bool) -> Iterator[_Case]:
-    """Yield the calls that a kernel takes. Tiles have no scales of tensors, those with scales of blocks are transformed,
-    and only whole rows are rotated."""
+    """Yield the calls that a kernel takes. Tiles have no scales of tensors, those with scales of blocks are
+    transformed, and only whole rows are rotated."""
     lengths = (70, 33) if small else (1000, 777)
     rotations = ((0.0, False), (1.0, False), (1.0, True), (0.25, False), (0.3, True))
     tiles = kernel.loads == "descriptor"
