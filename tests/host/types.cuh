@@ -39,6 +39,12 @@ inline float2 unpack(uint32_t both) {
   return {to_float(Element{static_cast<uint16_t>(both)}), to_float(Element{static_cast<uint16_t>(both >> 16)})};
 }
 
+template <typename Element>
+inline uint32_t raised(uint32_t magnitudes, uint32_t pair) {
+  const float2 x = unpack<Element>(magnitudes), y = unpack<Element>(pair);
+  return pack<Element>(std::fmax(x.x, std::fabs(y.x)), std::fmax(x.y, std::fabs(y.y)));
+}
+
 struct e4m3 { unsigned char bits; };
 struct e5m2 { unsigned char bits; };
 

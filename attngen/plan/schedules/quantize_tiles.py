@@ -36,6 +36,9 @@ GROUPS, STAGES, ROTATED_STAGES, ROWS, BOXES, BOX_BYTES = 4, 3, 2, 64, 2, 128
 #: Bytes for what threads tell each other, more than they need.
 _TOLD = {QUANTIZE: 1024, KEPT: 2048, ROTATED: 1024}
 
+#: How often the code of a launch has a tile multiplied.
+_TRANSFORMS = {QUANTIZE: 1, KEPT: 2, ROTATED: 0}
+
 _ROUNDED = ("q_out", "k_out", "v_out")
 _SCALES = ("q_descale", "k_descale", "v_descale", "signs")
 _TABLES = ("rotary_cos", "rotary_sin")
@@ -94,7 +97,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         return Launch(
             name, symbol, GRID, ROWS, 1, ROTATED_STAGES if name == ROTATED else STAGES, 4 * GROUPS,
             arguments=tuple(_arguments(planned, name)), max_spills=SPILLS.bytes,
-            products=0 if name == ROTATED else BOXES * BOX_BYTES // 32,
+            products=_TRANSFORMS[name] * BOXES * BOX_BYTES // 32,
             shared_bytes=operand_bytes(planned, name) + _TOLD[name],
             pdl=arch.pdl and name != KEPT, cooperative=name == KEPT,
         )  # fmt: skip

@@ -88,3 +88,21 @@ template <>
 __device__ __forceinline__ float2 unpack<fp16>(uint32_t both) {
   return {to_float(fp16{static_cast<uint16_t>(both)}), to_float(fp16{static_cast<uint16_t>(both >> 16)})};
 }
+
+// Two magnitudes, raised to those of another pair; NaN is passed over (PTX ISA, "max").
+template <typename Element>
+__device__ __forceinline__ uint32_t raised(uint32_t magnitudes, uint32_t pair);
+
+template <>
+__device__ __forceinline__ uint32_t raised<bf16>(uint32_t magnitudes, uint32_t pair) {
+  uint32_t larger;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(magnitudes), "r"(pair & 0x7fff7fff));
+  return larger;
+}
+
+template <>
+__device__ __forceinline__ uint32_t raised<fp16>(uint32_t magnitudes, uint32_t pair) {
+  uint32_t larger;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(magnitudes), "r"(pair & 0x7fff7fff));
+  return larger;
+}
