@@ -41,6 +41,10 @@ _GROUP, _COLUMNS = 128, 128
 #: With fewer tiles for each group, a call is left to the general kernel, which begins and ends sooner: by launch.
 LEAST_TURNS = {"quantize": 4, "kept": 2, "rotated": 16}
 
+#: The most tiles of a set of several heads, as a part of those that are worked on at a time. Longer sets leave less
+#: time between what is found and what needs it.
+SET_OF_TURN = 0.5
+
 _MOST = 2**31 - 1
 
 
@@ -157,28 +161,42 @@ def _of_heads(tiles: _Tiles, granularity: int | None, *, begin: int) -> tuple[Ph
     """Return the launch for scales of heads, of those of tokens, or of V alone (None), and its maxima, with those
     ``begin`` that another launch has."""
     sizes, down = tiles.sizes, tiles.down(tiles.kernel.main.tile_m)
+    across, lengths = (tiles.across[0], *[tiles.across[1]] * 2), (down[0], *[down[1]] * 2)
+    heads = sizes.heads, sizes.kv_heads, sizes.kv_heads
     group = sizes.heads // sizes.kv_heads
-    heads_of_set = group if group % tiles.heads == 0 else group * tiles.heads
-    of_heads = granularity == HEAD
-    pairs = (heads_of_set // tiles.heads, 1) if of_heads else tiles.across
-    sets = (-(-sizes.heads // heads_of_set), tiles.across[1]) if of_heads else (1, 1)
-    tiles_of_set = [n * length for n, length in zip(pairs, down, strict=True)]
-    units = [0 if granularity is None else sizes.batch * n * m for n, m in zip(sets, tiles_of_set, strict=True)]
-    units.append(sizes.batch * tiles.across[1] * down[1])
-    words = [sizes.batch * n * length for n, length in zip((sizes.heads, sizes.kv_heads), down, strict=True)]
-    words_v = begin + (sum(words) if of_heads else 0)
-    longest = max(tiles_of_set) if of_heads else down[1]
-    at_once = tiles.blocks(sum(units)) * tiles.groups
+    least = [group if tiles.heads == 1 else group // 2 if group % 2 == 0 else group, 1, 1]  # tiles that share scales
+    waits = [granularity == HEAD, granularity == HEAD, True]  # whether scales are of heads
+    works = [granularity is not None, granularity is not None, True]
+    all_tiles = [sizes.batch * n * length * used for n, length, used in zip(across, lengths, works, strict=True)]
+    at_once = tiles.blocks(sum(all_tiles)) * tiles.groups
+    pairs = [
+        _side_by_side(n, one, int(SET_OF_TURN * at_once) // length) if of_heads else n
+        for n, one, length, of_heads in zip(across, least, lengths, waits, strict=True)
+    ]
+    sets = [-(-n // pair) for n, pair in zip(across, pairs, strict=True)]
+    tiles_of_set = [pair * length for pair, length in zip(pairs, lengths, strict=True)]
+    units = [sizes.batch * n * m * used for n, m, used in zip(sets, tiles_of_set, works, strict=True)]
+    words = [sizes.batch * n * length * of_heads for n, length, of_heads in zip(heads, lengths, waits, strict=True)]
+    longest = max(n for n, of_heads in zip(tiles_of_set, waits, strict=True) if of_heads)
     numbers = {
         "lag": max(-(-(longest - 1) // at_once), 1),
         "units_of_tokens": units[0] + units[1] if granularity == TOKEN else 0,
-        "heads_of_set_q": heads_of_set, "words_k": begin + words[0], "words_v": words_v, "tiles_q": down[0],
+        "words_q": begin, "words_k": begin + words[0], "words_v": begin + words[0] + words[1],
+        "tiles_q": down[0], "tiles_k": down[1],
     }  # fmt: skip
-    divisors = {
-        "group": group, "group_kv": 1, "set_q": tiles_of_set[0], "set_k": tiles_of_set[1], "sets_q": sets[0],
-        "sets_k": sets[1], "sets_v": tiles.across[1], "pairs_q": pairs[0], "pairs_k": pairs[1], "tiles_k": down[1],
-    }  # fmt: skip
-    return tiles.phase("kept", units, numbers, divisors), words_v + words[1]
+    divisors = {"group": group, "group_kv": 1} | {
+        f"{name}_{of}": value
+        for name, values in (("set", tiles_of_set), ("sets", sets), ("pairs", pairs))
+        for of, value in zip("qkv", values, strict=True)
+    }
+    return tiles.phase("kept", units, numbers, divisors), begin + sum(words)
+
+
+def _side_by_side(across: int, least: int, most: int) -> int:
+    """Return how many tiles of the same tokens a set has: a multiple of ``least``, which share scales, and at most
+    ``most`` unless that is less. Memory is read in longer pieces if there are more."""
+    parts = -(-across // least)
+    return least * max(n for n in range(1, parts + 1) if parts % n == 0 and (n == 1 or n * least <= most))
 
 
 def _rotated(tiles: _Tiles, call: Quantize) -> list[Phase]:

@@ -49,7 +49,7 @@ _SIZES = ("heads", "kv_heads", "seqlen_q", "seqlen_k", "units", "units_q", "unit
 #: Those of one launch, and those by which it divides.
 _OWN_SIZES = {
     QUANTIZE: ("sharers",),
-    KEPT: ("hadamard", "lag", "units_of_tokens", "heads_of_set_q", "words_k", "words_v"),
+    KEPT: ("hadamard", "lag", "units_of_tokens", "words_q", "words_k", "words_v", "tiles_q", "tiles_k"),
     ROTATED: (
         "batch", "sharers", "hadamard", "scales", "rounds", "bands", "bands_q", "bands_k", "positions", "rotary_form",
         "angle_bytes",
@@ -57,7 +57,19 @@ _OWN_SIZES = {
 }  # fmt: skip
 _DIVISORS = {
     QUANTIZE: ("heads_q", "heads_k", "tiles_q", "tiles_k"),
-    KEPT: ("group", "group_kv", "set_q", "set_k", "sets_q", "sets_k", "sets_v", "pairs_q", "pairs_k", "tiles_k"),
+    KEPT: (
+        "group",
+        "group_kv",
+        "set_q",
+        "set_k",
+        "set_v",
+        "sets_q",
+        "sets_k",
+        "sets_v",
+        "pairs_q",
+        "pairs_k",
+        "pairs_v",
+    ),
     ROTATED: ("heads_q", "heads_k", "tiles_q", "tiles_k", "turns_q", "turns_k", "group"),
 }
 
@@ -130,8 +142,7 @@ def _arguments(plan: Plan, launch: str) -> Iterator[Argument]:
     for word in range(2):
         yield arguments.size(f"sign_bits_{word}", form="i64")
     divisors = _DIVISORS[launch]
-    tiles = ("tiles_q",) if launch == KEPT else ()
-    yield from map(arguments.size, (*_SIZES, *_OWN_SIZES[launch], *tiles, *divisors))
+    yield from map(arguments.size, (*_SIZES, *_OWN_SIZES[launch], *divisors))
     yield from arguments.reciprocals(*divisors)
     yield arguments.size("norm", form="fp32")
 
