@@ -171,26 +171,37 @@ def by_tiles() -> bool:
     return launched() and all(kept[0].label.endswith(("_d64", "_d128")) for kept in found)
 
 
-@pytest.mark.parametrize("granularity", [64, 128])
+@pytest.fixture
+def tiles_take_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_tiles, "LEAST_TURNS", dict.fromkeys(quantize_tiles.LEAST_TURNS, 0))
+
+
+#: What kernels of tiles take.
+OF_TILES = [64, 128, "head", "token"]
+
+
+@pytest.mark.parametrize("granularity", OF_TILES)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_tiles(dim: int, granularity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("tiles_take_short_calls")
+def test_tiles(dim: int, granularity: int | str) -> None:
     """Whole rows of 64 and 128, whatever the number of heads; rotated, where groups of warps share them."""
-    monkeypatch.setattr(quantize_tiles, "LEAST_TURNS", 0)
     for layout in ("bshd", "bhsd"):
-        for heads, kv_heads, lengths in ((8, 8, (1031, 577)), (6, 2, (70, 1)), (3, 1, (300, 129)), (16, 8, (129, 640))):
+        for heads, kv_heads, lengths in ((8, 8, (1031, 577)), (6, 2, (70, 1)), (9, 3, (300, 129)), (16, 8, (129, 640))):
             call = partial(
                 a_call, torch.bfloat16, dims=(dim, dim), granularity=granularity, layout=layout, heads=heads,
                 kv_heads=kv_heads, lengths=lengths, dtype=ROUNDED[layout == "bhsd"],
             )  # fmt: skip
             both(on_gpu(call()))
-            if kv_heads == 8 and dim == 128:
+            if isinstance(granularity, str):
+                both(on_gpu(call(hadamard=False)))
+            if kv_heads == 8:
                 table_dtype = torch.float32 if layout == "bshd" else torch.bfloat16
                 both(on_gpu(call(half=dim // 2, offsets=True, table_dtype=table_dtype, hadamard=lengths[0] > 129)))
     assert by_tiles()
 
 
-def test_fresh_calls_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_tiles, "LEAST_TURNS", 0)
+@pytest.mark.usefixtures("tiles_take_short_calls")
+def test_fresh_calls_of_tiles() -> None:
     seed = secrets.randbelow(2**31)
     print("seed", seed)
     chance = random.Random(seed)
@@ -200,17 +211,68 @@ def test_fresh_calls_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         both(on_gpu(a_call(
             chance.choice(DTYPES), dims=(dim, dim), lengths=(chance.randrange(1, 700), chance.randrange(1, 700)),
             batch=chance.randrange(1, 4), heads=kv_heads * chance.randrange(1, 4), kv_heads=kv_heads,
-            half=chance.choice([0, dim // 2]), offsets=chance.random() < 0.5, granularity=chance.choice([64, 128]),
+            half=chance.choice([0, dim // 2]), offsets=chance.random() < 0.5, granularity=chance.choice(OF_TILES),
             hadamard=chance.random() < 0.8, seed=chance.randrange(2**40), layout=chance.choice(["bshd", "bhsd"]),
             dtype=chance.choice(ROUNDED),
         )))  # fmt: skip
     assert launched()
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_sets_that_are_too_long_to_stay_are_read_again(dim: int) -> None:
+    """More tiles share a scale than a GPU has groups of warps; and heads share scales of which all their tiles stay."""
+    for heads, kv_heads, lengths in ((2, 2, (70000, 40000)), (16, 2, (17000, 5000))):
+        both(on_gpu(a_call(
+            torch.bfloat16, dims=(dim, dim), granularity="head", lengths=lengths, heads=heads, kv_heads=kv_heads,
+            batch=1,
+        )))  # fmt: skip
+    assert by_tiles()
+
+
+def test_blocks_that_wait_for_each_other_need_not_wait_for_another_call() -> None:
+    given = [on_gpu(a_call(torch.bfloat16, dims=(128, 128), lengths=(9000, 9000), heads=8, kv_heads=8))] * 2
+    wanted = attngen.quantize(**given[0])
+    assert by_tiles()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in given]
+    found = []
+    for _ in range(20):
+        for call, stream in zip(given, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(attngen.quantize(**call))
+    torch.cuda.synchronize()
+    for one in found:
+        for ours, theirs in zip(one, wanted, strict=True):
+            assert torch.equal(ours.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("granularity", OF_TILES)
+@pytest.mark.usefixtures("tiles_take_short_calls")
+def test_short_calls_of_tiles_in_a_graph(granularity: int | str, rotated: bool) -> None:
+    """Several calls, replayed with other numbers: each finds its maxima anew."""
+    given = on_gpu(a_call(
+        torch.bfloat16, dims=(128, 128), granularity=granularity, lengths=(300, 200), heads=8, kv_heads=8,
+        half=64 if rotated else 0,
+    ))  # fmt: skip
+    attngen.quantize(**given)  # loads it
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [attngen.quantize(**given) for _ in range(4)]
+    for size in (8.0, 1.0, 0.25):
+        for name in "qkv":
+            given[name].normal_(std=size)
+        graph.replay()
+        for one in found:
+            alike(one, in_torch(given))
+    assert by_tiles()
+
+
 def test_long_calls_have_tiles() -> None:
     shape = 2, 16384, 16, 128
     given = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for name in "qkv"}
-    both({**given, "granularity": 64, "hadamard": True})
+    for granularity in OF_TILES:
+        both({**given, "granularity": granularity, "hadamard": True})
     assert by_tiles()
     both({**given, "granularity": 64, "hadamard": False})
     assert not by_tiles()

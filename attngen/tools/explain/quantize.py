@@ -37,7 +37,10 @@ class QuantizeExplanation:
     def _facts_of_tiles(self) -> list[tuple[str, str]]:
         plan = self.plan
         return [
-            ("does", "rounds Q, K and V to 8 bits with scales of 64 or 128 tokens; transforms rows of Q and K"),
+            (
+                "does",
+                "rounds Q, K and V to 8 bits and finds scales but those of tensors; rotates and transforms Q and K",
+            ),
             ("target", f"{plan.arch_name}, {plan.dtype_name}, {plan.direction}"),
             ("head_dim", str(plan.head_dim_qk)),
             (
@@ -48,8 +51,8 @@ class QuantizeExplanation:
                 "loads",
                 f"by the copy engine, {plan.stages} tiles of a group at a time; {plan.launches[0].shared_bytes} B",
             ),
-            ("launches", "1"),
-            ("moves", f"{plan.operands.q.bytes} B of a number in, 1 B out"),
+            ("launches", "1; with rotation and scales of tokens 2, of heads 3, of which V has one"),
+            ("moves", f"{plan.operands.q.bytes} B of a number in, 1 B out; rotated ones for scales of heads twice in"),
         ]
 
     def to_dict(self) -> dict[str, Any]:
