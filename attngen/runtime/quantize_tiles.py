@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from torch import Tensor
@@ -71,6 +72,12 @@ class _Tiles:
         """Tiles of the same tokens, in Q, and in K or V."""
         return -(-self.sizes.heads // self.heads), -(-self.sizes.kv_heads // self.heads)
 
+    @property
+    def least(self) -> int:
+        """Tiles of the same tokens of Q that share scales with no others."""
+        group = self.sizes.heads // self.sizes.kv_heads
+        return group // self.heads if group % self.heads == 0 else group
+
     def down(self, tokens: int) -> tuple[int, int]:
         """Runs of so many tokens in a sequence of Q, and of K or V."""
         return -(-self.sizes.seqlen_q // tokens), -(-self.sizes.seqlen_k // tokens)
@@ -118,10 +125,13 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
         if any(n * _sharers(kernel, call) % tiles.groups for n in tiles.across):
             shares = [n * _sharers(kernel, call) for n in tiles.across]
             return f"{tiles.groups} groups of warps do not share bands of {shares[0]} and {shares[1]} tiles"
-        phases = _rotated(tiles, call)
+        if granularities(call)[0] == HEAD:
+            phase, maxima = _rotated_heads(tiles, call)
+        else:
+            phase = _rotated(tiles, call)
+        phases = [phase]
         if granularities(call)[0] != BLOCK:
-            begin = 2 * sizes.batch * sizes.kv_heads if granularities(call)[0] == HEAD else 0
-            phase, maxima = _of_heads(tiles, None, begin=begin)
+            phase, maxima = _of_heads(tiles, None, begin=maxima)
             phases.append(phase)
     numbers: dict[tuple[str, Any], float] = {
         **strides(call),
@@ -164,7 +174,7 @@ def _of_heads(tiles: _Tiles, granularity: int | None, *, begin: int) -> tuple[Ph
     across, lengths = (tiles.across[0], *[tiles.across[1]] * 2), (down[0], *[down[1]] * 2)
     heads = sizes.heads, sizes.kv_heads, sizes.kv_heads
     group = sizes.heads // sizes.kv_heads
-    least = [group if tiles.heads == 1 else group // 2 if group % 2 == 0 else group, 1, 1]  # tiles that share scales
+    least = [tiles.least, 1, 1]  # that share scales
     waits = [granularity == HEAD, granularity == HEAD, True]  # whether scales are of heads
     works = [granularity is not None, granularity is not None, True]
     all_tiles = [sizes.batch * n * length * used for n, length, used in zip(across, lengths, works, strict=True)]
@@ -199,27 +209,42 @@ def _side_by_side(across: int, least: int, most: int) -> int:
     return least * max(n for n in range(1, parts + 1) if parts % n == 0 and (n == 1 or n * least <= most))
 
 
-def _rotated(tiles: _Tiles, call: Quantize) -> list[Phase]:
-    """Return the launches that rotate: two for scales of heads. V of blocks comes with Q and K."""
-    sizes, sharers, granularity = tiles.sizes, _sharers(tiles.kernel, call), granularities(call)[0]
+def _rotated(tiles: _Tiles, call: Quantize) -> Phase:
+    """Return the launch that rotates, for scales of blocks, with which V comes, or of tokens."""
+    sizes, sharers, of_blocks = tiles.sizes, _sharers(tiles.kernel, call), granularities(call)[0] == BLOCK
     down = tiles.down(tiles.kernel.main.tile_m * sharers)
     bands = [sizes.batch * length for length in down]
     units = [n * length * sharers for n, length in zip(tiles.across, bands, strict=True)]
-    of_v = granularity == BLOCK
     numbers = {
-        **_rotation(call), "sharers": sharers, "scales": granularity, "bands_q": bands[0], "bands_k": bands[1],
-        "bands": bands[0] + (2 if of_v else 1) * bands[1],
+        **_rotation(call), "sharers": sharers, "of_tokens": int(not of_blocks), "bands_q": bands[0],
+        "bands_k": bands[1], "bands": bands[0] + (2 if of_blocks else 1) * bands[1],
     }  # fmt: skip
     divisors = {
         "heads_q": tiles.across[0], "heads_k": tiles.across[1], "tiles_q": down[0], "tiles_k": down[1],
         "turns_q": tiles.across[0] * sharers // tiles.groups, "turns_k": tiles.across[1] * sharers // tiles.groups,
-        "group": sizes.heads // sizes.kv_heads,
     }  # fmt: skip
-    every = units[0], units[1], units[1] if of_v else 0
-    return [
-        tiles.phase("rotated", every, {**numbers, "rounds": rounds}, divisors)
-        for rounds in ((0, 1) if granularity == HEAD else (1,))
-    ]
+    return tiles.phase("rotated", (*units, units[1] if of_blocks else 0), numbers, divisors)
+
+
+def _rotated_heads(tiles: _Tiles, call: Quantize) -> tuple[Phase, int]:
+    """Return the launch that rotates Q and K with scales of heads, and its maxima. Bands are as many tiles of the same
+    tokens as a block has groups, and a set has as many bands side by side as share scales."""
+    sizes, down = tiles.sizes, tiles.down(tiles.kernel.main.tile_m)
+    across = lcm(tiles.groups, tiles.least) // tiles.groups, 1
+    sets = [-(-n // (tiles.groups * wide)) for n, wide in zip(tiles.across, across, strict=True)]
+    bands_of_set = [wide * length for wide, length in zip(across, down, strict=True)]
+    bands = [sizes.batch * n * m for n, m in zip(sets, bands_of_set, strict=True)]
+    words = [sizes.batch * n * length for n, length in zip((sizes.heads, sizes.kv_heads), down, strict=True)]
+    units = [n * tiles.groups for n in bands]
+    numbers = {
+        **_rotation(call), "lag": max(-(-(max(bands_of_set) - 1) // tiles.blocks(sum(units))), 1), "bands": sum(bands),
+        "bands_q": bands[0], "words_q": 0, "words_k": words[0], "tiles_q": down[0], "tiles_k": down[1],
+    }  # fmt: skip
+    divisors = {
+        "group": sizes.heads // sizes.kv_heads, "group_kv": 1, "set_q": bands_of_set[0], "set_k": bands_of_set[1],
+        "sets_q": sets[0], "sets_k": sets[1], "across_q": across[0], "across_k": across[1],
+    }  # fmt: skip
+    return tiles.phase("rotated_heads", (*units, 0), numbers, divisors), sum(words)
 
 
 class _TensorMaps:

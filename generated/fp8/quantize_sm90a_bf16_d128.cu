@@ -8,7 +8,8 @@
 // There is a kernel for each kind of call, so that none has registers or branches of another:
 //   quantize_sm90a_bf16_d128: scales of blocks, of one tile or of two.
 //   quantize_sm90a_bf16_d128_kept: scales of heads, and of tokens of Q and K.
-//   quantize_sm90a_bf16_d128_rotated: rotated rows.
+//   quantize_sm90a_bf16_d128_rotated: rotated rows, with scales of blocks and of tokens.
+//   quantize_sm90a_bf16_d128_rotated_heads: rotated rows, with scales of heads.
 #include "pdl.cuh"
 #include "divisor.cuh"
 #include "pieces.cuh"
@@ -330,7 +331,51 @@ struct KeptPart {
   Divisor group;               // heads that share a scale
   int begin, words;            // its first tile, and its first maximum
   int heads, seqlen, tiles;    // of its sequences
+
+  // The scale of a head, or of the last one, and where the maxima of its tiles begin.
+  __device__ __forceinline__ int scale_of_head(int head) const { return group.quotient(min(head, heads - 1)); }
+  __device__ __forceinline__ int words_of_head(int b, int head) const {
+    return words + (b * heads + scale_of_head(head) * group.value) * tiles;
+  }
 };
+
+// A thread asks for the first maxima of the heads of a tile, of `count` each, and later waits for all that are its.
+using Asked = uint32_t[kHeads][kAtOnce];
+
+__device__ __forceinline__ uint32_t word_of(const uint32_t* maxima, int i, int count) {
+  return i < count ? told(maxima + i) : 1;
+}
+__device__ __forceinline__ void ask(
+    Asked& asked, const uint32_t* maxima, const KeptPart& part, int b, int first_head, int count) {
+#pragma unroll
+  for (int head = 0; head < kHeads; ++head) {
+    const uint32_t* const of_head = maxima + part.words_of_head(b, first_head + head);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) asked[head][i] = word_of(of_head, threadIdx.x % 128 + 128 * i, count);
+  }
+}
+__device__ __forceinline__ void wait_for_maxima(
+    uint32_t (&largest)[4][kHeads], Asked& asked, const uint32_t* maxima, const KeptPart& part, int b, int first_head,
+    int count) {
+#pragma unroll
+  for (int head = 0; head < kHeads; ++head) {
+    const uint32_t* const of_head = maxima + part.words_of_head(b, first_head + head);
+    uint32_t found = 0;
+    for (int first = threadIdx.x % 128; first < count; first += 128 * kAtOnce) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        while (asked[head][i] == 0) asked[head][i] = word_of(of_head, first + 128 * i, count);
+        found = max(found, asked[head][i] - 1);
+        asked[head][i] = word_of(of_head, first + 128 * (kAtOnce + i), count);
+      }
+    }
+    found = __reduce_max_sync(~0u, found);
+    if (threadIdx.x % 32 == 0) largest[threadIdx.x % 128 / 32][head] = found;
+  }
+}
+__device__ __forceinline__ uint32_t largest_of_group(const uint32_t (&largest)[4][kHeads], int head) {
+  return max(max(largest[0][head], largest[1][head]), max(largest[2][head], largest[3][head]));
+}
 
 // What threads tell each other.
 struct KeptShared {
@@ -429,11 +474,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
     const int b = task.y, first_head = task.z, first_token = task.w * kRows;
     const KeptPart& part = shared.parts[task.x];
     const bool multiplies = __all_sync(~0u, hadamard && task.x < 2), of_tokens = first + turn * all < units_of_tokens;
-    // The scale of a head, or of the last one, and where the maxima of its tiles begin.
-    const auto scale_of_head = [&](int head) { return part.group.quotient(min(first_head + head, part.heads - 1)); };
-    const auto words_of_head = [&](int head) {
-      return part.words + (b * part.heads + scale_of_head(head) * part.group.value) * part.tiles;
-    };
     uint32_t(&largest)[4][kHeads] = shared.largest[uses & 1][of_block];
 
     if (finds) {
@@ -452,48 +492,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
       named_sync(Named::kTile, of_block, 128);
       ++uses;
       if (thread < kHeads && first_head + thread < part.heads) {
-        const uint32_t found = max(max(largest[0][thread], largest[1][thread]), max(largest[2][thread], largest[3][thread]));
-        tell(maxima_ptr + part.words + (b * part.heads + first_head + thread) * part.tiles + task.w, found);
+        tell(maxima_ptr + part.words + (b * part.heads + first_head + thread) * part.tiles + task.w,
+             largest_of_group(largest, thread));
       }
       if (again && thread == 0) bring(step + kStages);
       continue;
     }
 
-    const int words_of_tile = words_of_head(0) + words_of_head(kHeads - 1);
+    const int words_of_tile = part.words_of_head(b, first_head) + part.words_of_head(b, first_head + kHeads - 1);
     const bool waits = !of_tokens && words_of_tile != known_words;
     // The first maxima are asked for before the products, and looked at after them.
     const int count = waits ? part.group.value * part.tiles : 0;
-    const auto word_of = [&](int head, int i) {
-      return i < count ? told(maxima_ptr + words_of_head(head) + i) : 1;
-    };
-    uint32_t words[kHeads][kAtOnce];
-#pragma unroll
-    for (int head = 0; head < kHeads; ++head) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) words[head][i] = word_of(head, thread + 128 * i);
-    }
+    Asked asked;
+    ask(asked, maxima_ptr, part, b, first_head, count);
     float x[kSlots][kNumbers];
     if (multiplies) {
       multiply_tile(x, base + tile, base + kFactors);
     } else {
       read_tile(x, memory + tile);
     }
-    if (waits) {
-#pragma unroll
-      for (int head = 0; head < kHeads; ++head) {
-        uint32_t found = 0;
-        for (int first = thread; first < count; first += 128 * kAtOnce) {
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            while (words[head][i] == 0) words[head][i] = word_of(head, first + 128 * i);
-            found = max(found, words[head][i] - 1);
-            words[head][i] = word_of(head, first + 128 * (kAtOnce + i));
-          }
-        }
-        found = __reduce_max_sync(~0u, found);
-        if (lane == 0) largest[warp][head] = found;
-      }
-    }
+    if (waits) wait_for_maxima(largest, asked, maxima_ptr, part, b, first_head, count);
+
     const float own_norm = multiplies ? norm : 1.0f, limit = e5m2_out ? kLargest<e5m2> : kLargest<e4m3>;
     float factors[kPieces];
     if (of_tokens) {
@@ -525,9 +544,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
     if (thread == 0) bring(place + kStages);
     if (waits) {
 #pragma unroll
-      for (int head = 0; head < kHeads; ++head) {
-        known[head] = max(max(largest[0][head], largest[1][head]), max(largest[2][head], largest[3][head]));
-      }
+      for (int head = 0; head < kHeads; ++head) known[head] = largest_of_group(largest, head);
       known_words = words_of_tile;
       ++uses;
     }
@@ -540,7 +557,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
         for (int piece = 0; piece < kPieces; ++piece) {
           if (kHeads == 1 || piece / 2 == head) factors[piece] = factor;
         }
-        const int of_all = scale_of_head(head);
+        const int of_all = part.scale_of_head(first_head + head);
         if (thread == 0 && task.w == 0 && first_head + head == of_all * part.group.value && first_head + head < part.heads) {
           part.scales[b * kv_heads + of_all] = scale;
         }
@@ -565,8 +582,58 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
   }
 }
 
-// Rotated rows of Q and K, which are transformed in registers, two lanes a row; V of blocks comes with them. Angles lie in
-// shared memory for all heads of a token. A scale of a head takes two launches: the first finds the largest magnitudes.
+// Rotated rows are transformed in registers: two lanes have a row, each every other pair of its vectors.
+
+// Where a vector of a thread is in its box, and a piece in its row.
+__device__ __forceinline__ int vector_of_row(int slot) {
+  return (slot & 1) + 2 * (threadIdx.x % 2) + (slot & 2) * 2;
+}
+__device__ __forceinline__ int column_of_row(int piece) {
+  return 16 * (threadIdx.x % 2) + piece % 2 * 32 + (kHeads == 1 ? piece / 2 * 64 : 0);
+}
+
+__device__ __forceinline__ void read_rows(float (&x)[kSlots][kNumbers], const char* tile) {
+  const int row = threadIdx.x % 128 / 2;
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    to_floats<Element>(x[slot], Words::load(tile + slot / 4 * kBox + row * 128 + (vector_of_row(slot) ^ row % 8) * 16));
+  }
+}
+
+// Rotates them by the angles of two tables. A number's partner is in the other box, or in the same.
+__device__ __forceinline__ void rotate_rows(float (&x)[kSlots][kNumbers], const char* tables, int form) {
+  const char* const cosines = tables + threadIdx.x % 128 / 2 * kAngles;
+  constexpr int kPartner = kHeads == 1 ? 4 : 2;
+#pragma unroll
+  for (int slot = 0; slot < kPartner; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kNumbers; i += 4) {
+      float cos[4], sin[4];
+      four_table_numbers(cos, cosines, kNumbers * vector_of_row(slot) + i, form);
+      four_table_numbers(sin, cosines + kTable, kNumbers * vector_of_row(slot) + i, form);
+#pragma unroll
+      for (int own = slot; own < kSlots; own += 2 * kPartner) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float first = x[own][i + j], second = x[own + kPartner][i + j];
+          x[own][i + j] = rotated(first, second, cos[j], sin[j], true);
+          x[own + kPartner][i + j] = rotated(second, first, cos[j], sin[j], false);
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void transform_rows(float (&x)[kSlots][kNumbers], const Words* vector_signs) {
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    flip(x[slot], vector_signs[vector_of_row(slot) + (kHeads == 1 ? slot / 4 * 8 : 0)]);
+  }
+  hadamard_transform<kHeads == 1 ? 3 : 2, 1>(x);
+}
+
+// Rotated rows of Q and K with scales of blocks or of tokens; V of blocks comes with them. Angles lie in shared memory for
+// all heads of a token.
 
 // What threads tell each other.
 struct RotatedShared {
@@ -583,17 +650,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map,
     unsigned char* q_out_ptr, unsigned char* k_out_ptr, unsigned char* v_out_ptr, float* q_descale_ptr,
-    float* k_descale_ptr, float* v_descale_ptr, const float* signs_ptr, uint32_t* maxima_ptr,
-    const void* rotary_cos_ptr, const void* rotary_sin_ptr, const int* rotary_offsets_ptr,
+    float* k_descale_ptr, float* v_descale_ptr, const float* signs_ptr, const void* rotary_cos_ptr,
+    const void* rotary_sin_ptr, const int* rotary_offsets_ptr,
     long long stride_q_out_b, long long stride_q_out_s, long long stride_q_out_h,
     long long stride_k_out_b, long long stride_k_out_s, long long stride_k_out_h,
     long long stride_v_out_b, long long stride_v_out_s, long long stride_v_out_h,
     long long cos_row_bytes, long long sin_row_bytes, long long sign_bits_0, long long sign_bits_1, int heads,
-    int kv_heads, int seqlen_q, int seqlen_k, int units, int units_q, int units_k, int e5m2_out, int batch,
-    int sharers, int hadamard, int scales, int rounds, int bands, int bands_q, int bands_k, int positions,
-    int rotary_form, int angle_bytes, int heads_q, int heads_k, int tiles_q, int tiles_k, int turns_q, int turns_k,
-    int group, int heads_q_reciprocal, int heads_k_reciprocal, int tiles_q_reciprocal, int tiles_k_reciprocal,
-    int turns_q_reciprocal, int turns_k_reciprocal, int group_reciprocal, float norm
+    int kv_heads, int seqlen_q, int seqlen_k, int units, int units_q, int units_k, int e5m2_out, int sharers,
+    int of_tokens, int hadamard, int bands, int bands_q, int bands_k, int positions, int rotary_form,
+    int angle_bytes, int heads_q, int heads_k, int tiles_q, int tiles_k, int turns_q, int turns_k,
+    int heads_q_reciprocal, int heads_k_reciprocal, int tiles_q_reciprocal, int tiles_k_reciprocal,
+    int turns_q_reciprocal, int turns_k_reciprocal, float norm
 ) {
   launch_dependents();
   char* const memory = shared_memory;
@@ -707,43 +774,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
     const int stage = turn % kRotatedStages, table = here.own_band * sharers + (of_block & sharers - 1), slot = table & 1;
     if (brings_angles && here.first) bring_angles(here.own_band + bands_ahead);
     wait(full + 8 * stage, turn / kRotatedStages & 1);
-    const int row = thread / 2;  // two lanes have a row, each every other pair of vectors
+    const int row = thread / 2;  // two lanes have a row
     const char* const tile = memory + (of_block * kRotatedStages + stage) * kTile;
-    const auto vector_of = [&](int slot) { return (slot & 1) + 2 * (lane % 2) + (slot & 2) * 2; };  // in its box
     float x[kSlots][kNumbers];
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      to_floats<Element>(x[slot], Words::load(tile + slot / 4 * kBox + row * 128 + (vector_of(slot) ^ row % 8) * 16));
-    }
+    read_rows(x, tile);
     if (turns) {
       wait(angles_full + 8 * slot, table >> 1 & 1);
-      const char* const cosines = memory + kTables + slot * 2 * kTable + row * kAngles;
-      constexpr int kPartner = kHeads == 1 ? 4 : 2;  // a number's partner is in the other box, or in the same
-#pragma unroll
-      for (int slot = 0; slot < kPartner; ++slot) {
-#pragma unroll
-        for (int i = 0; i < kNumbers; i += 4) {
-          float cos[4], sin[4];
-          four_table_numbers(cos, cosines, kNumbers * vector_of(slot) + i, rotary_form);
-          four_table_numbers(sin, cosines + kTable, kNumbers * vector_of(slot) + i, rotary_form);
-#pragma unroll
-          for (int own = slot; own < kSlots; own += 2 * kPartner) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const float first = x[own][i + j], second = x[own + kPartner][i + j];
-              x[own][i + j] = rotated(first, second, cos[j], sin[j], true);
-              x[own + kPartner][i + j] = rotated(second, first, cos[j], sin[j], false);
-            }
-          }
-        }
-      }
-      if (hadamard) {
-#pragma unroll
-        for (int slot = 0; slot < kSlots; ++slot) {
-          flip(x[slot], shared.vector_signs[vector_of(slot) + (kHeads == 1 ? slot / 4 * 8 : 0)]);
-        }
-        hadamard_transform<kHeads == 1 ? 3 : 2, 1>(x);
-      }
+      rotate_rows(x, memory + kTables + slot * 2 * kTable, rotary_form);
+      if (hadamard) transform_rows(x, shared.vector_signs);
     }
 
     const int heads_here = task.part == 0 ? heads : kv_heads, seqlen = task.part == 0 ? seqlen_q : seqlen_k;
@@ -757,7 +795,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
       if (turns && here.last) arrive(angles_empty + 8 * slot);
     };
     float factors[kHeads];
-    if (scales == kToken) {
+    if (of_tokens) {
       float magnitudes[kPieces];
       find_largest_of_pieces(x, magnitudes);
       const float low = fmaxf(magnitudes[0], magnitudes[1]), high = fmaxf(magnitudes[2], magnitudes[3]);
@@ -781,50 +819,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
       tile_was_read();
     } else {
       uint32_t of_warp[kHeads];
-      if (scales == kBlock || !rounds) find_largest_of_warp(x, of_warp);
-      if (scales == kBlock) {
+      find_largest_of_warp(x, of_warp);
 #pragma unroll
-        for (int head = 0; head < kHeads; ++head) {
-          if (lane == 0) shared.largest[turn & 1][of_block][warp][head] = of_warp[head];
-        }
+      for (int head = 0; head < kHeads; ++head) {
+        if (lane == 0) shared.largest[turn & 1][of_block][warp][head] = of_warp[head];
       }
       named_sync(Named::kTile, of_block >> sharers - 1, 128 * sharers);
       tile_was_read();
-      const auto scale_of_head = [&](int head) {
-        const int of_q = Divisor(group, group_reciprocal).quotient(task.head + head);
-        return task.b * kv_heads + (task.part == 0 ? of_q : task.head + head);
-      };
-      const auto maximum_of = [&](int head) { return maxima_ptr + task.part * batch * kv_heads + scale_of_head(head); };
-      if (scales == kHead && !rounds) {  // few tiles raise a maximum: the others read it alone
-#pragma unroll
-        for (int head = 0; head < kHeads; ++head) {
-          if (lane == 0 && task.head + head < heads_here &&
-              of_warp[head] > *static_cast<volatile uint32_t*>(maximum_of(head))) {
-            raise(maximum_of(head), of_warp[head]);
-          }
-        }
-        continue;
-      }
+      const int blocks = task.part == 0 ? tiles_q : tiles_k;
 #pragma unroll
       for (int head = 0; head < kHeads; ++head) {
-        const bool has_head = task.head + head < heads_here;
         uint32_t found = 0;
-        if (scales == kBlock) {
-          const int first = of_block & -sharers;
-          for (int i = 0; i < 4 * sharers; ++i) found = max(found, shared.largest[turn & 1][first + i / 4][i % 4][head]);
-        } else if (has_head) {
-          found = *maximum_of(head);
-        }
+        const int first = of_block & -sharers;
+        for (int i = 0; i < 4 * sharers; ++i) found = max(found, shared.largest[turn & 1][first + i / 4][i % 4][head]);
         const float scale = scale_of(__uint_as_float(found) * own_norm, limit);
         factors[head] = __fdiv_rn(1.0f, scale) * own_norm;
-        if (thread == 0 && has_head) {
-          if (scales == kBlock) {
-            const long long of_head = task.b * static_cast<long long>(heads_here) + task.head + head;
-            const int blocks = task.part == 0 ? tiles_q : tiles_k;
-            if ((task.tile & sharers - 1) == 0) part.scales[of_head * blocks + (task.tile >> sharers - 1)] = scale;
-          } else if (task.tile == 0) {
-            part.scales[scale_of_head(head)] = scale;  // the same of all heads that share it
-          }
+        if (thread == 0 && (task.tile & sharers - 1) == 0 && task.head + head < heads_here) {
+          const long long of_head = task.b * static_cast<long long>(heads_here) + task.head + head;
+          part.scales[of_head * blocks + (task.tile >> sharers - 1)] = scale;
         }
       }
     }
@@ -834,8 +846,201 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
         const int of_tile = kHeads == 1 ? 0 : piece / 2, head = task.head + of_tile, token = task.tile * kRows + row;
         unsigned char* const of_row = part.to + task.b * part.to_b + head * part.to_h + token * part.to_s;
         const uint4 rounded = in_8_bits<Rounded>(x[2 * piece], x[2 * piece + 1], factors[of_tile]);
-        const int column = 16 * (lane % 2) + piece % 2 * 32 + (kHeads == 1 ? piece / 2 * 64 : 0);
-        if (head < heads_here && token < seqlen) __stcs(reinterpret_cast<uint4*>(of_row + column), rounded);
+        if (head < heads_here && token < seqlen) __stcs(reinterpret_cast<uint4*>(of_row + column_of_row(piece)), rounded);
+      }
+    };
+    if (e5m2_out) {
+      store.template operator()<e5m2>();
+    } else {
+      store.template operator()<e4m3>();
+    }
+  }
+}
+
+// Rotated rows of Q and K with scales of heads.
+//
+// A block has bands: the same tokens of some neighbouring heads, one tile for each group, which share angles. Sets of bands
+// follow one another, as those of tiles do above, and a band is found `lag` turns before it is rounded. Tiles and angles
+// are loaded for both, the second time out of L2.
+
+// What threads tell each other.
+struct RotatedHeadsShared {
+  uint64_t full[kGroups * kRotatedStages];  // barriers: a tile is there
+  uint64_t angles[4];                       // two tables are there, and have been read
+  int4 tasks[kGroups][kRotatedStages];      // which: part, batch entry, head, place in its sequence
+  KeptPart parts[2];                        // in bands, not tiles
+  Words vector_signs[kHeadDim / kNumbers];
+  uint32_t flips[kHeadDim / 32];            // bits of the numbers of a row that change their signs
+  uint32_t largest[2][kGroups][4][kHeads];  // of each warp, of two uses in turn
+};
+static_assert(kRotatedShared + sizeof(RotatedHeadsShared) <= 201728);
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d128_rotated_heads(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map,
+    unsigned char* q_out_ptr, unsigned char* k_out_ptr, unsigned char* v_out_ptr, float* q_descale_ptr,
+    float* k_descale_ptr, float* v_descale_ptr, const float* signs_ptr, uint32_t* maxima_ptr,
+    const void* rotary_cos_ptr, const void* rotary_sin_ptr, const int* rotary_offsets_ptr,
+    long long stride_q_out_b, long long stride_q_out_s, long long stride_q_out_h,
+    long long stride_k_out_b, long long stride_k_out_s, long long stride_k_out_h,
+    long long stride_v_out_b, long long stride_v_out_s, long long stride_v_out_h,
+    long long cos_row_bytes, long long sin_row_bytes, long long sign_bits_0, long long sign_bits_1, int heads,
+    int kv_heads, int seqlen_q, int seqlen_k, int units, int units_q, int units_k, int e5m2_out, int hadamard,
+    int lag, int bands, int bands_q, int words_q, int words_k, int tiles_q, int tiles_k, int positions,
+    int rotary_form, int angle_bytes, int group, int group_kv, int set_q, int set_k, int sets_q, int sets_k,
+    int across_q, int across_k, int group_reciprocal, int group_kv_reciprocal, int set_q_reciprocal,
+    int set_k_reciprocal, int sets_q_reciprocal, int sets_k_reciprocal, int across_q_reciprocal,
+    int across_k_reciprocal, float norm
+) {
+  char* const memory = shared_memory;
+  RotatedHeadsShared& shared = *reinterpret_cast<RotatedHeadsShared*>(memory + kRotatedShared);
+  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  const int of_block = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the group, which the compiler knows to be that of a warp
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
+  const uint32_t full = base + kRotatedShared + 8 * kRotatedStages * of_block;
+  const uint32_t angles_full = base + kRotatedShared + 8 * kRotatedStages * kGroups, angles_empty = angles_full + 16;
+
+  if (threadIdx.x == 0) {
+    shared.parts[0] = {q_out_ptr, q_descale_ptr, stride_q_out_b, stride_q_out_s, stride_q_out_h,
+                       Divisor(set_q, set_q_reciprocal), Divisor(sets_q, sets_q_reciprocal),
+                       Divisor(across_q, across_q_reciprocal), Divisor(group, group_reciprocal),
+                       0, words_q, heads, seqlen_q, tiles_q};
+    shared.parts[1] = {k_out_ptr, k_descale_ptr, stride_k_out_b, stride_k_out_s, stride_k_out_h,
+                       Divisor(set_k, set_k_reciprocal), Divisor(sets_k, sets_k_reciprocal),
+                       Divisor(across_k, across_k_reciprocal), Divisor(group_kv, group_kv_reciprocal),
+                       bands_q, words_k, kv_heads, seqlen_k, tiles_k};
+    init_barriers(base + kRotatedShared, kGroups * kRotatedStages + 2, 1);
+    init_barriers(angles_empty, 2, kGroups);
+    fence_barrier_init();
+  }
+  if (threadIdx.x < kHeadDim / 32) {
+    shared.flips[threadIdx.x] = signs_of_word(threadIdx.x, signs_ptr, sign_bits_0, sign_bits_1);
+  }
+  __syncthreads();  // parts, barriers and signs are there
+
+  // Steps: the first `lead` bands are found, then one is found and one is rounded in turn, then the last ones are rounded.
+  const int own = max(bands - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1, 0) / gridDim.x;
+  const int lead = min(lag, own);
+  const auto has_to_find = [&](int step) {
+    const int later = step - lead;
+    return later < 0 || (later < 2 * (own - lead) && (later & 1) == 0);
+  };
+  const auto task_at = [&](int step) {
+    const int later = step - lead;
+    const int turn = later < 0 ? step : later >= 2 * (own - lead) ? step - own : (later >> 1) + (later & 1 ? 0 : lead);
+    const int band = blockIdx.x + turn * gridDim.x, which = band >= bands_q;
+    const KeptPart& part = shared.parts[which];
+    const int set = part.set.quotient(band - part.begin), of_set = band - part.begin - set * part.set.value;
+    const int b = part.sets.quotient(set), tile = part.pairs.quotient(of_set);
+    const int across = (set - b * part.sets.value) * part.pairs.value + of_set - tile * part.pairs.value;
+    return int4{which, b, (across * kGroups + of_block) * kHeads, tile};
+  };
+  const auto bring = [&](int step) {
+    if (step >= 2 * own) return;
+    const int4 task = task_at(step);
+    const int stage = step % kRotatedStages;
+    shared.tasks[of_block][stage] = task;
+    load_tile(base + (of_block * kRotatedStages + stage) * kTile, task.x == 0 ? q_map : k_map, full + 8 * stage, task.z,
+              task.w * kRows, task.y);
+  };
+  if (thread == 0) {
+    for (int stage = 0; stage < kRotatedStages; ++stage) bring(stage);
+  }
+  if (threadIdx.x < kHeadDim / kNumbers) {
+    const uint32_t bits = shared.flips[threadIdx.x / 4] >> threadIdx.x % 4 * kNumbers;
+    for (int i = 0; i < kNumbers / 2; ++i) shared.vector_signs[threadIdx.x].pairs[i] = signs_of_pair(bits, i);
+  }
+  __syncthreads();
+
+  // One warp brings the angles of a step once those of the last but one have been read.
+  const auto bring_angles = [&](int step) {
+    if (step >= 2 * own) return;
+    const int4 task = task_at(step);
+    const int slot = step & 1, offset = rotary_offsets_ptr == nullptr ? 0 : rotary_offsets_ptr[task.y];
+    const uint32_t to = base + kTables + slot * 2 * kTable;
+    wait(angles_empty + 8 * slot, (step >> 1 & 1) ^ 1);
+    if (lane == 0) arrive_expecting(angles_full + 8 * slot, 2 * kRows * angle_bytes);
+    __syncwarp();
+    for (int row = lane; row < kRows; row += 32) {
+      const long long token = task.w * kRows + row;
+      const long long position = max(0ll, min(token + offset, positions - 1ll));
+      load_bytes(to + row * kAngles, static_cast<const char*>(rotary_cos_ptr) + position * cos_row_bytes,
+                 angles_full + 8 * slot, angle_bytes);
+      load_bytes(to + kTable + row * kAngles, static_cast<const char*>(rotary_sin_ptr) + position * sin_row_bytes,
+                 angles_full + 8 * slot, angle_bytes);
+    }
+  };
+  const bool brings_angles = threadIdx.x / 32 == 4 * kGroups - 1;
+  if (brings_angles) bring_angles(0);
+
+  const float own_norm = hadamard ? norm : 1.0f, limit = e5m2_out ? kLargest<e5m2> : kLargest<e4m3>;
+  float factors[kHeads];  // of the heads of the last tile
+  int known_words = -1;   // where their maxima begin, added up: no other heads of a tile have this sum
+  int uses = 0;
+  for (int step = 0; step < 2 * own; ++step) {
+    const int stage = step % kRotatedStages, slot = step & 1;
+    const bool finds = has_to_find(step);
+    if (brings_angles) bring_angles(step + 1);
+    wait(full + 8 * stage, step / kRotatedStages & 1);
+    const int4 task = shared.tasks[of_block][stage];
+    const int b = task.y, first_head = task.z;
+    const KeptPart& part = shared.parts[task.x];
+    const int words_of_tile = part.words_of_head(b, first_head) + part.words_of_head(b, first_head + kHeads - 1);
+    const bool waits = !finds && words_of_tile != known_words;
+    uint32_t(&largest)[4][kHeads] = shared.largest[uses & 1][of_block];
+    if (waits) {  // seldom, so that it may take its time, and not while registers are full
+      const int count = part.group.value * part.tiles;
+      Asked asked;
+      ask(asked, maxima_ptr, part, b, first_head, count);
+      wait_for_maxima(largest, asked, maxima_ptr, part, b, first_head, count);
+    }
+    float x[kSlots][kNumbers];
+    read_rows(x, memory + (of_block * kRotatedStages + stage) * kTile);
+    wait(angles_full + 8 * slot, step >> 1 & 1);
+    rotate_rows(x, memory + kTables + slot * 2 * kTable, rotary_form);
+    if (hadamard) transform_rows(x, shared.vector_signs);
+
+    if (finds) {
+      uint32_t of_warp[kHeads];
+      find_largest_of_warp(x, of_warp);
+#pragma unroll
+      for (int head = 0; head < kHeads; ++head) {
+        if (lane == 0) largest[warp][head] = of_warp[head];
+      }
+    }
+    named_sync(Named::kTile, of_block, 128);
+    if (finds || waits) ++uses;
+    if (thread == 0) {
+      bring(step + kRotatedStages);
+      arrive(angles_empty + 8 * slot);
+    }
+    if (finds) {
+      if (thread < kHeads && first_head + thread < part.heads) {
+        tell(maxima_ptr + part.words + (b * part.heads + first_head + thread) * part.tiles + task.w,
+             largest_of_group(largest, thread));
+      }
+      continue;
+    }
+    if (waits) {
+      known_words = words_of_tile;
+#pragma unroll
+      for (int head = 0; head < kHeads; ++head) {
+        const float scale = scale_of(__uint_as_float(largest_of_group(largest, head)) * own_norm, limit);
+        factors[head] = __fdiv_rn(1.0f, scale) * own_norm;
+        // The first tile of a head that a group rounds: some group writes each scale, maybe several the same.
+        const int of_all = part.scale_of_head(first_head + head);
+        if (thread == 0) part.scales[b * kv_heads + of_all] = scale;
+      }
+    }
+    const auto store = [&]<typename Rounded>() {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const int of_tile = kHeads == 1 ? 0 : piece / 2, head = first_head + of_tile, token = task.w * kRows + thread / 2;
+        unsigned char* const of_row = part.to + b * part.to_b + head * part.to_h + token * part.to_s;
+        const uint4 rounded = in_8_bits<Rounded>(x[2 * piece], x[2 * piece + 1], factors[of_tile]);
+        if (head < part.heads && token < part.seqlen) {
+          __stcs(reinterpret_cast<uint4*>(of_row + column_of_row(piece)), rounded);
+        }
       }
     };
     if (e5m2_out) {

@@ -3,8 +3,8 @@
 They do what the kernel of schedule ``quantize`` does, for rows of 64 or 128 numbers in tensors that TMA can read, and
 all scales but those of tensors. Tiles arrive in shared memory while others are worked on, which takes no registers, and
 ``wgmma`` with a Hadamard matrix takes no instructions of the threads that round. So memory binds. There is a launch for
-each kind of call: ``quantize`` for scales of blocks, ``kept`` for those of heads and tokens, and ``rotated`` for
-rotated rows.
+each kind of call: ``quantize`` for scales of blocks, ``kept`` for those of heads and tokens, ``rotated`` for rotated
+rows, and ``rotated_heads`` for those with scales of heads.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from attngen.schema.expand import QUANTIZED_IN_TILES, KernelSpec
 GRID = "row_tiles"
 
 #: The launches of rows that are not transformed by blocks.
-KEPT, ROTATED = "kept", "rotated"
+KEPT, ROTATED, ROTATED_HEADS = "kept", "rotated", "rotated_heads"
 
 #: Groups of four warps in a block, of which a multiprocessor has one: 128 registers a thread. Tiles in shared memory
 #: for each of them, fewer where angles lie beside them; tokens of a tile, boxes of a tile, bytes of a row of a box.
 GROUPS, STAGES, ROTATED_STAGES, ROWS, BOXES, BOX_BYTES = 4, 3, 2, 64, 2, 128
 
 #: Bytes for what threads tell each other, more than they need.
-_TOLD = {QUANTIZE: 1024, KEPT: 2048, ROTATED: 1024}
+_TOLD = {QUANTIZE: 1024, KEPT: 2048, ROTATED: 1024, ROTATED_HEADS: 1024}
 
 #: How often the code of a launch has a tile multiplied.
-_TRANSFORMS = {QUANTIZE: 1, KEPT: 2, ROTATED: 0}
+_TRANSFORMS = {QUANTIZE: 1, KEPT: 2, ROTATED: 0, ROTATED_HEADS: 0}
 
 _ROUNDED = ("q_out", "k_out", "v_out")
 _SCALES = ("q_descale", "k_descale", "v_descale", "signs")
@@ -51,7 +51,10 @@ _OWN_SIZES = {
     QUANTIZE: ("sharers",),
     KEPT: ("hadamard", "lag", "units_of_tokens", "words_q", "words_k", "words_v", "tiles_q", "tiles_k"),
     ROTATED: (
-        "batch", "sharers", "hadamard", "scales", "rounds", "bands", "bands_q", "bands_k", "positions", "rotary_form",
+        "sharers", "of_tokens", "hadamard", "bands", "bands_q", "bands_k", "positions", "rotary_form", "angle_bytes",
+    ),
+    ROTATED_HEADS: (
+        "hadamard", "lag", "bands", "bands_q", "words_q", "words_k", "tiles_q", "tiles_k", "positions", "rotary_form",
         "angle_bytes",
     ),
 }  # fmt: skip
@@ -70,7 +73,8 @@ _DIVISORS = {
         "pairs_k",
         "pairs_v",
     ),
-    ROTATED: ("heads_q", "heads_k", "tiles_q", "tiles_k", "turns_q", "turns_k", "group"),
+    ROTATED: ("heads_q", "heads_k", "tiles_q", "tiles_k", "turns_q", "turns_k"),
+    ROTATED_HEADS: ("group", "group_kv", "set_q", "set_k", "sets_q", "sets_k", "across_q", "across_k"),
 }
 
 
@@ -84,7 +88,7 @@ def operand_bytes(plan: Plan, launch: str) -> int:
     """Return the shared memory of tiles and of what they are worked on with: the Hadamard matrix, or, where rows are
     rotated, two tables of cosines and sines."""
     tiles = GROUPS * BOXES * ROWS * BOX_BYTES
-    if launch == ROTATED:
+    if launch in (ROTATED, ROTATED_HEADS):
         return ROTATED_STAGES * tiles + 2 * 2 * ROWS * angle_pitch(plan)
     return STAGES * tiles + plan.head_dim_qk**2 * plan.operands.q.bytes
 
@@ -107,14 +111,14 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     def launch(name: str) -> Launch:
         symbol = planned.name if name == QUANTIZE else naming.launch_name(planned.name, name)
         return Launch(
-            name, symbol, GRID, ROWS, 1, ROTATED_STAGES if name == ROTATED else STAGES, 4 * GROUPS,
+            name, symbol, GRID, ROWS, 1, STAGES if _TRANSFORMS[name] else ROTATED_STAGES, 4 * GROUPS,
             arguments=tuple(_arguments(planned, name)), max_spills=SPILLS.bytes,
             products=_TRANSFORMS[name] * BOXES * BOX_BYTES // 32,
             shared_bytes=operand_bytes(planned, name) + _TOLD[name],
-            pdl=arch.pdl and name != KEPT, cooperative=name == KEPT,
+            pdl=arch.pdl and name in (QUANTIZE, ROTATED), cooperative=name in (KEPT, ROTATED_HEADS),
         )  # fmt: skip
 
-    return planned.with_launches(*map(launch, (QUANTIZE, KEPT, ROTATED)))
+    return planned.with_launches(*map(launch, (QUANTIZE, KEPT, ROTATED, ROTATED_HEADS)))
 
 
 def _arguments(plan: Plan, launch: str) -> Iterator[Argument]:
@@ -127,16 +131,17 @@ def _arguments(plan: Plan, launch: str) -> Iterator[Argument]:
         yield Argument(f"{name}_ptr", "pointer", "*u8", of=name, divisibility=CHUNK_BYTES)
     for name in _SCALES:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
-    if launch != QUANTIZE:
+    if launch in (KEPT, ROTATED_HEADS):
         yield Argument("maxima_ptr", "pointer", "*u32", of="maxima", divisibility=4)
-    if launch == ROTATED:
+    rotates = launch in (ROTATED, ROTATED_HEADS)
+    if rotates:
         for name in _TABLES:
             yield Argument(f"{name}_ptr", "pointer", "*void", of=name)
         yield Argument("rotary_offsets_ptr", "pointer", "*i32", of="rotary_offsets", divisibility=4)
     for name in _ROUNDED:
         for axis in ("b", "s", "h"):
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
-    if launch == ROTATED:
+    if rotates:
         for name in ("cos", "sin"):
             yield arguments.size(f"{name}_row_bytes", form="i64")
     for word in range(2):

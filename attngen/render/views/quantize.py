@@ -64,6 +64,7 @@ class QuantizeTilesView:
     main: TilesLaunch
     kept: TilesLaunch
     rotated: TilesLaunch
+    rotated_heads: TilesLaunch
 
 
 def tiles_view(plan: Plan, template: str) -> QuantizeTilesView:
@@ -82,6 +83,7 @@ def tiles_view(plan: Plan, template: str) -> QuantizeTilesView:
         main=_tiles_launch(plan, plan.main),
         kept=_tiles_launch(plan, quantize_tiles.KEPT),
         rotated=_tiles_launch(plan, quantize_tiles.ROTATED),
+        rotated_heads=_tiles_launch(plan, quantize_tiles.ROTATED_HEADS),
     )
 
 
