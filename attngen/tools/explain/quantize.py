@@ -51,8 +51,8 @@ class QuantizeExplanation:
                 "loads",
                 f"by the copy engine, {plan.stages} tiles of a group at a time; {plan.launches[0].shared_bytes} B",
             ),
-            ("launches", "1; with rotation and scales of tokens 2, of heads 3, of which V has one"),
-            ("moves", f"{plan.operands.q.bytes} B of a number in, 1 B out; rotated ones for scales of heads twice in"),
+            ("launches", "1; with rotation and scales of tokens or heads 2, of which V has one"),
+            ("moves", f"{plan.operands.q.bytes} B of a number in, 1 B out"),
         ]
 
     def to_dict(self) -> dict[str, Any]:
