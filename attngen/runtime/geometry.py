@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import gcd, prod
-from typing import Protocol
+from typing import Any, Protocol
 
 from attngen.dtypes import DType
 from attngen.errors import LoadError
 from attngen.runtime.checked import Call, View
+from attngen.runtime.cuts import NONE, Cut, best_cut, steps_of
 from attngen.runtime.driver import Driver
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
@@ -97,6 +98,12 @@ def balanced(wanted: int, every: int, most: int) -> int:
     return max(sizes, key=lambda size: ((every - 1) % size + 1) / size)
 
 
+def cut_of(launch: Tiled, call: Call, section: int, capacity: Capacity) -> Cut:
+    """Return which tiles of keys of a backward are cut into parts, if blocks of a call end more evenly then."""
+    units = call.batch * call.kv_heads
+    return best_cut(steps_of(launch, call), group_of(call), units, section, capacity.blocks)
+
+
 class Tiled(Protocol):
     """What the numbers of a call depend on of a launch."""
 
@@ -126,6 +133,12 @@ class Tiled(Protocol):
     def row_warps(self) -> int: ...
     @property
     def cluster(self) -> int: ...
+    @property
+    def cuts(self) -> bool: ...
+    @property
+    def visible(self) -> Sequence[Sequence[Any]]: ...
+    @property
+    def uneven(self) -> bool: ...
     @property
     def split(self) -> bool: ...
     @property
@@ -175,6 +188,8 @@ class Geometry:
             self.sizes |= split_sizes(launch, call, capacity)
         if launch.grid == SHARES:
             self.sizes["split_cluster"] = capacity.shares
+        cut = cut_of(launch, call, self.sizes["section"], capacity) if launch.cuts else NONE
+        self.sizes |= {"cut_tiles": cut.tiles, "parts": cut.parts, "cut_parts": cut.tiles * cut.parts}
         if self.map is not None:
             self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
         self._q_tiles = q_tiles * units
@@ -183,7 +198,7 @@ class Geometry:
         self._tiles = {
             "rows": row_tiles * call.heads * (1 if packed else call.batch),
             "queries": self._q_tiles,
-            "keys": kv_tiles * call.kv_heads * call.batch,
+            "keys": kv_tiles * call.kv_heads * call.batch + cut.tiles * (cut.parts - 1),
             GRID: self.sizes.get("split_blocks", 0),
             SHARES: self._q_tiles * capacity.shares,
             "query_words": words,
