@@ -17,12 +17,13 @@ from attngen.lang.host import evaluate
 from attngen.runtime.checked import Call
 from attngen.runtime.scalars import assumed
 
-#: Steps that a tile of keys takes beside its own, and that a part of one takes.
-_TILE, _PART = 2.6, 5.2
+#: Steps that a tile of keys takes beside its own; those that a part of one takes, which stores dK and dV in float32; and
+#: those that it takes for each part of its tile, since the last one reads them all.
+_TILE, _PART, _READ = 2.6, 3.6, 0.5
 
 #: Parts of a tile at most, and of all tiles, as a multiple of the blocks: they take memory.
 _MOST_PARTS = 8
-_ITEMS = 2
+_ITEMS = 4
 
 #: Tiles, as a multiple of the blocks, from which on a last one no longer matters.
 _MANY = 24
@@ -32,6 +33,9 @@ _GAIN = 0.02
 
 #: Of the steps that a mask may have, what is taken to be there if data decide: one part of so many.
 _OF_DATA = 4
+
+#: Of the tokens that packed sequences would have if all were as long as the longest one: fewer, and they differ.
+_ALIKE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,14 @@ class Tiled(Protocol):
     def visible(self) -> Sequence[Sequence[Any]]: ...
     @property
     def uneven(self) -> bool: ...
+
+
+def alike(call: Call) -> bool:
+    """Whether all sequences of a call are about as long as the longest one."""
+    if not call.ragged:
+        return True
+    most_q, most_k = call.batch * call.seqlen_q, call.batch * call.seqlen_k
+    return _ALIKE * most_q <= call.total_q and _ALIKE * most_k <= call.total_k
 
 
 def steps_of(launch: Tiled, call: Call) -> list[int]:
@@ -111,7 +123,7 @@ def _end(free: list[float], times: Iterable[int], parts: int) -> float:
     """Return when all blocks are done that are ``free`` at these times, and cut tiles that take ``times``."""
     free = free[:]
     for time in times:
-        part = time / parts + _PART
+        part = time / parts + _PART + _READ * parts
         for _ in range(parts):
             heapreplace(free, free[0] + part)
     return max(free)
