@@ -74,7 +74,7 @@ class Parts(Simulation):
         super().run()
         for tile, steps in enumerate(self.steps):
             own = [share(steps, part, self.parts) for part in range(self.parts)] if tile >= self.uncut else []
-            wanted = sum(own, []) if own else share(steps, 0, 1)
+            wanted = [step for part in own for step in part] if own else share(steps, 0, 1)
             for consumer in range(CONSUMERS):
                 found = self.written.get((tile, consumer), [])
                 if found != [wanted]:
@@ -120,7 +120,7 @@ def adder(s: Parts, adds: list[tuple[int, list[tuple[int, int]]] | None]) -> Rol
         if item is None:
             return
         done, steps = item
-        copies = [s.issue(lambda step=step: s.dq.append(step)) for step in steps]  # type: ignore[misc, arg-type]
+        copies = [s.issue(lambda step=step: s.dq.append(step)) for step in steps]  # type: ignore[misc]
         yield lambda copies=copies: all(landed for (landed,) in copies)  # type: ignore[misc]
         s.done += done
 

@@ -1,5 +1,5 @@
-"""The barriers of the CUDA backward, its order of sums, who stores the first of them, and parts of tiles, by simulation:
-no interleaving waits forever, reads what is not there, adds in another order, or to what nobody stored."""
+"""The barriers of the CUDA backward, its order of sums, who stores the first of them, and parts of tiles of keys, by
+simulation: no interleaving waits forever, reads what is not there, adds in another order, or to what nobody stored."""
 
 from __future__ import annotations
 

@@ -34,15 +34,15 @@ def kernel(variant: str = "causal", head_dim: int = 128, **fields: str) -> Kerne
 def geometry(of: Kernel, *shape: int, lengths: list[int] | None = None, **arguments: object) -> Geometry:
     """Return the numbers of the launch of all products: of ``batch``, length, heads and KV heads, or of ``lengths``."""
     batch, seqlen, heads, kv_heads = shape
-    sizes = [(batch, seqlen, heads), *[(batch, seqlen, kv_heads)] * 2]
+    sizes: list[tuple[int, ...]] = [(batch, seqlen, heads), *[(batch, seqlen, kv_heads)] * 2]
     packing = None
     if lengths is not None:
         starts = torch.tensor([0, *lengths]).cumsum(0).int()
         packing = Packing(starts, starts, max(lengths), max(lengths))
         sizes = [(sum(lengths), *size[2:]) for size in sizes]
-    tensors = (torch.empty(*size, of.head_dim_qk, dtype=torch.bfloat16) for size in sizes)
+    q, k, v = (torch.empty(*size, of.head_dim_qk, dtype=torch.bfloat16) for size in sizes)
     call = bind(
-        of.variant, *tensors, packing, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd",
+        of.variant, q, k, v, packing, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd",
         arguments=arguments,
     )  # fmt: skip
     return geometries(of, call, {}, capacity=Capacity(BLOCKS))[-1]
