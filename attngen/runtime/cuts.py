@@ -17,12 +17,12 @@ from attngen.lang.host import evaluate
 from attngen.runtime.checked import Call
 from attngen.runtime.scalars import assumed
 
-#: Steps that a tile of keys takes beside its own; those that a part of one takes, which stores dK and dV in float32; and
-#: those that it takes for each part of its tile, since the last one reads them all.
+#: Steps that a tile of keys takes beside its own; those that a part of one takes, which stores dK and dV in float32;
+#: and those that it takes for each part of its tile, since the last one reads them all.
 _TILE, _PART, _READ = 2.6, 3.6, 0.5
 
 #: Parts of a tile at most, and of all tiles, as a multiple of the blocks: they take memory.
-_MOST_PARTS = 8
+MOST_PARTS = 8
 _ITEMS = 4
 
 #: Tiles, as a multiple of the blocks, from which on a last one no longer matters.
@@ -112,7 +112,7 @@ def best_cut(steps: Sequence[int], group: int, units: int, section: int, blocks:
     if ended <= least:
         return NONE
     for tiles, before in starts.items():
-        for parts in range(2, min(_MOST_PARTS, _ITEMS * blocks // tiles) + 1):
+        for parts in range(2, min(MOST_PARTS, _ITEMS * blocks // tiles) + 1):
             end = _end(before, times[count - tiles :], parts)
             if end < ended:
                 found, ended = Cut(tiles, parts), end
