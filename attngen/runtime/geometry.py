@@ -192,7 +192,11 @@ class Geometry:
         if launch.grid == SHARES:
             self.sizes["split_cluster"] = capacity.shares
         cut = cut_of(launch, call, self.sizes["section"], capacity) if launch.cuts else NONE
-        self.sizes |= {"cut_tiles": cut.tiles, "parts": cut.parts, "cut_parts": cut.tiles * cut.parts}
+        tiles = kv_tiles * call.kv_heads * call.batch
+        self.sizes |= {
+            "cut_tiles": cut.tiles, "parts": cut.parts, "cut_parts": cut.tiles * cut.parts,
+            "uncut_tiles": tiles - cut.tiles, "work_items": tiles + cut.tiles * (cut.parts - 1),
+        }  # fmt: skip
         if self.map is not None:
             self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
         self._q_tiles = q_tiles * units
@@ -201,7 +205,7 @@ class Geometry:
         self._tiles = {
             "rows": row_tiles * call.heads * (1 if packed else call.batch),
             "queries": self._q_tiles,
-            "keys": kv_tiles * call.kv_heads * call.batch + cut.tiles * (cut.parts - 1),
+            "keys": self.sizes["work_items"],
             GRID: self.sizes.get("split_blocks", 0),
             SHARES: self._q_tiles * capacity.shares,
             "query_words": words,

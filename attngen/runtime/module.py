@@ -84,7 +84,7 @@ class Launch:
         self.shares: int = self.cluster if self.grid == SHARES else 1  # the most blocks that share the keys of a tile
         self.row_warps: int = row.get("row_warps", 1)
         self.counted = any(one.get("of") == "tile_counter" for one in row["parameters"])  # tiles are taken from it
-        self.cuts = any(one.get("of") == "cut_tiles" for one in row["parameters"])  # the last tiles, into parts
+        self.cuts = any(one.get("of") == "parts" for one in row["parameters"])  # the last tiles, into parts
         self.visible, self.uneven = kernel.visible, kernel.uneven
         shared = (row.get("resources") or {}).get("shared_memory", 0)
         self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image, bool(row.get("pdl")))

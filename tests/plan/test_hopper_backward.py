@@ -226,7 +226,7 @@ def test_counters_stand_behind_the_sums_or_alone() -> None:
     for layout in ("dense", "varlen"):
         ordered, other = (backward(head_dim=128, layout=layout, deterministic=d) for d in ("true", "false"))
         of_other = {one.of for one in other.arguments} - {one.of for one in ordered.arguments}
-        assert of_other == {"dq_state", "partials", "cut_tiles", "parts"}
+        assert of_other == {"dq_state", "partials", "uncut_tiles", "parts", "work_items", "sum_tiles"}
         text, alone = render(ordered).text, render(other).text
         of_heads = r"const auto done = \[&\]\(int unit\) \{ return counter_at\((.*)unit\); \};"
         assert re.findall(of_heads, text) == ["batch * kv_heads * kv_tiles + "]

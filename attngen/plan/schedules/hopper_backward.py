@@ -53,6 +53,10 @@ _LABELS = {
 #: Values of each query that come with its tile, at most: no more fit into shared memory at head dim 128.
 _QUERY_VALUES = 1
 
+#: What a kernel that cuts the last tiles of keys is told: how many are whole, the parts of one that is cut, what blocks
+#: take of both, and the states of dQ, behind which the counters of parts stand.
+_CUT_SIZES = ("uncut_tiles", "parts", "work_items", "sum_tiles")
+
 #: Query rows of a block of ``preprocess``, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4
 
@@ -400,7 +404,7 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     )  # fmt: skip
     return arguments.signature(
         plan, operands, tiles="kv_tiles", strided=written, counted=alone or roles.ordered,
-        more_sizes=(*(() if plan.varlen else ("q_tiles",)), *(("cut_tiles", "parts") if roles.cuts else ())),
+        more_sizes=(*(() if plan.varlen else ("q_tiles",)), *(_CUT_SIZES if roles.cuts else ())),
         max_seqlen_k=True,
     )  # fmt: skip
 
@@ -445,17 +449,17 @@ def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
     yield from row_workspaces()
     sums: tuple[int | str, ...] = (plan.tile_m * roles.sum_columns, "sum_tiles")
     counters: list[tuple[int | str, ...]] = []
+    of_parts = [(roles.consumers, "cut_tiles")] if roles.cuts else []
     if roles.ordered:
         counters.append((roles.cluster, "kv_units", "kv_tiles"))  # blocks of a cluster add to columns of their own
     if roles.cluster == 1:
         counters += [("kv_units",), (1,)]
     if roles.cuts:
-        counters.append((roles.consumers, "cut_tiles"))
         columns = sum(block.width for block in (*plan.columns_qk, *plan.columns_v))
         yield Workspace("partials", "fp32", ((plan.tile_n * columns, "cut_parts"),), multiple=4)
     if first_stored(plan):
         yield Workspace("dq_sum", "fp32", (sums,), multiple=4)
-        yield Workspace("dq_state", "fp32", (*counters, ("sum_tiles",)), multiple=4)
+        yield Workspace("dq_state", "fp32", (*counters, ("sum_tiles",), *of_parts), multiple=4)
     else:
         yield Workspace("dq_sum", "fp32", (sums, *counters), multiple=4)
 
