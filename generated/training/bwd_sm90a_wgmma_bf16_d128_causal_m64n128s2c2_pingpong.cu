@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
     int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
-    int total_q, int total_k, int q_tiles, int cut_tiles, int parts,
+    int total_q, int total_k, int q_tiles, int uncut_tiles, int parts, int work_items, int sum_tiles,
     float softmax_scale,
     int has_seqused_k
 ) {
@@ -238,10 +238,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_state_ptr) + place; };
   // How many parts of tiles of keys of a KV head have been added; after the last head, how many pieces have been taken.
   const auto done = [&](int unit) { return counter_at(unit); };
-  // How many parts of a tile of keys that is cut are done, for each consumer.
-  const auto parts_done = [&](int cut_tile) { return done(batch * kv_heads) + 1 + kConsumers * cut_tile; };
   // The state of a tile of the dQ accumulator: whether it has been begun, and whether the first sum is in memory.
-  const auto state_of = [&](int tile) { return parts_done(cut_tiles) + tile; };
+  const auto state_of = [&](int tile) { return done(batch * kv_heads) + 1 + tile; };
+  // How many parts of a tile of keys that is cut are done, for each consumer.
+  const auto parts_done = [&](int cut_tile) { return state_of(sum_tiles) + kConsumers * cut_tile; };
   // Takes a piece and waits until it is complete. False if none is left.
   const auto take_piece = [&](Piece& piece) {
     const int units = batch * kv_heads, pieces = group * q_tiles * kPiecesOfTile, pieces_of_all = units * pieces;
@@ -286,9 +286,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         prefetch_map(v_map);
         prefetch_map(dout_map);
       }
-      const int units = batch * kv_heads, tiles_of_all = kv_tiles * units;
       // The last tiles in the order in which they are taken are cut into parts, so that blocks end together.
-      const int uncut = tiles_of_all - cut_tiles, items = uncut + cut_tiles * parts;
+      const int units = batch * kv_heads;
       DoutRing dout_ring;
       QRing q_ring;
       WorkRing work_ring;
@@ -305,13 +304,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         __syncwarp();
         q_ring.advance();
       };
-      int index = take_in_order(tile_counter, items, lane);
-      while (__any_sync(~0u, index < items)) {
+      int index = take_in_order(tile_counter, work_items, lane);
+      while (__any_sync(~0u, index < work_items)) {
         // Heads of one section run side by side, the first keys first: most queries see them.
         int unit, kv_tile;
-        const int part = index - uncut;  // negative: all of a tile
-        const bool cut = __any_sync(~0u, part >= 0);
-        place_tile(cut ? uncut + part / parts : index, kv_tiles, units, section, unit, kv_tile);
+        const int part = index - uncut_tiles;  // negative: all of a tile
+        place_tile(part < 0 ? index : uncut_tiles + part / parts, kv_tiles, units, section, unit, kv_tile);
         kv_tile = kv_tiles - 1 - kv_tile;
         const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN;
         const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k, keys = max_seqlen_k;
@@ -385,9 +383,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
         const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
         const int inner_heads = kv_start < seqlen_k ? group : 0;  // no query sees keys after the used ones
-        const int stride = cut ? parts : 1;  // a part has every so many of the steps of each head
+        const int stride = part < 0 ? 1 : parts;  // a part has every so many of the steps of each head
         for (int h = hk * group; __any_sync(~0u, h < hk * group + inner_heads); ++h) {
-          const int first_step = cut ? (part + h) % parts : 0;  // another one of each head, so that parts get equally many
+          const int first_step = part < 0 ? 0 : (part + h) % parts;  // another one of each head, so that parts get equally many
           // Neighbouring blocks begin at different tiles of queries, so that they do not add to the same rows of dQ at once.
           const int tiles = max(visible_hi - visible_lo, 0);
           int place = tiles > 0 ? (3 * kv_tile + first_step) % tiles : 0;
@@ -399,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
         }
         if (lane == 0) {
-          const int done_parts = cut ? 1 : parts;
+          const int done_parts = part < 0 ? parts : 1;
           if (keys_loaded) {
             Sum& last = shared_at<Sum>(kSumTile + (sums - 1) % kSums * sizeof(Sum));
             last.unit = unit;
@@ -408,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             add_release(done(unit), done_parts);
           }
         }
-        index = take_in_order(tile_counter, items, lane);
+        index = take_in_order(tile_counter, work_items, lane);
         tell(kEndOfTile);
       }
       if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
