@@ -402,8 +402,8 @@ def test_what_is_refused(variant: str, fields: dict[str, str], message: str) -> 
 def test_parts_have_each_step_once(variant: str) -> None:
     """The kernel's own lines, run as Python: every tile of each head, from a place of its own, and in equal shares."""
     text = render(backward(variant, head_dim=128)).text
-    (first,) = re.findall(r"const int first_step = cut \? (.+) : 0;", text)
-    (stride,) = re.findall(r"const int stride = cut \? (.+) : 1;", text)
+    (first,) = re.findall(r"const int first_step = part < 0 \? 0 : (.+);  //", text)
+    (stride,) = re.findall(r"const int stride = part < 0 \? 1 : (.+);  //", text)
     by_bits = "uint32_t left = visible_word;" in text
     if by_bits:
         assert "if (__any_sync(~0u, until-- > 0)) continue;" in text
