@@ -34,9 +34,9 @@ def workspace(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int
 def workspace_bound(plan: Plan, *, batch: int, seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int) -> int:
     """Return the most bytes that a backward of ours may hold besides inputs and gradients in a dense call.
 
-    That is one float32 dQ, the row statistics (two float32 numbers for each query row), counters for each tile and a few
-    more; where query heads share KV heads, one float32 dK and dV, too, and where tiles of keys may be cut, one for each
-    part. Rows and columns are padded to tiles. Tile maps and the gradients of a variant's own tensors come on top.
+    That is one float32 dQ, the row statistics (two float32 numbers for each query row), counters for each tile and a
+    few more; where query heads share KV heads, one float32 dK and dV, too, and where tiles of keys may be cut, one for
+    each part. Rows and columns are padded to tiles. Tile maps and the gradients of a variant's own tensors come on top.
     """
     tile_m = max((launch.tile_m for launch in plan.launches), default=plan.tile_m)
     tile_n = max((launch.tile_n for launch in plan.launches), default=plan.tile_n)
