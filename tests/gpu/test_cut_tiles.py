@@ -30,7 +30,7 @@ CUT = [
         "causal-bf16-d64-dense-wgmma", "causal-bf16-d128-dense-wgmma", "sliding_window-bf16-d128-dense-wgmma",
         "packed_documents-bf16-d128-dense-wgmma", "allowed-bf16-d128-dense-wgmma", "chunked-bf16-d64-dense-wgmma",
         "relative_bias-bf16-d128-dense-wgmma", "softcap-bf16-d64-dense-wgmma", "causal-bf16-d128-varlen-wgmma",
-        "packed_documents-bf16-d64-varlen-wgmma",
+        "sliding_window-bf16-d64-varlen-wgmma",
     )
 ]  # fmt: skip
 

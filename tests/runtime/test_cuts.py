@@ -129,12 +129,22 @@ def test_packed_sequences_are_cut_where_they_are_alike() -> None:
     assert cut_of(packed, 3, 0, 32, 8, lengths=[1024, 10, 1]) == NONE
 
 
-@pytest.mark.parametrize("fields", [{"deterministic": "true"}, {"head_dim": 256}])
-def test_neither_a_fixed_order_nor_clusters_are_cut(fields: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"deterministic": "true"},
+        {"head_dim": 256},
+        {"variant": "softcap", "layout": "varlen"},  # registers
+        {"variant": "sliding_window", "head_dim": 72},
+    ],
+)
+def test_neither_a_fixed_order_nor_clusters_nor_crowded_loaders_are_cut(fields: dict[str, object]) -> None:
     found = kernel(**fields)  # type: ignore[arg-type]
     assert not any(launch.cuts for launch in found.launches)
-    assert {"partials"}.isdisjoint(one.name for one in found.workspaces)
-    assert geometry(found, 1, 1024, 32, 8).sizes["cut_tiles"] == 0
+    assert "partials" not in [one.name for one in found.workspaces]
+    lengths = [1024] if found.layout == "varlen" else None
+    own = {"sliding_window": {"window": 100}, "softcap": {"cap": 20.0}}.get(found.variant.name, {})
+    assert geometry(found, 1, 1024, 32, 8, lengths=lengths, **own).sizes["cut_tiles"] == 0
 
 
 def test_each_part_has_a_block_memory_and_a_counter() -> None:

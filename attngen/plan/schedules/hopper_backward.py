@@ -158,6 +158,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and not crowded else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
+    own_spans = _has_own_spans(spec, choice, driver)
     draft = HopperBackward(
         consumers=_CONSUMERS,
         warp_roles=backward_roles(_CONSUMERS, *registers),
@@ -172,9 +173,9 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         dq_columns=qk if by_rows else _dq_columns(qk),
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
-        own_spans=_has_own_spans(spec, choice, driver),
+        own_spans=own_spans,
         query_values=_query_values(spec) if family == "valued" and not wide else 0,
-        cuts=_cuts(spec),
+        cuts=_cuts(spec, crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk)),
         uneven=_by_data(spec, driver),
         shared=(),
     )
@@ -245,10 +246,11 @@ def _query_values(spec: KernelSpec) -> int:
     return count if count <= _QUERY_VALUES else 0
 
 
-def _cuts(spec: KernelSpec) -> bool:
+def _cuts(spec: KernelSpec, *, crowded: bool) -> bool:
     """Whether the last tiles of keys may be cut: by single blocks, since those of a cluster are handed out by the
-    hardware, and not in a fixed order, in which parts would wait for one another."""
-    return not is_wide(spec) and not spec.deterministic
+    hardware, and not in a fixed order, in which parts would wait for one another. Where the loader is ``crowded``, it
+    would spill what it keeps of a part."""
+    return not is_wide(spec) and not spec.deterministic and not crowded
 
 
 def _by_data(spec: KernelSpec, driver: str) -> bool:
