@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heapreplace
 from typing import Any, Protocol
 
@@ -70,7 +71,7 @@ def alike(call: Call) -> bool:
     return _ALIKE * most_q <= call.total_q and _ALIKE * most_k <= call.total_k
 
 
-def steps_of(launch: Tiled, call: Call) -> list[int]:
+def steps_of(launch: Tiled, call: Call) -> tuple[int, ...]:
     """Return how many tiles of queries probably see each tile of keys, the first keys first.
 
     Sequences are taken to be as long as the longest one, and a scalar of the call and what data decide to be a part of
@@ -88,28 +89,32 @@ def steps_of(launch: Tiled, call: Call) -> list[int]:
         high = [min(-(-at // m), every) for at in evaluate(hi, names, count) or [seqlen_q] * count]
         seen = [found + max(end - begin, 0) for found, begin, end in zip(seen, low, high, strict=True)]
     of = _OF_DATA if launch.uneven else 1
-    return [-(-min(found, every) // of) for found in seen]
+    return tuple(-(-min(found, every) // of) for found in seen)
 
 
-def best_cut(steps: Sequence[int], group: int, units: int, section: int, blocks: int) -> Cut:
+def may_pay(tiles: int, blocks: int) -> bool:
+    """Whether tiles are few enough that the last ones matter, and blocks can share them."""
+    return blocks > 1 and 0 < tiles <= _MANY * blocks
+
+
+@lru_cache(maxsize=256)  # lengths differ more often than numbers of tiles
+def best_cut(steps: tuple[int, ...], group: int, units: int, section: int, blocks: int) -> Cut:
     """Return which tiles to cut of a call whose ``units`` (KV heads of all sequences) have tiles of these ``steps``
     each, for each of ``group`` query heads. ``section`` units run side by side on ``blocks`` blocks."""
     count = len(steps) * units
-    if blocks == 1 or not 0 < count <= _MANY * blocks:
+    if not may_pay(count, blocks):
         return NONE
     times = [group * seen for begin in range(0, units, section) for seen in steps
              for _ in range(min(section, units - begin))]  # fmt: skip
     sizes = {count, count % blocks, count % blocks + blocks, blocks // 2, blocks, 3 * blocks // 2}
-    found, ended = NONE, 0.0
     free = [0.0] * blocks  # when each block is done with what it has taken
     starts = {}
     for at, time in enumerate(times):
         if count - at in sizes:
             starts[count - at] = free[:]
         heapreplace(free, free[0] + time + _TILE)
-    ended = (1 - _GAIN) * max(free)
-    least = sum(free) / blocks
-    if ended <= least:
+    found, ended = NONE, (1 - _GAIN) * max(free)
+    if ended <= sum(free) / blocks:
         return NONE
     for tiles, before in starts.items():
         for parts in range(2, min(MOST_PARTS, _ITEMS * blocks // tiles) + 1):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from attngen.dtypes import DType
 from attngen.errors import LoadError
 from attngen.runtime.checked import Call, View
-from attngen.runtime.cuts import NONE, Cut, alike, best_cut, steps_of
+from attngen.runtime.cuts import NONE, Cut, alike, best_cut, may_pay, steps_of
 from attngen.runtime.driver import Driver
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
@@ -101,9 +101,9 @@ def balanced(wanted: int, every: int, most: int) -> int:
 def cut_of(launch: Tiled, call: Call, section: int, capacity: Capacity) -> Cut:
     """Return which tiles of keys of a backward are cut into parts, if blocks of a call end more evenly then; none where
     packed sequences differ in length, so that the host does not know where they end."""
-    if not alike(call):
-        return NONE
     units = call.batch * call.kv_heads
+    if not alike(call) or not may_pay(-(-call.seqlen_k // launch.tile_n) * units, capacity.blocks):
+        return NONE
     return best_cut(steps_of(launch, call), group_of(call), units, section, capacity.blocks)
 
 

@@ -74,7 +74,7 @@ def test_few_tiles_are_all_cut() -> None:
 
 def test_the_last_round_is_cut_and_not_those_before() -> None:
     steps = [64] * (5 * BLOCKS + 40)
-    cut = best_cut(steps, 4, 1, 1, BLOCKS)
+    cut = best_cut(tuple(steps), 4, 1, 1, BLOCKS)
     assert 0 < cut.tiles <= BLOCKS + 40
     assert ends([4 * step for step in steps], cut) < 0.95 * ends([4 * step for step in steps], NONE)
 
@@ -92,7 +92,7 @@ def test_the_last_round_is_cut_and_not_those_before() -> None:
     ],
 )
 def test_what_ends_evenly_or_soon_is_left_whole(steps: list[int], units: int) -> None:
-    assert best_cut(steps, 1, units, max(units, 1), BLOCKS) == NONE
+    assert best_cut(tuple(steps), 1, units, max(units, 1), BLOCKS) == NONE
 
 
 def test_a_cut_is_bounded() -> None:
@@ -100,14 +100,14 @@ def test_a_cut_is_bounded() -> None:
     for units in (1, 3, 40, 66, 67, 131, 133, 200, 300, 700):
         for count in (1, 2, 5):
             for section in (1, units):
-                cut = best_cut([60 * i for i in range(count, 0, -1)], 8, units, section, BLOCKS)
+                cut = best_cut(tuple(60 * i for i in range(count, 0, -1)), 8, units, section, BLOCKS)
                 assert cut == NONE or (2 <= cut.parts <= 8 and 0 < cut.tiles <= count * units)
                 assert cut.tiles * cut.parts <= 4 * BLOCKS
 
 
 def test_one_block_has_nobody_to_share_with() -> None:
     """What runs at once is not known where no device is asked."""
-    assert best_cut([64, 32], 4, 2, 2, 1) == NONE
+    assert best_cut((64, 32), 4, 2, 2, 1) == NONE
 
 
 def test_steps_follow_from_the_mask() -> None:
