@@ -143,7 +143,8 @@ def test_neither_a_fixed_order_nor_clusters_nor_crowded_loaders_are_cut(fields: 
     assert not any(launch.cuts for launch in found.launches)
     assert "partials" not in [one.name for one in found.workspaces]
     lengths = [1024] if found.layout == "varlen" else None
-    own = {"sliding_window": {"window": 100}, "softcap": {"cap": 20.0}}.get(found.variant.name, {})
+    scalars: dict[str, dict[str, object]] = {"sliding_window": {"window": 100}, "softcap": {"cap": 20.0}}
+    own = scalars.get(found.variant.name, {})
     assert geometry(found, 1, 1024, 32, 8, lengths=lengths, **own).sizes["cut_tiles"] == 0
 
 
