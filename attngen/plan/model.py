@@ -253,7 +253,8 @@ class Plan:
     sum_columns: int = 0  # of dQ in float32, where a backward adds it up in global memory; more than dQ has, maybe
     ordered: bool = False  # it adds them in a fixed order
     times: tuple[float, ...] = ()  # nanoseconds of a launch, a tile of work and a step, as measured; none: unknown
-    visible: tuple[tuple[Any, Any], ...] = ()  # keys that a tile of queries may see: ``plan.visible``; none: all
+    # keys that a tile of queries may see, or queries that may see a tile of keys: ``plan.times``; none: all
+    visible: tuple[tuple[Any, Any], ...] = ()
     scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
     transposed_v: bool = False  # keys lie side by side in v
     split_size: int = 0  # keys of a split; 0: the keys of a sequence are not shared among blocks

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import log
 from typing import TYPE_CHECKING, Any
 
+from attngen.lang.bands import Bands
 from attngen.lang.host import written
 from attngen.plan.traits import bands_of
 from attngen.schema.expand import KernelSpec
@@ -98,5 +99,14 @@ def tuned_times(own: Plan, chosen: Plan, speedup: float) -> tuple[float, ...]:
 
 def visible_keys(spec: KernelSpec) -> tuple[tuple[Any, Any], ...]:
     """Return the intervals of keys that a tile of queries may see, as manifests hold them; none if all."""
-    found = tuple((written(interval.lo), written(interval.hi)) for interval in bands_of(spec).visible)
-    return () if (None, None) in found else found
+    return _written(bands_of(spec))
+
+
+def visible_queries(spec: KernelSpec) -> tuple[tuple[Any, Any], ...]:
+    """Return the intervals of queries that may see a tile of keys, as manifests hold them; none if all."""
+    return _written(bands_of(spec, "q"))
+
+
+def _written(found: Bands) -> tuple[tuple[Any, Any], ...]:
+    intervals = tuple((written(interval.lo), written(interval.hi)) for interval in found.visible)
+    return () if (None, None) in intervals else intervals

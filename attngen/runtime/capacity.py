@@ -1,4 +1,4 @@
-"""How much of a kernel whose blocks share keys a device runs at once, and how many of them share those of a tile."""
+"""How much of a kernel whose blocks share keys, or parts of tiles, a device runs at once, and how many share a tile."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from attngen.runtime.splits import GRID, SHARES, Capacity
 
 
 def capacity_for(kernel: Kernel, call: Call, driver: Callable[[], Driver], device: int) -> Capacity:
-    """Return what a device runs at once of a kernel whose blocks share keys, and how many of them share those of a tile
-    in a call. Loads such a kernel to ask the driver; asks nothing about others."""
+    """Return what a device runs at once of a kernel whose blocks share keys or parts of tiles, and how many of them
+    share the keys of a tile in a call. Loads one that shares keys to ask the driver; asks nothing about others."""
     for launch in kernel.launches:
         if launch.grid in (GRID, SHARES):
             return _capacity(kernel, launch, call, driver(), device)
+        if launch.cuts:
+            return Capacity(driver().multiprocessors(device))
     return Capacity()
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import gcd, prod
-from typing import Protocol
+from typing import Any, Protocol
 
 from attngen.dtypes import DType
 from attngen.errors import LoadError
 from attngen.runtime.checked import Call, View
+from attngen.runtime.cuts import NONE, Cut, alike, best_cut, may_pay, steps_of
 from attngen.runtime.driver import Driver
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
@@ -97,6 +98,15 @@ def balanced(wanted: int, every: int, most: int) -> int:
     return max(sizes, key=lambda size: ((every - 1) % size + 1) / size)
 
 
+def cut_of(launch: Tiled, call: Call, section: int, capacity: Capacity) -> Cut:
+    """Return which tiles of keys of a backward are cut into parts, if blocks of a call end more evenly then; none where
+    packed sequences differ in length, so that the host does not know where they end."""
+    units = call.batch * call.kv_heads
+    if not alike(call) or not may_pay(-(-call.seqlen_k // launch.tile_n) * units, capacity.blocks):
+        return NONE
+    return best_cut(steps_of(launch, call), group_of(call), units, section, capacity.blocks)
+
+
 class Tiled(Protocol):
     """What the numbers of a call depend on of a launch."""
 
@@ -126,6 +136,12 @@ class Tiled(Protocol):
     def row_warps(self) -> int: ...
     @property
     def cluster(self) -> int: ...
+    @property
+    def cuts(self) -> bool: ...
+    @property
+    def visible(self) -> Sequence[Sequence[Any]]: ...
+    @property
+    def uneven(self) -> bool: ...
     @property
     def split(self) -> bool: ...
     @property
@@ -175,6 +191,12 @@ class Geometry:
             self.sizes |= split_sizes(launch, call, capacity)
         if launch.grid == SHARES:
             self.sizes["split_cluster"] = capacity.shares
+        cut = cut_of(launch, call, self.sizes["section"], capacity) if launch.cuts else NONE
+        tiles = kv_tiles * call.kv_heads * call.batch
+        self.sizes |= {
+            "cut_tiles": cut.tiles, "parts": cut.parts, "cut_parts": cut.tiles * cut.parts,
+            "uncut_tiles": tiles - cut.tiles, "work_items": tiles + cut.tiles * (cut.parts - 1),
+        }  # fmt: skip
         if self.map is not None:
             self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
         self._q_tiles = q_tiles * units
@@ -183,7 +205,7 @@ class Geometry:
         self._tiles = {
             "rows": row_tiles * call.heads * (1 if packed else call.batch),
             "queries": self._q_tiles,
-            "keys": kv_tiles * call.kv_heads * call.batch,
+            "keys": self.sizes["work_items"],
             GRID: self.sizes.get("split_blocks", 0),
             SHARES: self._q_tiles * capacity.shares,
             "query_words": words,

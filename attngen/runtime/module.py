@@ -84,6 +84,8 @@ class Launch:
         self.shares: int = self.cluster if self.grid == SHARES else 1  # the most blocks that share the keys of a tile
         self.row_warps: int = row.get("row_warps", 1)
         self.counted = any(one.get("of") == "tile_counter" for one in row["parameters"])  # tiles are taken from it
+        self.cuts = any(one.get("of") == "parts" for one in row["parameters"])  # the last tiles, into parts
+        self.visible, self.uneven = kernel.visible, kernel.uneven
         shared = (row.get("resources") or {}).get("shared_memory", 0)
         how = COOPERATIVE if row.get("cooperative") else DEPENDENT if row.get("pdl") else PLAIN
         self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image, how)
@@ -177,7 +179,8 @@ class Kernel:
         self.scale_block: int = manifest.get("scale_block", 0)  # tokens that share a scale; 0: all of a head
         self.transposed_v = bool(manifest.get("transposed_v"))  # keys lie side by side in v
         self.split_kv = bool(manifest.get("split_kv"))  # blocks share the keys of a sequence
-        #: Nanoseconds of a launch, of a tile of work and of a tile of keys, and which keys rows see: ``prediction``.
+        #: Nanoseconds of a launch, of a tile of work and of a tile of keys, and which keys rows see: ``prediction``; or
+        #: which queries see keys: ``cuts``.
         self.times: Sequence[float] = manifest.get("times", ())
         #: The same on cards on which this kernel was measured to be faster than the plan's own choice.
         self.tuned: Mapping[str, Sequence[float]] = {row["gpu"]: row["times"] for row in manifest.get("tuned", ())}
@@ -185,6 +188,7 @@ class Kernel:
         structure = manifest.get("structure", {})
         #: Whether rows of a tile see different keys: consumers leave out what theirs do not see, or multiply in vain.
         self.skips = bool(structure.get("skips") or structure.get("anchor"))
+        self.uneven = bool(structure.get("uneven"))  # data decide how long a tile takes
         self.tile_m: int = manifest["tile_m"]
         self.tile_n: int = manifest["tile_n"]
         self.sum_columns: int = manifest.get("sum_columns", 0)  # of the dQ accumulator; 0: there is none

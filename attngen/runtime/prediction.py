@@ -22,14 +22,11 @@ from attngen.lang.host import evaluate, names_in
 from attngen.runtime.checked import Call
 from attngen.runtime.geometry import group_of, tiles_of
 from attngen.runtime.module import Kernel
-from attngen.runtime.scalars import Number, ScalarRule
+from attngen.runtime.scalars import assumed
 from attngen.runtime.splits import clusters_at_once
 
 #: Tiles of queries of a unit that are looked at one by one; of more, as many, each for its neighbours.
 _LOOKED_AT = 12
-
-#: Of the keys, what a scalar that the call passes is taken to be: one part of so many.
-_KEYS_OF_SCALAR = 4
 
 #: Waves from which on the last one no longer matters.
 _MANY_WAVES = 6
@@ -154,7 +151,7 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
         return [(every, q_tiles)]
     group = group_of(call) if kernel.pack_gqa else 1
     names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    names |= {rule.name: _assumed(rule, seqlen_k) for rule in call.rules}
+    names |= {rule.name: assumed(rule, seqlen_k) for rule in call.rules}
     position, last = seqlen_k - seqlen_q, seqlen_q - 1
     count = min(q_tiles, _LOOKED_AT)
     starts = [i * q_tiles // count for i in range(count + 1)]
@@ -179,14 +176,6 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
         else:
             rows.append((steps, width))
     return rows
-
-
-def _assumed(rule: ScalarRule, seqlen_k: int) -> Number | None:
-    """Return the value that a scalar is taken to have: what the variant fixes, or its default; of what only the call
-    knows, such as a window, a part of the keys, if it may be that."""
-    if rule.const is not None or rule.default is not None:
-        return rule.default if rule.const is None else rule.const
-    return min(max(seqlen_k // _KEYS_OF_SCALAR, rule.low), rule.high)
 
 
 def _path(

@@ -18,6 +18,9 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 Number = bool | int | float
 
+#: Of the keys, what a scalar that the call passes is taken to be: one part of so many.
+_KEYS_OF_SCALAR = 4
+
 
 @dataclass(frozen=True, slots=True)
 class ScalarRule:
@@ -51,6 +54,14 @@ class ScalarRule:
                 f"got {value!r}"
             )
         return number
+
+
+def assumed(rule: ScalarRule, seqlen_k: int) -> Number | None:
+    """Return the value that a scalar is taken to have: what the variant fixes, or its default; of what only the call
+    knows, such as a window, a part of the keys, if it may be that."""
+    if rule.const is not None or rule.default is not None:
+        return rule.default if rule.const is None else rule.const
+    return min(max(seqlen_k // _KEYS_OF_SCALAR, rule.low), rule.high)
 
 
 def _as_number(value: Any, dtype: str) -> Number | None:

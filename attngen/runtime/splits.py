@@ -35,8 +35,8 @@ class Splitting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How much of a split-KV launch a device runs at once: blocks, or clusters of blocks that work together. Where
-    blocks share the keys of a tile of queries: how many do so in a call."""
+    """How much of a split-KV launch, or of one that cuts tiles, a device runs at once: blocks, or clusters of blocks
+    that work together. Where blocks share the keys of a tile of queries: how many do so in a call."""
 
     blocks: int = 1
     clusters: int = 1

@@ -104,7 +104,6 @@ struct Work {
   int b, hk, kv_start, keys;
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
-
 // A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
 struct Step {
   int tile, h;
@@ -658,7 +657,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         }
       }
     };
-
     while (true) {
       step = next_step();
       if (__any_sync(~0u, step.tile == kEndOfAll)) break;

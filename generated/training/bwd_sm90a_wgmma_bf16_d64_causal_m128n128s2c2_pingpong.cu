@@ -10,6 +10,7 @@
 #include "expression.cuh"
 #include "first.cuh"
 #include "gradient.cuh"
+#include "parts.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -48,21 +49,21 @@ constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way to the dQ 
 constexpr uint32_t kPiece = kShared + 196608;  // 16384 B: two pieces of the dQ accumulator: the one that is rounded and the next
 constexpr uint32_t kLse = kShared + 212992;  // 1024 B: log-sum-exp of the rows of each stage
 constexpr uint32_t kDelta = kShared + 214016;  // 1024 B: D of the rows of each stage
-constexpr uint32_t kWork = kShared + 215040;  // 64 B: two tiles of work: the one that is computed and the next
-constexpr uint32_t kStep = kShared + 215104;  // 16 B: the step of each stage of Q: its queries and its head
-constexpr uint32_t kKvFull = kShared + 215120;  // 8 B: barriers
-constexpr uint32_t kKvEmpty = kShared + 215128;  // 8 B: barriers
-constexpr uint32_t kQFull = kShared + 215136;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 215152;  // 16 B: barriers
-constexpr uint32_t kDoutFull = kShared + 215168;  // 16 B: barriers
-constexpr uint32_t kDoutEmpty = kShared + 215184;  // 16 B: barriers
-constexpr uint32_t kDqFull = kShared + 215200;  // 16 B: barriers
-constexpr uint32_t kDqEmpty = kShared + 215216;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 215232;  // 16 B: barriers
-constexpr uint32_t kPieceFull = kShared + 215248;  // 16 B: barriers
-constexpr uint32_t kDsFull = kShared + 215264;  // 16 B: barriers
-constexpr uint32_t kPieceTaken = kShared + 215280;  // 64 B: which these are
-constexpr uint32_t kSumTile = kShared + 215344;  // 64 B: where dQ of the last steps goes
+constexpr uint32_t kWork = kShared + 215040;  // 88 B: two tiles of work: the one that is computed and the next
+constexpr uint32_t kStep = kShared + 215128;  // 16 B: the step of each stage of Q: its queries and its head
+constexpr uint32_t kKvFull = kShared + 215144;  // 8 B: barriers
+constexpr uint32_t kKvEmpty = kShared + 215152;  // 8 B: barriers
+constexpr uint32_t kQFull = kShared + 215160;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 215176;  // 16 B: barriers
+constexpr uint32_t kDoutFull = kShared + 215192;  // 16 B: barriers
+constexpr uint32_t kDoutEmpty = kShared + 215208;  // 16 B: barriers
+constexpr uint32_t kDqFull = kShared + 215224;  // 16 B: barriers
+constexpr uint32_t kDqEmpty = kShared + 215240;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 215256;  // 16 B: barriers
+constexpr uint32_t kPieceFull = kShared + 215272;  // 16 B: barriers
+constexpr uint32_t kDsFull = kShared + 215288;  // 16 B: barriers
+constexpr uint32_t kPieceTaken = kShared + 215304;  // 64 B: which these are
+constexpr uint32_t kSumTile = kShared + 215368;  // 96 B: where dQ of the last steps goes
 
 // Rings: who fills the stages -> who empties them.
 using KvRing = Ring<kKvFull, kKvEmpty, 1>;  // the loader -> each consumer
@@ -106,8 +107,10 @@ using DsColumns = Matrix<kBlockM * kDsBoxBytes, 8 * kDsBoxBytes, 1>;
 struct Work {
   int b, hk, kv_start, keys;
   int q_begin, k_begin, seqlen_q, seqlen_k;
+  int part;              // its number among those of all tiles that are cut; negative: all steps of a tile
+  int last[kConsumers];  // of a part: whether all others of its tile were done, as each consumer finds out
 };
-
+constexpr int kPartOfDk = 64 * kHeadDimQk, kPartOfDv = 64 * kHeadDimV;  // floats of a part that a consumer has
 // A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
 struct Step {
   int tile, h;
@@ -116,9 +119,10 @@ constexpr int kPartial = 1 << 24;
 static_assert(8388607 < kPartial);  // the last tile of the longest sequence
 constexpr int kEndOfTile = -1, kEndOfAll = -2;
 
-// Where dQ of a step goes: its tile of the dQ accumulator. The last step of a tile of keys names its KV head, others -1.
+// Where dQ of a step goes: its tile of the dQ accumulator. The last step of a tile of keys, or of a part of one, names its KV
+// head, others -1, and says how many parts of a tile are done then.
 struct Sum {
-  int tile, unit;
+  int tile, unit, parts;
 };
 // What is rounded at once: a part of the dQ accumulator, its factor, and where it goes.
 struct Piece {
@@ -133,9 +137,9 @@ constexpr int kSums = 8;  // steps whose `Sum` is kept; the warp that adds dQ la
 static_assert(kKBytes == 16384 && kVBytes == 16384);
 static_assert(QRing::kStages * kQBytes == 32768 && DoutRing::kStages * kDoutBytes == 32768);
 static_assert(DsRing::kStages * kDsBytes == 65536 && DqRing::kStages * kDqBytes <= 32768);
-static_assert(kWork % alignof(Work) == 0 && WorkRing::kStages * sizeof(Work) == 64);
+static_assert(kWork % alignof(Work) == 0 && WorkRing::kStages * sizeof(Work) == 88);
 static_assert(kStep % alignof(Step) == 0 && QRing::kStages * sizeof(Step) == 16);
-static_assert(kSumTile % alignof(Sum) == 0 && kSums * sizeof(Sum) == 64);
+static_assert(kSumTile % alignof(Sum) == 0 && kSums * sizeof(Sum) == 96);
 static_assert(kPieceTaken % alignof(Piece) == 0 && PieceRing::kStages * sizeof(Piece) <= 64);
 static_assert(kLse % sizeof(float4) == 0 && kDelta % sizeof(float4) == 0 && kPiece % sizeof(float4) == 0);
 
@@ -197,13 +201,13 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_causa
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d64_causal_m128n128s2c2_pingpong_dqkv(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
-    float* dq_sum_ptr, float* dq_state_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr, const float* lse_log2_ptr,
-    const float* delta_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
+    float* dq_sum_ptr, float* dq_state_ptr, float* partials_ptr, bf16* dq_ptr, bf16* dk_ptr, bf16* dv_ptr,
+    const float* lse_log2_ptr, const float* delta_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
     int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
-    int total_q, int total_k, int q_tiles,
+    int total_q, int total_k, int q_tiles, int uncut_tiles, int parts, int work_items, int sum_tiles,
     float softmax_scale,
     int has_seqused_k
 ) {
@@ -232,10 +236,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   // the order in which heads are computed. Whichever warp is free takes the next piece.
   // Counters, after the dQ accumulator.
   const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_state_ptr) + place; };
-  // How many tiles of keys of a KV head have been added; after the last head, how many pieces have been taken.
+  // How many parts of tiles of keys of a KV head have been added; after the last head, how many pieces have been taken.
   const auto done = [&](int unit) { return counter_at(unit); };
   // The state of a tile of the dQ accumulator: whether it has been begun, and whether the first sum is in memory.
   const auto state_of = [&](int tile) { return done(batch * kv_heads) + 1 + tile; };
+  // How many parts of a tile of keys that is cut are done, for each consumer.
+  const auto parts_done = [&](int cut_tile) { return state_of(sum_tiles) + kConsumers * cut_tile; };
   // Takes a piece and waits until it is complete. False if none is left.
   const auto take_piece = [&](Piece& piece) {
     const int units = batch * kv_heads, pieces = group * q_tiles * kPiecesOfTile, pieces_of_all = units * pieces;
@@ -251,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       piece.rows = seqlen_q - first_row;
       if (__any_sync(~0u, piece.rows <= 0)) continue;
       const uint32_t tiles = kv_tiles;
-      while (__any_sync(~0u, load_acquire(done(unit)) < tiles)) __nanosleep(500);
+      while (__any_sync(~0u, load_acquire(done(unit)) < tiles * parts)) __nanosleep(500);
       piece.factor = softmax_scale;
       const int sum_tile = (b * heads + h) * q_tiles + q_tile;
       piece.sums = dq_sum_ptr + static_cast<long long>(sum_tile) * kSumsOfTile + part * (kPieceBytes / 4);
@@ -281,7 +287,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         prefetch_map(v_map);
         prefetch_map(dout_map);
       }
-      const int units = batch * kv_heads, tiles_of_all = kv_tiles * units;
+      // The last tiles in the order in which they are taken are cut into parts, so that blocks end together.
+      const int units = batch * kv_heads;
       DoutRing dout_ring;
       QRing q_ring;
       WorkRing work_ring;
@@ -298,17 +305,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         __syncwarp();
         q_ring.advance();
       };
-      int index = take_in_order(tile_counter, tiles_of_all, lane);
-      while (__any_sync(~0u, index < tiles_of_all)) {
+      int index = take_in_order(tile_counter, work_items, lane);
+      while (__any_sync(~0u, index < work_items)) {
         // Heads of one section run side by side, the first keys first: most queries see them.
         int unit, kv_tile;
-        place_tile(index, kv_tiles, units, section, unit, kv_tile);
+        const int part = index - uncut_tiles;  // negative: all of a tile
+        place_tile(part < 0 ? index : uncut_tiles + part / parts, kv_tiles, units, section, unit, kv_tile);
         kv_tile = kv_tiles - 1 - kv_tile;
         const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN;
         const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k, keys = max_seqlen_k;
         const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : keys;
         work_ring.acquire();
-        if (lane == 0) shared_at<Work>(kWork + work_ring.stage * sizeof(Work)) = {b, hk, kv_start, keys, q_begin, k_begin, seqlen_q, seqlen_k};
+        if (lane == 0) shared_at<Work>(kWork + work_ring.stage * sizeof(Work)) = {b, hk, kv_start, keys, q_begin, k_begin, seqlen_q, seqlen_k, part};
         work_ring.advance();
 
         bool keys_loaded = false;
@@ -376,24 +384,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
         const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
         const int inner_heads = kv_start < seqlen_k ? group : 0;  // no query sees keys after the used ones
+        const int stride = part < 0 ? 1 : parts;  // a part has every so many of the steps of each head
         for (int h = hk * group; __any_sync(~0u, h < hk * group + inner_heads); ++h) {
+          const int first_step = part < 0 ? 0 : (part + h) % parts;  // another one of each head, so that parts get equally many
           // Neighbouring blocks begin at different tiles of queries, so that they do not add to the same rows of dQ at once.
           const int tiles = max(visible_hi - visible_lo, 0);
-          int place = tiles > 0 ? 3 * kv_tile % tiles : 0;
-          for (int i = 0; __any_sync(~0u, i < tiles); ++i) {
+          int place = tiles > 0 ? (3 * kv_tile + first_step) % tiles : 0;
+          for (int i = first_step; __any_sync(~0u, i < tiles); i += stride) {
             const int tile = visible_lo + place;
             load_step(h, tile, ragged || !(tile >= full_lo && tile < whole_tiles));
-            if (++place == tiles) place = 0;
+            place += stride;
+            if (place >= tiles) place -= tiles;
           }
         }
         if (lane == 0) {
+          const int done_parts = part < 0 ? parts : 1;
           if (keys_loaded) {
-            shared_at<Sum>(kSumTile + (sums - 1) % kSums * sizeof(Sum)).unit = unit;
+            Sum& last = shared_at<Sum>(kSumTile + (sums - 1) % kSums * sizeof(Sum));
+            last.unit = unit;
+            last.parts = done_parts;
           } else {
-            add_release(done(unit), 1);
+            add_release(done(unit), done_parts);
           }
         }
-        index = take_in_order(tile_counter, tiles_of_all, lane);
+        index = take_in_order(tile_counter, work_items, lane);
         tell(kEndOfTile);
       }
       if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
@@ -433,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         if (lane == 0 && (first || sum.unit >= 0)) {
           wait_stores_written();
           if (first) store_release(state_of(sum.tile), kStored);
-          if (sum.unit >= 0) add_release(done(sum.unit), 1);
+          if (sum.unit >= 0) add_release(done(sum.unit), sum.parts);
         }
         __syncwarp();
         phase ^= 1;
@@ -665,7 +679,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         }
       }
     };
-
+    // Stores dK and dV of a part of a tile. Who is the last one gets those of all parts, added in their order, and true.
+    const auto add_parts = [&](int part) {
+      const int thread = 32 * (warp % 4) + lane_of_warp();
+      const auto part_at = [&](int part) {
+        return partials_ptr + (static_cast<long long>(part) * kConsumers + warpgroup) * (kPartOfDk + kPartOfDv);
+      };
+      store_part<128>(part_at(part), dk, thread);
+      store_part<128>(part_at(part) + kPartOfDk, dv, thread);
+      named_sync(Named::kGroup, warpgroup, 128);
+      int& last = shared_at<Work>(kWork + work_ring.stage * sizeof(Work)).last[warpgroup];
+      if (leader) last = arrive_counted(parts_done(part / parts) + warpgroup) == parts - 1;
+      named_sync(Named::kGroup, warpgroup, 128);
+      if (__any_sync(~0u, last == 0)) return false;
+#pragma unroll
+      for (int i = 0; i < kHeadDimQk / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
+      const int first = part / parts * parts;
+#pragma unroll 1
+      for (int i = 0; i < parts; ++i) {
+        add_part<128>(dk, part_at(first + i), thread);
+        add_part<128>(dv, part_at(first + i) + kPartOfDk, thread);
+      }
+      return true;
+    };
     if (warpgroup == 1) named_arrive(Named::kTurn, 0, 128 * kConsumers);  // the first turn is consumer 0's
     while (true) {
       step = next_step();
@@ -768,8 +806,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const Work work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
       const int b = work.b, hk = work.hk, key = work.kv_start + 64 * warpgroup;
       const int count = min(64, work.keys - work.kv_start - 64 * warpgroup);
-      store_rows(dk, softmax_scale, kDs, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 64);
-      store_rows(dv, 1.0f, kDq, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 64);
+      if (__any_sync(~0u, work.part < 0) || add_parts(work.part)) {
+        store_rows(dk, softmax_scale, kDs, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 64);
+        store_rows(dv, 1.0f, kDq, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 64);
+      }
       sync_consumers();
       if (leader) work_ring.release();
       work_ring.advance();

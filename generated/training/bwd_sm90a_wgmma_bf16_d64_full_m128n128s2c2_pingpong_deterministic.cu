@@ -106,7 +106,6 @@ struct Work {
   int b, hk, kv_start, keys;
   int q_begin, k_begin, seqlen_q, seqlen_k;
 };
-
 // A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
 struct Step {
   int tile, h;
@@ -663,7 +662,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         }
       }
     };
-
     if (warpgroup == 1) named_arrive(Named::kTurn, 0, 128 * kConsumers);  // the first turn is consumer 0's
     while (true) {
       step = next_step();

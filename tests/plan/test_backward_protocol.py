@@ -1,5 +1,5 @@
-"""The barriers of the CUDA backward, its order of sums, and who stores the first of them, by simulation: no
-interleaving waits forever, reads what is not there, adds in another order, or to what nobody stored."""
+"""The barriers of the CUDA backward, its order of sums, who stores the first of them, and parts of tiles of keys, by
+simulation: no interleaving waits forever, reads what is not there, adds in another order, or to what nobody stored."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tests.plan.first_protocol import Firsts
 from tests.plan.first_protocol import Rules as FirstRules
 from tests.plan.order_protocol import Grid, Launch
 from tests.plan.order_protocol import Rules as OrderRules
+from tests.plan.parts_protocol import Parts
+from tests.plan.parts_protocol import Rules as PartRules
 from tests.plan.simulation import ProtocolError
 
 RUNS = 150
@@ -99,3 +101,29 @@ def test_a_rule_of_the_first_that_is_broken_is_found(rule: str) -> None:
     with pytest.raises(ProtocolError, match="added|summed"):
         for _ in range(RUNS):
             Firsts(FirstRules(**{rule: False}), random).run()
+
+
+# --- parts of tiles of keys ---------------------------------------------------------------------------------
+
+
+def test_parts_of_a_tile_are_added_once_and_in_their_order() -> None:
+    random = Random(0)
+    for _ in range(RUNS):
+        Parts(PartRules(), random).run()
+
+
+@pytest.mark.parametrize(
+    ("rule", "becomes"),
+    [
+        ("stored_before_counted", "not stored"),
+        ("one_is_last", "wrote"),
+        ("empty_are_stored", "not stored"),
+        ("whole_count_as_parts", "deadlock"),
+        ("in_order", "wrote"),
+    ],
+)
+def test_a_rule_of_parts_that_is_broken_is_found(rule: str, becomes: str) -> None:
+    random = Random(1)
+    with pytest.raises(ProtocolError, match=becomes):
+        for _ in range(RUNS):
+            Parts(PartRules(**{rule: False}), random).run()

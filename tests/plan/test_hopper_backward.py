@@ -225,7 +225,8 @@ def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
 def test_counters_stand_behind_the_sums_or_alone() -> None:
     for layout in ("dense", "varlen"):
         ordered, other = (backward(head_dim=128, layout=layout, deterministic=d) for d in ("true", "false"))
-        assert {one.of for one in other.arguments} - {one.of for one in ordered.arguments} == {"dq_state"}
+        of_other = {one.of for one in other.arguments} - {one.of for one in ordered.arguments}
+        assert of_other == {"dq_state", "partials", "uncut_tiles", "parts", "work_items", "sum_tiles"}
         text, alone = render(ordered).text, render(other).text
         of_heads = r"const auto done = \[&\]\(int unit\) \{ return counter_at\((.*)unit\); \};"
         assert re.findall(of_heads, text) == ["batch * kv_heads * kv_tiles + "]
@@ -395,3 +396,35 @@ def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_shar
 def test_what_is_refused(variant: str, fields: dict[str, str], message: str) -> None:
     with pytest.raises(PlanError, match=rf"test\.yaml:\d+: {message}"):
         backward(variant, **fields)
+
+
+@pytest.mark.parametrize("variant", ["causal", "full", "sliding_window", "allowed"])
+def test_parts_have_each_step_once(variant: str) -> None:
+    """The kernel's own lines, run as Python: every tile of each head, from a place of its own, and in equal shares."""
+    text = render(backward(variant, head_dim=128)).text
+    (first,) = re.findall(r"const int first_step = part < 0 \? 0 : (.+);  //", text)
+    (stride,) = re.findall(r"const int stride = part < 0 \? 1 : (.+);  //", text)
+    by_bits = "uint32_t left = visible_word;" in text
+    if by_bits:
+        assert "if (__any_sync(~0u, until-- > 0)) continue;" in text
+        assert "until = stride - 1;" in text
+    else:
+        (begin,) = re.findall(r"int place = tiles > 0 \? (.+) : 0;", text)
+        assert "for (int i = first_step; __any_sync(~0u, i < tiles); i += stride) {" in text
+        assert "place += stride;" in text
+        assert "if (place >= tiles) place -= tiles;" in text
+    for tiles in (0, 1, 2, 3, 7, 16):
+        for parts in (2, 3, 8):
+            seen: list[tuple[int, int]] = []
+            counts = []
+            for part in range(parts):
+                before = len(seen)
+                for h in range(4, 8):
+                    names = {"part": part, "h": h, "parts": parts, "tiles": tiles, "kv_tile": 5}
+                    at, step = eval(first, names), eval(stride, names)
+                    names["first_step"] = at
+                    start = 0 if by_bits or not tiles else eval(begin, names) - at
+                    seen += [(h, (start + i) % tiles) for i in range(at, tiles, step)]
+                counts.append(len(seen) - before)
+            assert sorted(seen) == [(h, tile) for h in range(4, 8) for tile in range(tiles)]
+            assert max(counts) - min(counts) <= 4

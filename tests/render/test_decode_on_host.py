@@ -110,7 +110,7 @@ def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:
     source = render(plan)
     text = source.text.replace("extern __shared__ char shared_memory[];", "")
     (folder / "kernel.inc").write_text(text)
-    for name in ("softmax.cuh", "divisor.cuh", "split.cuh", "ring.cuh", "expression.cuh", "widen.cuh"):
+    for name in ("softmax.cuh", "divisor.cuh", "counted.cuh", "split.cuh", "ring.cuh", "expression.cuh", "widen.cuh"):
         (folder / name).write_text(on_host(name, headers()[name].replace("#ifdef __CUDA_ARCH__", "#if 1")))
     program = folder / "program"
     defined = {

@@ -7,9 +7,10 @@ from attngen.plan.operands import Operands
 from attngen.plan.pipes import WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.structures import HopperBackward
 
-STEP_BYTES, WORK_BYTES = 8, 32
+STEP_BYTES = 8
+WORK_BYTES, CUT_WORK_BYTES = 32, 44  # the latter where tiles of keys may be cut into parts
 SUMS = 8  # steps whose place in the dQ accumulator is kept
-SUM_BYTES, ORDERED_SUM_BYTES = 8, 20
+SUM_BYTES, CUT_SUM_BYTES, ORDERED_SUM_BYTES = 8, 12, 20
 #: A piece of the dQ accumulator that is rounded at once, 64 rows and 32 columns, and its record.
 PIECE_BYTES, PIECE_TAKEN_BYTES = 64 * 32 * 4, 32
 _KEYS = 64  # of a consumer
@@ -68,7 +69,7 @@ def backward_pipes(
         guards="the record of a tile of work stays until dK and dV are written; the first step implies that it is "
         "there",
         empty=Signal(consumers, each, "dK and dV of a tile of work are written"),
-        stored=(("work", WORK_BYTES),),
+        stored=(("work", CUT_WORK_BYTES if roles.cuts else WORK_BYTES),),
         alternates=True,
     )  # fmt: skip
     piece = Ring(
@@ -88,7 +89,7 @@ def backward_pipes(
         stored=(("ds", tile_m * keys * operands.ds.bytes),),
         alternates=True,
     )  # fmt: skip
-    sums = SUMS * (ORDERED_SUM_BYTES if roles.ordered else SUM_BYTES)
+    sums = SUMS * (ORDERED_SUM_BYTES if roles.ordered else CUT_SUM_BYTES if roles.cuts else SUM_BYTES)
     return Pipes(
         (kv, q, dout, dq, work, piece, ds),
         named=_named(roles),

@@ -25,6 +25,7 @@ from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes
 from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import HopperBackward
+from attngen.plan.times import visible_queries
 from attngen.plan.traits import bands_of, divides, is_light, query_loads, reads_data_per_key, reads_positions
 from attngen.schema.expand import Backward, KernelSpec
 
@@ -51,6 +52,10 @@ _LABELS = {
 
 #: Values of each query that come with its tile, at most: no more fit into shared memory at head dim 128.
 _QUERY_VALUES = 1
+
+#: What a kernel that cuts the last tiles of keys is told: how many are whole, the parts of one that is cut, what blocks
+#: take of both, and the states of dQ, behind which the counters of parts stand.
+_CUT_SIZES = ("uncut_tiles", "parts", "work_items", "sum_tiles")
 
 #: Query rows of a block of ``preprocess``, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4
@@ -153,6 +158,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and not crowded else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
+    own_spans = _has_own_spans(spec, choice, driver)
     draft = HopperBackward(
         consumers=_CONSUMERS,
         warp_roles=backward_roles(_CONSUMERS, *registers),
@@ -167,8 +173,10 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         dq_columns=qk if by_rows else _dq_columns(qk),
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
-        own_spans=_has_own_spans(spec, choice, driver),
+        own_spans=own_spans,
         query_values=_query_values(spec) if family == "valued" and not wide else 0,
+        cuts=_cuts(spec, crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk)),
+        uneven=_by_data(spec, driver),
         shared=(),
     )
     if wide:
@@ -202,6 +210,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         main="dqkv",
         sum_columns=roles.sum_columns,
         ordered=roles.ordered,
+        visible=visible_queries(spec) if roles.cuts else (),
     )
     return planned.with_launches(*_launches(planned, roles), workspaces=tuple(_workspaces(planned, roles)))
 
@@ -235,6 +244,18 @@ def _query_values(spec: KernelSpec) -> int:
     """Return how many values of each query come with its tile: those that the mask reads, or none if these are many."""
     count = query_loads(spec.variant)
     return count if count <= _QUERY_VALUES else 0
+
+
+def _cuts(spec: KernelSpec, *, crowded: bool) -> bool:
+    """Whether the last tiles of keys may be cut: by single blocks, since those of a cluster are handed out by the
+    hardware, and not in a fixed order, in which parts would wait for one another. Where the loader is ``crowded``, it
+    would spill what it keeps of a part."""
+    return not is_wide(spec) and not spec.deterministic and not crowded
+
+
+def _by_data(spec: KernelSpec, driver: str) -> bool:
+    """Whether data decide which queries see a tile of keys."""
+    return driver == "tile_map" or reads_positions(replace(spec.variant, score=None))
 
 
 def _is_uneven(spec: KernelSpec, driver: str) -> bool:
@@ -379,12 +400,14 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
         boxes("q", plan.tile_m, window=window), boxes("k", keys, window=keys), boxes("v", keys, window=keys),
         boxes("dout", plan.tile_m, window=window), _sums(),
         *([_pointer("dq_state")] if first_stored(plan) else []),
+        *([_pointer("partials")] if roles.cuts else []),
         *(arguments.pointer(plan, name) for name in written),
         arguments.row_pointer("lse_log2"), arguments.row_pointer("delta"),
     )  # fmt: skip
     return arguments.signature(
         plan, operands, tiles="kv_tiles", strided=written, counted=alone or roles.ordered,
-        more_sizes=() if plan.varlen else ("q_tiles",), max_seqlen_k=True,
+        more_sizes=(*(() if plan.varlen else ("q_tiles",)), *(_CUT_SIZES if roles.cuts else ())),
+        max_seqlen_k=True,
     )  # fmt: skip
 
 
@@ -422,19 +445,23 @@ def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
     memory of their own, which is all that is cleared then.
 
     There is a counter for each tile of keys, where the order is fixed; one for each KV head and one for all pieces,
-    where the kernel that adds dQ up rounds it, too; and a state of each tile of dQ, where the first addition is a
-    store.
+    where the kernel that adds dQ up rounds it, too; one for each consumer of a tile of keys that is cut, whose parts'
+    dK and dV have memory of their own; and a state of each tile of dQ, where the first addition is a store.
     """
     yield from row_workspaces()
     sums: tuple[int | str, ...] = (plan.tile_m * roles.sum_columns, "sum_tiles")
     counters: list[tuple[int | str, ...]] = []
+    of_parts = [(roles.consumers, "cut_tiles")] if roles.cuts else []
     if roles.ordered:
         counters.append((roles.cluster, "kv_units", "kv_tiles"))  # blocks of a cluster add to columns of their own
     if roles.cluster == 1:
         counters += [("kv_units",), (1,)]
+    if roles.cuts:
+        columns = sum(block.width for block in (*plan.columns_qk, *plan.columns_v))
+        yield Workspace("partials", "fp32", ((plan.tile_n * columns, "cut_parts"),), multiple=4)
     if first_stored(plan):
         yield Workspace("dq_sum", "fp32", (sums,), multiple=4)
-        yield Workspace("dq_state", "fp32", (*counters, ("sum_tiles",)), multiple=4)
+        yield Workspace("dq_state", "fp32", (*counters, ("sum_tiles",), *of_parts), multiple=4)
     else:
         yield Workspace("dq_sum", "fp32", (sums, *counters), multiple=4)
 

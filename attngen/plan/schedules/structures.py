@@ -89,6 +89,8 @@ class HopperBackward(Structure):
     dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
     own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask
     query_values: int = 0  # values of each query that the mask reads, and that come with a tile of Q
+    cuts: bool = False  # a call may have the last tiles of keys cut into parts, which different blocks take
+    uneven: bool = False  # data decide how many steps a tile of keys takes
 
     @property
     def pingpong(self) -> bool:

@@ -38,7 +38,7 @@ _CLUSTER_TEXTS = {
 }  # fmt: skip
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum", "dq_state"}),
-    "dqkv": frozenset({"dq", "dk", "dv", "dq_sum", "dq_state", "tile_counter"}),
+    "dqkv": frozenset({"dq", "dk", "dv", "dq_sum", "dq_state", "partials", "tile_counter"}),
     "postprocess": frozenset({"dq"}),
     "classify_dqkv": frozenset({"tile_map"}),
 }

@@ -1,6 +1,7 @@
 // What blocks that share the keys of a sequence need: equal shares of a list, partial results, and which block is last.
 #pragma once
 
+#include "counted.cuh"
 #include "softmax.cuh"
 
 // What a list has: pieces, the units of work that they are of, and the tiles of the longest unit.
@@ -40,13 +41,6 @@ struct Shares {
     return piece < longer ? piece / (quotient + 1) : remainder + (piece - longer) / quotient;
   }
 };
-
-// Counts this block as done, releasing what it has written, and returns how many were done before.
-__device__ __forceinline__ uint32_t arrive_counted(uint32_t* counter) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
 
 // Partial results of a row from some of its keys: O of kWidth columns, not yet divided by the row sum, the reference, and
 // the row sum. In memory the columns come first, then the reference and the sum; the padding keeps rows that lie one after the

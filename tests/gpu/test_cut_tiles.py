@@ -1,0 +1,119 @@
+"""Backwards in CUDA whose last tiles of keys are cut into parts: right for any cut, and the same bits on every run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attngen.runtime import geometry
+from attngen.runtime.checked import Call
+from attngen.runtime.cuts import NONE, Cut
+from attngen.runtime.gradients import GradientBuffers
+from attngen.runtime.pinned import PinnedGradients
+from attngen.tools.cases import Case
+from attngen.tools.verify.gradient_contract import expected_gradients
+from attngen.tools.verify.inputs import Element, make_inputs
+from attngen.tools.verify.poison import poisoned_gradients
+from attngen.tools.verify.trial import try_backward
+from tests.gpu.family import bits
+from tests.gpu.gradient_runs import gradient_run
+from tests.gpu.test_backward import ALL, kernels
+
+#: Kernels of one of each loop, and of each way in which consumers share the tensor cores.
+CUT = [
+    f"backward {name}"
+    for name in (
+        "causal-bf16-d64-dense-wgmma", "causal-bf16-d128-dense-wgmma", "sliding_window-bf16-d128-dense-wgmma",
+        "packed_documents-bf16-d128-dense-wgmma", "allowed-bf16-d128-dense-wgmma", "chunked-bf16-d64-dense-wgmma",
+        "relative_bias-bf16-d128-dense-wgmma", "softcap-bf16-d64-dense-wgmma", "causal-bf16-d128-varlen-wgmma",
+        "sliding_window-bf16-d64-varlen-wgmma",
+    )
+]  # fmt: skip
+
+
+def tiles_of(launch: Any, call: Call) -> int:
+    return -(-call.seqlen_k // launch.tile_n) * call.batch * call.kv_heads
+
+
+@pytest.fixture(params=[2, 3, 8])
+def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Calls have some or all of their tiles cut, into so many parts, whatever the rule says."""
+    parts: int = request.param
+
+    def any_cut(launch: Any, call: Call, section: int, capacity: Any) -> Cut:
+        tiles = tiles_of(launch, call)
+        return Cut(random.Random(f"{tiles} {parts} {section}").choice([1, -(-tiles // 2), tiles]), parts)
+
+    monkeypatch.setattr(geometry, "cut_of", any_cut)
+    return parts
+
+
+def test_the_kernels_are_built() -> None:
+    assert set(CUT) <= set(ALL)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_parts_keep_the_contract(name: str, cut: int) -> None:
+    """Every case of a backward, against float64; workspaces hold NaN, and parts without a step count as others do."""
+    kernel = kernels()[name]
+    assert any(launch.cuts for launch in kernel.launches)
+
+    def launch(call: Call, buffers: GradientBuffers) -> None:
+        PinnedGradients(kernel, call, buffers)()
+
+    found = try_backward(kernel, launch, "cuda", 70_000 + cut, small=False)
+    assert found.problems == ()
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_dk_and_dv_have_the_same_bits_on_every_run(name: str, cut: int) -> None:
+    """Parts are added in their order, whoever is last."""
+    lengths = (700, 1, 333) if "varlen" in name else (700,) * 3
+    launch = gradient_run(kernels()[name], Case("cut", lengths, lengths, heads=4, kv_heads=2), seed=cut)
+    first = launch()
+    for _ in range(20):
+        dq, *others = launch()
+        torch.testing.assert_close(dq, first[0], rtol=0, atol=4e-3 * (1e-6 + float(first[0].abs().max())))
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(first[1:], others, strict=True))
+
+
+def test_the_rule_cuts_a_call_of_few_tiles_and_graphs_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradients as without a cut, again and again, though nothing clears a counter in between."""
+    kernel = kernels()["backward causal-bf16-d128-dense-wgmma"]
+    case = Case("few", (1024,), (1024,), heads=8, kv_heads=4)
+    inputs = make_inputs(kernel.variant, case, kernel.layout, Element(kernel.dtype, 128, 128), "cuda", 3)
+    call = inputs.bind(kernel.variant)
+    wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(3))
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": wanted.out, "lse": wanted.lse, "dout": wanted.dout}
+
+    def run() -> tuple[PinnedGradients, tuple[Tensor, ...], GradientBuffers]:
+        buffers, _ = poisoned_gradients(kernel, call, given, None)
+        launch = PinnedGradients(kernel, call, buffers)
+        launch()
+        return launch, (buffers.dq, buffers.dk, buffers.dv), buffers
+
+    launch, found, buffers = run()
+    assert buffers.workspaces["partials"].numel() > 0
+    first = tuple(one.clone() for one in found)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+        launch()
+    for _ in range(5):
+        for one in (*found, *buffers.workspaces.values()):
+            one.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        close(found, first)
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found[1:], first[1:], strict=True))
+    monkeypatch.setattr(geometry, "cut_of", lambda *_: NONE)
+    close(run()[1], first)
+
+
+def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=8e-3 * float(other.abs().max()))

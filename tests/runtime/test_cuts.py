@@ -1,0 +1,159 @@
+"""Which of the last tiles of keys of a backward are cut: where blocks end unevenly, and nowhere else."""
+
+from __future__ import annotations
+
+from heapq import heapreplace
+
+import pytest
+import torch
+
+from attngen.plan import plan
+from attngen.runtime.arguments import bind
+from attngen.runtime.checked import Packing
+from attngen.runtime.cuts import NONE, Cut, best_cut
+from attngen.runtime.geometry import Geometry, geometries, workspace_sizes
+from attngen.runtime.module import Kernel
+from attngen.runtime.splits import Capacity
+from attngen.schema import expand, load_spec_text
+from tests.runtime.support import FakeDriver, kernel_of
+
+BLOCKS = 132
+_RESOURCES = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes": 0, "compile_seconds": 0.0}
+
+
+def kernel(variant: str = "causal", head_dim: int = 128, **fields: str) -> Kernel:
+    more = "".join(f", {name}: {value}" for name, value in fields.items())
+    text = (
+        f"schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n  - {{variant: {variant}, passes: backward, "
+        f"head_dim: {head_dim}, backward: {{backend: cuda}}{more}}}\n"
+    )
+    (spec,) = expand(load_spec_text(text))
+    return kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
+
+
+def geometry(of: Kernel, *shape: int, lengths: list[int] | None = None, **arguments: object) -> Geometry:
+    """Return the numbers of the launch of all products: of ``batch``, length, heads and KV heads, or of ``lengths``."""
+    batch, seqlen, heads, kv_heads = shape
+    sizes: list[tuple[int, ...]] = [(batch, seqlen, heads), *[(batch, seqlen, kv_heads)] * 2]
+    packing = None
+    if lengths is not None:
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        packing = Packing(starts, starts, max(lengths), max(lengths))
+        sizes = [(sum(lengths), *size[2:]) for size in sizes]
+    q, k, v = (torch.empty(*size, of.head_dim_qk, dtype=torch.bfloat16) for size in sizes)
+    call = bind(
+        of.variant, q, k, v, packing, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd",
+        arguments=arguments,
+    )  # fmt: skip
+    return geometries(of, call, {}, capacity=Capacity(BLOCKS))[-1]
+
+
+def cut_of(*given: object, **more: object) -> Cut:
+    sizes = geometry(*given, **more).sizes  # type: ignore[arg-type]
+    assert sizes["cut_parts"] == sizes["cut_tiles"] * sizes["parts"]
+    return Cut(sizes["cut_tiles"], sizes["parts"])
+
+
+def ends(steps: list[int], cut: Cut, blocks: int = BLOCKS, more: float = 2.6) -> float:
+    """Return when the last block is done, as if parts cost nothing more than tiles."""
+    times = [(step / cut.parts) for i, step in enumerate(steps) for _ in range(cut.parts)
+             if i >= len(steps) - cut.tiles]  # fmt: skip
+    free = [0.0] * blocks
+    for time in [*map(float, steps[: len(steps) - cut.tiles]), *times]:
+        heapreplace(free, free[0] + time + more)
+    return max(free)
+
+
+def test_few_tiles_are_all_cut() -> None:
+    """64 tiles on 132 multiprocessors."""
+    cut = cut_of(kernel(), 1, 1024, 32, 8)
+    assert cut.tiles == 64
+    assert cut.parts >= 2
+    assert cut_of(kernel("full"), 1, 1024, 32, 8).tiles == 64
+
+
+def test_the_last_round_is_cut_and_not_those_before() -> None:
+    steps = [64] * (5 * BLOCKS + 40)
+    cut = best_cut(tuple(steps), 4, 1, 1, BLOCKS)
+    assert 0 < cut.tiles <= BLOCKS + 40
+    assert ends([4 * step for step in steps], cut) < 0.95 * ends([4 * step for step in steps], NONE)
+
+
+@pytest.mark.parametrize(
+    ("steps", "units"),
+    [
+        ([64], BLOCKS),  # one full round
+        ([64], 7 * BLOCKS),
+        ([1], 40),  # parts would take longer than tiles
+        (list(range(64, 0, -1)), 30 * BLOCKS),  # many rounds
+        ([], 4),
+        ([5], 0),
+        ([0, 0], 8),  # nothing is seen
+    ],
+)
+def test_what_ends_evenly_or_soon_is_left_whole(steps: list[int], units: int) -> None:
+    assert best_cut(tuple(steps), 1, units, max(units, 1), BLOCKS) == NONE
+
+
+def test_a_cut_is_bounded() -> None:
+    """Parts take memory."""
+    for units in (1, 3, 40, 66, 67, 131, 133, 200, 300, 700):
+        for count in (1, 2, 5):
+            for section in (1, units):
+                cut = best_cut(tuple(60 * i for i in range(count, 0, -1)), 8, units, section, BLOCKS)
+                assert cut == NONE or (2 <= cut.parts <= 8 and 0 < cut.tiles <= count * units)
+                assert cut.tiles * cut.parts <= 4 * BLOCKS
+
+
+def test_one_block_has_nobody_to_share_with() -> None:
+    """What runs at once is not known where no device is asked."""
+    assert best_cut((64, 32), 4, 2, 2, 1) == NONE
+
+
+def test_steps_follow_from_the_mask() -> None:
+    """A window sees as many queries of each tile of keys, and a causal mask fewer of later ones."""
+    assert cut_of(kernel("sliding_window"), 1, 16384, 32, 8, window=1024) != NONE
+    assert cut_of(kernel(), 1, 4096, 32, 8) != NONE
+    assert cut_of(kernel("full"), 1, 4096, 33, 33) == NONE  # 8 rounds
+    # documents may be short: fewer steps are expected of the same tiles
+    document = torch.zeros(1, 1024).int()
+    few, many = (cut_of(kernel(name), 1, 1024, 32, 8, **own) for name, own in
+                 (("packed_documents", {"doc": document}), ("causal", {})))  # fmt: skip
+    assert few.parts < many.parts
+
+
+def test_packed_sequences_are_cut_where_they_are_alike() -> None:
+    packed = kernel(layout="varlen")
+    assert cut_of(packed, 1, 0, 32, 8, lengths=[4096]) == cut_of(kernel(), 1, 4096, 32, 8) != NONE
+    assert cut_of(packed, 3, 0, 32, 8, lengths=[1024, 1000, 1023]) != NONE
+    assert cut_of(packed, 3, 0, 32, 8, lengths=[1024, 10, 1]) == NONE
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"deterministic": "true"},
+        {"head_dim": 256},
+        {"variant": "softcap", "layout": "varlen"},  # registers
+        {"variant": "sliding_window", "head_dim": 72},
+    ],
+)
+def test_neither_a_fixed_order_nor_clusters_nor_crowded_loaders_are_cut(fields: dict[str, object]) -> None:
+    found = kernel(**fields)  # type: ignore[arg-type]
+    assert not any(launch.cuts for launch in found.launches)
+    assert "partials" not in [one.name for one in found.workspaces]
+    lengths = [1024] if found.layout == "varlen" else None
+    scalars: dict[str, dict[str, object]] = {"sliding_window": {"window": 100}, "softcap": {"cap": 20.0}}
+    own = scalars.get(found.variant.name, {})
+    assert geometry(found, 1, 1024, 32, 8, lengths=lengths, **own).sizes["cut_tiles"] == 0
+
+
+def test_each_part_has_a_block_memory_and_a_counter() -> None:
+    of = kernel()
+    found = geometry(of, 1, 1024, 32, 8)
+    tiles, parts = found.sizes["cut_tiles"], found.sizes["parts"]
+    assert (found.tiles, found.blocks(FakeDriver(), 0)) == (64 + tiles * (parts - 1), BLOCKS)
+    sizes = workspace_sizes(of, [found] * len(of.launches))
+    assert sizes["partials"] == tiles * parts * 128 * (128 + 128)
+    units, states = 8, 32 * 16
+    assert sizes["dq_state"] == -(-(units + 1 + 2 * tiles + states) // 4) * 4
