@@ -68,6 +68,17 @@ def test_which_values_come_with_the_queries_of_a_backward(mask: str, tensors: st
     assert ("QueryValues values[kBlockM / 32];" in render(plan).text) == (count > 0)
 
 
+def test_what_decides_nothing_is_not_loaded() -> None:
+    """Both arms show the same keys, which are an interval."""
+    mask = "kv <= q_pos if x[{0}] > 0 else kv <= q_pos"
+    assert masked(mask.format("kv"), "x: {dtype: int32, shape: [n]}")[0] == 0
+    declared = f"variants:\n  own: {{mask: '{mask.format('q')}', tensors: {{x: {{dtype: int32, shape: [n]}}}}}}\n"
+    plan = planned("own", declared=declared, passes="backward", head_dim=128, backward="{backend: cuda}")
+    assert isinstance(plan.structure, HopperBackward)
+    assert plan.structure.query_values == 0
+    assert "u_x[" not in render(plan).text
+
+
 def test_what_such_a_value_needs_is_computed_where_it_is_loaded() -> None:
     plan = planned("causal_packed", passes="backward", head_dim=128, backward="{backend: cuda}")
     loader, consumer = render(plan).text.split("// A consumer: 64 keys.")
