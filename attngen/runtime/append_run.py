@@ -10,8 +10,8 @@ from torch import Tensor
 from attngen.runtime import append_torch, dispatch
 from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
-from attngen.runtime.append_arguments import Append, check
-from attngen.runtime.append_kernel import TENSORS, PreparedAppend, prepare
+from attngen.runtime.append_arguments import TENSORS, Append, check
+from attngen.runtime.append_kernel import PreparedAppend, prepare
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.keys import note
 from attngen.runtime.registry import registry

@@ -86,9 +86,9 @@ def run(given: Given) -> Any:
     addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), *NO_FORWARD]
     key: list[Any] = [
         variant if isinstance(variant, str) else id(variant), with_lse, registry.generation, *keyed_of(given),
-        q.dtype, shape, strides, q.get_device(), addresses[0] & 15,
-        k.dtype, k.shape, k.stride(), k.get_device(), addresses[1] & 15,
-        v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15,
+        q.dtype, shape, strides, q.get_device(), addresses[0] & 15, q.is_neg(),
+        k.dtype, k.shape, k.stride(), k.get_device(), addresses[1] & 15, k.is_neg(),
+        v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15, v.is_neg(),
     ]  # fmt: skip
     note_others(key, addresses, given)
     identity = tuple(key)

@@ -14,9 +14,10 @@ from attngen.runtime import dispatch, quantize_torch
 from attngen.runtime import driver as drivers
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.keys import note
-from attngen.runtime.quantize_arguments import Quantize, check
+from attngen.runtime.quantize_arguments import TENSORS, Quantize, check
 from attngen.runtime.quantize_kernel import prepare
-from attngen.runtime.quantize_launch import TENSORS, PreparedQuantize
+from attngen.runtime.quantize_launch import TENSORS as LAUNCHED
+from attngen.runtime.quantize_launch import PreparedQuantize
 from attngen.runtime.registry import registry
 
 #: What is kept of a kind of call: how it is launched, or why no kernel takes it; and the shapes of its scales.
@@ -35,8 +36,8 @@ def run(*given: Any) -> tuple[Tensor, ...]:
             call.granularity, type(call.granularity), call.hadamard, call.seed, call.layout, call.rotary_interleaved,
             call.dtype, registry.generation,
         ]  # fmt: skip
-        for tensor in (call.q, call.k, call.v, call.signs, call.rotary_cos, call.rotary_sin, call.rotary_offsets):
-            note(key, tensor)
+        for name in TENSORS:
+            note(key, getattr(call, name))
         kept = None if checked else _kept(tuple(key))
         if kept is not None and isinstance(kept[0], PreparedQuantize):
             return launched(kept[0], call, kept[1])
@@ -65,7 +66,7 @@ def launched(prepared: PreparedQuantize, call: Quantize, shapes: Sequence[tuple[
     tensors = (
         call.q, call.k, call.v, *values, *scales, maxima, signs, call.rotary_cos, call.rotary_sin, call.rotary_offsets,
     )  # fmt: skip
-    assert len(tensors) == len(TENSORS)
+    assert len(tensors) == len(LAUNCHED)
     prepared([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
     return (*values, *scales)
 
