@@ -43,6 +43,7 @@ _PREPARED: RecentCache[PreparedCall | WidenedCall] = RecentCache(PREPARED_CALLS)
 
 #: Looked up once: every call asks.
 _is_compiling = torch.compiler.is_compiling
+_is_tracing = torch._C._is_tracing
 transforms_active = torch._C._are_functorch_transforms_active
 
 
@@ -52,6 +53,8 @@ def run(given: Given) -> Any:
     if arguments and DROPOUT_P.name in arguments:
         given = _with_state(given)
         arguments = given.arguments
+    if _is_tracing():
+        raise CallError("torch.jit.trace cannot record a launch; allowed: torch.compile, torch.export")
     if transforms_active():
         return transforms.attend(given, run, differentiate if _on_gpu(q) and backend != "reference" else None)
     if tile_map is not None and not isinstance(tile_map, TileMap):
@@ -98,6 +101,11 @@ def run(given: Given) -> Any:
         prepared = None
     if prepared is None:
         call, found = bind_call(given)
+        for name in call.descales:
+            if torch.is_grad_enabled() and getattr(given, name).requires_grad:
+                raise CallError(
+                    f"{name} requires a gradient, which no kernel has; detach it, or say backend='reference'"
+                )
         call.return_lse = with_lse
         prepared = _prepare(call, found, addresses, given, learns=learns)
         _PREPARED.put(identity, prepared)

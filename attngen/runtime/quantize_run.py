@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from attngen.errors import CallError
 from attngen.runtime import debug as debugging
 from attngen.runtime import dispatch, quantize_torch
 from attngen.runtime import driver as drivers
@@ -19,6 +19,7 @@ from attngen.runtime.quantize_kernel import prepare
 from attngen.runtime.quantize_launch import TENSORS as LAUNCHED
 from attngen.runtime.quantize_launch import PreparedQuantize
 from attngen.runtime.registry import registry
+from attngen.runtime.transforms import refuse
 
 #: What is kept of a kind of call: how it is launched, or why no kernel takes it; and the shapes of its scales.
 _Kept = tuple[PreparedQuantize | str, tuple[tuple[int, ...], ...]]
@@ -29,6 +30,8 @@ _PREPARED: RecentCache[_Kept] = RecentCache(1024)
 def run(*given: Any) -> tuple[Tensor, ...]:
     """Quantize now, whether the call comes from a program or from an operator; arguments as ``Quantize`` has them."""
     call = Quantize(*given)
+    if dispatch.transforms_active() or forward_ad._current_level >= 0:
+        refuse("quantize", given)
     on_gpu, checked = dispatch._on_gpu(call.q), debugging.active()
     key: list[Any] = []
     if on_gpu:
@@ -41,8 +44,6 @@ def run(*given: Any) -> tuple[Tensor, ...]:
         kept = None if checked else _kept(tuple(key))
         if kept is not None and isinstance(kept[0], PreparedQuantize):
             return launched(kept[0], call, kept[1])
-    if dispatch.transforms_active() and any(torch._C._functorch.is_batchedtensor(t) for t in (call.q, call.k, call.v)):
-        raise CallError("quantize has no rule for torch.func.vmap; its tensors have a batch axis")
     sizes = check(call)
     if checked or call.q.device.type == "cpu":
         quantize_torch.check_contents(call, sizes)
