@@ -470,11 +470,12 @@ def _with_attention_of_its_own(config: type) -> str | None:
     return name
 
 
-def _softmax_of_its_own(model: type) -> bool:
+def _softmax_of_its_own(model: Any) -> bool:
     """Whether a part of a model takes the mask and computes its own softmax, while others look up their attention."""
     from transformers import PreTrainedModel
 
-    known, parts = vars(sys.modules[model.__module__]), [model]
+    known: Mapping[str, Any] = vars(sys.modules[model.__module__])
+    parts: list[Any] = [model]
     for part in parts:  # grows
         named = [known.get(name) for name in _names(part.__init__)]
         classes = [each for one in named for each in (one.values() if isinstance(one, dict) else [one])]
