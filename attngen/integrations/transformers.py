@@ -482,7 +482,9 @@ def _softmax_of_its_own(model: Any) -> bool:
         for each in classes:
             if not isinstance(each, type) or not issubclass(each, torch.nn.Module) or each in parts:
                 continue
-            of_another = issubclass(each, PreTrainedModel) and each.config_class is not model.config_class
+            of_another = (
+                issubclass(each, PreTrainedModel) and getattr(each, "config_class", None) is not model.config_class
+            )
             parts += [] if of_another else [each]
     forwards = [inspect.unwrap(part.forward) for part in parts]
     return any("softmax" in _names(each) and "attention_mask" in each.__code__.co_varnames for each in forwards)
