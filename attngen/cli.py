@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -155,9 +156,26 @@ def group() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; exits 0, 1 (it failed) or 2 (the request is wrong)."""
-    # a message may quote what the terminal's encoding lacks
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+    """Run the command line; exits 0, 1 (it failed, or nobody reads its output) or 2 (the request is wrong)."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # the caller closed it
+            setattr(sys, name, _nowhere())
+        elif hasattr(stream, "reconfigure"):  # a message may quote what the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    group(arguments, prog_name="attngen")
+    try:
+        try:
+            group(arguments, prog_name="attngen")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        sys.stdout = _nowhere()  # what is left of the output fails again at the end of the program
+        if not isinstance(error, BrokenPipeError):
+            print_error(AttngenError(f"the output cannot be written: {error.strerror}"))
+        sys.exit(EXIT_FAILURE)
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")

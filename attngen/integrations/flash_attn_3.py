@@ -414,7 +414,7 @@ def _descales(q: Tensor, given: Sequence[Tensor | None]) -> dict[str, Tensor]:
     named = {name: scale for name, scale in zip(DESCALES, given, strict=True) if scale is not None}
     if q.dtype != torch.float8_e4m3fn:
         return named  # which the call refuses
-    return {name: named.get(name, torch.ones((), device=q.device)) for name in DESCALES}
+    return {name: named.get(name, torch.ones((), dtype=torch.float32, device=q.device)) for name in DESCALES}
 
 
 def _starts(dense: Tensor) -> Tensor:

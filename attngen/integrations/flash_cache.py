@@ -120,7 +120,11 @@ def scales_or_ones(
 ) -> dict[str, Tensor]:
     """Return scales by their keywords, 1 of what is quantized and has none given."""
     named = {"q_descale": (q, q_descale), "k_descale": (kv, k_descale), "v_descale": (kv, v_descale)}
-    ones = {name: torch.ones((), device=q.device) for name, (of, _) in named.items() if of.dtype in QUANTIZED}
+    ones = {
+        name: torch.ones((), dtype=torch.float32, device=q.device)
+        for name, (of, _) in named.items()
+        if of.dtype in QUANTIZED
+    }
     return ones | {name: scale for name, (_, scale) in named.items() if scale is not None}
 
 

@@ -348,7 +348,7 @@ def _samples(kind: str, device: torch.device) -> list[Tensor]:
     if found is None:
         with torch.inference_mode(False):
             indices = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(4))
-            found = torch.ones((), device=device), *indices
+            found = torch.ones((), dtype=torch.float32, device=device), *indices
         if _runs(device):
             _SAMPLES[device] = found
     return [*found] if kind == "score_mod" else [*found[1:]]

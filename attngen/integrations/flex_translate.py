@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from keyword import iskeyword
 from typing import Any
 
@@ -26,6 +27,16 @@ DTYPES = {
 }  # fmt: skip
 CONVERTED = {
     torch.uint8: torch.int32, torch.int8: torch.int32, torch.int16: torch.int32, torch.float64: torch.float32,
+}  # fmt: skip
+
+#: Integers narrower than those of the language: torch computes in them modulo 2^8 or 2^16.
+_NARROW = {torch.uint8: (0, 255), torch.int8: (-128, 127), torch.int16: (-(2**15), 2**15 - 1)}
+#: Operations on such integers that change none, and those whose results are among them in any case.
+_UNCHANGED = frozenset({"index", "clone", "alias", "detach", "lift_fresh_copy", "view", "expand", "contiguous"})
+_CLOSED = _UNCHANGED | {
+    "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "__and__", "__or__", "__xor__", "bitwise_right_shift", "__rshift__", "remainder", "fmod", "scalar_tensor", "full",
+    "full_like", "zeros_like", "ones_like", "zeros", "ones", "new_zeros", "new_ones",
 }  # fmt: skip
 
 
@@ -201,7 +212,23 @@ class Translator:
         own, rule = getattr(self, f"_aten_{step.name}", None), _RULES.get(step.name)
         if own is None and rule is None:
             raise self._refuse(step, f"{step.overload} has no equivalent in attngen's language")
-        self._text[step] = own(step) if own is not None else _RULES[step.name](self, step)
+        self._check_numbers(step)
+        text = own(step) if own is not None else _RULES[step.name](self, step)
+        self._text[step] = text if step.name in _CLOSED else _wrapped(text, step.dtype)
+
+    def _check_numbers(self, step: Step) -> None:
+        """Refuse a Python integer that the narrow integers of an operation lack: torch computes with another one."""
+        operands = [operand for operand in step.args if isinstance(operand, Step | Given | Made)]
+        dtype = reduce(torch.promote_types, map(_dtype, operands)) if operands else step.dtype
+        if step.name in _UNCHANGED or dtype not in _NARROW or _is_float(step):
+            return
+        low, high = _NARROW[dtype]
+        for number in (*step.args, *step.kwargs.values()):
+            if isinstance(number, int) and not low <= number <= high:
+                raise self._refuse(
+                    step, f"{number} does not fit {_short(dtype)}, in which it computes; allowed: {low} to {high}, or "
+                    "the tensor's .int()"
+                )  # fmt: skip
 
     def _aten_index(self, step: Step) -> str:
         tensor, indices = step.args[0], step.args[1]
@@ -250,6 +277,10 @@ class Translator:
         if operand.name == "argument":
             return True
         name, arguments = operand.name, operand.args
+        if operand.dtype == torch.uint8:
+            return True
+        if operand.dtype in _NARROW and name not in _CLOSED:  # the largest one is followed by the smallest
+            return False
         if name == "index":
             source = self._sources.get(operand)
             return source is not None and self._natural(source)
@@ -364,6 +395,14 @@ def _is_float(step: Step) -> bool:
 def _dtype(operand: Any) -> torch.dtype:
     found: torch.dtype = operand.dtype
     return found
+
+
+def _wrapped(text: str, dtype: torch.dtype) -> str:
+    """Return an integer as a narrow dtype holds it; any other number as it is."""
+    if dtype not in _NARROW:
+        return text
+    low, high = _NARROW[dtype]
+    return f"({text} % {high - low + 1})" if low == 0 else f"(({text} + {-low}) % {high - low + 1} - {-low})"
 
 
 def _short(dtype: torch.dtype) -> str:

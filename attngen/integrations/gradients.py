@@ -46,8 +46,8 @@ def gradients_of(
     the shipped ``spec``, if none does, and CallError for shapes that disagree.
     """
     _check(q, v, out, lse, dout)
-    out, dout = (t.to(q.dtype) for t in (out, dout))
-    lse = lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+    out, dout = (t.to(q.dtype).resolve_neg() for t in (out, dout))
+    lse = lse.resolve_neg().to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
     options = {"softmax_scale": softmax_scale, "seqused_k": seqused_k}
     if not choice.on_gpu(q):
         return _of_reference(candidates[0], q, k, v, out, lse, dout, packing, options)

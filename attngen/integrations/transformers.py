@@ -15,6 +15,7 @@ releases of transformers are served, and what differs between them.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -459,13 +460,42 @@ def _with_attention_of_its_own(config: type) -> str | None:
     found = MODEL_MAPPING.get(config, None)
     first = found[0] if isinstance(found, tuple) else found
     models = _loaded_models(config) if first is None else [first]
-    if any(hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS") for model in models):
-        return None
     says = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
     if not models or any(getattr(model, name, True) for model in models for name in says):
         return None
+    listed = [model for model in models if hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS")]
+    if listed and not any(map(_softmax_of_its_own, listed)):
+        return None
     name: str = models[-1].__name__
     return name
+
+
+def _softmax_of_its_own(model: Any) -> bool:
+    """Whether a part of a model takes the mask and computes its own softmax, while others look up their attention."""
+    from transformers import PreTrainedModel
+
+    known: Mapping[str, Any] = vars(sys.modules[model.__module__])
+    parts: list[Any] = [model]
+    for part in parts:  # grows
+        named = [known.get(name) for name in _names(part.__init__)]
+        classes = [each for one in named for each in (one.values() if isinstance(one, dict) else [one])]
+        for each in classes:
+            if not isinstance(each, type) or not issubclass(each, torch.nn.Module) or each in parts:
+                continue
+            of_another = (
+                issubclass(each, PreTrainedModel) and getattr(each, "config_class", None) is not model.config_class
+            )
+            parts += [] if of_another else [each]
+    forwards = [inspect.unwrap(part.forward) for part in parts]
+    return any("softmax" in _names(each) and "attention_mask" in each.__code__.co_varnames for each in forwards)
+
+
+def _names(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names that a function looks up, also in what it defines."""
+    codes = [getattr(inspect.unwrap(function), "__code__", None)]
+    for code in codes:  # grows
+        codes += [each for each in getattr(code, "co_consts", ()) if hasattr(each, "co_names")]
+    return frozenset(name for code in codes if code is not None for name in code.co_names)
 
 
 def _loaded_models(config: type) -> list[Any]:

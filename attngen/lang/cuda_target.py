@@ -93,9 +93,9 @@ class CudaDialect(Dialect):
 
     def _chooses(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> bool:
         """Whether to compute both arms and select one. A branch for each element of a tile would come between matrix
-        products, which ptxas then serializes; a condition that is the same for all threads stays a branch."""
-        varies = node.type is Type.FLOAT and bool(scope.axes(node.args[0]))
-        return varies and any(arg.strength < _ATOM for arg in args[1:])
+        products, which ptxas then serializes."""
+        varies = node.type is Type.FLOAT and bool(scope.axes(node))
+        return varies and any(arg.strength < _ATOM or "(" in arg.text for arg in args[1:])
 
     def _sign(self, operand: Piece) -> Piece:
         operand = operand.within(_SIGN)

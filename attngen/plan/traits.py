@@ -9,7 +9,9 @@ from functools import lru_cache
 from attngen.dtypes import DTYPES
 from attngen.lang.bands import Axis, Bands, Heads, bands
 from attngen.lang.facts import Facts
-from attngen.lang.ir import Expr, Load, Op, names, walk
+from attngen.lang.ir import Expr, Load, Op, names, rewrite, walk
+from attngen.lang.literals import fold_literals
+from attngen.lang.rows import own_intervals
 from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
 from attngen.schema.expand import KernelSpec
@@ -33,22 +35,33 @@ def reads_data_per_key(variant: Variant) -> bool:
     return any(names(index) & _KEYS for node in walk(variant.mask) if isinstance(node, Load) for index in node.indices)
 
 
-def key_loads(variant: Variant, heads: Heads = "single") -> int:
-    """Return how many values of 4 bytes or less a mask loads for each key, the same for all rows of a tile; 0 if one is
-    found by means of another."""
+def key_loads(variant: Variant, heads: Heads = "single") -> frozenset[Load]:
+    """Return the values of 4 bytes or less that a mask loads for each key, the same for all rows of a tile; none if one
+    is found by means of another.
+
+    A forward with warp roles has room for as many, and its loader loads these.
+    """
     varying = _ROWS | {"h"} if heads == "packed" else _ROWS
-    loads = {node for node in walk(variant.mask) if isinstance(node, Load)}
+    loads = _mask_loads(variant)
     if any(isinstance(inner, Load) for load in loads for index in load.indices for inner in walk(index)):
-        return 0
+        return frozenset()
     narrow = {tensor.name for tensor in variant.tensors if DTYPES[tensor.dtype].bytes <= _WORD}
-    used = [(load.tensor, frozenset[str]().union(*map(names, load.indices))) for load in loads]
-    return sum(name in narrow and bool(read & _KEYS) and not read & varying for name, read in used)
+    used = [(load, frozenset[str]().union(*map(names, load.indices))) for load in loads]
+    return frozenset(load for load, read in used if load.tensor in narrow and read & _KEYS and not read & varying)
+
+
+@lru_cache(maxsize=256)
+def _mask_loads(variant: Variant) -> frozenset[Load]:
+    """Return what a mask loads, as kernels ask for it: by the ends of the keys that a query sees, and what is left."""
+    intervals, rest = own_intervals(variant.mask, Facts.of(variant))
+    asked = [rest, *(end for each in intervals for end in (each.lo, each.hi) if end is not None)]
+    return frozenset(node for each in asked for node in walk(rewrite(each, fold_literals)) if isinstance(node, Load))
 
 
 def query_loads(variant: Variant) -> int:
     """Return how many values of 4 bytes or less a mask loads for each query, the same for all keys; 0 if it loads one
     for each pair, or finds one by means of another, or if the score loads anything by position."""
-    loads = {node for node in walk(variant.mask) if isinstance(node, Load)}
+    loads = _mask_loads(variant)
     narrow = {tensor.name for tensor in variant.tensors if DTYPES[tensor.dtype].bytes <= _WORD}
     used = [frozenset[str]().union(*map(names, load.indices)) for load in loads]
     nested = any(isinstance(inner, Load) for load in loads for index in load.indices for inner in walk(index))

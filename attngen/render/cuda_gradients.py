@@ -123,8 +123,7 @@ def _with_query_values(plan: Plan, steps: Steps) -> tuple[Steps, QueryValues | N
     before = {name for each in steps.tile if each.type == "const auto*" for name in each.names}
     loaded = before | {pointer_name(tensor.name) for tensor in plan.variant.tensors}
     by_query = [each for each in steps.key if each.type in HELD and each.reads & loaded]
-    if not by_query or len(by_query) > plan.structure.query_values:
-        return steps, None
+    assert len(by_query) == plan.structure.query_values, f"{plan.name}: other loads than planned"
     others = [each for each in steps.key if not {*each.names} & {*_COLUMN_NAMES} and each not in by_query]
     lines = (*needed(others, by_query), *by_query)
     values = QueryValues(fields_of(by_query), (*needed(steps.tile, lines), *number_queries(reads(lines)), *lines))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding
@@ -70,7 +70,7 @@ class Steps:
     """What happens to the elements ``x`` of a tile: lines for the tile, for each row, each key, and each element.
 
     ``row_values`` are the values of a row that its elements use, each with its type. No lines for elements: nothing
-    happens to them.
+    happens to them. ``of_mask`` are the names that the mask declares.
     """
 
     tile: tuple[Statement, ...]
@@ -78,6 +78,7 @@ class Steps:
     row_values: tuple[tuple[str, str], ...]
     key: tuple[Statement, ...]
     element: tuple[Statement, ...]
+    of_mask: frozenset[str] = frozenset()
 
     @property
     def all(self) -> tuple[Statement, ...]:
@@ -143,6 +144,7 @@ def logits(plan: Plan) -> Logits:
         bound = _elements(plan, ragged=partial)
         scored = emit_for(plan, CUDA, [value, folded.multiplier, *more], bound)
         hoisted, body = list(scored.hoisted), list(scored.body)
+        of_mask: frozenset[str] = frozenset()
         if slope is not None:
             body.append(statement("{x} = fmaf(float({key}), {}, {});", scored.results[-1], scored.results[0]))
         elif variant.score is not None:
@@ -151,9 +153,10 @@ def logits(plan: Plan) -> Logits:
             mask = masking(plan, bound, declared([*hoisted, *body]))
             hoisted += [each for each in (*mask.hoisted, *mask.ends) if each not in hoisted]
             body += [*mask.body, mask.test]
+            of_mask = frozenset(declared([*mask.hoisted, *mask.body]))
         row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
-        steps.append(_steps(plan, tile, row, body))
+        steps.append(replace(_steps(plan, tile, row, body), of_mask=of_mask))
         if variant.score is not None:
             multiplier = scored.results[1]
     statements = list(work)

@@ -12,11 +12,14 @@ from attngen.lang.statements import Statement, declared, depending, needed, read
 from attngen.plan.model import Plan
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.symbols import pointer_name
+from attngen.plan.traits import key_loads
 from attngen.render.cuda_math import Steps, row_names
 from attngen.render.cuda_statements import int_constant
 
 #: The types that values are held in; bool takes as much room as int.
 HELD = {"bool": "int", "int": "int", "float": "float"}
+#: What the loader calls a key, and what consumers call it.
+_NUMBERS = frozenset({"key", "kv", "kv_packed"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +40,22 @@ def with_key_values(plan: Plan, steps: Steps, work: Sequence[Statement]) -> tupl
     of work."""
     if not isinstance(plan.structure, HopperForward) or not plan.structure.key_values:
         return steps, None
+    loads = key_loads(plan.variant, plan.box_heads)
     pointers = {pointer_name(tensor.name) for tensor in plan.variant.tensors}
     pointers |= {name for each in work if each.type == "const auto*" for name in each.names}
     _, fixed = depending(steps.row, {spelled(KV_FIRST.name)})
-    inner = {"key", "x", *row_names(plan), *declared([*steps.tile, *steps.row, *steps.key])} - {"kv", "kv_packed"}
     by_row = [each for each in fixed if each.type in HELD and each.reads & pointers]
-    by_key = [each for each in steps.key if each.type in HELD and each.reads & pointers and not each.reads & inner]
-    if not by_key or len(by_key) != plan.structure.key_values:  # fewer: one needs more than the key to be read
-        return steps, None
-    packed = [int_constant("kv_packed", "{k_begin} + {kv}")] if "kv_packed" in reads(by_key) else []
+    numbers = [each for each in steps.key if {*each.names} & _NUMBERS]
+    computed = [each for each in steps.key if each not in numbers]
+    _, of_key = depending(computed, {"key", "x", *row_names(plan), *declared([*steps.tile, *steps.row])})
+    by_key = [each for each in of_key if each.type in HELD and each.reads & pointers and {*each.names} & steps.of_mask]
+    assert len(by_key) == len(loads) == plan.structure.key_values, f"{plan.name}: other loads than planned"
+    lines = needed(of_key, [_user(declared(by_key))])
+    packed = [int_constant("kv_packed", "{k_begin} + {kv}")] if "kv_packed" in reads(lines) else []
     values = KeyValues(
         fields=fields_of(by_key),
-        lines=(*packed, *by_key),
-        work=needed(work, by_key),
+        lines=(*packed, *lines),
+        work=needed(work, lines),
         row_fields=fields_of(by_row),
         row_lines=needed(fixed, [_user(declared(by_row))]),
     )

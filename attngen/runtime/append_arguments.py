@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attngen.errors import CallError, suggest
 from attngen.runtime.arguments import check_rank, check_written, index_vector
-from attngen.runtime.checked import PAGE_LAYOUTS, mixes
+from attngen.runtime.checked import PAGE_LAYOUTS, mixes, refuse_negated
 
 _ROTARY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -41,6 +41,12 @@ class Append:
 
 #: The scales of a cache in 8 bits.
 DESCALES = ("k_descale", "v_descale")
+
+#: The tensors of a call, in the order in which a launch takes their addresses.
+TENSORS = (
+    "k", "v", "q", "q_out", "k_cache", "v_cache", "cache_seqlens", "page_table", "batch_index", "cu_seqlens",
+    "rotary_offsets", "slots", "rotary_cos", "rotary_sin", *DESCALES,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,7 @@ def check(call: Append) -> Sizes:
     _check_rotary(k, q, call.q_out, call.rotary_cos, call.rotary_sin, call.rotary_interleaved)
     if call.rotary_cos is not None and call.cache_seqlens is None and call.rotary_offsets is None:
         raise CallError("a rotation needs positions: give cache_seqlens or rotary_offsets")
+    refuse_negated({name: getattr(call, name) for name in TENSORS})
     sizes = Sizes(batch, entries, rows)
     return Sizes(batch, entries, rows, _check_scales(call, sizes))
 

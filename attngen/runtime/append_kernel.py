@@ -14,19 +14,13 @@ from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES
 from attngen.formats import APPEND, APPEND_VARIANT
-from attngen.runtime.append_arguments import DESCALES, Append, Sizes, scales_of
+from attngen.runtime.append_arguments import TENSORS, Append, Sizes, scales_of
 from attngen.runtime.checked import ATTENTION_DTYPES
 from attngen.runtime.driver import Driver
 from attngen.runtime.module import Kernel
 from attngen.runtime.plain_launch import PlainLaunch
 from attngen.runtime.registry import registry
 from attngen.runtime.select import against_device
-
-#: The tensors of a call, in the order in which their addresses are given.
-TENSORS = (
-    "k", "v", "q", "q_out", "k_cache", "v_cache", "cache_seqlens", "page_table", "batch_index", "cu_seqlens",
-    "rotary_offsets", "slots", "rotary_cos", "rotary_sin", *DESCALES,
-)  # fmt: skip
 
 #: Those whose rows are read or written 16 bytes at a time, and the axes that kernels take strides of.
 _ROWS = {

@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attngen.runtime import append_torch, dispatch
 from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
-from attngen.runtime.append_arguments import Append, check
-from attngen.runtime.append_kernel import TENSORS, PreparedAppend, prepare
+from attngen.runtime.append_arguments import TENSORS, Append, check
+from attngen.runtime.append_kernel import PreparedAppend, prepare
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.keys import note
 from attngen.runtime.registry import registry
+from attngen.runtime.transforms import refuse
 
 #: Kinds of calls that are kept prepared; a text says why no kernel takes one.
 _PREPARED: RecentCache[PreparedAppend | str] = RecentCache(1024)
@@ -27,6 +29,9 @@ def run(
     rotary_offsets: Tensor | None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Append now, whether the call comes from a program or from an operator."""
+    if dispatch.transforms_active() or forward_ad._current_level >= 0:
+        tensors = k, v, k_cache, v_cache, q, q_out, rotary_cos, rotary_sin, k_descale, v_descale
+        refuse("append_kv", (*tensors, cache_seqlens, page_table, slots, batch_index, cu_seqlens, rotary_offsets))
     rotated, addresses = q_out, []
     key: list[Any] = [page_layout, rotary_interleaved, registry.generation]
     on_gpu, checked = dispatch._on_gpu(k), debugging.active()

@@ -210,3 +210,18 @@ def contiguous_view(shape: Sequence[int], order: str) -> View:
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
     return view(shape, strides, order)
+
+
+def refuse_negated(tensors: Mapping[str, Any]) -> None:
+    """Raise CallError for a tensor with the negative bit: kernels would read, or write, numbers of the other sign.
+
+    A trace cannot tell; the operator that it calls is checked when it runs.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_neg():
+            raise CallError(
+                f"{name} has the negative bit, as the imaginary part of a conjugate has: its memory holds numbers of "
+                f"the other sign; allowed: {name}.resolve_neg()"
+            )

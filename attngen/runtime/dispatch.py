@@ -43,6 +43,7 @@ _PREPARED: RecentCache[PreparedCall | WidenedCall] = RecentCache(PREPARED_CALLS)
 
 #: Looked up once: every call asks.
 _is_compiling = torch.compiler.is_compiling
+_is_tracing = torch._C._is_tracing
 transforms_active = torch._C._are_functorch_transforms_active
 
 
@@ -52,6 +53,8 @@ def run(given: Given) -> Any:
     if arguments and DROPOUT_P.name in arguments:
         given = _with_state(given)
         arguments = given.arguments
+    if _is_tracing():
+        raise CallError("torch.jit.trace cannot record a launch; allowed: torch.compile, torch.export")
     if transforms_active():
         return transforms.attend(given, run, differentiate if _on_gpu(q) and backend != "reference" else None)
     if tile_map is not None and not isinstance(tile_map, TileMap):
@@ -86,9 +89,9 @@ def run(given: Given) -> Any:
     addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), *NO_FORWARD]
     key: list[Any] = [
         variant if isinstance(variant, str) else id(variant), with_lse, registry.generation, *keyed_of(given),
-        q.dtype, shape, strides, q.get_device(), addresses[0] & 15,
-        k.dtype, k.shape, k.stride(), k.get_device(), addresses[1] & 15,
-        v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15,
+        q.dtype, shape, strides, q.get_device(), addresses[0] & 15, q.is_neg(),
+        k.dtype, k.shape, k.stride(), k.get_device(), addresses[1] & 15, k.is_neg(),
+        v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15, v.is_neg(),
     ]  # fmt: skip
     note_others(key, addresses, given)
     identity = tuple(key)
@@ -98,6 +101,11 @@ def run(given: Given) -> Any:
         prepared = None
     if prepared is None:
         call, found = bind_call(given)
+        for name in call.descales:
+            if torch.is_grad_enabled() and getattr(given, name).requires_grad:
+                raise CallError(
+                    f"{name} requires a gradient, which no kernel has; detach it, or say backend='reference'"
+                )
         call.return_lse = with_lse
         prepared = _prepare(call, found, addresses, given, learns=learns)
         _PREPARED.put(identity, prepared)
@@ -284,7 +292,7 @@ def _any_descales(q: Any, k: Any) -> dict[str, Any]:
         name for name, given in (("q", q), ("k", k), ("v", k))
         if isinstance(given, Tensor) and ATTENTION_DTYPES.get(given.dtype) in QUANTIZED_DTYPES
     }  # fmt: skip
-    return {name: torch.ones((), device=q.device) for name in DESCALES if name[0] in quantized}
+    return {name: torch.ones((), dtype=torch.float32, device=q.device) for name in DESCALES if name[0] in quantized}
 
 
 def _form(cu_seqlens_q: Any) -> str:

@@ -20,7 +20,15 @@ def note(key: list[Any], tensor: Any) -> int:
         key.append(type(tensor))  # refused when the call is bound
         return 0
     address = tensor.data_ptr()
-    key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), address & 15)
+    key += (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.get_device(),
+        address & 15,
+        tensor.is_neg(),
+        tensor.requires_grad,
+    )
     return address
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
@@ -100,6 +101,10 @@ class _Calls:
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Run the call. Results that a graph owns must not alias the inputs, and never do."""
+        if forward_ad._current_level >= 0 and training.carries_tangent(*arguments):  # torch would drop it
+            raise CallError(
+                f"{self.full_name}: compiled programs have no forward-mode derivative of attention; call it eagerly"
+            )
         return _results(self.given(arguments))
 
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:

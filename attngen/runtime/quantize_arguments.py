@@ -11,7 +11,10 @@ from torch import Tensor
 
 from attngen.errors import CallError, suggest
 from attngen.runtime.arguments import check_rank, index_vector
-from attngen.runtime.checked import LAYOUTS
+from attngen.runtime.checked import LAYOUTS, refuse_negated
+
+#: The tensors of a call.
+TENSORS = ("q", "k", "v", "signs", "rotary_cos", "rotary_sin", "rotary_offsets")
 
 #: What a scale is of. The numbers are tokens: a block of so many, of one head.
 GRANULARITIES: tuple[str | int, ...] = ("tensor", "head", 64, 128, "token")
@@ -76,6 +79,7 @@ def check(call: Quantize) -> Sizes:
     sizes = _check_shapes(call)
     _check_signs(call)
     _check_rotary(call, sizes)
+    refuse_negated({name: getattr(call, name) for name in TENSORS})
     return sizes
 
 

@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from attngen.errors import CallError
 from attngen.runtime import debug as debugging
 from attngen.runtime import dispatch, quantize_torch
 from attngen.runtime import driver as drivers
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.keys import note
-from attngen.runtime.quantize_arguments import Quantize, check
+from attngen.runtime.quantize_arguments import TENSORS, Quantize, check
 from attngen.runtime.quantize_kernel import prepare
-from attngen.runtime.quantize_launch import TENSORS, PreparedQuantize
+from attngen.runtime.quantize_launch import TENSORS as LAUNCHED
+from attngen.runtime.quantize_launch import PreparedQuantize
 from attngen.runtime.registry import registry
+from attngen.runtime.transforms import refuse
 
 #: What is kept of a kind of call: how it is launched, or why no kernel takes it; and the shapes of its scales.
 _Kept = tuple[PreparedQuantize | str, tuple[tuple[int, ...], ...]]
@@ -28,6 +30,8 @@ _PREPARED: RecentCache[_Kept] = RecentCache(1024)
 def run(*given: Any) -> tuple[Tensor, ...]:
     """Quantize now, whether the call comes from a program or from an operator; arguments as ``Quantize`` has them."""
     call = Quantize(*given)
+    if dispatch.transforms_active() or forward_ad._current_level >= 0:
+        refuse("quantize", given)
     on_gpu, checked = dispatch._on_gpu(call.q), debugging.active()
     key: list[Any] = []
     if on_gpu:
@@ -35,13 +39,11 @@ def run(*given: Any) -> tuple[Tensor, ...]:
             call.granularity, type(call.granularity), call.hadamard, call.seed, call.layout, call.rotary_interleaved,
             call.dtype, registry.generation,
         ]  # fmt: skip
-        for tensor in (call.q, call.k, call.v, call.signs, call.rotary_cos, call.rotary_sin, call.rotary_offsets):
-            note(key, tensor)
+        for name in TENSORS:
+            note(key, getattr(call, name))
         kept = None if checked else _kept(tuple(key))
         if kept is not None and isinstance(kept[0], PreparedQuantize):
             return launched(kept[0], call, kept[1])
-    if dispatch.transforms_active() and any(torch._C._functorch.is_batchedtensor(t) for t in (call.q, call.k, call.v)):
-        raise CallError("quantize has no rule for torch.func.vmap; its tensors have a batch axis")
     sizes = check(call)
     if checked or call.q.device.type == "cpu":
         quantize_torch.check_contents(call, sizes)
@@ -65,7 +67,7 @@ def launched(prepared: PreparedQuantize, call: Quantize, shapes: Sequence[tuple[
     tensors = (
         call.q, call.k, call.v, *values, *scales, maxima, signs, call.rotary_cos, call.rotary_sin, call.rotary_offsets,
     )  # fmt: skip
-    assert len(tensors) == len(TENSORS)
+    assert len(tensors) == len(LAUNCHED)
     prepared([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
     return (*values, *scales)
 

@@ -41,7 +41,7 @@ def signs_of(call: Quantize) -> Tensor:
     place = torch.arange(_WORD_BITS, device=device)  # made on the device: a graph can record it
     words = (bits >> start & (1 << _WORD_BITS) - 1 for start in range(0, head_dim, _WORD_BITS))
     flipped = torch.cat([torch.bitwise_right_shift(word, place) & 1 for word in words])[:head_dim]
-    return 1.0 - 2.0 * flipped
+    return 1.0 - 2.0 * flipped.float()
 
 
 def _quantized(call: Quantize, sizes: Sizes, name: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def _largest(call: Quantize, sizes: Sizes, name: str, x: Tensor) -> Tensor:
 def _scale(largest: Tensor, limit: float) -> Tensor:
     """Return what the largest magnitudes give: they become the largest number of 8 bits."""
     scale = (largest / torch.full_like(largest, limit)).clamp(min=LEAST_SCALE)
-    return torch.where(largest == 0, 1.0, scale)
+    return scale.masked_fill(largest == 0, 1.0)
 
 
 def _of_rows(call: Quantize, sizes: Sizes, x: Tensor, scale: Tensor) -> Tensor:

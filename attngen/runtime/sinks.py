@@ -82,8 +82,8 @@ def without_keys(call: Call) -> tuple[Tensor, Tensor]:
     if call.order == "thd" and call.batch:
         return out, sink[_sequences_of_rows(call)[0]].T.contiguous()
     if call.order == "thd":
-        return out, torch.full(call.lse_shape(), -math.inf, device=call.device)
-    lse = torch.empty_strided(call.lse_shape(), call.lse_strides(), device=call.device)
+        return out, torch.full(call.lse_shape(), -math.inf, dtype=torch.float32, device=call.device)
+    lse = torch.empty_strided(call.lse_shape(), call.lse_strides(), dtype=torch.float32, device=call.device)
     return out, lse.copy_(sink[:, :, None])
 
 

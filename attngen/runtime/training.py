@@ -130,8 +130,8 @@ def differentiate(
     CallError for a gradient that the spec does not declare or that is not deterministic where that is asked for.
     """
     q, k, v, variant = given.q, given.k, given.v, given.variant
-    dout = torch.zeros_like(out) if dout is None else dout
-    dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
+    dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()  # a sign that is not in memory yet
+    dlse = None if dlse is None else dlse.resolve_neg().to(torch.float32).contiguous()
     determinism = 2 if given.deterministic else asks_for_determinism()
     addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), *NO_BACKWARD]
     addresses[OUT], addresses[LSE], addresses[DOUT] = out.data_ptr(), lse.data_ptr(), dout.data_ptr()

@@ -7,7 +7,7 @@ torch (``derivatives``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,24 @@ def attend(given: Given, run: Callable[[Given], Any], differentiate: Callable[..
             "transforms, or attention on keys that are gathered"
         )
     recorded, tensors = Recorded.of(given, run, differentiate)
+    if any(isinstance(tensor, Tensor) and torch._is_functional_tensor(tensor) for tensor in tensors):
+        raise CallError(
+            "attention has no rule for torch.func.functionalize, and nothing to functionalize: it changes no tensor; "
+            "allowed: grad, vjp, jvp, vmap, and what torch.func makes of them"
+        )
     out, lse = Attention.apply(recorded, *tensors)
     return (out, lse) if given.return_lse else out
+
+
+def refuse(name: str, tensors: Iterable[Any]) -> None:
+    """Raise CallError if a transform has wrapped one of the tensors of a call that has no rule for it, or one carries a
+    tangent."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    if any(map(wrapped, given)):
+        raise CallError(f"{name} has no rule for the transforms of torch.func; call it outside of them")
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in given):
+        raise CallError(f"{name} is not differentiable; call it with the primal of forward_ad.unpack_dual")
 
 
 class Attention(torch.autograd.Function):
@@ -115,6 +131,8 @@ def gradients(
     """Return the gradient of each of a call's tensors, or None; they can be differentiated again."""
     if dout is None and dlse is None:
         return (None,) * len(tensors)
+    if any(tensor.element_size() == 1 for tensor in tensors[:3]):
+        raise CallError("attention in 8 bits has no derivative; differentiate a call in bf16, fp16 or float32")
     count = len(TENSORS)
     asked = tuple(name for name, wanted in zip(recorded.names, needed[count:], strict=True) if wanted)
     found = Gradients.apply(recorded, asked, out, lse, dout, dlse, *tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 
 from attngen import cli
 from attngen.errors import CompileError, SpecError
+from tests.forked import ROOT
 
 
 @pytest.fixture
@@ -70,3 +72,17 @@ def test_errors_are_told_without_a_traceback(runner, monkeypatch, error, code):
     assert result.exit_code == code
     assert result.stderr == f"{error}\n"
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["check", "specs/hopper.yaml"]])
+@pytest.mark.parametrize("output", ["unread", "closed", "full"])
+def test_output_that_nobody_takes_leaves_no_traceback(arguments: list[str], output: str) -> None:
+    """As with ``attngen list | true``, ``attngen list >&-``, and a full disk."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    redirection = {"unread": "", "closed": ">&-", "full": "> /dev/full"}[output]
+    command = f"exec {sys.executable} -m attngen {' '.join(arguments)} {redirection}"
+    ran = subprocess.run(["sh", "-c", command], stdout=writes, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writes)
+    told = "the output cannot be written: No space left on device\n" if output == "full" else ""
+    assert (ran.returncode, ran.stderr) == (0 if output == "closed" else 1, told)

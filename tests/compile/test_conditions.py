@@ -31,9 +31,11 @@ SCORES = {
     "a tensor of heads": "s * slope[h] if slope[h] > 0.0 else s",
     "two live arms": "s if kv % 2 == 0 else s * 0.5",
     "the logit": "s if s > 0.0 else -inf",
+    "lengths and heads nested": "(s / (kv + 1) if h % 2 == 0 else s) if seqlen_q > 7 else -inf",
+    "arms that choose": "(kv / (seqlen_q + 1) + s if slope[h] > 0 else s / (kv + 1)) if seqlen_q > 7 else 0.0",
 }
 #: Those that lacked registers or were serialized before: in every run.
-_FEW = ("odd keys cut", "keys nested", "keys biased", "all nested")
+_FEW = ("odd keys cut", "keys nested", "keys biased", "all nested", "lengths and heads nested")
 
 
 def kernel(score: str, head_dim: int, dtype: str, layout: str, **fields: object) -> Plan:
@@ -60,6 +62,13 @@ def test_products_of_a_score_with_a_condition_are_asynchronous(
     assert spills <= (plan.launch(plan.main).max_spills or 0)
 
 
+@pytest.mark.parametrize("score", ["lengths and heads nested", "arms that choose"])
+def test_nor_are_those_of_8_bits(score: str) -> None:
+    """No kernel in Triton takes their place."""
+    serialized, _ = serialized_and_spills(kernel(SCORES[score], 64, "fp8_e4m3", "dense", backend="cuda"))
+    assert not serialized
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -77,12 +86,16 @@ def test_products_of_no_condition_are_serialized(
     assert not serialized
 
 
-def test_arms_of_elements_are_computed_before_one_is_taken() -> None:
-    """A branch stays where all threads take the same arm."""
-    elements = render(kernel("s * 2.0 if kv % 3 == 0 else s - 1.0", 64, "bf16", "dense", backend="cuda")).text
-    assert re.search(r"x = choose\(.*\);", elements)
-    uniform = render(kernel("s * 2.0 if h % 3 == 0 else s - 1.0", 64, "bf16", "dense", backend="cuda")).text
-    assert "choose(" not in uniform
+@pytest.mark.parametrize("condition", ["kv % 3 == 0", "h % 3 == 0", "seqlen_q > 7"])
+def test_arms_of_elements_are_computed_before_one_is_taken(condition: str) -> None:
+    """Also where all threads take the same one."""
+    text = render(kernel(f"s * 2.0 if {condition} else s - 1.0", 64, "bf16", "dense", backend="cuda")).text
+    assert re.search(r"x = choose\(.*\);", text)
+
+
+def test_what_is_the_same_for_a_tile_of_work_stays_a_branch() -> None:
+    score = "s * (2.0 * seqlen_q if h % 3 == 0 else seqlen_k / 3)"
+    assert "choose(" not in render(kernel(score, 64, "bf16", "dense", backend="cuda")).text
 
 
 def test_kernels_without_a_condition_know_their_keys() -> None:

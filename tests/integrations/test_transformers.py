@@ -252,6 +252,29 @@ def test_a_model_with_attention_of_its_own_is_refused() -> None:
         transformers.MPNetModel(config)(input_ids=torch.ones(1, 5, dtype=torch.int64))
 
 
+def test_a_model_of_which_one_part_looks_its_attention_up_and_another_does_not_is_refused() -> None:
+    """GIT's image encoder takes an implementation; its text layers add the mask to scores of their own."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 8, "patch_size": 4}  # fmt: skip
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    attngen_transformers.register()
+    git = transformers.GitModel(transformers.GitConfig(vision_config=vision, **sizes, num_attention_heads=2)).eval()
+    given = {"input_ids": torch.ones(1, 5, dtype=torch.int64), "pixel_values": torch.randn(1, 3, 8, 8)}
+    git.set_attn_implementation("attngen")
+    with pytest.raises(CallError, match="GitModel computes its attention itself, .* must be 'eager'"):
+        git(**given)
+
+
+@pytest.mark.parametrize("config", ["BigBirdPegasusConfig", "Gemma4AudioConfig", "InformerConfig"])
+def test_others_of_the_kind(config: str) -> None:
+    assert attngen_transformers._with_attention_of_its_own(getattr(transformers, config)) is not None
+
+
+@pytest.mark.parametrize("config", ["AlignConfig", "BridgeTowerConfig", "ClapTextConfig", "LlamaConfig", "T5Config"])
+def test_models_that_look_up_all_of_it_are_served(config: str) -> None:
+    assert attngen_transformers._with_attention_of_its_own(getattr(transformers, config)) is None
+
+
 def test_a_text_decoder_with_attention_of_its_own_is_refused() -> None:
     """No mapping of transformers has TrOCR's decoder."""
     sizes = {"vocab_size": 50, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}

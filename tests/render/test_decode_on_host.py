@@ -33,6 +33,7 @@ PTX = {
     r'asm\("\{\.reg .*? cvt\.rn\.f16x2\.e4m3x2 .*?\);': "wide = widened_by_table(four);",
     r'asm\("tanh\.approx\.f32 .*?\);': "y = tanhf(x);",
     r'asm\("" : "\+r"\(number\)\);': "",
+    r'asm\("\{ \.reg .*? selp\.f32 .*?\);': "chosen = condition ? yes : no;",
     r'asm volatile\("atom\.acq_rel\.gpu\.global\.add\.u32 .*?\);': "before = (*counter)++;",
 }
 

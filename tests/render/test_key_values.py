@@ -68,6 +68,17 @@ def test_which_values_come_with_the_queries_of_a_backward(mask: str, tensors: st
     assert ("QueryValues values[kBlockM / 32];" in render(plan).text) == (count > 0)
 
 
+def test_what_decides_nothing_is_not_loaded() -> None:
+    """Both arms show the same keys, which are an interval."""
+    mask = "kv <= q_pos if x[{0}] > 0 else kv <= q_pos"
+    assert masked(mask.format("kv"), "x: {dtype: int32, shape: [n]}")[0] == 0
+    declared = f"variants:\n  own: {{mask: '{mask.format('q')}', tensors: {{x: {{dtype: int32, shape: [n]}}}}}}\n"
+    plan = planned("own", declared=declared, passes="backward", head_dim=128, backward="{backend: cuda}")
+    assert isinstance(plan.structure, HopperBackward)
+    assert plan.structure.query_values == 0
+    assert "u_x[" not in render(plan).text
+
+
 def test_what_such_a_value_needs_is_computed_where_it_is_loaded() -> None:
     plan = planned("causal_packed", passes="backward", head_dim=128, backward="{backend: cuda}")
     loader, consumer = render(plan).text.split("// A consumer: 64 keys.")
@@ -93,12 +104,41 @@ def test_values_of_at_most_a_word_that_all_rows_share(mask: str, tensors: str, c
     assert (count > 0) == ("struct KeyValues" in text)
 
 
-def test_if_one_needs_another_statement_all_are_read_by_pairs() -> None:
-    tensors = "x: {dtype: fp32, shape: [seqlen_k]}, y: {dtype: bf16, shape: [n]}"
-    planned, text = masked("x[kv] > y[kv + 1]", tensors)
-    assert planned == 2
-    assert "struct KeyValues" not in text
-    assert all(f"{name}[static_cast<long long>(" in text for name in ("u_x", "u_y"))
+@pytest.mark.parametrize(
+    ("mask", "tensors", "count", "line"),
+    [
+        ("x[kv] > y[kv + 1]", "x: {dtype: fp32, shape: [seqlen_k]}, y: {dtype: bf16, shape: [n]}", 2, "kv + 1"),
+        (
+            "x[kv] > 0 and y[kv] < q_pos",  # read only where the first one shows the key
+            "x: {dtype: int32, shape: [seqlen_k]}, y: {dtype: int32, shape: [seqlen_k]}",
+            2,
+            "u_x_kv > 0;",
+        ),
+        (
+            "y[kv] < q_pos if kv % 3 == 0 and seqlen_q > 5 else x[b, kv_global // 4] > q",
+            "x: {dtype: int32, shape: [b, total_k]}, y: {dtype: int32, shape: [seqlen_k]}",
+            2,
+            "kv_packed",
+        ),
+    ],
+)
+def test_the_loader_computes_what_loads_need(mask: str, tensors: str, count: int, line: str) -> None:
+    planned, text = masked(mask, tensors, layout="varlen" if "global" in mask else "dense", tile_map="never")
+    loader, consumer = text.split("// A consumer: 64 query rows.")
+    assert planned == count
+    assert line in loader.split("KeyValues key_values[")[1].split("key_values[i] = {")[0]
+    assert "const auto [u_" in consumer
+    assert "u_x[" not in consumer
+    assert "u_y[" not in consumer
+
+
+def test_the_room_is_for_values_of_the_mask_alone() -> None:
+    tensors = "{doc: {dtype: int32, shape: [b, seqlen_k]}, bias: {dtype: fp32, shape: [seqlen_k]}}"
+    declared = f"variants:\n  own: {{mask: 'doc[b, kv] <= q', score: 's + bias[kv]', tensors: {tensors}}}\n"
+    plan = planned("own", declared=declared, backend="cuda", dtype="bf16")
+    assert isinstance(plan.structure, HopperForward)
+    assert plan.structure.key_values == 1
+    assert "const auto [u_doc_kv] = of_key(key);" in render(plan).text
 
 
 def test_those_of_a_head_differ_between_rows_of_packed_heads() -> None:

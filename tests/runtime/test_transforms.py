@@ -246,3 +246,70 @@ def test_a_gradient_that_no_kernel_has_is_refused(gpu: GradientDriver) -> None:
     call = lambda shift: attngen.attention(q, k, v, variant="shifted", shift=shift).float().sum()  # noqa: E731
     with pytest.raises(CallError, match="tensor 'shift' requires a gradient that its spec does not declare"):
         grad(call)(torch.zeros(4))
+
+
+PAGES = torch.randn(6, 8, 2, 8)
+TABLE, USED = torch.arange(6, dtype=torch.int32).view(2, 3), torch.tensor([20, 17], dtype=torch.int32)
+FEW_Q, FEW_K = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8)
+
+
+def appended(k: Tensor, cache: Tensor = PAGES) -> Tensor:
+    cache = cache.clone()
+    attngen.append_kv(k, k, cache, cache.clone(), USED - 10, page_table=TABLE)
+    return cache
+
+
+def scaled(scale: Tensor) -> Tensor:
+    found = attngen.quantize(FEW_Q, FEW_K, FEW_K)
+    descales = {**found.descales, "q_descale": scale}
+    return attngen.attention(found.q, found.k, found.v, **descales).float().sum()
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: torch.func.vmap(appended)(FEW_K[None]), "append_kv has no rule for the transforms of torch.func"),
+        (
+            lambda: torch.func.vmap(appended, in_dims=(None, 0))(FEW_K, PAGES[None]),
+            "append_kv has no rule for the transforms of torch.func",
+        ),
+        (lambda: torch.func.jvp(appended, (FEW_K,), (FEW_K,)), "append_kv has no rule for the transforms"),
+        (lambda: torch.func.functionalize(appended)(FEW_K), "append_kv has no rule for the transforms"),
+        (
+            lambda: torch.func.vmap(lambda signs: attngen.quantize(FEW_Q, FEW_K, FEW_K, signs=signs).q_descale)(
+                torch.ones(1, 8)
+            ),
+            "quantize has no rule for the transforms of torch.func",
+        ),
+        (
+            lambda: torch.func.jvp(lambda q: attngen.quantize(q, FEW_K, FEW_K).q_descale, (FEW_Q,), (FEW_Q,)),
+            "quantize has no rule for the transforms of torch.func",
+        ),
+        (
+            lambda: torch.func.functionalize(lambda q: attngen.attention(q, FEW_K, FEW_K))(FEW_Q),
+            "attention has no rule for torch.func.functionalize, .* allowed: grad, vjp, jvp, vmap",
+        ),
+        (lambda: torch.func.grad(scaled)(torch.ones(2, 2)), "attention in 8 bits has no derivative"),
+        (
+            lambda: torch.func.grad(lambda q: attngen.attention(q, q, q).sum())(FEW_Q.to("meta")),
+            "derivatives of torch.func need tensors with data",
+        ),
+        (
+            lambda: torch.jit.trace(lambda q: attngen.attention(q, FEW_K, FEW_K), (FEW_Q,)),
+            "torch.jit.trace cannot record a launch; allowed: torch.compile, torch.export",
+        ),
+    ],
+)
+def test_what_no_rule_covers_is_refused(call: Callable[[], Any], told: str) -> None:
+    with pytest.raises(CallError, match=told):
+        call()
+
+
+def test_tangents_are_not_lost_without_a_word() -> None:
+    compiled = torch.compile(lambda q: attngen.attention(q, FEW_K, FEW_K), backend="eager")
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(FEW_Q, FEW_Q)
+        with pytest.raises(CallError, match="compiled programs have no forward-mode derivative of attention"):
+            compiled(dual)
+        with pytest.raises(CallError, match="quantize is not differentiable"):
+            attngen.quantize(dual, FEW_K, FEW_K)

@@ -211,7 +211,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         out_columns=v,
         lookahead=6 if searches(spec) else 2,
         value_loader=is_paged(spec) and not form.transposes,  # pages take many small copies
-        key_values=key_loads(spec.variant, "packed" if spec.pack_gqa else "single")
+        key_values=len(key_loads(spec.variant, "packed" if spec.pack_gqa else "single"))
         if specialized and not is_paged(spec)
         else 0,
         v_by_columns=form.transposes,

@@ -16,8 +16,18 @@ __device__ __forceinline__ Int floor_mod(Int a, Int b) {
   return (remainder != 0 && (remainder < 0) != (b < 0)) ? remainder + b : remainder;
 }
 
-// One of two values, both of which are computed: no branch.
-__device__ __forceinline__ float choose(bool condition, float yes, float no) { return condition ? yes : no; }
+// One of two values, both of which are computed. A branch around a costly one would come between matrix products.
+__device__ __forceinline__ float choose(bool condition, float yes, float no) {
+#ifdef __CUDA_ARCH__
+  float chosen;
+  asm("{ .reg .pred p; setp.ne.s32 p, %1, 0; selp.f32 %0, %2, %3, p; }"
+      : "=f"(chosen)
+      : "r"(int(condition)), "f"(yes), "f"(no));
+  return chosen;
+#else
+  return condition ? yes : no;
+#endif
+}
 
 // min(a, b) and max(a, b) drop a NaN; torch.minimum and torch.maximum do not.
 __device__ __forceinline__ float nan_min(float a, float b) { return a < b || a != a ? a : b; }
