@@ -33,6 +33,8 @@ def test_keywords(given: dict[str, Any], told: str) -> None:
 def test_sparse_tensors_and_what_is_no_dtype() -> None:
     with pytest.raises(CallError, match=r"slope has layout torch.sparse_coo; allowed: a dense tensor, slope.to_dense"):
         attngen.attention(Q, K, V, variant="alibi", slope=torch.rand(4).to_sparse())
+    with pytest.raises(CallError, match="q must be a torch.Tensor, got str"):
+        attngen.tile_map("q", K.to(torch.float8_e4m3fn), variant="causal")
     with pytest.raises(CallError, match="signs has layout torch.sparse_coo"):
         attngen.quantize(Q, K, V, signs=torch.ones(16).to_sparse())
     with pytest.raises(CallError, match=r"dtype must be one of torch.float8_e4m3fn, .* got \[\]"):
