@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attngen.errors import CallError, suggest
 from attngen.runtime.arguments import check_rank, check_written, index_vector
-from attngen.runtime.checked import PAGE_LAYOUTS, mixes, refuse_negated
+from attngen.runtime.checked import PAGE_LAYOUTS, mixes, refuse_unreadable
 
 _ROTARY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -104,7 +104,7 @@ def check(call: Append) -> Sizes:
     _check_rotary(k, q, call.q_out, call.rotary_cos, call.rotary_sin, call.rotary_interleaved)
     if call.rotary_cos is not None and call.cache_seqlens is None and call.rotary_offsets is None:
         raise CallError("a rotation needs positions: give cache_seqlens or rotary_offsets")
-    refuse_negated({name: getattr(call, name) for name in TENSORS})
+    refuse_unreadable({name: getattr(call, name) for name in TENSORS})
     sizes = Sizes(batch, entries, rows)
     return Sizes(batch, entries, rows, _check_scales(call, sizes))
 

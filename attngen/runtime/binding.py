@@ -12,7 +12,7 @@ from attngen.errors import CallError, NoKernelError, suggest
 from attngen.lang.variant import Variant
 from attngen.runtime import debug as debugging
 from attngen.runtime.arguments import bind
-from attngen.runtime.checked import ATTENTION_DTYPES, Call, Packing, check_out_dtype, refuse_negated
+from attngen.runtime.checked import ATTENTION_DTYPES, Call, Packing, check_out_dtype, refuse_unreadable
 from attngen.runtime.descales import check_descales
 from attngen.runtime.given import TENSORS, Given
 from attngen.runtime.paging import Paging, bind_paged
@@ -77,7 +77,7 @@ def bind_call(given: Given) -> tuple[Call, Found]:
         call = bind(found.variant, q, k, v, packing, layout=given.layout, **settings)
         call.asked_out = check_out_dtype(q.dtype, given.out_dtype)
     check_descales(call, {name: getattr(given, name) for name in DESCALES})
-    refuse_negated({**{name: getattr(given, name) for name in TENSORS}, **given.arguments})
+    refuse_unreadable({**{name: getattr(given, name) for name in TENSORS}, **given.arguments})
     if call.device.type == "cpu":
         debugging.check_lengths(call)
     return call, found

@@ -124,10 +124,13 @@ def _traced(given: Given) -> Any:
 
 def _check_on_meta(given: Given) -> None:
     """Raise CallError unless k and v are on the meta device, too, and nothing is differentiated by torch.func."""
+    for name, tensor in (("k", given.k), ("v", given.v)):
+        if not isinstance(tensor, Tensor):
+            raise CallError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if any(map(torch._C._functorch.is_gradtrackingtensor, (given.q, given.k, given.v))):
         raise CallError("derivatives of torch.func need tensors with data, and q is on meta; torch.func.vmap does not")
     for name, tensor in (("k", given.k), ("v", given.v)):
-        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+        if tensor.device.type != "meta":
             raise CallError(f"q is on meta, but {name} is on {tensor.device}; all tensors must be on one device")
 
 

@@ -212,14 +212,17 @@ def contiguous_view(shape: Sequence[int], order: str) -> View:
     return view(shape, strides, order)
 
 
-def refuse_negated(tensors: Mapping[str, Any]) -> None:
-    """Raise CallError for a tensor with the negative bit: kernels would read, or write, numbers of the other sign.
+def refuse_unreadable(tensors: Mapping[str, Any]) -> None:
+    """Raise CallError for a sparse tensor, and for one with the negative bit: kernels would read, or write, numbers of
+    the other sign.
 
     A trace cannot tell; the operator that it calls is checked when it runs.
     """
     if torch.compiler.is_compiling():
         return
     for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.layout != torch.strided:
+            raise CallError(f"{name} has layout {tensor.layout}; allowed: a dense tensor, {name}.to_dense()")
         if isinstance(tensor, torch.Tensor) and tensor.is_neg():
             raise CallError(
                 f"{name} has the negative bit, as the imaginary part of a conjugate has: its memory holds numbers of "

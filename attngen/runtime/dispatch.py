@@ -292,7 +292,8 @@ def _any_descales(q: Any, k: Any) -> dict[str, Any]:
         name for name, given in (("q", q), ("k", k), ("v", k))
         if isinstance(given, Tensor) and ATTENTION_DTYPES.get(given.dtype) in QUANTIZED_DTYPES
     }  # fmt: skip
-    return {name: torch.ones((), dtype=torch.float32, device=q.device) for name in DESCALES if name[0] in quantized}
+    device = q.device if isinstance(q, Tensor) else None  # what is no tensor is refused later
+    return {name: torch.ones((), dtype=torch.float32, device=device) for name in DESCALES if name[0] in quantized}
 
 
 def _form(cu_seqlens_q: Any) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attngen.errors import CallError, suggest
 from attngen.runtime.arguments import check_rank, index_vector
-from attngen.runtime.checked import LAYOUTS, refuse_negated
+from attngen.runtime.checked import LAYOUTS, refuse_unreadable
 
 #: The tensors of a call.
 TENSORS = ("q", "k", "v", "signs", "rotary_cos", "rotary_sin", "rotary_offsets")
@@ -74,12 +74,12 @@ def check(call: Quantize) -> Sizes:
             f"granularity must be one of {', '.join(map(repr, GRANULARITIES))}, got {call.granularity!r}"
             f"{suggest(str(call.granularity), names)}"
         )
-    if call.dtype not in LARGEST:
+    if not isinstance(call.dtype, torch.dtype) or call.dtype not in LARGEST:
         raise CallError(f"dtype must be one of {', '.join(map(str, LARGEST))}, got {call.dtype}")
     sizes = _check_shapes(call)
     _check_signs(call)
     _check_rotary(call, sizes)
-    refuse_negated({name: getattr(call, name) for name in TENSORS})
+    refuse_unreadable({name: getattr(call, name) for name in TENSORS})
     return sizes
 
 

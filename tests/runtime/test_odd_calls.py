@@ -30,6 +30,22 @@ def test_keywords(given: dict[str, Any], told: str) -> None:
         attngen.attention(Q, K, V, **given)
 
 
+def test_sparse_tensors_and_what_is_no_dtype() -> None:
+    with pytest.raises(CallError, match=r"slope has layout torch.sparse_coo; allowed: a dense tensor, slope.to_dense"):
+        attngen.attention(Q, K, V, variant="alibi", slope=torch.rand(4).to_sparse())
+    with pytest.raises(CallError, match="q must be a torch.Tensor, got str"):
+        attngen.tile_map("q", K.to(torch.float8_e4m3fn), variant="causal")
+    with pytest.raises(CallError, match="signs has layout torch.sparse_coo"):
+        attngen.quantize(Q, K, V, signs=torch.ones(16).to_sparse())
+    with pytest.raises(CallError, match=r"dtype must be one of torch.float8_e4m3fn, .* got \[\]"):
+        attngen.quantize(Q, K, V, dtype=[])
+
+
+def test_what_is_no_tensor_beside_the_meta_device() -> None:
+    with pytest.raises(CallError, match="k must be a torch.Tensor, got str"):
+        attngen.attention(Q.to("meta"), "k", V.to("meta"))
+
+
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors(layout: torch.layout) -> None:
     nested = torch.nested.nested_tensor([torch.randn(n, 4, 16) for n in (3, 2)], layout=layout)
@@ -72,5 +88,5 @@ def test_tensors_with_and_without_data(tensors: tuple[torch.Tensor, ...]) -> Non
 
 
 def test_quantize_under_vmap() -> None:
-    with pytest.raises(CallError, match=r"quantize has no rule for torch\.func\.vmap"):
+    with pytest.raises(CallError, match=r"quantize has no rule for the transforms of torch.func"):
         torch.func.vmap(attngen.quantize)(Q[None], K[None], V[None])
