@@ -30,7 +30,7 @@ _ITEMS = 4
 _MANY = 24
 
 #: What a cut has to gain.
-_GAIN = 0.02
+_GAIN = 0.01
 
 #: Of the steps that a mask may have, what is taken to be there if data decide: one part of so many.
 _OF_DATA = 4

@@ -398,10 +398,12 @@ def test_what_is_refused(variant: str, fields: dict[str, str], message: str) -> 
         backward(variant, **fields)
 
 
-@pytest.mark.parametrize("variant", ["causal", "full", "sliding_window", "allowed"])
-def test_parts_have_each_step_once(variant: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "head_dim"), [("causal", 64), ("full", 64), ("sliding_window", 128), ("allowed", 128)]
+)
+def test_parts_have_each_step_once(variant: str, head_dim: int) -> None:
     """The kernel's own lines, run as Python: every tile of each head, from a place of its own, and in equal shares."""
-    text = render(backward(variant, head_dim=128)).text
+    text = render(backward(variant, head_dim=head_dim)).text
     (first,) = re.findall(r"const int first_step = part < 0 \? 0 : (.+);  //", text)
     (stride,) = re.findall(r"const int stride = part < 0 \? 1 : (.+);  //", text)
     by_bits = "uint32_t left = visible_word;" in text
@@ -428,3 +430,75 @@ def test_parts_have_each_step_once(variant: str) -> None:
                 counts.append(len(seen) - before)
             assert sorted(seen) == [(h, tile) for h in range(4, 8) for tile in range(tiles)]
             assert max(counts) - min(counts) <= 4
+
+
+def _steps_by_stripes(
+    part: int, parts: int, *, tiles: int, q_tiles: int, group: int, k_stripe: int
+) -> list[tuple[int, int]]:
+    """What ``_visits_striped.cu.j2`` does, line by line: (head, tile) of each step of a part, or of a whole tile."""
+    kv_tile, found = 5, []
+    stride, step = (1, 0) if part < 0 else (parts, part % parts)
+    stripe = min(k_stripe, (q_tiles + 3) // 4) if group > 1 else tiles
+    end = tiles
+    while end > 0:
+        begin = max(end - stripe, 0)
+        width = end - begin
+        first = (3 * kv_tile + step) % (width * group)
+        h, place = first // width, begin + first % width
+        while step < width * group:
+            found.append((h, place))
+            step += stride
+            place += stride
+            while place >= end:
+                place -= width
+                h = (h + 1) % group
+        step -= width * group
+        end -= stripe
+    return found
+
+
+@pytest.mark.parametrize("variant", ["causal", "full", "alibi", "prefix_lm"])
+def test_heads_of_a_group_go_by_stripes(variant: str) -> None:
+    found = backward(variant, head_dim=128)
+    text = render(found).text
+    for line in (
+        "stripe = group > 1 ? min(kStripe, (q_tiles + 3) / 4) : tiles;",
+        "for (int end = tiles; __any_sync(~0u, end > 0); end -= stripe) {",
+        "const int begin = max(end - stripe, 0), width = end - begin;",
+        "const int first = (3 * kv_tile + step) % (width * group);",
+        "int h = hk * group + first / width, place = begin + first % width;",
+        "for (; __any_sync(~0u, step < width * group); step += stride) {",
+        "for (place += stride; __any_sync(~0u, place >= end); place -= width) {",
+        "step -= width * group;",
+    ):
+        assert line in text
+    stripe = found.structure.stripe
+    assert f"constexpr int kStripe = {stripe};" in text
+    for tiles in (0, 1, 5, 8, 9, 40):
+        for group in (1, 4, 7):
+            for parts in (1, 2, 3, 8):
+                sizes = {"tiles": tiles, "q_tiles": 40, "group": group, "k_stripe": stripe}
+                own = [_steps_by_stripes(part if parts > 1 else -1, parts, **sizes) for part in range(parts)]
+                assert sorted(step for steps in own for step in steps) == [
+                    (h, tile) for h in range(group) for tile in range(tiles)
+                ]
+                counts = [len(steps) for steps in own]
+                assert max(counts) - min(counts) <= 1
+    all_steps = _steps_by_stripes(-1, 1, tiles=40, q_tiles=40, group=4, k_stripe=stripe)
+    for at in range(0, 160, 4 * stripe):  # a stripe is complete before the one before it begins
+        assert {tile for _, tile in all_steps[at : at + 4 * stripe]} == set(range(40 - at // 4 - stripe, 40 - at // 4))
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields"),
+    [
+        ("causal", {"head_dim": 64}),
+        ("causal", {"head_dim": 256}),
+        ("causal", {"layout": "varlen"}),
+        ("causal", {"deterministic": "true"}),
+        ("sliding_window", {}),
+        ("allowed", {}),
+    ],
+)
+def test_who_goes_head_by_head(variant: str, fields: dict[str, object]) -> None:
+    assert backward(variant, **{"head_dim": 128, **fields}).structure.stripe == 0

@@ -57,6 +57,9 @@ _QUERY_VALUES = 1
 #: take of both, and the states of dQ, behind which the counters of parts stand.
 _CUT_SIZES = ("uncut_tiles", "parts", "work_items", "sum_tiles")
 
+#: Tiles of queries of a stripe, measured beside 4 and 16.
+_STRIPE = 8
+
 #: Query rows of a block of ``preprocess``, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4
 
@@ -159,6 +162,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and not crowded else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
     own_spans = _has_own_spans(spec, choice, driver)
+    cuts = _cuts(spec, crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk))
     draft = HopperBackward(
         consumers=_CONSUMERS,
         warp_roles=backward_roles(_CONSUMERS, *registers),
@@ -175,8 +179,9 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         ordered=spec.deterministic,
         own_spans=own_spans,
         query_values=_query_values(spec) if family == "valued" and not wide else 0,
-        cuts=_cuts(spec, crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk)),
+        cuts=cuts,
         uneven=_by_data(spec, driver),
+        stripe=_STRIPE if cuts and not own_spans and _goes_by_stripes(spec, choice, driver) else 0,
         shared=(),
     )
     if wide:
@@ -251,6 +256,11 @@ def _cuts(spec: KernelSpec, *, crowded: bool) -> bool:
     hardware, and not in a fixed order, in which parts would wait for one another. Where the loader is ``crowded``, it
     would spill what it keeps of a part."""
     return not is_wide(spec) and not spec.deterministic and not crowded
+
+
+def _goes_by_stripes(spec: KernelSpec, choice: _Choice, driver: str) -> bool:
+    """Whether heads of a group go through queries by stripes: where a step is short, and all heads see the same."""
+    return choice.tile_m < _KEYS and driver == "ranges" and not by_head(spec.variant)
 
 
 def _by_data(spec: KernelSpec, driver: str) -> bool:

@@ -91,6 +91,7 @@ class HopperBackward(Structure):
     query_values: int = 0  # values of each query that the mask reads, and that come with a tile of Q
     cuts: bool = False  # a call may have the last tiles of keys cut into parts, which different blocks take
     uneven: bool = False  # data decide how many steps a tile of keys takes
+    stripe: int = 0  # tiles of queries that all heads of a group go through before others; 0: one head after the other
 
     @property
     def pingpong(self) -> bool:
