@@ -109,6 +109,7 @@ struct Work {
   int last[kConsumers];  // of a part: whether all others of its tile were done, as each consumer finds out
 };
 constexpr int kPartOfDk = 64 * kHeadDimQk, kPartOfDv = 64 * kHeadDimV;  // floats of a part that a consumer has
+constexpr int kStripe = 8;  // tiles of queries that all heads of a group go through before others, at most
 // A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
 struct Step {
   int tile, h;
@@ -376,18 +377,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
         const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
         const int inner_heads = kv_start < seqlen_k ? group : 0;  // no query sees keys after the used ones
-        const int stride = part < 0 ? 1 : parts;  // a part has every so many of the steps of each head
-        for (int h = hk * group; __any_sync(~0u, h < hk * group + inner_heads); ++h) {
-          const int first_step = part < 0 ? 0 : (part + h) % parts;  // another one of each head, so that parts get equally many
-          // Neighbouring blocks begin at different tiles of queries, so that they do not add to the same rows of dQ at once.
-          const int tiles = max(visible_hi - visible_lo, 0);
-          int place = tiles > 0 ? (3 * kv_tile + first_step) % tiles : 0;
-          for (int i = first_step; __any_sync(~0u, i < tiles); i += stride) {
+        // Where heads share a tile of keys, all go through a stripe of the last queries, then through the stripe before it: blocks
+        // that are apart by many steps then still find each other's queries in L2.
+        const int stride = part < 0 ? 1 : parts;  // a part has every so many of a tile's steps
+        int step = part < 0 ? 0 : part % parts;
+        const int tiles = inner_heads > 0 ? max(visible_hi - visible_lo, 0) : 0, stripe = group > 1 ? min(kStripe, (q_tiles + 3) / 4) : tiles;
+        for (int end = tiles; __any_sync(~0u, end > 0); end -= stripe) {
+          const int begin = max(end - stripe, 0), width = end - begin;
+          // Neighbouring blocks begin at different steps, so that they do not add to the same rows of dQ at once.
+          const int first = (3 * kv_tile + step) % (width * group);
+          int h = hk * group + first / width, place = begin + first % width;
+          for (; __any_sync(~0u, step < width * group); step += stride) {
             const int tile = visible_lo + place;
             load_step(h, tile, ragged || !(tile >= full_lo && tile < whole_tiles));
-            place += stride;
-            if (place >= tiles) place -= tiles;
+            for (place += stride; __any_sync(~0u, place >= end); place -= width) {
+              if (++h == hk * group + group) h = hk * group;
+            }
           }
+          step -= width * group;
         }
         if (lane == 0) {
           const int done_parts = part < 0 ? parts : 1;
