@@ -292,7 +292,7 @@ def _any_descales(q: Any, k: Any) -> dict[str, Any]:
         name for name, given in (("q", q), ("k", k), ("v", k))
         if isinstance(given, Tensor) and ATTENTION_DTYPES.get(given.dtype) in QUANTIZED_DTYPES
     }  # fmt: skip
-    device = q.device if isinstance(q, Tensor) else None  # what is no tensor is refused later
+    device = q.device if isinstance(q, Tensor) else None  # anything else is refused later
     return {name: torch.ones((), dtype=torch.float32, device=device) for name in DESCALES if name[0] in quantized}
 
 
