@@ -93,6 +93,9 @@ class _Cutter:
             lo, hi = self._outward(v)
             lo = self._max(lo, done)
             done = self._max(hi, lo)
+            if f is _EMPTY:
+                outer.append((lo, hi))
+                continue
             first, last = self._inward(f)
             first = self._max(first, lo)
             if not self._at_most(last, done):

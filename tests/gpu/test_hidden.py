@@ -79,7 +79,8 @@ def test_check_06_keys_that_no_query_sees(name: str, value: float) -> None:
 def test_check_06_tiles_that_the_mask_proves_empty(name: str, value: float, rows: int) -> None:
     """No query sees anything of these KV tiles, so neither their keys nor their values matter.
 
-    With two rows, that is so for the tile before a ragged last one too.
+    With two rows, that is so for the tile before a ragged last one too. Where tiles do not begin at multiples of their
+    size, keys near a seen one may come with it.
     """
     case = Case("empty tiles", (rows,) * 2, (517,) * 2, heads=2)
 
@@ -93,10 +94,11 @@ def test_check_06_tiles_that_the_mask_proves_empty(name: str, value: float, rows
             arguments = {"sinks": 0, "window": 3} if name.startswith("sink") else {"window": 3}
         run = Run.of(name, case, **arguments)
         tile, changed = run.kernel.tile_n, 0
+        near = tile if run.kernel.skips else 0
         for sequence, visible in enumerate(run.visible()):
             seen = visible.any(0).any(0)
             for start in range(0, len(seen), tile):
-                if not seen[start : start + tile].any():
+                if not seen[max(start - near, 0) : start + tile + near].any():
                     for tensor in run.keys_of(sequence):
                         tensor[start : start + tile] = representable(fill, tensor)
                     changed += 1

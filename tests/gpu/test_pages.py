@@ -23,6 +23,7 @@ from tests.runtime.pages import cache as pages_of
 
 DEVICE = "cuda"
 PACKAGE = "attngen_serving"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 #: What the shipped spec has not: a tile map, head dims that are padded, fp16, other tiles and depths, a chunked mask.
 MORE = """
@@ -53,10 +54,15 @@ PAGE_SIZES = {"NHD": (1, 16, 48, 64, 128, 256), "HND": (1, 7, 16, 32, 80, 512)}
 
 @cache
 def prepared() -> dict[str, Prepared]:
-    """All kernels that are run, by their names: those over pages, also where blocks share the keys."""
+    """All kernels that are run, by their names: those over pages, also where blocks share the keys.
+
+    Kernels with q in 8 bits are in ``test_caches_8_bits.py``.
+    """
     specs = (load_spec(resources.specs_dir() / "serving.yaml"), load_spec_text(MORE))
     kernels = [kernel for spec in specs for kernel in prepare(spec) if kernel.plan.direction == "forward"]
-    return {kernel.plan.name: kernel for kernel in kernels if kernel.plan.layout == "paged"}
+    return {
+        kernel.plan.name: kernel for kernel in kernels if kernel.plan.layout == "paged" and kernel.plan.dtype in DTYPES
+    }
 
 
 NAMES = sorted(prepared())
@@ -124,7 +130,7 @@ class Run:
         uniform: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
         self.kernel = kernel = only(name)
-        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kernel.dtype]
+        self.dtype = DTYPES[kernel.dtype]
         self.rows, self.uniform, self.page_layout = rows, uniform, page_layout
         self.heads, self.kv_heads = 8, 2
         self.cache: Cache = pages_of(

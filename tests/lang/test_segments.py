@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,20 @@ CASES: dict[str, tuple[str | bool, list[str], list[str]]] = {
 def test_loops_read_as_written_by_hand(name: str) -> None:
     mask, full, partial = CASES[name]
     assert texts(cut(mask)) == (full, partial)
+
+
+def test_a_band_without_whole_tiles_is_one_range() -> None:
+    """Also one whose ends are too long for a proof that nothing lies before its first tile."""
+    reach = "({0} if {0} >= 0 else 1073741823)".format
+    mask = f"q_pos - kv <= {reach('left')} and kv - q_pos <= {reach('right')} and q_pos // chunk == kv // chunk"
+    scalars = [
+        Scalar(name, "int32", min=least, max=2**30 - 1) for name, least in (("left", -1), ("right", -1), ("chunk", 1))
+    ]
+    variant = compile_variant("test", mask, None, scalars, [])
+    facts = Facts.of(variant)
+    found = bands(variant.mask, facts, "q")
+    only = segments(replace(found, full=()), var("BLOCK_M"), var("seqlen_q"), facts)
+    assert (len(found.visible), len(only.full), len(only.partial)) == (1, 0, 1)
 
 
 def test_whole_tiles_of_a_named_size() -> None:

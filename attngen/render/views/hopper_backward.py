@@ -195,7 +195,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         span_lines=found.lines,
         count=_count(found),
         tile_lines=_tile_lines(found) if plan.driver == "ranges" and not roles.own_spans else (),
-        own_visible=_pairs(found, found.visible)[0] if roles.own_spans else None,
+        own_visible=_own_visible(found) if roles.own_spans else None,
         whole=_inside(found),
         word_lines=listed,
         sum_tile=lambda h, tile: _sum_tile(plan, h, tile),
@@ -331,6 +331,12 @@ def _classifier(plan: Plan, part: Launch) -> KeyClassifier:
 
 def _pairs(found: Tiles, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(found.values[lo].text, found.values[hi].text) for lo, hi in pairs]
+
+
+def _own_visible(found: Tiles) -> tuple[str, str]:
+    """Return the range of tiles that see keys of one consumer: masks for which it is asked have one band."""
+    (only,) = _pairs(found, found.visible)
+    return only
 
 
 def _length(lo: str, hi: str) -> str:
