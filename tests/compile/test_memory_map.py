@@ -75,16 +75,16 @@ def test_records_of_shared_tiles_are_aligned(bounds: tuple[int, int] | None, con
     check_forward(bounds, consumers, False, layout, split_kv="tiles")
 
 
-def test_values_of_keys_that_are_fewer_than_planned_are_read_by_pairs() -> None:
-    """A value that is read behind a condition on the pair does not come with the tile of keys: then none does."""
+def test_a_value_behind_a_condition_on_the_pair_comes_with_the_tile_of_keys() -> None:
+    """It takes the room that the plan made for it, and only the pairs that need it read it."""
     mask = "abs(q_pos - kv) <= until[kv] and one[b, kv] and kv <= q_pos - 65 and two[b, kv]"
     padding = "{dtype: bool, shape: [b, seqlen_k]}"
     tensors = f"tensors: {{until: {{dtype: int64, shape: [seqlen_k]}}, one: {padding}, two: {padding}}}"
     variant = f"variants:\n  own:\n    mask: {mask!r}\n    {tensors}\n"
     plan = planned("own", backend="cuda", head_dim=192, declared=variant)
     source = render(plan)
-    assert plan.structure.key_values == 2
-    assert "KeyValues {" not in source.text
+    (record,) = re.findall(r"struct KeyValues {(.*?)};", source.text, re.DOTALL)
+    assert record.count(";") == plan.structure.key_values == 2
     assert ".entry" in to_ptx(source)
 
 

@@ -61,7 +61,9 @@ def prepared() -> dict[str, Prepared]:
     specs = (load_spec(resources.specs_dir() / "serving.yaml"), load_spec_text(MORE))
     kernels = [kernel for spec in specs for kernel in prepare(spec) if kernel.plan.direction == "forward"]
     return {
-        kernel.plan.name: kernel for kernel in kernels if kernel.plan.layout == "paged" and kernel.plan.dtype in DTYPES
+        kernel.plan.name: kernel
+        for kernel in kernels
+        if kernel.plan.layout == "paged" and kernel.plan.dtype_name in DTYPES
     }
 
 

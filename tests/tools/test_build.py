@@ -327,7 +327,7 @@ def test_arches_can_be_restricted(spec: Path, store: Store, log: Path) -> None:
     index = read_index(store, "mine")
     assert index is not None
     assert Counter(entry.arch for entry in index.kernels) == {"sm80": 2}
-    with pytest.raises(SpecError, match="no kernel for 'sm90'; did you mean 'sm90a'"):
+    with pytest.raises(SpecError, match="the spec lists no kernels for 'sm90'; did you mean 'sm90a'"):
         run(spec, store, "sm90")
 
 
