@@ -98,7 +98,7 @@ def test_what_is_not_finite_and_rows_of_zeros(host: HostDriver, granularity: str
 @pytest.mark.parametrize("dim", DIMS)
 def test_rotated_rows(host: HostDriver, dim: int, hadamard: bool, granularity: int | str) -> None:
     """The heads of a token share their angles. V has a launch of its own, but for scales of blocks."""
-    launches = {"head": ("rotated_heads", "kept"), "token": ("rotated", "kept")}
+    launches = {"head": ("rotated", "rotated", "kept"), "token": ("rotated", "kept")}
     both(host, a_call(
         torch.bfloat16, dims=(dim, dim), granularity=granularity, heads=16, kv_heads=8, half=dim // 2, offsets=True,
         hadamard=hadamard, lengths=(70, 1) if granularity == 128 else (130, 64), batch=1 if hadamard else 2,
