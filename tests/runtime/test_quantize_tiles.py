@@ -106,6 +106,15 @@ def test_rotated_rows(host: HostDriver, dim: int, hadamard: bool, granularity: i
     ), *launches.get(str(granularity), ("rotated",)))  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("every", "rows", "turns"),
+    [((4, 4), (256, 512), [4, 4]), ((4, 4), (8, 16), [1, 1]), ((4, 4), (64, 128), [2, 2]), ((8, 2), (64, 128), [2, 2])],
+)
+def test_bands_are_cut_so_that_blocks_are_even(every: tuple[int, int], rows: tuple[int, int], turns: list[int]) -> None:
+    """132 blocks: 768 whole bands are six rounds, 24 bands are 96 parts, and 192 are three rounds of halves."""
+    assert quantize_tiles._turns_of_bands(every, rows, 132) == turns
+
+
 def test_short_calls_and_blocks_without_a_transform_take_the_general_kernel(
     host: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
