@@ -1,8 +1,8 @@
 """The kernels that quantize tiles of one head dim: which of them take a call, their arguments, and their launches.
 
 Tiles are of 64 tokens of a head, or of two neighbouring heads. Where rows are rotated, all heads of the tokens that
-share a scale form a band, which one block works on. Scales of heads, and those of tokens, whose V has scales of heads,
-are found and used in one launch: tiles that share a scale form a set.
+share a scale, or a part of these heads, form a band, which one block works on. Other scales of heads, also those of V
+beside scales of tokens, are found and used in one launch: tiles that share a scale form a set.
 """
 
 from __future__ import annotations
