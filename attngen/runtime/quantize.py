@@ -84,8 +84,9 @@ def quantize(
     Chee et al., QuIP, arXiv 2307.13304; Ashkboos et al., QuaRot, arXiv 2404.00456.
 
     It does not wait for the GPU. Any spec with a kernel for ``dtype: fp8_e4m3`` brings a kernel for bfloat16 and one
-    for float16: one launch for blocks, else two, and a tensor for maxima beside those that are returned. They take rows
-    that are multiples of 16 bytes, up to 256 numbers; other calls, and those in float32, are some operations of torch.
+    for float16: one launch for blocks, else up to three, and a tensor for maxima beside those that are returned. They
+    take rows that are multiples of 16 bytes, up to 256 numbers; other calls, and those in float32, are some operations
+    of torch.
     There is no derivative. Raises CallError for what does not fit.
     """
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v)):

@@ -1,15 +1,14 @@
 """The kernels that quantize tiles of one head dim: which of them take a call, their arguments, and their launches.
 
 Tiles are of 64 tokens of a head, or of two neighbouring heads. Where rows are rotated, all heads of the tokens that
-share a scale form a band, which one block works on. Scales of heads, and those of tokens, whose V has scales of heads,
-are found and used in one launch: tiles that share a scale form a set.
+share a scale, or a part of these heads, form a band, which one block works on. Other scales of heads, also those of V
+beside scales of tokens, are found and used in one launch: tiles that share a scale form a set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +39,10 @@ from attngen.runtime.tensormap import TensorMap
 _GROUP, _COLUMNS = 128, 128
 
 #: With fewer tiles for each group, a call is left to the general kernel, which begins and ends sooner: by launch.
-LEAST_TURNS = {"quantize": 4, "kept": 2, "rotated": 16}
+LEAST_TURNS = {"quantize": 2, "kept": 1, "rotated": 4}
+
+#: What the angles of a band cost, in turns of a group.
+TURNS_OF_ANGLES = 0.25
 
 #: The most tiles of a set of several heads, as a part of those that are worked on at a time. Longer sets leave less
 #: time between what is found and what needs it.
@@ -71,12 +73,6 @@ class _Tiles:
     def across(self) -> tuple[int, int]:
         """Tiles of the same tokens, in Q, and in K or V."""
         return -(-self.sizes.heads // self.heads), -(-self.sizes.kv_heads // self.heads)
-
-    @property
-    def least(self) -> int:
-        """Tiles of the same tokens of Q that share scales with no others."""
-        group = self.sizes.heads // self.sizes.kv_heads
-        return group // self.heads if group % self.heads == 0 else group
 
     def down(self, tokens: int) -> tuple[int, int]:
         """Runs of so many tokens in a sequence of Q, and of K or V."""
@@ -125,13 +121,10 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
         if any(n * _sharers(kernel, call) % tiles.groups for n in tiles.across):
             shares = [n * _sharers(kernel, call) for n in tiles.across]
             return f"{tiles.groups} groups of warps do not share bands of {shares[0]} and {shares[1]} tiles"
-        if granularities(call)[0] == HEAD:
-            phase, maxima = _rotated_heads(tiles, call)
-        else:
-            phase = _rotated(tiles, call)
-        phases = [phase]
+        phases = _rotated(tiles, call)
         if granularities(call)[0] != BLOCK:
-            phase, maxima = _of_heads(tiles, None, begin=maxima)
+            begin = 2 * sizes.batch * sizes.kv_heads if granularities(call)[0] == HEAD else 0
+            phase, maxima = _of_heads(tiles, None, begin=begin)
             phases.append(phase)
     numbers: dict[tuple[str, Any], float] = {
         **strides(call),
@@ -174,7 +167,7 @@ def _of_heads(tiles: _Tiles, granularity: int | None, *, begin: int) -> tuple[Ph
     across, lengths = (tiles.across[0], *[tiles.across[1]] * 2), (down[0], *[down[1]] * 2)
     heads = sizes.heads, sizes.kv_heads, sizes.kv_heads
     group = sizes.heads // sizes.kv_heads
-    least = [tiles.least, 1, 1]  # that share scales
+    least = [group if tiles.heads == 1 else group // 2 if group % 2 == 0 else group, 1, 1]  # tiles that share scales
     waits = [granularity == HEAD, granularity == HEAD, True]  # whether scales are of heads
     works = [granularity is not None, granularity is not None, True]
     all_tiles = [sizes.batch * n * length * used for n, length, used in zip(across, lengths, works, strict=True)]
@@ -209,42 +202,43 @@ def _side_by_side(across: int, least: int, most: int) -> int:
     return least * max(n for n in range(1, parts + 1) if parts % n == 0 and (n == 1 or n * least <= most))
 
 
-def _rotated(tiles: _Tiles, call: Quantize) -> Phase:
-    """Return the launch that rotates, for scales of blocks, with which V comes, or of tokens."""
-    sizes, sharers, of_blocks = tiles.sizes, _sharers(tiles.kernel, call), granularities(call)[0] == BLOCK
+def _rotated(tiles: _Tiles, call: Quantize) -> list[Phase]:
+    """Return the launches that rotate: two for scales of heads. V of blocks comes with Q and K."""
+    sizes, sharers, granularity = tiles.sizes, _sharers(tiles.kernel, call), granularities(call)[0]
     down = tiles.down(tiles.kernel.main.tile_m * sharers)
-    bands = [sizes.batch * length for length in down]
-    units = [n * length * sharers for n, length in zip(tiles.across, bands, strict=True)]
+    of_v = granularity == BLOCK
+    rows = [sizes.batch * length for length in down]
+    every = [n * sharers // tiles.groups for n in tiles.across]
+    turns = _turns_of_bands(every, (rows[0], (1 + of_v) * rows[1]), tiles.multiprocessors)
+    parts = [whole // part for whole, part in zip(every, turns, strict=True)]
+    bands = [n * part for n, part in zip(rows, parts, strict=True)]
+    units = [n * length * sharers for n, length in zip(tiles.across, rows, strict=True)]
     numbers = {
-        **_rotation(call), "sharers": sharers, "of_tokens": int(not of_blocks), "bands_q": bands[0],
-        "bands_k": bands[1], "bands": bands[0] + (2 if of_blocks else 1) * bands[1],
+        **_rotation(call), "sharers": sharers, "scales": granularity, "bands_q": bands[0], "bands_k": bands[1],
+        "bands": bands[0] + (1 + of_v) * bands[1], "parts_q": parts[0], "parts_k": parts[1],
     }  # fmt: skip
     divisors = {
         "heads_q": tiles.across[0], "heads_k": tiles.across[1], "tiles_q": down[0], "tiles_k": down[1],
-        "turns_q": tiles.across[0] * sharers // tiles.groups, "turns_k": tiles.across[1] * sharers // tiles.groups,
+        "turns_q": turns[0], "turns_k": turns[1], "group": sizes.heads // sizes.kv_heads,
     }  # fmt: skip
-    return tiles.phase("rotated", (*units, units[1] if of_blocks else 0), numbers, divisors)
+    return [
+        tiles.phase("rotated", (*units, units[1] * of_v), {**numbers, "rounds": rounds}, divisors)
+        for rounds in ((0, 1) if granularity == HEAD else (1,))
+    ]
 
 
-def _rotated_heads(tiles: _Tiles, call: Quantize) -> tuple[Phase, int]:
-    """Return the launch that rotates Q and K with scales of heads, and its maxima. Bands are as many tiles of the same
-    tokens as a block has groups, and a set has as many bands side by side as share scales."""
-    sizes, down = tiles.sizes, tiles.down(tiles.kernel.main.tile_m)
-    across = lcm(tiles.groups, tiles.least) // tiles.groups, 1
-    sets = [-(-n // (tiles.groups * wide)) for n, wide in zip(tiles.across, across, strict=True)]
-    bands_of_set = [wide * length for wide, length in zip(across, down, strict=True)]
-    bands = [sizes.batch * n * m for n, m in zip(sets, bands_of_set, strict=True)]
-    words = [sizes.batch * n * length for n, length in zip((sizes.heads, sizes.kv_heads), down, strict=True)]
-    units = [n * tiles.groups for n in bands]
-    numbers = {
-        **_rotation(call), "lag": max(-(-(max(bands_of_set) - 1) // tiles.blocks(sum(units))), 1), "bands": sum(bands),
-        "bands_q": bands[0], "words_q": 0, "words_k": words[0], "tiles_q": down[0], "tiles_k": down[1],
-    }  # fmt: skip
-    divisors = {
-        "group": sizes.heads // sizes.kv_heads, "group_kv": 1, "set_q": bands_of_set[0], "set_k": bands_of_set[1],
-        "sets_q": sets[0], "sets_k": sets[1], "across_q": across[0], "across_k": across[1],
-    }  # fmt: skip
-    return tiles.phase("rotated_heads", (*units, 0), numbers, divisors), sum(words)
+def _turns_of_bands(every: Sequence[int], rows: Sequence[int], blocks: int) -> list[int]:
+    """Return the turns of a band of Q and of K and V: of all heads, or of a part of them where blocks are even then.
+    A band costs ``TURNS_OF_ANGLES`` beside its turns."""
+    best: tuple[float, list[int]] | None = None
+    for most in range(max(every), 0, -1):
+        turns = [max(n for n in range(1, min(whole, most) + 1) if whole % n == 0) for whole in every]
+        bands = sum(n * whole // part for n, whole, part in zip(rows, every, turns, strict=True))
+        cost = -(-bands // blocks) * (max(turns) + TURNS_OF_ANGLES)
+        if best is None or cost < best[0]:
+            best = cost, turns
+    assert best is not None
+    return best[1]
 
 
 class _TensorMaps:

@@ -8,8 +8,7 @@
 // There is a kernel for each kind of call, so that none has registers or branches of another:
 //   quantize_sm90a_bf16_d128: scales of blocks, of one tile or of two.
 //   quantize_sm90a_bf16_d128_kept: scales of heads, and of tokens of Q and K.
-//   quantize_sm90a_bf16_d128_rotated: rotated rows, with scales of blocks and of tokens.
-//   quantize_sm90a_bf16_d128_rotated_heads: rotated rows, with scales of heads.
+//   quantize_sm90a_bf16_d128_rotated: rotated rows; scales of heads take two launches.
 #include "pdl.cuh"
 #include "divisor.cuh"
 #include "pieces.cuh"
@@ -25,6 +24,7 @@ constexpr int kGroups = 4;  // of four warps
 constexpr int kThreads = 128 * kGroups;
 constexpr int kStages = 3;         // tiles of a group in shared memory
 constexpr int kRotatedStages = 2;  // where angles lie beside them
+constexpr int kAngleTables = 2;
 constexpr int kRows = 64;          // of a tile
 constexpr int kHeadDim = 128;
 constexpr int kHeads = 2 * 64 / kHeadDim;  // of a tile
@@ -38,7 +38,7 @@ constexpr uint32_t kAngles = 272, kTable = kRows * kAngles;  // rows of angles l
 // Where things begin in shared memory, beside tiles.
 constexpr uint32_t kFactors = kGroups * kStages * kTile;
 constexpr uint32_t kShared = 229376;
-constexpr uint32_t kTables = kGroups * kRotatedStages * kTile;  // cosines and sines, twice
+constexpr uint32_t kTables = kGroups * kRotatedStages * kTile;  // cosines and sines
 constexpr uint32_t kRotatedShared = 200704;
 
 // Named barriers of the hardware; 0 is __syncthreads.
@@ -582,43 +582,44 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
   }
 }
 
-// Rotated rows are transformed in registers: two lanes have a row, each every other pair of its vectors.
+// Rotated rows are transformed in registers. Two lanes have a row of 128 numbers, each every other pair of its vectors. A
+// lane has a row of 64: half of a warp those of one head, the other half those of the other one.
+constexpr int kLanes = kHeadDim / 64;  // of a row
 
-// Where a vector of a thread is in its box, and a piece in its row.
+__device__ __forceinline__ int row_of_lane() {
+  return kLanes == 2 ? threadIdx.x % 128 / 2 : threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
+}
+__device__ __forceinline__ int head_of_lane() { return kLanes == 2 ? 0 : threadIdx.x % 32 / 16; }
 __device__ __forceinline__ int vector_of_row(int slot) {
-  return (slot & 1) + 2 * (threadIdx.x % 2) + (slot & 2) * 2;
-}
-__device__ __forceinline__ int column_of_row(int piece) {
-  return 16 * (threadIdx.x % 2) + piece % 2 * 32 + (kHeads == 1 ? piece / 2 * 64 : 0);
+  return kLanes == 2 ? (slot & 1) + 2 * (threadIdx.x % 2) + (slot & 6) * 2 : slot;
 }
 
-__device__ __forceinline__ void read_rows(float (&x)[kSlots][kNumbers], const char* tile) {
-  const int row = threadIdx.x % 128 / 2;
+// `tile`: where it begins in shared memory.
+__device__ __forceinline__ void read_rows(float (&x)[kSlots][kNumbers], const char* memory, uint32_t tile) {
+  const int row = row_of_lane();
+  const uint32_t first = tile + head_of_lane() * kBox + row * 128 + (vector_of_row(0) ^ row % 8) * 16;
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
-    to_floats<Element>(x[slot], Words::load(tile + slot / 4 * kBox + row * 128 + (vector_of_row(slot) ^ row % 8) * 16));
+    const int apart = vector_of_row(slot) ^ vector_of_row(0);
+    to_floats<Element>(x[slot], Words::load(memory + (first ^ apart % 8 * 16) + apart / 8 * kBox));
   }
 }
 
-// Rotates them by the angles of two tables. A number's partner is in the other box, or in the same.
+// Rotates them by the angles of two tables.
 __device__ __forceinline__ void rotate_rows(float (&x)[kSlots][kNumbers], const char* tables, int form) {
-  const char* const cosines = tables + threadIdx.x % 128 / 2 * kAngles;
-  constexpr int kPartner = kHeads == 1 ? 4 : 2;
+  const char* const cosines = tables + row_of_lane() * kAngles;
 #pragma unroll
-  for (int slot = 0; slot < kPartner; ++slot) {
+  for (int slot = 0; slot < kSlots / 2; ++slot) {
 #pragma unroll
     for (int i = 0; i < kNumbers; i += 4) {
       float cos[4], sin[4];
       four_table_numbers(cos, cosines, kNumbers * vector_of_row(slot) + i, form);
       four_table_numbers(sin, cosines + kTable, kNumbers * vector_of_row(slot) + i, form);
 #pragma unroll
-      for (int own = slot; own < kSlots; own += 2 * kPartner) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float first = x[own][i + j], second = x[own + kPartner][i + j];
-          x[own][i + j] = rotated(first, second, cos[j], sin[j], true);
-          x[own + kPartner][i + j] = rotated(second, first, cos[j], sin[j], false);
-        }
+      for (int j = 0; j < 4; ++j) {
+        const float first = x[slot][i + j], second = x[slot + kSlots / 2][i + j];
+        x[slot][i + j] = rotated(first, second, cos[j], sin[j], true);
+        x[slot + kSlots / 2][i + j] = rotated(second, first, cos[j], sin[j], false);
       }
     }
   }
@@ -626,23 +627,59 @@ __device__ __forceinline__ void rotate_rows(float (&x)[kSlots][kNumbers], const 
 
 __device__ __forceinline__ void transform_rows(float (&x)[kSlots][kNumbers], const Words* vector_signs) {
 #pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
-    flip(x[slot], vector_signs[vector_of_row(slot) + (kHeads == 1 ? slot / 4 * 8 : 0)]);
-  }
-  hadamard_transform<kHeads == 1 ? 3 : 2, 1>(x);
+  for (int slot = 0; slot < kSlots; ++slot) flip(x[slot], vector_signs[vector_of_row(slot)]);
+  hadamard_transform<3, kLanes - 1>(x);
 }
 
-// Rotated rows of Q and K with scales of blocks or of tokens; V of blocks comes with them. Angles lie in shared memory for
-// all heads of a token.
+// The largest finite magnitude that a lane has.
+__device__ __forceinline__ float find_largest_of_lane(const float (&x)[kSlots][kNumbers]) {
+  float largest[kPieces];
+  find_largest_of_pieces(x, largest);
+  return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+}
+
+// Two lanes write 32 bytes that lie side by side. Where a lane has a row, it first exchanges pieces with its neighbour, so
+// that they have pieces 0 and 1, and later 2 and 3, of the even row of both and then of the odd one.
+__device__ __forceinline__ void exchange_pieces(uint4 (&pieces)[kPieces]) {
+  const bool odd = threadIdx.x % 2;
+  const auto exchange = [&](uint32_t& first, uint32_t& second) {
+    const uint32_t other = __shfl_xor_sync(~0u, odd ? first : second, 1);
+    (odd ? first : second) = other;
+  };
+#pragma unroll
+  for (int i = 0; i < kPieces; i += 2) {
+    exchange(pieces[i].x, pieces[i + 1].x);
+    exchange(pieces[i].y, pieces[i + 1].y);
+    exchange(pieces[i].z, pieces[i + 1].z);
+    exchange(pieces[i].w, pieces[i + 1].w);
+  }
+}
+__device__ __forceinline__ int row_to_write(int piece) {
+  return kLanes == 2 ? row_of_lane() : (row_of_lane() & ~1) + piece % 2;
+}
+__device__ __forceinline__ int column_to_write(int piece) {
+  return 16 * (threadIdx.x % 2) + 32 * (kLanes == 2 ? piece : piece / 2);
+}
+
+// Rotated rows of Q and K; V of blocks comes with them. Angles lie in shared memory for all heads of a token. A scale of a
+// head takes two launches: the first finds the largest magnitudes.
+
+// A tile of a band.
+struct alignas(16) Task {
+  int part, b, head, tile;
+  int own_band;  // of its block
+  bool last;     // of its group and band
+};
 
 // What threads tell each other.
 struct RotatedShared {
   uint64_t full[kGroups * kRotatedStages];  // barriers: a tile is there
-  uint64_t angles[4];                       // two tables are there, and have been read
+  uint64_t angles[2 * kAngleTables];        // tables are there, and have been read
+  Task tasks[kGroups][kRotatedStages];      // what the tiles are
   Part parts[3];
   Words vector_signs[kHeadDim / kNumbers];
   uint32_t flips[kHeadDim / 32];            // bits of the numbers of a row that change their signs
-  uint32_t largest[2][kGroups][4][kHeads];  // of each warp, of two tiles in turn
+  uint4 largest[2][kGroups][kHeads];        // of each warp, of two tiles in turn
 };
 static_assert(kRotatedShared + sizeof(RotatedShared) <= 201728);
 
@@ -650,17 +687,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map,
     unsigned char* q_out_ptr, unsigned char* k_out_ptr, unsigned char* v_out_ptr, float* q_descale_ptr,
-    float* k_descale_ptr, float* v_descale_ptr, const float* signs_ptr, const void* rotary_cos_ptr,
-    const void* rotary_sin_ptr, const int* rotary_offsets_ptr,
+    float* k_descale_ptr, float* v_descale_ptr, const float* signs_ptr, uint32_t* maxima_ptr,
+    const void* rotary_cos_ptr, const void* rotary_sin_ptr, const int* rotary_offsets_ptr,
     long long stride_q_out_b, long long stride_q_out_s, long long stride_q_out_h,
     long long stride_k_out_b, long long stride_k_out_s, long long stride_k_out_h,
     long long stride_v_out_b, long long stride_v_out_s, long long stride_v_out_h,
     long long cos_row_bytes, long long sin_row_bytes, long long sign_bits_0, long long sign_bits_1, int heads,
-    int kv_heads, int seqlen_q, int seqlen_k, int units, int units_q, int units_k, int e5m2_out, int sharers,
-    int of_tokens, int hadamard, int bands, int bands_q, int bands_k, int positions, int rotary_form,
-    int angle_bytes, int heads_q, int heads_k, int tiles_q, int tiles_k, int turns_q, int turns_k,
-    int heads_q_reciprocal, int heads_k_reciprocal, int tiles_q_reciprocal, int tiles_k_reciprocal,
-    int turns_q_reciprocal, int turns_k_reciprocal, float norm
+    int kv_heads, int seqlen_q, int seqlen_k, int units, int units_q, int units_k, int e5m2_out, int batch,
+    int sharers, int hadamard, int scales, int rounds, int bands, int bands_q, int bands_k, int parts_q,
+    int parts_k, int positions, int rotary_form, int angle_bytes, int heads_q, int heads_k, int tiles_q,
+    int tiles_k, int turns_q, int turns_k, int group, int heads_q_reciprocal, int heads_k_reciprocal,
+    int tiles_q_reciprocal, int tiles_k_reciprocal, int turns_q_reciprocal, int turns_k_reciprocal,
+    int group_reciprocal, float norm
 ) {
   launch_dependents();
   char* const memory = shared_memory;
@@ -669,14 +707,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
   const int of_block = threadIdx.x / 128;  // the group
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
   const uint32_t full = base + kRotatedShared + 8 * kRotatedStages * of_block;
-  const uint32_t angles_full = base + kRotatedShared + 8 * kRotatedStages * kGroups, angles_empty = angles_full + 16;
+  const uint32_t angles_full = base + kRotatedShared + 8 * kRotatedStages * kGroups;
+  const uint32_t angles_empty = angles_full + 8 * kAngleTables;
 
   if (threadIdx.x == 0) {
     shared.parts[0] = {q_out_ptr, q_descale_ptr, stride_q_out_b, stride_q_out_s, stride_q_out_h};
     shared.parts[1] = {k_out_ptr, k_descale_ptr, stride_k_out_b, stride_k_out_s, stride_k_out_h};
     shared.parts[2] = {v_out_ptr, v_descale_ptr, stride_v_out_b, stride_v_out_s, stride_v_out_h};
-    init_barriers(base + kRotatedShared, kGroups * kRotatedStages + 2, 1);
-    init_barriers(angles_empty, 2, kGroups / sharers);
+    init_barriers(base + kRotatedShared, kGroups * kRotatedStages + kAngleTables, 1);
+    init_barriers(angles_empty, kAngleTables, 4 * kGroups / sharers);
     fence_barrier_init();
   }
   wait_dependencies();  // nothing in global memory is read or written before
@@ -685,53 +724,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
   }
   __syncthreads();  // parts, barriers and signs are there
 
-  // A tile.
-  struct Task {
-    int part, b, head, tile;
-  };
-  const auto task_at = [&](int index) {
-    Task task;
-    task.part = (index >= units_q) + (index >= units_q + units_k);
-    const bool of_q = task.part == 0;
-    const Divisor of_heads = of_q ? Divisor(heads_q, heads_q_reciprocal) : Divisor(heads_k, heads_k_reciprocal);
-    const Divisor of_tiles = of_q ? Divisor(tiles_q, tiles_q_reciprocal) : Divisor(tiles_k, tiles_k_reciprocal);
-    const int unit = index - (of_q ? 0 : units_q) - (task.part == 2 ? units_k : 0), shared_by = unit >> sharers - 1;
-    const int row = of_heads.quotient(shared_by);
-    task.head = (shared_by - row * of_heads.value) * kHeads;
-    task.b = of_tiles.quotient(row);
-    task.tile = (row - task.b * of_tiles.value) * sharers + (unit & sharers - 1);
-    return task;
-  };
-  const auto bring = [&](int index, uint32_t to, uint32_t barrier) {
-    const Task task = task_at(index);
-    const TensorMap& map = task.part == 0 ? q_map : task.part == 1 ? k_map : v_map;
-    load_tile(to, map, barrier, task.head, task.tile * kRows, task.b);
-  };
-
-  // A block has a band, all heads of some tokens, which share angles, then another one. Each group has some turns at a
-  // band, and one thread of it has its next tiles brought.
+  // A block has a band, all heads of some tokens or a part of them, which share angles, then another one. Each group has
+  // some turns at a band, and one thread of it has its next tiles brought.
   const int blocks = gridDim.x, own = blockIdx.x;
   const auto own_of = [&](int bands) { return max(bands - own + blocks - 1, 0) / blocks; };
   const int own_bands_q = own_of(bands_q), own_bands = own_of(bands);
-  const Divisor turns_of_q(turns_q, turns_q_reciprocal), turns_of_k(turns_k, turns_k_reciprocal);
   const int all_turns = own_bands_q * turns_q + (own_bands - own_bands_q) * turns_k;
-  struct Turn {
-    int own_band, index;  // bands of this block, and the tile among all
-    bool first, last;     // of a band
-  };
-  const auto turn_at = [&](int turn) {
+  const uint32_t ring = of_block * kRotatedStages * kTile;
+  const auto bring = [&](int turn) {
+    if (turn >= all_turns) return;
     const int later = turn - own_bands_q * turns_q;  // of those of K and V
-    const Divisor& turns = later < 0 ? turns_of_q : turns_of_k;
-    const int from = later < 0 ? turn : later, in_parts = turns.quotient(from), of_band = from - in_parts * turns.value;
-    const int own_band = (later < 0 ? 0 : own_bands_q) + in_parts, band = own + own_band * blocks;
-    const int begin = later < 0 ? band * turns_q : bands_q * turns_q + (band - bands_q) * turns_k;
-    return Turn{own_band, (begin + of_band) * kGroups + of_block, of_band == 0, of_band == turns.value - 1};
+    const bool of_q = later < 0;
+    const Divisor turns = of_q ? Divisor(turns_q, turns_q_reciprocal) : Divisor(turns_k, turns_k_reciprocal);
+    const Divisor of_heads = of_q ? Divisor(heads_q, heads_q_reciprocal) : Divisor(heads_k, heads_k_reciprocal);
+    const Divisor of_tiles = of_q ? Divisor(tiles_q, tiles_q_reciprocal) : Divisor(tiles_k, tiles_k_reciprocal);
+    const int from = of_q ? turn : later, in_parts = turns.quotient(from), of_band = from - in_parts * turns.value;
+    const int own_band = (of_q ? 0 : own_bands_q) + in_parts, band = own + own_band * blocks - (of_q ? 0 : bands_q);
+    const int index = (band * turns.value + of_band) * kGroups + of_block;  // of Q, or of K and V
+    const bool of_v = !of_q && index >= units_k;
+    const int unit = of_v ? index - units_k : index, shared_by = unit >> sharers - 1;
+    const int row = of_heads.quotient(shared_by), b = of_tiles.quotient(row), stage = turn % kRotatedStages;
+    const Task task = {of_q ? 0 : 1 + of_v, b, (shared_by - row * of_heads.value) * kHeads,
+                       (row - b * of_tiles.value) * sharers + (unit & sharers - 1), own_band, of_band == turns.value - 1};
+    shared.tasks[of_block][stage] = task;
+    load_tile(base + ring + stage * kTile, of_q ? q_map : of_v ? v_map : k_map, full + 8 * stage, task.head,
+              task.tile * kRows, b);
   };
-  const uint32_t ring = base + of_block * kRotatedStages * kTile;
   if (thread == 0) {
-    for (int turn = 0; turn < min(kRotatedStages, all_turns); ++turn) {
-      bring(turn_at(turn).index, ring + turn * kTile, full + 8 * turn);
-    }
+    for (int stage = 0; stage < kRotatedStages; ++stage) bring(stage);
   }
   if (threadIdx.x < kHeadDim / kNumbers) {
     const uint32_t bits = shared.flips[threadIdx.x / 4] >> threadIdx.x % 4 * kNumbers;
@@ -741,17 +761,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
 
   // One warp brings the angles of a band once those of an earlier one have been read: one table, or two of 64 tokens
   // each where two groups share a scale.
-  const int bands_ahead = sharers == 1;
   const auto bring_angles = [&](int own_band) {
     const int band = own + own_band * blocks;
     if (band >= bands_q + bands_k) return;
     const bool of_q = band < bands_q;
-    const int row_of_band = of_q ? band : band - bands_q, tiles = of_q ? tiles_q : tiles_k, b = row_of_band / tiles;
+    const int row_of_band = of_q ? band / parts_q : (band - bands_q) / parts_k;
+    const int tiles = of_q ? tiles_q : tiles_k, b = row_of_band / tiles;
     const int offset = rotary_offsets_ptr == nullptr ? 0 : rotary_offsets_ptr[b];
     for (int half = 0; half < sharers; ++half) {
-      const int table = own_band * sharers + half, slot = table & 1;
+      const int table = own_band * sharers + half, slot = table % kAngleTables;
       const uint32_t to = base + kTables + slot * 2 * kTable;
-      wait(angles_empty + 8 * slot, (table >> 1 & 1) ^ 1);
+      wait(angles_empty + 8 * slot, table / kAngleTables & 1 ^ 1);
       if (lane == 0) arrive_expecting(angles_full + 8 * slot, 2 * kRows * angle_bytes);
       __syncwarp();
       for (int row = lane; row < kRows; row += 32) {
@@ -765,288 +785,97 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
     }
   };
   const bool brings_angles = threadIdx.x / 32 == 4 * kGroups - 1;
-  if (brings_angles && bands_ahead) bring_angles(0);
+  const int bands_at_once = kAngleTables / sharers;  // whose angles are there
+  if (brings_angles) {
+    for (int own_band = 0; own_band < bands_at_once; ++own_band) bring_angles(own_band);
+  }
 
   for (int turn = 0; turn < all_turns; ++turn) {
-    const Turn here = turn_at(turn);
-    const Task task = task_at(here.index);
-    const bool turns = task.part < 2, transforms = hadamard && turns;
-    const int stage = turn % kRotatedStages, table = here.own_band * sharers + (of_block & sharers - 1), slot = table & 1;
-    if (brings_angles && here.first) bring_angles(here.own_band + bands_ahead);
+    const int stage = turn % kRotatedStages;
     wait(full + 8 * stage, turn / kRotatedStages & 1);
-    const int row = thread / 2;  // two lanes have a row
-    const char* const tile = memory + (of_block * kRotatedStages + stage) * kTile;
+    const Task task = shared.tasks[of_block][stage];
+    const bool turns = task.part < 2, transforms = hadamard && turns;
+    const int heads_here = task.part == 0 ? heads : kv_heads, seqlen = task.part == 0 ? seqlen_q : seqlen_k;
+    const int head = task.head + head_of_lane();
+    const bool has_head = head < heads_here;
+    const int of_scales = task.b * kv_heads + (task.part == 0 ? Divisor(group, group_reciprocal).quotient(head) : head);
+    uint32_t* const maximum = maxima_ptr + task.part * batch * kv_heads + of_scales;
+    // Asked for before it is needed: all that is known, or, while maxima are found, some of it.
+    uint32_t found = scales == kHead && has_head ? *static_cast<volatile uint32_t*>(maximum) : 0;
     float x[kSlots][kNumbers];
-    read_rows(x, tile);
+    read_rows(x, memory, ring + stage * kTile);
     if (turns) {
-      wait(angles_full + 8 * slot, table >> 1 & 1);
+      const int table = task.own_band * sharers + (of_block & sharers - 1), slot = table % kAngleTables;
+      wait(angles_full + 8 * slot, table / kAngleTables & 1);
       rotate_rows(x, memory + kTables + slot * 2 * kTable, rotary_form);
+      __syncwarp();
+      if (task.last && lane == 0) arrive(angles_empty + 8 * slot);
       if (hadamard) transform_rows(x, shared.vector_signs);
     }
 
-    const int heads_here = task.part == 0 ? heads : kv_heads, seqlen = task.part == 0 ? seqlen_q : seqlen_k;
     const Part& part = shared.parts[task.part];
     const float own_norm = transforms ? norm : 1.0f, limit = e5m2_out ? kLargest<e5m2> : kLargest<e4m3>;
-    const auto tile_was_read = [&] {
-      if (thread != 0) return;
-      if (turn + kRotatedStages < all_turns) {
-        bring(turn_at(turn + kRotatedStages).index, ring + stage * kTile, full + 8 * stage);
-      }
-      if (turns && here.last) arrive(angles_empty + 8 * slot);
-    };
-    float factors[kHeads];
-    if (of_tokens) {
-      float magnitudes[kPieces];
-      find_largest_of_pieces(x, magnitudes);
-      const float low = fmaxf(magnitudes[0], magnitudes[1]), high = fmaxf(magnitudes[2], magnitudes[3]);
-      float largest;  // of the row, or of that of one head
-      if (kHeads == 1) {
-        largest = fmaxf(low, high);
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      } else {
-        largest = exchanged_maximum<1>(low, high);
-      }
-      const float scale = scale_of(largest * own_norm, limit), factor = __fdiv_rn(1.0f, scale) * own_norm;
-#pragma unroll
-      for (int head = 0; head < kHeads; ++head) {
-        factors[head] = kHeads == 1 ? factor : __shfl_sync(~0u, factor, (lane & ~1) + head);
-      }
-      const int head = task.head + lane % kHeads, token = task.tile * kRows + row;
-      if (lane % 2 < kHeads && head < heads_here && token < seqlen) {
-        part.scales[(task.b * static_cast<long long>(heads_here) + head) * seqlen + token] = scale;
-      }
+    const float largest = find_largest_of_lane(x);
+    const long long of_head = task.b * static_cast<long long>(heads_here) + head;
+    float scale;
+    if (scales == kToken) {
+      scale = scale_of((kLanes == 2 ? fmaxf(largest, __shfl_xor_sync(~0u, largest, 1)) : largest) * own_norm, limit);
+      const int token = task.tile * kRows + row_of_lane();
+      if ((kLanes == 1 || lane % 2 == 0) && has_head && token < seqlen) part.scales[of_head * seqlen + token] = scale;
       named_sync(Named::kTile, of_block, 128);
-      tile_was_read();
+      if (thread == 0) bring(turn + kRotatedStages);
     } else {
-      uint32_t of_warp[kHeads];
-      find_largest_of_warp(x, of_warp);
+      const bool first_of_head = thread % 16 == 0 && thread / 16 < kHeads;
+      if (scales == kBlock || !rounds) {
 #pragma unroll
-      for (int head = 0; head < kHeads; ++head) {
-        if (lane == 0) shared.largest[turn & 1][of_block][warp][head] = of_warp[head];
+        for (int one = 0; one < kHeads; ++one) {
+          const uint32_t of_warp = __reduce_max_sync(~0u, head_of_lane() == one ? __float_as_uint(largest) : 0);
+          if (lane == 0) reinterpret_cast<uint32_t*>(&shared.largest[turn & 1][of_block][one])[warp] = of_warp;
+        }
       }
       named_sync(Named::kTile, of_block >> sharers - 1, 128 * sharers);
-      tile_was_read();
-      const int blocks = task.part == 0 ? tiles_q : tiles_k;
-#pragma unroll
-      for (int head = 0; head < kHeads; ++head) {
-        uint32_t found = 0;
-        const int first = of_block & -sharers;
-        for (int i = 0; i < 4 * sharers; ++i) found = max(found, shared.largest[turn & 1][first + i / 4][i % 4][head]);
-        const float scale = scale_of(__uint_as_float(found) * own_norm, limit);
-        factors[head] = __fdiv_rn(1.0f, scale) * own_norm;
-        if (thread == 0 && (task.tile & sharers - 1) == 0 && task.head + head < heads_here) {
-          const long long of_head = task.b * static_cast<long long>(heads_here) + task.head + head;
-          part.scales[of_head * blocks + (task.tile >> sharers - 1)] = scale;
+      if (thread == 0) bring(turn + kRotatedStages);
+      if (scales == kBlock || !rounds) {
+        const auto found_by = [&](int group) {
+          const uint4 of_warps = shared.largest[turn & 1][group][head_of_lane()];
+          return max(max(of_warps.x, of_warps.y), max(of_warps.z, of_warps.w));
+        };
+        uint32_t of_tiles = found_by(of_block);
+        if (sharers == 2) of_tiles = max(of_tiles, found_by(of_block ^ 1));
+        if (!rounds && first_of_head && has_head && of_tiles > found) raise(maximum, of_tiles);  // seldom
+        found = of_tiles;
+      }
+      scale = scale_of(__uint_as_float(found) * own_norm, limit);
+      if (rounds && first_of_head && has_head) {
+        if (scales == kBlock) {
+          const int blocks = task.part == 0 ? tiles_q : tiles_k;
+          if ((task.tile & sharers - 1) == 0) part.scales[of_head * blocks + (task.tile >> sharers - 1)] = scale;
+        } else if (task.tile == 0) {
+          part.scales[of_scales] = scale;  // the same of all heads that share it
         }
       }
     }
-    const auto store = [&]<typename Rounded>() {
+    if (rounds) {
+      const float factor = __fdiv_rn(1.0f, scale) * own_norm;
+      const auto store = [&]<typename Rounded>() {
+        uint4 rounded[kPieces];
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const int of_tile = kHeads == 1 ? 0 : piece / 2, head = task.head + of_tile, token = task.tile * kRows + row;
-        unsigned char* const of_row = part.to + task.b * part.to_b + head * part.to_h + token * part.to_s;
-        const uint4 rounded = in_8_bits<Rounded>(x[2 * piece], x[2 * piece + 1], factors[of_tile]);
-        if (head < heads_here && token < seqlen) __stcs(reinterpret_cast<uint4*>(of_row + column_of_row(piece)), rounded);
-      }
-    };
-    if (e5m2_out) {
-      store.template operator()<e5m2>();
-    } else {
-      store.template operator()<e4m3>();
-    }
-  }
-}
-
-// Rotated rows of Q and K with scales of heads.
-//
-// A block has bands: the same tokens of some neighbouring heads, one tile for each group, which share angles. Sets of bands
-// follow one another, as those of tiles do above, and a band is found `lag` turns before it is rounded. Tiles and angles
-// are loaded for both, the second time out of L2.
-
-// What threads tell each other.
-struct RotatedHeadsShared {
-  uint64_t full[kGroups * kRotatedStages];  // barriers: a tile is there
-  uint64_t angles[4];                       // two tables are there, and have been read
-  int4 tasks[kGroups][kRotatedStages];      // which: part, batch entry, head, place in its sequence
-  KeptPart parts[2];                        // in bands, not tiles
-  Words vector_signs[kHeadDim / kNumbers];
-  uint32_t flips[kHeadDim / 32];            // bits of the numbers of a row that change their signs
-  uint32_t largest[2][kGroups][4][kHeads];  // of each warp, of two uses in turn
-};
-static_assert(kRotatedShared + sizeof(RotatedHeadsShared) <= 201728);
-
-extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d128_rotated_heads(
-    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map,
-    unsigned char* q_out_ptr, unsigned char* k_out_ptr, unsigned char* v_out_ptr, float* q_descale_ptr,
-    float* k_descale_ptr, float* v_descale_ptr, const float* signs_ptr, uint32_t* maxima_ptr,
-    const void* rotary_cos_ptr, const void* rotary_sin_ptr, const int* rotary_offsets_ptr,
-    long long stride_q_out_b, long long stride_q_out_s, long long stride_q_out_h,
-    long long stride_k_out_b, long long stride_k_out_s, long long stride_k_out_h,
-    long long stride_v_out_b, long long stride_v_out_s, long long stride_v_out_h,
-    long long cos_row_bytes, long long sin_row_bytes, long long sign_bits_0, long long sign_bits_1, int heads,
-    int kv_heads, int seqlen_q, int seqlen_k, int units, int units_q, int units_k, int e5m2_out, int hadamard,
-    int lag, int bands, int bands_q, int words_q, int words_k, int tiles_q, int tiles_k, int positions,
-    int rotary_form, int angle_bytes, int group, int group_kv, int set_q, int set_k, int sets_q, int sets_k,
-    int across_q, int across_k, int group_reciprocal, int group_kv_reciprocal, int set_q_reciprocal,
-    int set_k_reciprocal, int sets_q_reciprocal, int sets_k_reciprocal, int across_q_reciprocal,
-    int across_k_reciprocal, float norm
-) {
-  char* const memory = shared_memory;
-  RotatedHeadsShared& shared = *reinterpret_cast<RotatedHeadsShared*>(memory + kRotatedShared);
-  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
-  const int of_block = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the group, which the compiler knows to be that of a warp
-  const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
-  const uint32_t full = base + kRotatedShared + 8 * kRotatedStages * of_block;
-  const uint32_t angles_full = base + kRotatedShared + 8 * kRotatedStages * kGroups, angles_empty = angles_full + 16;
-
-  if (threadIdx.x == 0) {
-    shared.parts[0] = {q_out_ptr, q_descale_ptr, stride_q_out_b, stride_q_out_s, stride_q_out_h,
-                       Divisor(set_q, set_q_reciprocal), Divisor(sets_q, sets_q_reciprocal),
-                       Divisor(across_q, across_q_reciprocal), Divisor(group, group_reciprocal),
-                       0, words_q, heads, seqlen_q, tiles_q};
-    shared.parts[1] = {k_out_ptr, k_descale_ptr, stride_k_out_b, stride_k_out_s, stride_k_out_h,
-                       Divisor(set_k, set_k_reciprocal), Divisor(sets_k, sets_k_reciprocal),
-                       Divisor(across_k, across_k_reciprocal), Divisor(group_kv, group_kv_reciprocal),
-                       bands_q, words_k, kv_heads, seqlen_k, tiles_k};
-    init_barriers(base + kRotatedShared, kGroups * kRotatedStages + 2, 1);
-    init_barriers(angles_empty, 2, kGroups);
-    fence_barrier_init();
-  }
-  if (threadIdx.x < kHeadDim / 32) {
-    shared.flips[threadIdx.x] = signs_of_word(threadIdx.x, signs_ptr, sign_bits_0, sign_bits_1);
-  }
-  __syncthreads();  // parts, barriers and signs are there
-
-  // Steps: the first `lead` bands are found, then one is found and one is rounded in turn, then the last ones are rounded.
-  const int own = max(bands - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1, 0) / gridDim.x;
-  const int lead = min(lag, own);
-  const auto has_to_find = [&](int step) {
-    const int later = step - lead;
-    return later < 0 || (later < 2 * (own - lead) && (later & 1) == 0);
-  };
-  const auto task_at = [&](int step) {
-    const int later = step - lead;
-    const int turn = later < 0 ? step : later >= 2 * (own - lead) ? step - own : (later >> 1) + (later & 1 ? 0 : lead);
-    const int band = blockIdx.x + turn * gridDim.x, which = band >= bands_q;
-    const KeptPart& part = shared.parts[which];
-    const int set = part.set.quotient(band - part.begin), of_set = band - part.begin - set * part.set.value;
-    const int b = part.sets.quotient(set), tile = part.pairs.quotient(of_set);
-    const int across = (set - b * part.sets.value) * part.pairs.value + of_set - tile * part.pairs.value;
-    return int4{which, b, (across * kGroups + of_block) * kHeads, tile};
-  };
-  const auto bring = [&](int step) {
-    if (step >= 2 * own) return;
-    const int4 task = task_at(step);
-    const int stage = step % kRotatedStages;
-    shared.tasks[of_block][stage] = task;
-    load_tile(base + (of_block * kRotatedStages + stage) * kTile, task.x == 0 ? q_map : k_map, full + 8 * stage, task.z,
-              task.w * kRows, task.y);
-  };
-  if (thread == 0) {
-    for (int stage = 0; stage < kRotatedStages; ++stage) bring(stage);
-  }
-  if (threadIdx.x < kHeadDim / kNumbers) {
-    const uint32_t bits = shared.flips[threadIdx.x / 4] >> threadIdx.x % 4 * kNumbers;
-    for (int i = 0; i < kNumbers / 2; ++i) shared.vector_signs[threadIdx.x].pairs[i] = signs_of_pair(bits, i);
-  }
-  __syncthreads();
-
-  // One warp brings the angles of a step once those of the last but one have been read.
-  const auto bring_angles = [&](int step) {
-    if (step >= 2 * own) return;
-    const int4 task = task_at(step);
-    const int slot = step & 1, offset = rotary_offsets_ptr == nullptr ? 0 : rotary_offsets_ptr[task.y];
-    const uint32_t to = base + kTables + slot * 2 * kTable;
-    wait(angles_empty + 8 * slot, (step >> 1 & 1) ^ 1);
-    if (lane == 0) arrive_expecting(angles_full + 8 * slot, 2 * kRows * angle_bytes);
-    __syncwarp();
-    for (int row = lane; row < kRows; row += 32) {
-      const long long token = task.w * kRows + row;
-      const long long position = max(0ll, min(token + offset, positions - 1ll));
-      load_bytes(to + row * kAngles, static_cast<const char*>(rotary_cos_ptr) + position * cos_row_bytes,
-                 angles_full + 8 * slot, angle_bytes);
-      load_bytes(to + kTable + row * kAngles, static_cast<const char*>(rotary_sin_ptr) + position * sin_row_bytes,
-                 angles_full + 8 * slot, angle_bytes);
-    }
-  };
-  const bool brings_angles = threadIdx.x / 32 == 4 * kGroups - 1;
-  if (brings_angles) bring_angles(0);
-
-  const float own_norm = hadamard ? norm : 1.0f, limit = e5m2_out ? kLargest<e5m2> : kLargest<e4m3>;
-  float factors[kHeads];  // of the heads of the last tile
-  int known_words = -1;   // where their maxima begin, added up: no other heads of a tile have this sum
-  int uses = 0;
-  for (int step = 0; step < 2 * own; ++step) {
-    const int stage = step % kRotatedStages, slot = step & 1;
-    const bool finds = has_to_find(step);
-    if (brings_angles) bring_angles(step + 1);
-    wait(full + 8 * stage, step / kRotatedStages & 1);
-    const int4 task = shared.tasks[of_block][stage];
-    const int b = task.y, first_head = task.z;
-    const KeptPart& part = shared.parts[task.x];
-    const int words_of_tile = part.words_of_head(b, first_head) + part.words_of_head(b, first_head + kHeads - 1);
-    const bool waits = !finds && words_of_tile != known_words;
-    uint32_t(&largest)[4][kHeads] = shared.largest[uses & 1][of_block];
-    if (waits) {  // seldom, so that it may take its time, and not while registers are full
-      const int count = part.group.value * part.tiles;
-      Asked asked;
-      ask(asked, maxima_ptr, part, b, first_head, count);
-      wait_for_maxima(largest, asked, maxima_ptr, part, b, first_head, count);
-    }
-    float x[kSlots][kNumbers];
-    read_rows(x, memory + (of_block * kRotatedStages + stage) * kTile);
-    wait(angles_full + 8 * slot, step >> 1 & 1);
-    rotate_rows(x, memory + kTables + slot * 2 * kTable, rotary_form);
-    if (hadamard) transform_rows(x, shared.vector_signs);
-
-    if (finds) {
-      uint32_t of_warp[kHeads];
-      find_largest_of_warp(x, of_warp);
+        for (int i = 0; i < kPieces; ++i) rounded[i] = in_8_bits<Rounded>(x[2 * i], x[2 * i + 1], factor);
+        if (kLanes == 1) exchange_pieces(rounded);
+        unsigned char* const of_head = part.to + task.b * part.to_b + head * part.to_h;
 #pragma unroll
-      for (int head = 0; head < kHeads; ++head) {
-        if (lane == 0) largest[warp][head] = of_warp[head];
-      }
-    }
-    named_sync(Named::kTile, of_block, 128);
-    if (finds || waits) ++uses;
-    if (thread == 0) {
-      bring(step + kRotatedStages);
-      arrive(angles_empty + 8 * slot);
-    }
-    if (finds) {
-      if (thread < kHeads && first_head + thread < part.heads) {
-        tell(maxima_ptr + part.words + (b * part.heads + first_head + thread) * part.tiles + task.w,
-             largest_of_group(largest, thread));
-      }
-      continue;
-    }
-    if (waits) {
-      known_words = words_of_tile;
-#pragma unroll
-      for (int head = 0; head < kHeads; ++head) {
-        const float scale = scale_of(__uint_as_float(largest_of_group(largest, head)) * own_norm, limit);
-        factors[head] = __fdiv_rn(1.0f, scale) * own_norm;
-        // The first tile of a head that a group rounds: some group writes each scale, maybe several the same.
-        const int of_all = part.scale_of_head(first_head + head);
-        if (thread == 0) part.scales[b * kv_heads + of_all] = scale;
-      }
-    }
-    const auto store = [&]<typename Rounded>() {
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const int of_tile = kHeads == 1 ? 0 : piece / 2, head = first_head + of_tile, token = task.w * kRows + thread / 2;
-        unsigned char* const of_row = part.to + b * part.to_b + head * part.to_h + token * part.to_s;
-        const uint4 rounded = in_8_bits<Rounded>(x[2 * piece], x[2 * piece + 1], factors[of_tile]);
-        if (head < part.heads && token < part.seqlen) {
-          __stcs(reinterpret_cast<uint4*>(of_row + column_of_row(piece)), rounded);
+        for (int i = 0; i < kPieces; ++i) {
+          const int token = task.tile * kRows + row_to_write(i);
+          unsigned char* const at = of_head + token * part.to_s + column_to_write(i);
+          if (has_head && token < seqlen) __stcs(reinterpret_cast<uint4*>(at), rounded[i]);
         }
+      };
+      if (e5m2_out) {
+        store.template operator()<e5m2>();
+      } else {
+        store.template operator()<e4m3>();
       }
-    };
-    if (e5m2_out) {
-      store.template operator()<e5m2>();
-    } else {
-      store.template operator()<e4m3>();
     }
+    if (brings_angles && task.last && turns) bring_angles(task.own_band + bands_at_once);
   }
 }

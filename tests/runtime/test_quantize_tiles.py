@@ -98,12 +98,21 @@ def test_what_is_not_finite_and_rows_of_zeros(host: HostDriver, granularity: str
 @pytest.mark.parametrize("dim", DIMS)
 def test_rotated_rows(host: HostDriver, dim: int, hadamard: bool, granularity: int | str) -> None:
     """The heads of a token share their angles. V has a launch of its own, but for scales of blocks."""
-    launches = {"head": ("rotated_heads", "kept"), "token": ("rotated", "kept")}
+    launches = {"head": ("rotated", "rotated", "kept"), "token": ("rotated", "kept")}
     both(host, a_call(
         torch.bfloat16, dims=(dim, dim), granularity=granularity, heads=16, kv_heads=8, half=dim // 2, offsets=True,
         hadamard=hadamard, lengths=(70, 1) if granularity == 128 else (130, 64), batch=1 if hadamard else 2,
         table_dtype=torch.float32 if hadamard else torch.bfloat16,
     ), *launches.get(str(granularity), ("rotated",)))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("every", "rows", "turns"),
+    [((4, 4), (256, 512), [4, 4]), ((4, 4), (8, 16), [1, 1]), ((4, 4), (64, 128), [2, 2]), ((8, 2), (64, 128), [2, 2])],
+)
+def test_bands_are_cut_so_that_blocks_are_even(every: tuple[int, int], rows: tuple[int, int], turns: list[int]) -> None:
+    """132 blocks: 768 whole bands are six rounds, 24 bands are 96 parts, and 192 are three rounds of halves."""
+    assert quantize_tiles._turns_of_bands(every, rows, 132) == turns
 
 
 def test_short_calls_and_blocks_without_a_transform_take_the_general_kernel(

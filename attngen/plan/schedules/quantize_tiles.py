@@ -3,8 +3,8 @@
 They do what the kernel of schedule ``quantize`` does, for rows of 64 or 128 numbers in tensors that TMA can read, and
 all scales but those of tensors. Tiles arrive in shared memory while others are worked on, which takes no registers, and
 ``wgmma`` with a Hadamard matrix takes no instructions of the threads that round. So memory binds. There is a launch for
-each kind of call: ``quantize`` for scales of blocks, ``kept`` for those of heads and tokens, ``rotated`` for rotated
-rows, and ``rotated_heads`` for those with scales of heads.
+each kind of call: ``quantize`` for scales of blocks, ``kept`` for those of heads and tokens, and ``rotated`` for
+rotated rows.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from attngen.schema.expand import QUANTIZED_IN_TILES, KernelSpec
 GRID = "row_tiles"
 
 #: The launches of rows that are not transformed by blocks.
-KEPT, ROTATED, ROTATED_HEADS = "kept", "rotated", "rotated_heads"
+KEPT, ROTATED = "kept", "rotated"
 
 #: Groups of four warps in a block, of which a multiprocessor has one: 128 registers a thread. Tiles in shared memory
 #: for each of them, fewer where angles lie beside them; tokens of a tile, boxes of a tile, bytes of a row of a box.
 GROUPS, STAGES, ROTATED_STAGES, ROWS, BOXES, BOX_BYTES = 4, 3, 2, 64, 2, 128
 
 #: Bytes for what threads tell each other, more than they need.
-_TOLD = {QUANTIZE: 1024, KEPT: 2048, ROTATED: 1024, ROTATED_HEADS: 1024}
+_TOLD = {QUANTIZE: 1024, KEPT: 2048, ROTATED: 1024}
 
 #: How often the code of a launch has a tile multiplied.
-_TRANSFORMS = {QUANTIZE: 1, KEPT: 2, ROTATED: 0, ROTATED_HEADS: 0}
+_TRANSFORMS = {QUANTIZE: 1, KEPT: 2, ROTATED: 0}
 
 _ROUNDED = ("q_out", "k_out", "v_out")
 _SCALES = ("q_descale", "k_descale", "v_descale", "signs")
@@ -51,11 +51,8 @@ _OWN_SIZES = {
     QUANTIZE: ("sharers",),
     KEPT: ("hadamard", "lag", "units_of_tokens", "words_q", "words_k", "words_v", "tiles_q", "tiles_k"),
     ROTATED: (
-        "sharers", "of_tokens", "hadamard", "bands", "bands_q", "bands_k", "positions", "rotary_form", "angle_bytes",
-    ),
-    ROTATED_HEADS: (
-        "hadamard", "lag", "bands", "bands_q", "words_q", "words_k", "tiles_q", "tiles_k", "positions", "rotary_form",
-        "angle_bytes",
+        "batch", "sharers", "hadamard", "scales", "rounds", "bands", "bands_q", "bands_k", "parts_q", "parts_k",
+        "positions", "rotary_form", "angle_bytes",
     ),
 }  # fmt: skip
 _DIVISORS = {
@@ -73,8 +70,7 @@ _DIVISORS = {
         "pairs_k",
         "pairs_v",
     ),
-    ROTATED: ("heads_q", "heads_k", "tiles_q", "tiles_k", "turns_q", "turns_k"),
-    ROTATED_HEADS: ("group", "group_kv", "set_q", "set_k", "sets_q", "sets_k", "across_q", "across_k"),
+    ROTATED: ("heads_q", "heads_k", "tiles_q", "tiles_k", "turns_q", "turns_k", "group"),
 }
 
 
@@ -84,12 +80,17 @@ def angle_pitch(plan: Plan) -> int:
     return plan.head_dim_qk // 2 * 4 + CHUNK_BYTES
 
 
+def angle_tables(plan: Plan) -> int:
+    """Return how many tables of cosines and sines of a tile's tokens lie in shared memory."""
+    return 256 // plan.head_dim_qk
+
+
 def operand_bytes(plan: Plan, launch: str) -> int:
     """Return the shared memory of tiles and of what they are worked on with: the Hadamard matrix, or, where rows are
-    rotated, two tables of cosines and sines."""
+    rotated, tables of cosines and sines."""
     tiles = GROUPS * BOXES * ROWS * BOX_BYTES
-    if launch in (ROTATED, ROTATED_HEADS):
-        return ROTATED_STAGES * tiles + 2 * 2 * ROWS * angle_pitch(plan)
+    if launch == ROTATED:
+        return ROTATED_STAGES * tiles + angle_tables(plan) * 2 * ROWS * angle_pitch(plan)
     return STAGES * tiles + plan.head_dim_qk**2 * plan.operands.q.bytes
 
 
@@ -115,10 +116,10 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
             arguments=tuple(_arguments(planned, name)), max_spills=SPILLS.bytes,
             products=_TRANSFORMS[name] * BOXES * BOX_BYTES // 32,
             shared_bytes=operand_bytes(planned, name) + _TOLD[name],
-            pdl=arch.pdl and name in (QUANTIZE, ROTATED), cooperative=name in (KEPT, ROTATED_HEADS),
+            pdl=arch.pdl and name in (QUANTIZE, ROTATED), cooperative=name == KEPT,
         )  # fmt: skip
 
-    return planned.with_launches(*map(launch, (QUANTIZE, KEPT, ROTATED, ROTATED_HEADS)))
+    return planned.with_launches(*map(launch, (QUANTIZE, KEPT, ROTATED)))
 
 
 def _arguments(plan: Plan, launch: str) -> Iterator[Argument]:
@@ -131,17 +132,16 @@ def _arguments(plan: Plan, launch: str) -> Iterator[Argument]:
         yield Argument(f"{name}_ptr", "pointer", "*u8", of=name, divisibility=CHUNK_BYTES)
     for name in _SCALES:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
-    if launch in (KEPT, ROTATED_HEADS):
+    if launch != QUANTIZE:
         yield Argument("maxima_ptr", "pointer", "*u32", of="maxima", divisibility=4)
-    rotates = launch in (ROTATED, ROTATED_HEADS)
-    if rotates:
+    if launch == ROTATED:
         for name in _TABLES:
             yield Argument(f"{name}_ptr", "pointer", "*void", of=name)
         yield Argument("rotary_offsets_ptr", "pointer", "*i32", of="rotary_offsets", divisibility=4)
     for name in _ROUNDED:
         for axis in ("b", "s", "h"):
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
-    if rotates:
+    if launch == ROTATED:
         for name in ("cos", "sin"):
             yield arguments.size(f"{name}_row_bytes", form="i64")
     for word in range(2):

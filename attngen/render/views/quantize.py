@@ -58,13 +58,13 @@ class QuantizeTilesView:
     heads_of_a_tile: str
     groups: int
     boxes: int
+    angle_tables: int
     angle_pitch: int  # bytes
     multiplied_operands: int  # bytes
     rotated_operands: int  # bytes
     main: TilesLaunch
     kept: TilesLaunch
     rotated: TilesLaunch
-    rotated_heads: TilesLaunch
 
 
 def tiles_view(plan: Plan, template: str) -> QuantizeTilesView:
@@ -77,13 +77,13 @@ def tiles_view(plan: Plan, template: str) -> QuantizeTilesView:
         heads_of_a_tile="one head" if heads == 1 else f"{heads} heads",
         groups=quantize_tiles.GROUPS,
         boxes=quantize_tiles.BOXES,
+        angle_tables=quantize_tiles.angle_tables(plan),
         angle_pitch=quantize_tiles.angle_pitch(plan),
         multiplied_operands=quantize_tiles.operand_bytes(plan, plan.main),
         rotated_operands=quantize_tiles.operand_bytes(plan, quantize_tiles.ROTATED),
         main=_tiles_launch(plan, plan.main),
         kept=_tiles_launch(plan, quantize_tiles.KEPT),
         rotated=_tiles_launch(plan, quantize_tiles.ROTATED),
-        rotated_heads=_tiles_launch(plan, quantize_tiles.ROTATED_HEADS),
     )
 
 

@@ -51,7 +51,7 @@ class QuantizeExplanation:
                 "loads",
                 f"by the copy engine, {plan.stages} tiles of a group at a time; {plan.launches[0].shared_bytes} B",
             ),
-            ("launches", "1; with rotation and scales of tokens or heads 2, of which V has one"),
+            ("launches", "1; with rotation 2 for scales of tokens and 3 for those of heads, of which V has one"),
             ("moves", f"{plan.operands.q.bytes} B of a number in, 1 B out"),
         ]
 
