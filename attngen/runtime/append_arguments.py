@@ -68,6 +68,7 @@ def check(call: Append) -> Sizes:
             f"page_layout must be one of {', '.join(PAGE_LAYOUTS)}, got {call.page_layout!r}"
             f"{suggest(str(call.page_layout), PAGE_LAYOUTS)}"
         )
+    refuse_unreadable({name: getattr(call, name) for name in TENSORS})
     packed = call.cu_seqlens is not None
     form = "total_new x heads x head_dim with cu_seqlens" if packed else "batch x seqlen_new x heads x head_dim"
     rank = 3 if packed else 4
@@ -104,7 +105,6 @@ def check(call: Append) -> Sizes:
     _check_rotary(k, q, call.q_out, call.rotary_cos, call.rotary_sin, call.rotary_interleaved)
     if call.rotary_cos is not None and call.cache_seqlens is None and call.rotary_offsets is None:
         raise CallError("a rotation needs positions: give cache_seqlens or rotary_offsets")
-    refuse_unreadable({name: getattr(call, name) for name in TENSORS})
     sizes = Sizes(batch, entries, rows)
     return Sizes(batch, entries, rows, _check_scales(call, sizes))
 

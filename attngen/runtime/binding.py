@@ -60,6 +60,7 @@ def require_reference(call: Call, backend: str | None) -> None:
 def bind_call(given: Given) -> tuple[Call, Found]:
     """Check all arguments of a call, and on the CPU, where it costs no wait, the lengths and pages that it names."""
     found = _found(given)
+    refuse_unreadable({**{name: getattr(given, name) for name in TENSORS}, **given.arguments})
     settings = {
         "softmax_scale": given.softmax_scale, "seqused_k": given.seqused_k, "return_lse": given.return_lse,
         "arguments": given.arguments,
@@ -77,7 +78,6 @@ def bind_call(given: Given) -> tuple[Call, Found]:
         call = bind(found.variant, q, k, v, packing, layout=given.layout, **settings)
         call.asked_out = check_out_dtype(q.dtype, given.out_dtype)
     check_descales(call, {name: getattr(given, name) for name in DESCALES})
-    refuse_unreadable({**{name: getattr(given, name) for name in TENSORS}, **given.arguments})
     if call.device.type == "cpu":
         debugging.check_lengths(call)
     return call, found

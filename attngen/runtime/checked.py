@@ -221,9 +221,11 @@ def refuse_unreadable(tensors: Mapping[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
     for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) and tensor.layout != torch.strided:
+        if not isinstance(tensor, torch.Tensor) or tensor.is_nested:  # which other checks refuse
+            continue
+        if tensor.layout != torch.strided:
             raise CallError(f"{name} has layout {tensor.layout}; allowed: a dense tensor, {name}.to_dense()")
-        if isinstance(tensor, torch.Tensor) and tensor.is_neg():
+        if tensor.is_neg():
             raise CallError(
                 f"{name} has the negative bit, as the imaginary part of a conjugate has: its memory holds numbers of "
                 f"the other sign; allowed: {name}.resolve_neg()"

@@ -69,7 +69,12 @@ def run(given: Given) -> Any:
             return _run_reference(call, given)
     if forward_ad._current_level >= 0 and carries_tangent(q, k, v, *arguments.values()):
         return transforms.attend(given, run, differentiate)
-    variant, with_lse, shape, strides = given.variant, given.return_lse, q.shape, q.stride()
+    try:
+        shape, strides, addresses = q.shape, q.stride(), [q.data_ptr(), k.data_ptr(), v.data_ptr(), *NO_FORWARD]
+    except RuntimeError:
+        bind_call(given)  # which refuses what has neither
+        raise
+    variant, with_lse = given.variant, given.return_lse
     learns = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (bool(arguments) and _learns(arguments))
     )
@@ -84,9 +89,8 @@ def run(given: Given) -> Any:
         if len(shape) == 4 and shape[1] > 1 and shape[0] > 1 and strides[0] != shape[1] * strides[1]:
             given = in_rows(given)
             q = given.q
-            strides = q.stride()
+            strides, addresses[0] = q.stride(), q.data_ptr()
     # The cache's key: everything that checks, selection and the packed template depend on.
-    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), *NO_FORWARD]
     key: list[Any] = [
         variant if isinstance(variant, str) else id(variant), with_lse, registry.generation, *keyed_of(given),
         q.dtype, shape, strides, q.get_device(), addresses[0] & 15, q.is_neg(),

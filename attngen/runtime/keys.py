@@ -19,7 +19,13 @@ def note(key: list[Any], tensor: Any) -> int:
     if not isinstance(tensor, Tensor):
         key.append(type(tensor))  # refused when the call is bound
         return 0
-    address = tensor.data_ptr()
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:
+        if tensor.layout == torch.strided:
+            raise
+        key.append(tensor.layout)  # refused when the call is bound
+        return 0
     key += (
         tensor.dtype,
         tensor.shape,
@@ -27,7 +33,7 @@ def note(key: list[Any], tensor: Any) -> int:
         tensor.get_device(),
         address & 15,
         tensor.is_neg(),
-        tensor.requires_grad,
+        tensor.requires_grad and torch.is_grad_enabled(),
     )
     return address
 

@@ -8,27 +8,33 @@ import pytest
 import torch
 
 from attngen.plan import plan
+from attngen.plan.model import Plan
 from attngen.runtime.arguments import bind
 from attngen.runtime.checked import Packing
-from attngen.runtime.cuts import NONE, Cut, best_cut
+from attngen.runtime.cuts import MOST_PARTS, NONE, Cut, best_cut
 from attngen.runtime.geometry import Geometry, geometries, workspace_sizes
 from attngen.runtime.module import Kernel
 from attngen.runtime.splits import Capacity
 from attngen.schema import expand, load_spec_text
+from attngen.tools.bench.memory import workspace_bound
 from tests.runtime.support import FakeDriver, kernel_of
 
 BLOCKS = 132
 _RESOURCES = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes": 0, "compile_seconds": 0.0}
 
 
-def kernel(variant: str = "causal", head_dim: int = 128, **fields: str) -> Kernel:
+def planned(variant: str = "causal", head_dim: int = 128, **fields: str) -> Plan:
     more = "".join(f", {name}: {value}" for name, value in fields.items())
     text = (
         f"schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n  - {{variant: {variant}, passes: backward, "
         f"head_dim: {head_dim}, backward: {{backend: cuda}}{more}}}\n"
     )
     (spec,) = expand(load_spec_text(text))
-    return kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
+    return plan(spec)
+
+
+def kernel(variant: str = "causal", head_dim: int = 128, **fields: str) -> Kernel:
+    return kernel_of({**planned(variant, head_dim, **fields).to_dict(), "resources": _RESOURCES})
 
 
 def geometry(of: Kernel, *shape: int, lengths: list[int] | None = None, **arguments: object) -> Geometry:
@@ -157,3 +163,16 @@ def test_each_part_has_a_block_memory_and_a_counter() -> None:
     assert sizes["partials"] == tiles * parts * 128 * (128 + 128)
     units, states = 8, 32 * 16
     assert sizes["dq_state"] == -(-(units + 1 + 2 * tiles + states) // 4) * 4
+
+
+@pytest.mark.parametrize("seqlen", [1, 128, 129, 1024])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(1, 8, 8), (9, 2, 1), (1, 32, 8)])
+def test_the_bound_of_memory_holds(seqlen: int, batch: int, heads: int, kv_heads: int) -> None:
+    """Also where each tile of keys has as many parts and counters as it may."""
+    of, sizes = kernel(), {"batch": batch, "heads": heads, "kv_heads": kv_heads}
+    found = geometry(of, batch, seqlen, heads, kv_heads)
+    for parts in (found.sizes["parts"], MOST_PARTS):
+        tiles = -(-seqlen // 128) * batch * kv_heads
+        found.sizes |= {"cut_tiles": tiles, "cut_parts": tiles * parts}
+        held = 4 * sum(workspace_sizes(of, [found] * len(of.launches)).values())
+        assert held <= workspace_bound(planned(), seqlen_q=seqlen, seqlen_k=seqlen, **sizes)

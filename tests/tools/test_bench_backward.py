@@ -297,7 +297,7 @@ def test_the_bound_by_hand(team: Team) -> None:
     (plan,) = [member.plan for member in team.members.values()]
     sizes = {"batch": 3, "seqlen_q": 130, "seqlen_k": 65, "heads": 4, "kv_heads": 4}
     rows, keys = 3 * 4 * 192, 3 * 4 * 128
-    dq, sums, counters = rows * 32, 2 * rows, 3 * 4 * (3 + 2 * 1) + 8
+    dq, sums, counters = rows * 32, 2 * rows, 3 * 4 * (1 + 3 + 2 * 1) + 8
     assert workspace_bound(tiles(plan, 64, 128), **sizes) == 4 * (dq + sums + counters)
     shared = workspace_bound(tiles(plan, 64, 128), **{**sizes, "kv_heads": 2})
     assert shared == 4 * (dq + sums + counters + keys // 2 * (32 + 16))

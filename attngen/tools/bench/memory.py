@@ -34,9 +34,10 @@ def workspace(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int
 def workspace_bound(plan: Plan, *, batch: int, seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int) -> int:
     """Return the most bytes that a backward of ours may hold besides inputs and gradients in a dense call.
 
-    That is one float32 dQ, the row statistics (two float32 numbers for each query row), counters for each tile and a
-    few more; where query heads share KV heads, one float32 dK and dV, too, and where tiles of keys may be cut, one for
-    each part. Rows and columns are padded to tiles. Tile maps and the gradients of a variant's own tensors come on top.
+    That is one float32 dQ, the row statistics (two float32 numbers for each query row), counters for each head and each
+    of its tiles and a few more; where query heads share KV heads, one float32 dK and dV, too, and where tiles of keys
+    may be cut, one for each part. Rows and columns are padded to tiles. Tile maps and the gradients of a variant's own
+    tensors come on top.
     """
     tile_m = max((launch.tile_m for launch in plan.launches), default=plan.tile_m)
     tile_n = max((launch.tile_n for launch in plan.launches), default=plan.tile_n)
@@ -44,7 +45,7 @@ def workspace_bound(plan: Plan, *, batch: int, seqlen_q: int, seqlen_k: int, hea
     width_qk, width_v = padded_width(plan.columns_qk), padded_width(plan.columns_v)
     width_dq = plan.sum_columns or width_qk
     rows, keys = batch * heads * q_tiles * tile_m, batch * kv_heads * kv_tiles * tile_n
-    numbers = rows * width_dq + 2 * rows + batch * heads * (q_tiles + 2 * kv_tiles) + 8
+    numbers = rows * width_dq + 2 * rows + batch * heads * (1 + q_tiles + 2 * kv_tiles) + 8
     parts = MOST_PARTS if any(one.name == "partials" for one in plan.workspaces) else int(heads != kv_heads)
     numbers += parts * keys * (width_qk + width_v)
     return _FLOAT32 * numbers

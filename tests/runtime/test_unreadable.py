@@ -1,0 +1,50 @@
+"""Tensors without plain memory are refused in a sentence wherever a call runs, also beside kept calls of a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.runtime.keys import note
+from tests.runtime.support import FakeDriver
+from tests.runtime.test_negated import CALLS, PLACES
+
+CHECKED = [place for place in PLACES if place != ("quantize", "rotary_offsets")]  # of which the stride is refused
+
+
+def refused(form: str, name: str, tensor: Tensor) -> None:
+    call, given = CALLS[form]
+    seen = name.removesuffix("_pages")
+    told = rf"^{seen} has layout {tensor.layout}; allowed: a dense tensor, {seen}\.to_dense\(\)"
+    with pytest.raises(CallError, match=told):
+        call(**given | {name: tensor})
+
+
+@pytest.mark.parametrize(("form", "name"), CHECKED)
+def test_sparse_tensors_are_refused(form: str, name: str) -> None:
+    refused(form, name, CALLS[form][1][name].to_sparse())
+
+
+@pytest.mark.parametrize(("form", "name"), CHECKED)
+def test_so_they_are_where_addresses_are_asked_for_first(gpu: FakeDriver, form: str, name: str) -> None:
+    refused(form, name, CALLS[form][1][name].to_sparse())
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_so_are_those_without_strides(name: str) -> None:
+    refused("dense", name, CALLS["dense"][1][name].to_sparse_csr())
+
+
+def test_a_gradient_that_is_asked_for_is_part_of_a_kept_call() -> None:
+    """Scales have none on a GPU: what was prepared under ``no_grad`` is no call that has one."""
+    scale = torch.ones(2, 2, requires_grad=True)
+    asked: list[Any] = []
+    note(asked, scale)
+    with torch.no_grad():
+        kept: list[Any] = []
+        note(kept, scale)
+    assert asked != kept
