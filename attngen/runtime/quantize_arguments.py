@@ -64,6 +64,7 @@ class Sizes:
 
 def check(call: Quantize) -> Sizes:
     """Check shapes, dtypes and devices. Raises CallError."""
+    refuse_unreadable({name: getattr(call, name) for name in TENSORS})
     if call.layout not in LAYOUTS:
         raise CallError(
             f"layout must be one of {', '.join(LAYOUTS)}, got {call.layout!r}{suggest(str(call.layout), LAYOUTS)}"
@@ -79,7 +80,6 @@ def check(call: Quantize) -> Sizes:
     sizes = _check_shapes(call)
     _check_signs(call)
     _check_rotary(call, sizes)
-    refuse_unreadable({name: getattr(call, name) for name in TENSORS})
     return sizes
 
 

@@ -13,8 +13,6 @@ from attngen.runtime.keys import note
 from tests.runtime.support import FakeDriver
 from tests.runtime.test_negated import CALLS, PLACES
 
-CHECKED = [place for place in PLACES if place != ("quantize", "rotary_offsets")]  # of which the stride is refused
-
 
 def refused(form: str, name: str, tensor: Tensor) -> None:
     call, given = CALLS[form]
@@ -24,12 +22,12 @@ def refused(form: str, name: str, tensor: Tensor) -> None:
         call(**given | {name: tensor})
 
 
-@pytest.mark.parametrize(("form", "name"), CHECKED)
+@pytest.mark.parametrize(("form", "name"), PLACES)
 def test_sparse_tensors_are_refused(form: str, name: str) -> None:
     refused(form, name, CALLS[form][1][name].to_sparse())
 
 
-@pytest.mark.parametrize(("form", "name"), CHECKED)
+@pytest.mark.parametrize(("form", "name"), PLACES)
 def test_so_they_are_where_addresses_are_asked_for_first(gpu: FakeDriver, form: str, name: str) -> None:
     refused(form, name, CALLS[form][1][name].to_sparse())
 
