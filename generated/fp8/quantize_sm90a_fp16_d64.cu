@@ -21,7 +21,7 @@
 using Element = fp16;
 
 constexpr int kGroups = 4;  // of four warps
-constexpr int kThreads = 128 * kGroups;
+constexpr int kWarps = 4 * kGroups, kThreads = 32 * kWarps;
 constexpr int kStages = 3;         // tiles of a group in shared memory
 constexpr int kRotatedStages = 2;  // where angles lie beside them
 constexpr int kAngleTables = 4;
@@ -714,8 +714,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
     shared.parts[0] = {q_out_ptr, q_descale_ptr, stride_q_out_b, stride_q_out_s, stride_q_out_h};
     shared.parts[1] = {k_out_ptr, k_descale_ptr, stride_k_out_b, stride_k_out_s, stride_k_out_h};
     shared.parts[2] = {v_out_ptr, v_descale_ptr, stride_v_out_b, stride_v_out_s, stride_v_out_h};
-    init_barriers(base + kRotatedShared, kGroups * kRotatedStages + kAngleTables, 1);
-    init_barriers(angles_empty, kAngleTables, 4 * kGroups / sharers);
+    init_barriers(base + kRotatedShared, kGroups * kRotatedStages, 1);
+    init_barriers(angles_full, kAngleTables, kWarps);
+    init_barriers(angles_empty, kAngleTables, kWarps / sharers);
     fence_barrier_init();
   }
   wait_dependencies();  // nothing in global memory is read or written before
@@ -759,8 +760,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
   }
   __syncthreads();
 
-  // One warp brings the angles of a band once those of an earlier one have been read: one table, or two of 64 tokens
-  // each where two groups share a scale.
+  // Warps bring the angles of a band once those of an earlier one have been read: one table, or two of 64 tokens each
+  // where two groups share a scale. Lanes issue copies one after the other, so each warp has some rows.
+  constexpr int kRowsOfWarp = kRows / kWarps;
+  const int row_of_table = threadIdx.x / 32 * kRowsOfWarp + lane % kRowsOfWarp;
   const auto bring_angles = [&](int own_band) {
     const int band = own + own_band * blocks;
     if (band >= bands_q + bands_k) return;
@@ -772,23 +775,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
       const int table = own_band * sharers + half, slot = table % kAngleTables;
       const uint32_t to = base + kTables + slot * 2 * kTable;
       wait(angles_empty + 8 * slot, table / kAngleTables & 1 ^ 1);
-      if (lane == 0) arrive_expecting(angles_full + 8 * slot, 2 * kRows * angle_bytes);
+      if (lane == 0) arrive_expecting(angles_full + 8 * slot, 2 * kRowsOfWarp * angle_bytes);
       __syncwarp();
-      for (int row = lane; row < kRows; row += 32) {
-        const long long token = ((row_of_band - b * tiles) * sharers + half) * kRows + row;
+      if (lane < 2 * kRowsOfWarp) {
+        const bool of_sines = lane >= kRowsOfWarp;
+        const long long token = ((row_of_band - b * tiles) * sharers + half) * kRows + row_of_table;
         const long long position = max(0ll, min(token + offset, positions - 1ll));
-        load_bytes(to + row * kAngles, static_cast<const char*>(rotary_cos_ptr) + position * cos_row_bytes,
-                   angles_full + 8 * slot, angle_bytes);
-        load_bytes(to + kTable + row * kAngles, static_cast<const char*>(rotary_sin_ptr) + position * sin_row_bytes,
-                   angles_full + 8 * slot, angle_bytes);
+        const char* const from = static_cast<const char*>(of_sines ? rotary_sin_ptr : rotary_cos_ptr) +
+                                 position * (of_sines ? sin_row_bytes : cos_row_bytes);
+        load_bytes(to + of_sines * kTable + row_of_table * kAngles, from, angles_full + 8 * slot, angle_bytes);
       }
     }
   };
-  const bool brings_angles = threadIdx.x / 32 == 4 * kGroups - 1;
   const int bands_at_once = kAngleTables / sharers;  // whose angles are there
-  if (brings_angles) {
-    for (int own_band = 0; own_band < bands_at_once; ++own_band) bring_angles(own_band);
-  }
+  for (int own_band = 0; own_band < bands_at_once; ++own_band) bring_angles(own_band);
 
   for (int turn = 0; turn < all_turns; ++turn) {
     const int stage = turn % kRotatedStages;
@@ -876,6 +876,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
         store.template operator()<e4m3>();
       }
     }
-    if (brings_angles && task.last && turns) bring_angles(task.own_band + bands_at_once);
+    if (task.last && turns) bring_angles(task.own_band + bands_at_once);
   }
 }
