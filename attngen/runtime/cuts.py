@@ -50,7 +50,7 @@ class Cut:
 NONE = Cut()
 
 
-class Tiled(Protocol):
+class Visited(Protocol):
     """What the steps of a tile depend on of a launch."""
 
     @property
@@ -71,7 +71,7 @@ def alike(call: Call) -> bool:
     return _ALIKE * most_q <= call.total_q and _ALIKE * most_k <= call.total_k
 
 
-def steps_of(launch: Tiled, call: Call) -> tuple[int, ...]:
+def steps_of(launch: Visited, call: Call) -> tuple[int, ...]:
     """Return how many tiles of queries probably see each tile of keys, the first keys first.
 
     Sequences are taken to be as long as the longest one, and a scalar of the call and what data decide to be a part of

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import gcd, prod
-from typing import Any, Protocol
+from typing import Protocol
 
 from attngen.dtypes import DType
 from attngen.errors import LoadError
 from attngen.runtime.checked import Call, View
-from attngen.runtime.cuts import NONE, Cut, alike, best_cut, may_pay, steps_of
+from attngen.runtime.cuts import NONE, Cut, Visited, alike, best_cut, may_pay, steps_of
 from attngen.runtime.driver import Driver
 from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
@@ -107,13 +107,9 @@ def cut_of(launch: Tiled, call: Call, section: int, capacity: Capacity) -> Cut:
     return best_cut(steps_of(launch, call), group_of(call), units, section, capacity.blocks)
 
 
-class Tiled(Protocol):
+class Tiled(Visited, Protocol):
     """What the numbers of a call depend on of a launch."""
 
-    @property
-    def tile_m(self) -> int: ...
-    @property
-    def tile_n(self) -> int: ...
     @property
     def dtype_of(self) -> Callable[[str], DType]: ...
     @property
@@ -138,10 +134,6 @@ class Tiled(Protocol):
     def cluster(self) -> int: ...
     @property
     def cuts(self) -> bool: ...
-    @property
-    def visible(self) -> Sequence[Sequence[Any]]: ...
-    @property
-    def uneven(self) -> bool: ...
     @property
     def split(self) -> bool: ...
     @property

@@ -5,7 +5,6 @@ after they were issued.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -35,18 +34,6 @@ class Firsts(Simulation):
         self.states = [UNTOUCHED] * tiles
         self.memory: dict[tuple[int, int], list[int]] = {}
         self.roles = {f"adder {block}": adder(self, block) for block in range(blocks)}
-
-    def issue(self, effect: Callable[[], None]) -> list[bool]:
-        """Issue a copy, and return what says whether it has landed."""
-        landed = [False]
-
-        def land() -> Role:
-            yield lambda: True
-            effect()
-            landed[0] = True
-
-        self.land(land())
-        return landed
 
     def store(self, place: tuple[int, int], block: int) -> None:
         """Overwrite what is there."""

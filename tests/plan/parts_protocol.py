@@ -6,7 +6,6 @@ time after they were issued.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -56,18 +55,6 @@ class Parts(Simulation):
     def uncut(self) -> int:
         """Tiles that one block has."""
         return len(self.steps) - self.cut
-
-    def issue(self, effect: Callable[[], None]) -> list[bool]:
-        """Issue a store or an addition, and return what says whether it has landed."""
-        landed = [False]
-
-        def land() -> Role:
-            yield lambda: True
-            effect()
-            landed[0] = True
-
-        self.land(land())
-        return landed
 
     def run(self) -> None:
         """Run to the end; ProtocolError if dK or dV of a tile lack a step, or are not written once."""

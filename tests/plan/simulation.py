@@ -145,6 +145,18 @@ class Simulation:
         self.copies += 1
         self.start(f"copy {self.copies}", role)
 
+    def issue(self, effect: Callable[[], None]) -> list[bool]:
+        """Issue a store, an addition or a copy, and return what says whether it has landed."""
+        landed = [False]
+
+        def land() -> Role:
+            yield lambda: True
+            effect()
+            landed[0] = True
+
+        self.land(land())
+        return landed
+
     def copy(self, to: Place, what: object) -> None:
         """Issue a copy; until it lands, the stage holds nothing."""
         to.ring.holds[to.stage] = None
