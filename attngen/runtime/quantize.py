@@ -1,7 +1,7 @@
 """Quantizing queries, keys and values to 8 bits, with the transform that makes their rows even.
 
-On a GPU one kernel does it, in one launch or two, where a package has one and the call suits it (``quantize_kernel``).
-Elsewhere it is plain torch, with the same results (``quantize_torch``).
+On a GPU one kernel does it, in up to three launches, where a package has one and the call suits it
+(``quantize_kernel``). Elsewhere it is plain torch, with the same results (``quantize_torch``).
 """
 
 from __future__ import annotations

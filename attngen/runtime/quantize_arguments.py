@@ -65,7 +65,7 @@ class Sizes:
 def check(call: Quantize) -> Sizes:
     """Check shapes, dtypes and devices. Raises CallError."""
     refuse_unreadable({name: getattr(call, name) for name in TENSORS})
-    if call.layout not in LAYOUTS:
+    if not isinstance(call.layout, str) or call.layout not in LAYOUTS:
         raise CallError(
             f"layout must be one of {', '.join(LAYOUTS)}, got {call.layout!r}{suggest(str(call.layout), LAYOUTS)}"
         )

@@ -91,9 +91,10 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
         sizes.batch * sizes.kv_heads * tiles[1],
         sizes.batch * sizes.kv_heads * tiles[2],
     )
-    if sum(units) > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + max(rows) > _MOST:
-        return "more rows than 32 bits count"
     resident = driver.multiprocessors(call.q.device.index or 0) * max(_RESIDENT // threads, 1)
+    # Blocks count one round of units beyond the last one.
+    if sum(units) + resident > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + max(rows) > _MOST:
+        return "more rows than 32 bits count"
     phase = partial(_phase, kernel.main.entry, threads=threads, resident=resident)
     phases = [phase(units, rounds=1)]
     maxima = 0

@@ -35,9 +35,11 @@ def run(*given: Any) -> tuple[Tensor, ...]:
     on_gpu, checked = dispatch._on_gpu(call.q), debugging.active()
     key: list[Any] = []
     if on_gpu:
+        # Types are in the key because True equals 1, of which one is refused.
         key = [
-            call.granularity, type(call.granularity), call.hadamard, call.seed, call.layout, call.rotary_interleaved,
-            call.dtype, registry.generation,
+            call.granularity, call.hadamard, call.seed, call.layout, call.rotary_interleaved, call.dtype,
+            registry.generation, type(call.granularity), type(call.hadamard), type(call.seed),
+            type(call.rotary_interleaved),
         ]  # fmt: skip
         for name in TENSORS:
             note(key, getattr(call, name))

@@ -107,8 +107,8 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
         return reason
     device = call.q.device.index or 0
     tiles = _Tiles(kernel, sizes, driver.multiprocessors(device))
-    rows = sizes.batch * max(sizes.heads, 2 * tiles.heads * sizes.kv_heads) * max(sizes.seqlen_q, sizes.seqlen_k)
-    if 4 * rows > _MOST * kernel.main.tile_m or max(sizes.seqlen_q, sizes.seqlen_k) + _GROUP > _MOST:
+    most = sizes.batch * max(sizes.heads, 2 * tiles.heads * sizes.kv_heads) * max(tiles.down(kernel.main.tile_m))
+    if 4 * most > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + _GROUP > _MOST:
         return "more rows than 32 bits count"
     maxima = 0
     if call.rotary_cos is None:

@@ -177,6 +177,8 @@ def test_a_call_is_prepared_once(host: HostDriver, monkeypatch: pytest.MonkeyPat
     assert len(checks) == 4
     with pytest.raises(CallError, match="layout must be one of"):
         attngen.quantize(**{**given, "layout": []})
+    with pytest.raises(CallError, match="hadamard must be True or False"):
+        attngen.quantize(**{**given, "hadamard": 1})  # equal to the True of earlier calls
 
 
 def test_another_device_has_no_kernel(host: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:

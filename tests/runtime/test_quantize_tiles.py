@@ -153,6 +153,15 @@ def test_what_it_does_not_take(given: dict[str, Any], reason: str) -> None:
     assert isinstance(prepare_on(general, call, sizes, HostDriver()), PreparedQuantize)
 
 
+@pytest.mark.parametrize(("own", "batch", "head_dim"), [(True, 2**29, 128), (False, (2**31 - 1) // 3, 8)])
+def test_short_sequences_are_counted_by_their_tiles(own: bool, batch: int, head_dim: int) -> None:
+    """A token is a tile: there are 2^31 of them or almost, with fewer rows than tiles have room for."""
+    x = torch.empty(batch, 1, 1, head_dim, dtype=torch.bfloat16, device="meta")
+    call, sizes = _checked({"q": x, "k": x, "v": x, "granularity": "head"})
+    kernel = next(one for one in quantizing_kernels(tiles=own) if not own or one.head_dim_qk == head_dim)
+    assert prepare_on(kernel, call, sizes, HostDriver()) == "more rows than 32 bits count"
+
+
 def _checked(given: dict[str, Any]) -> tuple[Quantize, Sizes]:
     call = Quantize(**{name: given.get(name, DEFAULTS.get(name)) for name in Quantize.__dataclass_fields__})
     return call, check(call)
