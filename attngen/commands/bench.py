@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from attngen import cli
 from attngen.commands.bench_ladder import print_ladders
 from attngen.commands.bench_small import print_readings
-from attngen.commands.output import print_table
+from attngen.commands.output import print_table, refuse_unwritable
 
 if TYPE_CHECKING:
     from attngen.tools.bench.report import BenchReport, Mean, Result, Row
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from attngen.tools.bench.small.oracle import OracleReport
     from attngen.tools.bench.small.report import SmallReport
 
+
+#: Endings of the names of pictures.
+_PICTURES = (".png", ".pdf", ".svg")
 
 #: Options that say nothing about the comparison of kernels.
 _NOT_FOR_THE_ORACLE = (
@@ -101,8 +104,10 @@ def command(
     kernel of the spec fails, or if none could be measured.
     """
     for path in (json_path, plot_path):
-        if path is not None and not path.parent.is_dir():
-            raise click.BadParameter(f"there is no folder {path.parent}")
+        if path is not None:
+            refuse_unwritable(path)
+    if plot_path is not None and plot_path.suffix.lower() not in _PICTURES:
+        raise click.BadParameter(f"--plot {plot_path}: a picture's name ends in {', '.join(_PICTURES)}")
     if oracle:
         _refuse_beside(context, "the comparison", "--oracle", _NOT_FOR_THE_ORACLE)
         from attngen.commands.bench_small import run_oracle
@@ -166,7 +171,10 @@ def command(
     if plot_path is not None and report.rows:
         from attngen.tools.bench.plot import plot
 
-        plot(report, plot_path)
+        try:
+            plot(report, plot_path)
+        except OSError as error:
+            raise click.FileError(str(plot_path), hint=error.strerror) from error
     if not report.ok:
         context.exit(cli.EXIT_FAILURE)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +15,14 @@ from attngen.errors import AttngenError
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raise BadParameter for a file that cannot be written at the end of long work: without a name, or a folder."""
+    if not path.name:
+        raise click.BadParameter("the name of a file is empty")
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent}")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:

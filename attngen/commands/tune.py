@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attngen import cli
-from attngen.commands.output import counted, print_json, print_table
+from attngen.commands.output import counted, print_json, print_table, refuse_unwritable
 
 if TYPE_CHECKING:
     from attngen.tools.tune.run import TuneReport
@@ -73,9 +73,8 @@ def command(
             if not rows:
                 click.echo("no dense kernel of the spec leaves tile, stages and warps open")
         return
-    target = out or Path(f"{spec.name.split('.')[0]}.tuned.yaml")
-    if not target.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {target.parent}")
+    target = Path(f"{spec.name.split('.')[0]}.tuned.yaml") if out is None else out
+    refuse_unwritable(target)
 
     def observe(row: Mapping[str, Any], done: int, total: int) -> None:
         click.echo(f"[{done}/{total}] {row['kernel']}: {_found(row)}", err=True)

@@ -82,6 +82,8 @@ def test_options_choose_cases(spec: Path) -> None:
         (("--kernel", "d65"), 2, "no kernel 'd65'"),
         (("--seqlen", "0"), 2, "--seqlen"),
         (("--json", "no/such/folder/figures.json"), 2, "there is no folder no/such/folder"),
+        (("--json", ""), 2, "the name of a file is empty"),
+        (("--plot", "figures.txt"), 2, "--plot figures.txt: a picture's name ends in .png, .pdf, .svg"),
     ],
 )
 def test_mistakes(spec: Path, arguments: tuple[str, ...], code: int, says: str) -> None:
