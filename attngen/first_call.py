@@ -48,8 +48,11 @@ class Jit:
         """Turn it on or off, and return a context manager that restores the state before.
 
         Without ``fast_math``, what is compiled from now on takes no approximations (docs/spec.md), such as that of
-        tanh. Kernels that are there already serve calls as before.
+        tanh. Kernels that are there already serve calls as before. Raises CallError unless both are bools.
         """
+        for name, value in (("on", on), ("fast_math", fast_math)):
+            if not isinstance(value, bool):
+                raise CallError(f"attngen.jit: {name} must be True or False, got {value!r}")
         before = on_demand.maker, self._maker.fast_math
         on_demand.maker, self._maker.fast_math = (self._maker if on else None), fast_math
         _forget()

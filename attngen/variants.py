@@ -125,9 +125,10 @@ def variant(
     """
     given = {
         "mask": mask, "score": score, "sink": sink, "let": let, "scalars": scalars, "tensors": tensors,
-        "dropout": dropout or None,
+        "dropout": None if dropout is False else dropout,
     }  # fmt: skip
-    return _made(name, {field: value for field, value in given.items() if value is not None and value != {}})
+    named = {field: value for field, value in given.items() if value is not None}
+    return _made(name, {field: value for field, value in named.items() if not isinstance(value, Mapping) or value})
 
 
 def _made(name: str, fields: dict[str, Any]) -> PythonVariant:

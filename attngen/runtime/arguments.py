@@ -43,7 +43,7 @@ def bind(
     (total_k, hk, d). ``settings``: those of ``finish``.
     """
     if packing is None:
-        if layout not in LAYOUTS:
+        if not isinstance(layout, str) or layout not in LAYOUTS:
             raise CallError(
                 f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}{suggest(str(layout), LAYOUTS)}"
             )

@@ -34,7 +34,11 @@ def package_at(path: str | Path) -> Package:
     if not isinstance(path, str | os.PathLike):
         raise LoadError(f"a path is text or a Path, got {type(path).__name__}")
     path = Path(path).expanduser().absolute()  # its kernels are read later, wherever the process is by then
-    if not path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name that is too long, or a folder that may not be read
+        raise LoadError(f"{path} cannot be read: {error.strerror}") from None
+    if not exists:
         raise LoadError(f"{path} does not exist")
     return _package_of_index(path) if path.is_file() else package_of_folder(path)
 

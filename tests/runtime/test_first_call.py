@@ -60,6 +60,13 @@ def test_a_call_without_it_says_both_ways_out(gpu: FakeDriver) -> None:
     assert not attngen.jit.on
 
 
+@pytest.mark.parametrize("given", [{"on": "off"}, {"on": 1}, {"fast_math": None}])
+def test_a_switch_is_true_or_false(given: dict[str, Any]) -> None:
+    with pytest.raises(CallError, match=f"attngen.jit: {next(iter(given))} must be True or False, got"):
+        attngen.jit(**given)
+    assert not attngen.jit.on
+
+
 def test_a_forward_and_its_backward_are_compiled_once(
     launched: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +82,8 @@ def test_what_a_spec_refuses_is_refused_in_the_same_words(fields: dict[str, Any]
         ({"name": "Mine"}, "name: found 'Mine'; allowed"),
         ({"name": "a__b"}, "name: found 'a__b'"),
         ({"tensors": {"w": {"dtype": "int32", "shape": [torch.zeros(1)]}}}, "tensors.w.shape"),
+        ({"mask": np.ones((2, 2), dtype=bool)}, "mask: found"),
+        ({"dropout": np.ones(2)}, "dropout: found"),
     ],
 )
 def test_what_no_file_could_hold_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -213,6 +216,9 @@ def test_a_mask_of_wrong_values_or_sizes_is_refused() -> None:
     for sizes in ("8", -1, (1, 2, 3), 2.0, True, (8, None)):
         with pytest.raises(CallError, match="sizes must be a number of queries and keys"):
             windows().mask(sizes, **own)
+    for heads in (0, -1, 1.5, True):
+        with pytest.raises(CallError, match="kv_heads must be a number of heads, at least 1, got"):
+            windows().explain(8, kv_heads=heads, **own)
     with pytest.raises(CallError, match="missing 'window'"):
         windows().mask(8)
     with pytest.raises(CallError, match="unknown argument 'windw'; did you mean 'window'"):

@@ -146,6 +146,8 @@ def _bound(
 ) -> Call:
     """Return a call of these sizes whose arguments are checked, their values against the declarations, too."""
     batch, heads, queries, keys = sizes
+    if kv_heads is not None and (type(kv_heads) is not int or not 0 < kv_heads < 2**31):
+        raise CallError(f"kv_heads must be a number of heads, at least 1, got {kv_heads!r}")
     device = next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu"))
     row = torch.zeros(8, device=device)
     q, k = row.expand(batch, queries, heads, 8), row.expand(batch, keys, heads if kv_heads is None else kv_heads, 8)
