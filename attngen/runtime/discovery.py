@@ -33,9 +33,11 @@ def package_at(path: str | Path) -> Package:
     """Return the package of a folder, or of the index that a build wrote. Raises LoadError; see ``registry.load``."""
     if not isinstance(path, str | os.PathLike):
         raise LoadError(f"a path is text or a Path, got {type(path).__name__}")
-    path = Path(path).expanduser().absolute()  # its kernels are read later, wherever the process is by then
     try:
+        path = Path(path).expanduser().absolute()  # its kernels are read later, wherever the process is by then
         exists = path.exists()
+    except RuntimeError as error:  # "~" of a user that there is not
+        raise LoadError(f"{path}: {error}") from None
     except OSError as error:  # a name that is too long, or a folder that may not be read
         raise LoadError(f"{path} cannot be read: {error.strerror}") from None
     if not exists:

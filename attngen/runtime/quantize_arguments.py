@@ -119,6 +119,8 @@ def _check_signs(call: Quantize) -> None:
         raise CallError(f"hadamard must be True or False, got {call.hadamard!r}")
     if not isinstance(call.seed, int) or isinstance(call.seed, bool):
         raise CallError(f"seed must be an integer, got {call.seed!r}")
+    if not -(2**63) <= call.seed < 2**63:
+        raise CallError(f"seed must fit 64 bits, got {call.seed}")
     signs = call.signs
     if signs is None:
         return

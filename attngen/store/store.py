@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -32,10 +33,21 @@ LOCK_SECONDS = 600.0
 
 
 def default_root() -> Path:
-    """Return the folder of the cache: ``ATTNGEN_CACHE``, or the place that the platform gives to caches."""
+    """Return the folder of the cache: ``ATTNGEN_CACHE``, or the place that the platform gives to caches.
+
+    Raises StoreError for a name that no folder can have: one that is too long, or below the home of an unknown user.
+    """
     chosen = os.environ.get("ATTNGEN_CACHE")
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        try:
+            root = Path(chosen).expanduser().absolute()
+            os.lstat(root)
+        except RuntimeError:
+            raise StoreError(f"ATTNGEN_CACHE is {chosen!r}, of no user; set it to a folder that can be written") from None
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise store_error("use the cache", root, error) from None
+        return root
     from platformdirs import user_cache_path
 
     return user_cache_path("attngen", appauthor=False)

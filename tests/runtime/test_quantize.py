@@ -326,6 +326,7 @@ _X, _COS = torch.zeros(2, 3, 2, 16), torch.zeros(9, 8)
         ({"dtype": "fp8"}, "dtype must be one of torch.float8_e4m3fn, torch.float8_e5m2, got fp8"),
         ({"hadamard": 1}, "hadamard must be True or False, got 1"),
         ({"seed": 1.0}, "seed must be an integer, got 1.0"),
+        ({"seed": 2**63}, "seed must fit 64 bits, got 9223372036854775808"),
         ({"signs": torch.ones(8)}, r"signs must hold 1 or -1 for each of 16 numbers of a row, got .* of shape \(8,\)"),
         ({"signs": [1] * 16}, "signs must be a torch.Tensor, got list"),
         ({"signs": torch.ones(16), "hadamard": False}, "signs are for the Hadamard transform"),

@@ -195,6 +195,8 @@ def test_an_answer_that_another_thread_overtakes_is_not_kept(monkeypatch: pytest
 def test_load_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="cannot be read: File name too long"):
         attngen.load("x" * 300)
+    with pytest.raises(LoadError, match="~nobody-at-all/kernels: Could not determine home directory"):
+        attngen.load("~nobody-at-all/kernels")
     with pytest.raises(LoadError, match="does not exist"):
         attngen.load(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()

@@ -51,6 +51,20 @@ def test_the_root_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert default_root().name == "attngen"
 
 
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("x" * 300, "cannot use the cache .*: File name too long; set ATTNGEN_CACHE to a folder"),
+        ("~nobody-at-all/cache", "ATTNGEN_CACHE is '~nobody-at-all/cache', of no user; set it to a folder"),
+    ],
+    ids=["long", "no such user"],
+)
+def test_a_root_that_no_folder_can_be(monkeypatch: pytest.MonkeyPatch, chosen: str, message: str) -> None:
+    monkeypatch.setenv("ATTNGEN_CACHE", chosen)
+    with pytest.raises(StoreError, match=message):
+        default_root()
+
+
 @pytest.mark.parametrize("classifier", [False, True])
 def test_what_is_put_is_got(store: Store, classifier: bool) -> None:
     assert store.get(KEY) is None
