@@ -43,7 +43,9 @@ def default_root() -> Path:
             root = Path(chosen).expanduser().absolute()
             os.lstat(root)
         except RuntimeError:
-            raise StoreError(f"ATTNGEN_CACHE is {chosen!r}, of no user; set it to a folder that can be written") from None
+            raise StoreError(
+                f"ATTNGEN_CACHE is {chosen!r}, of no user; set it to a folder that can be written"
+            ) from None
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 raise store_error("use the cache", root, error) from None
