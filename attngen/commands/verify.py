@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 @click.option("--only", metavar="PART", help="Only kernels whose name contains this.")
 @click.option("--retarget", is_flag=True, help="Plan kernels for other GPUs again for this one, and run those.")
 @click.option("--interpret", is_flag=True, help="Use Triton's interpreter although there is a GPU.")
-@click.option("--seed", type=int, help="Repeat a run: the same inputs as the run that printed this seed.")
+@click.option("--seed", type=click.IntRange(-(2**63), 2**63 - 1),
+              help="Repeat a run: the same inputs as the run that printed this seed.")  # fmt: skip
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Processes at once; default: as cores and memory allow.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.pass_context

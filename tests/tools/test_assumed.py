@@ -231,7 +231,9 @@ def test_tensors_that_do_not_fit(spec: Path, tmp_path: Path, value: Any, message
     assert message in output
 
 
-@pytest.mark.parametrize(("name", "content"), [("doc.pt", b"no"), ("doc.npy", b"no"), ("doc.txt", b""), ("x.pt", None)])
+@pytest.mark.parametrize(
+    ("name", "content"), [("doc.pt", b"no"), ("doc.pt", b"junk"), ("doc.npy", b"no"), ("doc.txt", b""), ("x.pt", None)]
+)
 def test_files_that_are_none(spec: Path, tmp_path: Path, name: str, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
