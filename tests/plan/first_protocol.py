@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from tests.plan.simulation import ProtocolError, Role, Simulation
+from tests.plan.simulation import ProtocolError, Role, Simulation, all_landed
 
 CONSUMERS = 2  # each has a part of a tile of dQ
 UNTOUCHED, TAKEN, STORED = range(3)
@@ -75,6 +75,6 @@ def adder(s: Firsts, block: int) -> Role:
             effect = s.store if first else s.add
             copies.append(s.issue(lambda effect=effect, tile=tile, part=part: effect((tile, part), block)))  # type: ignore[misc]
         if first and rules.told_when_landed:
-            yield lambda copies=copies: all(landed for (landed,) in copies)  # type: ignore[misc]
+            yield all_landed(copies)
         if first:
             s.states[tile] = STORED

@@ -7,13 +7,20 @@ time after they were issued.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
-from tests.plan.simulation import ProtocolError, Role, Simulation
+from tests.plan.simulation import ProtocolError, Role, Simulation, all_landed
 
 CONSUMERS = 2  # each has half of the keys of a tile
 STEPS = 3  # tiles of queries that see a tile of keys, of each head, at most
 HEADS = 2
+
+Step = tuple[int, int]  # a head and a tile of queries
+Added = tuple[
+    int, list[tuple[int, int, int]]
+]  # how many parts are done then, and the tile of keys and step of each sum
+Kept = tuple[int, int, list[Step]]  # a tile of keys, its part or a negative number, and the steps
 
 
 @dataclass(frozen=True)
@@ -39,13 +46,13 @@ class Parts(Simulation):
         self.taken = 0
         self.done = 0
         self.counted = [[0] * CONSUMERS for _ in range(self.cut)]
-        self.partials: dict[tuple[int, int], list[tuple[int, int]] | None] = {}
-        self.written: dict[tuple[int, int], list[list[tuple[int, int]]]] = {}
+        self.partials: dict[tuple[int, int], list[Step]] = {}
+        self.written: dict[tuple[int, int], list[list[Step]]] = {}
         self.dq: list[tuple[int, int, int]] = []
         self.rounded = False
         for block in range(random.randint(1, 4)):
-            adds: list[tuple[int, list[tuple[int, int]]] | None] = []
-            keeps: list[list[tuple[int, int, list[tuple[int, int]]] | None]] = [[] for _ in range(CONSUMERS)]
+            adds: list[Added | None] = []
+            keeps: list[list[Kept | None]] = [[] for _ in range(CONSUMERS)]
             self.roles[f"loader {block}"] = loader(self, adds, keeps)
             self.roles[f"adder {block}"] = adder(self, adds)
             self.roles |= {f"consumer {block}.{c}": consumer(self, c, keeps[c]) for c in range(CONSUMERS)}
@@ -68,16 +75,12 @@ class Parts(Simulation):
                     raise ProtocolError(f"wrote {found} for {wanted}")
 
 
-def share(steps: int, part: int, parts: int) -> list[tuple[int, int]]:
+def share(steps: int, part: int, parts: int) -> list[Step]:
     """Return the steps of a part, as ``_visits.cu.j2`` goes through them: head, and tile of queries."""
     return [(h, i) for h in range(HEADS) for i in range((part + h) % parts, steps, parts)]
 
 
-def loader(
-    s: Parts,
-    adds: list[tuple[int, list[tuple[int, int]]] | None],
-    keeps: list[list[tuple[int, int, list[tuple[int, int]]] | None]],
-) -> Role:
+def loader(s: Parts, adds: list[Added | None], keeps: list[list[Kept | None]]) -> Role:
     """``backward/_loader.cu.j2``."""
     while True:
         index, s.taken = s.taken, s.taken + 1
@@ -89,7 +92,7 @@ def loader(
         own = share(s.steps[tile], part % s.parts, s.parts) if part >= 0 else share(s.steps[tile], 0, 1)
         done = 1 if part >= 0 or not s.rules.whole_count_as_parts else s.parts
         if own:
-            adds.append((done, [(tile, *step) for step in own]))  # type: ignore[misc]
+            adds.append((done, [(tile, h, i) for h, i in own]))
         else:
             s.done += done
         for each in keeps:
@@ -99,7 +102,7 @@ def loader(
         each.append(None)
 
 
-def adder(s: Parts, adds: list[tuple[int, list[tuple[int, int]]] | None]) -> Role:
+def adder(s: Parts, adds: list[Added | None]) -> Role:
     """``backward/_adder.cu.j2``, without who is the first: that is ``first_protocol``."""
     while True:
         yield lambda: bool(adds)
@@ -107,8 +110,7 @@ def adder(s: Parts, adds: list[tuple[int, list[tuple[int, int]]] | None]) -> Rol
         if item is None:
             return
         done, steps = item
-        copies = [s.issue(lambda step=step: s.dq.append(step)) for step in steps]  # type: ignore[misc]
-        yield lambda copies=copies: all(landed for (landed,) in copies)  # type: ignore[misc]
+        yield all_landed([s.issue(partial(s.dq.append, step)) for step in steps])
         s.done += done
 
 
@@ -120,7 +122,7 @@ def rounder(s: Parts) -> Role:
         raise ProtocolError(f"rounded {s.dq} for {wanted}")
 
 
-def consumer(s: Parts, c: int, keeps: list[tuple[int, int, list[tuple[int, int]]] | None]) -> Role:
+def consumer(s: Parts, c: int, keeps: list[Kept | None]) -> Role:
     """The end of a tile of work in ``backward/_consumer.cu.j2``: ``add_parts``."""
     while True:
         yield lambda: bool(keeps)
@@ -130,9 +132,9 @@ def consumer(s: Parts, c: int, keeps: list[tuple[int, int, list[tuple[int, int]]
         tile, part, own = item
         if part >= 0:
             if own or s.rules.empty_are_stored:
-                store = s.issue(lambda part=part, own=own: s.partials.__setitem__((part, c), own))  # type: ignore[misc]
+                store = s.issue(partial(s.partials.update, {(part, c): own}))
                 if s.rules.stored_before_counted:
-                    yield lambda store=store: store[0]  # type: ignore[misc]
+                    yield all_landed([store])
             counted = s.counted[tile - s.uncut]
             if s.rules.one_is_last:
                 before, counted[c] = counted[c], counted[c] + 1

@@ -9,7 +9,7 @@ barriers and nothing else keep them together. Copies land some time after they w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -124,6 +124,11 @@ class Place:
     def expect(self, wanted: object) -> None:
         if self.ring.holds[self.stage] != wanted:
             raise ProtocolError(f"read {self.ring.holds[self.stage]} where {wanted} should be")
+
+
+def all_landed(copies: Sequence[list[bool]]) -> Condition:
+    """Return the condition that all of some copies have landed."""
+    return lambda: all(landed for (landed,) in copies)
 
 
 class Simulation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heapq import heapreplace
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,8 @@ def geometry(of: Kernel, *shape: int, lengths: list[int] | None = None, **argume
     return geometries(of, call, {}, capacity=Capacity(BLOCKS))[-1]
 
 
-def cut_of(*given: object, **more: object) -> Cut:
-    sizes = geometry(*given, **more).sizes  # type: ignore[arg-type]
+def cut_of(*given: Any, **more: Any) -> Cut:
+    sizes = geometry(*given, **more).sizes
     assert sizes["cut_parts"] == sizes["cut_tiles"] * sizes["parts"]
     return Cut(sizes["cut_tiles"], sizes["parts"])
 
@@ -144,8 +145,8 @@ def test_packed_sequences_are_cut_where_they_are_alike() -> None:
         {"variant": "sliding_window", "head_dim": 72},
     ],
 )
-def test_neither_a_fixed_order_nor_clusters_nor_crowded_loaders_are_cut(fields: dict[str, object]) -> None:
-    found = kernel(**fields)  # type: ignore[arg-type]
+def test_neither_a_fixed_order_nor_clusters_nor_crowded_loaders_are_cut(fields: dict[str, Any]) -> None:
+    found = kernel(**fields)
     assert not any(launch.cuts for launch in found.launches)
     assert "partials" not in [one.name for one in found.workspaces]
     lengths = [1024] if found.layout == "varlen" else None
