@@ -199,7 +199,14 @@ class Kernel:
             _check_dtype(name, origin)
         self.workspaces = tuple(Workspace.from_dict(row) for row in manifest.get("workspaces", ()))
         self.launches = tuple(Launch(self, row, self._image_of(row)) for row in manifest["launches"])
-        self.main = _launch_of(self.launches, manifest["main"], origin)
+        self.main = self.launch(manifest["main"])
+
+    def launch(self, name: str) -> Launch:
+        """Return one of the launches. Raises LoadError if there is none of that name."""
+        for launch in self.launches:
+            if launch.name == name:
+                return launch
+        raise LoadError(f"{self.origin or self.full_name}: the manifest has no launch '{name[:40]}'; {REMEDY}")
 
     def __repr__(self) -> str:
         return f"Kernel({self.full_name})"
@@ -248,13 +255,6 @@ class Kernel:
     @cached_property
     def _image_bytes(self) -> bytes:
         return _verified(self._cubin, self.manifest.get("sha256"), self.full_name)
-
-
-def _launch_of(launches: Sequence[Launch], name: str, origin: str) -> Launch:
-    for launch in launches:
-        if launch.name == name:
-            return launch
-    raise LoadError(f"{origin}: the manifest has no launch '{name[:40]}', its main one; {REMEDY}")
 
 
 def _arch(name: str, origin: str) -> Arch:

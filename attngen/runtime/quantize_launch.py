@@ -20,8 +20,8 @@ from attngen.runtime.packing import DESCRIPTOR_BYTES, Parameter
 from attngen.runtime.quantize_arguments import Quantize, Sizes, in_rows, random_signs, transform_size
 from attngen.runtime.tensormap import TensorMap
 
-#: The tensors of a call, in the order in which their addresses are given.
-TENSORS = (
+#: The tensors of a launch, in the order in which their addresses are given.
+LAUNCHED = (
     "q", "k", "v", "q_out", "k_out", "v_out", "q_descale", "k_descale", "v_descale", "maxima", "signs", "rotary_cos",
     "rotary_sin", "rotary_offsets",
 )  # fmt: skip
@@ -65,7 +65,7 @@ class PreparedQuantize:
         self._free: list[tuple[list[Frame], list[Launch]]] = []
 
     def __call__(self, addresses: Sequence[int]) -> None:
-        """Enqueue the launches; ``addresses`` in the order of TENSORS, 0 for what is not given."""
+        """Enqueue the launches; ``addresses`` in the order of LAUNCHED, 0 for what is not given."""
         try:
             frames, launches = self._free.pop()
         except IndexError:
@@ -90,15 +90,15 @@ class _Launch:
     ) -> None:  # fmt: skip
         layout = phase.entry.layout
         self.offsets = layout.offsets
-        #: Where each address stands in a frame, as a tensor's place in TENSORS and an index of 8 bytes; and each
+        #: Where each address stands in a frame, as a tensor's place in LAUNCHED and an index of 8 bytes; and each
         #: descriptor, in bytes.
         self._places = [
-            (TENSORS.index(parameter.of), parameter.offset // 8)
+            (LAUNCHED.index(parameter.of), parameter.offset // 8)
             for parameter in layout.parameters
-            if parameter.kind == "pointer" and parameter.of in TENSORS
+            if parameter.kind == "pointer" and parameter.of in LAUNCHED
         ]
         self._maps = [
-            (TENSORS.index(parameter.of), parameter.offset, described[parameter.of](parameter))
+            (LAUNCHED.index(parameter.of), parameter.offset, described[parameter.of](parameter))
             for parameter in layout.parameters
             if parameter.kind == "descriptor" and parameter.of is not None and parameter.of in described
         ]
@@ -107,7 +107,7 @@ class _Launch:
         known |= {(name, None): value for name, value in phase.numbers.items()}
         for parameter in layout.parameters:
             if parameter.kind == "pointer":
-                if parameter.of not in TENSORS:
+                if parameter.of not in LAUNCHED:
                     raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
                 continue
             if parameter.kind == "descriptor" and parameter.of in described:

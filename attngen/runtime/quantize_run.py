@@ -16,8 +16,7 @@ from attngen.runtime.cache import RecentCache
 from attngen.runtime.keys import note
 from attngen.runtime.quantize_arguments import TENSORS, Quantize, check
 from attngen.runtime.quantize_kernel import prepare
-from attngen.runtime.quantize_launch import TENSORS as LAUNCHED
-from attngen.runtime.quantize_launch import PreparedQuantize
+from attngen.runtime.quantize_launch import LAUNCHED, PreparedQuantize
 from attngen.runtime.registry import registry
 from attngen.runtime.transforms import refuse
 

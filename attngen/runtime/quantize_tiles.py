@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES
-from attngen.errors import LoadError
 from attngen.runtime import tensormap
-from attngen.runtime.driver import REMEDY, Driver
-from attngen.runtime.module import Entry, Kernel
+from attngen.runtime.driver import Driver
+from attngen.runtime.module import Kernel
 from attngen.runtime.packing import Parameter
 from attngen.runtime.quantize_arguments import Quantize, Sizes, in_rows
 from attngen.runtime.quantize_launch import (
@@ -78,13 +77,6 @@ class _Tiles:
         """Runs of so many tokens in a sequence of Q, and of K or V."""
         return -(-self.sizes.seqlen_q // tokens), -(-self.sizes.seqlen_k // tokens)
 
-    def launch(self, name: str) -> Entry:
-        """Return one of the launches; LoadError if the kernel has none of that name."""
-        for launch in self.kernel.launches:
-            if launch.name == name:
-                return launch.entry
-        raise LoadError(f"{self.kernel.full_name}: the manifest has no launch '{name}'; {REMEDY}")
-
     def phase(
         self, name: str, units: Sequence[int], numbers: Mapping[str, float], divisors: Mapping[str, int]
     ) -> Phase:
@@ -93,7 +85,12 @@ class _Tiles:
         blocks = self.blocks(total)
         counts = {"units": total, "units_q": units[0], "units_k": units[1]}
         reciprocals = {f"{one}_reciprocal": reciprocal(value) for one, value in divisors.items()}
-        return Phase(self.launch(name), blocks, self.groups * _GROUP, {**numbers, **counts, **divisors, **reciprocals})
+        return Phase(
+            self.kernel.launch(name).entry,
+            blocks,
+            self.groups * _GROUP,
+            {**numbers, **counts, **divisors, **reciprocals},
+        )
 
     def blocks(self, units: int) -> int:
         """Blocks for so many tiles."""

@@ -270,8 +270,7 @@ def _by_data(spec: KernelSpec, driver: str) -> bool:
 
 def _is_uneven(spec: KernelSpec, driver: str) -> bool:
     """Whether data decide how many steps each tile of keys of a sequence takes, in a kernel whose blocks take tiles."""
-    by_position = driver == "ranges" and reads_positions(replace(spec.variant, score=None))
-    return by_position and spec.layout == "dense" and not is_wide(spec)
+    return driver == "ranges" and _by_data(spec, driver) and spec.layout == "dense" and not is_wide(spec)
 
 
 def is_wide(spec: KernelSpec) -> bool:

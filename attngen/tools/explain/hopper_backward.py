@@ -63,6 +63,8 @@ class BlockExplanation(ScheduleExplanation):
             yield "a consumer whose keys no query of a step sees multiplies nothing but dQ of the step before"
         if roles.query_values:
             yield "what the mask reads of a query comes with its tile"
+        if roles.stripe:
+            yield f"heads of a group go through queries by stripes of at most {roles.stripe} tiles, the last ones first"
         if roles.cuts:
             yield "where blocks would wait for a few, the last tiles of keys are cut into parts of their steps"
 
