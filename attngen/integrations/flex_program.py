@@ -3,11 +3,11 @@ second to import."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.comptime import comptime
 
 from attngen.errors import AttngenError
 from attngen.integrations.flex_call import (
@@ -78,19 +78,28 @@ def _ask_all() -> bool:
     return True
 
 
-def _made_inside(score_mod: Any) -> bool:
-    """Whether a function was made by the program that is traced, which then has no closure that could be read.
+#: Whether the score_mod that is being traced has no source: set and read while torch traces.
+_SOURCELESS = [False]
 
-    torch 2.11 says that it has no such attribute; 2.13 says that it has one, and raises when it is read.
+
+def _made_inside(score_mod: Any) -> bool:
+    """Whether the traced program made this function, so that no path leads to what it captures.
+
+    Only the compiler knows. What it says about attributes of such a function, its closure for one, differs from release
+    to release.
     """
-    function = score_mod.func if isinstance(score_mod, partial) else score_mod
-    if not hasattr(function, "__closure__"):
-        return True
-    try:
-        function.__closure__  # noqa: B018
-    except AttributeError:
-        return True
-    return False
+    comptime(_note_source)
+    return _sourceless()
+
+
+def _note_source(context: Any) -> None:
+    score_mod = context.get_local("score_mod")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    _SOURCELESS[0] = score_mod.source is None
+
+
+@torch.compiler.assume_constant_result
+def _sourceless() -> bool:
+    return _SOURCELESS[0]
 
 
 _outside_of_the_graph = torch.compiler.disable(now)
