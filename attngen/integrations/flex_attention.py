@@ -10,16 +10,42 @@ lists of blocks, so that making a mask costs no more than a trace.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as of_torch
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    FlexKernelOptions,
+    and_masks,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
 
-from attngen.integrations.flex_call import BlockMask, Mod, last_of, now
+from attngen.errors import CallError
+from attngen.integrations.flex_call import last_of, now
+from attngen.integrations.flex_mask import BlockMask, Mod
 from attngen.integrations.flex_meaning import meaning
 from attngen.runtime import calls
 
-__all__ = ["BlockMask", "and_masks", "create_block_mask", "flex_attention", "meaning", "noop_mask", "or_masks"]
+__all__ = [
+    "BlockMask",
+    "flex_attention",
+    "AuxOutput",
+    "AuxRequest",
+    "FlexKernelOptions",
+    "create_block_mask",
+    "create_mask",
+    "create_nested_block_mask",
+    "or_masks",
+    "and_masks",
+    "noop_mask",
+    "meaning",
+]
 
 _BLOCK_SIZE = 128
 _is_compiling = torch.compiler.is_compiling
@@ -34,18 +60,30 @@ def create_block_mask(
     device: torch.device | str | None = None,
     BLOCK_SIZE: int | tuple[int, int] = _BLOCK_SIZE,
     _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
     *,
     fallback: bool = False,
 ) -> BlockMask:
-    """Return the mask of ``mask_mod(b, h, q_idx, kv_idx)``, for sequences of ``Q_LEN`` queries and ``KV_LEN`` keys.
+    """Make the mask of ``mask_mod(b, h, q_idx, kv_idx)``, for sequences of ``Q_LEN`` queries and ``KV_LEN`` keys.
 
     The function is traced, and captured tensors are read once: if a tensor that is compared with itself never
-    decreases, as document numbers do, that makes a band. ``BLOCK_SIZE`` is only for ``to_dense``, ``sparsity`` and
-    torch; ``_compile`` changes nothing. Raises CallError for a function that the language cannot express, unless
-    ``fallback`` leaves such functions to torch.
+    decreases, as document numbers do, that makes a band. ``BLOCK_SIZE`` and the arguments from ``separate_full_blocks``
+    on are only for the lists of blocks, which torch computes where a program reads them; ``_compile`` changes nothing.
+    Raises CallError for a function that the language cannot express, unless ``fallback`` leaves such functions to
+    torch.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return BlockMask(mask_mod, B, H, Q_LEN, KV_LEN, where, BLOCK_SIZE, fallback=fallback)
+    options: dict[str, Any] = {}
+    if not separate_full_blocks or compute_dq_write_order:
+        options = {"separate_full_blocks": separate_full_blocks}
+        if compute_dq_write_order:
+            options.update(compute_dq_write_order=True, dq_kv_order=dq_kv_order)
+        unknown = [name for name in options if name not in signature(of_torch.create_block_mask).parameters]
+        if unknown:
+            raise CallError(f"{unknown[0]} is not known to torch {torch.__version__}, which computes lists of blocks")
+    return BlockMask.create(mask_mod, B, H, Q_LEN, KV_LEN, where, BLOCK_SIZE, options, fallback=fallback)
 
 
 def flex_attention(
@@ -57,18 +95,19 @@ def flex_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: Mapping[str, Any] | None = None,
+    kernel_options: FlexKernelOptions | Mapping[str, Any] | None = None,
     *,
-    return_aux: Any = None,
+    return_aux: AuxRequest | None = None,
     fallback: bool = False,
 ) -> Any:
-    """Return attention of query (B, Hq, L, E) over key and value (B, Hkv, S, E), as (B, Hq, L, Ev).
+    """Attention of query (B, Hq, L, E) over key and value (B, Hkv, S, E), as (B, Hq, L, Ev).
 
     ``score_mod(score, b, h, q_idx, kv_idx)`` changes the scaled logit; ``block_mask`` says which keys a query sees.
-    With ``return_lse`` the result is (out, lse); ``return_aux`` gives (out, AuxOutput), with the log-sum-exp where it
-    asks for it. Captured tensors that require gradients get them. ``kernel_options`` tune torch's kernels, and change
-    nothing here. What the language cannot express raises CallError, and what no kernel computes NoKernelError; with
-    ``fallback``, both run on torch's FlexAttention.
+    With ``return_lse`` the result is (out, lse); ``return_aux`` gives (out, AuxOutput), with the log-sum-exp and the
+    largest logit of each query where it asks for them. No kernel keeps the largest logits: they cost a pass of the
+    reference, in chunks. Captured tensors that require gradients get them. ``kernel_options`` tune torch's kernels, and
+    change nothing here. What the language cannot express raises CallError, and what no kernel computes NoKernelError;
+    with ``fallback``, both run on torch's FlexAttention.
     """
     del kernel_options
     if _is_compiling() and not fallback:
@@ -90,30 +129,26 @@ def flex_attention(
     return now(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux, fallback)
 
 
-def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) -> Tensor:
-    """Return True: every query sees every key."""
-    return batch.new_ones((), dtype=torch.bool)
+def create_nested_block_mask(
+    mask_mod: Mod,
+    B: int | None,
+    H: int | None,
+    q_nt: Tensor,
+    kv_nt: Tensor | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = _BLOCK_SIZE,
+    _compile: bool = False,
+) -> BlockMask:
+    """Raise CallError: packed sequences are another call."""
+    raise CallError(
+        "nested tensors are not supported. attngen.attention_varlen takes packed sequences with cu_seqlens, and the "
+        "variant of the mask: variant=meaning(mask_mod, None, device).variant; or pack them into one sequence, with "
+        "document numbers that the mask_mod compares"
+    )
 
 
-def and_masks(*mask_mods: Mod) -> Mod:
-    """Return a mask_mod that is true where all of these are."""
-
-    def and_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        found = b.new_ones((), dtype=torch.bool)
-        for mask in mask_mods:
-            found = found & mask(b, h, q_idx, kv_idx)
-        return found
-
-    return and_mask
-
-
-def or_masks(*mask_mods: Mod) -> Mod:
-    """Return a mask_mod that is true where any of these is."""
-
-    def or_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        found = b.new_zeros((), dtype=torch.bool)
-        for mask in mask_mods:
-            found = found | mask(b, h, q_idx, kv_idx)
-        return found
-
-    return or_mask
+def __getattr__(name: str) -> Any:
+    """The rest of torch's module, such as its types of functions."""
+    try:
+        return getattr(of_torch, name)
+    except AttributeError:
+        raise AttributeError(f"module 'attngen.integrations.flex_attention' has no attribute '{name}'") from None

@@ -1,24 +1,23 @@
-"""Masks of FlexAttention, and a call that is not in a program: what its functions mean, checks, and torch's own."""
+"""A call of ``flex_attention`` that is not in a program: what its functions mean, checks, and torch's own."""
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from attngen.errors import AttngenError, CallError
 from attngen.integrations.flex_identity import Watch
-from attngen.integrations.flex_meaning import Functions, Traced, meaning
+from attngen.integrations.flex_mask import BlockMask, Mod
+from attngen.integrations.flex_meaning import Traced, meaning
 from attngen.runtime import calls
-
-Mod = Callable[..., Any]
-
+from attngen.runtime.binding import bind_call
+from attngen.runtime.given import Given
+from attngen.runtime.reference import row_maxima
 
 #: What a score_mod meant at its last call without a mask, and what tells whether it still does.
 _LAST: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
@@ -49,7 +48,7 @@ class _Known:
 
 def last_of(block_mask: BlockMask | None, score_mod: Mod | None) -> _Known | None:
     if block_mask is not None:
-        return block_mask.last
+        return block_mask.last if block_mask.is_known() else None
     return _LAST.get(score_mod) if type(score_mod) is FunctionType else None
 
 
@@ -58,7 +57,7 @@ def known(block_mask: BlockMask | None, score_mod: Mod | None, device: torch.dev
     last = last_of(block_mask, score_mod)
     found = None if last is None else last.of(score_mod)
     if last is None or found is None:
-        mask_mod = None if block_mask is None else block_mask.mask_mod
+        mask_mod = None if block_mask is None else block_mask.function
         found = meaning(mask_mod, score_mod, device)
         last = _Known(mask_mod, score_mod, found)
         if block_mask is not None:
@@ -68,106 +67,15 @@ def known(block_mask: BlockMask | None, score_mod: Mod | None, device: torch.dev
     return found, last
 
 
-#: Masks that no call has asked yet what they mean; and whether compiled programs take masks, which ask at once.
-UNASKED: WeakSet[BlockMask] = WeakSet()
-PROGRAMS = [False]
-
-
-def _check_sizes(**sizes: tuple[Any, ...]) -> None:
-    """Raise CallError unless all are integers: blocks at least 1, the others at least 0; B and H may be None."""
-    for name, given in sizes.items():
-        least = 1 if name == "BLOCK_SIZE" else 0
-        for size in given:
-            if isinstance(size, torch.SymInt) or (size is None and name in ("B", "H")):
-                continue
-            try:
-                fits = operator.index(size) >= least
-            except TypeError:
-                fits = False
-            if not fits:
-                raise CallError(f"{name} must be an integer of at least {least}, got {size!r}")
-
-
-class BlockMask:
-    """A mask of queries and keys, as FlexAttention's calls take it: a function, and the variant that it means."""
-
-    def __init__(
-        self, mask_mod: Mod, batch: int | None, heads: int | None, seqlen_q: int, seqlen_k: int,
-        device: torch.device, block_size: int | tuple[int, int], *, fallback: bool,
-    ) -> None:  # fmt: skip
-        """``batch`` and ``heads`` are None where the mask is the same for all. Raises CallError."""
-        if not callable(mask_mod):
-            raise CallError(f"mask_mod must be a function of (b, h, q_idx, kv_idx), got {mask_mod!r}")
-        self.mask_mod = mask_mod
-        self.seq_lengths = (seqlen_q, seqlen_k)
-        self.BLOCK_SIZE = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
-        _check_sizes(B=(batch,), H=(heads,), Q_LEN=(seqlen_q,), KV_LEN=(seqlen_k,), BLOCK_SIZE=self.BLOCK_SIZE)
-        self._batch, self._heads, self._device, self._theirs = batch, heads, device, None
-        self.last: _Known | None = None  # what it meant at its last call
-        #: What a compiled program takes of it: the name of the variant, and its tensors by name.
-        self.handle: str | None = None
-        self.tensors: dict[str, Tensor] = {}
-        if not fallback:
-            Functions(mask_mod, None, device).check()
-            if PROGRAMS[0]:
-                self.ask()
-            else:
-                UNASKED.add(self)
-
-    def ask(self) -> None:
-        """Find out what a compiled program takes of it, for which it may have to wait for the GPU."""
-        found = meaning(self.mask_mod, None, self._device)
-        self.handle, self.tensors = found.handle, found.tensors()
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, queries, keys)."""
-        return (self._batch or 1, self._heads or 1, *self.seq_lengths)
-
-    def visible(self) -> Tensor:
-        """Return which key each query sees: bools of ``shape``."""
-        found = meaning(self.mask_mod, None, self._device)
-        return found.variant.mask(self.shape, **found.tensors())
-
-    def to_dense(self) -> Tensor:
-        """Return 1 for each block of queries and keys in which something is seen, (batch, heads, rows, columns)."""
-        rows, columns = self.BLOCK_SIZE
-        seen = self.visible()
-        pad = (0, -seen.shape[-1] % columns, 0, -seen.shape[-2] % rows)
-        blocks = torch.nn.functional.pad(seen, pad).unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
-        return blocks.any(-1).any(-2).int()
-
-    def sparsity(self) -> float:
-        """Return the percentage of blocks in which nothing is seen."""
-        return 100.0 * (1.0 - float(self.to_dense().float().mean()))
-
-    def numel(self) -> int:
-        """Return the number of pairs of queries and keys."""
-        return math.prod(self.shape)
-
-    def __repr__(self) -> str:
-        found = meaning(self.mask_mod, None, self._device)
-        return f"BlockMask(shape={self.shape}, mask={found.variant.fields.get('mask', True)!r})"
-
-    def theirs(self) -> Any:
-        """Return torch's mask of the same function, which is made when it is first needed."""
-        if self._theirs is None:
-            from torch.nn.attention.flex_attention import create_block_mask as create
-
-            self._theirs = create(
-                self.mask_mod, self._batch, self._heads, *self.seq_lengths, device=str(self._device),
-                BLOCK_SIZE=self.BLOCK_SIZE,
-            )  # fmt: skip
-        return self._theirs
-
-
 def now(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, block_mask: BlockMask | None,
     scale: float | None, enable_gqa: bool, return_lse: bool, return_aux: Any, fallback: bool,
 ) -> Any:  # fmt: skip
-    wants_lse = asked_lse(block_mask, return_lse, return_aux)
+    wants_lse, wants_maxima = asked(block_mask, return_lse, return_aux)
     check_call(query, key, block_mask, enable_gqa)
     try:
+        if block_mask is not None and block_mask.listed:
+            _check_lists(query, block_mask)
         found, last = known(block_mask, score_mod, query.device)
         if key.shape[0] == 1 != query.shape[0]:
             key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
@@ -177,32 +85,59 @@ def now(
             query, key, value, variant=found.handle, softmax_scale=scale, layout="bhsd", return_lse=wants_lse,
             **found.tensors(),
         )  # fmt: skip
+        maxima = _maxima(query, key, value, found, scale) if wants_maxima else None
     except AttngenError:
         if not fallback:
             raise
-        return _theirs(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
-    return result if return_aux is None else with_aux(result, wants_lse=wants_lse)
+        return _by_torch(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
+    return result if return_aux is None else with_aux(result, maxima, wants_lse=wants_lse)
 
 
-def asked_lse(block_mask: Any, return_lse: bool, return_aux: Any) -> bool:
-    """Return whether the log-sum-exp is asked for. Raises CallError for what is not served."""
+def _maxima(query: Tensor, key: Tensor, value: Tensor, found: Traced, scale: float | None) -> Tensor:
+    """The largest logit of each query, which no kernel keeps: by a pass of the reference, without a gradient."""
+    call, _ = bind_call(
+        Given(
+            query, key, value, arguments=found.tensors(), variant=found.handle, softmax_scale=scale, form="dense",
+            layout="bhsd",
+        )
+    )  # fmt: skip
+    return row_maxima(call, query, key, value)
+
+
+def asked(block_mask: Any, return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
+    """Whether the log-sum-exp and the largest logits are asked for. Raises CallError for what is not served."""
     if block_mask is not None and not isinstance(block_mask, BlockMask):
         raise CallError(
-            "block_mask must be made by attngen.integrations.flex_attention.create_block_mask, got "
+            "block_mask must be made by create_block_mask or BlockMask of attngen.integrations.flex_attention, got "
             f"{type(block_mask).__module__}.{type(block_mask).__name__}"
         )
     if return_aux is None:
-        return return_lse
-    if getattr(return_aux, "max_scores", False):
-        raise CallError("return_aux: max_scores is not supported, since no kernel keeps it; lse is")
-    return return_lse or bool(getattr(return_aux, "lse", False))
+        return return_lse, False
+    if return_lse:
+        raise CallError("return_lse and return_aux cannot both be given; return_aux=AuxRequest(lse=True) has the same")
+    if not isinstance(return_aux, AuxRequest):
+        raise CallError(f"return_aux must be an AuxRequest, such as AuxRequest(lse=True), got {return_aux!r}")
+    return return_aux.lse, return_aux.max_scores
 
 
-def with_aux(result: Any, *, wants_lse: bool) -> Any:
-    from torch.nn.attention.flex_attention import AuxOutput
-
+def with_aux(result: Any, maxima: Tensor | None, *, wants_lse: bool) -> Any:
     out, lse = result if wants_lse else (result, None)
-    return out, AuxOutput(lse=lse, max_scores=None)
+    return out, AuxOutput(lse=lse, max_scores=maxima)
+
+
+def _check_lists(query: Tensor, block_mask: BlockMask) -> None:
+    """Refuse lists for another number of sequences or heads, or on another device."""
+    for axis, name in enumerate(("sequences", "heads")):
+        if block_mask.shape[axis] not in (1, query.shape[axis]):
+            raise CallError(
+                f"block_mask has lists for {block_mask.shape[axis]} {name}, but query has {query.shape[axis]}; "
+                "allowed: as many, or 1"
+            )
+    if block_mask.device.type != query.device.type:
+        raise CallError(
+            f"block_mask has lists on {block_mask.device}, but query is on {query.device}; block_mask.to(query.device) "
+            "moves them"
+        )
 
 
 def check_call(query: Tensor, key: Tensor, block_mask: BlockMask | None, enable_gqa: bool) -> None:
@@ -213,12 +148,15 @@ def check_call(query: Tensor, key: Tensor, block_mask: BlockMask | None, enable_
         raise CallError(f"query must have shape (B, H, L, E), got {tuple(rows)} and key {tuple(keys)}")
     if not enable_gqa and rows[1] != keys[1]:
         raise CallError(f"query has {rows[1]} heads and key {keys[1]}; enable_gqa=True lets them differ")
-    if block_mask is not None and (rows[2], keys[2]) != block_mask.seq_lengths:
+    if block_mask is not None and (rows[2], keys[2]) != tuple(block_mask.seq_lengths):
         wanted = "{} queries and {} keys".format(*block_mask.seq_lengths)
-        raise CallError(f"block_mask is for {wanted}, but the call has {rows[2]} and {keys[2]}")
+        raise CallError(
+            f"block_mask is for {wanted}, but the call has {rows[2]} and {keys[2]}; make one for these lengths, or "
+            "crop a longer one by block_mask._adjust(queries, keys)"
+        )
 
 
-def _theirs(
+def _by_torch(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, block_mask: BlockMask | None,
     scale: float | None, enable_gqa: bool, return_lse: bool, return_aux: Any,
 ) -> Any:  # fmt: skip
@@ -226,7 +164,7 @@ def _theirs(
 
     function: Any = torch.compile(flex.flex_attention) if query.is_cuda else flex.flex_attention
     options: dict[str, Any] = {"return_aux": return_aux} if return_aux is not None else {"return_lse": return_lse}
-    mask = None if block_mask is None else block_mask.theirs()
+    mask = None if block_mask is None else block_mask.plain()
     return function(
         query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=enable_gqa, **options
     )

@@ -11,15 +11,12 @@ from torch._dynamo.comptime import comptime
 
 from attngen.errors import AttngenError
 from attngen.integrations.flex_call import (
-    PROGRAMS,
-    UNASKED,
-    BlockMask,
-    Mod,
-    asked_lse,
+    asked,
     check_call,
     now,
     with_aux,
 )
+from attngen.integrations.flex_mask import PROGRAMS, UNASKED, BlockMask, Mod
 from attngen.integrations.flex_meaning import Functions, argument, meaning
 from attngen.integrations.flex_paths import NoPathError, follow, paths_of
 from attngen.runtime import calls
@@ -34,11 +31,12 @@ def in_a_program(
     A mask means what it meant when it was made. Nothing is taken for granted of what a score_mod's tensors hold. Where
     the program cannot read what a function captures, its graph breaks.
     """
-    wants_lse = asked_lse(block_mask, return_lse, return_aux)
+    wants_lse, wants_maxima = asked(block_mask, return_lse, return_aux)
     check_call(query, key, block_mask, enable_gqa)
     _ask_all()
     handle, tensors = None if block_mask is None else block_mask.handle, {}
-    if score_mod is not None and _made_inside(score_mod):
+    unread = wants_maxima or (block_mask is not None and handle is None)
+    if unread or (score_mod is not None and _made_inside(score_mod)):
         handle = None
     elif score_mod is not None or block_mask is None:
         mask_mod = None if block_mask is None else block_mask.mask_mod
@@ -66,7 +64,7 @@ def in_a_program(
     result = calls.attention(
         query, key, value, variant=handle, softmax_scale=scale, layout="bhsd", return_lse=wants_lse, **tensors
     )
-    return result if return_aux is None else with_aux(result, wants_lse=wants_lse)
+    return result if return_aux is None else with_aux(result, None, wants_lse=wants_lse)
 
 
 @torch.compiler.assume_constant_result

@@ -283,6 +283,26 @@ def attend_rows(
     return out.transpose(0, 1), lse
 
 
+@torch.no_grad()
+def row_maxima(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The largest logit of each query of a dense call after mask and score, −inf where it sees nothing: (b, h, s)."""
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    sequences = []
+    for b in range(call.batch):
+        sequence = sequence_at(call, q, k, v, b, compute)
+        rows, keys = sequence.q.shape[0], sequence.k.shape[0]
+        if not rows or not keys or not call.heads:
+            sequences.append(torch.full((call.heads, rows), -math.inf, dtype=compute, device=q.device))
+            continue
+        step = max(1, CHUNK_ELEMENTS.get(call.device.type, CHUNK_ELEMENTS_ELSEWHERE) // (call.heads * keys))
+        of_heads = _Keys.of(call, sequence, compute)
+        parts = (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+        sequences.append(
+            torch.cat([scores_of(call, sequence, part, compute, keys=of_heads)[1].amax(-1) for part in parts], dim=1)
+        )
+    return torch.stack(sequences) if sequences else q.new_empty((0, call.heads, call.seqlen_q), dtype=compute)
+
+
 def scores_of(
     call: Call,
     sequence: OneSequence,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.integrations import flex_attention as ours
-from attngen.integrations import flex_call, flex_direct, flex_meaning, flex_trace
+from attngen.integrations import flex_direct, flex_mask, flex_meaning, flex_trace
 from attngen.integrations.flex_identity import Reading
 from tests.integrations.flex_mods import MODS
 
@@ -72,7 +72,7 @@ def _declared_counts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_making_an_ordinary_mask_checks_no_expression(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _declared_counts(monkeypatch)
-    monkeypatch.setattr(flex_call, "PROGRAMS", [False])  # as if no program had been compiled, which asks at once
+    monkeypatch.setattr(flex_mask, "PROGRAMS", [False])  # as if no program had been compiled, which asks at once
     doc, width, flex_size = torch.arange(64) // 10, torch.tensor(7), 8
     flex_meaning.forget()
     masks: list[Callable[..., Tensor]] = [
