@@ -72,6 +72,8 @@ def now(
     scale: float | None, enable_gqa: bool, return_lse: bool, return_aux: Any, fallback: bool,
 ) -> Any:  # fmt: skip
     wants_lse, wants_maxima = asked(block_mask, return_lse, return_aux)
+    if block_mask is not None and block_mask.listed:
+        block_mask.check_lists()
     check_call(query, key, block_mask, enable_gqa)
     try:
         if block_mask is not None and block_mask.listed:

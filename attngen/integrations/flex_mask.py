@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -64,8 +63,7 @@ def _check_sizes(**sizes: tuple[Any, ...]) -> None:
                 raise CallError(f"{name} must be an integer of at least {least}, got {size!r}")
 
 
-@dataclass(frozen=True)
-class _Created:
+class _Created(NamedTuple):
     """The arguments of ``create_block_mask``, which give the lists, and the lengths to which these are cropped."""
 
     mask_mod: Mod
@@ -204,7 +202,8 @@ class BlockMask(of_torch.BlockMask):
         lists = [getattr(self, name) for name in _LISTS]
         return tuple(None if one is None else (id(one), state_of(one)) for one in lists)
 
-    def _compose(self) -> Mod:
+    def check_lists(self) -> None:
+        """Raise CallError for a mask_mod that was not set, and for lists of other than four dimensions."""
         if self.mask_mod is _UNSET:
             raise CallError(_NO_MASK_MOD)
         if self.kv_indices.dim() != 4:
@@ -212,6 +211,9 @@ class BlockMask(of_torch.BlockMask):
                 f"block_mask has kv_indices of shape {tuple(self.kv_indices.shape)}; allowed: (B, H, rows, blocks), "
                 "where B and H may be 1. Slices and tensors of one dimension keep all four when a mask is indexed"
             )
+
+    def _compose(self) -> Mod:
+        self.check_lists()
         if not self._reaches(self.seq_lengths):
             raise CallError(
                 f"block_mask has lists for {self.kv_indices.shape[-2]} blocks of {self.BLOCK_SIZE[0]} queries, but "
@@ -265,7 +267,7 @@ class BlockMask(of_torch.BlockMask):
                 f"keys, got {new_q_len} and {new_kv_len}; create_block_mask(mask.mask_mod, …) makes a longer one"
             )
         if self._created is not None and not self.listed:
-            return self._of(replace(self._created, crops=(*self._created.crops, lengths)), ask=True)
+            return self._of(self._created._replace(crops=(*self._created.crops, lengths)), ask=True)
         made: BlockMask = _cropped(self, lengths)
         return made
 
@@ -273,7 +275,7 @@ class BlockMask(of_torch.BlockMask):
         """Move the lists to a device. As in torch, tensors that ``mask_mod`` captures stay where they are."""
         where = torch.device(device)
         if self._created is not None and not self.listed:
-            return self._of(replace(self._created, device=where), ask=self.device == where)
+            return self._of(self._created._replace(device=where), ask=self.device == where)
         made = self._adopted(self.plain().to(where))
         made.mask_mod = self.mask_mod
         return made
@@ -317,7 +319,8 @@ def _cropped(mask: Any, lengths: tuple[int, int]) -> Any:
             lists += [None, None]
         else:
             dense = _dense(counts, indices, columns)[..., :rows, :].int()
-            lists += [dense.sum(-1, dtype=torch.int32), dense.argsort(-1, descending=True, stable=True).int()]
+            order = torch.argsort(dense, dim=-1, descending=True, stable=True)
+            lists += [dense.sum(-1, dtype=torch.int32), order.int()]
     options = {} if mask.q_indices is not None else {"compute_q_blocks": False}
     return type(mask).from_kv_blocks(
         *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod, seq_lengths=lengths, **options

@@ -100,5 +100,4 @@ def _element(tensor: Any, indices: Sequence[Any]) -> int | None:
 
 def legal(expression: str, names: Sequence[str]) -> bool:
     """Whether an expression is short, and names of tensors are such as the language takes."""
-    extents = {f"{name}_{axis}" for name in names for axis in range(_AXES)}
-    return len(expression) <= _LONGEST and extents.isdisjoint(names) and all(map(_NAME.fullmatch, names))
+    return len(expression) <= _LONGEST and all(map(_NAME.fullmatch, names))

@@ -58,7 +58,7 @@ class Captured:
 
     def fields(self) -> dict[str, Any]:
         """Return its declaration, as ``attngen.variant`` takes it."""
-        shape: list[str | int] = [f"{self.name}_{axis}" for axis in range(self.dims)] or [1]
+        shape: list[str | int] = [*extents(self.name, self.dims)] or [1]
         found: dict[str, Any] = {"dtype": DTYPES[CONVERTED.get(self.dtype, self.dtype)], "shape": shape}
         if self.monotone:
             found["monotone"] = {"axis": self.dims - 1}
@@ -72,6 +72,11 @@ class Captured:
     def converted(self) -> torch.dtype | None:
         """The dtype that a call passes it in, or None if that is its own."""
         return CONVERTED.get(self.dtype)
+
+
+def extents(name: str, dims: int) -> tuple[str, ...]:
+    """The names of a tensor's extents."""
+    return tuple(f"{name}_{axis}" for axis in range(dims))
 
 
 class Values:
@@ -110,10 +115,10 @@ class Translation:
         key = operand.slot if isinstance(operand, Given) else id(operand)
         entry = self.tensors.get(key)
         if entry is None:
-            taken = {one.name for one in self.tensors.values()}
+            taken = {name for one in self.tensors.values() for name in (one.name, *extents(one.name, one.dims))}
             name = plain = _legal(operand.name if isinstance(operand, Given) else "constant")
             number = 2
-            while name in taken:
+            while not taken.isdisjoint((name, *extents(name, len(operand.shape)))):
                 name, number = f"{plain}_{number}", number + 1
             slot, constant = (operand.slot, None) if isinstance(operand, Given) else (None, operand.tensor)
             learned = isinstance(operand, Given) and operand.requires_grad

@@ -279,7 +279,7 @@ def test_calls_that_disagree_are_refused() -> None:
         ours.flex_attention(q, k, v, None, mask, enable_gqa=True)
     with pytest.raises(CallError, match="nested tensors are not supported"):
         ours.flex_attention(torch.nested.nested_tensor([torch.randn(4, 5, 8)]), k, v, None, mask)
-    with pytest.raises(CallError, match="must be made by attngen"):
+    with pytest.raises(CallError, match="must be made by create_block_mask or BlockMask of attngen"):
         ours.flex_attention(q, k, v, None, theirs.create_block_mask(causal_mask, None, None, 8, 8, "cpu"))
 
 
