@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import product
 from typing import Any
 
@@ -31,6 +31,12 @@ def seeds(number: int, *, always: int) -> pytest.MarkDecorator:
     """Return the parametrization of a test by ``seed``: the first ones run always, all others with the rest."""
     rest = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(always, number)]
     return pytest.mark.parametrize("seed", [*range(always), *rest])
+
+
+def some(values: Iterable[str], always: Container[str]) -> list[Any]:
+    """Return the values of a parameter: those of ``always`` run always, all others with the rest."""
+    rest = pytest.mark.exhaustive
+    return [pytest.param(value, marks=() if value in always else rest) for value in values]
 
 
 def _named(axis: Axis) -> list[tuple[str, Any]]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from attngen.arch import arch_of
+from attngen.arch import Arch, arch_of
 from attngen.lang.eager import evaluate
 from attngen.plan import Plan
 from attngen.render import render
@@ -20,7 +20,7 @@ from attngen.runtime.checked import Call, Packing
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.pinned import Buffers, Pinned
 from attngen.runtime.reference import lengths, names_of
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.registry import Package, package_of_kernels, registry
 from attngen.schema import KernelSpec, load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels, plans
@@ -35,6 +35,7 @@ DEVICE = "cuda"
 
 
 Planned = dict[str, tuple[KernelSpec, Plan]]
+Built = TypeVar("Built")
 
 
 @cache
@@ -73,12 +74,44 @@ def of_variants(*variants: str) -> list[str]:
     return [name for name in _planned() if name.split("-")[0] in variants]
 
 
-def for_this_gpu(kernel: Prepared) -> Prepared:
-    """Return a kernel as it is, or planned again for the GPU that is here."""
-    major, minor = torch.cuda.get_device_capability()
+def arch_here() -> Arch:
+    """Return the architecture to build for: that of the GPU that is here, or sm90a without one."""
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     arch = arch_of(10 * major + minor)
     assert arch is not None
-    return kernel if kernel.plan.arch.runs_on(10 * major + minor) else retarget(kernel, arch)
+    return arch
+
+
+def for_this_gpu(kernel: Prepared) -> Prepared:
+    """Return a kernel as it is, or planned again for the GPU that is here."""
+    arch = arch_here()
+    return kernel if kernel.plan.arch.runs_on(arch.capability) else retarget(kernel, arch)
+
+
+def known(build: Callable[[], tuple[Built, Package]]) -> Callable[[], Built]:
+    """Build once in a process, and make the package known again wherever a test has cleared the registry.
+
+    The fixtures of ``conftest.py`` call ``known_again`` before each test of a module that has the function.
+    """
+    once = cache(build)
+
+    @wraps(build)
+    def built() -> Built:
+        found, package = once()
+        if not any(other is package for other in loaded()):
+            registry.add(package)
+        return found
+
+    built.known_again = lambda: built() if once.cache_info().currsize else None  # type: ignore[attr-defined]
+    return built
+
+
+def loaded() -> Iterator[Package]:
+    """Yield the packages that were named explicitly; the user's builds are not looked for."""
+    for rank, package in registry.packages():
+        if rank != "loaded":
+            return
+        yield package
 
 
 class Kernels(dict[str, Kernel]):
@@ -99,12 +132,16 @@ class Kernels(dict[str, Kernel]):
         pytest.fail(f"{name} was not compiled: {self._errors[name]}")
 
 
-@cache
-def kernels() -> Kernels:
+def to_build() -> list[Prepared]:
+    """Return all kernels with their sources."""
+    return list(rendered(_planned()).values())
+
+
+@known
+def kernels() -> tuple[Kernels, Package]:
     """Return every kernel by its label, and make the package known."""
     found = Kernels(rendered(_planned()))
-    registry.add(package_of_kernels(list(found.values()), "tests/gpu"))
-    return found
+    return found, package_of_kernels(list(found.values()), "tests/gpu")
 
 
 @dataclass

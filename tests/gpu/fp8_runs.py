@@ -12,7 +12,7 @@ from torch import Tensor
 from attngen.formats import QUANTIZE
 from attngen.runtime.pinned import Pinned
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import prepare
+from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.cases import Case
 from attngen.tools.verify.inputs import make_inputs
 from attngen.tools.verify.poison import poisoned
@@ -25,6 +25,10 @@ _PREPARED = {
     if one.plan.direction != QUANTIZE
 }
 NAMES = list(_PREPARED)
+
+
+def to_build() -> list[Prepared]:
+    return list(_PREPARED.values())
 
 
 @cache

@@ -1,7 +1,8 @@
-"""The kernels of the specs of ``specs/integrations/``, and what their tests share."""
+"""The kernels of the specs of ``specs/integrations/`` that tests call, and what these tests share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,26 +11,75 @@ import torch
 from torch import Tensor
 
 from attngen import resources
+from attngen.formats import APPEND
 from attngen.runtime.module import read_kernel
 from attngen.runtime.registry import Package, package_of_kernels
-from attngen.schema import load_spec
+from attngen.schema import load_spec, spec_hash
+from attngen.store.index import Index, IndexEntry, write_index
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels, prepare
+from attngen.tools.build.pipeline import BuiltKernel, Prepared, compile_kernels, prepare
 from tests.gpu.family import for_this_gpu
 from tests.integrations import families
 
 BATCH, HEADS, KV_HEADS = 2, 4, 2
 
 
+def _flash_attn(kernel: Prepared) -> bool:
+    plan = kernel.plan
+    narrow = plan.dtype_name == "bf16" and plan.head_dim_qk == 64
+    return plan.dtype_name in ("bf16", "fp16") and (narrow or (plan.layout == "dense" and not plan.ordered))
+
+
+def _caches(kernel: Prepared) -> bool:
+    wide = {"bf16": 128, "fp16": 64}.get(kernel.plan.dtype_name, 0)
+    sixteen = kernel.spec.kv_dtype in (None, kernel.plan.dtype_name)
+    return kernel.plan.direction == APPEND or (sixteen and kernel.plan.head_dim_qk in (64, wide) and wide > 0)
+
+
+#: Of the kernels of each shipped spec those that tests and examples call: one of them all takes minutes to compile.
+CALLED: dict[str, Callable[[Prepared], bool]] = {
+    "sdpa": lambda kernel: True,
+    "flash_attn": _flash_attn,
+    "flash_attn_kvcache": _caches,
+    "transformers": lambda kernel: kernel.plan.dtype_name == "bf16" and kernel.plan.head_dim_qk == 64,
+}
+
+
+@cache
+def called(spec: str) -> list[Prepared]:
+    """Return the kernels of a shipped spec that are called, for the GPU that is here."""
+    kernels = prepare(load_spec(resources.specs_dir() / f"integrations/{spec}.yaml"))
+    return [for_this_gpu(kernel) for kernel in kernels if CALLED[spec](kernel)]
+
+
+def to_build() -> list[Prepared]:
+    return [kernel for spec in CALLED for kernel in called(spec)]
+
+
+@cache
+def _built(spec: str) -> list[BuiltKernel]:
+    """Compile what the cache lacks."""
+    here = called(spec)
+    built, failures = compile_kernels(here, store=Store())
+    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
+    return [built[kernel.plan.name] for kernel in here]
+
+
 @cache
 def package(spec: str) -> Package:
-    """Compile what the cache lacks of a shipped spec, for the GPU that is here."""
-    here = [for_this_gpu(kernel) for kernel in prepare(load_spec(resources.specs_dir() / f"integrations/{spec}.yaml"))]
-    store = Store()
-    built, failures = compile_kernels(here, store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    kernels = [read_kernel(store.path(built[kernel.plan.name].key)) for kernel in here]
+    """Return the package of the kernels of a shipped spec that are called."""
+    kernels = [read_kernel(Store().path(kernel.key)) for kernel in _built(spec)]
     return package_of_kernels(kernels, "tests/gpu/packages")
+
+
+def indexed(spec: str) -> None:
+    """Leave the kernels of a shipped spec that are called in the cache as a build of the whole spec does."""
+    path = resources.specs_dir() / f"integrations/{spec}.yaml"
+    loaded = load_spec(path)
+    rows = [(one.name, one.key, one.manifest) for one in _built(spec)]
+    entries = tuple(IndexEntry(name, key, m["variant"]["name"], m["arch"], m["backend"]) for name, key, m in rows)
+    inputs = {str(source.path): source.sha256 for source in loaded.sources}
+    write_index(Store(), Index(loaded.package, str(path), spec_hash(loaded), inputs, entries))
 
 
 def only_package(spec: str) -> Any:

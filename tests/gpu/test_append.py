@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attngen
-from attngen.arch import arch_of
 from attngen.errors import CallError
 from attngen.runtime import append_run, append_torch
 from attngen.runtime.append_arguments import Append, check
@@ -26,25 +25,27 @@ from attngen.runtime.append_kernel import PreparedAppend
 from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels
+from attngen.tools.build.pipeline import Prepared, compile_kernels
 from attngen.tools.verify.gpu import try_pinned
+from tests.gpu.family import arch_here
 from tests.runtime.appended import BATCH, DTYPES, PLACES, UNSUITED, a_call, bits, both, on_gpu
 from tests.runtime.host_kernels import APPENDED, prepared
 
 TRIALS = 300
 
 
+def to_build() -> list[Prepared]:
+    return prepared(*APPENDED, arch=arch_here().name)
+
+
 @cache
 def kernels() -> dict[str, Kernel]:
     """Compile the kernels of all dtypes for the GPU that is here."""
-    major, minor = torch.cuda.get_device_capability()
-    arch = arch_of(10 * major + minor)
-    assert arch is not None
-    store, wanted = Store(), prepared(*APPENDED, arch=arch.name)
+    store, wanted = Store(), to_build()
     built, failures = compile_kernels(wanted, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
     return {
-        one.plan.name.removeprefix(f"append_{arch.name}_"): read_kernel(store.path(built[one.plan.name].key))
+        one.plan.name.removeprefix(f"append_{one.plan.arch.name}_"): read_kernel(store.path(built[one.plan.name].key))
         for one in wanted
     }
 

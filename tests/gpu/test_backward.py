@@ -17,16 +17,16 @@ from attngen.errors import CallError
 from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import PinnedGradients, prepared_shapes
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.registry import Package, package_of_kernels
 from attngen.schema import load_spec
 from attngen.tools.bench.memory import workspace, workspace_bound
-from attngen.tools.build.pipeline import plans
+from attngen.tools.build.pipeline import Prepared, plans
 from attngen.tools.cases import Case
 from attngen.tools.verify.gradient_contract import expected_gradients
 from attngen.tools.verify.inputs import Element, make_inputs
 from attngen.tools.verify.poison import poisoned_gradients
 from attngen.tools.verify.trial import Trial, try_backward
-from tests.gpu.family import Kernels, label, rendered, same
+from tests.gpu.family import Kernels, known, label, rendered, same
 from tests.gpu.gradient_runs import gradient_run
 
 SPEC = Path(__file__).with_name("backward.yaml")
@@ -35,12 +35,15 @@ _PLANNED = {f"{plan.direction} {label(plan)}": (spec, plan) for spec, plan in pl
 ALL = [name for name in _PLANNED if name.startswith("backward")]
 
 
-@cache
-def kernels() -> Kernels:
+def to_build() -> list[Prepared]:
+    return list(rendered(_PLANNED).values())
+
+
+@known
+def kernels() -> tuple[Kernels, Package]:
     """Return forwards and backwards by their labels, and make the package known."""
     found = Kernels(rendered(_PLANNED))
-    registry.add(package_of_kernels(list(found.values()), "tests/gpu"))
-    return found
+    return found, package_of_kernels(list(found.values()), "tests/gpu")
 
 
 @cache

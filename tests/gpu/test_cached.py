@@ -11,21 +11,19 @@ from collections import Counter
 import pytest
 import torch
 
-from attngen import resources
 from attngen.errors import NoKernelError
 from attngen.runtime.registry import registry
-from attngen.tools.build.pipeline import build
+from tests.gpu.packages import indexed
 from tests.integrations.cached import Cached, checked, draw
-
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 def made(seed: int) -> Cached:
-    return draw(seed, device="cuda", dtype=DTYPES[seed % 2], largest=1500, head_dims=(64, 128))
+    dtype, head_dims = ((torch.bfloat16, (64, 128)), (torch.float16, (64,)))[seed % 2]
+    return draw(seed, device="cuda", dtype=dtype, largest=1500, head_dims=head_dims)
 
 
 def build_all() -> None:
-    assert build(resources.specs_dir() / "integrations/flash_attn_kvcache.yaml").failures == ()
+    indexed("flash_attn_kvcache")
     registry.clear()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ from torch import Tensor
 
 import attngen
 from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.registry import Package, package_of_kernels
 from attngen.schema import load_spec
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels, prepare_each
+from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare_each
 from attngen.tools.verify.gpu import try_pinned
+from tests.gpu.family import known
 from tests.runtime.pages import cache as pages_of
 from tests.runtime.pages import starts_of
 
@@ -32,20 +32,21 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def kernels() -> list[Kernel]:
-    """Compile the split-KV kernels of the spec, which alone are known as the package."""
-    spec = load_spec(Path(__file__).with_name("caches_8_bits.yaml"))
-    prepared, wrong = prepare_each(spec)
+def to_build() -> list[Prepared]:
+    prepared, wrong = prepare_each(load_spec(Path(__file__).with_name("caches_8_bits.yaml")))
     assert not wrong
     wanted = [one for one in prepared if one.plan.split_kv or one.plan.layout == "paged"]
-    wanted = [one for one in wanted if one.plan.direction == "forward"]
-    store = Store()
+    return [one for one in wanted if one.plan.direction == "forward"]
+
+
+@known
+def kernels() -> tuple[list[Kernel], Package]:
+    """Compile the split-KV kernels of the spec, which alone are known as the package."""
+    store, wanted = Store(), to_build()
     built, failures = compile_kernels(wanted, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
     found = [read_kernel(store.path(built[one.plan.name].key)) for one in wanted]
-    registry.add(package_of_kernels(found, "tests/gpu/test_caches_8_bits"))
-    return found
+    return found, package_of_kernels(found, "tests/gpu/test_caches_8_bits")
 
 
 @pytest.fixture(autouse=True)

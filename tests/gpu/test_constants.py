@@ -11,12 +11,16 @@ from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import plans
+from attngen.tools.build.pipeline import Prepared, plans
 from attngen.tools.verify.trial import try_backward, try_kernel
 from tests.gpu.family import Kernels, label, rendered
 
 SPEC = Path(__file__).with_name("constants.yaml")
 _PLANNED = {f"{plan.direction} {label(plan)}": (spec, plan) for spec, plan in plans(load_spec(SPEC))}
+
+
+def to_build() -> list[Prepared]:
+    return list(rendered(_PLANNED).values())
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,12 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.module import read_kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.module import Kernel, read_kernel
+from attngen.runtime.registry import Package, package_of_kernels
 from attngen.schema import load_spec
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels, prepare_each
+from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare_each
+from tests.gpu.family import known
 from tests.runtime.pages import cache as pages_of
 from tests.runtime.pages import starts_of
 
@@ -27,18 +27,21 @@ VARIANTS = [
 ]  # fmt: skip
 
 
-@cache
-def kernels() -> None:
-    """Compile the split-KV kernels of the spec, which alone are known as the package: no other takes a call."""
+def to_build() -> list[Prepared]:
     spec = load_spec(Path(__file__).with_name("decode.yaml"))
-    wanted = [one for one in prepare_each(spec)[0] if one.plan.split_kv]
+    return [one for one in prepare_each(spec)[0] if one.plan.split_kv]
+
+
+@known
+def kernels() -> tuple[list[Kernel], Package]:
+    """Compile the split-KV kernels of the spec, which alone are known as the package: no other takes a call."""
+    store, wanted = Store(), to_build()
     assert {one.plan.schedule for one in wanted} == {"hopper_decode"}
-    store = Store()
     built, failures = compile_kernels(wanted, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
     found = [read_kernel(store.path(built[one.plan.name].key)) for one in wanted]
     assert all(one.split_kv for one in found)
-    registry.add(package_of_kernels(found, "tests/gpu/test_decode"))
+    return found, package_of_kernels(found, "tests/gpu/test_decode")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import attngen
 from attngen.runtime.registry import registry
-from attngen.tools.build.pipeline import build
+from attngen.schema import load_spec_text
+from attngen.tools.build.pipeline import Prepared, build, prepare
 
 SPEC = """
 schema: 1
@@ -21,6 +22,10 @@ kernels:
   - {variant: causal, head_dim: 128, dtype: bf16, layout: [dense, paged], pack_gqa: [false, true], split_kv: true}
 """
 STEPS, PAGE = 24, 64
+
+
+def to_build() -> list[Prepared]:
+    return prepare(load_spec_text(SPEC, "chains.yaml"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,7 +17,7 @@ from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.registry import Package, package_of_kernels, registry
 from attngen.schema import load_spec
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels, plans, prepare
+from attngen.tools.build.pipeline import Prepared, compile_kernels, plans, prepare
 from tests.gpu.family import for_this_gpu
 
 SPEC = Path(__file__).with_name("divisions.yaml")
@@ -31,10 +31,14 @@ _PAIRS = [
 ]
 
 
+def to_build() -> list[Prepared]:
+    return prepare(load_spec(SPEC))
+
+
 @cache
 def kernels() -> dict[str, Kernel]:
     """Compile what the cache lacks, by the names of the plans for sm90a."""
-    here = [for_this_gpu(kernel) for kernel in prepare(load_spec(SPEC))]
+    here = [for_this_gpu(kernel) for kernel in to_build()]
     store = Store()
     built, failures = compile_kernels(here, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)

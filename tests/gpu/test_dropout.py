@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import attngen
 from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.registry import Package, package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import prepare
+from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.verify.trial import try_backward, try_kernel
-from tests.gpu.family import Kernels, same
+from tests.gpu.family import Kernels, known, same
 
 SPEC = Path(__file__).with_name("dropout.yaml")
 PACKAGE = "attngen_gpu_dropout"
@@ -30,12 +29,15 @@ BACKWARDS = [name for name, kernel in _PREPARED.items() if kernel.plan.direction
 BACKENDS = ("triton", "cuda")
 
 
-@cache
-def kernels() -> Kernels:
+def to_build() -> list[Prepared]:
+    return list(_PREPARED.values())
+
+
+@known
+def kernels() -> tuple[Kernels, Package]:
     """Return all kernels by their names in the plan, and make the package known."""
     found = Kernels(_PREPARED)
-    registry.add(package_of_kernels(list(found.values()), "tests/gpu"))
-    return found
+    return found, package_of_kernels(list(found.values()), "tests/gpu")
 
 
 @pytest.mark.parametrize("name", FORWARDS)

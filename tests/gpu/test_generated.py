@@ -11,22 +11,36 @@ import shutil
 
 import pytest
 
+from attngen.tools.build.pipeline import Prepared
+from tests.fuzz.trials import plan_one
 from tests.gpu.generated import describe, memchecked, run, seeds_of
 
+SEEDS = seeds_of(os.environ.get("ATTNGEN_FUZZ_SEEDS", "0:32"))
+MEMCHECKED = seeds_of(os.environ.get("ATTNGEN_FUZZ_MEMCHECK", "0:12"))
 
-def test_generated_specs_meet_their_contracts() -> None:
-    seeds = seeds_of(os.environ.get("ATTNGEN_FUZZ_SEEDS", "0:32"))
+
+def shards(seeds: range, size: int) -> list[range]:
+    """Cut seeds into parts, which may run at the same time."""
+    return [seeds[first : first + size] for first in range(0, len(seeds), size)]
+
+
+def to_build() -> list[Prepared]:
+    return [kernel for seed in sorted({*SEEDS, *MEMCHECKED}) for kernel in plan_one(seed, True).kernels]
+
+
+@pytest.mark.parametrize("seeds", shards(SEEDS, 8), ids=str)
+def test_generated_specs_meet_their_contracts(seeds: range) -> None:
     rows = run(seeds)
     assert {row.seed for row in rows} == set(seeds)
     assert describe(rows) == []
     assert sum(row.verdict == "passed" for row in rows) > len(rows) // 2
 
 
-def test_generated_specs_stay_within_their_memory() -> None:
+@pytest.mark.parametrize("seeds", shards(MEMCHECKED, 4), ids=str)
+def test_generated_specs_stay_within_their_memory(seeds: range) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")
-    seeds = seeds_of(os.environ.get("ATTNGEN_FUZZ_MEMCHECK", "0:12"))
     rows = memchecked(seeds, sanitizer)
     assert {row.seed for row in rows} == set(seeds)
     assert describe(rows) == []

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attngen.tools.cases import Case
 from tests.gpu.family import Run, bits, labels, of_variants, same
+from tests.sampling import sampled
 
 ALL = labels()
 VALUES = (torch.nan, torch.inf, -torch.inf, 1e38)
@@ -37,8 +38,7 @@ def representable(value: float, tensor: Tensor) -> float:
     return min(value, torch.finfo(tensor.dtype).max) if value == 1e38 else value
 
 
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("name", ALL)
+@sampled(name=ALL, value=VALUES)
 def test_check_06_keys_and_values_behind_the_end(name: str, value: float) -> None:
     def results(fill: float) -> tuple[Tensor, Tensor]:
         run = Run.of(name, case_of(name), **small_scalars(name))
@@ -51,8 +51,7 @@ def test_check_06_keys_and_values_behind_the_end(name: str, value: float) -> Non
     assert same(results(0.0), results(value))
 
 
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("name", ALL)
+@sampled(name=ALL, value=VALUES)
 def test_check_06_keys_that_no_query_sees(name: str, value: float) -> None:
     """Also inside tiles that are seen in part."""
 
@@ -73,9 +72,7 @@ def test_check_06_keys_that_no_query_sees(name: str, value: float) -> None:
     assert same(tuple(zeros), tuple(others))
 
 
-@pytest.mark.parametrize("rows", [70, 2])
-@pytest.mark.parametrize("value", [torch.nan, 1e38])
-@pytest.mark.parametrize("name", of_variants("sliding_window", "sink_window", "allowed"))
+@sampled(name=of_variants("sliding_window", "sink_window", "allowed"), value=[torch.nan, 1e38], rows=[70, 2])
 def test_check_06_tiles_that_the_mask_proves_empty(name: str, value: float, rows: int) -> None:
     """No query sees anything of these KV tiles, so neither their keys nor their values matter.
 

@@ -15,6 +15,7 @@ from attngen.runtime.pinned import Buffers, Pinned, prepared_shapes
 from attngen.tools.cases import Case
 from tests.gpu.family import Run, bits, kernels, labels
 from tests.gpu.sanitized import subjects
+from tests.sampling import sampled
 
 ALL = labels()
 ROOT = Path(__file__).parents[2]
@@ -113,8 +114,7 @@ RACES = [
 REPEATS = 1000
 
 
-@pytest.mark.parametrize("shape", [(1, 239), (239, 1), (113, 203), (500, 517), (2048, 2048)], ids=str)
-@pytest.mark.parametrize("name", RACES)
+@sampled(name=RACES, shape=[(1, 239), (239, 1), (113, 203), (500, 517), (2048, 2048)])
 def test_check_13_races_under_load(name: str, shape: tuple[int, int]) -> None:
     """1,000 repeats beside a busy stream, on a GPU that is half full: every one gives the same bits."""
     rows, keys = shape

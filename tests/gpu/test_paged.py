@@ -17,7 +17,7 @@ from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels, prepare
+from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
 from attngen.tools.verify.gpu import Gpu, try_pinned
 from tests.gpu.family import for_this_gpu
 
@@ -47,11 +47,14 @@ kernels:
 ASKED = expand(load_spec_text(SPEC))
 
 
+def to_build() -> list[Prepared]:
+    return [kernel for kernel in prepare(load_spec_text(SPEC)) if kernel.plan.direction == "forward"]
+
+
 @cache
 def kernels() -> dict[str, Kernel]:
     """Compile what the cache lacks, for the GPU that is here."""
-    wanted = [kernel for kernel in prepare(load_spec_text(SPEC)) if kernel.plan.direction == "forward"]
-    here = [for_this_gpu(kernel) for kernel in wanted]
+    here = [for_this_gpu(kernel) for kernel in to_build()]
     store = Store()
     built, failures = compile_kernels(here, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)

@@ -20,6 +20,7 @@ from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
 from tests.gpu.family import for_this_gpu, same
 from tests.runtime.pages import Cache, starts_of
 from tests.runtime.pages import cache as pages_of
+from tests.sampling import sampled
 
 DEVICE = "cuda"
 PACKAGE = "attngen_serving"
@@ -53,27 +54,23 @@ PAGE_SIZES = {"NHD": (1, 16, 48, 64, 128, 256), "HND": (1, 7, 16, 32, 80, 512)}
 
 
 @cache
-def prepared() -> dict[str, Prepared]:
-    """All kernels that are run, by their names: those over pages, also where blocks share the keys.
+def to_build() -> list[Prepared]:
+    """All kernels that are run: those over pages, also where blocks share the keys.
 
     Kernels with q in 8 bits are in ``test_caches_8_bits.py``.
     """
     specs = (load_spec(resources.specs_dir() / "serving.yaml"), load_spec_text(MORE))
     kernels = [kernel for spec in specs for kernel in prepare(spec) if kernel.plan.direction == "forward"]
-    return {
-        kernel.plan.name: kernel
-        for kernel in kernels
-        if kernel.plan.layout == "paged" and kernel.plan.dtype_name in DTYPES
-    }
+    return [one for one in kernels if one.plan.layout == "paged" and one.plan.dtype_name in DTYPES]
 
 
-NAMES = sorted(prepared())
+NAMES = sorted(kernel.plan.name for kernel in to_build())
 
 
 @cache
 def kernels() -> dict[str, Kernel]:
     """Compile what the cache lacks, for the GPU that is here."""
-    here = {name: for_this_gpu(kernel) for name, kernel in prepared().items()}
+    here = {kernel.plan.name: for_this_gpu(kernel) for kernel in to_build()}
     store = Store()
     built, failures = compile_kernels(list(here.values()), store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
@@ -175,8 +172,7 @@ class Run:
         assert same((out, lse), again)
 
 
-@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("name", NAMES)
+@sampled(name=NAMES, page_layout=["NHD", "HND"])
 def test_page_sizes(name: str, page_layout: str) -> None:
     """Ragged queries, lengths of 0, of 1, and across tiles; more queries than keys; rows after the end are NaN."""
     for page_size in PAGE_SIZES[page_layout]:
@@ -185,8 +181,7 @@ def test_page_sizes(name: str, page_layout: str) -> None:
         ).check()
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 16, 33, 64])
-@pytest.mark.parametrize("name", NAMES)
+@sampled(name=NAMES, tokens=[1, 4, 16, 33, 64])
 def test_appended_tokens(name: str, tokens: int) -> None:
     """A few new tokens beside caches of any lengths: as many to each sequence, without cu_seqlens_q, or not."""
     lengths = [tokens, 4096, tokens + 63, 2049]

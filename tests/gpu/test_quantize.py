@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.arch import arch_of
 from attngen.errors import CallError
 from attngen.runtime import quantize_run, quantize_tiles
 from attngen.runtime.module import Kernel, read_kernel
@@ -26,8 +25,9 @@ from attngen.runtime.quantize_arguments import GRANULARITIES
 from attngen.runtime.quantize_launch import PreparedQuantize
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels
+from attngen.tools.build.pipeline import Prepared, compile_kernels
 from attngen.tools.verify.gpu import try_pinned
+from tests.gpu.family import arch_here
 from tests.runtime import quantized
 from tests.runtime.host_kernels import prepared_quantizers
 from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_call, in_torch
@@ -35,15 +35,20 @@ from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_cal
 TRIALS = 200
 
 
+def to_build() -> list[Prepared]:
+    """The kernels of both dtypes, those of tiles last."""
+    arch = arch_here()
+    if arch.capability < 89:
+        return []
+    return [*prepared_quantizers(arch.name), *prepared_quantizers(arch.name, tiles=True)]
+
+
 @cache
 def kernels() -> list[Kernel]:
-    """Compile the kernels of both dtypes for the GPU that is here, those of tiles last."""
-    major, minor = torch.cuda.get_device_capability()
-    arch = arch_of(10 * major + minor)
-    assert arch is not None
-    if arch.capability < 89:
-        pytest.skip(f"{arch.name} does not round to 8 bits")
-    store, wanted = Store(), [*prepared_quantizers(arch.name), *prepared_quantizers(arch.name, tiles=True)]
+    """Compile the kernels for the GPU that is here."""
+    store, wanted = Store(), to_build()
+    if not wanted:
+        pytest.skip(f"{arch_here().name} does not round to 8 bits")
     built, failures = compile_kernels(wanted, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
     return [read_kernel(store.path(built[one.plan.name].key)) for one in wanted]

@@ -14,18 +14,23 @@ from attngen.runtime.module import read_kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.schema import load_spec
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels, prepare
+from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
 from tests.docs.blocks import ROOT, blocks
 from tests.gpu.family import for_this_gpu
 
 
-@pytest.fixture
-def kernels() -> Iterator[None]:
-    """The causal kernels of ``specs/serving.yaml`` that read pages, of head dimension 128."""
-    wanted = [
-        for_this_gpu(kernel) for kernel in prepare(load_spec(resources.specs_dir() / "serving.yaml"))
+def to_build() -> list[Prepared]:
+    """Return the causal kernels of ``specs/serving.yaml`` that read pages, of head dimension 128."""
+    return [
+        kernel for kernel in prepare(load_spec(resources.specs_dir() / "serving.yaml"))
         if kernel.plan.layout == "paged" and kernel.plan.variant.name == "causal" and "d128" in kernel.plan.name
     ]  # fmt: skip
+
+
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """Make these kernels known, and no others."""
+    wanted = [for_this_gpu(kernel) for kernel in to_build()]
     assert wanted
     store = Store()
     built, failures = compile_kernels(wanted, store=store)

@@ -14,7 +14,7 @@ from attngen.runtime import driver as drivers
 from attngen.runtime.pinned import Pinned
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import plans
+from attngen.tools.build.pipeline import Prepared, plans
 from attngen.tools.cases import Case
 from attngen.tools.verify.contract import deviation
 from attngen.tools.verify.poison import poisoned
@@ -22,12 +22,21 @@ from attngen.tools.verify.trial import in_rows, prepare_case, try_kernel
 from tests.gpu.family import DEVICE, Kernels, rendered
 
 SPEC = Path(__file__).with_name("shared.yaml")
-PLANNED = {plan.name: (spec, plan) for spec, plan in plans(load_spec(SPEC)) if spec.split_tiles}
+_PLANS = plans(load_spec(SPEC))
+PLANNED = {plan.name: (spec, plan) for spec, plan in _PLANS if spec.split_tiles}
+#: What takes calls of many tiles.
+ORDINARY = {
+    plan.name: (spec, plan) for spec, plan in _PLANS if plan.name == "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s2c2"
+}
 SEED = 50_000
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="CUDA kernels are for sm90a"
 )
+
+
+def to_build() -> list[Prepared]:
+    return list(rendered(PLANNED | ORDINARY).values())
 
 
 @cache
@@ -79,12 +88,7 @@ def test_any_number_of_blocks(name: str, blocks: int) -> None:
 def test_a_call_of_few_tiles_takes_it_in_a_graph_too() -> None:
     """128 queries at the end of 8,192 keys: the kernel that shares keys; 4,096 queries: another one."""
     name = "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s3c2_shared"
-    ordinary = {
-        plan.name: (spec, plan)
-        for spec, plan in plans(load_spec(SPEC))
-        if plan.name == "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s2c2"
-    }
-    found = [kernels()[name], *Kernels(rendered(ordinary)).values()]
+    found = [kernels()[name], *Kernels(rendered(ORDINARY)).values()]
     registry.clear()
     registry.add(package_of_kernels(found, "tests/gpu/test_shared_tiles"))
     torch.manual_seed(1)
@@ -97,7 +101,7 @@ def test_a_call_of_few_tiles_takes_it_in_a_graph_too() -> None:
     assert "blocks share" in str(told)
     many = attngen.explain(q, k, v, variant="causal", package="shared_tests").kernel
     assert many is not None
-    assert many.name in ordinary
+    assert many.name in ORDINARY
     out = attngen.attention(few, k, v, variant="causal", package="shared_tests")
     exact = few.double(), k.double(), v.double()
     wanted = attngen.attention(*exact, variant="causal", package="shared_tests", backend="reference")

@@ -15,15 +15,15 @@ import attngen
 from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.registry import Package, package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import prepare
+from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.cases import Case
 from attngen.tools.verify.contract import deviation, expected
 from attngen.tools.verify.inputs import Element, Inputs, make_inputs
 from attngen.tools.verify.poison import poisoned
 from attngen.tools.verify.trial import Trial, try_backward, try_kernel
-from tests.gpu.family import Kernels, same
+from tests.gpu.family import Kernels, known, same
 
 SPEC = Path(__file__).with_name("sinks.yaml")
 PACKAGE = "attngen_gpu_sinks"
@@ -32,12 +32,15 @@ FORWARDS = [name for name, kernel in _PREPARED.items() if kernel.plan.direction 
 BACKWARDS = [name for name, kernel in _PREPARED.items() if kernel.plan.direction == "backward"]
 
 
-@cache
-def kernels() -> Kernels:
+def to_build() -> list[Prepared]:
+    return list(_PREPARED.values())
+
+
+@known
+def kernels() -> tuple[Kernels, Package]:
     """Return all kernels by their names in the plan, and make the package known."""
     found = Kernels(_PREPARED)
-    registry.add(package_of_kernels(list(found.values()), "tests/gpu"))
-    return found
+    return found, package_of_kernels(list(found.values()), "tests/gpu")
 
 
 @pytest.mark.parametrize("name", FORWARDS)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attngen import resources
 from attngen.runtime.registry import registry
-from attngen.tools.build.pipeline import build
+from tests.gpu.packages import indexed
 from tests.integrations import families
 from tests.integrations.serving import NEW, PROMPTS, plain, prompts, serve
 
@@ -18,7 +17,7 @@ CLOSE = 0.25
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
     for name in ("flash_attn_kvcache", "transformers"):
-        assert build(resources.specs_dir() / f"integrations/{name}.yaml").failures == ()
+        indexed(name)
     registry.clear()
 
 

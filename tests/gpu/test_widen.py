@@ -18,7 +18,7 @@ from attngen.runtime.module import Kernel, read_kernel
 from attngen.runtime.registry import package_of_kernels, registry
 from attngen.schema import load_spec_text
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels, prepare
+from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
 from attngen.tools.verify.gpu import try_pinned
 
 SPEC = """
@@ -39,11 +39,15 @@ KEYS, KV_HEADS, HEADS = 4096, 4, 16
 LENGTHS = (4096, 2500)
 
 
+def to_build() -> list[Prepared]:
+    return prepare(load_spec_text(SPEC))
+
+
 @cache
 def kernels() -> list[Kernel]:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper card")
-    store, wanted = Store(), prepare(load_spec_text(SPEC))
+    store, wanted = Store(), to_build()
     built, failures = compile_kernels(wanted, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
     return [read_kernel(store.path(one.key)) for one in built.values()]
