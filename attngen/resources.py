@@ -48,6 +48,11 @@ def variants_file() -> Path:
     return _PACKAGE / "integrations" / "variants.json"
 
 
+def record_file() -> Path:
+    """Return the file of what the tests for GPUs have seen; a checkout or an installation may have none yet."""
+    return root() / "tests" / "gpu" / "record.json"
+
+
 def licence_file() -> Path:
     """Return the file of attngen's licence, which every copy of its runtime or generator includes."""
     return root() / "LICENSE"

@@ -33,7 +33,7 @@ def seeds(number: int, *, always: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("seed", [*range(always), *rest])
 
 
-def some(values: Iterable[str], always: Container[str]) -> list[Any]:
+def some(values: Iterable[Any], always: Container[Any]) -> list[Any]:
     """Return the values of a parameter: those of ``always`` run always, all others with the rest."""
     rest = pytest.mark.exhaustive
     return [pytest.param(value, marks=() if value in always else rest) for value in values]

@@ -38,7 +38,7 @@ FACADES = {"__init__.py", "__main__.py"}
 NOT_FOR_RUNTIME = {"schema", "plan", "render", "compile"}
 
 #: The same inside ``attngen/tools``: what all share first.
-TOOLS = ("cases", "values", "build", "explain", "verify", "bench", "tune")
+TOOLS = ("record", "cases", "values", "build", "explain", "verify", "bench", "tune")
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).as_posix() not in FACADES)
 

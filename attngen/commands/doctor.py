@@ -1,4 +1,4 @@
-"""``attngen doctor``: what is installed, what can be compiled, what can be run."""
+"""``attngen doctor``: what is installed, what can be compiled, what can be run, what was tested."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Finding:
 def command(context: click.Context, as_json: bool) -> None:
     """Say what works on this machine and what is missing. Exits 1 if kernels can be neither built nor run."""
     installed, built, run = _installed(), _build(), _run()
-    findings = [*installed, *built, *run]
+    findings = [*installed, *built, *run, *_tested()]
     if as_json:
         print_json({"findings": [asdict(finding) for finding in findings]})
     else:
@@ -157,6 +157,27 @@ def _driver() -> str:
 
     version = current().version()
     return f"supports CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _tested() -> list[Finding]:
+    """Say which GPUs ran the whole test suite, and whether the sources of the kernels are those that ran."""
+    from attngen.tools import record
+
+    try:
+        rows = record.records()
+    except (OSError, ValueError) as error:
+        return [Finding("tested", "records", "broken", str(error))]
+    if not rows:
+        return [Finding("tested", "records", "missing", "no run of the whole GPU test suite is recorded")]
+    findings = []
+    for row in rows:
+        changed = row.changed()
+        since = f"changed since: {', '.join(changed)}" if changed else "these sources"
+        well = not changed and not row.count(record.FAILED) and not row.count(record.NOT_RUN)
+        findings.append(
+            Finding("tested", row.card, "ok" if well else "missing", f"{row.date}: {row.counts()}; {since}")
+        )
+    return findings
 
 
 def _try(part: str, name: str, look: Callable[[], str]) -> Finding:

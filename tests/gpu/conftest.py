@@ -1,13 +1,29 @@
-"""GPU tests: all of them are skipped, with the reason, where there is no GPU that kernels can be built for."""
+"""GPU tests: all of them are skipped, with the reason, where there is no GPU that kernels can be built for.
+
+Several workers may share the card. A test after which the CUDA context is lost ends its worker, and counts as failed;
+pytest-xdist starts another worker for the rest.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+#: Words in the names of tests that take long, most of all those under compute-sanitizer: each worker begins with some.
+LONG = (
+    "test_check_10", "test_check_11", "test_check_12", "checks_10_and_12", "sanitizer", "beyond_its_memory",
+    "within_their_memory", "generated_specs", "thousand", "test_bench", "example_runs", "races_under_load",
+    "a_server_gives", "static_cache", "test_models_first_call", "test_package", "test_model_spec", "every_divisor",
+)  # fmt: skip
+
+#: What a worker's allocator may keep of the card's memory between tests.
+_KEPT_BYTES = 2**31
 
 
 def _reason() -> str | None:
@@ -19,6 +35,7 @@ def _reason() -> str | None:
     return None if arch_of(10 * major + minor) else f"no kernels can be built for sm{major}{minor}"
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if "tests/gpu" in item.path.as_posix()]
     reason = _reason() if here else None
@@ -26,17 +43,71 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        items[:] = in_order(items, workers)
+
+
+def in_order(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Return tests so that each worker's share begins with its part of the long ones.
+
+    ``--dist worksteal`` gives each worker a run of tests of the same length. Those of one kernel follow each other, so
+    that few workers load it.
+    """
+    long = [item for item in items if any(word in item.nodeid for word in LONG)]
+    chosen = set(map(id, long))
+    short = sorted((item for item in items if id(item) not in chosen), key=_place)
+    found = []
+    for worker in range(workers):
+        own = long[worker::workers]
+        # as xdist divides: what is left, evenly among the workers that are left
+        share = (len(items) - len(found)) // (workers - worker)
+        taken = max(share - len(own), 0)
+        found += own + short[:taken]
+        del short[:taken]
+    return found + short
+
+
+def _place(item: pytest.Item) -> tuple[str, str]:
+    given = getattr(item, "callspec", None)
+    name = given.params.get("name", "") if given is not None else ""
+    return item.path.name, name if isinstance(name, str) else ""
 
 
 @pytest.fixture(autouse=True)
 def _clean(request: pytest.FixtureRequest) -> Iterator[None]:
     """Finish what a test started: an error of its kernels is its own, and nothing can run after one that loses all."""
     yield
-    if torch.cuda.is_available():
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            pytest.exit(f"{request.node.nodeid} lost the CUDA context: {error}", returncode=1)
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        lost = f"{request.node.nodeid} lost the CUDA context: {error}"
+        if not hasattr(request.config, "workerinput"):
+            pytest.exit(lost, returncode=1)
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(lost, file=sys.__stderr__, flush=True)
+        os._exit(1)
+    if torch.cuda.memory_reserved() > _KEPT_BYTES:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_known() -> None:
+    """A module begins with no package, whatever other modules made known in this process."""
+    from attngen.runtime.registry import registry
+
+    registry.clear()
+
+
+@pytest.fixture(autouse=True)
+def _known(request: pytest.FixtureRequest, _nothing_known: None) -> None:
+    """What a module makes known stays known from one of its tests to the next."""
+    for value in list(vars(request.module).values()):
+        again = getattr(value, "known_again", None)
+        if again is not None:
+            again()
 
 
 @pytest.fixture(autouse=True)

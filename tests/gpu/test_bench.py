@@ -17,6 +17,8 @@ from attngen.tools.bench.ladder import RUNGS
 from tests.tools.bench_support import SCHEMA
 from tests.tools.test_bench_serving import SCHEMA as SERVING
 
+pytestmark = pytest.mark.alone
+
 
 def test_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))

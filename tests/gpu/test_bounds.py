@@ -69,6 +69,7 @@ def test_masks_without_bounds_of_full_tiles(built: Builder, consumers: int) -> N
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.alone
 def test_a_forward_of_more_tiles_than_twenty_bits_count(built: Builder) -> None:
     needs_hopper(12)
     built(
@@ -84,6 +85,7 @@ def test_a_forward_of_more_tiles_than_twenty_bits_count(built: Builder) -> None:
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.alone
 def test_a_backward_of_more_tiles_than_twenty_bits_count(built: Builder) -> None:
     needs_hopper(60)
     first = 128 * 2**20  # the first query of the tile that 20 bits do not count

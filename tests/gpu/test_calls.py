@@ -99,6 +99,7 @@ def large_memory() -> Iterator[Tensor]:
     torch.cuda.empty_cache()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("power", [31, 32])
 @pytest.mark.parametrize(
     "name", ["causal-bf16-d64-dense-descriptor", "causal-bf16-d64-dense-pointer", "causal-bf16-d64-dense-wgmma"]
@@ -120,6 +121,7 @@ def test_check_19_offsets_beyond_int32(name: str, power: int, large_memory: Tens
     assert same((parts[3], lse), wanted)
 
 
+@pytest.mark.alone
 def test_check_19_packed_rows_beyond_int32(large_memory: Tensor) -> None:
     """The last sequence starts beyond 2**32 elements, in q, k, v and out."""
     heads, head_dim, far_rows, rows = 128, 64, 2**19 + 32, 96

@@ -12,6 +12,7 @@ from tests.gpu.decode_calls import LAYOUTS, Form, Ready, ready
 from tests.gpu.sanitized_decode import SUBJECTS
 from tests.gpu.test_decode import VARIANTS, close, kernels
 from tests.gpu.test_memory import sanitize
+from tests.sampling import some
 
 BATCHES, SHARDS = 1000, 10
 FORMS = [*(Form(variant, layout) for variant in VARIANTS for layout in LAYOUTS), *SUBJECTS[-8:]]
@@ -36,8 +37,7 @@ def drawn(chance: random.Random, *, longest: int) -> Ready:
     )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", some(range(SHARDS), range(2)))
 def test_a_thousand_ragged_batches(shard: int) -> None:
     """Against float64."""
     chance = random.Random(f"ragged {shard}")

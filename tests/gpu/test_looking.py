@@ -38,6 +38,7 @@ def test_kernels_and_their_gradients_are_close(variant: str, own: dict[str, Any]
     assert {part.what for part in found.parts} == {"out", "lse", "dq", "dk", "dv"}
 
 
+@pytest.mark.alone
 def test_rows_of_16k_keys_and_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = tensors(16384, 16384)
     torch.cuda.reset_peak_memory_stats()

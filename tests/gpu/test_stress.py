@@ -52,6 +52,6 @@ def test_a_thousand_launches_of_random_shapes() -> None:
     assert stress(shapes=64, seed=1) >= 1000
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ten_thousand_launches_of_random_shapes() -> None:
     assert stress(shapes=625, seed=2) >= 10_000

@@ -37,6 +37,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.alone
 def test_a_sustained_race_of_small_calls(spec: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = ("--suite", "small", "--sustained", "--rounds", "2", "--cell", "d64 b1 16 256", "--json", str(figures))

@@ -1,0 +1,273 @@
+"""The recorded run of the GPU tests, on suites that need no GPU; its records, and what quotes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from attngen import cli, resources
+from attngen.tools import record as records
+from attngen.tools.record import Record
+from tests.gpu import prebuilt, record
+from tests.gpu.record import FAMILIES, family_of, run
+
+ROOT = Path(__file__).parents[1]
+
+#: Tests that pass, fail, are refused, crash, hang, and lose a CUDA context, between others that do not notice.
+SUITE = """
+    import ctypes, os, time
+    import pytest, torch
+    from tests.gpu.conftest import _clean
+
+    @pytest.mark.parametrize("number", range(12))
+    def test_passes(number):
+        pass
+
+    def test_fails():
+        assert 1 == 2, "one is not two"
+
+    def test_refused():
+        pytest.skip("refused: wrong code")
+
+    def test_lacks_a_card():
+        pytest.skip("needs two GPUs")
+
+    def test_crashes():
+        ctypes.string_at(0)
+
+    def test_waits_forever():
+        time.sleep(3600)
+
+    def test_loses_the_context():  # for this process, which runs no other test
+        def lost():
+            raise RuntimeError("an illegal memory access was encountered")
+        torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, lost
+
+    @pytest.fixture
+    def broken():
+        raise ValueError("no fixture")
+
+    def test_has_no_fixture(broken):
+        pass
+
+    @pytest.mark.alone
+    def test_alone():
+        assert os.environ["PYTEST_XDIST_WORKER_COUNT"] == "1"
+
+    @pytest.mark.exhaustive
+    def test_left_out():
+        assert False
+
+    @pytest.mark.parametrize("number", range(12))
+    def test_passes_later(number):
+        pass
+"""
+
+
+def suite_in(folder: Path, text: str) -> str:
+    pytest.importorskip("xdist")
+    folder.mkdir(exist_ok=True)
+    path = folder / "test_few.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def names(found: dict[str, record.Test], outcome: str) -> list[str]:
+    return sorted(name.split("::")[-1] for name, test in found.items() if test.outcome()[0] == outcome)
+
+
+def test_a_crash_a_hang_and_a_lost_context_cost_one_test_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "TEST_SECONDS", 8)
+    suite, said = run([suite_in(tmp_path / "suite", SUITE)], workers=2, limit=None, folder=tmp_path, prebuild=False)
+    found = suite.tests
+    assert names(found, "failed") == [
+        "test_crashes", "test_fails", "test_has_no_fixture", "test_loses_the_context", "test_waits_forever",
+    ], (tmp_path / "tests").read_text()  # fmt: skip
+    assert names(found, "refused") == ["test_refused"]
+    assert names(found, "not run") == ["test_lacks_a_card"]
+    assert len(names(found, "passed")) == 25
+    assert suite.exhaustive == 1
+    texts = {name.split("::")[-1]: "\n".join(test.texts) for name, test in found.items()}
+    assert "one is not two" in texts["test_fails"]
+    assert "crashed while running" in texts["test_crashes"]
+    printed = (tmp_path / "tests").read_text()
+    assert "test_loses_the_context lost the CUDA context: an illegal memory access" in printed
+    assert "Timeout" in printed
+    assert len(said) == 2
+
+
+def test_what_the_limit_cuts_off_is_named(tmp_path: Path) -> None:
+    text = """
+        import time
+        import pytest
+
+        @pytest.mark.parametrize("number", range(200))
+        def test_slow(number):
+            time.sleep(0.25)
+    """
+    suite, _ = run([suite_in(tmp_path / "suite", text)], workers=2, limit=14, folder=tmp_path, prebuild=False)
+    assert len(suite.tests) == 200
+    passed, rest = names(suite.tests, "passed"), names(suite.tests, "not run")
+    assert len(passed) + len(rest) == 200
+    assert passed
+    assert rest
+    why = {test.outcome()[1] for test in suite.tests.values()} - {""}
+    assert why <= {"cut off at the limit", "the limit was reached before"}
+
+
+def test_a_file_that_cannot_be_imported_fails_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "suite"
+    suite_in(folder, "def test_passes():\n    pass")
+    (folder / "test_broken.py").write_text("import nothing_of_this_name")
+    suite, _ = run([str(folder)], workers=2, limit=None, folder=tmp_path, prebuild=False)
+    assert names(suite.tests, "passed") == ["test_passes"]
+    assert [Path(name).name for name in names(suite.tests, "failed")] == ["test_broken.py"]
+
+
+def test_the_command_writes_a_record_for_each_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = suite_in(tmp_path / "suite", "def test_passes():\n    pass\ndef test_fails():\n    assert 0")
+    out, log = tmp_path / "record.json", tmp_path / "log"
+    for card in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        monkeypatch.setattr(record, "card_and_driver", lambda card=card: (card, "580.1"))
+        options = ["--out", str(out), "--log", str(log), "--workers", "1", "--no-prebuild", "--commit", "abc"]
+        assert record.main([path, *options]) == 1
+    first, second = records.records(out)
+    assert (first.card, second.card) == ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+    assert first.counts() == "1 passed, 1 failed, 0 refused, 0 not run"
+    assert first.commit == "abc"
+    assert first.changed() == []
+    assert [name.split("::")[-1] for name in first.failed] == ["test_fails"]
+    assert "assert 0" in log.read_text()
+
+
+def test_some_files_are_no_record_of_the_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        record.main(["tests/gpu/test_calls.py"])
+    assert "--out says where to write it" in capsys.readouterr().err
+
+
+def test_every_file_of_tests_has_a_family() -> None:
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    listed = [name for family in FAMILIES.values() for name in family]
+    assert sorted(listed) == sorted(files)
+    assert family_of("tests/gpu/test_cut_tiles.py::test_parts[a]") == "backward"
+
+
+# --- the kernels that are compiled ahead ----------------------------------------------------------------------------
+
+
+def test_what_is_compiled_ahead_is_what_tests_compile() -> None:
+    """Each module that compiles in the user's cache says what; two of them are planned here, as their tests do."""
+    compiling = {
+        path.stem
+        for path in prebuilt.FOLDER.glob("*.py")
+        if any(word in path.read_text() for word in ("compile_kernels(", " Kernels(", "build(spec)"))
+    }
+    # test_outside registers a schedule of its own; the others have caches of their own, or read what others compiled
+    others = {"test_outside", "test_model_spec", "test_waves", "prebuilt", "generated", "sanitized_gradients"}
+    assert compiling - others <= set(prebuilt.modules())
+    appended = prebuilt.planned("test_append")
+    assert len({key for key, _ in appended}) == len(appended) > 3
+
+
+def test_batches_hold_each_name_once() -> None:
+    kernels = [kernel for _, kernel in prebuilt.planned("test_serving_loop")]
+    parts = prebuilt.batches([*kernels, *kernels[:3]])
+    assert [len(part) for part in parts] == [len(kernels), 3]
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def made(**fields: object) -> Record:
+    given = {
+        "card": "NVIDIA H100 80GB HBM3", "driver": "580.1", "date": "2026-01-31", "commit": None,
+        "sources": records.source_hashes(), "versions": {"torch": "2.11.0"}, "seconds": 500.0,
+        "families": {"forward": {"passed": 1200, "not run": 3}, "backward": {"passed": 10, "failed": 1}},
+    }  # fmt: skip
+    return Record(**{**given, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("part", records.SOURCES)
+def test_a_change_of_any_source_is_seen(part: str, tmp_path: Path) -> None:
+    """Of each kind of file: changed, added, renamed, in a subfolder; what Python compiles is none."""
+    source = resources.templates_dir() if part == "templates" else ROOT / part
+    copied = tmp_path / "copied"
+    shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    before = records.folder_hash(copied)
+    assert before == records.source_hashes()[part]
+    kinds = {path.suffix: path for path in sorted(copied.rglob("*")) if path.is_file()}
+    for path in kinds.values():
+        text = path.read_bytes()
+        path.write_bytes(text + b" ")
+        assert records.folder_hash(copied) != before, path
+        path.write_bytes(text)
+        renamed = path.rename(path.with_name(f"other{path.suffix}"))
+        assert records.folder_hash(copied) != before, path
+        renamed.rename(path)
+    (copied / "__pycache__").mkdir()
+    (copied / "__pycache__" / "a.pyc").write_bytes(b"1")
+    assert records.folder_hash(copied) == before
+    (copied / "more").mkdir()
+    (copied / "more" / "a.cuh").write_text("")
+    assert records.folder_hash(copied) != before
+
+
+def test_a_record_names_the_parts_that_changed() -> None:
+    assert made().changed() == []
+    hashes = records.source_hashes() | {"templates": "0", "attngen/plan": "1"}
+    assert made(sources=hashes).changed() == ["templates", "attngen/plan"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"records": [{"card": 1}]}', "\0"])
+def test_a_file_that_holds_no_records_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"record\.json holds no records of GPU runs"):
+        records.records(path)
+    assert records.records(tmp_path / "none.json") == []
+
+
+def test_the_docs_quote_the_records() -> None:
+    assert record.quote() == record.DOCS.read_text(), "python -m tests.gpu.record --docs quotes them"
+
+
+def test_a_quote_has_every_count(tmp_path: Path) -> None:
+    path = tmp_path / "limits.md"
+    path.write_text("before\n<!-- records -->\nold\n<!-- end of records -->\nafter\n")
+    text = record.quote(path, [made()])
+    assert "| NVIDIA H100 80GB HBM3 | 2026-01-31 | with changes | 1,210 | 1 | 0 | 3 | 580.1 | 2.11.0 |" in text
+    assert "| forward | 1,200 of 1,203 |" in text
+    assert "old" not in text
+    path.write_text(text)
+    assert record.quote(path, [made()]) == text
+
+
+def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *rows: Record) -> list[dict[str, str]]:
+    path = tmp_path / "record.json"
+    for row in rows:
+        records.write(path, row)
+    monkeypatch.setattr(resources, "record_file", lambda: path)
+    from attngen.commands import doctor as module
+
+    for name in ("_installed", "_build", "_run"):
+        monkeypatch.setattr(module, name, list)
+    done = CliRunner().invoke(cli.group, ["doctor", "--json"])
+    return [row for row in json.loads(done.output)["findings"] if row["part"] == "tested"]
+
+
+def test_doctor_says_what_was_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (nothing,) = doctor(monkeypatch, tmp_path)
+    assert nothing["text"] == "no run of the whole GPU test suite is recorded"
+    well = made(card="NVIDIA H200", families={"forward": {"passed": 7}})
+    older = made(sources=records.source_hashes() | {"attngen/plan": "0"})
+    changed, same = doctor(monkeypatch, tmp_path, well, older)
+    assert (same["name"], same["state"]) == ("NVIDIA H200", "ok")
+    assert same["text"] == "2026-01-31: 7 passed, 0 failed, 0 refused, 0 not run; these sources"
+    assert changed["state"] == "missing"
+    assert changed["text"].endswith("1 failed, 0 refused, 3 not run; changed since: attngen/plan")
