@@ -18,7 +18,7 @@ from attngen.lang.overflow import widen
 from attngen.lang.proof import larger
 from attngen.lang.simplify import COMPLEMENT, FALSE, TRUE, Linear, ceildiv, integer, linear, make, neg, not_
 from attngen.lang.spans import LIMIT, Interval, Span, Spans
-from attngen.lang.symbols import Symbols
+from attngen.lang.symbols import NODES, Symbols
 
 __all__ = ["Bands", "Facts", "Interval", "bands", "classify"]
 
@@ -70,12 +70,27 @@ def _bands(mask: Expr, facts: Facts, over: Axis, heads: Heads) -> Bands:
     return Bands(visible, full, region.exact and len(region.visible) <= LIMIT)
 
 
-def classify(mask: Expr, facts: Facts | None = None, heads: Heads = "single") -> tuple[Expr, Expr]:
-    """Return (may, must) over the corners of a tile: if not ``may``, no row sees any key; if ``must``, all see all."""
-    facts = (facts or Facts()).of_tiles()
+def classify(mask: Expr, facts: Facts | None = None, heads: Heads = "single", nodes: int = NODES) -> tuple[Expr, Expr]:
+    """Return (may, must) over the corners of a tile: if not ``may``, no row sees any key; if ``must``, all see all.
+
+    A condition whose bounds have more than ``nodes`` tells nothing.
+    """
+    may, must, _ = _classes(mask, facts or Facts(), heads, nodes)
+    return may, must
+
+
+def has_short_bounds(mask: Expr, facts: Facts | None = None, heads: Heads = "single") -> bool:
+    """Whether ``classify`` keeps all that the interval rules know of a mask: no condition is given up for its size."""
+    return _classes(mask, facts or Facts(), heads, NODES)[2]
+
+
+@lru_cache(maxsize=256)  # the kernels of a spec share a few masks
+def _classes(mask: Expr, facts: Facts, heads: Heads, nodes: int) -> tuple[Expr, Expr, bool]:
+    facts = facts.of_tiles()
     mask = _plain(local(mask), facts)
-    must, may = evaluate(mask, Symbols(facts, _corners(mask, "qk", heads)))
-    return widen(may, facts) or TRUE, widen(must, facts) or FALSE
+    symbols = Symbols(facts, _corners(mask, "qk", heads), nodes)
+    must, may = evaluate(mask, symbols)
+    return widen(may, facts) or TRUE, widen(must, facts) or FALSE, not symbols.dropped
 
 
 def _corners(mask: Expr, boxes: str, heads: Heads) -> dict[str, tuple[Expr, Expr]]:

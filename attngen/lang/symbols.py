@@ -17,8 +17,9 @@ from attngen.lang.simplify import COMPLEMENT, FALSE, FOLD, TRUE, Linear, boolean
 #: Endpoints of an unbounded interval of expressions.
 _LOWEST, _HIGHEST = Const(-math.inf, Type.FLOAT), Const(math.inf, Type.FLOAT)
 
-#: Most nodes in an endpoint of an interval; remainders and cases double it at each level.
-_NODES = 200
+#: Most nodes in an endpoint of an interval, where it is found at every step; remainders and cases double it at each
+#: level.
+NODES = 200
 
 #: Minimum and maximum of two conditions, since False <= True.
 _OF_BOOLS = {"min": "and", "max": "or"}
@@ -29,17 +30,20 @@ _ORDERS = ("lt", "le", "gt", "ge")
 class Symbols:
     """Endpoints are expressions over the corners of a box; ``_LOWEST`` and ``_HIGHEST`` mean unbounded.
 
-    ``corners`` maps the names that vary over the box to their least and greatest value.
+    ``corners`` maps the names that vary over the box to their least and greatest value; an endpoint of more than
+    ``nodes`` is given up.
     """
 
     unbounded: Interval = (_LOWEST, _HIGHEST)
     false, true = FALSE, TRUE
 
-    def __init__(self, facts: Facts, corners: Mapping[str, tuple[Expr, Expr]]) -> None:
-        self._facts = facts
+    def __init__(self, facts: Facts, corners: Mapping[str, tuple[Expr, Expr]], nodes: int = NODES) -> None:
+        self._facts, self._nodes = facts, nodes
         self._corners = corners
         self._proof = Proof(facts)
         self.memo: dict[Expr, Interval] = {}
+        #: Whether an endpoint was given up since it would take too much code to compute.
+        self.dropped = False
 
     @staticmethod
     def literal(value: int) -> Expr:
@@ -109,8 +113,9 @@ class Symbols:
 
     def refined(self, node: Expr, interval: Interval) -> Interval:
         """Drop endpoints that would take too much code to compute."""
-        if not any(larger(end, _NODES) for end in interval):
+        if not any(larger(end, self._nodes) for end in interval):
             return interval
+        self.dropped = True
         return (FALSE, TRUE) if node.type is Type.BOOL else self.unbounded
 
     def value(self, end: Expr) -> float | None:

@@ -51,6 +51,7 @@ def signature(
         *sizes(plan, tiles, max_seqlen_k=max_seqlen_k),
         *(size(name) for name in more_sizes),
         *([size("words")] if mapped else []),
+        *([map_words()] if plan.mask_words else []),
         scale(),
         *scalar_arguments(plan.variant),
         *presence(plan, present),
@@ -59,14 +60,17 @@ def signature(
 
 def classifier_signature(plan: Plan, tiles: str, *, max_seqlen_k: bool = False) -> tuple[Argument, ...]:
     """Return the arguments of the launch that computes the tile map of one whose blocks are ``tiles``."""
+    with_slots = plan.backend == "cuda"
     return (
         tile_map(),
+        *((tile_hashes(), tile_list()) if with_slots else ()),
         *lengths(plan),
         *tensor_pointers(plan.variant),
-        *map_strides({"q_tiles": "q", "kv_tiles": "kv"}[tiles]),
+        *(() if with_slots else map_strides({"q_tiles": "q", "kv_tiles": "kv"}[tiles])),
         *tensor_shapes(plan.variant),
         *sizes(plan, tiles, max_seqlen_k=max_seqlen_k),
         size("words"),
+        *([map_words()] if with_slots else []),
         size("map_heads"),
         *scalar_arguments(plan.variant),
         *presence(plan, ("seqused_k",)),
@@ -187,6 +191,22 @@ def page_sizes(plan: Plan) -> Iterator[Argument]:
 def tile_map() -> Argument:
     """Return the address of a tile map."""
     return Argument("tile_map_ptr", "pointer", "*i32", of="tile_map", divisibility=4)
+
+
+def tile_hashes() -> Argument:
+    """Return the address of a hash for each slot of a tile map, of the visible pairs of its tile; null: not wanted."""
+    return Argument("tile_hashes_ptr", "pointer", "*i64", of="tile_hashes", divisibility=8)
+
+
+def tile_list() -> Argument:
+    """Return the address of a list of slots whose visible pairs are written, after their number; null: all tiles are
+    classified."""
+    return Argument("tile_list_ptr", "pointer", "*i32", of="tile_list", divisibility=4)
+
+
+def map_words() -> Argument:
+    """Return the number of words of a tile map, after which its slots stand, and after these the visible pairs."""
+    return size("map_words", form="i64")
 
 
 def map_strides(rows: str) -> Iterator[Argument]:

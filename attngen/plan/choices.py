@@ -10,7 +10,7 @@ from attngen.lang.bands import Axis
 from attngen.lang.ir import names
 from attngen.lang.variant import Variant
 from attngen.plan.operands import operands_of
-from attngen.plan.traits import bands_of, reads_data_per_key
+from attngen.plan.traits import bands_of, has_short_bounds_of, reads_data_per_key, reads_data_per_query
 from attngen.schema.expand import KernelSpec
 
 TILE_SIZES = (16, 32, 64, 128, 256)
@@ -58,9 +58,12 @@ def driver_of(spec: KernelSpec, over: Axis = "kv") -> str:
     """Return how a kernel finds its tiles: ranges from bands, classification in the kernel, or a tile map."""
     if spec.tile_map == "always":
         return "tile_map"
+    mapped = spec.tile_map == "auto"
+    if mapped and reads_data_per_query(spec.variant):
+        return "tile_map"
     if bands_of(spec, over).exact:
         return "ranges"
-    if spec.tile_map == "auto" and reads_data_per_key(spec.variant):
+    if mapped and (reads_data_per_key(spec.variant) or not has_short_bounds_of(spec)):
         return "tile_map"
     return "classified"
 

@@ -74,7 +74,7 @@ def row_workspaces() -> Iterator[Workspace]:
 def axes_of(planned: Plan, owner: str) -> TileMapAxes:
     """Return the tile map that the launch ``owner`` reads."""
     batch, heads = map_axes(planned.variant, ragged=planned.ragged_queries)
-    return TileMapAxes(owner, batch, heads)
+    return TileMapAxes(owner, batch, heads, slots=planned.backend == "cuda", bits=planned.mask_words)
 
 
 def forward_launches(

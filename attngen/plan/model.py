@@ -13,6 +13,9 @@ from attngen.lang.variant import Variant
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.operands import Operands
 
+#: Columns of a tile of 64 rows of which a lane's elements fill a 32-bit word, a bit each.
+COLUMNS_OF_WORD = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Argument:
@@ -136,6 +139,8 @@ class TileMapAxes:
     owner: str  # the launch that reads it
     batch: bool
     heads: bool
+    slots: bool = False  # each tile has a slot, which says where the bits of its visible pairs are
+    bits: int = 0  # 32-bit words of these bits that a lane reads of a partial tile; 0: the launch reads none
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +211,11 @@ class Structure:
         raise KeyError(role)
 
     @property
+    def holds_mask_bits(self) -> bool:
+        """Whether consumers apply the mask of a tile map by bits, in the order of their accumulators."""
+        return False
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes; 0 where the compiler lays it out."""
         return self.shared[-1].offset + self.shared[-1].bytes if self.shared else 0
@@ -272,6 +282,15 @@ class Plan:
     def approximate(self) -> bool:
         """Whether functions of mask and score may be the hardware's, which are coarser than float32."""
         return self.fast_math and self.operands.out.bytes < self.operands.accumulator.bytes
+
+    @property
+    def mask_words(self) -> int:
+        """32-bit words in which a lane holds the visible pairs of a partial tile, a bit for each of its elements; 0 if
+        the mask's expression is evaluated for each element instead."""
+        if self.driver != "tile_map" or not self.structure.holds_mask_bits:
+            return 0
+        columns = self.tile_n if self.direction == "forward" else self.tile_m
+        return -(-columns // COLUMNS_OF_WORD)
 
     @property
     def descaled(self) -> bool:

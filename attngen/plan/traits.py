@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from attngen.dtypes import DTYPES
-from attngen.lang.bands import Axis, Bands, Heads, bands
+from attngen.lang.bands import Axis, Bands, Heads, bands, has_short_bounds
 from attngen.lang.facts import Facts
 from attngen.lang.ir import Expr, Load, Op, names, rewrite, walk
 from attngen.lang.literals import fold_literals
@@ -33,6 +33,19 @@ def _bands(variant: Variant, over: Axis, heads: Heads) -> Bands:
 def reads_data_per_key(variant: Variant) -> bool:
     """Whether the mask reads a tensor at an index that depends on the key: no interval rule can bound that."""
     return any(names(index) & _KEYS for node in walk(variant.mask) if isinstance(node, Load) for index in node.indices)
+
+
+def reads_data_per_query(variant: Variant) -> bool:
+    """Whether the mask reads a tensor that is not monotone at an index that depends on the query: a tile of queries may
+    read any of its values, so that a bound of all is seldom a bound of the tile."""
+    monotone = {tensor.name for tensor in variant.tensors if tensor.monotone is not None}
+    loads = (node for node in walk(variant.mask) if isinstance(node, Load) and node.tensor not in monotone)
+    return any(names(index) & _ROWS for load in loads for index in load.indices)
+
+
+def has_short_bounds_of(spec: KernelSpec) -> bool:
+    """Whether code of moderate size tells of each tile whether its rows see all of it, some, or nothing."""
+    return has_short_bounds(spec.variant.mask, Facts.of(spec.variant), "packed" if spec.pack_gqa else "single")
 
 
 def key_loads(variant: Variant, heads: Heads = "single") -> frozenset[Load]:

@@ -14,11 +14,12 @@ from attngen.lang.folding import KV_FIRST, PRODUCT, Q_FIRST, Q_POS_FIRST, QUERY,
 from attngen.lang.ir import Expr, names
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Piece, Statement, declared, depending, leaf, needed, reads, statement, written
+from attngen.lang.symbols import NODES
 from attngen.plan.model import Plan
 from attngen.plan.schedules.hopper_backward import derivative
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.symbols import pointer_name
-from attngen.render.cuda_math import Steps, masking, row_values, with_corners
+from attngen.render.cuda_math import Steps, bit_of, hide, masking, row_values, with_corners
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
@@ -42,6 +43,9 @@ from attngen.render.key_values import HELD, fields_of, taken
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _ROW_NAMES = ("kv", "kv_packed", "row")
 _COLUMN_NAMES = ("q_row", "q_pos", "q_packed")
+#: Number of an element of a lane in its word of bits, by the loops over these.
+_ELEMENT = "4 * ({i} % 8) + 2 * {row} + {j}"
+_HIDE_BY_BITS = statement(f"if (!({{visible}}[{{i}} / 8] >> ({_ELEMENT}) & 1)) {{x}} = kMasked;")
 #: What differs from step to step; all else comes from arguments of the kernel.
 _VARYING = (
     *_ROW_NAMES, "kv_first", "q_first", "q_pos_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k",
@@ -63,6 +67,7 @@ class Probabilities:
 
     dK and dQ are multiplied by ``factor`` at the end: what all pairs share of the derivative of the logit by the
     product. ``weighted`` is the probability times the rest of it, which elements call ``derivative``; None without.
+    ``visible``: the steps that evaluate the mask of a partial tile into bits, where it is applied by these; else None.
     """
 
     block: tuple[Statement, ...]
@@ -72,6 +77,7 @@ class Probabilities:
     factor: Expr
     weighted: Piece | None
     query_values: QueryValues | None
+    visible: Steps | None
 
 
 def probabilities(plan: Plan) -> Probabilities:
@@ -91,10 +97,12 @@ def probabilities(plan: Plan) -> Probabilities:
             body.append(constant("float", "derivative", scored.results[2]))
         if variant.score is not None:
             body.append(statement("{x} = {};", scored.results[0]))
-        if partial:
+        if partial and plan.mask_words:
+            body.append(_HIDE_BY_BITS)
+        elif partial:
             mask = masking(plan, bound, declared([*hoisted, *body]), key="8 * {row}", along=QUERIES)
             hoisted += [each for each in mask.hoisted if each not in hoisted]
-            body = [*mask.body, *mask.ends, *body, mask.test]
+            body = [*mask.body, *mask.ends, *body, hide(mask.hidden)]
         moving, once = depending(hoisted, _VARYING)
         block |= dict.fromkeys(once)
         found.append(_steps(moving, body))
@@ -111,7 +119,14 @@ def probabilities(plan: Plan) -> Probabilities:
         factor=slope.factor,
         weighted=_weighted(slope.varying),
         query_values=query_values,
+        visible=_visible(plan) if plan.mask_words else None,
     )
+
+
+def _visible(plan: Plan) -> Steps:
+    """Return the steps that evaluate the mask of a partial tile into ``bits``."""
+    mask = masking(plan, _elements(plan), (), key="8 * {row}", along=QUERIES)
+    return _steps(mask.hoisted, [*mask.body, *mask.ends, bit_of(mask.hidden, _ELEMENT)])
 
 
 def _with_query_values(plan: Plan, steps: Steps) -> tuple[Steps, QueryValues | None]:
@@ -213,7 +228,12 @@ def query_word(plan: Plan) -> tuple[Statement, ...]:
     """Return the statements that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
     if plan.driver == "tile_map":
         return words_of_map("{kv_tile} * {stride_tile_map_kv}")
-    may, must = classify(plan.variant.mask, facts_of(plan))
+    return classified_query_word(plan)
+
+
+def classified_query_word(plan: Plan, nodes: int = NODES) -> tuple[Statement, ...]:
+    """Return the statements that make the bits of 32 tiles by their bounds, of at most so many ``nodes``."""
+    may, must = classify(plan.variant.mask, facts_of(plan), nodes=nodes)
     code = emit_for(plan, CUDA, [may, must], corner_bindings(plan, CUDA, QUERIES), prefix="tiles_", inner="q")
     asked = names(may) | names(must)
     lines = [int_constant("candidate", "32 * {word} + {lane}")]

@@ -26,6 +26,7 @@ from attngen.lang.statements import (
     statement,
     written,
 )
+from attngen.lang.symbols import NODES
 from attngen.plan.model import Plan
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.cuda_statements import (
@@ -57,10 +58,16 @@ from attngen.render.expressions import (
     start_bindings,
 )
 
+#: Most nodes in a bound of a tile, where a classifier finds it once for each tile of a map.
+CLASSIFIER_NODES = 3000
+
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed")
 #: What the mask and the score call keys.
 _KEY_NAMES = frozenset({"kv", "kv_global"})
+#: Number of an element of a lane, by the two loops over these, and what it is in its word of bits.
+_ELEMENT = "4 * ({i} % 16 / 2) + 2 * {row} + {i} % 2"
+_HIDE_BY_BITS = statement(f"if (!({{visible}}[{{i}} / 16] >> {_ELEMENT} & 1)) {{x}} = kMasked;")
 #: The reference that logits of a tile are counted from, in kernels whose scores take it up.
 _COUNTED_FROM = own("counted_from", Type.FLOAT)
 
@@ -89,11 +96,15 @@ class Steps:
 @dataclass(frozen=True, slots=True)
 class Logits:
     """How products become logits: lines once for a tile of work, the steps of partial and of full tiles, the factor
-    that leads to units of log2, and whether the key alone may decide that an element's product does not count."""
+    that leads to units of log2, and whether the key alone may decide that an element's product does not count.
+
+    ``visible``: the steps that evaluate the mask of a partial tile into bits, where it is applied by these; else None.
+    """
 
     work: tuple[Statement, ...]
     partial: Steps
     full: Steps
+    visible: Steps | None
     multiplier: Piece
     drops_products: bool
     cap_scale: Piece | None  # of a soft-capped score: what leads to the argument of tanh
@@ -149,10 +160,12 @@ def logits(plan: Plan) -> Logits:
             body.append(statement("{x} = fmaf(float({key}), {}, {});", scored.results[-1], scored.results[0]))
         elif variant.score is not None:
             body.append(statement("{x} = {};", scored.results[0]))
-        if partial:
+        if partial and plan.mask_words:
+            body.append(_HIDE_BY_BITS)
+        elif partial:
             mask = masking(plan, bound, declared([*hoisted, *body]))
             hoisted += [each for each in (*mask.hoisted, *mask.ends) if each not in hoisted]
-            body += [*mask.body, mask.test]
+            body += [*mask.body, hide(mask.hidden)]
             of_mask = frozenset(declared([*mask.hoisted, *mask.body]))
         row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
@@ -166,7 +179,15 @@ def logits(plan: Plan) -> Logits:
         statements.append(constant("float", "scale_log2e", multiplier))
         multiplier = leaf("scale_log2e")
     capped = None if scale is None else scored.results[2]
-    return Logits(tuple(statements), steps[0], steps[1], multiplier, _drops_products(folded.value), capped)
+    drops, seen = _drops_products(folded.value), _visible(plan) if plan.mask_words else None
+    return Logits(tuple(statements), steps[0], steps[1], seen, multiplier, drops, capped)
+
+
+def _visible(plan: Plan) -> Steps:
+    """Return the steps that evaluate the mask of a partial tile, from what a tile of work has, into ``bits``."""
+    mask = masking(plan, _elements(plan, ragged=True), ())
+    row, tile, work = _split(plan, [*mask.hoisted, *mask.ends])
+    return _steps(plan, (*work, *tile), row, [*mask.body, bit_of(mask.hidden, _ELEMENT)])
 
 
 def _is_leaf(value: Piece) -> bool:
@@ -200,7 +221,7 @@ def sink(plan: Plan, before: Iterable[Statement]) -> Sink | None:
 
 def _steps(plan: Plan, tile: Sequence[Statement], row: Sequence[Statement], body: Sequence[Statement]) -> Steps:
     """Return the statements of a tile, each where it runs least often."""
-    element, key = depending(body, {"x", *row_names(plan), *declared(row)})
+    element, key = depending(body, {"x", "row", *row_names(plan), *declared(row)})
     key, row = needed(key, element), needed(row, element)
     row = (*_row_lines(plan, reads([*row, *element])), *row)
     return Steps(
@@ -221,18 +242,30 @@ def row_values(row: Sequence[Statement], element: Sequence[Statement]) -> tuple[
 @dataclass(frozen=True, slots=True)
 class Masking:
     """Lines that stand before the loop over keys or queries; those of what it goes along; those that say, by ``ends``,
-    which keys a query sees; and the line that masks an element."""
+    which keys a query sees; and whether an element is hidden."""
 
     hoisted: Sequence[Statement]
     body: Sequence[Statement]
     ends: Sequence[Statement]
-    test: Statement
+    hidden: Piece
+
+
+def hide(hidden: Piece) -> Statement:
+    """Return the statement that masks an element if it is hidden."""
+    return statement("if ({}) {x} = kMasked;", hidden)
+
+
+def bit_of(hidden: Piece, element: str) -> Statement:
+    """Return the statement that sets the bit of an element, whose place is a pattern, if it is not hidden."""
+    negated = written("!({})", hidden)
+    return statement("bits |= static_cast<uint32_t>({}) << ({});", negated, written(element))
 
 
 def masking(
     plan: Plan, bound: Mapping[str, Binding], taken: Iterable[str], *, key: str = "{key}", along: Along = KEYS
 ) -> Masking:
-    """Return the lines that mask an element: by the keys that its query sees, and what else the mask asks for.
+    """Return the lines that say whether an element is hidden: by the keys that its query sees, and what else the mask
+    asks for.
 
     Ends are counted from the first key of a lane, so that an element compares them with constants: ``key`` is its
     distance from that.
@@ -264,7 +297,7 @@ def masking(
             open_ended = "||" in condition.text or "?" in condition.text
             seen.append(written("({})", condition) if open_ended else condition)
         test = written("!({})", joined(" && ", seen))
-    return Masking(code.hoisted, code.body, declarations, statement("if ({}) {x} = kMasked;", test))
+    return Masking(code.hoisted, code.body, declarations, test)
 
 
 def from_zero(plan: Plan, end: Expr) -> Expr:
@@ -456,7 +489,12 @@ def word(plan: Plan) -> Word:
     """Return the statements that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
     if plan.driver == "tile_map":
         return Word(words_of_map("{q_start} / kBlockM * {stride_tile_map_q}"))
-    may, must = classify(plan.variant.mask, facts_of(plan), heads=plan.box_heads)
+    return Word(classified_word(plan))
+
+
+def classified_word(plan: Plan, nodes: int = NODES) -> tuple[Statement, ...]:
+    """Return the statements that make the bits of 32 tiles by their bounds, of at most so many ``nodes``."""
+    may, must = classify(plan.variant.mask, facts_of(plan), plan.box_heads, nodes)
     code = emit_for(plan, CUDA, [may, must], corner_bindings(plan, CUDA), prefix="tiles_")
     lines = [int_constant("candidate", "32 * {word} + {lane}")]
     if {"kv_lo", "kv_hi"} & (names(may) | names(must)):
@@ -466,4 +504,4 @@ def word(plan: Plan) -> Word:
     # the mask's code runs in the ragged last tile too, since keys end in it
     inside = "({}) && ({candidate} + 1) * kBlockN <= {seqlen_k}"
     whole = Piece("false") if must == FALSE else written(inside, code.results[1])
-    return Word(with_corners([*lines, *code.hoisted, *words_of_votes(seen, whole)]))
+    return with_corners([*lines, *code.hoisted, *words_of_votes(seen, whole)])

@@ -286,7 +286,7 @@ def tile_map(
     if not kernel.needs_tile_map:
         return TileMap(call.variant.name)
     prepared = PreparedCall(call, kernel, _tensor_names(given.arguments), drivers.current(), _index(call))
-    words = prepared.words(None, addresses, prepared.scalars(given.arguments))
+    words = prepared.made_map(addresses, prepared.scalars(given.arguments))
     return TileMap(call.variant.name, words, kernel.tile_m, kernel.tile_n, call.seqlen_q, call.seqlen_k)
 
 

@@ -20,10 +20,12 @@ from attngen.runtime.tensormap import usable_strides, windowed
 class MapShape:
     """Shape of a tile map: (batch, heads, rows, 2, words) of int32; batch or heads are 1 where shared.
 
-    A row is a tile of queries and its bits are those of the tiles of keys; ``by_keys`` it is the other way round.
+    A row is a tile of queries and its bits are those of the tiles of keys; ``by_keys`` it is the other way round. A
+    map with slots is flat: these words, a slot for each tile of a word, and ``tile_words`` for each slot that is used,
+    the visible pairs of its tile.
     """
 
-    __slots__ = ("batch", "heads", "rows", "words")
+    __slots__ = ("batch", "heads", "rows", "slots", "tile_words", "words")
 
     def __init__(self, launch: Tiled, call: Call, *, by_keys: bool = False) -> None:
         per_batch, per_head = launch.map_axes
@@ -34,9 +36,19 @@ class MapShape:
         q_tiles, kv_tiles = -(-call.seqlen_q // launch.tile_m), -(-call.seqlen_k // launch.tile_n)
         self.rows, listed = (kv_tiles, q_tiles) if by_keys else (q_tiles, kv_tiles)
         self.words = -(-listed // 32)
+        self.slots = 32 * self.words * self.rows * self.heads * self.batch if launch.map_slots else 0
+        consumers = (launch.tile_n if by_keys else launch.tile_m) // 64
+        self.tile_words = 128 * consumers * launch.map_bits
 
-    def tensor_shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of the tensor: for each row the bits of full tiles, then those of partial tiles."""
+    @property
+    def map_words(self) -> int:
+        """Words of all rows: the bits of full tiles, then those of partial tiles."""
+        return 2 * self.words * self.rows * self.heads * self.batch
+
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor, without visible pairs."""
+        if self.slots:
+            return (self.map_words + self.slots,)
         return (self.batch, self.heads, self.rows, 2, self.words)
 
     def stride(self, axis: str) -> int:
@@ -125,6 +137,10 @@ class Tiled(Visited, Protocol):
     @property
     def map_axes(self) -> tuple[bool, bool]: ...
     @property
+    def map_slots(self) -> bool: ...
+    @property
+    def map_bits(self) -> int: ...
+    @property
     def by_keys(self) -> bool: ...
     @property
     def grid(self) -> str: ...
@@ -191,6 +207,7 @@ class Geometry:
         }  # fmt: skip
         if self.map is not None:
             self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
+            self.sizes |= {"map_words": self.map.map_words}
         self._q_tiles = q_tiles * units
         self._groups = -(-q_tiles // launch.cluster) * units  # of tiles of queries, one for each block of a cluster
         words = self.map.words * self.map.rows * self.map.heads * self.map.batch if self.map is not None else 0
@@ -340,6 +357,6 @@ def workspace_sizes(kernel: Kernel, found: Sequence[Geometry]) -> dict[str, int]
     return {workspace.name: workspace.elements(sizes) for workspace in kernel.workspaces}
 
 
-def map_shapes(found: Sequence[Geometry]) -> dict[str, tuple[int, ...]]:
+def map_shapes(found: Sequence[Geometry]) -> dict[str, MapShape]:
     """Return the shape of each tile map, by the launch that reads it."""
-    return {one.launch.map_owner: one.map.tensor_shape() for one in found if one.map is not None}
+    return {one.launch.map_owner: one.map for one in found if one.map is not None}

@@ -18,7 +18,7 @@ from attngen.runtime.cache import RecentCache
 from attngen.runtime.capacity import capacity_for
 from attngen.runtime.checked import Call, View
 from attngen.runtime.driver import Driver, Frame, Launch
-from attngen.runtime.geometry import Geometry, geometries, group_of, map_shapes, workspace_sizes
+from attngen.runtime.geometry import Geometry, MapShape, geometries, group_of, map_shapes, workspace_sizes
 from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Parameter
 from attngen.runtime.tensormap import TensorMap
@@ -28,6 +28,9 @@ MAX_PLACED = 4096
 
 _PLACED: RecentCache[bytes] = RecentCache(MAX_PLACED)
 _TOKENS = count()
+
+#: What a tile map has addresses of: itself, hashes of its tiles, and a list of tiles whose visible pairs are wanted.
+MAP_PARTS = ("tile_map", "tile_hashes", "tile_list")
 
 #: Manifest type → the view of a frame that writes it, and the bytes of one element.
 _WRITERS = {"i1": ("int8", 1), "i8": ("int8", 1), "i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
@@ -125,7 +128,8 @@ class PreparedLaunches:
     """The launches of a kernel with one set of shapes on one device, and what each address is of that they take."""
 
     __slots__ = (
-        "_classify", "_counted", "_device", "_driver", "_launch", "_split_counters", "direct", "maps", "names", "sizes",
+        "_classify", "_counted", "_device", "_driver", "_launch", "_split_counters", "direct", "first_map", "maps",
+        "names", "sizes",
     )  # fmt: skip
 
     def __init__(
@@ -148,27 +152,32 @@ class PreparedLaunches:
         found = geometries(kernel, call, views, absent=absent, capacity=capacity)
         #: Elements of 4 bytes of each workspace, and the shape of each tile map by the launch that reads it.
         self.sizes = workspace_sizes(kernel, found)
-        self.maps = map_shapes(found)
+        self.maps: Mapping[str, MapShape] = map_shapes(found)
         backward = kernel.direction == "backward"
         self.names = (
             *(BACKWARD if backward else FORWARD),
             *(f"tensor:{name}" for name in tensor_names),
             *(f"gradient:{tensor.name}" for tensor in call.variant.tensors if backward and tensor.grad),
             *self.sizes,
-            *(f"tile_map:{owner}" for owner in self.maps),
+            *(f"{part}:{owner}" for part in MAP_PARTS for owner in self.maps),
         )
         kernels: list[PreparedKernel] = []
-        classifiers: list[PreparedKernel] = []
+        classifiers: dict[str, PreparedKernel] = {}
         for launch, geometry in zip(kernel.launches, found, strict=True):
             if blocks := geometry.blocks(driver, device):
                 position = {name: i for i, name in enumerate(self.names)}
                 if geometry.map is not None:
-                    position["tile_map"] = position[f"tile_map:{launch.map_owner}"]
+                    position |= {part: position[f"{part}:{launch.map_owner}"] for part in MAP_PARTS}
                 prepared = PreparedKernel(launch.entry, blocks, geometry, position, driver, device)
-                (classifiers if launch.classifies and not backward else kernels).append(prepared)
+                if launch.classifies:
+                    classifiers[launch.map_owner] = prepared
+                else:
+                    kernels.append(prepared)
         count = len(self.names)
         self._launch = PreparedLaunch(kernels, count, driver, device) if kernels else None
-        self._classify = PreparedLaunch(classifiers, count, driver, device) if classifiers else None
+        self._classify = {owner: PreparedLaunch([one], count, driver, device) for owner, one in classifiers.items()}
+        #: Where the addresses of tile maps begin: one of each map, then of its hashes, then of its list of tiles.
+        self.first_map = count - len(MAP_PARTS) * len(self.maps)
         self._counted = any(launch.counted for launch in kernel.launches)
         self._split_counters = max(geometry.sizes.get("split_counters", 0) for geometry in found)
         self._driver, self._device = driver, device
@@ -176,7 +185,7 @@ class PreparedLaunches:
         self.direct = None if self._counted or self._split_counters else self._launch
 
     def __call__(self, addresses: list[int], scale: float, scalars: Sequence[Any]) -> None:
-        """Enqueue all launches on the current stream, but for those that a forward's tile map needs.
+        """Enqueue all launches on the current stream, but for those that make tile maps.
 
         ``addresses`` are of what ``names`` says; that of the counter of tiles is filled in here.
         """
@@ -188,15 +197,17 @@ class PreparedLaunches:
         if self._launch is not None:
             self._launch(addresses, scale, scalars)
 
-    @property
-    def classifies(self) -> bool:
-        """Whether a forward has a launch that computes its tile map."""
-        return self._classify is not None
+    def stream(self) -> int:
+        """Return the current stream, on which launches are enqueued."""
+        return self._driver.stream(self._device)
 
-    def classify(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any]) -> None:
-        """Enqueue what computes the tile map of a forward."""
-        assert self._classify is not None
-        self._classify(addresses, scale, scalars)
+    def classifies(self, owner: str) -> bool:
+        """Whether there is a launch that makes the tile map of the launch ``owner``."""
+        return owner in self._classify
+
+    def classify(self, owner: str, addresses: Sequence[int], scale: float, scalars: Sequence[Any]) -> None:
+        """Enqueue what makes the tile map of the launch ``owner``, whose addresses are entered."""
+        self._classify[owner](addresses, scale, scalars)
 
 
 class _Block:

@@ -88,7 +88,9 @@ _PARAMETERS = _List(
 )  # fmt: skip
 
 _RESOURCES = _Object(_optional(shared_memory=_COUNT), null=True)
-_TILE_MAP = _Object(_required(owner=_NAME, batch=_FLAG, heads=_FLAG), null=True)
+_TILE_MAP = _Object(
+    {**_required(owner=_NAME, batch=_FLAG, heads=_FLAG), **_optional(slots=_FLAG, bits=_COUNT)}, null=True
+)
 
 _VARIANT = _Object({
     **_required(

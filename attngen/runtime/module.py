@@ -116,6 +116,16 @@ class Launch:
         """Whether its tile map differs between batch entries, and between heads."""
         return self._map["batch"], self._map["heads"]
 
+    @property
+    def map_slots(self) -> bool:
+        """Whether its tile map has a slot for each tile."""
+        return bool(self._map.get("slots"))
+
+    @property
+    def map_bits(self) -> int:
+        """Words of visible pairs that a lane reads of a partial tile; 0: it reads none."""
+        return int(self._map.get("bits", 0))
+
 
 @dataclass(frozen=True, slots=True)
 class Workspace:

@@ -55,7 +55,7 @@ def prepared_shapes(kernel: Kernel, call: Call) -> tuple[dict[str, int], dict[st
     shape of each tile map by the launch that reads it."""
     capacity = capacity_for(kernel, call, drivers.current, call.device.index or 0)
     found = geometries(kernel, call, {}, capacity=capacity)
-    return workspace_sizes(kernel, found), map_shapes(found)
+    return workspace_sizes(kernel, found), {owner: one.tensor_shape() for owner, one in map_shapes(found).items()}
 
 
 def reason_to_refuse(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -87,8 +87,8 @@ class Pinned:
 
     def __call__(self) -> None:
         """Enqueue the launches on the current stream, that which computes a tile map first."""
-        if self._launch.classifies:
-            self._launch.classify(self._addresses, self._scale, self._scalars)
+        for owner in self._launch.maps:
+            self._launch.classify(owner, self._addresses, self._scale, self._scalars)
         self._launch(self._addresses, self._scale, self._scalars)
 
 
@@ -117,5 +117,7 @@ class PinnedGradients:
 
     def __call__(self) -> None:
         """Enqueue all kernels of the backward, and what comes after them, on the current stream."""
+        for owner in self._launch.maps:
+            self._launch.classify(owner, self._addresses, self._call.scale, self._scalars)
         self._launch(self._addresses, self._call.scale, self._scalars)
         finish(self._call, self._buffers)

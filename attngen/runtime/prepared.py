@@ -19,7 +19,7 @@ from attngen.runtime.given import Given
 from attngen.runtime.launch import PreparedLaunch, PreparedLaunches, laid_out
 from attngen.runtime.module import Kernel
 from attngen.runtime.scalars import Number, Scalars
-from attngen.runtime.tile_map import TileMap
+from attngen.runtime.tile_map import MapMaker
 
 #: Calls that are kept prepared, and as many backwards; each takes a few kilobytes of host memory.
 PREPARED_CALLS = 2048
@@ -39,7 +39,7 @@ class PreparedCall:
         "_like_q",
         "_lse_shape",
         "_lse_strides",
-        "_map_shape",
+        "_maps",
         "_out_shape",
         "_return_lse",
         "_scale",
@@ -77,7 +77,7 @@ class PreparedCall:
         self._call = call.without_tensors()
         self._launch: PreparedLaunches | None = None
         self._enqueue: PreparedLaunches | PreparedLaunch | None = None
-        self._map_shape: tuple[int, ...] | None = None
+        self._maps: MapMaker | None = None
         self._workspaces: tuple[int, ...] = ()  # in bytes from the start of all
         self._workspace_words = 0
         if kernel is None:
@@ -85,7 +85,7 @@ class PreparedCall:
         self._like_q = call.q == call.out_view() and call.dtype not in QUANTIZED_DTYPES
         self._launch = launch = PreparedLaunches(kernel, call, {}, tensor_names, driver, device)
         self._enqueue = launch.direct or launch
-        self._map_shape = next(iter(launch.maps.values()), None)
+        self._maps = MapMaker(launch, call, call.device) if launch.maps else None
         offsets, self._workspace_words = laid_out(launch.sizes)
         self._workspaces = tuple(4 * offset for offset in offsets.values())
 
@@ -108,33 +108,34 @@ class PreparedCall:
             # with strides, which torch takes faster than a shape alone
             lse = torch.empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32, device=self._device)
             addresses[LSE] = lse.data_ptr()
-        shared = words = None  # kept until the launches are enqueued
+        shared = maps = None  # kept until the launches are enqueued
         if self._workspaces:
             shared = torch.empty(self._workspace_words, dtype=torch.float32, device=self._device)
             start = shared.data_ptr()
             addresses += [start + offset for offset in self._workspaces]
-        if self._map_shape is not None:
-            words = self.words(given.tile_map, addresses, scalars)
+        if self._maps is not None:
+            maps = self._enter_map(given, addresses, scalars)
         enqueue(addresses, scale, scalars)
-        del shared, words
+        del shared, maps
         return out if lse is None else (out, lse)
 
-    def words(self, tile_map: TileMap | None, addresses: list[int], scalars: Sequence[Number]) -> Tensor:
-        """Return the words of the tile map, the caller's or those that are computed now, and append their address."""
+    def _enter_map(self, given: Given, addresses: list[int], scalars: Sequence[Number]) -> list[Tensor]:
+        """Append the address of the tile map, the caller's or one that is kept or made now, and return it."""
         assert self._kernel is not None
-        assert self._map_shape is not None
+        assert self._maps is not None
         assert self._launch is not None
-        addresses += [0] * (len(self._launch.names) - 1 - len(addresses))  # of workspaces that no call has made yet
-        if tile_map is not None:
-            words = tile_map.check(self._kernel, self._call, self._map_shape)
-            addresses.append(words.data_ptr())
-            return words
-        if not self._launch.classifies:
+        if given.tile_map is not None:
+            words = given.tile_map.check(self._kernel, self._call, self._maps.shape)
+            self._maps.enter(words, addresses)
+            return [words]
+        if not self._launch.classifies(next(iter(self._launch.maps))):
             raise NoKernelError(f"{self._kernel.full_name} needs a tile map and has no classifier; pass tile_map=")
-        words = torch.empty(self._map_shape, dtype=torch.int32, device=self._device)
-        addresses.append(words.data_ptr())
-        self._launch.classify(addresses, self._scale, scalars)
-        return words
+        return self._maps.append(given, addresses, self._scale, scalars)
+
+    def made_map(self, addresses: list[int], scalars: Sequence[Number]) -> Tensor:
+        """Return the tile map of a call, made now."""
+        assert self._maps is not None
+        return self._maps.made(addresses, self._scale, scalars)
 
     def _nothing(self, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """Return the results of a call without work, the output in the tensor that is given for it: every query sees no

@@ -1,13 +1,12 @@
 """A backward prepared for one set of shapes, strides, dtypes and devices: what is left is to allocate and launch.
 
-What its kernels need beside the results lies in one block of memory: the dQ accumulator, the row statistics, and tile
-maps. The results are tensors of their own, since autograd keeps each as long as it is used.
+What its kernels need beside the results lies in one block of memory: the dQ accumulator and the row statistics. Tile
+maps are kept from call to call. The results are tensors of their own, since autograd keeps each as long as it is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from attngen.runtime.launch import PreparedLaunches, laid_out
 from attngen.runtime.module import Kernel
 from attngen.runtime.scalars import Scalars
 from attngen.runtime.sinks import add_gradients, learned
+from attngen.runtime.tile_map import MapMaker
 
 #: dq, dk and dv; gradients of the variant's own tensors by name.
 Gradients = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
@@ -34,8 +34,8 @@ class PreparedBackward:
     """The kernels of one backward, with all that does not change between calls."""
 
     __slots__ = (
-        "_call", "_contiguous_dout", "_device", "_floats", "_gradients", "_kept", "_launch", "_like", "_results",
-        "_rows", "_scalars", "_scale", "_shared", "_sinks", "unordered",
+        "_call", "_contiguous_dout", "_device", "_floats", "_gradients", "_kept", "_launch", "_like", "_maps",
+        "_results", "_rows", "_scalars", "_scale", "_shared", "_sinks", "unordered",
     )  # fmt: skip
 
     def __init__(
@@ -73,8 +73,8 @@ class PreparedBackward:
         self._gradients = differentiable(call)
         self._sinks = bool(learned(call.variant))
         sizes = self._launch.sizes
-        maps = {f"tile_map:{owner}": prod(shape) for owner, shape in self._launch.maps.items()}
-        offsets, self._floats = laid_out(sizes | maps)
+        self._maps = MapMaker(self._launch, call, call.device) if self._launch.maps else None
+        offsets, self._floats = laid_out(sizes)
         self._shared = tuple(_FLOAT32 * offset for offset in offsets.values())
         self._rows = slice(offsets["delta"], offsets["delta"] + sizes["delta"])
 
@@ -102,7 +102,9 @@ class PreparedBackward:
             sums[name] = torch.zeros(arguments[name].shape, dtype=torch.float32, device=self._device)
             addresses.append(sums[name].data_ptr())
         addresses += [start + offset for offset in self._shared]
+        maps = self._maps.append(given, addresses, scale, numbers) if self._maps else None
         self._launch(addresses, scale, numbers)
+        del maps  # kept until the launches are enqueued
         if self._sinks:
             named = {rule.name: number for rule, number in zip(self._call.rules, numbers, strict=True)}
             tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}

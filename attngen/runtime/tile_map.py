@@ -1,19 +1,41 @@
-"""Tile maps: which KV tiles each query tile has to visit, for masks that only the data knows.
+"""Tile maps: which KV tiles each query tile has to visit, for masks that no bound in closed form describes.
 
 A map is a tensor of int32 words (batch or 1, heads or 1, query tiles, 2, words): for each query tile the bits of
 the tiles that every row sees whole, then the bits of the tiles that some row sees in part. Bit t % 32 of word
 t // 32 stands for KV tile t. A generated classifier kernel computes it; a caller may keep it and pass it again.
+
+Maps of CUDA kernels also hold the mask of partial tiles, a bit for each pair, so that a kernel need not evaluate it.
+Tiles with the same visible pairs share these bits. Finding them takes a look at the GPU's results, which waits for it;
+so a plain call gets them only when it uses a map for the second time.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attngen.errors import CallError
+from attngen.lang.ir import names, tensors
 from attngen.runtime.checked import Call
+from attngen.runtime.geometry import MapShape
+from attngen.runtime.given import Given
+from attngen.runtime.launch import PreparedLaunches
 from attngen.runtime.module import Kernel
+from attngen.runtime.scalars import Number
+
+#: Bytes of the visible pairs of one map, at most: beyond it kernels evaluate the mask of partial tiles.
+MAX_BITS = 512 * 2**20
+#: Tiles of a map up to which they are looked for: each takes a hash of 8 bytes meanwhile.
+_MAX_SLOTS = 2**26
+#: Maps that are kept for calls that do not bring one, and bytes of all of them, at most.
+_KEPT_MAPS, _KEPT_BYTES = 64, 2 * 2**30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,30 +46,204 @@ class TileMap:
     """
 
     variant: str | None
-    words: torch.Tensor | None = None
+    words: Tensor | None = None
     tile_m: int | None = None
     tile_n: int | None = None
     seqlen_q: int | None = None
     seqlen_k: int | None = None
 
     @classmethod
-    def of_words(cls, words: torch.Tensor) -> TileMap:
+    def of_words(cls, words: Tensor) -> TileMap:
         """Return a map of which only the words are known, as they pass through a traced program."""
         return cls(None, words)
 
-    def check(self, kernel: Kernel, call: Call, shape: tuple[int, ...]) -> torch.Tensor:
+    def check(self, kernel: Kernel, call: Call, shape: MapShape) -> Tensor:
         """Return the words if they fit a call of a kernel; CallError says what does not."""
         if self.words is None:
             raise CallError(f"tile_map: it holds no map, but {kernel.full_name} needs one; compute it on {call.device}")
-        for label, found, wanted in (
+        wanted = shape.tensor_shape()
+        size = tuple(self.words.shape)
+        for label, found, needed in (
             ("variant", self.variant, kernel.variant_name),
             ("tile_m", self.tile_m, kernel.tile_m),
             ("tile_n", self.tile_n, kernel.tile_n),
             ("seqlen_q", self.seqlen_q, call.seqlen_q),
             ("seqlen_k", self.seqlen_k, call.seqlen_k),
-            ("shape", tuple(self.words.shape), shape),
+            # visible pairs follow
+            ("shape", wanted if shape.slots and len(size) == 1 and size >= wanted else size, wanted),
             ("device", self.words.device, call.device),
         ):
-            if found is not None and found != wanted:
-                raise CallError(f"tile_map: its {label} is {found}, but {kernel.full_name} needs {wanted} in this call")
+            if found is not None and found != needed:
+                raise CallError(f"tile_map: its {label} is {found}, but {kernel.full_name} needs {needed} in this call")
         return self.words
+
+
+class MapMaker:
+    """Makes the tile maps of one prepared call, and keeps them while what decides them stays the same."""
+
+    __slots__ = ("_call", "_device", "_launches", "_scalars", "_tensors")
+
+    def __init__(self, launches: PreparedLaunches, call: Call, device: torch.device) -> None:
+        mask = call.variant.mask
+        read = names(mask)
+        self._launches, self._device = launches, device
+        self._tensors = tuple(sorted(tensors(mask)))
+        self._scalars = tuple(place for place, rule in enumerate(call.rules) if rule.name in read)
+
+    def append(self, given: Given, addresses: list[int], scale: float, scalars: Sequence[Number]) -> list[Tensor]:
+        """Append the addresses of all maps, and return these; they must live until the launches are enqueued."""
+        launches = self._launches
+        addresses += [0] * (len(launches.names) - len(addresses))
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        decide = None if capturing else self._decisive(given)
+        found = []
+        for number, (owner, shape) in enumerate(launches.maps.items()):
+            place = launches.first_map + number
+
+            def make(bits: bool, owner: str = owner, shape: MapShape = shape, place: int = place) -> Tensor:
+                return self._made(owner, shape, place, addresses, scale, scalars, bits)
+
+            if decide is None:
+                words = make(False)
+            else:
+                key = (id(launches), owner, launches.stream(), *(scalars[place] for place in self._scalars))
+                words = _KEPT.get((key, *(id(one) for one in decide)), decide, make, shape.tile_words > 0, launches)
+            addresses[place] = words.data_ptr()
+            found.append(words)
+        return found
+
+    def made(self, addresses: list[int], scale: float, scalars: Sequence[Number]) -> Tensor:
+        """Return the one map of a forward, made now, with visible pairs."""
+        launches = self._launches
+        addresses += [0] * (len(launches.names) - len(addresses))
+        ((owner, shape),) = launches.maps.items()
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        bits = shape.tile_words > 0 and not capturing
+        return self._made(owner, shape, launches.first_map, addresses, scale, scalars, bits)
+
+    def enter(self, words: Tensor, addresses: list[int]) -> None:
+        """Enter the address of the one map of a forward that the caller brought."""
+        launches = self._launches
+        addresses += [0] * (len(launches.names) - len(addresses))
+        addresses[launches.first_map] = words.data_ptr()
+
+    @property
+    def shape(self) -> MapShape:
+        """The shape of the one map of a forward."""
+        return next(iter(self._launches.maps.values()))
+
+    def _decisive(self, given: Given) -> list[Tensor] | None:
+        """Return the tensors that decide the map; None if one's writes are not counted, as in inference mode."""
+        found = [given.arguments[name] for name in self._tensors]
+        lengths = (given.seqused_k, given.cu_seqlens_q, given.cu_seqlens_k)
+        found += [one for one in lengths if one is not None]
+        return None if any(one.is_inference() for one in found) else found
+
+    def _made(
+        self, owner: str, shape: MapShape, place: int, addresses: list[int], scale: float, scalars: Sequence[Number],
+        bits: bool,
+    ) -> Tensor:  # fmt: skip
+        """Return a map, made on the current stream. With visible pairs, this waits for the GPU."""
+        launches, maps = self._launches, len(self._launches.maps)
+        hashes_place, list_place = place + maps, place + 2 * maps
+        words = torch.empty(shape.tensor_shape(), dtype=torch.int32, device=self._device)
+        addresses[place] = words.data_ptr()
+        if not bits or not 0 < shape.slots <= _MAX_SLOTS:
+            launches.classify(owner, addresses, scale, scalars)
+            return words
+        hashes = torch.zeros(shape.slots, dtype=torch.int64, device=self._device)
+        addresses[hashes_place] = hashes.data_ptr()
+        launches.classify(owner, addresses, scale, scalars)
+        addresses[hashes_place] = 0
+        partial = hashes.nonzero().flatten()
+        distinct, slots = hashes[partial].unique(return_inverse=True)
+        count = len(distinct)
+        if not 0 < 4 * shape.tile_words * count <= MAX_BITS:
+            return words
+        tiles = torch.empty(1 + count, dtype=torch.int32, device=self._device)
+        tiles[0] = count
+        tiles[1:].scatter_(0, slots, partial.int())  # any of the tiles that share a slot
+        complete = torch.empty(len(words) + count * shape.tile_words, dtype=torch.int32, device=self._device)
+        complete[: len(words)] = words
+        complete[shape.map_words + partial] = slots.int()
+        addresses[place], addresses[list_place] = complete.data_ptr(), tiles.data_ptr()
+        launches.classify(owner, addresses, scale, scalars)
+        addresses[list_place] = 0
+        return complete
+
+
+class _Entry:
+    """A kept map: the version of each tensor that decides it, and what proves that these tensors are still the same."""
+
+    __slots__ = ("complete", "launches", "owners", "versions", "words")
+
+    def __init__(self, launches: PreparedLaunches) -> None:
+        self.launches = launches  # alive, so that no other has its identity
+        self.owners: tuple[weakref.ref[Tensor], ...] = ()
+        self.versions: tuple[int, ...] = ()
+        self.words: Tensor | None = None
+        self.complete = False  # has visible pairs, or is known to get none
+
+    def is_of(self, decide: Sequence[Tensor], versions: tuple[int, ...]) -> bool:
+        """Whether the map is that of these tensors, with what they hold now."""
+        same = all(owner() is one for owner, one in zip(self.owners, decide, strict=True))
+        return same and self.versions == versions
+
+
+class _KeptMaps:
+    """The maps that plain calls used last, by prepared call, stream, scalars and tensors.
+
+    A map is that of its tensors as long as they live, and as torch counts no write to them. A write that torch does not
+    count (through ``.data``, DLPack or another library's kernel) goes unnoticed.
+    """
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Any, _Entry] = OrderedDict()
+
+    def get(
+        self, key: Any, decide: Sequence[Tensor], make: Callable[[bool], Tensor], has_bits: bool,
+        launches: PreparedLaunches,
+    ) -> Tensor:  # fmt: skip
+        """Return the map of a key and its tensors: the kept one if nothing was written since, with visible pairs from
+        the second use on."""
+        versions = tuple(one._version for one in decide)
+        entry = self._entries.get(key)
+        if entry is not None and entry.words is not None and entry.is_of(decide, versions):
+            if not entry.complete:
+                entry.words, entry.complete = make(has_bits), True
+            self._touch(key)
+            return entry.words
+        entry = _Entry(launches)
+        entry.owners = tuple(weakref.ref(one, lambda _, key=key: self._entries.pop(key, None)) for one in decide)
+        entry.versions, entry.words, entry.complete = versions, make(False), not has_bits
+        self._entries[key] = entry
+        self._touch(key)
+        self._shrink()
+        return entry.words
+
+    def clear(self) -> None:
+        """Forget all maps."""
+        self._entries.clear()
+
+    def _touch(self, key: Any) -> None:
+        with suppress(KeyError):  # another thread dropped it
+            self._entries.move_to_end(key)
+
+    def _shrink(self) -> None:
+        """Drop the maps that were used longest ago."""
+        entries = list(self._entries.items())
+        size = sum(4 * entry.words.numel() for _, entry in entries if entry.words is not None)
+        for key, entry in entries[:-1]:
+            if len(entries) <= _KEPT_MAPS and size <= _KEPT_BYTES:
+                return
+            self._entries.pop(key, None)
+            size -= 4 * entry.words.numel() if entry.words is not None else 0
+            entries = entries[1:]
+
+
+_KEPT = _KeptMaps()
+
+
+def kept_maps() -> Mapping[Any, _Entry]:
+    """Return what is kept, for tests and for reports of memory."""
+    return _KEPT._entries

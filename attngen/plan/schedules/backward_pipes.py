@@ -7,7 +7,7 @@ from attngen.plan.operands import Operands
 from attngen.plan.pipes import WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.structures import HopperBackward
 
-STEP_BYTES = 8
+STEP_BYTES, SLOT_BYTES = 8, 8  # barriers follow, which need 8-byte alignment
 WORK_BYTES, CUT_WORK_BYTES = 32, 44  # the latter where tiles of keys may be cut into parts
 SUMS = 8  # steps whose place in the dQ accumulator is kept
 SUM_BYTES, CUT_SUM_BYTES, ORDERED_SUM_BYTES = 8, 12, 20
@@ -45,7 +45,8 @@ def backward_pipes(
         full=Signal(2, f"{loader} twice, for Q and for the row statistics", "a step has landed", bytes=True),
         empty=Signal(consumers, each, "dK of a step is complete, or its end is seen by all"),
         stored=(
-            ("q", tile_m * qk * operands.q.bytes), ("lse", tile_m * 4), ("delta", tile_m * 4), ("step", STEP_BYTES),
+            ("q", tile_m * qk * operands.q.bytes), ("lse", tile_m * 4), ("delta", tile_m * 4),
+            ("step", STEP_BYTES + SLOT_BYTES * roles.slots),
             *([("query_values", tile_m * 4 * roles.query_values)] if roles.query_values else []),
         ),
     )  # fmt: skip

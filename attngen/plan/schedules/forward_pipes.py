@@ -10,7 +10,7 @@ from attngen.plan.schedules.structures import HopperForward
 _SLOTS = 2  # tiles of work that are known ahead
 #: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
 WORK_BYTES = 320
-_TILE_INFO_BYTES = 4
+_TILE_INFO_BYTES, _SLOT_BYTES = 4, 4
 _TAKEN_BYTES = 4
 _TILE_SCALES_BYTES, _SCALE_BYTES = 8, 4
 #: Bytes of a value of a key, and the tiles of them that a stage has room for: a consumer reads them after it has given
@@ -43,7 +43,8 @@ def forward_pipes(
         by_k, by_v = "the loader of K", "the loader of V"
     shared = f"{each} of both blocks" if roles.cluster > 1 else each
     done = f"{each.removeprefix('each ')}s are done with a tile of"
-    tile_info = (("tile_info", _TILE_INFO_BYTES),) if roles.specialized else ()
+    info_bytes = _TILE_INFO_BYTES + (_SLOT_BYTES if driver == "tile_map" else 0)
+    tile_info = (("tile_info", info_bytes),) if roles.specialized else ()
     scale_bytes = _TILE_SCALES_BYTES if scale_block > 1 else _SCALE_BYTES * tile_n
     scales = (("tile_scales", scale_bytes),) if scale_block else ()
     value_bytes = _TILES_OF_VALUES * _VALUE_BYTES * tile_n * roles.key_values

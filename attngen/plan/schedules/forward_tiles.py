@@ -134,7 +134,7 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
     Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these.
     """
     qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
-    families = _families(spec)
+    families = _families(spec, driver)
     choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
     step = _key_step(operands_of(spec), form.transposes, spec.transposed_v)
     fewer = [n for n in FEWER_KEYS if n < choice.tile_n and n % step == 0] if spec.roles and not spec.tile_n else []
@@ -212,7 +212,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         lookahead=6 if searches(spec) else 2,
         value_loader=is_paged(spec) and not form.transposes,  # pages take many small copies
         key_values=len(key_loads(spec.variant, "packed" if spec.pack_gqa else "single"))
-        if specialized and not is_paged(spec)
+        if specialized and not is_paged(spec) and driver != "tile_map"
         else 0,
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
@@ -348,8 +348,11 @@ def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
         yield replace(spec, tile_n=tile_n, stages=stages, roles=roles)
 
 
-def _families(spec: KernelSpec) -> frozenset[str]:
-    """Return the families of the table that a kernel belongs to."""
+def _families(spec: KernelSpec, driver: str) -> frozenset[str]:
+    """Return the families of the table that a kernel belongs to. A tile map brings the mask as bits, so that what its
+    expression reads does not matter."""
+    if driver == "tile_map":
+        spec = replace(spec, variant=replace(spec.variant, mask=TRUE))
     found = {"any"}
     if is_light(spec.variant) and not spec.variant.dropout:
         found.add("light")

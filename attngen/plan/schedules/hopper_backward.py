@@ -182,6 +182,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         cuts=cuts,
         uneven=_by_data(spec, driver),
         stripe=_STRIPE if cuts and not own_spans and _goes_by_stripes(spec, choice, driver) else 0,
+        slots=driver == "tile_map" and not wide,
         shared=(),
     )
     if wide:
@@ -503,12 +504,15 @@ def _family(spec: KernelSpec) -> str:
     before; and a tile map with a fixed order takes more of the loader of a single block.
     """
     variant = spec.variant
-    if variant.dropout or (spec.deterministic and not is_wide(spec) and driver_of(spec, "q") == "tile_map"):
+    mapped = not is_wide(spec) and driver_of(spec, "q") == "tile_map"
+    if variant.dropout or (spec.deterministic and mapped):
         return "tight"
+    if mapped:  # the mask comes as bits, whatever its expression reads
+        variant = replace(variant, mask=TRUE)
     if is_light(variant):
         return "plain"
     if reads_positions(variant):
-        return "valued" if _query_values(spec) and not is_wide(spec) else "reading"
+        return "valued" if _query_values(spec) and not is_wide(spec) and not mapped else "reading"
     if _varies(spec):
         return "derived"
     return "divided" if divides(variant) else "light"

@@ -64,6 +64,11 @@ class HopperForward(Structure):
         return self.sharing > 1
 
     @property
+    def holds_mask_bits(self) -> bool:
+        """Whether consumers apply the mask of a tile map by bits, in the order of their accumulators."""
+        return self.specialized
+
+    @property
     def schedule(self) -> str:
         """How consumers share the tensor cores, as specs say it."""
         return "pingpong" if self.pingpong else "cooperative"
@@ -92,11 +97,17 @@ class HopperBackward(Structure):
     cuts: bool = False  # a call may have the last tiles of keys cut into parts, which different blocks take
     uneven: bool = False  # data decide how many steps a tile of keys takes
     stripe: int = 0  # tiles of queries that all heads of a group go through before others; 0: one head after the other
+    slots: bool = False  # a step names the slot of its tile in a tile map, which has the mask as bits
 
     @property
     def pingpong(self) -> bool:
         """Whether consumers take turns at the tensor cores."""
         return self.overlap == "pingpong"
+
+    @property
+    def holds_mask_bits(self) -> bool:
+        """Whether consumers apply the mask of a tile map by bits; those of a cluster evaluate it for each element."""
+        return self.slots
 
     @property
     def keys(self) -> int:

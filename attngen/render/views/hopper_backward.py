@@ -14,12 +14,20 @@ from attngen.plan.schedules.cluster_pipes import cluster_pipes_of
 from attngen.plan.schedules.hopper_backward import by_head, first_stored, row_lanes
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import reads_positions
-from attngen.render.cuda_gradients import QueryValues, factor, probabilities, query_word
-from attngen.render.cuda_math import Steps, Tiles, elements, tiles
+from attngen.render.cuda_gradients import QueryValues, classified_query_word, factor, probabilities, query_word
+from attngen.render.cuda_math import CLASSIFIER_NODES, Steps, Tiles, tiles
 from attngen.render.expressions import OWN_QUERIES, QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
-from attngen.render.views.hopper_forward import SWIZZLED_ROWS, SWIZZLES, RegionView, argument_lines, padding
+from attngen.render.views.hopper_forward import (
+    SWIZZLED_ROWS,
+    SWIZZLES,
+    ClassifierView,
+    RegionView,
+    argument_lines,
+    classifier_view,
+    padding,
+)
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
@@ -40,22 +48,7 @@ _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum", "dq_state"}),
     "dqkv": frozenset({"dq", "dk", "dv", "dq_sum", "dq_state", "partials", "tile_counter"}),
     "postprocess": frozenset({"dq"}),
-    "classify_dqkv": frozenset({"tile_map"}),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class KeyClassifier:
-    """The kernel that computes the tile map."""
-
-    symbol: str
-    threads: int
-    argument_lines: tuple[str, ...]
-    uses_packed: bool
-    uses_hk: bool
-    hoisted: tuple[Statement, ...]
-    element_lines: tuple[Statement, ...]
-    visible: Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +108,7 @@ class CudaBackwardView:
     weight_comment: str
     partial: Steps
     full: Steps
+    visible: Steps | None
     exponent: Piece
     weighted: Piece | None
     query_values: QueryValues | None
@@ -131,7 +125,7 @@ class CudaBackwardView:
     dq_factor: Piece
     dq_row: str
     dq_padded: bool
-    classifier: KeyClassifier | None
+    classifier: ClassifierView | None
 
 
 def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
@@ -144,7 +138,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     listed = query_word(dqkv) if plan.driver != "ranges" else ()
     factor_lines, factor_text = factor(dqkv, code.factor)
     dq_factor_lines, dq_factor = factor(plan.of_launch(postprocess) if postprocess else dqkv, code.factor)
-    steps = reads([*code.partial.all, *code.full.all, code.exponent])
+    steps = reads([*code.partial.all, *code.full.all, *(code.visible.all if code.visible else ()), code.exponent])
     spans = reads([*found.lines, *found.values.values(), *listed])
     box = roles.box_bytes // plan.operands.shared("q", "k", "v", "dout").bytes
     end_qk, end_v = (-(-each // box) * box for each in (plan.head_dim_qk, plan.head_dim_v))
@@ -208,6 +202,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         weight_comment="; 0 for pairs that are not visible" if plan.variant.masked else "",
         partial=code.partial,
         full=code.full,
+        visible=code.visible,
         exponent=code.exponent,
         weighted=code.weighted,
         query_values=code.query_values,
@@ -224,7 +219,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         dq_factor=dq_factor,
         dq_row=_row(plan, "dq", _dq_row(plan, "q_start + row" if postprocess else "first_row")),
         dq_padded=roles.sum_columns > plan.head_dim_qk,
-        classifier=_classifier(plan, parts["classify_dqkv"]) if "classify_dqkv" in parts else None,
+        classifier=_classifier(plan.of_launch(parts["classify_dqkv"])) if "classify_dqkv" in parts else None,
     )
 
 
@@ -312,18 +307,8 @@ def _counters(plan: Plan) -> str:
     return f"reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>({tiles}) * kSumsOfTile)"
 
 
-def _classifier(plan: Plan, part: Launch) -> KeyClassifier:
-    code = elements(plan.of_launch(part))
-    return KeyClassifier(
-        symbol=part.symbol,
-        threads=32 * part.num_warps,
-        argument_lines=_lines(plan, part),
-        uses_packed=not code.reads.isdisjoint(("q_begin", "k_begin")),
-        uses_hk="hk" in code.reads,
-        hoisted=code.hoisted,
-        element_lines=code.lines,
-        visible=code.visible,
-    )
+def _classifier(plan: Plan) -> ClassifierView:
+    return classifier_view(plan, plan.launch("classify_dqkv"), classified_query_word(plan, CLASSIFIER_NODES))
 
 
 # --- ranges of tiles ----------------------------------------------------------------------------------------

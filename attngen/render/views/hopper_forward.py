@@ -8,12 +8,24 @@ from functools import partial
 
 from attngen.dtypes import DType, dtype
 from attngen.lang.statements import Piece, Statement, leaf, reads
-from attngen.plan.model import Argument, Columns, Plan
+from attngen.plan.model import Argument, Columns, Launch, Plan
 from attngen.plan.schedules.forward_memory import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.forward_tiles import place_bits
 from attngen.plan.schedules.structures import HopperForward
-from attngen.render.cuda_math import Sink, Steps, Tiles, elements, logits, queries, sink, tiles, word
+from attngen.render.cuda_math import (
+    CLASSIFIER_NODES,
+    Sink,
+    Steps,
+    Tiles,
+    classified_word,
+    elements,
+    logits,
+    queries,
+    sink,
+    tiles,
+    word,
+)
 from attngen.render.cuda_statements import int_constant
 from attngen.render.expressions import CUDA, in_product
 from attngen.render.header import argument_groups, command, summary
@@ -59,6 +71,8 @@ class ClassifierView:
     hoisted: tuple[Statement, ...]
     element_lines: tuple[Statement, ...]
     visible: Piece
+    bounds: tuple[Statement, ...]  # that make the bits of 32 tiles, as far as bounds tell what they are
+    uses_q_hi: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +146,8 @@ class CudaView:
     key_values: KeyValues | None
     partial: Steps
     full: Steps
+    visible: Steps | None
+    visible_uses_kv: bool
     uses_kv: bool
     logit_tile: str
     kv_first: str
@@ -161,7 +177,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     partial_steps, key_values = with_key_values(plan, code.partial, code.work)
     by_key = (*key_values.work, *key_values.lines) if key_values else ()
     spans = reads([*found.lines, *found.values.values(), *listed])
-    steps = reads([*code.partial.all, *code.full.all])
+    steps, seen = reads([*code.partial.all, *code.full.all]), reads(code.visible.all if code.visible else ())
     head, head_rows = ("", "work.q_begin + q") if plan.ragged_queries else ("work.b * stride_out_b + ", "q")
     h = "h" if plan.pack_gqa else "work.h"
     lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
@@ -174,7 +190,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         among = TRANSPOSED_BYTES if hopper.transposes else BOX_BYTES
         v_box = widest_box(plan.tile_n * plan.operands.v.bytes, among=among)
     alike = plan.operands.alike("q", "k", "v", "p")
-    work_lines = _work_lines(plan, reads(code.work) | steps, code.work)
+    work_lines = _work_lines(plan, reads(code.work) | steps | seen, code.work)
     return CudaView(
         template=template,
         command=command(plan),
@@ -256,6 +272,8 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         key_values=key_values,
         partial=partial_steps,
         full=code.full,
+        visible=code.visible,
+        visible_uses_kv="kv_first" in seen,
         uses_kv="kv_first" in steps,
         logit_tile=tile,
         kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
@@ -269,16 +287,24 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
 
 
 def _classifier(plan: Plan) -> ClassifierView:
-    own, code = plan.launch("classify"), elements(plan)
+    return classifier_view(plan, plan.launch("classify"), classified_word(plan, CLASSIFIER_NODES))
+
+
+def classifier_view(plan: Plan, own: Launch, bounds: tuple[Statement, ...]) -> ClassifierView:
+    """View of the kernel that makes a tile map. ``bounds``: the statements that make the bits of 32 tiles by bounds."""
+    code = elements(plan)
+    read = code.reads | reads(bounds)
     return ClassifierView(
         symbol=own.symbol,
         threads=32 * own.num_warps,
-        argument_lines=argument_lines(plan, own.arguments, written=frozenset({"tile_map"})),
-        uses_packed=not code.reads.isdisjoint(("q_begin", "k_begin")),
-        uses_hk="hk" in code.reads,
+        argument_lines=argument_lines(plan, own.arguments, written=frozenset({"tile_map", "tile_hashes"})),
+        uses_packed=not read.isdisjoint(("q_begin", "k_begin")),
+        uses_hk="hk" in read,
         hoisted=code.hoisted,
         element_lines=code.lines,
         visible=code.visible,
+        bounds=bounds,
+        uses_q_hi="q_hi" in reads(bounds),
     )
 
 
