@@ -39,7 +39,7 @@ def reads_data_per_query(variant: Variant) -> bool:
     """Whether the mask reads a tensor that is not monotone at an index that depends on the query: a tile of queries may
     read any of its values, so that a bound of all is seldom a bound of the tile."""
     monotone = {tensor.name for tensor in variant.tensors if tensor.monotone is not None}
-    loads = (node for node in walk(variant.mask) if isinstance(node, Load) and node.tensor not in monotone)
+    loads = (load for load in _mask_loads(variant) if load.tensor not in monotone)
     return any(names(index) & _ROWS for load in loads for index in load.indices)
 
 

@@ -106,8 +106,11 @@ class MapMaker:
             if decide is None:
                 words = make(False)
             else:
-                key = (id(launches), owner, launches.stream(), *(scalars[place] for place in self._scalars))
-                words = _KEPT.get((key, *(id(one) for one in decide)), decide, make, shape.tile_words > 0, launches)
+                key = (
+                    id(launches), owner, launches.stream(), *(scalars[place] for place in self._scalars),
+                    *((id(_base(one)), one.data_ptr(), one.shape, one.stride()) for one in decide),
+                )  # fmt: skip
+                words = _KEPT.get(key, decide, make, shape.tile_words > 0, launches)
             addresses[place] = words.data_ptr()
             found.append(words)
         return found
@@ -172,6 +175,12 @@ class MapMaker:
         return complete
 
 
+def _base(tensor: Tensor) -> Tensor:
+    """The tensor that a view is of, which counts writes for both; else the tensor itself."""
+    base: Tensor | None = tensor._base
+    return tensor if base is None else base
+
+
 class _Entry:
     """A kept map: the version of each tensor that decides it, and what proves that these tensors are still the same."""
 
@@ -186,7 +195,7 @@ class _Entry:
 
     def is_of(self, decide: Sequence[Tensor], versions: tuple[int, ...]) -> bool:
         """Whether the map is that of these tensors, with what they hold now."""
-        same = all(owner() is one for owner, one in zip(self.owners, decide, strict=True))
+        same = all(owner() is _base(one) for owner, one in zip(self.owners, decide, strict=True))
         return same and self.versions == versions
 
 
@@ -214,7 +223,11 @@ class _KeptMaps:
             self._touch(key)
             return entry.words
         entry = _Entry(launches)
-        entry.owners = tuple(weakref.ref(one, lambda _, key=key: self._entries.pop(key, None)) for one in decide)
+
+        def drop(_: object) -> None:
+            self._entries.pop(key, None)
+
+        entry.owners = tuple(weakref.ref(_base(one), drop) for one in decide)
         entry.versions, entry.words, entry.complete = versions, make(False), not has_bits
         self._entries[key] = entry
         self._touch(key)

@@ -62,7 +62,9 @@ def test_in_a_backward_they_come_with_the_queries() -> None:
 )
 def test_which_values_come_with_the_queries_of_a_backward(mask: str, tensors: str, count: int) -> None:
     declared = f"variants:\n  own: {{mask: '{mask}', tensors: {{{tensors}}}}}\n"
-    plan = planned("own", declared=declared, passes="backward", head_dim=128, backward="{backend: cuda}")
+    plan = planned(
+        "own", declared=declared, passes="backward", head_dim=128, backward="{backend: cuda}", tile_map="never"
+    )
     assert isinstance(plan.structure, HopperBackward)
     assert plan.structure.query_values == count
     assert ("QueryValues values[kBlockM / 32];" in render(plan).text) == (count > 0)
@@ -99,7 +101,7 @@ def test_what_such_a_value_needs_is_computed_where_it_is_loaded() -> None:
     ],
 )
 def test_values_of_at_most_a_word_that_all_rows_share(mask: str, tensors: str, count: int) -> None:
-    found, text = masked(mask, tensors)
+    found, text = masked(mask, tensors, tile_map="never")
     assert found == (count if "KeyValues" in text else 0)
     assert (count > 0) == ("struct KeyValues" in text)
 
@@ -135,7 +137,7 @@ def test_the_loader_computes_what_loads_need(mask: str, tensors: str, count: int
 def test_the_room_is_for_values_of_the_mask_alone() -> None:
     tensors = "{doc: {dtype: int32, shape: [b, seqlen_k]}, bias: {dtype: fp32, shape: [seqlen_k]}}"
     declared = f"variants:\n  own: {{mask: 'doc[b, kv] <= q', score: 's + bias[kv]', tensors: {tensors}}}\n"
-    plan = planned("own", declared=declared, backend="cuda", dtype="bf16")
+    plan = planned("own", declared=declared, backend="cuda", dtype="bf16", tile_map="never")
     assert isinstance(plan.structure, HopperForward)
     assert plan.structure.key_values == 1
     assert "const auto [u_doc_kv] = of_key(key);" in render(plan).text
@@ -143,5 +145,5 @@ def test_the_room_is_for_values_of_the_mask_alone() -> None:
 
 def test_those_of_a_head_differ_between_rows_of_packed_heads() -> None:
     own = "of_head[h, kv] > 0", "of_head: {dtype: int32, shape: [h, seqlen_k]}"
-    assert masked(*own)[0] == 1
+    assert masked(*own, tile_map="never")[0] == 1
     assert masked(*own, pack_gqa="true", tile_map="never")[0] == 0

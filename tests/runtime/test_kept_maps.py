@@ -1,0 +1,221 @@
+"""Tile maps that plain calls keep: visible pairs from the second use on, and a new map after any write that torch counts.
+
+A classifier of the test's own stands for the generated kernel: the content of a tile is a number, 0 for an empty tile, 1
+for a full one, and anything else for visible pairs, which tiles with the same number share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.lang.variant import Scalar
+from attngen.lang.variant import Tensor as Declared
+from attngen.runtime import tile_map
+from attngen.runtime.given import Given
+from attngen.runtime.tile_map import MapMaker, kept_maps
+from tests.runtime.support import variant
+
+ROWS, TILES, WORDS, TILE_WORDS = 4, 40, 2, 8
+MAP_WORDS, SLOTS = 2 * WORDS * ROWS, 32 * WORDS * ROWS
+SEEN = variant(
+    "seen", "seen[q, kv] > least", tensors=[Declared("seen", "int32", ("rows", "tiles"))],
+    scalars=[Scalar("least", "int32")],
+)  # fmt: skip
+
+
+class Shape:
+    slots, map_words, tile_words = SLOTS, MAP_WORDS, TILE_WORDS
+
+    @staticmethod
+    def tensor_shape() -> tuple[int]:
+        return (MAP_WORDS + SLOTS,)
+
+
+def memory(address: int, kind: Any, count: int) -> Any:
+    return (kind * count).from_address(address)
+
+
+class Launches:
+    """The launches of a call that reads one tile map, with the classifier of this test."""
+
+    names = ("q", "seen", "tile_map:forward", "tile_hashes:forward", "tile_list:forward")
+    maps = {"forward": Shape}
+    first_map = 2
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.content: torch.Tensor = torch.zeros(0)
+
+    def stream(self) -> int:
+        return 7
+
+    def classify(self, owner: str, addresses: Sequence[int], scale: float, scalars: Sequence[int]) -> None:
+        content = (self.content * (self.content > scalars[0])).tolist()
+        map_at, hashes_at, list_at = addresses[self.first_map :]
+        if list_at:
+            self.calls.append("bits")
+            count = memory(list_at, ctypes.c_int32, 1)[0]
+            tiles = memory(list_at, ctypes.c_int32, 1 + count)[1:]
+            bits = memory(map_at + 4 * (MAP_WORDS + SLOTS), ctypes.c_int32, count * TILE_WORDS)
+            for slot, tile in enumerate(tiles):
+                row, column = divmod(tile, 32 * WORDS)
+                for word in range(TILE_WORDS):
+                    bits[slot * TILE_WORDS + word] = content[row][column]
+            return
+        self.calls.append("classify")
+        words = memory(map_at, ctypes.c_uint32, MAP_WORDS)
+        slots = memory(map_at + 4 * MAP_WORDS, ctypes.c_int32, SLOTS)
+        for i in range(MAP_WORDS):
+            words[i] = 0
+        for i in range(SLOTS):
+            slots[i] = -1
+        for row in range(ROWS):
+            for column in range(TILES):
+                kind = content[row][column]
+                if kind:
+                    words[row * 2 * WORDS + (kind > 1) * WORDS + column // 32] |= 1 << column % 32
+                if kind > 1 and hashes_at:
+                    hashes = memory(hashes_at, ctypes.c_int64, SLOTS)
+                    hashes[row * 32 * WORDS + column] = (kind * 0x9E3779B97F4A7C15 + 1) % 2**63 - 2**62
+
+
+def partial_pairs(words: torch.Tensor) -> dict[tuple[int, int], int]:
+    """Return what the map has of each partial tile: the number of its pairs, or -1 if it has none."""
+    found = {}
+    for row in range(ROWS):
+        for column in range(TILES):
+            if int(words[row * 2 * WORDS + WORDS + column // 32]) >> column % 32 & 1:
+                slot = int(words[MAP_WORDS + row * 32 * WORDS + column])
+                bits = words[MAP_WORDS + SLOTS + slot * TILE_WORDS :][:TILE_WORDS]
+                assert slot < 0 or len(set(bits.tolist())) == 1
+                found[row, column] = int(bits[0]) if slot >= 0 else -1
+    return found
+
+
+def expected(content: torch.Tensor) -> dict[tuple[int, int], int]:
+    return {
+        (row, column): kind for row, line in enumerate(content.tolist()) for column, kind in enumerate(line) if kind > 1
+    }
+
+
+class Calls:
+    """A prepared call, and the maps that its launches get."""
+
+    def __init__(self) -> None:
+        self.launches = Launches()
+        call = SimpleNamespace(variant=SEEN, rules=(SimpleNamespace(name="least"),))
+        self.maker = MapMaker(self.launches, call, torch.device("cpu"))  # type: ignore[arg-type]
+
+    def __call__(self, seen: torch.Tensor, least: int = 0) -> torch.Tensor:
+        self.launches.content = seen.reshape(ROWS, TILES)
+        given = Given(seen, seen, seen, arguments={"seen": seen, "least": least})
+        (words,) = self.maker.append(given, [0, 0], 1.0, (least,))
+        return words
+
+
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    tile_map._KEPT.clear()
+    yield Calls()
+    tile_map._KEPT.clear()
+
+
+def content(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 6, (ROWS, TILES), generator=generator, dtype=torch.int32)
+
+
+def test_pairs_come_with_the_second_use(calls: Calls) -> None:
+    seen = content(1)
+    assert set(partial_pairs(calls(seen)).values()) == {-1}
+    assert calls.launches.calls == ["classify"]
+    words = calls(seen)
+    assert partial_pairs(words) == expected(seen)
+    assert len(words) == MAP_WORDS + SLOTS + 4 * TILE_WORDS  # tiles of one kind share their pairs
+    assert calls(seen) is words
+    assert calls.launches.calls == ["classify", "classify", "bits"]
+
+
+def test_a_write_makes_a_new_map(calls: Calls) -> None:
+    seen = content(2)
+    for _ in range(2):
+        calls(seen)
+    seen[1, 3:30] = 5
+    assert set(partial_pairs(calls(seen)).values()) == {-1}
+    assert partial_pairs(calls(seen)) == expected(seen)
+    seen.T[7].zero_()  # through a view
+    assert set(partial_pairs(calls(seen))) == set(expected(seen))
+
+
+def test_views_of_one_tensor_are_one(calls: Calls) -> None:
+    both = torch.stack([content(3), content(4)])
+    calls(both[0])
+    assert partial_pairs(calls(both[0])) == expected(both[0])  # another object, the same memory
+    assert set(partial_pairs(calls(both[1]))) == set(expected(both[1]))  # the same base, other memory
+    both[0, 0] = 4
+    assert partial_pairs(calls(both[0])).keys() == expected(both[0]).keys()
+
+
+def test_equal_tensors_and_other_scalars_are_others(calls: Calls) -> None:
+    seen = content(5)
+    assert calls(seen) is not calls(seen.clone())
+    words = calls(seen, least=2)
+    assert set(partial_pairs(words)) == {place for place, kind in expected(seen).items() if kind > 2}
+    assert partial_pairs(calls(seen)) == expected(seen)
+
+
+def test_nothing_is_kept_of_tensors_that_died_or_count_no_writes(calls: Calls) -> None:
+    seen = content(6)
+    calls(seen)
+    assert len(kept_maps()) == 1
+    del seen
+    calls.launches.content = torch.zeros(0)
+    gc.collect()
+    assert not kept_maps()
+    with torch.inference_mode():
+        seen = content(7)
+        calls(seen)
+        assert set(partial_pairs(calls(seen)).values()) == {-1}
+    assert not kept_maps()
+
+
+def test_a_map_without_partial_tiles_gets_none(calls: Calls) -> None:
+    seen = content(8).clamp(max=1)
+    calls(seen)
+    assert len(calls(seen)) == MAP_WORDS + SLOTS
+    calls(seen)
+    assert calls.launches.calls == ["classify", "classify"]
+
+
+def test_pairs_beyond_the_limit_are_left_out(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_map, "MAX_BITS", 4 * 3 * TILE_WORDS)
+    seen = content(9)
+    for _ in range(3):
+        words = calls(seen)
+    assert set(partial_pairs(words).values()) == {-1}
+
+
+def test_the_oldest_maps_are_dropped(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_map, "_KEPT_MAPS", 2)
+    tensors = [content(10 + n) for n in range(3)]
+    for seen in (*tensors[:2], tensors[0], tensors[2]):
+        calls(seen)
+    assert len(kept_maps()) == 2
+    before = list(calls.launches.calls)
+    calls(tensors[0])
+    assert calls.launches.calls == before
+
+
+def test_a_map_made_on_demand_has_pairs_at_once(calls: Calls) -> None:
+    seen = content(13)
+    calls.launches.content = seen
+    words = calls.maker.made([0, 0], 1.0, (0,))
+    assert partial_pairs(words) == expected(seen)
+    assert not kept_maps()
