@@ -172,6 +172,7 @@ def test_drivers(mask: str, row: list[str]) -> None:
             "window": {"dtype": "int32", "shape": ["h"]},
             "slope": {"dtype": "float32", "shape": ["h"]},
             "doc": document | {"monotone": {"axis": 1}},
+            "first": {"dtype": "int32", "shape": ["seqlen_q"]},
             "id": document,
             "allowed": {"dtype": "bool", "shape": ["b", "seqlen_q", "seqlen_k"]},
         },

@@ -48,7 +48,6 @@ def test_presets_are_in_cuda_on_hopper_and_in_triton_elsewhere(name: str) -> Non
         ({"loads": "pointer"}, "load through tensor descriptors"),
         ({"alignment": "element"}, "need alignment 16"),
         ({"warps": 8}, "have roles"),
-        ({"tile_map": "always"}, "classify tiles themselves"),
         ({"tile": "{m: 32}"}, "32 is not allowed; allowed: 64, 128, 192"),
         ({"pipeline": "{stages: 1}"}, "1 is not allowed; allowed: 2 to 8"),
         ({"fast_math": "false"}, "say 'backend: cuda' to accept that"),

@@ -334,7 +334,6 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
         ({"dtype": "fp32"}, r"dtype: cuda kernels take bf16 and fp16, not fp32"),
         ({"loads": "pointer"}, r"loads: cuda kernels load through tensor descriptors; allowed: descriptor"),
         ({"alignment": "element"}, r"alignment: tensor descriptors need alignment 16, not 2"),
-        ({"tile_map": "always"}, r"tile_map: cuda kernels classify tiles themselves; allowed: auto, never"),
         (
             {"warps": "{cluster: 2}", "layout": "varlen"},
             r"warps\.cluster: .* 'layout: varlen' each has its own; allowed: 1",

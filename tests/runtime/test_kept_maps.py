@@ -1,7 +1,7 @@
-"""Tile maps that plain calls keep: visible pairs from the second use on, and a new map after any write that torch counts.
+"""Tile maps that plain calls keep: visible pairs from the second use on, and a new map after a write that torch counts.
 
-A classifier of the test's own stands for the generated kernel: the content of a tile is a number, 0 for an empty tile, 1
-for a full one, and anything else for visible pairs, which tiles with the same number share.
+A classifier of the test's own stands for the generated kernel: the content of a tile is a number, 0 for an empty tile,
+1 for a full one, and anything else for visible pairs, which tiles with the same number share.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Launches:
     """The launches of a call that reads one tile map, with the classifier of this test."""
 
     names = ("q", "seen", "tile_map:forward", "tile_hashes:forward", "tile_list:forward")
-    maps = {"forward": Shape}
     first_map = 2
 
     def __init__(self) -> None:
+        self.maps = {"forward": Shape}
         self.calls: list[str] = []
         self.content: torch.Tensor = torch.zeros(0)
 

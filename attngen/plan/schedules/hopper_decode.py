@@ -181,7 +181,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     if spec.softmax_scale is not None:
         return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if spec.tile_map == "always":
-        return refuse(spec, "tile_map", "cuda kernels classify tiles themselves; allowed: auto, never")
+        return refuse(spec, "tile_map", "with 'split_kv: true' kernels classify tiles themselves; allowed: auto, never")
     if spec.variant.dropout:
         return refuse(
             spec,

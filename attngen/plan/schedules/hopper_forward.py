@@ -216,8 +216,6 @@ def refusal(spec: KernelSpec, arch: Arch, numbers: Mapping[str, Probabilities]) 
         return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
     if spec.num_warps is not None:
         return refuse(spec, "warps", "cuda kernels have roles: give producer, consumer and schedule, not a count")
-    if spec.tile_map == "always":
-        return refuse(spec, "tile_map", "cuda kernels classify tiles themselves; allowed: auto, never")
     if spec.softmax not in (None, *SOFTMAXES):
         return refuse(spec, "softmax", f"'{spec.softmax}' is not one of {', '.join(SOFTMAXES)}")
     return None

@@ -41,7 +41,7 @@ SEQLENS, SEQLENS_OF_MANY = (1024, 4096, 8192), (2048,)
 _DRIVERS = {
     "ranges": "loops over ranges of tiles whose ends are formulas; full tiles run without mask code",
     "classified": "lists 32 tiles at a time inside the kernel, as full or partial, within the hull of the bands",
-    "tile_map": "visits the tiles of a map that {classifier} makes on the GPU before it",
+    "tile_map": "visits the tiles of a map that {classifier} makes on the GPU before it, and that calls keep",
 }
 
 
