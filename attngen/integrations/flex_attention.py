@@ -124,7 +124,7 @@ def flex_attention(
             if found is not None:
                 return calls.attention(
                     query, key, value, variant=found.handle, softmax_scale=scale, layout="bhsd", return_lse=return_lse,
-                    **found.tensors(),
+                    **found.tensors(query.dtype),
                 )  # fmt: skip
     return now(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux, fallback)
 

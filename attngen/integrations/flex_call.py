@@ -85,7 +85,7 @@ def now(
             last.checked = query.shape, key.shape, enable_gqa
         result = calls.attention(
             query, key, value, variant=found.handle, softmax_scale=scale, layout="bhsd", return_lse=wants_lse,
-            **found.tensors(),
+            **found.tensors(query.dtype),
         )  # fmt: skip
         maxima = _maxima(query, key, value, found, scale) if wants_maxima else None
     except AttngenError:
@@ -99,7 +99,7 @@ def _maxima(query: Tensor, key: Tensor, value: Tensor, found: Traced, scale: flo
     """The largest logit of each query, which no kernel keeps: by a pass of the reference, without a gradient."""
     call, _ = bind_call(
         Given(
-            query, key, value, arguments=found.tensors(), variant=found.handle, softmax_scale=scale, form="dense",
+            query, key, value, arguments=found.tensors(query.dtype), variant=found.handle, softmax_scale=scale, form="dense",
             layout="bhsd",
         )
     )  # fmt: skip

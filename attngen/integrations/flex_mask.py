@@ -108,6 +108,7 @@ class BlockMask(of_torch.BlockMask):
     #: For compiled programs: the name of the variant, and its tensors by name.
     handle: str | None = None
     tensors: dict[str, Tensor] = {}  # noqa: RUF012, never changed in place
+    double_tensors: dict[str, Tensor] = {}  # noqa: RUF012, those of a call in float64
 
     @classmethod
     def create(
@@ -153,7 +154,9 @@ class BlockMask(of_torch.BlockMask):
             found = meaning(self.function, None, self.device)
         except AttngenError:
             return
-        self.__dict__.update(handle=found.handle, tensors=found.tensors())
+        self.__dict__.update(
+            handle=found.handle, tensors=found.tensors(), double_tensors=found.tensors(torch.float64)
+        )
 
     # --- lists -----------------------------------------------------------------------------------------------
 

@@ -82,11 +82,14 @@ class Traced:
         handle: str = self._declared.variant.handle
         return handle
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the arguments of a call."""
+    def tensors(self, query: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return the arguments of a call whose query has this dtype."""
         if not self._given:
             return _NOTHING
-        return {name: argument(_there(find), dtype, scalar=scalar) for name, find, scalar, dtype in self._given}
+        given = self._given
+        if query is torch.float64:
+            given = [(name, find, scalar, in_double(dtype)) for name, find, scalar, dtype in given]
+        return {name: argument(_there(find), dtype, scalar=scalar) for name, find, scalar, dtype in given}
 
     def captured(self) -> list[tuple[Captured, Tensor]]:
         """Return the tensors as they were captured, each with its entry."""
@@ -107,6 +110,11 @@ def argument(tensor: Tensor, converted: torch.dtype | None, *, scalar: bool) -> 
     """Return what a call passes of a captured tensor: a number as one element, and other dtypes converted."""
     made = tensor.view(1) if scalar else tensor
     return made if converted is None else made.to(converted)
+
+
+def in_double(converted: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that a call in float64 passes a captured tensor in: float64 stays, since only the reference runs."""
+    return None if converted is torch.float32 else converted
 
 
 class Template:

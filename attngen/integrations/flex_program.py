@@ -17,7 +17,7 @@ from attngen.integrations.flex_call import (
     with_aux,
 )
 from attngen.integrations.flex_mask import PROGRAMS, UNASKED, BlockMask, Mod
-from attngen.integrations.flex_meaning import Functions, argument, meaning
+from attngen.integrations.flex_meaning import Functions, argument, in_double, meaning
 from attngen.integrations.flex_paths import NoPathError, follow, paths_of
 from attngen.runtime import calls
 
@@ -34,17 +34,19 @@ def in_a_program(
     wants_lse, wants_maxima = asked(block_mask, return_lse, return_aux)
     check_call(query, key, block_mask, enable_gqa)
     _ask_all()
-    handle, tensors = None if block_mask is None else block_mask.handle, {}
+    double = query.dtype == torch.float64
+    handle, tensors, of_mask = None, {}, {}
+    if block_mask is not None:
+        handle, of_mask = block_mask.handle, block_mask.double_tensors if double else block_mask.tensors
     unread = wants_maxima or (block_mask is not None and handle is None)
     if unread or (score_mod is not None and _made_inside(score_mod)):
         handle = None
     elif score_mod is not None or block_mask is None:
         mask_mod = None if block_mask is None else block_mask.mask_mod
-        handle, entries, numbers = _meaning_at_trace(mask_mod, score_mod, query.device.type)
+        handle, entries, numbers = _meaning_at_trace(mask_mod, score_mod, query.device.type, double)
         for path, expected in numbers:
             if follow(score_mod, path) != expected:  # never: reading and comparing makes the guard
                 handle = None
-        of_mask = {} if block_mask is None else block_mask.tensors
         for name, path, shape, dtype in entries:
             tensor = of_mask[name] if path is None else follow(score_mod, path)
             if list(tensor.shape) != list(shape):  # torch 2.11 cannot trace the comparison of the tuples
@@ -54,7 +56,7 @@ def in_a_program(
                 tensor = tensor if dtype is None else tensor.to(dtype)
             tensors[name] = tensor
     elif handle is not None:
-        tensors = block_mask.tensors
+        tensors = of_mask
     if handle is None:
         return _outside_of_the_graph(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux, False
@@ -105,10 +107,11 @@ _outside_of_the_graph = torch.compiler.disable(now)
 
 @torch.compiler.assume_constant_result
 def _meaning_at_trace(
-    mask_mod: Mod | None, score_mod: Mod | None, device: str
+    mask_mod: Mod | None, score_mod: Mod | None, device: str, double: bool
 ) -> tuple[str | None, tuple[Any, ...], tuple[Any, ...]]:
     """Return the name of the variant; of each of its tensors the name, the path from the score_mod (None for the
-    mask's), shape, and the dtype that it is converted to; and the numbers that the score_mod reads, by path.
+    mask's), shape, and the dtype that it is converted to, of a call in float64 if ``double``; and the numbers that the
+    score_mod reads, by path.
 
     The name is None where a trace cannot say it: what is wrong is told by the call that then runs.
     """
@@ -124,7 +127,8 @@ def _meaning_at_trace(
                 given = argument(tensor, one.converted, scalar=not one.dims)
                 entries.append((one.name, None, tuple(given.shape), None))
             else:  # what no path leads to was made inside the function
-                entries.append((one.name, paths[id(tensor)], tuple(tensor.shape), one.converted))
+                converted = in_double(one.converted) if double else one.converted
+                entries.append((one.name, paths[id(tensor)], tuple(tensor.shape), converted))
     except (AttngenError, NoPathError, KeyError):
         return None, (), ()
     return found.handle, tuple(entries), numbers

@@ -45,6 +45,11 @@ def out_dtype_of(dtype: torch.dtype, asked: torch.dtype | None = None) -> torch.
     return asked or TORCH_DTYPES[QUANTIZED_DTYPES[name]] if name in QUANTIZED_DTYPES else dtype
 
 
+def lse_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the log-sum-exp of a call whose q has ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def check_out_dtype(q: torch.dtype, asked: Any) -> torch.dtype | None:
     """Return the dtype of the output that a call asks for. Raises CallError for one that it cannot have."""
     allowed = [TORCH_DTYPES[name] for name in OUT_DTYPES] if ATTENTION_DTYPES.get(q) in QUANTIZED_DTYPES else [q]

@@ -20,7 +20,7 @@ from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Variant
 from attngen.runtime import at_trace, dispatch, paged_operators, training
-from attngen.runtime.checked import out_dtype_of
+from attngen.runtime.checked import lse_dtype_of, out_dtype_of
 from attngen.runtime.declared import hint_for
 from attngen.runtime.derivatives import reference_gradients
 from attngen.runtime.dropout import check_rate, draw
@@ -105,7 +105,8 @@ class _Calls:
             raise CallError(
                 f"{self.full_name}: compiled programs have no forward-mode derivative of attention; call it eagerly"
             )
-        return _results(self.given(arguments))
+        out, lse = dispatch.run(self.given(arguments))
+        return out, lse
 
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return results of the right shapes, for tracing. What depends on values is checked when the program runs."""
@@ -120,7 +121,7 @@ class _Calls:
             lse_shape = (q.shape[0], q.shape[1], q.shape[2])
         else:
             lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-        return out, q.new_empty(lse_shape, dtype=torch.float32)
+        return out, q.new_empty(lse_shape, dtype=lse_dtype_of(q.dtype))
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep what the backward needs: the inputs, the output and its log-sum-exp."""
@@ -144,7 +145,7 @@ class _Calls:
         """Return the gradients of q, k, v and of the declared tensors."""
         given, asked = self.given(arguments), self.signature.differentiable
         if not dispatch._on_gpu(given.q) or given.backend == "reference":
-            return reference_gradients(_results, given, dout, dlse, asked)
+            return reference_gradients(dispatch.run, given, dout, dlse, asked)
         dq, dk, dv, gradients = training.differentiate(given, out, lse, dout, dlse, asked)
         return dq, dk, dv, *(gradients[name] for name in asked)
 
@@ -160,12 +161,6 @@ class _Calls:
         at_trace.prepare(given, dispatch._on_gpu, "backward")
         inputs = [given.q, given.k, given.v, *(given.arguments[name] for name in self.signature.differentiable)]
         return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
-
-
-def _results(given: Given) -> tuple[Tensor, Tensor]:
-    """Run a call that asks for its log-sum-exp, and return both results."""
-    out, lse = dispatch.run(given)
-    return out, lse.to(torch.float32)
 
 
 class _Differentiation:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
 from attngen.runtime import at_trace, dispatch
-from attngen.runtime.checked import out_dtype_of
+from attngen.runtime.checked import lse_dtype_of, out_dtype_of
 from attngen.runtime.given import Given
 from attngen.runtime.signature import TAGS, Signature, parameters_of
 
@@ -59,12 +59,12 @@ class _Calls:
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Run the call."""
         out, lse = dispatch.run(self.given(arguments))
-        return out, lse.to(torch.float32)
+        return out, lse
 
     def forward_into(self, out: Tensor, *arguments: Any) -> Tensor:
         """Run the call into a given output, and return the log-sum-exp."""
         lse: Tensor = dispatch.run(self.given(arguments)._replace(out=out))[1]
-        return lse.to(torch.float32)
+        return lse
 
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return results of the right shapes and strides, for tracing."""
@@ -82,8 +82,8 @@ class _Calls:
 
     def _fake_lse(self, q: Tensor) -> Tensor:
         if q.dim() == 3:
-            return q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-        return q.new_empty((q.shape[2], q.shape[0], q.shape[1]), dtype=torch.float32).transpose(0, 1)
+            return q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype_of(q.dtype))
+        return q.new_empty((q.shape[2], q.shape[0], q.shape[1]), dtype=lse_dtype_of(q.dtype)).transpose(0, 1)
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep nothing: there is no backward."""

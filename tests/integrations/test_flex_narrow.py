@@ -95,3 +95,25 @@ def test_a_number_beyond_them_is_refused(name: str, value: Callable[[Tensor], Te
     told = rf"mask_mod .*{name} does not fit uint8, in which it computes; allowed: 0 to 255, or the tensor's \.int\(\)"
     with pytest.raises(CallError, match=told):
         ours.create_block_mask(mask_mod, BATCH, HEADS, LENGTH, LENGTH, device="cpu")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captured_tensors_stay_in_float64_beside_queries_in_float64(*, compiled: bool) -> None:
+    """Numbers that float32 cannot tell apart decide the mask, and make the score."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 16, 8, dtype=torch.float64) for _ in range(3))
+    near = 1 + torch.arange(16, dtype=torch.float64) * 2.0**-40
+    bias = torch.randn(16, dtype=torch.float64).requires_grad_()
+    mask = ours.create_block_mask(lambda b, h, q, kv: near[kv] <= near[q], None, None, 16, 16, device="cpu")
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s + bias[kv] * near[q]
+
+    call = torch.compile(ours.flex_attention, fullgraph=True, backend="aot_eager") if compiled else ours.flex_attention
+    found = call(q, k, v, score, mask)
+    logits = q @ k.transpose(2, 3) / 8**0.5 + bias * near[:, None]
+    wanted = logits.masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf")).softmax(-1) @ v
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for one, other in zip(*(torch.autograd.grad(t.square().sum(), bias) for t in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
