@@ -81,7 +81,7 @@ def append_kv(
         k, v, k_cache, v_cache, cache_seqlens, page_table, slots, batch_index, cu_seqlens, page_layout, q, q_out,
         rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets, k_descale, v_descale,
     )  # fmt: skip
-    return _traced(*given) if dispatch.is_traced(k) else run(*given)
+    return _traced(*given) if dispatch.is_traced(k) or dispatch.watching() else run(*given)
 
 
 def _traced(*given: Any) -> Tensor | None:

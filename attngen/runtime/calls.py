@@ -10,9 +10,12 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
 from attngen.runtime import dispatch
-from attngen.runtime.dispatch import is_traced, run
+from attngen.runtime.dispatch import is_traced, run, watching
 from attngen.runtime.given import Given, make
 from attngen.runtime.tile_map import TileMap
+
+#: Whether autocast is on for any device. Looked up once: every call asks.
+_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def attention(
@@ -58,20 +61,22 @@ def attention(
     A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
     tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.
 
-    Under ``torch.autocast`` float32 tensors on a GPU are taken in its dtype.
+    Under ``torch.autocast`` float32 tensors are taken in its dtype for their device.
 
     Tensors on the CPU, and ``backend='reference'``, run the eager reference. On a GPU the call enqueues work on the
     current stream and does not wait. Raises CallError for arguments that are wrong or contradict each other, and
     NoKernelError, which lists every candidate and the reason against it, if no kernel takes the call.
     """
-    if torch.is_autocast_enabled():
+    if _any_autocast():
         q, k, v = _as_autocast(q, k, v)
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, None, None, None, None, arguments, tile_map, variant,
         softmax_scale, return_lse, deterministic, "dense", layout, backend, package, None, None, None, None,
         out_dtype,
     ))  # fmt: skip
-    return _traced(given) if is_traced(q) else run(given)
+    if is_traced(q):
+        return _traced(given)
+    return _watched(given) if watching() else run(given)
 
 
 def attention_varlen(
@@ -104,14 +109,16 @@ def attention_varlen(
     (heads, total_q). What the offsets hold is checked on the CPU and under ``attngen.debug()`` only, since reading
     it would wait for the GPU. Rows after the last sequence are unspecified.
     """
-    if torch.is_autocast_enabled():
+    if _any_autocast():
         q, k, v = _as_autocast(q, k, v)
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments,
         tile_map, variant, softmax_scale, return_lse, deterministic, "varlen", "varlen", backend, package, max_seqlen_q,
         max_seqlen_k, None, None, out_dtype,
     ))  # fmt: skip
-    return _traced(given) if is_traced(q) else run(given)
+    if is_traced(q):
+        return _traced(given)
+    return _watched(given) if watching() else run(given)
 
 
 def _traced(given: Given) -> Any:
@@ -134,10 +141,21 @@ def _check_on_meta(given: Given) -> None:
             raise CallError(f"q is on meta, but {name} is on {tensor.device}; all tensors must be on one device")
 
 
+def _watched(given: Given) -> Any:
+    """Run a call while a dispatch mode is active, as an operator that the mode sees whole."""
+    from attngen.runtime import operators
+
+    return operators.watched(given)
+
+
 def _as_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Return tensors in the dtype that ``torch.autocast`` asks for on GPUs, as its list of such functions would."""
-    wanted = torch.get_autocast_dtype("cuda")
-    return tuple(t.to(wanted) if dispatch._on_gpu(t) and t.dtype is torch.float32 else t for t in tensors)
+    """Tensors in the dtype of ``torch.autocast`` for their devices, as for torch's functions of lower precision."""
+    return tuple(_autocast(t) if isinstance(t, Tensor) and t.dtype is torch.float32 else t for t in tensors)
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    device = "cuda" if dispatch._on_gpu(tensor) else tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
 
 
 def attention_paged(
@@ -191,7 +209,9 @@ def attention_paged(
         None, variant, softmax_scale, return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None,
         num_splits, split_size, None,
     ))  # fmt: skip
-    return _traced(given) if is_traced(q) else run(given)
+    if is_traced(q):
+        return _traced(given)
+    return _watched(given) if watching() else run(given)
 
 
 def define_operators(*variants: str) -> tuple[str, ...]:

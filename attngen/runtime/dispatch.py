@@ -46,12 +46,15 @@ _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 transforms_active = torch._C._are_functorch_transforms_active
 
+#: The number of dispatch modes that are active, as those of selective checkpoints.
+watching = torch._C._len_torch_dispatch_stack
+
 
 def run(given: Given) -> Any:
     """Run a call now, whether it comes from a program or from an operator."""
     q, k, v, arguments, tile_map, backend = given.q, given.k, given.v, given.arguments, given.tile_map, given.backend
     if arguments and DROPOUT_P.name in arguments:
-        given = _with_state(given)
+        given = with_random_state(given)
         arguments = given.arguments
     if _is_tracing():
         raise CallError("torch.jit.trace cannot record a launch; allowed: torch.compile, torch.export")
@@ -128,7 +131,7 @@ def _without_keys(given: Given, addresses: list[int]) -> tuple[Tensor, Tensor]:
     return (out if given.out is None else given.out.copy_(out)), lse
 
 
-def _with_state(given: Given, *, draws: bool = True) -> Given:
+def with_random_state(given: Given, *, draws: bool = True) -> Given:
     """Return a call that names a rate of dropout, with a state of random numbers if need be."""
     device = given.q.device if isinstance(given.q, Tensor) else torch.device("cpu")
     named = given.variant
@@ -258,7 +261,7 @@ def tile_map(
     exist. If no map is needed (on the CPU, or by a kernel that bounds its loops otherwise), the result is empty, and
     may be passed all the same.
     """
-    given = _with_state(
+    given = with_random_state(
         Given(
             q, k, k if v is None else v, **_any_descales(q, k), seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
@@ -363,7 +366,7 @@ def explain(
         form="paged" if paged else _form(cu_seqlens_q), layout=page_layout if paged else layout, backend=backend,
         package=package, out_dtype=out_dtype, arguments={DROPOUT_P.name: 0.0, **arguments},
     )  # fmt: skip
-    given = in_rows(_with_state(given, draws=False))
+    given = in_rows(with_random_state(given, draws=False))
     call, found = bind_call(given)
     if not _on_gpu(q) or backend == "reference":
         require_reference(call, backend)

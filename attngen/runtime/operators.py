@@ -2,14 +2,14 @@
 
 ``<package>::<variant>`` takes dense tensors, ``<variant>__varlen`` packed ones, and ``…__backward`` belongs to each.
 ``<variant>__paged`` takes keys in pages (``paged_operators``). All return (out, lse). They are defined when a traced
-program first names the variant; outside a trace ``attention`` does without them, since an operator costs several
-microseconds a call.
+program first names the variant, or a call runs under a dispatch mode. Other calls do without them, since an operator
+costs several microseconds.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,23 @@ from torch.autograd import forward_ad
 from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Variant
-from attngen.runtime import at_trace, dispatch, paged_operators, training
+from attngen.runtime import at_trace, dispatch, flops, paged_operators, training
+from attngen.runtime.binding import bind_call
 from attngen.runtime.checked import lse_dtype_of, out_dtype_of
 from attngen.runtime.declared import hint_for
-from attngen.runtime.derivatives import reference_gradients
+from attngen.runtime.derivatives import Plain, reference_gradients
 from attngen.runtime.dropout import check_rate, draw
-from attngen.runtime.given import Given
+from attngen.runtime.given import Given, tensors_of
 from attngen.runtime.paged_operators import INTO
+from attngen.runtime.paging import in_rows
 from attngen.runtime.registry import registry
 from attngen.runtime.signature import TAGS, Signature, arguments_of, first_own, parameters_of
 
 #: What the names of operators end with, by the form of their calls.
 _SUFFIXES = {"dense": "", "varlen": "__varlen", "paged": paged_operators.SUFFIX}
+
+#: Arguments of a backward operator before those of its forward: dout, dlse, out, lse.
+_BEFORE_INPUTS = 4
 
 
 def schema_of(variant: Variant, *, packed: bool) -> str:
@@ -77,14 +82,18 @@ class _Operators:
             library.impl(backward_name, calls.backward, key)
         torch.library.register_fake(f"{self._namespace}::{name}", calls.fake_forward, lib=library)
         torch.library.register_fake(f"{self._namespace}::{backward_name}", calls.fake_backward, lib=library)
-        backward = getattr(getattr(torch.ops, self._namespace), backward_name)
+        forward, backward = (getattr(getattr(torch.ops, self._namespace), each) for each in (name, backward_name))
+        flops.count_forward(forward, calls.given)
+        flops.count_backward(backward, calls.given, first=_BEFORE_INPUTS)
         torch.library.register_autograd(
             f"{self._namespace}::{name}",
             _Differentiation(calls, backward).backward,
             setup_context=calls.setup_context,
             lib=library,
         )
-        torch.library.register_autograd(f"{self._namespace}::{backward_name}", calls.refuse_another, lib=library)
+        torch.library.register_autograd(
+            f"{self._namespace}::{backward_name}", calls.second, setup_context=calls.keep_for_second, lib=library
+        )
 
 
 class _Calls:
@@ -149,9 +158,34 @@ class _Calls:
         dq, dk, dv, gradients = training.differentiate(given, out, lse, dout, dlse, asked)
         return dq, dk, dv, *(gradients[name] for name in asked)
 
-    def refuse_another(self, ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        """Refuse a second derivative, as eager calls of kernels do; torch would return a part of it and warn."""
-        raise NotImplementedError(f"{self.full_name}: gradients of attention cannot be differentiated again")
+    def keep_for_second(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep what a second derivative needs: the gradients of the results, and the inputs of the forward."""
+        ctx.tensor_places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
+        ctx.save_for_backward(*(inputs[i] for i in ctx.tensor_places))
+        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+
+    def second(self, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        """Gradients of the backward's arguments, in plain torch; out and lse are taken for functions of the rest."""
+        everything = list(ctx.others)
+        for place, tensor in zip(ctx.tensor_places, ctx.saved_tensors, strict=True):
+            everything[place] = tensor
+        dout, dlse, out, lse, *arguments = everything
+        given, asked = self.given(tuple(arguments)), self.signature.differentiable
+        above = [torch.zeros_like(result) if t is None else t for t, result in ((dout, out), (dlse, lse))]
+        inputs = [given.q, given.k, given.v, *(given.arguments[name] for name in asked)]
+        found = iter(Plain(given, asked).second(inputs, above, cotangents))
+        first = [None if t is None else gradient for t, gradient in ((dout, next(found)), (dlse, next(found)))]
+        return (*first, None, None, *self.in_place(found, len(arguments)))
+
+    def in_place(self, found: Iterator[Tensor], count: int) -> list[Any]:
+        """Gradients of q, k, v and the declared tensors at the places of these, among ``count`` arguments."""
+        gradients: list[Any] = [None] * count
+        for i in range(3):
+            gradients[i] = next(found)
+        for i, name in enumerate(self.signature.tensors, first_own(self.form)):
+            if name in self.signature.differentiable:
+                gradients[i] = next(found)
+        return gradients
 
     def fake_backward(
         self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
@@ -177,13 +211,7 @@ class _Differentiation:
         for place, tensor in zip(ctx.tensor_places, inputs, strict=True):
             arguments[place] = tensor
         found = iter(self._operator(dout, dlse, out, lse, *arguments))
-        gradients: list[Any] = [None] * len(arguments)
-        for i in range(3):
-            gradients[i] = next(found)
-        for i, name in enumerate(self._calls.signature.tensors, first_own(self._calls.form)):
-            if name in self._calls.signature.differentiable:
-                gradients[i] = next(found)
-        return tuple(gradients)
+        return tuple(self._calls.in_place(found, len(arguments)))
 
 
 _libraries: dict[str, torch.library.Library] = {}
@@ -285,3 +313,42 @@ def call(given: Given) -> Any:
     else:
         out, lse = getattr(operators, name + _SUFFIXES[given.form])(*arguments)
     return (out, lse) if given.return_lse else out
+
+
+def watched(given: Given) -> Any:
+    """Run a call as an operator, or as it is where an operator would do less: transforms of torch.func, tangents, and
+    gradients that only the reference has. Raises what an eager call would."""
+    if DROPOUT_P.name in given.arguments:
+        given = dispatch.with_random_state(given)
+    bound, found = bind_call(in_rows(given))
+    if dispatch.transforms_active() or dispatch._is_tracing() or _does_more(given, found.variant):
+        return dispatch.run(given)
+    values = {name: value for name, value in bound.scalars.items() if given.arguments.get(name) is not None}
+    return call(
+        given._replace(
+            variant=registry.declare(given.variant) if type(given.variant) is Variant else given.variant,
+            softmax_scale=None if given.softmax_scale is None else bound.scale,
+            max_seqlen_q=_integer(given.max_seqlen_q), max_seqlen_k=_integer(given.max_seqlen_k),
+            num_splits=_integer(given.num_splits), split_size=_integer(given.split_size),
+            arguments={**given.arguments, **values},
+        )
+    )  # fmt: skip
+
+
+def _integer(value: Any) -> int | None:
+    """A checked integer of any type as Python's, which operators take."""
+    return None if value is None else int(value)
+
+
+def _does_more(given: Given, variant: Variant) -> bool:
+    """Whether an eager call has a derivative that its operator lacks."""
+    tensors = [value for value in (*tensors_of(given), *given.arguments.values()) if isinstance(value, Tensor)]
+    if forward_ad._current_level >= 0 and training.carries_tangent(*tensors):
+        return True
+    if any(isinstance(given.arguments.get(scalar.name), Tensor) for scalar in variant.scalars):
+        return True
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return False
+    graded = {id(t) for t in (given.q, given.k, given.v)}
+    graded |= {id(given.arguments.get(name)) for name in Signature.of(variant).differentiable}
+    return given.form == "paged" or any(t.requires_grad and id(t) not in graded for t in tensors)

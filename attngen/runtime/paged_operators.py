@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
-from attngen.runtime import at_trace, dispatch
+from attngen.runtime import at_trace, dispatch, flops
 from attngen.runtime.checked import lse_dtype_of, out_dtype_of
 from attngen.runtime.given import Given
 from attngen.runtime.signature import TAGS, Signature, parameters_of
@@ -40,6 +40,8 @@ def define(library: torch.library.Library, name: str, full_name: str, variant: V
         library.impl(given, calls.forward_into, key)
     torch.library.register_fake(f"{library.ns}::{plain}", calls.fake_forward, lib=library)
     torch.library.register_fake(f"{library.ns}::{given}", calls.fake_forward_into, lib=library)
+    for packet, first in ((plain, 0), (given, 1)):
+        flops.count_forward(getattr(getattr(torch.ops, library.ns), packet), calls.given, first)
     torch.library.register_autograd(
         f"{library.ns}::{plain}", calls.refuse, setup_context=calls.setup_context, lib=library
     )

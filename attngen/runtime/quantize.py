@@ -95,7 +95,7 @@ def quantize(
         q, k, v, granularity, hadamard, signs, seed, layout, rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets,
         dtype,
     )  # fmt: skip
-    return Quantized(*(_traced(*given) if dispatch.is_traced(q) else run(*given)))
+    return Quantized(*(_traced(*given) if dispatch.is_traced(q) or dispatch.watching() else run(*given)))
 
 
 def _traced(*given: Any) -> tuple[Tensor, ...]:

@@ -183,14 +183,31 @@ def test_a_step_that_is_traced_whole_has_its_gradients() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_a_second_derivative_of_an_operator_is_refused() -> None:
-    install(variant("twice"))
-    q, k, v = (t.requires_grad_() for t in tensors())
-    namespace, name, _ = operators_of("twice")
-    out, _ = getattr(getattr(torch.ops, namespace), name)(q, k, v, None, None, None, "bshd", None)
-    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="gradients of attention cannot be differentiated again"):
-        first.sum().backward()
+@pytest.mark.parametrize("packed", [False, True])
+def test_second_derivatives_of_an_operator(*, packed: bool) -> None:
+    install(graded_variant())
+    namespace, name, _ = operators_of("graded")
+    operator = getattr(getattr(torch.ops, namespace), f"{name}__varlen" if packed else name)
+    shift = torch.zeros(7 if packed else 20, dtype=torch.int32)
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    found = []
+    for traced in (True, False):
+        q, k, v = (t.flatten(0, 1)[:12] if packed else t for t in tensors())
+        slope = torch.linspace(0.1, 0.9, 4)
+        given = [t.requires_grad_() for t in (q, k, v, slope)]
+        packing = (starts, starts, 7, 7) if packed else ()
+        if traced:
+            layout = "varlen" if packed else "bshd"
+            out, lse = operator(q, k, v, *packing, slope, shift, 0.5, None, None, layout, None)
+        else:
+            call = attngen.attention_varlen if packed else attngen.attention
+            options: dict[str, Any] = {"slope": slope, "shift": shift, "softmax_scale": 0.5, "return_lse": True}
+            out, lse = call(q, k, v, *packing, variant="graded", **options)  # type: ignore[operator]
+        above = torch.linspace(-1, 1, out.numel()).view(out.shape).requires_grad_()
+        first = torch.autograd.grad((out, lse.sum()), given, (above, torch.ones(())), create_graph=True)
+        found.append((*first, *torch.autograd.grad([t.square().sum() for t in first], (*given, above))))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_fake_tensors_and_meta_tensors_take_the_operator() -> None:

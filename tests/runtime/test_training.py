@@ -103,6 +103,24 @@ def test_autocast(gpu: GradientDriver) -> None:
     assert gpu.launches == ["forward", "preprocess", "dkdv", "dq"]
 
 
+def test_autocast_on_the_cpu() -> None:
+    given = [t.detach().float().requires_grad_() for t in leaves()]
+    wanted = attngen.attention(*(t.to(torch.bfloat16) for t in given), variant="causal")
+    for places in ((), (2,), (0, 1)):  # those that are in bf16 before
+        q, k, v = (t.to(torch.bfloat16) if i in places else t for i, t in enumerate(given))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attngen.attention(q, k, v, variant="causal")
+            compiled = torch.compile(attngen.attention, backend="aot_eager")(q, k, v, variant="causal")
+        torch.testing.assert_close(out, wanted, rtol=0, atol=0)
+        torch.testing.assert_close(compiled, wanted, rtol=0, atol=0)
+        found = torch.autograd.grad(out.float().square().sum(), given)
+        assert {gradient.dtype for gradient in found} == {torch.float32}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attngen.attention(*(t.double() for t in given), variant="causal").dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        assert attngen.attention(*given, variant="causal").dtype == torch.float32
+
+
 def test_explain_tells_what_gives_the_gradients(gpu: GradientDriver) -> None:
     build()
     explanation = attngen.explain(*leaves(), variant="causal", direction="backward")
