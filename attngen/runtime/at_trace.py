@@ -17,6 +17,7 @@ from attngen.runtime import driver as drivers
 from attngen.runtime import on_demand
 from attngen.runtime.binding import bind_call
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.expanded import are_one_head, need_copies, with_copies, with_one_head
 from attngen.runtime.given import TENSORS, Given, tensors_of
 from attngen.runtime.paging import in_rows
 from attngen.runtime.registry import registry
@@ -62,6 +63,10 @@ def _make(given: Given, device: int, direction: str) -> None:
     call, found = bind_call(in_rows(given))
     if call.empty:
         return
+    if need_copies(call) or are_one_head(call):
+        one_head = direction == "forward" and are_one_head(call)
+        given = with_one_head(given) if one_head else with_copies(given)
+        call, found = bind_call(in_rows(given))
     call.return_lse = True
     own = {name: value for name, value in given.arguments.items() if isinstance(value, Tensor)}
     known = {name: _address(tensor) for name, tensor in zip(TENSORS, tensors_of(given), strict=True)}

@@ -26,6 +26,14 @@ from attngen.runtime.binding import bind_call, find, require_reference
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.checked import ATTENTION_DTYPES, DIRECTIONS, Call
 from attngen.runtime.dropout import with_state
+from attngen.runtime.expanded import (
+    ExpandedCall,
+    are_one_head,
+    gets_copies,
+    request_without_expanded,
+    with_copies,
+    with_one_head,
+)
 from attngen.runtime.explanation import Explanation
 from attngen.runtime.given import TENSORS, Given, keyed_of, tensors_of
 from attngen.runtime.keys import PLAIN, note_others
@@ -39,7 +47,7 @@ from attngen.runtime.tile_map import TileMap
 from attngen.runtime.training import asks_for_determinism, attend, carries_tangent, differentiate
 from attngen.runtime.widen import WidenedCall, route_of
 
-_PREPARED: RecentCache[PreparedCall | WidenedCall] = RecentCache(PREPARED_CALLS)
+_PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall] = RecentCache(PREPARED_CALLS)
 
 #: Looked up once: every call asks.
 _is_compiling = torch.compiler.is_compiling
@@ -116,7 +124,7 @@ def run(given: Given) -> Any:
         call.return_lse = with_lse
         prepared = _prepare(call, found, addresses, given, learns=learns)
         _PREPARED.put(identity, prepared)
-    if isinstance(prepared, WidenedCall):
+    if not isinstance(prepared, PreparedCall):
         return prepared(given, addresses)
     if learns:
         return attend(_without_keys if prepared.sinks_only else prepared, given, addresses)
@@ -215,11 +223,15 @@ def _kernel_for(found: Found, request: Request, given: Given, *, learns: bool = 
 
 def _prepare(
     call: Call, found: Found, addresses: Sequence[int], given: Given, *, learns: bool = False
-) -> PreparedCall | WidenedCall:
+) -> PreparedCall | WidenedCall | ExpandedCall:
     """Select a kernel and prepare its launch. Nothing is selected where there is nothing to compute."""
     kernel = None
     if not call.empty:
+        if are_one_head(call):
+            return ExpandedCall(with_one_head, given, run)
         request = _request(call, addresses, given)
+        if gets_copies(request, found.kernels, drivers.current()):
+            return ExpandedCall(with_copies, given, run)
         kernel = _kernel_for(found, request, given, learns=learns)
         route = None if learns else route_of(request, found.kernels, drivers.current())
         if route is not None:
@@ -275,8 +287,12 @@ def tile_map(
         require_reference(call, backend)
     if not _on_gpu(q) or backend == "reference" or call.empty:
         return TileMap(call.variant.name)
+    if are_one_head(call):
+        given = with_one_head(given)
+        call, found = bind_call(given)
     addresses = _addresses(given)
-    request = _request(call, addresses, given)
+    request = request_without_expanded(_request(call, addresses, given), found.kernels, drivers.current())
+    call = request.call
     if v is None:
         driver = drivers.current()
         for candidate in preferred(found.kernels):
@@ -374,9 +390,17 @@ def explain(
         return Explanation(call, found, "reference", reason, direction=direction)
     if call.empty:
         return Explanation(call, found, "nothing", "there is no query or no key", direction=direction)
+    expanded = ""
+    if are_one_head(call):
+        given = with_one_head(given)
+        call, found = bind_call(given)
+        expanded = "k and v are expanded along their heads: kernels get them as one KV head"
     request = _request(call, _addresses(given), given)
     if direction == "backward":
         request = _backward_of(request, given)
+    copied = request_without_expanded(request, found.kernels, drivers.current())
+    if copied is not request:
+        request, call, expanded = copied, copied.call, "what is expanded of q, k and v is copied first"
     selection = select(found.kernels, request, drivers.current())
     if selection.kernel is None and package is None and on_demand.maker is not None:
         try:
@@ -394,5 +418,5 @@ def explain(
         widened, selection, request = route.kernel, route.selection, replace(request, call=route.call)
     return Explanation(
         call, found, "kernel", "the first that takes the call", selection, direction,
-        foreseen(found.kernels, request, driver, card_of(driver, request.device)), widened,
+        foreseen(found.kernels, request, driver, card_of(driver, request.device)), widened, expanded,
     )  # fmt: skip

@@ -28,6 +28,7 @@ class Explanation:
     direction: str = "forward"  # or backward
     foreseen: tuple[tuple[Kernel, Prediction], ...] = ()  # of all kernels that take the call, by preference
     widened: Kernel | None = None  # what writes a cache in 8 bits in 16 first, for a kernel that reads these
+    expanded: str = ""  # what is done to q, k and v that are expanded
 
     @property
     def kernel(self) -> Kernel | None:
@@ -48,6 +49,7 @@ class Explanation:
             "reason": self.reason,
             "kernel": self.kernel.full_name if self.kernel else None,
             **({"widened_by": self.widened.full_name} if self.widened else {}),
+            **({"expanded": self.expanded} if self.expanded else {}),
             "grid": self._blocks(),
             "pack_gqa": bool(self.kernel and self.kernel.pack_gqa),
             "rejected": [{"kernel": name, "reason": reason} for name, reason in self.rejected],
@@ -90,6 +92,8 @@ class Explanation:
                 threads = kernel.main.entry.threads
                 launch = f"{self._blocks()} blocks of {threads} threads, {kernel.shared_memory} B shared memory"
             lines.append(f"  {kernel.backend}, {kernel.arch.name}, {kernel.loads} loads, {tile}, {launch}")
+            if self.expanded:
+                lines.append(f"  {self.expanded}")
             if self.widened is not None:
                 lines.append(f"  k and v are widened to {self.call.dtype} first, by {self.widened.full_name}")
             if kernel.pack_gqa:

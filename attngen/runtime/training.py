@@ -22,6 +22,7 @@ from attngen.runtime.addresses import BACKWARD, DLSE, DOUT, LSE, NO_BACKWARD, OU
 from attngen.runtime.binding import bind_call, find
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.checked import Call, view
+from attngen.runtime.expanded import gets_copies, with_copies
 from attngen.runtime.given import OTHERS, TENSORS, Given, keyed_of, make, settings_of
 from attngen.runtime.gradients import differentiable, gradient_shapes
 from attngen.runtime.keys import note_others
@@ -161,6 +162,8 @@ def differentiate(
             call, call.device.index or 0, _known(names, addresses), dict(call.scalars), direction="backward",
             deterministic=determinism == 2,
         )  # fmt: skip
+        if gets_copies(request, found.kernels, drivers.current()):
+            return differentiate(with_copies(given), out, lse, dout, dlse, asked)
         prepared = _prepare(request, found, given, names, out, dout, dlse is not None, unordered)
         _PREPARED.put(identity, prepared)
     if prepared.unordered is not None:
