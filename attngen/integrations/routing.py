@@ -5,6 +5,8 @@
     print(routed.report())
 
 Inside the block the name ``torch.nn.functional.scaled_dot_product_attention`` is a function that decides call by call.
+If another library has replaced torch's function before, calls still go through that, and its calls of torch's own are
+routed.
 It routes only in the thread that entered the block, and in the threads that run a backward pass meanwhile, since they
 recompute checkpointed forwards.
 """
@@ -15,15 +17,17 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils._device import DeviceContext
 
 from attngen.errors import CallError
@@ -38,6 +42,8 @@ from attngen.runtime.scalars import FLOAT32_MAX
 from attngen.runtime.training import asks_for_determinism, carries_tangent
 
 SPEC = "sdpa"
+
+_TORCHS: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
 #: Calls that ``explain=True`` keeps; older ones are dropped.
 KEPT_CALLS = 10_000
@@ -75,6 +81,8 @@ class Routing:
         self.variants: Counter[str] = Counter()  # of the calls that attngen served
         self.reasons: Counter[str] = Counter()  # of the calls that torch served
         self.calls: deque[RoutedCall] | None = deque(maxlen=KEPT_CALLS) if explain else None
+        self.others: Counter[str] = Counter()  # of the calls that another library's function served, by its name
+        self.notes: list[str] = []  # on who else replaced torch's function
 
     @property
     def routed(self) -> int:
@@ -87,11 +95,14 @@ class Routing:
         return self.reasons.total()
 
     def report(self) -> str:
-        """Say how many calls each variant served, and why the others fell back; with ``explain``, each call too."""
+        """Say how many calls each variant served, why the others fell back, and who else has replaced torch's function;
+        with ``explain``, each call too."""
         served = ", ".join(f"{name} {count}" for name, count in self.variants.most_common())
         lines = [f"{self.routed} calls on attngen" + (f": {served}" if served else "")]
         lines.append(f"{self.fell_back} calls on torch" + (":" if self.reasons else ""))
         lines += [f"  {count} since {_indented(reason)}" for reason, count in self.reasons.most_common()]
+        lines += [f"{count} calls on {name}, which did not call torch's" for name, count in self.others.most_common()]
+        lines += self.notes
         lines += [f"{number}. {_indented(str(call))}" for number, call in enumerate(self.calls or (), 1)]
         return "\n".join(lines)
 
@@ -348,11 +359,14 @@ def _indented(text: str) -> str:
 
 # --- installing ---------------------------------------------------------------------------------------------
 
-_current: ContextVar[Routing | None] = ContextVar("attngen_sdpa", default=None)
+_current: ContextVar[tuple[Routing, ...]] = ContextVar("attngen_sdpa", default=())  # the innermost block last
 _open: list[Routing] = []  # of all threads, in the order in which they were entered
 _lock = threading.Lock()
 _installed: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None  # torch's function, and ours
 _aside = 0  # calls for whose duration torch's function is put back
+
+#: What each function of ours has replaced.
+_REPLACED: WeakKeyDictionary[Callable[..., Tensor], Callable[..., Tensor]] = WeakKeyDictionary()
 
 
 class sdpa:  # noqa: N801
@@ -362,29 +376,41 @@ class sdpa:  # noqa: N801
     ``attngen.attention``; ``'reference'`` routes calls on any device to the eager reference, and tensors on the CPU
     fall back otherwise. The block's value is a ``Routing``: its ``report()`` says how many calls each variant served,
     and why others fell back; with ``explain``, call by call. Blocks nest, the innermost decides; torch's function is
-    put back when the last one ends, also by an exception. Calls inside ``torch.compile`` are torch's own. Raises
-    CallError for an unknown ``backend``.
+    put back when the last one ends, also by an exception. Calls inside ``torch.compile`` are torch's own.
+
+    A function that another library has put in place of torch's keeps its place: calls go through it, and those that it
+    makes of torch's are routed. Raises CallError for an unknown ``backend``, and inside torch's ``context_parallel``,
+    whose calls torch alone can serve.
     """
 
     def __init__(self, *, backend: str | None = None, explain: bool = False) -> None:
         check_backend(backend)
         self._backend, self._explain = backend, explain
-        self._entered: list[tuple[Routing, Token[Routing | None]]] = []
+        self._entered: list[Routing] = []
 
     def __enter__(self) -> Routing:
         routing = Routing(self._backend, self._explain)
         with _lock:
             if not _open:
                 _install()
+            assert _installed is not None
+            if _installed[0] is not _TORCHS:
+                routing.notes.append(
+                    f"scaled_dot_product_attention was {_name(_installed[0])} when the block began: calls go through "
+                    "it, and those that it makes of torch's function are routed"
+                )
             _open.append(routing)
-        self._entered.append((routing, _current.set(routing)))
+        self._entered.append(routing)
+        _current.set((*_current.get(), routing))
         return routing
 
     def __exit__(self, *error: object) -> None:
-        routing, token = self._entered.pop()
-        _current.reset(token)
+        routing = self._entered.pop()
+        _current.set(tuple(other for other in _current.get() if other is not routing))
         with _lock:
             _open[:] = [other for other in _open if other is not routing]
+            if not _aside and F.scaled_dot_product_attention is _TORCHS:
+                routing.notes.append("torch's function was put back inside the block: later calls were not routed")
             if not _open:
                 _uninstall()
 
@@ -392,6 +418,78 @@ class sdpa:  # noqa: N801
 def _install() -> None:
     global _installed
     original = F.scaled_dot_product_attention
+    while isinstance(original, FunctionType) and original in _REPLACED:  # a block ended while another patch was over it
+        original = _REPLACED[original]
+    if original is not _TORCHS:
+        _installed = original, _around(original)
+    else:
+        _installed = original, _in_place_of(original)
+    _REPLACED[_installed[1]] = original
+    F.scaled_dot_product_attention = _installed[1]
+
+
+def _module(function: Any) -> str:
+    """The module in which a function was written, whatever it wraps."""
+    return str(getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None))
+
+
+def _name(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    name = getattr(code, "co_qualname", None) or getattr(code, "co_name", None)  # Python 3.10 has no qualified names
+    return f"{_module(function)}.{name or getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def _around(other: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Put in place of another library's function: calls go through that, and its calls of torch's are routed.
+
+    Raises CallError for the function of torch's ``context_parallel``.
+    """
+    if _module(other).startswith("torch.distributed."):
+        raise CallError(
+            "sdpa() inside torch's context_parallel would route nothing: each rank holds a part of the keys, and torch "
+            "alone joins the parts; enter sdpa() outside of context_parallel, or leave it out"
+        )
+
+    def scaled_dot_product_attention(*arguments: Any, **options: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return other(*arguments, **options)
+        routing = _active() if _is_installed(scaled_dot_product_attention) else None
+        if routing is None:
+            return other(*arguments, **options)
+        with _CallsOfTorch(routing) as calls:
+            out = other(*arguments, **options)
+        if not calls.any:
+            routing.others[_name(other)] += 1
+        return out
+
+    return scaled_dot_product_attention
+
+
+class _CallsOfTorch(TorchFunctionMode):
+    """Routes the calls of torch's function that another library's function makes."""
+
+    def __init__(self, routing: Routing) -> None:
+        super().__init__()
+        self._routing = routing
+        self.any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not _TORCHS:
+            return func(*args, **(kwargs or {}))
+        self.any = True
+        return self._routing(_TORCHS, *_arguments(*args, **(kwargs or {})))
+
+
+def _arguments(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False, *,
+    scale: Any = None, enable_gqa: Any = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of torch's function in order."""
+    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+
+
+def _in_place_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Put in place of torch's function, which decides call by call."""
 
     def scaled_dot_product_attention(
         query: Tensor,
@@ -416,11 +514,21 @@ def _install() -> None:
                 enable_gqa=enable_gqa,
             )  # fmt: skip
         given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        routing = _active()
+        routing = _active() if _is_installed(scaled_dot_product_attention) else None
         return _by_torch(original, *given) if routing is None else routing(original, *given)
 
-    F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
-    _installed = original, scaled_dot_product_attention
+    return scaled_dot_product_attention
+
+
+def _is_installed(ours: Callable[..., Tensor]) -> bool:
+    """Whether a block is open that put this function there. One that a block left behind, since another patch covered
+    it, puts back what it replaced as soon as that patch is gone."""
+    if _installed is not None and _installed[1] is ours:
+        return True
+    with _lock:
+        if F.scaled_dot_product_attention is ours and (_installed is None or _installed[1] is not ours):
+            F.scaled_dot_product_attention = _REPLACED[ours]
+    return False
 
 
 def _by_torch(
@@ -467,10 +575,10 @@ def _uninstall() -> None:
 
 def _active() -> Routing | None:
     """Return the routing that decides: of this thread's innermost block or, in a backward pass, of the last one."""
-    routing = _current.get()
-    if routing is None and _open and torch._C._current_graph_task_id() != -1:
+    blocks = _current.get()
+    if not blocks and _open and torch._C._current_graph_task_id() != -1:
         try:
             return _open[-1]
         except IndexError:  # the last block has just ended
             return None
-    return routing
+    return blocks[-1] if blocks else None
