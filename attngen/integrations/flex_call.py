@@ -99,8 +99,8 @@ def _maxima(query: Tensor, key: Tensor, value: Tensor, found: Traced, scale: flo
     """The largest logit of each query, which no kernel keeps: by a pass of the reference, without a gradient."""
     call, _ = bind_call(
         Given(
-            query, key, value, arguments=found.tensors(query.dtype), variant=found.handle, softmax_scale=scale, form="dense",
-            layout="bhsd",
+            query, key, value, arguments=found.tensors(query.dtype), variant=found.handle, softmax_scale=scale,
+            form="dense", layout="bhsd",
         )
     )  # fmt: skip
     return row_maxima(call, query, key, value)

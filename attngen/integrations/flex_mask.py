@@ -154,9 +154,7 @@ class BlockMask(of_torch.BlockMask):
             found = meaning(self.function, None, self.device)
         except AttngenError:
             return
-        self.__dict__.update(
-            handle=found.handle, tensors=found.tensors(), double_tensors=found.tensors(torch.float64)
-        )
+        self.__dict__.update(handle=found.handle, tensors=found.tensors(), double_tensors=found.tensors(torch.float64))
 
     # --- lists -----------------------------------------------------------------------------------------------
 
