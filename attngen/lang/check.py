@@ -15,12 +15,12 @@ from attngen.errors import Location, SpecError
 from attngen.lang.declarations import check_declarations, check_let_name
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, walk
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, tensors, walk
 from attngen.lang.parser import Function, Scope, lower, parse_syntax
 from attngen.lang.promotion import to_float, typed
 from attngen.lang.ranges import INT32, INT64, declared_ranges
 from attngen.lang.source import MAX_LENGTH, ExpressionError, Snippet, locate
-from attngen.lang.variant import Scalar, Tensor, Variant, declared_in
+from attngen.lang.variant import VISIBLE, Scalar, Tensor, Variant, declared_in
 
 #: Operators whose INT result may outgrow int32.
 _GROWING = frozenset((
@@ -33,6 +33,8 @@ _COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
 _NOT_OF_A_SINK = frozenset((
     "s", "q", "kv", "q_pos", "q_global", "kv_global", "seqlen_q", "seqlen_k", "total_q", "total_k",
 ))  # fmt: skip
+
+_HIDDEN, _ZERO = Const(-math.inf, Type.FLOAT), Const(0.0, Type.FLOAT)
 
 #: Canonical text of an inlined expression may be longer than what a user may write.
 _RESTORED_LENGTH = 2**20
@@ -207,7 +209,10 @@ def _compile(
         logit, snippet = expression("score", score)
         if logit.type is Type.BOOL:
             raise snippet.error("must be a number, got a condition", 0, len(snippet.text))
-        logit = to_float(logit)
+        seen, logit = split_hidden(to_float(logit), rules)
+        if seen is not None:  # whose texts would no longer say what is computed
+            visible = seen if visible == VISIBLE else rules.build("and", (visible, seen))
+            mask = score = None
         logit = None if logit == Var("s", Type.FLOAT) else logit
     scope.logit = False
     sink_logit: Expr | None = None
@@ -236,6 +241,29 @@ def _compile(
         sink_logit,
         sink if isinstance(sink, str) else None,
     )
+
+
+def split_hidden(score: Expr, rules: Rules) -> tuple[Expr | None, Expr]:
+    """Split a score into where it is not −inf by its form, and what it is there.
+
+    ``x if c else -inf`` shows a pair where ``c`` holds, if that does not ask for the logit; then c is a mask, which
+    bounds the loops of kernels. None: the form hides nothing.
+    """
+    match score:
+        case Op(op="select", args=(condition, shown, other)) if "s" not in names(condition):
+            if shown == _HIDDEN:
+                condition, shown, other = rules.build("not", (condition,)), other, shown
+            if other != _HIDDEN:
+                return None, score
+            inner, shown = split_hidden(shown, rules)
+            return condition if inner is None else rules.build("and", (condition, inner)), shown
+        case Op(op="add", args=(a, b)):  # s + (0 if c else -inf); data beside it might be +inf, and the sum NaN
+            for one, other in ((a, b), (b, a)):
+                seen, shown = split_hidden(one, rules)
+                if seen is not None and not tensors(other):
+                    args = (shown, other) if one is a else (other, shown)
+                    return seen, rules.build("add", args) if shown != _ZERO else other
+    return None, score
 
 
 def _define(scope: Scope, key: str, text: object, places: Mapping[str, Location] | None, limit: int) -> None:

@@ -28,7 +28,11 @@ _CALLS = {
     "tanh": "tanhf", "sqrt": "sqrtf", "rsqrt": "rsqrtf", "sin": "sinf", "cos": "cosf", "tan": "tanf",
     "sigmoid": "sigmoid", "silu": "silu",
 }  # fmt: skip
-_FAST = {"tanh": "tanh_approx", "exp": "__expf", "log": "__logf"}
+#: Forms of one or two MUFU instructions.
+_FAST = {
+    "tanh": "tanh_approx", "exp": "__expf", "exp2": "exp2_fast", "log": "__logf", "log2": "__log2f", "sin": "__sinf",
+    "cos": "__cosf", "tan": "__tanf", "sigmoid": "sigmoid_approx", "silu": "silu_approx",
+}  # fmt: skip
 _PACKED = ("bf16", "fp16")
 
 

@@ -432,7 +432,7 @@ def special() -> list[Expr]:
         f"min({s}, 0.5)", f"max(0.5, {s})", f"clamp({s}, -1, 1)", f"float({s} < 0.5)", f"float({s} != {s})",
         f"float(not {s} >= 0.5)", f"float({s} == 0.5)", f"tanh({kv})", f"exp(min({kv}, 9))", f"sigmoid({kv})",
         f"exp2(-abs({kv}))",
-        f"max({kv}, -1)", f"log(max({kv}, 0.0))", "1e-40 * s * 1e38", "s if kv < 8 else -inf",
+        f"max({kv}, -1)", f"log(max({kv}, 0.0))", "1e-40 * s * 1e38", "(s if kv < 8 else -inf) * 1.5",
         "float(flag) + float(flag and kv < window) + float(not flag or pad[b, kv])",
         "float(gain > 0 and kv < 9) + float(not (gain > 0 or kv < 9)) + float((gain > 0) == (kv < 9))",
         "(wide[h, kv] if gain > 0 and flag else 2.0) + (wide[h, kv + 1] if kv + 1 < seqlen_k and h > 1 else 3.0)",

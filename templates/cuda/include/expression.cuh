@@ -51,4 +51,20 @@ __device__ __forceinline__ float tanh_approx(float x) {
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+// One instruction, relative error 2^-22 (PTX ISA, ex2.approx.f32); results below 2^-126 are 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// sigmoid(x) = (1 + tanh(x / 2)) / 2, absolute error 2^-12.
+__device__ __forceinline__ float sigmoid_approx(float x) { return fmaf(0.5f, tanh_approx(0.5f * x), 0.5f); }
+
+// x sigmoid(x) = y + y tanh(y) with y = x / 2, absolute error |x| 2^-12.
+__device__ __forceinline__ float silu_approx(float x) {
+  const float y = 0.5f * x;
+  return fmaf(y, tanh_approx(y), y);
+}
 #endif

@@ -1,0 +1,65 @@
+"""A score that is −inf by its form hides pairs as a mask does, so that kernels skip them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attngen.lang.check import compile_variant
+from attngen.lang.printing import canonical
+from attngen.lang.variant import Scalar, Tensor, Variant
+from attngen.runtime.calls import attention
+
+
+def variant(mask: str | None, score: str) -> Variant:
+    tensors = [Tensor("bias", "fp32", ("seqlen_k",))]
+    return compile_variant("own", mask, score, [Scalar("w", "int32", min=1)], tensors)
+
+
+@pytest.mark.parametrize(
+    ("mask", "score", "seen", "rest"),
+    [
+        (None, "s if abs(q - kv) <= w else -inf", "abs(q - kv) <= w", None),
+        ("q >= kv", "-inf if q - kv > w else s * 2", "q >= kv and not q - kv > w", "s * 2.0"),
+        (None, "s + (0 if q >= kv else -inf)", "q >= kv", None),
+        (None, "(0.5 if q >= kv else -inf) + s", "q >= kv", "0.5 + s"),
+        (None, "(s if kv < w else -inf) if q >= kv else -inf", "q >= kv and kv < w", None),
+        (None, "bias[kv] if kv < w else -inf", "kv < w", "bias[kv]"),
+    ],
+)
+def test_a_condition_becomes_the_mask(mask: str | None, score: str, seen: str, rest: str | None) -> None:
+    found = variant(mask, score)
+    assert canonical(found.mask) == seen
+    assert (None if found.score is None else canonical(found.score)) == rest
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        "s if s > 0 else -inf",  # the logit decides
+        "s if q >= kv else -1000.0",
+        "s if q >= kv else inf",
+        "bias[kv] + (0 if q >= kv else -inf)",  # bias may be inf: the sum is NaN then
+        "(0 if q >= kv else -inf) * s",
+    ],
+)
+def test_what_stays_a_score(score: str) -> None:
+    found = variant(None, score)
+    assert not found.masked
+    assert found.score is not None
+
+
+def test_a_guard_still_guards() -> None:
+    """The table is read at visible pairs alone, as the condition asked."""
+    guarded = compile_variant(
+        "own", None, "s + table[q - kv] if 0 <= q - kv and q - kv < 4 else -inf", [], [Tensor("table", "fp32", (4,))],
+    )  # fmt: skip
+    assert guarded.masked
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 9, 1, 8) for _ in range(3))
+    table = torch.randn(4)
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    logits = (q[0, :, 0] @ k[0, :, 0].T) / 8**0.5 + table[distance.clamp(0, 3)]
+    logits = logits.masked_fill((distance < 0) | (distance >= 4), -torch.inf)
+    wanted = logits.softmax(-1) @ v[0, :, 0]
+    torch.testing.assert_close(attention(q, k, v, variant=guarded, table=table)[0, :, 0], wanted)
