@@ -34,6 +34,7 @@ NOT_OURS = {
     "pytest": "runs these tests",
     "ruff": "checks the source",
     "mypy": "checks the source",
+    "python -m tests.gpu.record": "tests/test_gpu_record.py runs it",
     "python docs/examples/": "tests/docs/test_examples.py runs the scripts",
 }
 
