@@ -8,13 +8,12 @@ key, as in flash-attn from 2.1 on. What no kernel computes is refused with NoKer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from attngen.integrations.choice import Packing, attend, with_dropout
-from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor, unpack
+from attngen.integrations.flash_arguments import SPEC, Window, candidates_for, refused, steppable, tensor, unpack
 from attngen.integrations.flash_cache import CachedCall, attend_cached
 from attngen.integrations.flash_passes import (  # which ring attention calls
     _flash_attn_backward as _flash_attn_backward,
@@ -47,7 +46,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -77,7 +76,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -95,7 +94,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -119,7 +118,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -165,7 +164,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -186,7 +185,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -214,7 +213,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,

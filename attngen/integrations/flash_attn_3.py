@@ -18,14 +18,16 @@ from torch.nn.functional import pad
 
 from attngen.dtypes import DESCALES
 from attngen.errors import CallError
-from attngen.integrations.choice import Packing, attend
-from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor
+from attngen.integrations.choice import Packing
+from attngen.integrations.flash_arguments import SPEC, Window, attend_wide, candidates_for, refused, steppable, tensor
 from attngen.integrations.flash_cache import CachedCall, attend_cached
 from attngen.integrations.flash_passes import write
 from attngen.integrations.gradients import gradients_of, row_sums
 from attngen.integrations.used_queries import UsedQueries, checked
+from attngen.runtime.merge import merge
 
 __all__ = [
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
@@ -46,7 +48,7 @@ def flash_attn_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -78,7 +80,7 @@ def flash_attn_qkvpacked_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     deterministic: bool = False,
@@ -127,7 +129,7 @@ def flash_attn_varlen_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -149,6 +151,30 @@ def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
         window_size, attention_chunk, softcap, deterministic, return_attn_probs, (q_descale, k_descale, v_descale),
     )  # fmt: skip
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over all keys, from those over parts of the keys (``attngen.merge``).
+
+    ``out_partial`` (splits, b, s, h, d) and ``lse_partial`` (splits, b, s, h) are float32. The result is ``out``, if
+    given, or (b, s, h, d) in ``out_dtype``, and the log-sum-exp (b, s, h) in float32. A part whose log-sum-exp is −inf
+    adds nothing.
+    """
+    outs, lses = tensor("out_partial", out_partial), tensor("lse_partial", lse_partial)
+    for name, given, rank in (("out_partial", outs, 5), ("lse_partial", lses, 4)):
+        if given.dim() != rank or given.dtype != torch.float32:
+            form = "(splits, batch, seqlen, heads, head_dim)" if rank == 5 else "(splits, batch, seqlen, heads)"
+            raise CallError(f"{name} must be float32 of shape {form}, got {given.dtype} of shape {tuple(given.shape)}")
+    if out is not None and out_dtype not in (None, tensor("out", out).dtype):
+        raise CallError(f"out has dtype {out.dtype}, but out_dtype is {out_dtype}")
+    merged, lse = merge(outs, lses.transpose(-1, -2))
+    if out is None:
+        return merged.to(outs.dtype if out_dtype is None else out_dtype), lse.transpose(-1, -2)
+    if out.shape != merged.shape:
+        raise CallError(f"out must have shape {tuple(merged.shape)}, got {tuple(out.shape)}")
+    return out.copy_(merged), lse.transpose(-1, -2)
 
 
 def flash_attn_with_kvcache(
@@ -173,7 +199,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
@@ -384,7 +410,7 @@ class _Packed:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None, max_seqlen_k: int | None, seqused_q: Tensor | None, seqused_k: Tensor | None,
-    softmax_scale: float | None, causal: bool, window_size: Sequence[int | None], attention_chunk: int,
+    softmax_scale: float | None, causal: bool, window_size: Window, attention_chunk: int,
     softcap: float, deterministic: bool, with_lse: bool, descales: Sequence[Tensor | None] = (None, None, None),
 ) -> Any:  # fmt: skip
     q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
@@ -396,8 +422,8 @@ def _attend(
         "descales": _descales(q, descales),
     }  # fmt: skip
     if packed is None:
-        return attend(candidates, q, k, v, return_lse=with_lse, **options)
-    out, lse = attend(candidates, *packed.tensors, packing=packed.packing, return_lse=True, **options)
+        return attend_wide(candidates, q, k, v, return_lse=with_lse, **options)
+    out, lse = attend_wide(candidates, *packed.tensors, packing=packed.packing, return_lse=True, **options)
     out = packed.back(out)
     if cu_seqlens_q is None:
         out = out.view(*q.shape[:2], *out.shape[1:])

@@ -6,7 +6,6 @@ keys in the pages of a cache, or over packed keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.integrations.choice import attend
-from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor
+from attngen.integrations.flash_arguments import SPEC, Window, candidates_for, refused, steppable, tensor
 from attngen.integrations.flash_attn_3 import get_scheduler_metadata as get_scheduler_metadata
 from attngen.integrations.flash_cache import QUANTIZED, CachedCall, attend_cached, scales_or_ones
 
@@ -35,7 +34,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] | None = None,
+    window_size: Window | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
