@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,8 +19,13 @@ from attngen.lang.ir import MAX_SEQLEN
 #: The shipped spec that builds what these functions ask for.
 SPEC = "flash_attn"
 
+#: Why arguments of version 4 are refused.
+CUTE_MASKS = "functions of CuTe are not translated; attngen.variant and attngen.integrations.flex_attention take masks"
+OWN_TILES = "kernels find the tiles that they visit in the mask"
+GATHERED_KEYS = "no kernel gathers keys by index"
+
 #: A window: (left, right), or a tensor or an array of two integers.
-Window = Sequence[int | None] | Tensor
+Window: TypeAlias = Sequence[int | None] | Tensor
 
 
 def tensor(name: str, value: Any) -> Tensor:
@@ -168,6 +173,25 @@ def unpack(name: str, packed: Tensor, rank: int, parts: int) -> tuple[Tensor, ..
         form = f"({'batch, seqlen' if rank == 5 else 'total'}, {parts}, heads, head_dim)"
         raise CallError(f"{name} must have shape {form}, got {tuple(packed.shape)}")
     return packed.unbind(-3)
+
+
+def without_gradient(out: Tensor, *inputs: Tensor, reason: str) -> Tensor:
+    """Make a backward pass through ``out`` raise an error, if any input asks for a gradient."""
+    marked: Tensor = _NoGradient.apply(out, reason, *inputs)
+    return marked
+
+
+class _NoGradient(torch.autograd.Function):
+    """The first argument itself, which depends on the others and cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, reason: str, *inputs: Tensor) -> Tensor:
+        ctx.reason = reason
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise CallError(ctx.reason)
 
 
 def refused(argument: str, reason: str) -> NoKernelError:

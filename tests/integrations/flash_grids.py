@@ -141,7 +141,9 @@ def draw(count: int, seed: int = 0, *, longest: int = 2**30) -> list[Case]:
             continue
         seen: set[str] = set()
         wanted = max(round(count * _SHARES[family]), 1)
-        while len(seen) < wanted:
+        for _ in range(1000 * wanted):  # small lengths may leave fewer cases than that
+            if len(seen) == wanted:
+                break
             values = {name: chance.choice(options) for name, options in axes.items()}
             if _runs(family, values, longest) and repr(values) not in seen:
                 seen.add(repr(values))
