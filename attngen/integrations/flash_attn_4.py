@@ -163,11 +163,13 @@ def _attend(
         found = attend_sequences(candidates, q, k, v, sequences, return_lse=return_lse, **options)
         return found if return_lse else (found, None)
     sink = _sink(sink, q)
-    fused = [
-        Candidate(f"{each.variant}_sink", {**each.arguments, "sinks": sink})
-        for each in candidates
-        if each.variant in ("causal", "sliding_window")
-    ]
+    fused = []  # variants with sinks, which need kernels of their own; what trains has those of the plain variants
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, sink))):
+        fused = [
+            Candidate(f"{each.variant}_sink", {**each.arguments, "sinks": sink})
+            for each in candidates
+            if each.variant in ("causal", "sliding_window")
+        ]
     try:
         out, lse = attend_sequences(fused or candidates, q, k, v, sequences, return_lse=True, **options)
     except NoKernelError:

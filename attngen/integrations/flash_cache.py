@@ -122,7 +122,8 @@ def attend_cached(call: CachedCall) -> Any:
         table = call.batch_index.to(torch.int32)[:, None]
     else:
         table = torch.arange(batch, dtype=torch.int32, device=call.q.device)[:, None]
-    pages = Pages(table, call.cu_seqlens_q, call.max_seqlen_q, 1 if call.num_splits == 1 else None, call.out)
+    longest = None if call.cu_seqlens_q is None else call.max_seqlen_q  # as there, for packed queries only
+    pages = Pages(table, call.cu_seqlens_q, longest, 1 if call.num_splits == 1 else None, call.out)
     return attend_wide(candidates, call.q, call.k_cache, call.v_cache, pages=pages, **options)
 
 

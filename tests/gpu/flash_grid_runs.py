@@ -38,7 +38,7 @@ KEPT = 2**31
 EXPECTED = "qv is not supported"
 
 
-def run_all(cases: Sequence[Case], processes: int, cache: Path) -> list[tuple[Case, Outcome]]:
+def run_all(cases: Sequence[Case], processes: int, cache: Path, device: str = "cuda") -> list[tuple[Case, Outcome]]:
     """Run cases in processes, with kernels in ``cache``, and return their outcomes in the order of the cases."""
     kinds: dict[Any, list[int]] = defaultdict(list)
     for place, case in enumerate(cases):
@@ -48,7 +48,7 @@ def run_all(cases: Sequence[Case], processes: int, cache: Path) -> list[tuple[Ca
         for first in range(0, len(places), GROUP):
             groups.put(places[first : first + GROUP])
     outcomes: dict[int, Outcome] = {}
-    threads = [threading.Thread(target=_serve, args=(cases, groups, outcomes, cache)) for _ in range(processes)]
+    threads = [threading.Thread(target=_serve, args=(cases, groups, outcomes, cache, device)) for _ in range(processes)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -57,7 +57,7 @@ def run_all(cases: Sequence[Case], processes: int, cache: Path) -> list[tuple[Ca
 
 
 def _serve(
-    cases: Sequence[Case], groups: queue.SimpleQueue[list[int]], outcomes: dict[int, Outcome], cache: Path
+    cases: Sequence[Case], groups: queue.SimpleQueue[list[int]], outcomes: dict[int, Outcome], cache: Path, device: str
 ) -> None:
     """Have one process run groups of cases until there are none; start another one where it dies or hangs."""
     worker: _Worker | None = None
@@ -67,7 +67,7 @@ def _serve(
         except queue.Empty:
             break
         while left:
-            worker = worker or _Worker(cache)
+            worker = worker or _Worker(cache, device)
             place, left = left[0], left[1:]
             found = worker.ask(cases[place])
             outcomes[place] = found or Outcome("wrong", f"the process died, or was silent for {PATIENCE} s")
@@ -83,10 +83,10 @@ def _serve(
 class _Worker:
     """A process with its own CUDA context that runs one case at a time."""
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self, cache: Path, device: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
-        self._process = context.Process(target=_work, args=(there, str(cache)))
+        self._process = context.Process(target=_work, args=(there, str(cache), device))
         self._process.start()
         there.close()
 
@@ -105,7 +105,7 @@ class _Worker:
             self._process.kill()
 
 
-def _work(there: Connection, cache: str) -> None:
+def _work(there: Connection, cache: str, device: str) -> None:
     os.environ["ATTNGEN_CACHE"] = cache
     import torch
 
@@ -118,16 +118,19 @@ def _work(there: Connection, cache: str) -> None:
             case = there.recv()
         except EOFError:
             return
-        there.send(_outcome(case, torch))
+        there.send(_outcome(case, device))
         if torch.cuda.memory_reserved() > KEPT:
             torch.cuda.empty_cache()
 
 
-def _outcome(case: Case, torch: Any) -> Outcome:
+def _outcome(case: Case, device: str) -> Outcome:
+    import torch
+
     for attempt in range(3):
         try:
-            found = run(case, "cuda")
-            torch.cuda.synchronize()
+            found = run(case, device)
+            if device == "cuda":
+                torch.cuda.synchronize()
             return found
         except torch.OutOfMemoryError:  # other processes share the card
             torch.cuda.empty_cache()
