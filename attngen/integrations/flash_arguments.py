@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from attngen.dtypes import HEAD_DIMS
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations.choice import NO_LIMIT, Candidate
+from attngen.integrations import choice
+from attngen.integrations.choice import NO_LIMIT, Candidate, Pages, attend
 from attngen.lang.ir import MAX_SEQLEN
 
 #: The shipped spec that builds what these functions ask for.
 SPEC = "flash_attn"
+
+#: Why arguments of version 4 are refused.
+CUTE_MASKS = "functions of CuTe are not translated; attngen.variant and attngen.integrations.flex_attention take masks"
+OWN_TILES = "kernels find the tiles that they visit in the mask"
+GATHERED_KEYS = "no kernel gathers keys by index"
+
+#: A window: (left, right), or a tensor or an array of two integers.
+Window: TypeAlias = Sequence[int | None] | Tensor
 
 
 def tensor(name: str, value: Any) -> Tensor:
@@ -31,7 +43,7 @@ def steppable(name: str, given: Tensor) -> Tensor:
 def candidates_for(
     q: Tensor,
     causal: bool,
-    window_size: Sequence[int | None],
+    window_size: Window,
     softcap: float,
     alibi_slopes: Tensor | None,
     batch: int,
@@ -43,8 +55,10 @@ def candidates_for(
         right = 0
     if softcap is None or softcap < 0:
         raise CallError(f"softcap must be positive, or 0 for none, got {softcap}")
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or not 0 <= chunk <= MAX_SEQLEN:
+    whole = _integer(chunk)
+    if whole is None or not 0 <= whole <= MAX_SEQLEN:
         raise CallError(f"attention_chunk must be an integer from 1 to {MAX_SEQLEN}, or 0 for none, got {chunk!r}")
+    chunk = whole
     sides = {"left": left, "right": right}
     if chunk:
         return _in_chunks(sides, chunk, softcap, alibi_slopes)
@@ -66,15 +80,69 @@ def candidates_for(
     return [general]
 
 
-def sides_of(window_size: Sequence[int | None]) -> tuple[int, int]:
-    """Return how many keys before and after its own position a query sees; −1 means no limit."""
-    pair = isinstance(window_size, Sequence) and len(window_size) == 2
-    if not pair or any(isinstance(side, float | str) for side in window_size):
-        raise CallError(
-            f"window_size must be (left, right), integers with -1 or None for no limit, got {window_size!r}"
-        )
-    left, right = (NO_LIMIT if side is None or not 0 <= side < MAX_SEQLEN else int(side) for side in window_size)
+def attend_wide(
+    candidates: Sequence[Candidate], q: Tensor, k: Tensor, v: Tensor, *, pages: Pages | None = None,
+    return_lse: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    """As ``attend``, also for a v that is wider than kernels are: one call for each of its parts.
+
+    Columns of the output do not depend on each other, so each call computes those of its part, and S and P again.
+    """
+    widest = HEAD_DIMS[-1]
+    if v.shape[-1] <= widest or q.shape[-1] > widest or not choice.on_gpu(q):
+        return attend(candidates, q, k, v, pages=pages, return_lse=return_lse, **options)
+    outs, lse = [], None
+    for place, part in enumerate(v.split(widest, dim=-1)):
+        own = pages
+        if pages is not None and pages.out is not None:
+            own = replace(pages, out=pages.out.split(widest, dim=-1)[place])
+        found = attend(candidates, q, k, part, pages=own, return_lse=return_lse and not place, **options)
+        out, lse = found if return_lse and not place else (found, lse)
+        outs.append(out)
+    whole = torch.cat(outs, dim=-1) if pages is None or pages.out is None else pages.out
+    return (whole, lse) if return_lse else whole
+
+
+def sides_of(window_size: Window) -> tuple[int, int]:
+    """Keys before and after its own position that a query sees; −1 means no limit.
+
+    Reading a tensor that is on a GPU waits for it.
+    """
+    pair: Any = window_size
+    if isinstance(pair, Tensor) or type(pair).__module__ == "numpy":
+        pair = pair.tolist()
+    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+        raise _no_window(window_size)
+    left, right = (_side(side, window_size) for side in pair)
     return left, right
+
+
+def _side(side: Any, window_size: Window) -> int:
+    if side is None:
+        return NO_LIMIT
+    reach = _integer(side)
+    if reach is None:
+        raise _no_window(window_size)
+    return reach if 0 <= reach < MAX_SEQLEN else NO_LIMIT
+
+
+def _no_window(window_size: Any) -> CallError:
+    return CallError(
+        "window_size must be (left, right), integers with -1 or None for no limit, as a tuple, a list, a tensor or an "
+        f"array, got {window_size!r}"
+    )
+
+
+def _integer(value: Any) -> int | None:
+    """Value of an integer of Python, numpy or torch; None for anything else, bools among them."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _in_chunks(sides: Mapping[str, int], chunk: int, softcap: float, alibi_slopes: Tensor | None) -> list[Candidate]:
@@ -105,6 +173,25 @@ def unpack(name: str, packed: Tensor, rank: int, parts: int) -> tuple[Tensor, ..
         form = f"({'batch, seqlen' if rank == 5 else 'total'}, {parts}, heads, head_dim)"
         raise CallError(f"{name} must have shape {form}, got {tuple(packed.shape)}")
     return packed.unbind(-3)
+
+
+def without_gradient(out: Tensor, *inputs: Tensor, reason: str) -> Tensor:
+    """Make a backward pass through ``out`` raise an error, if any input asks for a gradient."""
+    marked: Tensor = _NoGradient.apply(out, reason, *inputs)
+    return marked
+
+
+class _NoGradient(torch.autograd.Function):
+    """The first argument itself, which depends on the others and cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, reason: str, *inputs: Tensor) -> Tensor:
+        ctx.reason = reason
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise CallError(ctx.reason)
 
 
 def refused(argument: str, reason: str) -> NoKernelError:

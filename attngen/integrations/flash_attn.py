@@ -8,13 +8,21 @@ key, as in flash-attn from 2.1 on. What no kernel computes is refused with NoKer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from attngen.integrations.choice import Packing, attend, with_dropout
-from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor, unpack
+from attngen.integrations.flash_arguments import (
+    SPEC,
+    Window,
+    candidates_for,
+    refused,
+    steppable,
+    tensor,
+    unpack,
+    without_gradient,
+)
 from attngen.integrations.flash_cache import CachedCall, attend_cached
 from attngen.integrations.flash_passes import (  # which ring attention calls
     _flash_attn_backward as _flash_attn_backward,
@@ -47,7 +55,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -77,7 +85,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -95,7 +103,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -119,7 +127,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -132,7 +140,7 @@ def flash_attn_varlen_func(
     of one number, though reading them waits for the GPU. The log-sum-exp is (h, total_q).
 
     With ``block_table`` (batch, max_pages) int32, k and v are the pages of a cache, (pages, page_size, hk, d), and
-    ``cu_seqlens_k`` says how many keys each sequence has. There is no gradient then.
+    ``cu_seqlens_k`` says how many keys each sequence has. A backward pass through such a call raises CallError.
     """
     if block_table is not None:
         if dropout_p:
@@ -142,7 +150,11 @@ def flash_attn_varlen_func(
             cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q), softmax_scale=softmax_scale, causal=causal,
             window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
         ))  # fmt: skip
-        return _results(q, found, return_attn_probs)
+        out, *lse = found if return_attn_probs else (found,)
+        out = without_gradient(
+            out, q, k, v, reason="keys in pages have no gradient; leave block_table out for training"
+        )
+        return _results(q, (out, *lse) if return_attn_probs else out, return_attn_probs)
     q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
     longest_q, longest_k = (int(n) if isinstance(n, Tensor) else n for n in (max_seqlen_q, max_seqlen_k))
     packing: Packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
@@ -165,7 +177,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -186,7 +198,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -214,7 +226,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,

@@ -9,7 +9,6 @@ NoKernelError, which says why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,14 +17,15 @@ from torch.nn.functional import pad
 
 from attngen.dtypes import DESCALES
 from attngen.errors import CallError
-from attngen.integrations.choice import Packing, attend
-from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor
+from attngen.integrations.flash_arguments import SPEC, Window, candidates_for, refused, steppable, tensor
 from attngen.integrations.flash_cache import CachedCall, attend_cached
 from attngen.integrations.flash_passes import write
+from attngen.integrations.flash_sequences import Packed, Sequences, attend_sequences
 from attngen.integrations.gradients import gradients_of, row_sums
-from attngen.integrations.used_queries import UsedQueries, checked
+from attngen.runtime.merge import merge
 
 __all__ = [
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
@@ -46,7 +46,7 @@ def flash_attn_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -65,9 +65,10 @@ def flash_attn_func(
     """
     del num_splits, pack_gqa, sm_margin  # they tune, and change no result
     _refuse(qv=qv)
-    return _attend(
-        q, k, v, None, None, None, None, None, None, softmax_scale, causal, window_size, attention_chunk, softcap,
-        deterministic, return_attn_probs, (q_descale, k_descale, v_descale),
+    candidates = candidates_for(tensor("q", q), causal, window_size, softcap, None, 0, attention_chunk)
+    return attend_sequences(
+        candidates, q, k, v, Sequences(), softmax_scale=softmax_scale, deterministic=deterministic,
+        return_lse=return_attn_probs, descales=(q_descale, k_descale, v_descale),
     )  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def flash_attn_qkvpacked_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     deterministic: bool = False,
@@ -127,7 +128,7 @@ def flash_attn_varlen_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -145,10 +146,36 @@ def flash_attn_varlen_func(
     """
     del num_splits, pack_gqa, sm_margin
     _refuse(qv=qv)
-    return _attend(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
-        window_size, attention_chunk, softcap, deterministic, return_attn_probs, (q_descale, k_descale, v_descale),
+    candidates = candidates_for(tensor("q", q), causal, window_size, softcap, None, 0, attention_chunk)
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    return attend_sequences(
+        candidates, q, k, v, sequences, softmax_scale=softmax_scale, deterministic=deterministic,
+        return_lse=return_attn_probs, descales=(q_descale, k_descale, v_descale),
     )  # fmt: skip
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over all keys, from those over parts of the keys (``attngen.merge``).
+
+    ``out_partial`` (splits, b, s, h, d) and ``lse_partial`` (splits, b, s, h) are float32. The result is ``out``, if
+    given, or (b, s, h, d) in ``out_dtype``, and the log-sum-exp (b, s, h) in float32. A part whose log-sum-exp is −inf
+    adds nothing.
+    """
+    outs, lses = tensor("out_partial", out_partial), tensor("lse_partial", lse_partial)
+    for name, given, rank in (("out_partial", outs, 5), ("lse_partial", lses, 4)):
+        if given.dim() != rank or given.dtype != torch.float32:
+            form = "(splits, batch, seqlen, heads, head_dim)" if rank == 5 else "(splits, batch, seqlen, heads)"
+            raise CallError(f"{name} must be float32 of shape {form}, got {given.dtype} of shape {tuple(given.shape)}")
+    if out is not None and out_dtype not in (None, tensor("out", out).dtype):
+        raise CallError(f"out has dtype {out.dtype}, but out_dtype is {out_dtype}")
+    merged, lse = merge(outs, lses.transpose(-1, -2))
+    if out is None:
+        return merged.to(outs.dtype if out_dtype is None else out_dtype), lse.transpose(-1, -2)
+    if out.shape != merged.shape:
+        raise CallError(f"out must have shape {tuple(merged.shape)}, got {tuple(out.shape)}")
+    return out.copy_(merged), lse.transpose(-1, -2)
 
 
 def flash_attn_with_kvcache(
@@ -173,7 +200,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
@@ -195,7 +222,7 @@ def flash_attn_with_kvcache(
     """
     del scheduler_metadata, pack_gqa, sm_margin
     _refuse(qv=qv)
-    return attend_cached(CachedCall(
+    found = attend_cached(CachedCall(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_lengths=rotary_seqlens, rotary_interleaved=rotary_interleaved, lengths=cache_seqlens,
         batch_index=cache_batch_idx, leftpad=cache_leftpad, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
@@ -203,9 +230,32 @@ def flash_attn_with_kvcache(
         window_size=window_size, chunk=attention_chunk, softcap=softcap, num_splits=num_splits,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=return_softmax_lse,
     ))  # fmt: skip
+    return (*found, *(found[1].new_empty(0) for _ in range(2))) if return_softmax_lse else found
 
 
-def get_scheduler_metadata(*_: Any, **__: Any) -> None:
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> None:
     """Return None: kernels distribute work on the device, by the lengths at the time they run."""
 
 
@@ -256,9 +306,10 @@ def _flash_attn_forward(
         seqlens_rotary=seqlens_rotary, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     with torch.no_grad():
-        out, lse = _attend(
+        out, lse = flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale,
-            causal, (window_size_left, window_size_right), attention_chunk, softcap, False, True,
+            causal, window_size=(window_size_left, window_size_right), attention_chunk=attention_chunk,
+            softcap=softcap, return_attn_probs=True,
         )  # fmt: skip
         if out_ is not None:
             if tensor("out_", out_).shape != out.shape:
@@ -301,7 +352,7 @@ def _flash_attn_backward(
         steppable(name, t) for name, t in (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
     )
     window = (window_size_left, window_size_right)
-    packed = _Packed.of(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequed_q, sequed_k)
+    packed = Packed.of(q, k, v, Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequed_q, sequed_k))
     batch = q.shape[0] if packed is None else packed.packing[0].shape[0] - 1
     candidates = candidates_for(q, is_causal, window, softcap, None, batch)
     options: dict[str, Any] = {"spec": SPEC, "softmax_scale": softmax_scale, "deterministic": deterministic}
@@ -318,114 +369,6 @@ def _flash_attn_backward(
     write(found, (dq, dk, dv))
     behind = -q.shape[1] % _ROWS if cu_seqlens_q is None else _ROWS * batch
     return pad(row_sums(out, dout), (0, behind))
-
-
-class _Packed:
-    """A call in packed form, with the used queries of each sequence moved together."""
-
-    def __init__(
-        self, tensors: tuple[Tensor, Tensor, Tensor], packing: Packing, used: UsedQueries | None, dense: bool
-    ) -> None:
-        self.tensors, self.packing = tensors, packing
-        self._used, self._dense = used, dense
-
-    @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-        max_seqlen_q: int | None, max_seqlen_k: int | None, seqused_q: Tensor | None, seqused_k: Tensor | None,
-    ) -> _Packed | None:  # fmt: skip
-        """Return the packed form of a call that needs one, or None for one whose tensors all have a batch axis."""
-        for name, given, starts in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k), ("v", v, cu_seqlens_k)):
-            rank = 4 if starts is None else 3
-            if tensor(name, given).dim() != rank:
-                axis = "without cu_seqlens" if starts is None else "with cu_seqlens"
-                raise CallError(f"{name} must have {rank} dimensions {axis}, got shape {tuple(given.shape)}")
-        if cu_seqlens_q is None and cu_seqlens_k is None and seqused_q is None:
-            return None
-        if cu_seqlens_q is None:
-            starts_q, longest_q = _starts(q), q.shape[1]
-        else:
-            starts_q, longest_q = tensor("cu_seqlens_q", cu_seqlens_q), _number(max_seqlen_q)
-        if cu_seqlens_k is None:
-            starts_k, longest_k = _starts(k), k.shape[1]
-        else:
-            starts_k, longest_k = tensor("cu_seqlens_k", cu_seqlens_k), _number(max_seqlen_k)
-        dense = cu_seqlens_q is None
-        flat_q = q.flatten(0, 1) if dense else q
-        flat_k, flat_v = (t.flatten(0, 1) if cu_seqlens_k is None else t for t in (k, v))
-        used = None
-        if seqused_q is not None:
-            used = UsedQueries.of(starts_q, checked(seqused_q, "seqused_q", starts_q), flat_q.shape[0])
-            starts_q, flat_q = used.starts, used.together(flat_q)
-        return cls((flat_q, flat_k, flat_v), (starts_q, starts_k, longest_q, longest_k), used, dense)
-
-    def rows(self, rows: Tensor) -> Tensor:
-        """Return a tensor with the rows of q, in the packed form."""
-        flat = rows.flatten(0, 1) if self._dense else rows
-        return flat if self._used is None else self._used.together(flat)
-
-    def lse_rows(self, lse: Tensor) -> Tensor:
-        """Return a log-sum-exp (b, h, sq) or (h, total_q) in the packed form, (h, total_q)."""
-        flat = lse.transpose(1, 2).flatten(0, 1) if self._dense else lse.transpose(0, 1)
-        return (flat if self._used is None else self._used.together(flat)).transpose(0, 1)
-
-    def back(self, rows: Tensor) -> Tensor:
-        """Return packed rows where they came from, 0 for queries that are not used."""
-        return rows if self._used is None else self._used.apart(rows)
-
-    def lse_back(self, lse: Tensor) -> Tensor:
-        """Return a packed log-sum-exp (h, total_q) where it came from, −inf for queries that are not used."""
-        if self._used is None:
-            return lse
-        moved = self._used.apart(lse.transpose(0, 1)).transpose(0, 1)
-        return moved.masked_fill(~self._used.used, float("-inf"))
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None, max_seqlen_k: int | None, seqused_q: Tensor | None, seqused_k: Tensor | None,
-    softmax_scale: float | None, causal: bool, window_size: Sequence[int | None], attention_chunk: int,
-    softcap: float, deterministic: bool, with_lse: bool, descales: Sequence[Tensor | None] = (None, None, None),
-) -> Any:  # fmt: skip
-    q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
-    packed = _Packed.of(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
-    batch = q.shape[0] if packed is None else packed.packing[0].shape[0] - 1
-    candidates = candidates_for(q, causal, window_size, softcap, None, batch, attention_chunk)
-    options: dict[str, Any] = {
-        "spec": SPEC, "softmax_scale": softmax_scale, "seqused_k": seqused_k, "deterministic": deterministic,
-        "descales": _descales(q, descales),
-    }  # fmt: skip
-    if packed is None:
-        return attend(candidates, q, k, v, return_lse=with_lse, **options)
-    out, lse = attend(candidates, *packed.tensors, packing=packed.packing, return_lse=True, **options)
-    out = packed.back(out)
-    if cu_seqlens_q is None:
-        out = out.view(*q.shape[:2], *out.shape[1:])
-    if not with_lse:
-        return out
-    lse = packed.lse_back(lse)
-    if cu_seqlens_q is None:
-        lse = lse.view(lse.shape[0], *q.shape[:2]).transpose(0, 1).contiguous()
-    return out, lse
-
-
-def _descales(q: Tensor, given: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """Return the scales of quantized tensors by their keywords: 1 where none is given, as there."""
-    named = {name: scale for name, scale in zip(DESCALES, given, strict=True) if scale is not None}
-    if q.dtype != torch.float8_e4m3fn:
-        return named  # which the call refuses
-    return {name: named.get(name, torch.ones((), dtype=torch.float32, device=q.device)) for name in DESCALES}
-
-
-def _starts(dense: Tensor) -> Tensor:
-    """Return where the sequences of a dense tensor start once its first two axes are one: int32, (batch + 1,)."""
-    batch, length = dense.shape[:2]
-    return torch.arange(batch + 1, device=dense.device, dtype=torch.int32) * length
-
-
-def _number(longest: Any) -> Any:
-    """Return a longest length as a number; reading it from a tensor waits for the GPU."""
-    return int(longest) if isinstance(longest, Tensor) else longest
 
 
 _OF_CACHES = (

@@ -7,7 +7,6 @@ dense cache is one page (``attngen.attention_paged``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +15,16 @@ from torch import Tensor
 
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import CallError
-from attngen.integrations.choice import Candidate, Pages, attend
-from attngen.integrations.flash_arguments import candidates_for, refused, sides_of, steppable, tensor
+from attngen.integrations.choice import Candidate, Pages
+from attngen.integrations.flash_arguments import (
+    Window,
+    attend_wide,
+    candidates_for,
+    refused,
+    sides_of,
+    steppable,
+    tensor,
+)
 from attngen.runtime.append import append_kv
 from attngen.runtime.append_torch import rotated
 from attngen.runtime.checked import TORCH_DTYPES
@@ -39,7 +46,8 @@ class CachedCall:
     """A call over a cache: q (b, sq, h, d), or (total_q, h, d) with ``cu_seqlens_q`` and ``max_seqlen_q``.
 
     ``k_cache`` and ``v_cache`` are (entries, rows, hk, d), and sequence i has entry ``batch_index[i]``, or i; with
-    ``page_table`` (b, max_pages) int32 they are (pages, page_size, hk, d). ``lengths`` counts the keys that a sequence
+    ``page_table`` (b, max_pages) int32 they are (pages, page_size, hk, d), and with both, sequence i has row
+    ``batch_index[i]`` of a table with any number of rows. ``lengths`` counts the keys that a sequence
     had before: an int, or int32 (b,); None for all that there is room for. Nobody sees the first ``leftpad`` (b,) int32
     of them. ``k`` and ``v`` (b, new, hk, d), or (total_new, hk, d) with ``cu_seqlens_new``, are written after these.
     ``rotary_lengths`` (b,) says where rotations begin, if not after the lengths.
@@ -66,7 +74,7 @@ class CachedCall:
     max_seqlen_q: int | None = None
     softmax_scale: float | None = None
     causal: bool = False
-    window_size: Sequence[int | None] = (-1, -1)
+    window_size: Window = (-1, -1)
     chunk: int = 0
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
@@ -92,27 +100,31 @@ def attend_cached(call: CachedCall) -> Any:
     if (call.k is None) != (call.v is None):
         raise CallError("k and v are given together or not at all")
     batch = _batch(call)
+    call = _with_own_pages(call)
     used = _lengths(call, batch)
     candidates = candidates_over_cache(call, batch)
     if call.k is not None:
         call, used = _with_new_keys(call, used)
     elif call.rotary_cos is not None or call.rotary_sin is not None:
         raise CallError("rotary_cos rotates new keys, and queries with them; k and v are not given")
+    elif call.cu_seqlens_new is not None:
+        raise CallError("cu_seqlens_k_new says where new keys begin; k and v are not given")
     options: dict[str, Any] = {
         "spec": SPEC, "softmax_scale": call.softmax_scale, "return_lse": call.return_lse, "seqused_k": used,
         "descales": scales_or_ones(call.q, call.k_cache, call.q_descale, call.k_descale, call.v_descale),
     }  # fmt: skip
     if _in_order(call):
         k, v = (cache[:batch] if cache.shape[0] > batch else cache for cache in (call.k_cache, call.v_cache))
-        return attend(candidates, call.q, k, v, **options)
+        return attend_wide(candidates, call.q, k, v, **options)
     if call.page_table is not None:
         table = call.page_table
     elif call.batch_index is not None:
         table = call.batch_index.to(torch.int32)[:, None]
     else:
         table = torch.arange(batch, dtype=torch.int32, device=call.q.device)[:, None]
-    pages = Pages(table, call.cu_seqlens_q, call.max_seqlen_q, 1 if call.num_splits == 1 else None, call.out)
-    return attend(candidates, call.q, call.k_cache, call.v_cache, pages=pages, **options)
+    longest = None if call.cu_seqlens_q is None else call.max_seqlen_q  # as there, for packed queries only
+    pages = Pages(table, call.cu_seqlens_q, longest, 1 if call.num_splits == 1 else None, call.out)
+    return attend_wide(candidates, call.q, call.k_cache, call.v_cache, pages=pages, **options)
 
 
 def scales_or_ones(
@@ -147,18 +159,31 @@ def _batch(call: CachedCall) -> int:
             form = "(batch, capacity, kv_heads, head_dim), or (pages, page_size, kv_heads, head_dim)"
             raise CallError(f"{name} must have shape {form}, got {tuple(getattr(call, name).shape)}")
     batch: int = q.shape[0] if starts is None else tensor("cu_seqlens_q", starts).shape[0] - 1
-    if call.page_table is not None and call.batch_index is not None:
-        raise CallError("cache_batch_idx is for a dense cache; a page table already says where keys are")
     for name, given in (("cache_batch_idx", call.batch_index), ("cache_leftpad", call.leftpad)):
         if given is not None and (tensor(name, given).shape != (batch,) or given.dtype not in _INTEGERS):
             found = f"{given.dtype} of shape {tuple(given.shape)}"
             raise CallError(f"{name} must be int32 of shape ({batch},), got {found}")
     table = call.page_table
-    if table is not None and (tensor("block_table", table).dim() != 2 or table.shape[0] != batch):
-        raise CallError(f"the page table must be int32 of shape ({batch}, max_pages), got {tuple(table.shape)}")
+    if table is not None and (
+        tensor("page_table", table).dim() != 2 or (call.batch_index is None and table.shape[0] != batch)
+    ):
+        rows = batch if call.batch_index is None else "entries"
+        raise CallError(f"the page table must be int32 of shape ({rows}, max_pages), got {tuple(table.shape)}")
     if table is None and call.batch_index is None and call.k_cache.shape[0] < batch:
         raise CallError(f"the cache has {call.k_cache.shape[0]} entries, but there are {batch} sequences")
     return batch
+
+
+def _with_own_pages(call: CachedCall) -> CachedCall:
+    """Pick each sequence's row of a page table that ``batch_index`` points into."""
+    table, index = call.page_table, call.batch_index
+    if table is None or index is None:
+        return call
+    if index.is_cpu and not is_traced(index):
+        for place, row in enumerate(index.tolist()):
+            if not 0 <= row < table.shape[0]:
+                raise CallError(f"cache_batch_idx[{place}] is {row}; the page table has {table.shape[0]} rows")
+    return replace(call, page_table=table.index_select(0, index), batch_index=None)
 
 
 def _lengths(call: CachedCall, batch: int) -> Tensor | None:
@@ -204,8 +229,8 @@ def candidates_over_cache(call: CachedCall, batch: int) -> list[Candidate]:
         found = [_with_sink(found[0], call.sinks, call.q.shape[-2])]
     if call.leftpad is None:
         return found
-    if call.chunk or call.sinks is not None:
-        raise refused("cache_leftpad", "no variant of this integration has it together with attention_chunk or sinks")
+    if call.sinks is not None:
+        raise refused("cache_leftpad", "no variant of this integration has it together with sinks")
     general = found[-1]
     skipped = {**general.arguments, "leftpad": call.leftpad.to(torch.int32)}
     return [Candidate(general.variant + LEFTPAD, skipped)]
@@ -232,9 +257,10 @@ def _with_new_keys(call: CachedCall, used: Tensor | None) -> tuple[CachedCall, T
     for name, given in (("k", k), ("v", v)):
         if tensor(name, given).dim() != (4 if new_starts is None else 3):
             raise CallError(f"{name} must have the layout of the new keys, got shape {tuple(given.shape)}")
+    call = replace(call, rotary_cos=_widened(call.rotary_cos), rotary_sin=_widened(call.rotary_sin))
     turns = call.rotary_cos is not None
     # Queries have the positions of the new keys if the mask depends on positions, else all that of the first one.
-    moving = call.causal or sides_of(call.window_size) != (-1, -1)
+    moving = bool(call.causal or call.chunk or sides_of(call.window_size) != (-1, -1))
     together = turns and moving and q.shape[:-2] == k.shape[:-2] and (starts is None or starts is new_starts)
     rounded: dict[str, Tensor] = {}
     if call.k_cache.dtype in QUANTIZED and k.dtype != call.k_cache.dtype:
@@ -250,6 +276,11 @@ def _with_new_keys(call: CachedCall, used: Tensor | None) -> tuple[CachedCall, T
         turned = _rotated_queries(call, used if call.rotary_lengths is None else call.rotary_lengths, moving)
     used = used + (k.shape[1] if new_starts is None else new_starts.diff())
     return (call if turned is None else replace(call, q=turned)), used
+
+
+def _widened(table: Tensor | None) -> Tensor | None:
+    """Rotary table in a dtype that appending reads: flash-attn 3 has tables in 8 bits beside caches in 8 bits."""
+    return table.float() if isinstance(table, Tensor) and table.dtype in QUANTIZED else table
 
 
 def _rotated_queries(call: CachedCall, offsets: Tensor, moving: bool) -> Tensor:

@@ -75,6 +75,16 @@ def row_sums(out: Tensor, dout: Tensor) -> Tensor:
     return (dout.to(wide) * out).sum(dim=-1).transpose(-1, -2)
 
 
+def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention whose softmax has sinks, from the one without: out (…, s, h, d), lse and sinks (…, h, s).
+
+    Σ exp(s) / (Σ exp(s) + exp(sink)) = sigmoid(lse − sink), so that the forward is exact, and autograd gives the
+    gradients of q, k, v and of the sinks through out and lse.
+    """
+    share = torch.sigmoid(lse - sinks.to(lse.dtype))
+    return (out * share.transpose(-1, -2).unsqueeze(-1)).to(out.dtype)
+
+
 def _check(q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> None:
     rows = (*q.shape[:-1], v.shape[-1])
     of_rows = (*q.shape[:-3], q.shape[-2], q.shape[-3])

@@ -29,6 +29,7 @@ from torch._guards import detect_fake_mode
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations import transformers_paged, transformers_versions
 from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, attend, with_dropout
+from attngen.integrations.gradients import join_sinks
 from attngen.integrations.mask_structure import Structure, StructuredMask, structure_of
 
 NAME = "attngen"
@@ -175,7 +176,7 @@ def asked(
     else:
         logits = None if s_aux is None else s_aux[:, None]
     if logits is not None:
-        candidates = with_sinks + [replace(each, finish=partial(_with_sinks, sinks=logits)) for each in candidates]
+        candidates = with_sinks + [replace(each, finish=partial(join_sinks, sinks=logits)) for each in candidates]
     return Asked(with_dropout(candidates, dropout if module.training else 0.0), q, k, v, packing, used)
 
 
@@ -256,16 +257,6 @@ def _packed_structure(
     if not is_causal:
         raise CallError("packed sequences with a window that is not causal need the mask that their model makes")
     return Structure(sliding_window - 1, 0)
-
-
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return attention whose softmax has sinks too, from the one without: out (…, s, h, d), lse and sinks (…, h, s).
-
-    Σ exp(s) / (Σ exp(s) + exp(sink)) = sigmoid(lse − sink), so that the forward is exact, and autograd gives the
-    gradients of q, k, v and of the sinks through out and lse.
-    """
-    share = torch.sigmoid(lse - sinks.to(lse.dtype))
-    return (out * share.transpose(-1, -2).unsqueeze(-1)).to(out.dtype)
 
 
 def _structured(

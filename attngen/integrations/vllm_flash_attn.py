@@ -1,24 +1,41 @@
 """The function through which vLLM calls its own build of flash-attn, argument for argument, on attngen's kernels.
 
-Its form is that of ``flash_attn_varlen_func`` in https://github.com/vllm-project/flash-attention: packed queries over
-keys in the pages of a cache, or over packed keys.
+Its form is that of ``vllm.vllm_flash_attn.flash_attn_varlen_func`` in vLLM 0.33: packed queries over keys in the pages
+of a cache, or over packed keys. ``fa_version`` 2, 3 and 4 run the same kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attngen.arch import ARCHES, arch_of
 from attngen.errors import CallError
 from attngen.integrations.choice import attend
-from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor
-from attngen.integrations.flash_attn_3 import get_scheduler_metadata as get_scheduler_metadata
+from attngen.integrations.flash_arguments import (
+    CUTE_MASKS,
+    GATHERED_KEYS,
+    OWN_TILES,
+    SPEC,
+    Window,
+    candidates_for,
+    refused,
+    steppable,
+    tensor,
+)
 from attngen.integrations.flash_cache import QUANTIZED, CachedCall, attend_cached, scales_or_ones
 
-__all__ = ["flash_attn_varlen_func", "get_scheduler_metadata"]
+__all__ = [
+    "fa_version_unsupported_reason",
+    "flash_attn_varlen_func",
+    "get_scheduler_metadata",
+    "is_fa_version_supported",
+]
+
+_VERSIONS = (2, 3, 4)
 
 
 @torch.no_grad()
@@ -35,7 +52,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] | None = None,
+    window_size: Window | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -48,11 +65,19 @@ def flash_attn_varlen_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     num_splits: int = 0,
+    output_scale: Tensor | None = None,
     fa_version: int = 2,
     s_aux: Tensor | None = None,
     cp_world_size: int = 1,
     cp_rank: int = 0,
     cp_tot_seqused_k: Tensor | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Sequence[Tensor] | None = None,
+    aux_tensor_leading_dims: Sequence[int] | None = None,
+    dynamic_causal: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    gather_kv_valid_length: Tensor | None = None,
 ) -> Any:
     """Return attention of packed q (total_q, h, d), or (out, lse) with ``return_softmax_lse``; lse is (h, total_q).
 
@@ -60,16 +85,25 @@ def flash_attn_varlen_func(
     ``seqused_k`` (b,) int32 says how many keys each sequence has, those of its queries among them. Without it they are
     (total_k, hk, d), with ``cu_seqlens_k``. ``s_aux`` (h,) are sinks, logits that join each softmax. ``out`` takes the
     result. ``num_splits=1`` selects a kernel that does not split the keys. There is no
-    gradient. Raises NoKernelError for ``q_v``, dropout and context parallelism, and for what no built kernel computes;
-    CallError for arguments that disagree.
+    gradient. Raises NoKernelError for ``q_v``, dropout, context parallelism, and ``output_scale`` and the arguments
+    after ``cp_tot_seqused_k`` unless they are None, and for what no built kernel computes; CallError for arguments that
+    disagree. ``scheduler_metadata`` is not looked at.
 
     k and v may be float8_e4m3fn, beside q in the same dtype or in bfloat16 or float16, with ``q_descale``,
     ``k_descale`` and ``v_descale``, float32 of shape (), (b, hk) or, of pages, (pages, hk). One that is left out is 1,
     and one of a tensor that is not quantized is not looked at: vLLM gives all of them always.
     """
-    del deterministic, scheduler_metadata, fa_version
-    if q_v is not None:
-        raise refused("q_v", "no kernel has a second q")
+    del deterministic, scheduler_metadata
+    _check_version(fa_version)
+    unsupported = {
+        "q_v": q_v, "output_scale": output_scale, "mask_mod": mask_mod, "block_sparse_tensors": block_sparse_tensors,
+        "aux_tensors": aux_tensors, "aux_tensor_leading_dims": aux_tensor_leading_dims,
+        "dynamic_causal": dynamic_causal, "gather_kv_indices": gather_kv_indices,
+        "gather_kv_valid_length": gather_kv_valid_length,
+    }  # fmt: skip
+    for name, given in unsupported.items():
+        if given is not None:
+            raise refused(name, _REASONS[name])
     descales = _of_quantized(q, k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if dropout_p:
         raise refused("dropout_p", "dropout is for training, and this function is for serving")
@@ -102,6 +136,67 @@ def flash_attn_varlen_func(
         return found
     result, *lse = found if return_softmax_lse else (found,)
     return (out.copy_(result), *lse) if lse else out.copy_(result)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> None:
+    """Return None: kernels distribute work on the device, by the lengths at the time they run."""
+
+
+def is_fa_version_supported(fa_version: int) -> bool:
+    """Whether kernels can be built for the current GPU; the same for 2, 3 and 4. CallError for another version."""
+    return fa_version_unsupported_reason(fa_version) is None
+
+
+def fa_version_unsupported_reason(fa_version: int) -> str | None:
+    """Why no kernel runs here, or None; the same for 2, 3 and 4. Raises CallError for another version."""
+    _check_version(fa_version)
+    if not torch.cuda.is_available():
+        return "no GPU is found"
+    major, minor = torch.cuda.get_device_capability()
+    if arch_of(10 * major + minor) is None:
+        return f"no kernel can be built for sm{major}{minor}, only for {', '.join(ARCHES)}"
+    return None
+
+
+def _check_version(fa_version: int) -> None:
+    if fa_version not in _VERSIONS:
+        raise CallError(
+            f"fa_version must be {', '.join(map(str, _VERSIONS[:-1]))} or {_VERSIONS[-1]}, got {fa_version!r}"
+        )
+
+
+_REASONS = {
+    "q_v": "no kernel has a second q",
+    "output_scale": "the output is bfloat16 or float16",
+    "mask_mod": CUTE_MASKS,
+    "block_sparse_tensors": OWN_TILES,
+    "aux_tensors": CUTE_MASKS,
+    "aux_tensor_leading_dims": CUTE_MASKS,
+    "dynamic_causal": "a call is causal for all of its sequences, or for none; split the batch",
+    "gather_kv_indices": GATHERED_KEYS,
+    "gather_kv_valid_length": GATHERED_KEYS,
+}
 
 
 def _of_quantized(q: Tensor, kv: Tensor, **given: Tensor | None) -> dict[str, Tensor | None]:

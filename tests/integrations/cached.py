@@ -216,7 +216,7 @@ def run(call: Cached, given: Tensors) -> tuple[Tensor, Tensor | None]:
                 q, given.k_cache, given.v_cache, page_table=given.table, cu_seqlens_q=starts,
                 cu_seqlens_k_new=new_starts, max_seqlen_q=call.seqlen_q if starts is not None else None, **options,
             )  # fmt: skip
-    out, lse = found if call.with_lse else (found, None)
+    out, lse = found[:2] if call.with_lse else (found, None)
     if starts is None:
         return out, lse
     padded = torch.full_like(given.q, float("nan"))

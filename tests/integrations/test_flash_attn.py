@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -171,31 +170,6 @@ def test_tensors_without_data_have_results_of_their_shapes() -> None:
             assert out.shape == q.shape
 
 
-def test_positions_of_arguments_are_those_of_flash_attn() -> None:
-    """The order in which flash-attn 2.8 takes them, so that positional calls mean the same."""
-    common = [
-        "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
-        "return_attn_probs",
-    ]  # fmt: skip
-    packing = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
-    wanted = {
-        "flash_attn_func": ["q", "k", "v", *common],
-        "flash_attn_kvpacked_func": ["q", "kv", *common],
-        "flash_attn_qkvpacked_func": ["qkv", *common],
-        "flash_attn_varlen_func": ["q", "k", "v", *packing, *common, "block_table"],
-        "flash_attn_varlen_kvpacked_func": ["q", "kv", *packing, *common],
-        "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen", *common],
-        "flash_attn_with_kvcache": [
-            "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx",
-            "cache_leftpad", "block_table", "softmax_scale", "causal", "window_size", "softcap", "rotary_interleaved",
-            "alibi_slopes", "num_splits", "return_softmax_lse",
-        ],
-    }  # fmt: skip
-    assert set(wanted) == set(flash_attn.__all__)
-    for name, arguments in wanted.items():
-        assert list(inspect.signature(getattr(flash_attn, name)).parameters) == arguments
-
-
 # --- caches -------------------------------------------------------------------------------------------------
 
 
@@ -271,10 +245,6 @@ def test_what_is_refused(options: dict[str, Any], reason: str) -> None:
         ({"block_table": torch.zeros(3, 2, dtype=torch.int32)}, r"page table must be int32 of shape \(2, max_pages\)"),
         ({"cache_batch_idx": torch.zeros(2)}, r"cache_batch_idx must be int32 of shape \(2,\), got torch.float32"),
         ({"cache_leftpad": torch.zeros(3, dtype=torch.int32)}, r"cache_leftpad must be int32 of shape \(2,\)"),
-        (
-            {"cache_batch_idx": torch.zeros(2, dtype=torch.int32), "block_table": torch.zeros(2, 1, dtype=torch.int32)},
-            "cache_batch_idx is for a dense cache",
-        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -286,9 +256,11 @@ def test_what_a_cache_call_refuses(options: dict[str, Tensor], reason: str) -> N
 def test_one_split_of_a_cache_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call that asks for it goes by pages, whose calls can say so; results are the same."""
     asked: list[Any] = []
-    attend = flash_cache.attend
+    attend = flash_cache.attend_wide
     monkeypatch.setattr(
-        flash_cache, "attend", lambda *given, **options: asked.append(options.get("pages")) or attend(*given, **options)
+        flash_cache,
+        "attend_wide",
+        lambda *given, **options: asked.append(options.get("pages")) or attend(*given, **options),
     )
     q, k, v = qkv()
     for lengths in (None, 7):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -188,34 +187,6 @@ def test_used_queries_are_compiled_once() -> None:
 # --- arguments ----------------------------------------------------------------------------------------------
 
 
-def test_positions_of_arguments_are_those_of_flash_attn_3() -> None:
-    scales = ["q_descale", "k_descale", "v_descale"]
-    tuned = ["num_splits", "pack_gqa", "deterministic", "sm_margin", "return_attn_probs"]
-    wanted = {
-        "flash_attn_func": [
-            "q", "k", "v", "softmax_scale", "causal", "qv", *scales, "window_size", "attention_chunk", "softcap",
-            *tuned,
-        ],
-        "flash_attn_qkvpacked_func": [
-            "qkv", "softmax_scale", "causal", *scales, "window_size", "attention_chunk", "softcap", "deterministic",
-            "num_heads_q", "sm_margin", "return_attn_probs",
-        ],
-        "flash_attn_varlen_func": [
-            "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k",
-            "softmax_scale", "causal", "qv", *scales, "window_size", "attention_chunk", "softcap", *tuned,
-        ],
-        "flash_attn_with_kvcache": [
-            "q", "k_cache", "v_cache", "k", "v", "qv", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx",
-            "cache_leftpad", "page_table", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens",
-            *scales, "softmax_scale", "causal", "window_size", "attention_chunk", "softcap", "rotary_interleaved",
-            "scheduler_metadata", "num_splits", "pack_gqa", "sm_margin", "return_softmax_lse",
-        ],
-    }  # fmt: skip
-    assert {*wanted, "get_scheduler_metadata"} == set(flash_attn_3.__all__)
-    for name, arguments in wanted.items():
-        assert list(inspect.signature(getattr(flash_attn_3, name)).parameters) == arguments
-
-
 def test_quantized_tensors_take_scales_for_each_sequence_and_kv_head() -> None:
     q, k, v = ((8 * t).to(torch.float8_e4m3fn) for t in qkv())
     scales = [0.05 + torch.rand(q.shape[0], KV_HEADS) for _ in range(3)]
@@ -267,6 +238,126 @@ def test_what_no_kernel_has_is_refused() -> None:
         flash_attn_3.flash_attn_func(*qkv(), k_descale=torch.ones(()))
     with pytest.raises(CallError, match="attention_chunk must be an integer from 1 to"):
         flash_attn_3.flash_attn_func(*qkv(), attention_chunk=-1)
+
+
+@pytest.mark.parametrize(
+    "pair", [torch.tensor([3, 2]), torch.tensor([3, 2], dtype=torch.int32), [3, torch.tensor(2)], "numpy"], ids=str
+)
+def test_a_window_may_be_a_tensor_or_an_array(pair: Any) -> None:
+    pair = pytest.importorskip("numpy").array([3, 2]) if isinstance(pair, str) else pair
+    q, k, v = qkv()
+    wanted = flash_attn_3.flash_attn_func(q, k, v, window_size=(3, 2))
+    assert torch.equal(flash_attn_3.flash_attn_func(q, k, v, window_size=pair), wanted)
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=pair), wanted)
+    assert torch.equal(
+        flash_attn_3.flash_attn_func(q, k, v, attention_chunk=torch.tensor(4)),
+        flash_attn_3.flash_attn_func(q, k, v, attention_chunk=4),
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pair", [(3,), (3, 2, 1), "ab", (0.5, 1), torch.tensor([0.5, 1]), 3, None, (True, 1)], ids=str)
+def test_another_window_is_refused(pair: Any) -> None:
+    with pytest.raises(CallError, match="window_size must be"):
+        flash_attn_3.flash_attn_func(*qkv(), window_size=pair)
+
+
+def test_rows_of_a_page_table_are_those_of_cache_batch_idx() -> None:
+    q, k, v = qkv(2, 16)
+    table = torch.tensor([[9, 9], [2, 3], [9, 9], [0, 1]], dtype=torch.int32)
+    index = torch.tensor([3, 1], dtype=torch.int32)
+    pages = [t.reshape(4, 8, *t.shape[2:]) for t in (k, v)]
+    used = torch.tensor([16, 11], dtype=torch.int32)
+    options: dict[str, Any] = {"cache_seqlens": used, "causal": True}
+    wanted = flash_attn_3.flash_attn_with_kvcache(q, k, v, **options)
+    found = flash_attn_3.flash_attn_with_kvcache(q, *pages, page_table=table, cache_batch_idx=index, **options)
+    near(found, wanted)
+    with pytest.raises(CallError, match=r"cache_batch_idx\[1\] is 4; the page table has 4 rows"):
+        flash_attn_3.flash_attn_with_kvcache(
+            q, *pages, page_table=table, cache_batch_idx=index + torch.tensor([0, 3], dtype=torch.int32), **options
+        )
+
+
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (5, 2)}, {}], ids=str)
+def test_chunks_are_counted_from_the_first_key_that_is_not_padding(options: dict[str, Any], softcap: float) -> None:
+    q, k, v = qkv(3, 16)
+    pads, used = [5, 0], [16, 11]
+    found = flash_attn_3.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=torch.tensor(used, dtype=torch.int32), softcap=softcap, attention_chunk=4, **options,
+        cache_leftpad=torch.tensor(pads, dtype=torch.int32),
+    )  # fmt: skip
+    for b, (pad, end) in enumerate(zip(pads, used, strict=True)):
+        part = slice(b, b + 1)
+        wanted, _ = flash_attention(
+            q[part], k[part, pad:end], v[part, pad:end], attention_chunk=4, softcap=softcap, **options
+        )
+        near(found[part], wanted)
+
+
+def test_queries_of_chunks_have_positions_of_their_own() -> None:
+    """As under a causal mask: only without any mask do all have the position of the first."""
+    q, k, v = qkv(3, 16)
+    angles = torch.rand(16, DIM // 2)
+    used = torch.tensor([9, 12], dtype=torch.int32)
+    given: dict[str, Any] = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "cache_seqlens": used}
+    new = k[:, :3].clone(), v[:, :3].clone()
+    with_chunk = flash_attn_3.flash_attn_with_kvcache(q, k.clone(), v.clone(), *new, attention_chunk=1000, **given)
+    with_window = flash_attn_3.flash_attn_with_kvcache(q, k.clone(), v.clone(), *new, window_size=(500, 500), **given)
+    without = flash_attn_3.flash_attn_with_kvcache(q, k.clone(), v.clone(), *new, **given)
+    near(with_chunk, with_window)
+    assert not torch.allclose(with_chunk, without, atol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_rotary_tables_in_8_bits(rows: int) -> None:
+    """Beside a cache in 8 bits: as many queries as new keys, and more."""
+    q, k, v = (t.to(torch.float8_e4m3fn) for t in qkv(rows, 16))
+    angles = torch.rand(16, DIM // 2)
+    tables = [t.to(torch.float8_e4m3fn) for t in (angles.cos(), angles.sin())]
+    used = torch.tensor([9, 12], dtype=torch.int32)
+    new = k[:, :2].clone(), v[:, :2].clone()
+    found, wanted = (
+        flash_attn_3.flash_attn_with_kvcache(
+            q, k.clone(), v.clone(), *new, rotary_cos=cos, rotary_sin=sin,
+            cache_seqlens=used, causal=True,
+        )
+        for cos, sin in (tables, [t.float() for t in tables])
+    )  # fmt: skip
+    assert torch.equal(found, wanted)
+
+
+def test_a_cache_call_returns_what_flash_attn_3_does() -> None:
+    q, k, v = qkv()
+    out, lse, *partial = flash_attn_3.flash_attn_with_kvcache(q, k, v, causal=True, return_softmax_lse=True)
+    near((out, lse), flash_attention(q, k, v, causal=True))
+    assert [t.numel() for t in partial] == [0, 0]
+    with pytest.raises(CallError, match="cu_seqlens_k_new says where new keys begin"):
+        flash_attn_3.flash_attn_with_kvcache(q, k, v, cu_seqlens_k_new=offsets((1, 1)))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_partial_results_are_combined(dtype: torch.dtype | None) -> None:
+    q, k, v = qkv()
+    outs, lses = zip(*(flash_attention(q, k[:, part], v[:, part]) for part in (slice(4), slice(4, 13))), strict=True)
+    stacked = torch.stack([t.float() for t in outs]), torch.stack([t.float().transpose(1, 2) for t in lses])
+    nothing = torch.full_like(stacked[0][:1], float("nan")), torch.full_like(stacked[1][:1], float("-inf"))
+    partial = [torch.cat(pair) for pair in zip(stacked, nothing, strict=True)]
+    out, lse = flash_attn_3.flash_attn_combine(*partial, out_dtype=dtype)
+    assert out.dtype == (dtype or torch.float32)
+    wanted, wanted_lse = flash_attention(q, k, v)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5 if dtype is None else 1e-2, rtol=1e-2)
+    near(lse, wanted_lse.transpose(1, 2))
+    room = torch.empty_like(out)
+    assert flash_attn_3.flash_attn_combine(*partial, room)[0] is room
+    assert torch.equal(room, out)
+    for wrong, reason in (
+        ((partial[0].half(), partial[1]), "out_partial must be float32"),
+        ((partial[0], partial[1][0]), "lse_partial must be float32 of shape"),
+        ((*partial, room[:1]), "out must have shape"),
+        ((*partial, room, torch.float64), "but out_dtype is torch.float64"),
+    ):
+        with pytest.raises(CallError, match=reason):
+            flash_attn_3.flash_attn_combine(*wrong)
 
 
 # --- forward and backward by themselves ---------------------------------------------------------------------
