@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from zipfile import ZipFile
 
+from attngen.compile.toolchain import newer_driver_note
 from attngen.errors import PackageError, SettingError
 from attngen.packaging.project import Choices, project_files
 from attngen.packaging.sizes import Sizes, sizes_of
+from attngen.runtime.shipped import INDEX
 from attngen.tools.build.pipeline import Observer
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The files that were made. ``sizes`` are those of the wheel, if there is one."""
+    """The files that were made. ``sizes`` and ``drivers``, the oldest by arch, are those of the wheel, if there is one.
+
+    ``notes``: what the maker of the wheel should know about its drivers.
+    """
 
     package: str
     files: tuple[Path, ...]
     sizes: Sizes | None = None
+    drivers: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``attngen package --json`` prints it."""
         files = [{"path": str(path), "bytes": path.stat().st_size} for path in self.files]
-        return {"package": self.package, "files": files, "wheel": None if self.sizes is None else self.sizes.to_dict()}
+        wheel = None if self.sizes is None else self.sizes.to_dict()
+        return {"package": self.package, "files": files, "wheel": wheel, "drivers": dict(self.drivers)}
 
 
 def package(
@@ -69,7 +79,19 @@ def package(
                 sizes.require(max_size, f"the wheel of {loaded.package}")
             for path in built:
                 os.replace(path, out / path.name)
-    return Made(loaded.package, tuple(out / path.name for path in built), sizes)
+    paths = tuple(out / path.name for path in built)
+    index = next((_index_of(path, loaded.package) for path in paths if path.suffix == ".whl"), None)
+    if index is None:
+        return Made(loaded.package, paths)
+    compiled = dict.fromkeys((row["backend"], row["arch"]) for row in index["kernels"])
+    notes = tuple(note for one in compiled if (note := newer_driver_note(*one)))
+    return Made(loaded.package, paths, sizes, index["drivers"], notes)
+
+
+def _index_of(wheel: Path, module: str) -> dict[str, Any]:
+    with ZipFile(wheel) as archive:
+        index: dict[str, Any] = json.loads(archive.read(f"{module}/{INDEX}"))
+    return index
 
 
 def _check_date() -> None:

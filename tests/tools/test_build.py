@@ -167,7 +167,7 @@ def test_a_tile_that_the_spec_fixes_fails_with_the_reason(spec: Path, store: Sto
 def test_a_compiler_that_only_a_later_attempt_needs_may_be_missing(
     spec: Path, store: Store, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toolchain, "missing", lambda backend: "no triton" if backend == "triton" else None)
+    monkeypatch.setattr(toolchain, "missing", lambda backend, arch: "no triton" if backend == "triton" else None)
     spec.write_text(OPEN.replace("[64, 128]}", "64}\n  - {variant: hopeless, head_dim: 64}"))
     report = narrow(spec, store)
     assert [kernel.manifest["backend"] for kernel in report.kernels] == ["cuda"]
