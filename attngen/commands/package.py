@@ -82,6 +82,6 @@ def _print(made: Made) -> None:
     if made.drivers:
         from attngen.packaging.view import drivers_text
 
-        click.echo(f"The wheel needs an NVIDIA driver for {drivers_text(made.drivers)}.")
+        click.echo(f"The wheel needs an NVIDIA driver: {drivers_text(made.drivers)}.")
     for note in made.notes:
         warn(note)

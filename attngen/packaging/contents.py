@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attngen.errors import PackageError
 from attngen.formats import HELPERS, MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.packaging.vendor import runtime_files
-from attngen.packaging.view import (
-    PackageView,
-    VariantView,
-    compiler_lines,
-    compilers_of,
-    drivers_of,
-    drivers_text,
-    fill,
-)
+from attngen.packaging.view import PackageView, VariantView, compiler_lines, compilers_of, drivers_of, fill
 from attngen.resources import licence_file
 from attngen.runtime.shipped import INDEX, KERNELS
 from attngen.store.entry import CUBIN, MANIFEST
@@ -61,9 +53,14 @@ def contents_of(
     kernel does not compile.
     """
     store = store or Store()
-    kernels = compiled(kernels_of(spec, arches, tuned), store=store, jobs=jobs, observer=observer)
+    asked = kernels_of(spec, arches, tuned)
+    built, failures = compile_kernels(asked, store=store, jobs=jobs, observer=observer)
+    if failures:
+        lines = [str(f.error) if i < _FULL_ERRORS else str(f.error).splitlines()[0] for i, f in enumerate(failures)]
+        raise PackageError("\n".join([f"{len(failures)} of {len(asked)} kernels do not compile:", *lines]))
     files: dict[str, bytes] = {}
     manifests: list[Mapping[str, Any]] = []
+    kernels = each_once(built.values())
     for kernel in kernels:
         manifest = _lasting(kernel.manifest)
         manifests.append(manifest)
@@ -94,17 +91,6 @@ def kernels_of(spec: Spec, arches: Sequence[str] = (), tuned: Sequence[Tuned] = 
     return kernels
 
 
-def compiled(
-    asked: Sequence[Prepared], *, store: Store | None = None, jobs: int | None = None, observer: Observer | None = None
-) -> list[BuiltKernel]:
-    """Find or compile kernels, each once. Raises PackageError if one does not compile."""
-    built, failures = compile_kernels(asked, store=store or Store(), jobs=jobs, observer=observer)
-    if failures:
-        lines = [str(f.error) if i < _FULL_ERRORS else str(f.error).splitlines()[0] for i, f in enumerate(failures)]
-        raise PackageError("\n".join([f"{len(failures)} of {len(asked)} kernels do not compile:", *lines]))
-    return each_once(built.values())
-
-
 def view_of(
     spec: Spec, kernels: Sequence[Prepared], version: str, manifests: Sequence[Mapping[str, Any]] = ()
 ) -> PackageView:
@@ -119,7 +105,6 @@ def view_of(
         arches=tuple(dict.fromkeys(kernel.plan.arch.name for kernel in kernels)),
         variants=tuple(VariantView.of(variant) for variant in variants.values()),
         toolchain=compiler_lines(compilers_of(manifests)),
-        drivers=drivers_text(drivers_of(manifests)),
         headers=any(kernel.source.headers for kernel in kernels),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,9 @@ from zipfile import ZipFile
 from attngen.compile.toolchain import newer_driver_note
 from attngen.errors import PackageError, SettingError
 from attngen.packaging.project import Choices, project_files
+from attngen.packaging.settings import Settings
 from attngen.packaging.sizes import Sizes, sizes_of
+from attngen.packaging.view import DRIVER_LINE, drivers_text
 from attngen.runtime.shipped import INDEX
 from attngen.tools.build.pipeline import Observer
 
@@ -131,12 +133,16 @@ def build_target(
     from hatchling.plugin import hookimpl
     from hatchling.plugin.manager import PluginManager
 
-    from attngen.packaging.hook import AttngenHook
+    from attngen.packaging.contents import Contents
+    from attngen.packaging.hook import AttngenHook, project_contents
+
+    contents: list[Contents] = []
 
     class Hook(AttngenHook):
-        """The hook of this attngen, whichever one is installed; it reports to this caller."""
+        """The hook of this attngen, whichever one is installed; it takes what is compiled below."""
 
-    Hook.observer, Hook.jobs = observer, jobs
+        def _contents(self, settings: Settings) -> list[Contents]:
+            return contents
 
     class Plugin:
         @hookimpl
@@ -146,8 +152,26 @@ def build_target(
     plugins = PluginManager()
     plugins.manager.register(Plugin(), name=AttngenHook.PLUGIN_NAME)  # instead of the installed one
     builder = {"wheel": WheelBuilder, "sdist": SdistBuilder}[target](str(root), plugin_manager=plugins)
+    if target == "wheel":
+        settings = Settings.of(builder.metadata.config.get("tool", {}).get("attngen"))
+        contents += project_contents(root, settings, builder.metadata.version, jobs=jobs, observer=observer)
+    drivers = [json.loads(each.files[INDEX])["drivers"] for each in contents]
     try:
-        (path,) = builder.build(directory=str(directory), versions=[version])
+        with _named_drivers(root / "README.md", drivers):  # hatchling reads it first of all
+            (path,) = builder.build(directory=str(directory), versions=[version])
     except OSError as error:
         raise PackageError(f"cannot write the {target}: {error.strerror or error}") from error
     return Path(path)
+
+
+@contextmanager
+def _named_drivers(readme: Path, drivers: Sequence[Mapping[str, int]]) -> Iterator[None]:
+    """Name the oldest drivers, if they are known, in the README of a project that ``project_files`` wrote."""
+    before = readme.read_text("utf-8")
+    line = f"{DRIVER_LINE}{'; '.join(map(drivers_text, drivers))}."
+    try:
+        if drivers:
+            readme.write_text(re.sub(rf"^{DRIVER_LINE}.*$", lambda _: line, before, flags=re.MULTILINE), "utf-8")
+        yield
+    finally:
+        readme.write_text(before, "utf-8")

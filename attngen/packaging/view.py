@@ -20,6 +20,9 @@ _PYTHON_TYPES = {"int32": "int", "int64": "int", "fp32": "float", "bool": "bool"
 #: Distribution that a manifest names as its compiler → its common name.
 _COMPILERS = {"triton": "Triton", **dict.fromkeys((*NVRTC_WHEELS, NVRTC_ELSEWHERE), "NVRTC")}
 
+#: How the line of a README begins that names the oldest drivers. They are written when the kernels are compiled.
+DRIVER_LINE = "NVIDIA driver: "
+
 
 @dataclass(frozen=True, slots=True)
 class VariantView:
@@ -66,7 +69,6 @@ class PackageView:
     arches: tuple[str, ...]
     variants: tuple[VariantView, ...]
     toolchain: tuple[str, ...] = ()
-    drivers: str = ""  # which ones its kernels run on; not known before they are compiled
     headers: bool = False
     attngen: str = VERSION
 
