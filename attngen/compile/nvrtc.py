@@ -117,7 +117,7 @@ def load(nvrtc: Nvrtc) -> Library:
         library = Library(str(nvrtc.library))
         found = library.getVersion()
     except (OSError, NVRTCError) as error:
-        raise broken(nvrtc, f"{nvrtc.library} cannot be loaded: {error}") from None
+        raise broken(nvrtc, f"it cannot be loaded: {error}") from None
     if found != (major, minor):
         raise broken(nvrtc, f"{nvrtc.library} is NVRTC {found[0]}.{found[1]}")
     return library

@@ -164,7 +164,7 @@ def test_a_library_that_cannot_be_loaded_is_named(install: Install, libraries: d
     with pytest.raises(ToolchainError) as caught:
         compile_text("probe", "", {}, "sm90a")
     message = str(caught.value)
-    assert message.startswith(f"NVRTC 12.9.99 (nvidia-cuda-nvrtc-cu12) does not work: {folder}/libnvrtc.so.12 cannot")
+    assert message.startswith(f"NVRTC 12.9.99 (nvidia-cuda-nvrtc-cu12) does not work: it cannot be loaded: {folder}/")
     assert message.endswith("reinstall it: pip install --force-reinstall --no-deps nvidia-cuda-nvrtc-cu12==12.9.99")
 
 
