@@ -110,25 +110,27 @@ def _build() -> list[Finding]:
 
 
 def _nvrtc() -> list[Finding]:
-    """Compile a tiny CUDA kernel for each arch that has CUDA kernels.
+    """Compile a tiny kernel by each NVRTC that compiles for some arch.
 
-    NVRTC that is missing is broken where the rest of what builds is there: builds of CUDA kernels fail.
+    Where NVRTC is missing, but the rest of what builds is there, builds of CUDA kernels fail: it counts as broken.
     """
-    from attngen.compile.toolchain import missing, newer_driver_note, nvrtc_for
+    from attngen.compile.toolchain import Nvrtc, missing, newer_driver_note, nvrtc_for
 
+    arches: dict[Nvrtc, list[str]] = {}
+    for arch in ARCHES:
+        if nvrtc := nvrtc_for(arch):
+            arches.setdefault(nvrtc, []).append(arch)
+    if not arches:
+        return [Finding("build", "NVRTC", "missing" if _lacking() else "broken", str(missing("cuda", arch)))]
     findings = []
-    for arch in (name for name, arch in ARCHES.items() if arch.wgmma):
-        nvrtc = nvrtc_for(arch)
-        if nvrtc is None:
-            state = "missing" if _lacking() else "broken"
-            findings.append(Finding("build", "NVRTC", state, str(missing("cuda", arch))))
-            continue
-        finding = _probed("cuda", arch, "NVRTC")
+    for nvrtc, served in arches.items():
+        finding = _probed("cuda", served[-1], "NVRTC")
         if finding.state == "ok":
-            finding = replace(finding, text=f"{nvrtc.version} ({nvrtc.distribution}) for {arch}: {finding.text}")
+            text = f"{nvrtc.version} ({nvrtc.distribution}), for {', '.join(served)}: {finding.text}"
+            finding = replace(finding, text=text)
         findings.append(finding)
-        if note := newer_driver_note("cuda", arch):
-            findings.append(Finding("build", "NVRTC", "missing", note))
+    if note := newer_driver_note(ARCHES):
+        findings.append(Finding("build", "NVRTC", "missing", note))
     return findings
 
 

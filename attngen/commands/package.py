@@ -83,5 +83,5 @@ def _print(made: Made) -> None:
         from attngen.packaging.view import drivers_text
 
         click.echo(f"The wheel needs an NVIDIA driver: {drivers_text(made.drivers)}.")
-    for note in made.notes:
-        warn(note)
+    if made.note:
+        warn(made.note)

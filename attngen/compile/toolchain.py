@@ -10,7 +10,7 @@ the newest one compiles.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -115,15 +115,18 @@ def missing(backend: str, arch: str) -> str | None:
     return None
 
 
-def newer_driver_note(backend: str, arch: str) -> str | None:
-    """Say that kernels for an arch need a newer driver than they would by NVRTC 12.9; None if they do not."""
-    nvrtc = nvrtc_for(arch) if backend == "cuda" else None
-    if nvrtc is None or ARCHES[arch].capability > MOST_FOR_NVRTC_12 or nvrtc.release[0] == OLDEST_NVRTC[0]:
+def newer_driver_note(arches: Iterable[str]) -> str | None:
+    """Say that CUDA kernels for some arches need a newer driver than they would by NVRTC 12.9; None if they do not."""
+    known = {arch: nvrtc_for(arch) for arch in dict.fromkeys(arches) if ARCHES[arch].capability <= MOST_FOR_NVRTC_12}
+    newer = {arch: nvrtc for arch, nvrtc in known.items() if nvrtc is not None and nvrtc.release[0] > OLDEST_NVRTC[0]}
+    if not newer:
         return None
-    older = min_driver(OLDEST_NVRTC[0], ARCHES[arch].capability)
+    arch, nvrtc = next(iter(newer.items()))
+    older = max(min_driver(OLDEST_NVRTC[0], ARCHES[each].capability) for each in newer)
     return (
-        f"kernels for {arch} are compiled by {nvrtc} and need a driver for {driver_text(nvrtc.min_driver(arch))} or "
-        f"later; NVRTC 12.9 makes ones for {driver_text(older)} or later: {INSTALL_NVRTC_12}"
+        f"CUDA kernels for {', '.join(newer)} are compiled by {nvrtc} and need a driver for "
+        f"{driver_text(nvrtc.min_driver(arch))} or later; those by NVRTC 12.9 need {driver_text(older)} or later: "
+        f"{INSTALL_NVRTC_12}"
     )
 
 

@@ -27,14 +27,14 @@ from attngen.tools.build.pipeline import Observer
 class Made:
     """The files that were made. ``sizes`` and ``drivers``, the oldest by arch, are those of the wheel, if there is one.
 
-    ``notes``: what the maker of the wheel should know about its drivers.
+    ``note`` says where another compiler would make kernels for older drivers.
     """
 
     package: str
     files: tuple[Path, ...]
     sizes: Sizes | None = None
     drivers: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    note: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``attngen package --json`` prints it."""
@@ -85,9 +85,8 @@ def package(
     index = next((_index_of(path, loaded.package) for path in paths if path.suffix == ".whl"), None)
     if index is None:
         return Made(loaded.package, paths)
-    compiled = dict.fromkeys((row["backend"], row["arch"]) for row in index["kernels"])
-    notes = tuple(note for one in compiled if (note := newer_driver_note(*one)))
-    return Made(loaded.package, paths, sizes, index["drivers"], notes)
+    note = newer_driver_note(row["arch"] for row in index["kernels"] if row["backend"] == "cuda")
+    return Made(loaded.package, paths, sizes, index["drivers"], note)
 
 
 def _index_of(wheel: Path, module: str) -> dict[str, Any]:

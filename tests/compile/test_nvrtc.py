@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from attngen.arch import ARCHES
 from attngen.cli import group
 from attngen.compile import compile_source, nvrtc, probe, toolchain
 from attngen.compile.cuda import compile_text
@@ -80,7 +81,7 @@ def test_the_oldest_one_compiles_up_to_hopper_and_the_newest_one_beyond(install:
     assert chosen == {
         "sm80": "NVRTC 12.9.86", "sm90a": "NVRTC 12.9.86", "sm100a": "NVRTC 13.0.88", "sm120a": "NVRTC 13.0.88",
     }  # fmt: skip
-    assert toolchain.newer_driver_note("cuda", "sm90a") is None
+    assert toolchain.newer_driver_note(ARCHES) is None
     hopper = toolchain.nvrtc_for("sm90a")
     assert hopper is not None
     assert (hopper.min_driver("sm90a"), hopper.library.name) == (12000, "libnvrtc.so.12")
@@ -91,13 +92,11 @@ def test_nvrtc_13_alone_compiles_for_hopper_and_says_what_that_costs(monkeypatch
     monkeypatch.setattr(toolchain, "installed_nvrtc", lambda: (alone,))
     assert toolchain.nvrtc_for("sm90a") is alone
     assert alone.min_driver("sm90a") == 13000
-    note = toolchain.newer_driver_note("cuda", "sm90a")
-    assert note == (
-        "kernels for sm90a are compiled by NVRTC 13.0.88 and need a driver for CUDA 13.0 (r580) or later; NVRTC 12.9 "
-        "makes ones for CUDA 12.0 (r525) or later: pip install 'nvidia-cuda-nvrtc-cu12>=12.9,<13'"
+    assert toolchain.newer_driver_note(["sm80", "sm90a", "sm90a", "sm100a"]) == (
+        "CUDA kernels for sm80, sm90a are compiled by NVRTC 13.0.88 and need a driver for CUDA 13.0 (r580) or later; "
+        "those by NVRTC 12.9 need CUDA 12.0 (r525) or later: pip install 'nvidia-cuda-nvrtc-cu12>=12.9,<13'"
     )
-    assert toolchain.newer_driver_note("triton", "sm90a") is None
-    assert toolchain.newer_driver_note("cuda", "sm100a") is None
+    assert toolchain.newer_driver_note(["sm100a"]) is None
 
 
 def test_a_release_that_is_too_old_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,11 +171,12 @@ class Compiles:
         self.observer.planned(len(prepared), len(missing))
         if missing:
             self.store.require_writable()
-            for compiler in dict.fromkeys(task.compiler for task in missing):
+            compilers = dict.fromkeys(task.compiler for task in missing)
+            for compiler in compilers:
                 if lacking := toolchain.missing(*compiler):
                     raise ToolchainError(lacking)
-                if note := toolchain.newer_driver_note(*compiler):
-                    self.warnings.append(note)
+            note = toolchain.newer_driver_note(arch for backend, arch in compilers if backend == "cuda")
+            self.warnings.extend([note] if note else ())
         if missing:
             self._compile(missing, jobs, workers)
 
