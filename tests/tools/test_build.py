@@ -244,8 +244,8 @@ def test_a_choice_that_does_not_fit_is_passed_over(
 def test_choices_of_another_spec_are_remarked_on(spec: Path, store: Store, log: Path, tmp_path: Path) -> None:
     tuned = choices(tmp_path / "card.yaml", spec, {"tile": {"n": 64}})
     spec.write_text(OPEN)
-    (warning,) = build(spec, tuned=[tuned], jobs=1, store=store, compiler=FAKE).warnings
-    assert warning == f"{tuned} has no choice for a kernel of this spec that leaves it open"
+    warnings = build(spec, tuned=[tuned], jobs=1, store=store, compiler=FAKE).warnings
+    assert f"{tuned} has no choice for a kernel of this spec that leaves it open" in warnings
 
 
 def test_kernels_that_come_to_be_one_are_one(spec: Path, store: Store, log: Path) -> None:
