@@ -13,7 +13,6 @@ from tests.plan.specs import planned
 from tests.runtime.host_kernels import prepared
 from tests.sampling import sampled
 
-
 #: Bytes that may spill. NVRTC 12.9 and 13.0 keep one flag of a thread, set before it reads a row and read after it
 #: wrote the last one, in local memory: 4 B stored and 4 B loaded, in fp16.
 FLAG = 8
