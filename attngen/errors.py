@@ -72,6 +72,14 @@ class ChoiceError(CompileError):
         self.slow = slow
 
 
+class CrashError(ChoiceError):
+    """A kernel whose compiler process died of a signal: another choice may compile, if the compiler works at all."""
+
+
+class ToolchainError(CompileError):
+    """A compiler that is missing or does not work. It says nothing about a kernel, so nothing is built in its place."""
+
+
 class InternalError(AttngenError):
     """A fault of attngen itself, met on one kernel; the message asks to report it."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from attngen.errors import AttngenError, CallError, NoKernelError, internal_error
+from attngen.errors import AttngenError, CallError, NoKernelError, ToolchainError, internal_error
 from attngen.runtime import on_demand
 
 if TYPE_CHECKING:
@@ -107,7 +107,11 @@ class _Maker:
         self.fast_math = True
 
     def make(self, request: Request, soon: Request | None = None) -> bool:
-        """See ``on_demand.Maker``. Raises NoKernelError, with the reason, for a kernel that cannot be compiled."""
+        """See ``on_demand.Maker``.
+
+        Raises NoKernelError, with the reason, for a kernel that cannot be compiled, and ToolchainError if that is the
+        compiler's fault: nothing else answers the call then.
+        """
         from attngen.runtime import driver as drivers
         from attngen.runtime.select import arch_of, describe, no_spec_adds
 
@@ -126,6 +130,8 @@ class _Maker:
                 if soon is not None and no_spec_adds(soon, capability) is None:
                     wanted.append(_asked(soon, capability))
                 self._compile(*wanted)
+            except ToolchainError:
+                raise
             except ModuleNotFoundError as error:
                 raise NoKernelError(
                     f"no kernel takes this call: {what}; attngen.jit needs {error.name}, which is not installed: "

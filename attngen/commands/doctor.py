@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import platform
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from attngen import cli, resources
 from attngen.arch import ARCHES
 from attngen.commands.output import counted, print_json
+from attngen.drivers import cuda_release, driver_text
 from attngen.errors import AttngenError
 from attngen.store.limits import available_bytes, job_limit
 from attngen.store.store import Store
+
+if TYPE_CHECKING:
+    from attngen.runtime.packages import Package
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +39,12 @@ class Finding:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(context: click.Context, as_json: bool) -> None:
-    """Say what works on this machine and what is missing. Exits 1 if kernels can be neither built nor run."""
+    """Say what works on this machine and what is missing.
+
+    Exits 1 if kernels can be neither built nor run, and if a compiler is broken.
+    """
     installed, built, run = _installed(), _build(), _run()
-    findings = [*installed, *built, *run, *_tested()]
+    findings = [*installed, *built, *_wheels(), *run, *_tested()]
     if as_json:
         print_json({"findings": [asdict(finding) for finding in findings]})
     else:
@@ -44,7 +53,8 @@ def command(context: click.Context, as_json: bool) -> None:
             for finding in findings:
                 if finding.part == part:
                     click.echo(f"  {_MARKS[finding.state]} {finding.name}: {finding.text}")
-    if not any(finding.state == "ok" for finding in (*_only(built, "arch "), *_only(run, "GPU "))):
+    works = any(finding.state == "ok" for finding in (*_only(built, "arch "), *_only(run, "GPU ")))
+    if not works or any(finding.state == "broken" for finding in (*_only(built, "NVRTC"), *_only(built, "arch "))):
         context.exit(cli.EXIT_FAILURE)
 
 
@@ -58,8 +68,6 @@ _PARTS = {
     "jinja2": ("building", "pip install 'attngen[build]'"),
     "pydantic": ("building", "pip install 'attngen[build]'"),
     "PyYAML": ("building", "pip install 'attngen[build]'"),
-    "cupy-cuda13x": ("building CUDA kernels", "pip install 'attngen[build]'"),
-    "nvidia-cuda-nvrtc": ("building CUDA kernels", "pip install 'attngen[build]'"),
     "hatchling": ("packaging", "pip install 'attngen[build]'"),
 }
 
@@ -98,16 +106,43 @@ def _build() -> list[Finding]:
         path = nvidia_tool(tool)
         state = "ok" if path else "missing"
         findings.append(Finding("build", tool, state, tool_version(path) if path else "not in the Triton wheel"))
-    findings.append(_try("build", "NVRTC", _nvrtc))
-    return [*findings, *_arches()]
+    return [*findings, *_nvrtc(), *_arches()]
 
 
-def _nvrtc() -> str:
-    from attngen.compile.cuda import compile_text
+def _nvrtc() -> list[Finding]:
+    """Compile a tiny kernel by each NVRTC that compiles for some arch.
 
-    start = time.perf_counter()
-    compile_text("probe", 'extern "C" __global__ void probe(int* x) { x[blockIdx.x] = 1; }', {}, "sm90a")
-    return f"compiled a kernel in {time.perf_counter() - start:.2f} s"
+    Where NVRTC is missing, but the rest of what builds is there, builds of CUDA kernels fail: it counts as broken.
+    """
+    from attngen.compile.toolchain import Nvrtc, missing, newer_driver_note, nvrtc_for
+
+    arches: dict[Nvrtc, list[str]] = {}
+    for arch in ARCHES:
+        if nvrtc := nvrtc_for(arch):
+            arches.setdefault(nvrtc, []).append(arch)
+    if not arches:
+        return [Finding("build", "NVRTC", "missing" if _lacking() else "broken", str(missing("cuda", arch)))]
+    findings = []
+    for nvrtc, served in arches.items():
+        finding = _probed("cuda", served[-1], "NVRTC")
+        if finding.state == "ok":
+            text = f"{nvrtc.version} ({nvrtc.distribution}), for {', '.join(served)}: {finding.text}"
+            finding = replace(finding, text=text)
+        findings.append(finding)
+    if note := newer_driver_note(ARCHES):
+        findings.append(Finding("build", "NVRTC", "missing", note))
+    return findings
+
+
+def _probed(backend: str, arch: str, name: str) -> Finding:
+    """Compile a tiny kernel in a process of its own, which a broken compiler may end."""
+    from attngen.store.jobs import Job, run_jobs
+
+    job = Job(f"NVRTC for {arch}", "attngen.compile.probe:probe_job", (backend, arch))
+    (result,) = run_jobs([job], 1, timeout=120.0)
+    if result.error is None:
+        return Finding("build", name, "ok", result.value)
+    return Finding("build", name, "broken", str(result.error).splitlines()[0])
 
 
 def _cache() -> str:
@@ -116,15 +151,18 @@ def _cache() -> str:
     return f"{store.root}, {counted(len(store.all_keys()), 'entry', 'entries')}, writable"
 
 
+def _lacking() -> list[str]:
+    return [name for name, (purpose, _) in _PARTS.items() if purpose == "building" and _version(name) is None]
+
+
 def _arches() -> list[Finding]:
     """Compile a tiny kernel for each arch, which is the only proof that it works."""
     from attngen.store.jobs import Job, run_jobs
 
-    lacking = [name for name, (purpose, _) in _PARTS.items() if purpose == "building" and _version(name) is None]
-    if lacking:
+    if lacking := _lacking():
         return [Finding("build", "arches", "missing", f"nothing can be compiled without {', '.join(lacking)}")]
     names = list(ARCHES)
-    calls = [Job(name, "attngen.compile.probe:probe_job", (name,)) for name in names]
+    calls = [Job(name, "attngen.compile.probe:probe_job", ("triton", name)) for name in names]
     findings = {}
     for result in run_jobs(calls, 1, timeout=120.0):
         name = names[result.index]
@@ -133,6 +171,26 @@ def _arches() -> list[Finding]:
         else:
             findings[name] = Finding("build", f"arch {name}", "broken", str(result.error).splitlines()[0])
     return [findings[name] for name in names]
+
+
+def _wheels() -> list[Finding]:
+    """Look which drivers the kernels of each installed package run on."""
+    from attngen.runtime.discovery import installed_packages
+    from attngen.runtime.shipped import INDEX
+
+    return [
+        _try("wheels", name, partial(_drivers_of, package))
+        for name, package in installed_packages().items()
+        if Path(package.origin, INDEX).is_file()
+    ]
+
+
+def _drivers_of(package: Package) -> str:
+    from attngen.runtime.shipped import drivers_of_package
+
+    drivers = drivers_of_package(Path(package.origin))
+    rows = [f"{arch} with a driver for {driver_text(version)} or later" for arch, version in drivers.items()]
+    return f"kernels for {', '.join(rows)}"
 
 
 def _run() -> list[Finding]:
@@ -156,7 +214,7 @@ def _driver() -> str:
     from attngen.runtime.driver import current
 
     version = current().version()
-    return f"supports CUDA {version // 1000}.{version % 1000 // 10}"
+    return f"supports CUDA {cuda_release(version)}"
 
 
 def _tested() -> list[Finding]:

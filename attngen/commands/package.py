@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from attngen import resources
-from attngen.commands.output import Progress, print_json, print_table
+from attngen.commands.output import Progress, print_json, print_table, warn
 
 if TYPE_CHECKING:
     from attngen.packaging.make import Made
@@ -79,3 +79,9 @@ def _print(made: Made) -> None:
         print_table(_COLUMNS, [*rows, ("(runtime, stubs, metadata)", "", "", 0, 0, made.sizes.rest)])
     for path in made.files:
         click.echo(f"{path}: {path.stat().st_size:,} B")
+    if made.drivers:
+        from attngen.packaging.view import drivers_text
+
+        click.echo(f"The wheel needs an NVIDIA driver: {drivers_text(made.drivers)}.")
+    if made.note:
+        warn(made.note)

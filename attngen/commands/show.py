@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attngen.commands.output import print_json, print_table
+from attngen.drivers import driver_text
 from attngen.errors import CallError, StoreError, suggest
 from attngen.store.entry import CUBIN
 
@@ -86,7 +87,7 @@ def facts(manifest: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
         ("score", str(score)),
         *([("sink", str(variant.get("sink_text") or variant["sink"]))] if "sink" in variant else []),
         *([("dropout", "at the rate dropout_p of the call")] if variant.get("dropout") else []),
-        ("arch", f"{manifest['arch']}, needs a driver for CUDA {_cuda(manifest['min_driver'])}"),
+        ("arch", f"{manifest['arch']}, needs a driver for {driver_text(manifest['min_driver'])} or later"),
         ("tile", f"{manifest['tile_m']} x {manifest['tile_n']}, {manifest['stages']} stages, "
                  f"{manifest['num_warps']} warps, {manifest['loads']} loads"),
         ("registers", f"{resources['registers']}, {resources['spills']} B spilled"),
@@ -100,10 +101,6 @@ def facts(manifest: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
 def _compiled(resources: Mapping[str, Any]) -> str:
     """Return how long the compile took; packages leave it out, so that each build of one gives the same bytes."""
     return f", compiled in {resources['compile_seconds']} s" if "compile_seconds" in resources else ""
-
-
-def _cuda(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _source(folder: Path) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attngen.compile.artifact import Artifact
-from attngen.errors import CompileError
+from attngen.errors import ChoiceError, CompileError
 
 if TYPE_CHECKING:
     from attngen.plan.model import Plan
@@ -20,10 +20,20 @@ __all__ = ["Artifact", "compile_source"]
 def compile_source(plan: Plan, source: Source) -> Artifact:
     """Compile a rendered kernel for the architecture of its plan; needs no GPU and no torch.
 
-    Raises CompileError if the compiler rejects the source, or if its result breaks a rule of the plan:
-    another parameter list than planned, too much shared memory, or a spill or a serialized wgmma in a Hopper
-    kernel whose spec does not allow it.
+    Raises ChoiceError if the compiler rejects the source, or if its result breaks a rule of the plan: too much shared
+    memory, or a spill or a serialized wgmma in a Hopper kernel whose spec does not allow it. Another plan may compile.
+    Raises ToolchainError if the compiler is missing or does not work, and CompileError for other faults.
     """
+    try:
+        return _compile(plan, source)
+    except ChoiceError:
+        from attngen.compile.probe import require_working
+
+        require_working(source.backend, plan.arch.name)  # what a broken compiler says is no reason against a plan
+        raise
+
+
+def _compile(plan: Plan, source: Source) -> Artifact:
     if source.backend == "triton":
         from attngen.compile.triton import compile_triton
 

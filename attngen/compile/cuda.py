@@ -1,8 +1,4 @@
-"""CUDA source → cubin by NVRTC, offline: no GPU, no driver, no header of the toolkit.
-
-NVRTC is reached by its C interface (``nvrtc.py``); where the wheel of that is not found, through the bindings that come
-with CuPy (``cupy_backends``), below CuPy's own compile functions, which would look for a GPU.
-"""
+"""CUDA source → cubin by NVRTC, offline: no GPU, no driver, no header of the toolkit."""
 
 from __future__ import annotations
 
@@ -13,22 +9,19 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from attngen.compile.artifact import Artifact
-from attngen.compile.drivers import min_driver
 from attngen.compile.inspect import Resources, parameter_places, resources_of_log
 from attngen.compile.machine import count_products
-from attngen.compile.nvrtc import library
+from attngen.compile.nvrtc import NVRTCError, broken, load
 from attngen.compile.options import nvrtc_options
 from attngen.compile.parameters import place_parameters
 from attngen.compile.speed import require_fast
-from attngen.compile.toolchain import toolchain
-from attngen.errors import ChoiceError, CompileError
+from attngen.compile.toolchain import Nvrtc, missing, nvrtc_for, toolchain
+from attngen.errors import ChoiceError, CompileError, ToolchainError
 from attngen.lang.settle import reads_products
 
 if TYPE_CHECKING:
     from attngen.plan.model import Launch, Plan
     from attngen.render import Source
-
-_NO_NVRTC = "NVRTC cannot be loaded ({error}); pip install 'attngen[build]', or say 'backend: triton' in the spec"
 
 
 def compile_cuda(plan: Plan, source: Source) -> Artifact:
@@ -53,9 +46,10 @@ def compile_cuda(plan: Plan, source: Source) -> Artifact:
         }
         for launch in plan.launches
     ]
-    manifest["toolchain"] = toolchain("cuda")
-    manifest["cuda_major"] = nvrtc_version()[0]
-    manifest["min_driver"] = min_driver(manifest["cuda_major"], plan.arch.capability)
+    nvrtc = _nvrtc(plan.arch.name)
+    manifest["toolchain"] = toolchain("cuda", plan.arch.name)
+    manifest["cuda_major"] = nvrtc.release[0]
+    manifest["min_driver"] = nvrtc.min_driver(plan.arch.name)
     manifest["resources"] = {
         "registers": main.registers,
         "spills": main.spills,
@@ -69,48 +63,37 @@ def compile_cuda(plan: Plan, source: Source) -> Artifact:
 
 
 def compile_text(name: str, text: str, headers: Mapping[str, str], arch: str) -> tuple[bytes, str]:
-    """Compile a source with its headers for an arch such as ``sm90a``; return the cubin and the log."""
-    nvrtc = _nvrtc()
+    """Compile a source with its headers for an arch such as ``sm90a``; return the cubin and the log.
+
+    Raises ChoiceError for a source that NVRTC rejects, and ToolchainError if NVRTC is missing or does not work.
+    """
+    nvrtc = _nvrtc(arch)
+    library = load(nvrtc)
     included = {file.encode(): body.encode() for file, body in headers.items()}
-    program = nvrtc.createProgram(text, f"{name}.cu", list(included.values()), list(included))
+    program = library.createProgram(text, f"{name}.cu", list(included.values()), list(included))
     try:
-        nvrtc.compileProgram(program, nvrtc_options(arch))
-    except nvrtc.NVRTCError as error:
-        raise ChoiceError(f"{name}: NVRTC refused the source: {error}\n{_log(nvrtc, program)}") from None
-    else:
-        cubin = nvrtc.getCUBIN(program)
-        if nvrtc is not library():  # CuPy takes the image for a string, and drops its last byte, an ELF file's padding
-            cubin += b"\0"
-        return cubin, _log(nvrtc, program)
+        library.compileProgram(program, nvrtc_options(arch))
+        return library.getCUBIN(program), library.getProgramLog(program)
+    except NVRTCError as error:
+        said = f"{error}\n{library.getProgramLog(program)}".rstrip()
+        if error.of_source:
+            raise ChoiceError(f"{name}: NVRTC refused the source: {said}") from None
+        if error.of_memory:
+            raise CompileError(f"{name}: NVRTC ran out of memory; fewer --jobs need less") from None
+        raise broken(nvrtc, said) from None
     finally:
-        nvrtc.destroyProgram(program)
+        library.destroyProgram(program)
 
 
-def _log(nvrtc: Any, program: Any) -> str:
-    return nvrtc.getProgramLog(program).rstrip("\0\n")  # a C string, with its NUL
-
-
-def load() -> None:
+def load_compiler(arch: str) -> None:
     """Load the compiler, so that the first compile of a process does not wait for it."""
-    nvrtc_version()
+    load(_nvrtc(arch))
 
 
-def nvrtc_version() -> tuple[int, int]:
-    """Return major and minor version of the NVRTC that is installed; CompileError if there is none."""
-    major, minor = _nvrtc().getVersion()
-    return major, minor
-
-
-def _nvrtc() -> Any:
-    found = library()
-    if found is not None:
-        return found
-    try:
-        from cupy_backends.cuda.libs import nvrtc
-
-        nvrtc.getVersion()
-    except Exception as error:  # the bindings raise what their loader raises
-        raise CompileError(_NO_NVRTC.format(error=error)) from None
+def _nvrtc(arch: str) -> Nvrtc:
+    nvrtc = nvrtc_for(arch)
+    if nvrtc is None:
+        raise ToolchainError(str(missing("cuda", arch)))
     return nvrtc
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
-from attngen.errors import CompileError
+from attngen.errors import CompileError, ToolchainError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def tool_release(path: Path) -> tuple[int, ...]:
 def _run_tool(name: str, *options: str, cubin: bytes) -> str:
     tool = nvidia_tool(name)
     if tool is None:
-        raise CompileError(f"{name} is missing; it comes with triton: pip install 'attngen[build]'")
+        raise ToolchainError(f"{name} is missing; it comes with triton: pip install 'attngen[build]'")
     with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)

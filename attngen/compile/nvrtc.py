@@ -1,7 +1,4 @@
-"""NVRTC by its own C interface, from the wheel that identifies it in cache keys: CuPy takes a second to import.
-
-The functions are named as CuPy's bindings name theirs, which serve where the wheel's library cannot be loaded.
-"""
+"""NVRTC by its C interface: a compiler as a library, which needs no GPU, no driver and no header of the toolkit."""
 
 # ruff: noqa: N802
 from __future__ import annotations
@@ -10,20 +7,38 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
-from importlib import metadata
 from typing import Any
 
-_PACKAGE = "nvidia-cuda-nvrtc"
+from attngen.compile.toolchain import Nvrtc
+from attngen.errors import ToolchainError
+
+#: nvrtcResult of a source that is refused, and of one on which the compiler itself fails.
+_COMPILATION, _INTERNAL_ERROR = 6, 11
+
+#: nvrtcResult of a process that has too little memory.
+_OUT_OF_MEMORY = 1
 
 
 class NVRTCError(RuntimeError):
-    """What NVRTC says of a call that failed."""
+    """What NVRTC says of a call that failed. ``code`` is its nvrtcResult."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(f"{text} ({code})")
+        self.code = code
+
+    @property
+    def of_source(self) -> bool:
+        """Whether another source may compile."""
+        return self.code in (_COMPILATION, _INTERNAL_ERROR)
+
+    @property
+    def of_memory(self) -> bool:
+        """Whether memory is lacking."""
+        return self.code == _OUT_OF_MEMORY
 
 
 class Library:
     """A loaded libnvrtc."""
-
-    NVRTCError = NVRTCError
 
     def __init__(self, path: str) -> None:
         """Raises OSError for what is no libnvrtc."""
@@ -36,6 +51,7 @@ class Library:
                 ("CreateProgram", POINTER(c_void_p), c_char_p, c_char_p, c_int, c_void_p, c_void_p),
                 ("CompileProgram", c_void_p, c_int, c_void_p), ("DestroyProgram", POINTER(c_void_p)),
                 ("GetCUBINSize", c_void_p, POINTER(c_size_t)), ("GetCUBIN", c_void_p, c_char_p),
+                ("GetPTXSize", c_void_p, POINTER(c_size_t)), ("GetPTX", c_void_p, c_char_p),
                 ("GetProgramLogSize", c_void_p, POINTER(c_size_t)), ("GetProgramLog", c_void_p, c_char_p),
             ):  # fmt: skip
                 getattr(self._library, f"nvrtc{name}").argtypes = arguments
@@ -45,7 +61,7 @@ class Library:
     def _call(self, name: str, *arguments: Any) -> None:
         result = getattr(self._library, f"nvrtc{name}")(*arguments)
         if result:
-            raise NVRTCError(f"{self._library.nvrtcGetErrorString(result).decode()} ({result})")
+            raise NVRTCError(self._library.nvrtcGetErrorString(result).decode(), result)
 
     def getVersion(self) -> tuple[int, int]:
         """Return major and minor version."""
@@ -68,9 +84,13 @@ class Library:
         """Return the machine code, an ELF file."""
         return self._bytes("GetCUBIN", program)
 
+    def getPTX(self, program: c_void_p) -> str:
+        """Return the PTX of a program that was compiled for a virtual architecture."""
+        return self._bytes("GetPTX", program).rstrip(b"\0").decode()
+
     def getProgramLog(self, program: c_void_p) -> str:
         """Return what the compiler said."""
-        return self._bytes("GetProgramLog", program).decode("utf-8", "replace")
+        return self._bytes("GetProgramLog", program).rstrip(b"\0\n").decode("utf-8", "replace")
 
     def _bytes(self, name: str, program: c_void_p) -> bytes:
         size = c_size_t()
@@ -85,11 +105,29 @@ class Library:
 
 
 @cache
-def library() -> Library | None:
-    """Return the library of the installed wheel, or None where there is none that can be loaded."""
+def load(nvrtc: Nvrtc) -> Library:
+    """Load an installed NVRTC. Raises ToolchainError if it is damaged.
+
+    NVRTC opens libnvrtc-builtins by name while it compiles. That of 13.0 has no run path to the folder that both lie
+    in, so the builtins are loaded first: the loader then finds them by their soname.
+    """
+    major, minor = nvrtc.release
     try:
-        files = metadata.distribution(_PACKAGE).files or ()
-        paths = [str(file.locate()) for file in files if file.name.startswith("libnvrtc.so")]
-        return Library(paths[0]) if len(paths) == 1 else None
-    except (metadata.PackageNotFoundError, OSError):
-        return None
+        _keep_loaded(str(nvrtc.library.with_name(f"libnvrtc-builtins.so.{major}.{minor}")))
+        library = Library(str(nvrtc.library))
+        found = library.getVersion()
+    except (OSError, NVRTCError) as error:
+        raise broken(nvrtc, f"it cannot be loaded: {error}") from None
+    if found != (major, minor):
+        raise broken(nvrtc, f"{nvrtc.library} is NVRTC {found[0]}.{found[1]}")
+    return library
+
+
+@cache
+def _keep_loaded(path: str) -> ctypes.CDLL:
+    return ctypes.CDLL(path)
+
+
+def broken(nvrtc: Nvrtc, fault: str) -> ToolchainError:
+    """Return the error of an NVRTC that does not work."""
+    return ToolchainError(f"{nvrtc} ({nvrtc.distribution}) does not work: {fault}; {nvrtc.remedy}")

@@ -1,14 +1,19 @@
-"""A tiny kernel for each arch: whether compiling works at all on this machine."""
+"""Tiny kernels: whether compiling works at all on this machine."""
 
 from __future__ import annotations
 
 import time
+from functools import cache
 
 from attngen.arch import ARCHES
+from attngen.compile.inspect import resources_of_log
 from attngen.compile.options import triton_options
-from attngen.compile.triton import compile_function
+from attngen.compile.ptx import cuda_major
+from attngen.compile.toolchain import missing, nvrtc_for, toolchain
+from attngen.drivers import driver_text, min_driver
+from attngen.errors import CompileError, ToolchainError
 
-_TEXT = """
+_TRITON = """
 import triton
 import triton.language as tl
 
@@ -18,16 +23,61 @@ def probe(x):
     tl.store(x + tl.program_id(0), 1)
 """
 
+_CUDA = 'extern "C" __global__ void probe(int* x) { x[blockIdx.x] = 1; }'
 
-def probe(arch: str) -> str:
-    """Compile the kernel for an arch and return how long that took; CompileError if it does not work."""
+
+def probe(backend: str, arch: str) -> str:
+    """Compile a tiny kernel; say how long that took and which drivers such kernels run on.
+
+    Raises ToolchainError if it does not compile.
+    """
+    start = time.perf_counter()
+    if lacking := missing(backend, arch):
+        raise ToolchainError(lacking)
+    try:
+        driver = min_driver(_compile(backend, arch), ARCHES[arch].capability)
+    except ToolchainError:
+        raise
+    except CompileError as error:
+        compiler, remedy = _compiler(backend, arch)
+        raise ToolchainError(
+            f"{compiler} does not work: it cannot compile a kernel of one line for {arch}: {error}; {remedy}"
+        ) from None
+    return f"compiled a kernel in {time.perf_counter() - start:.2f} s, for drivers from {driver_text(driver)} on"
+
+
+def _compile(backend: str, arch: str) -> int:
+    """Compile it, and return the CUDA major release that its cubin belongs to."""
+    if backend == "cuda":
+        from attngen.compile.cuda import compile_text
+
+        resources_of_log(compile_text("probe", _CUDA, {}, arch)[1])
+        nvrtc = nvrtc_for(arch)
+        assert nvrtc is not None  # it has just compiled
+        return nvrtc.release[0]
+    from attngen.compile.triton import compile_function
     from attngen.plan.model import Argument
 
-    start = time.perf_counter()
-    compile_function(_TEXT, "probe", (Argument("x", "pointer", "*i32"),), ARCHES[arch], triton_options(1, 1))
-    return f"compiled a kernel in {time.perf_counter() - start:.2f} s"
+    parameters, options = (Argument("x", "pointer", "*i32"),), triton_options(1, 1)
+    compiled = compile_function(_TRITON, "probe", parameters, ARCHES[arch], options)
+    return cuda_major(compiled.ptx, compiled.cubin)
 
 
-def probe_job(arch: str, _last: bool) -> str:
+def _compiler(backend: str, arch: str) -> tuple[str, str]:
+    """Return the name of a compiler, and what to do if it does not work."""
+    nvrtc = nvrtc_for(arch)
+    if backend == "cuda" and nvrtc is not None:
+        return str(nvrtc), nvrtc.remedy
+    version = toolchain("triton", arch)["triton"]
+    return f"Triton {version}", f"reinstall it: pip install --force-reinstall --no-deps triton=={version}"
+
+
+@cache
+def require_working(backend: str, arch: str) -> None:
+    """Raise ToolchainError if the compiler of a backend does not work; looks once in a process."""
+    probe(backend, arch)
+
+
+def probe_job(backend: str, arch: str, _last: bool) -> str:
     """``probe`` for a worker of ``attngen.store.jobs``."""
-    return probe(arch)
+    return probe(backend, arch)

@@ -66,15 +66,18 @@ def ptx_parameter_offsets(ptx: str) -> dict[str, int]:
     return offsets
 
 
-def cuda_major(ptx: str) -> int:
-    """Return the CUDA major release whose ptxas a PTX text was made for: ISA 7.x is CUDA 11, 8.x is 12, 9.x is 13.
+def cuda_major(ptx: str, cubin: bytes = b"") -> int:
+    """Return the CUDA major release that a PTX text, and the cubin made of it, belong to: the newer of the two.
 
+    PTX ISA 7.x is CUDA 11, 8.x is 12, 9.x is 13. Cubins of a newer form name the ptxas that made them; those without a
+    name load on the drivers of the PTX's release.
     Source: PTX ISA, "Release Notes", table of the release history.
     """
     match = re.search(r"^\.version\s+(\d+)\.\d+", ptx, re.MULTILINE)
     if match is None:
         raise CompileError("PTX without a .version line")
-    return int(match[1]) + 4
+    assembler = re.search(rb"Cuda compilation tools, release (\d+)\.", cubin)
+    return max(int(match[1]) + 4, int(assembler[1]) if assembler else 0)
 
 
 def without_register_limit(ptx: str) -> str:

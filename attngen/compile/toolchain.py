@@ -1,44 +1,149 @@
-"""Which compiler is installed, identified by version and content, without importing it.
+"""Which compilers are installed, identified by version and content, without loading them.
 
 Part of every cache key: two installations that could compile differently have different toolchains.
+
+Two releases of NVRTC may be installed side by side. For arches up to sm90a the oldest one compiles, 12.9 where it is
+there: its cubins load on drivers of CUDA 12 and later, those of NVRTC 13 on drivers of CUDA 13 only. For newer arches
+the newest one compiles.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from importlib import metadata
-from importlib.util import find_spec
+from pathlib import Path
 
-#: What compiles the sources of a backend. Triton's wheel also holds the tools that read a cubin.
-_PACKAGES = {"triton": ("triton",), "cuda": ("nvidia-cuda-nvrtc",)}
+from attngen.arch import ARCHES
+from attngen.drivers import INSTALL_NVRTC_12, MOST_FOR_NVRTC_12, driver_text, min_driver
+
+#: The oldest release of NVRTC that attngen compiles with.
+OLDEST_NVRTC = (12, 9)
+
+#: Wheels that hold an NVRTC, one for each CUDA major.
+NVRTC_WHEELS = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc")
+
+#: An NVRTC that no wheel holds, in cache keys and manifests.
+NVRTC_ELSEWHERE = "nvrtc"
+
+_LIBRARY = re.compile(r"libnvrtc\.so\.\d+")
 
 
-def missing(backend: str) -> str | None:
-    """Return what is lacking to compile the sources of a backend, and what to do about it; None if all is there."""
-    if backend == "triton" and toolchain("triton")["triton"] is None:
-        return "Triton is not installed; pip install 'attngen[build]'"
-    if backend == "cuda" and find_spec("cupy_backends") is None:
-        return (
-            "CuPy, which CUDA kernels are compiled with, is not installed; pip install 'attngen[build]', or say "
-            "'backend: triton' in the spec"
-        )
-    return None
+@dataclass(frozen=True, slots=True)
+class Nvrtc:
+    """An installed NVRTC. ``content`` is a hash that tells it from others of its version."""
+
+    distribution: str
+    version: str
+    content: str
+    library: Path
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """Major and minor version."""
+        return tuple(int(part) for part in re.findall(r"\d+", self.version)[:2])
+
+    @property
+    def remedy(self) -> str:
+        """What to do if it does not work."""
+        if self.distribution == NVRTC_ELSEWHERE:
+            return f"install another one: {INSTALL_NVRTC_12}"
+        return f"reinstall it: pip install --force-reinstall --no-deps {self.distribution}=={self.version}"
+
+    def min_driver(self, arch: str) -> int:
+        """Oldest driver that loads its cubins for an arch."""
+        return min_driver(self.release[0], ARCHES[arch].capability)
+
+    def __str__(self) -> str:
+        return f"NVRTC {self.version}"
+
+
+def nvrtc_for(arch: str) -> Nvrtc | None:
+    """The NVRTC that compiles for an arch; None if none is installed, or only ones that are too old."""
+    usable = sorted((one for one in installed_nvrtc() if one.release >= OLDEST_NVRTC), key=lambda one: one.release)
+    if not usable:
+        return None
+    return usable[0] if ARCHES[arch].capability <= MOST_FOR_NVRTC_12 else usable[-1]
 
 
 @cache
-def toolchain(backend: str) -> dict[str, str | None]:
-    """Return the identity of a backend's compiler; the version is None where it is not installed.
+def installed_nvrtc() -> tuple[Nvrtc, ...]:
+    """Every NVRTC that a wheel holds; without any, the one that cuda-pathfinder finds elsewhere."""
+    found = tuple(_nvrtc_of_wheels())
+    if found:
+        return found
+    elsewhere = _nvrtc_elsewhere()
+    return () if elsewhere is None else (elsewhere,)
+
+
+def _nvrtc_of_wheels() -> Iterator[Nvrtc]:
+    for name in NVRTC_WHEELS:
+        version, lines = _installed(name)
+        if version is None:
+            continue
+        for file in metadata.distribution(name).files or ():
+            if _LIBRARY.fullmatch(file.name):
+                yield Nvrtc(name, version, _hash(lines), Path(str(file.locate())))
+
+
+def _nvrtc_elsewhere() -> Nvrtc | None:
+    """The NVRTC of a CUDA toolkit, of conda or of the system. cuda-pathfinder comes with cuda-bindings."""
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        path = Path(load_nvidia_dynamic_lib("nvrtc").abs_path or "").resolve(strict=True)
+        files = [path, *sorted(path.parent.glob("libnvrtc-builtins.so*"))]
+        content = _hash([f"{file.name} {file.stat().st_size}" for file in files])
+    except Exception:  # its search raises what it meets; then there is none
+        return None
+    version = re.search(r"\d+\.\d+\.\d+$", path.name)
+    return Nvrtc(NVRTC_ELSEWHERE, version[0], content, path) if version else None
+
+
+def missing(backend: str, arch: str) -> str | None:
+    """Say what is lacking to compile the sources of a backend for an arch, and how to get it; None if all is there."""
+    if backend == "triton" and toolchain("triton", arch)["triton"] is None:
+        return "Triton is not installed; pip install 'attngen[build]'"
+    if backend == "cuda" and nvrtc_for(arch) is None:
+        old = ", ".join(f"{one.distribution} {one.version}" for one in installed_nvrtc())
+        least = ".".join(map(str, OLDEST_NVRTC))
+        found = f"NVRTC {least} or later is needed, found {old}" if old else "NVRTC is not installed"
+        return f"CUDA kernels cannot be compiled: {found}; {INSTALL_NVRTC_12}, or say 'backend: triton' in the spec"
+    return None
+
+
+def newer_driver_note(arches: Iterable[str]) -> str | None:
+    """Say that CUDA kernels for some arches need a newer driver than they would by NVRTC 12.9; None if they do not."""
+    known = {arch: nvrtc_for(arch) for arch in dict.fromkeys(arches) if ARCHES[arch].capability <= MOST_FOR_NVRTC_12}
+    newer = {arch: nvrtc for arch, nvrtc in known.items() if nvrtc is not None and nvrtc.release[0] > OLDEST_NVRTC[0]}
+    if not newer:
+        return None
+    arch, nvrtc = next(iter(newer.items()))
+    older = max(min_driver(OLDEST_NVRTC[0], ARCHES[each].capability) for each in newer)
+    return (
+        f"CUDA kernels for {', '.join(newer)} are compiled by {nvrtc} and need a driver for "
+        f"{driver_text(nvrtc.min_driver(arch))} or later; those by NVRTC 12.9 need {driver_text(older)} or later: "
+        f"{INSTALL_NVRTC_12}"
+    )
+
+
+@cache
+def toolchain(backend: str, arch: str) -> dict[str, str | None]:
+    """Return the identity of the compiler for a backend and an arch; the version is None where it is not installed.
 
     ``content`` is a hash over the hashes that the wheel records of its files, so that a development build that
     keeps its version counts as another compiler.
     """
-    packages = _PACKAGES[backend]
-    versions, contents = {}, []
-    for package in packages:
-        versions[package], lines = _installed(package)
-        contents += lines
-    return {**versions, "content": sha256("\n".join(contents).encode()).hexdigest()[:16] if contents else None}
+    if backend == "cuda":
+        nvrtc = nvrtc_for(arch)
+        if nvrtc is None:
+            return {NVRTC_WHEELS[0]: None, "content": None}
+        return {nvrtc.distribution: nvrtc.version, "content": nvrtc.content}
+    version, lines = _installed("triton")  # its wheel also holds the tools that read a cubin
+    return {"triton": version, "content": _hash(lines) if lines else None}
 
 
 def _installed(package: str) -> tuple[str | None, list[str]]:
@@ -55,3 +160,7 @@ def _installed(package: str) -> tuple[str | None, list[str]]:
         for line in record.splitlines()
         if ",sha256=" in line and ".dist-info/" not in line and not line.startswith(("../", "/"))
     )
+
+
+def _hash(lines: list[str]) -> str:
+    return sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.arch import Arch
 from attngen.compile.artifact import Artifact
-from attngen.compile.drivers import min_driver
 from attngen.compile.emulate.differential import wrong_products
 from attngen.compile.emulate.program import CannotDecide
 from attngen.compile.environment import scrubbed
@@ -36,7 +35,8 @@ from attngen.compile.parameters import Parameter, check_parameters, place_parame
 from attngen.compile.ptx import cuda_major, without_register_limit
 from attngen.compile.speed import require_fast
 from attngen.compile.toolchain import toolchain
-from attngen.errors import ChoiceError, CompileError
+from attngen.drivers import min_driver
+from attngen.errors import ChoiceError, CompileError, ToolchainError
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
@@ -139,9 +139,9 @@ def _texts(plan: Plan, compiled: Mapping[str, CompiledFunction], name: str) -> s
 
 def _needs(plan: Plan, kernel: CompiledFunction) -> dict[str, Any]:
     """Return what made a kernel, and what driver it needs."""
-    major = cuda_major(kernel.ptx)
+    major = cuda_major(kernel.ptx, kernel.cubin)
     return {
-        "toolchain": toolchain("triton"),
+        "toolchain": toolchain("triton", plan.arch.name),
         "cuda_major": major,
         "min_driver": min_driver(major, plan.arch.capability),
     }
@@ -155,7 +155,7 @@ def _import_triton() -> None:
             import triton.language
             import triton.runtime
         except ImportError as error:
-            raise CompileError(f"Triton cannot be imported ({error}); pip install 'attngen[build]'") from None
+            raise ToolchainError(f"Triton cannot be imported ({error}); pip install 'attngen[build]'") from None
         if not isinstance(triton.language.cdiv, triton.runtime.JITFunction):
             raise CompileError(
                 "this process imported Triton with TRITON_INTERPRET=1, which replaced its compiler; "

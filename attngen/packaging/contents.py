@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attngen.errors import PackageError
 from attngen.formats import HELPERS, MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.packaging.vendor import runtime_files
-from attngen.packaging.view import PackageView, VariantView, compiler_lines, compilers_of, fill
+from attngen.packaging.view import PackageView, VariantView, compiler_lines, compilers_of, drivers_of, fill
 from attngen.resources import licence_file
 from attngen.runtime.shipped import INDEX, KERNELS
 from attngen.store.entry import CUBIN, MANIFEST
@@ -148,6 +148,7 @@ def _index(view: PackageView, manifests: Sequence[Mapping[str, Any]]) -> dict[st
         "version": view.version,
         "spec": view.spec,
         "arches": list(view.arches),
+        "drivers": drivers_of(manifests),
         "min_driver": max(manifest.get("min_driver") or 0 for manifest in manifests),
         "toolchain": compilers_of(manifests),
         "kernels": [

@@ -22,6 +22,48 @@ from attngen.runtime.discovery import ENTRY_POINTS
 from attngen.tools.build.pipeline import Observer
 
 
+def project_contents(
+    root: Path, settings: Settings, version: str, *, jobs: int | None = None, observer: Observer | None = None
+) -> list[Contents]:
+    """Compile the specs of a project in ``root``, and return their packages.
+
+    Raises PackageError for a name that is taken, before anything compiles.
+    """
+    from attngen.schema import load_spec
+    from attngen.schema.tuned import load_tuned
+
+    for path in settings.specs:
+        if not (root / path).is_file():
+            raise PackageError(
+                f"pyproject.toml: [tool.attngen] specs: found {path!r}; there is no such file below {root}"
+            )
+    # Sources name a spec by its path in the project, so that they are the same wherever the project lies.
+    specs = [replace(load_spec(root / path), name=path) for path in settings.specs]
+    taken: dict[str, str] = {}
+    for spec in specs:
+        reason = _clash(root, spec.package, taken)
+        if reason:
+            raise PackageError(
+                f"{spec.name}: its package would be '{spec.package}', {reason}; name another one in the spec, by "
+                "'package: ...'"
+            )
+        taken[spec.package] = spec.name
+    tuned = [load_tuned(root / path, name=path) for path in settings.tuned]
+    return [
+        contents_of(spec, version, arches=settings.arches, tuned=tuned, jobs=jobs, observer=observer) for spec in specs
+    ]
+
+
+def _clash(root: Path, module: str, taken: dict[str, str]) -> str | None:
+    """Return who else has the name of a module, or None."""
+    if module in taken:
+        return f"as that of {taken[module]}"
+    for folder in (root, root / "src"):
+        if (folder / module / "__init__.py").exists() or (folder / f"{module}.py").exists():
+            return f"which is a module of the project itself, in {(folder / module).relative_to(root)}"
+    return None
+
+
 class AttngenHook(BuildHookInterface):
     """Adds the package of each spec to a wheel, also to an editable one; other targets are left as they are."""
 
@@ -69,41 +111,9 @@ class AttngenHook(BuildHookInterface):
         return Settings.of(self.metadata.config.get("tool", {}).get("attngen"))
 
     def _contents(self, settings: Settings) -> list[Contents]:
-        """Return the packages of the specs. A name that is taken is refused before anything compiles."""
-        from attngen.schema import load_spec
-        from attngen.schema.tuned import load_tuned
-
-        for path in settings.specs:
-            if not Path(self.root, path).is_file():
-                raise PackageError(
-                    f"pyproject.toml: [tool.attngen] specs: found {path!r}; there is no such file below {self.root}"
-                )
-        # Sources name a spec by its path in the project, so that they are the same wherever the project lies.
-        specs = [replace(load_spec(Path(self.root, path)), name=path) for path in settings.specs]
-        taken: dict[str, str] = {}
-        for spec in specs:
-            reason = self._clash(spec.package, taken)
-            if reason:
-                raise PackageError(
-                    f"{spec.name}: its package would be '{spec.package}', {reason}; name another one in the spec, by "
-                    "'package: ...'"
-                )
-            taken[spec.package] = spec.name
-        version = self.metadata.version
-        tuned = [load_tuned(Path(self.root, path), name=path) for path in settings.tuned]
-        return [
-            contents_of(spec, version, arches=settings.arches, tuned=tuned, jobs=self.jobs, observer=self.observer)
-            for spec in specs
-        ]
-
-    def _clash(self, module: str, taken: dict[str, str]) -> str | None:
-        """Return who else has the name of a module, or None."""
-        if module in taken:
-            return f"as that of {taken[module]}"
-        for folder in (Path(self.root), Path(self.root, "src")):
-            if (folder / module / "__init__.py").exists() or (folder / f"{module}.py").exists():
-                return f"which is a module of the project itself, in {(folder / module).relative_to(self.root)}"
-        return None
+        return project_contents(
+            Path(self.root), settings, self.metadata.version, jobs=self.jobs, observer=self.observer
+        )
 
     def _warn_if_unregistered(self, module: str) -> None:
         """Warn if an attngen that is installed beside the package would not find it."""

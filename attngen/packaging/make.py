@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from zipfile import ZipFile
 
+from attngen.compile.toolchain import newer_driver_note
 from attngen.errors import PackageError, SettingError
 from attngen.packaging.project import Choices, project_files
+from attngen.packaging.settings import Settings
 from attngen.packaging.sizes import Sizes, sizes_of
+from attngen.packaging.view import DRIVER_LINE, drivers_text
+from attngen.runtime.shipped import INDEX
 from attngen.tools.build.pipeline import Observer
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The files that were made. ``sizes`` are those of the wheel, if there is one."""
+    """The files that were made. ``sizes`` and ``drivers``, the oldest by arch, are those of the wheel, if there is one.
+
+    ``note`` says where another compiler would make kernels for older drivers.
+    """
 
     package: str
     files: tuple[Path, ...]
     sizes: Sizes | None = None
+    drivers: Mapping[str, int] = field(default_factory=dict)
+    note: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as ``attngen package --json`` prints it."""
         files = [{"path": str(path), "bytes": path.stat().st_size} for path in self.files]
-        return {"package": self.package, "files": files, "wheel": None if self.sizes is None else self.sizes.to_dict()}
+        wheel = None if self.sizes is None else self.sizes.to_dict()
+        return {"package": self.package, "files": files, "wheel": wheel, "drivers": dict(self.drivers)}
 
 
 def package(
@@ -69,7 +81,18 @@ def package(
                 sizes.require(max_size, f"the wheel of {loaded.package}")
             for path in built:
                 os.replace(path, out / path.name)
-    return Made(loaded.package, tuple(out / path.name for path in built), sizes)
+    paths = tuple(out / path.name for path in built)
+    index = next((_index_of(path, loaded.package) for path in paths if path.suffix == ".whl"), None)
+    if index is None:
+        return Made(loaded.package, paths)
+    note = newer_driver_note(row["arch"] for row in index["kernels"] if row["backend"] == "cuda")
+    return Made(loaded.package, paths, sizes, index["drivers"], note)
+
+
+def _index_of(wheel: Path, module: str) -> dict[str, Any]:
+    with ZipFile(wheel) as archive:
+        index: dict[str, Any] = json.loads(archive.read(f"{module}/{INDEX}"))
+    return index
 
 
 def _check_date() -> None:
@@ -109,12 +132,16 @@ def build_target(
     from hatchling.plugin import hookimpl
     from hatchling.plugin.manager import PluginManager
 
-    from attngen.packaging.hook import AttngenHook
+    from attngen.packaging.contents import Contents
+    from attngen.packaging.hook import AttngenHook, project_contents
+
+    contents: list[Contents] = []
 
     class Hook(AttngenHook):
-        """The hook of this attngen, whichever one is installed; it reports to this caller."""
+        """The hook of this attngen, whichever one is installed; it takes what is compiled below."""
 
-    Hook.observer, Hook.jobs = observer, jobs
+        def _contents(self, settings: Settings) -> list[Contents]:
+            return contents
 
     class Plugin:
         @hookimpl
@@ -124,8 +151,26 @@ def build_target(
     plugins = PluginManager()
     plugins.manager.register(Plugin(), name=AttngenHook.PLUGIN_NAME)  # instead of the installed one
     builder = {"wheel": WheelBuilder, "sdist": SdistBuilder}[target](str(root), plugin_manager=plugins)
+    if target == "wheel":
+        settings = Settings.of(builder.metadata.config.get("tool", {}).get("attngen"))
+        contents += project_contents(root, settings, builder.metadata.version, jobs=jobs, observer=observer)
+    drivers = [json.loads(each.files[INDEX])["drivers"] for each in contents]
     try:
-        (path,) = builder.build(directory=str(directory), versions=[version])
+        with _named_drivers(root / "README.md", drivers):  # hatchling reads it first of all
+            (path,) = builder.build(directory=str(directory), versions=[version])
     except OSError as error:
         raise PackageError(f"cannot write the {target}: {error.strerror or error}") from error
     return Path(path)
+
+
+@contextmanager
+def _named_drivers(readme: Path, drivers: Sequence[Mapping[str, int]]) -> Iterator[None]:
+    """Name the oldest drivers, if they are known, in the README of a project that ``project_files`` wrote."""
+    before = readme.read_text("utf-8")
+    line = f"{DRIVER_LINE}{'; '.join(map(drivers_text, drivers))}."
+    try:
+        if drivers:
+            readme.write_text(re.sub(rf"^{DRIVER_LINE}.*$", lambda _: line, before, flags=re.MULTILINE), "utf-8")
+        yield
+    finally:
+        readme.write_text(before, "utf-8")

@@ -12,7 +12,7 @@ from attngen.errors import SettingError
 from attngen.packaging.contents import kernels_of, spec_files, view_of
 from attngen.packaging.generator import FOLDER, generator_files, requirements
 from attngen.packaging.settings import PLATFORMS
-from attngen.packaging.view import fill
+from attngen.packaging.view import DRIVER_LINE, fill
 
 if TYPE_CHECKING:
     from attngen.schema import Spec
@@ -58,7 +58,7 @@ def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[s
     )
     return {
         "pyproject.toml": project.encode(),
-        "README.md": fill("readme.md.j2", view=view).encode(),
+        "README.md": fill("readme.md.j2", view=view, driver_line=DRIVER_LINE).encode(),
         **licence,
         **specs,
         **tuned,

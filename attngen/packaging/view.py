@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attngen.compile.toolchain import NVRTC_ELSEWHERE, NVRTC_WHEELS
+from attngen.drivers import driver_text
 from attngen.formats import VERSION
 from attngen.lang.dropout import RNG_STATE
 from attngen.lang.printing import canonical
@@ -16,7 +18,10 @@ from attngen.render.environment import environment
 _PYTHON_TYPES = {"int32": "int", "int64": "int", "fp32": "float", "bool": "bool"}
 
 #: Distribution that a manifest names as its compiler → its common name.
-_COMPILERS = {"triton": "Triton", "nvidia-cuda-nvrtc": "NVRTC"}
+_COMPILERS = {"triton": "Triton", **dict.fromkeys((*NVRTC_WHEELS, NVRTC_ELSEWHERE), "NVRTC")}
+
+#: How the line of a README begins that names the oldest drivers. They are written when the kernels are compiled.
+DRIVER_LINE = "NVIDIA driver: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,23 @@ def compilers_of(manifests: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the version of each compiler that made the kernels, by the name of its distribution, sorted."""
     found = {name: text for m in manifests for name, text in m.get("toolchain", {}).items() if name in _COMPILERS}
     return {name: str(found[name]) for name in sorted(found)}
+
+
+def drivers_of(manifests: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the oldest driver on which all kernels for an arch run, by arch."""
+    found: dict[str, int] = {}
+    for manifest in manifests:
+        found[manifest["arch"]] = max(found.get(manifest["arch"], 0), manifest.get("min_driver") or 0)
+    return found
+
+
+def drivers_text(drivers: Mapping[str, int]) -> str:
+    """Name the oldest drivers of ``drivers_of``: ``CUDA 12.0 (r525) or later for sm80, sm90a``."""
+    parts = []
+    for version in sorted(set(drivers.values())):
+        arches = ", ".join(arch for arch, needed in drivers.items() if needed == version)
+        parts.append(f"{driver_text(version)} or later for {arches}")
+    return "; ".join(parts)
 
 
 def compiler_lines(compilers: Mapping[str, str]) -> tuple[str, ...]:

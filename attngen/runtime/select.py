@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf, prod
 
 from attngen.arch import ARCHES, arch_of
+from attngen.drivers import INSTALL_NVRTC_12, MOST_FOR_NVRTC_12, cuda_release, driver_text, min_driver
 from attngen.dtypes import (
     ATTENTION_DTYPES,
     BESIDE_CACHES,
@@ -232,7 +233,8 @@ def against_device(kernel: Kernel, device: int, driver: Driver) -> str | None:
     needed, found = kernel.manifest.get("min_driver") or 0, driver.version()
     if found < needed:
         return (
-            f"it needs a driver for CUDA {_release(needed)}, this one is for CUDA {_release(found)}; update the driver"
+            f"it needs a driver for {driver_text(needed)} or later, this one is for CUDA {cuda_release(found)}; "
+            f"{_driver_remedy(kernel, found)}"
         )
     if kernel.shared_memory > driver.shared_memory(device):
         return (
@@ -242,8 +244,12 @@ def against_device(kernel: Kernel, device: int, driver: Driver) -> str | None:
     return None
 
 
-def _release(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
+def _driver_remedy(kernel: Kernel, version: int) -> str:
+    """Say what helps against a driver that is too old: a compiler of its CUDA release, if that compiles the kernel."""
+    capability = kernel.arch.capability
+    if kernel.backend == "cuda" and capability <= MOST_FOR_NVRTC_12 and min_driver(12, capability) <= version:
+        return f"update the driver, or build the kernel with NVRTC 12.9 ({INSTALL_NVRTC_12})"
+    return "update the driver"
 
 
 def _against_group(kernel: Kernel, call: Call) -> str | None:
@@ -378,8 +384,8 @@ def _another_machine(kernels: Sequence[Kernel], capability: int, driver: Driver)
     arches = ", ".join(dict.fromkeys(kernel.arch.name for kernel in kernels))
     needed = min(kernel.manifest.get("min_driver") or 0 for kernel in kernels)
     return (
-        f"  none of its kernels runs on this machine: they need {arches} and a driver for CUDA {_release(needed)} or "
-        f"later; this is sm{capability}, with a driver for CUDA {_release(driver.version())}"
+        f"  none of its kernels runs on this machine: they need {arches} and a driver for {driver_text(needed)} or "
+        f"later; this is sm{capability}, with a driver for CUDA {cuda_release(driver.version())}"
     )
 
 

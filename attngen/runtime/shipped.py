@@ -53,6 +53,20 @@ def read_package(folder: Path) -> Package:
     return _package(folder, _read_index(folder))
 
 
+def drivers_of_package(folder: Path) -> dict[str, int]:
+    """Oldest driver, as cuDriverGetVersion gives it, on which the package's kernels for each arch run.
+
+    Raises LoadError for a package that this runtime does not understand.
+    """
+    index = _read_index(folder)
+    try:
+        # packages that were made before there was a row for each arch give one number
+        rows = index.get("drivers") or dict.fromkeys(index["arches"], index["min_driver"])
+        return {str(arch): int(version) for arch, version in rows.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise LoadError(f"{folder / INDEX} is damaged ({error!r}); reinstall the package") from None
+
+
 def _read_index(folder: Path) -> Mapping[str, Any]:
     """Return the index of a folder, in forms that this runtime reads. Raises LoadError."""
     path = folder / INDEX

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from attngen.compile.environment import is_scrubbed
-from attngen.errors import AttngenError, ChoiceError, CompileError
+from attngen.errors import AttngenError, CompileError, CrashError
 
 #: Longest time for a job; a compile takes seconds, including the wait for another process's compile.
 JOB_SECONDS = 900.0
@@ -211,7 +211,7 @@ class _Pool:
                 reason += ", probably for lack of memory; fewer --jobs need less"
         # a compiler that crashes may still compile another plan; of one that was stopped nothing is known
         crashed = code < 0 and code != -signal.SIGKILL
-        kind = ChoiceError if crashed else CompileError
+        kind = CrashError if crashed else CompileError
         error = kind(f"{self.jobs[worker.index].label}: its compiler process {reason}{_said(worker)}")
         _close(worker)
         return error

@@ -67,7 +67,7 @@ def key_of(plan: Plan, source: Source) -> str:
         source.text,
         headers=source.headers,
         options={"compiler": _options(plan), "compile": compile_digest()},
-        toolchain=toolchain(source.backend),
+        toolchain=toolchain(source.backend, plan.arch.name),
     )
 
 

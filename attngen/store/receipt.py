@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen import resources
+from attngen.arch import ARCHES
 from attngen.compile.toolchain import toolchain
 from attngen.files import read_regular
 from attngen.store.key import digest
@@ -56,7 +57,7 @@ def generator_digest() -> str:
             "files": hash_files(sorted(files)),
             "python": platform.python_version(),
             "renderers": {name: _version(name) for name in _RENDERERS},
-            "compilers": [toolchain("triton"), toolchain("cuda")],
+            "compilers": {arch: [toolchain(backend, arch) for backend in ("triton", "cuda")] for arch in ARCHES},
         }
     )
 

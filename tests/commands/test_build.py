@@ -163,14 +163,14 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_machine_without_nvrtc_builds_no_other_kernel_instead(monkeypatch: pytest.MonkeyPatch, spec: Path) -> None:
     spec.write_text(SPEC.replace("    backend: triton\n", ""))
-    monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
+    monkeypatch.setattr(toolchain, "installed_nvrtc", lambda: ())
     result = attngen("build", spec, code=1)
-    assert result.stderr.startswith("CuPy, which CUDA kernels are compiled with, is not installed")
-    assert "pip install 'attngen[build]', or say 'backend: triton' in the spec" in result.stderr
+    assert result.stderr.startswith("CUDA kernels cannot be compiled: NVRTC is not installed; pip install")
+    assert "or say 'backend: triton' in the spec" in result.stderr
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, spec: Path) -> None:
-    monkeypatch.setattr(toolchain, "toolchain", lambda backend: {"triton": None})
+    monkeypatch.setattr(toolchain, "toolchain", lambda backend, arch: {"triton": None})
     result = attngen("build", spec, code=1)
     assert "pip install 'attngen[build]'" in result.stderr
     with monkeypatch.context() as patch:

@@ -66,6 +66,13 @@ def test_cuda_release_of_an_isa_version() -> None:
         cuda_major("")
 
 
+def test_a_cubin_that_names_a_newer_assembler_belongs_to_its_release() -> None:
+    named = b"\x7fELF...Cuda compilation tools, release 13.4, V13.4.59"
+    assert cuda_major(PTX, named) == 13
+    assert cuda_major(".version 9.4\n", named.replace(b"13.4", b"12.9")) == 13
+    assert cuda_major(PTX, b"\x7fELF") == 12
+
+
 def parameter(name: str, type_: str, kind: str = "size") -> dict[str, Any]:
     return {"name": name, "kind": kind, "type": type_}
 

@@ -63,7 +63,7 @@ def test_another_architecture_is_named_with_the_one_that_is_needed(site: Path, m
         with pytest.raises(package.errors.NoKernelError) as caught:
             package.attention(*tensors(), variant="sliding_window", window=3)
         assert "is built for sm90a only, device 0 is sm120" in str(caught.value)
-        assert "they need sm90a and a driver for CUDA 13.0 or later; this is sm120, with a" in str(caught.value)
+        assert "they need sm90a and a driver for CUDA 13.0 (r580) or later; this is sm120, with a" in str(caught.value)
         explained = package.explain(*tensors(), variant="sliding_window", window=3)
         assert explained.runs == "no kernel"
     with on_fake_gpu(site, monkeypatch, FakeDriver(compute_capability=86)) as package:
@@ -73,7 +73,10 @@ def test_another_architecture_is_named_with_the_one_that_is_needed(site: Path, m
 def test_an_old_driver_is_named_with_the_one_that_is_needed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         on_fake_gpu(site, monkeypatch, FakeDriver(cuda_version=12040)) as package,
-        pytest.raises(package.errors.NoKernelError, match="needs a driver for CUDA 13.0, this one is for CUDA 12.4"),
+        pytest.raises(
+            package.errors.NoKernelError,
+            match=r"CUDA 13.0 \(r580\) or later, this one is for CUDA 12.4",
+        ),
     ):
         package.attention(*tensors(), variant="causal")
 

@@ -45,6 +45,7 @@ def test_it_holds_the_runtime_the_kernels_and_their_sources(wheel: Path) -> None
     index = json.loads(files["attngen_small/package.json"])
     assert (index["package"], index["attngen"], index["spec"]) == ("attngen_small", VERSION, "small.yaml")
     assert (index["arches"], index["min_driver"]) == (["sm90a", "sm80"], 13000)
+    assert index["drivers"] == {"sm90a": 13000, "sm80": 13000}
     assert [row["variant"] for row in index["kernels"]] == ["full", "sliding_window", "allowed"] + ["causal"] * 4 + [
         "own"
     ]
@@ -78,6 +79,7 @@ def test_its_metadata(wheel: Path) -> None:
     assert (metadata["Name"], metadata["Version"], metadata["Requires-Python"]) == ("attngen-small", "0.1.0", ">=3.10")
     assert metadata.get_all("Requires-Dist") is None  # torch is the caller's own
     assert "| `own` | `step`, `loud` |" in metadata.get_payload()
+    assert "\nNVIDIA driver: CUDA 13.0 (r580) or later for sm80, sm90a.\n" in metadata.get_payload()
     tags = Parser().parsestr(files[f"{info}/WHEEL"].decode())
     assert tags["Root-Is-Purelib"] == "false"
     assert tags.get_all("Tag") == ["py3-none-manylinux_2_17_aarch64", "py3-none-manylinux_2_17_x86_64"]

@@ -136,7 +136,9 @@ def test_no_spec_is_proposed_that_would_be_refused(
 def test_an_old_driver_is_named(gpu: FakeDriver) -> None:
     install(kernel(variant()))
     gpu.cuda_version = 12080
-    with pytest.raises(NoKernelError, match=r"needs a driver for CUDA 13\.0, this one is for CUDA 12\.8; update"):
+    with pytest.raises(
+        NoKernelError, match=r"needs a driver for CUDA 13\.0 \(r580\) or later, this one is for CUDA 12\.8; update"
+    ):
         attngen.attention(*tensors(), variant="causal")
 
 

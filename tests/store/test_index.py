@@ -115,7 +115,9 @@ def test_the_generator_digest_sees_templates_sources_and_versions(
     assert before == generator_digest()
     toolchain = receipt.toolchain
     for updated in ("triton", "cuda"):
-        monkeypatch.setattr(receipt, "toolchain", lambda name, new=updated: {} if name == new else toolchain(name))
+        monkeypatch.setattr(
+            receipt, "toolchain", lambda name, arch, new=updated: {} if name == new else toolchain(name, arch)
+        )
         assert generator_digest() != before
         monkeypatch.undo()
     (tmp_path / "new.j2").write_text("")

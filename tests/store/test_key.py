@@ -106,7 +106,7 @@ def test_the_key_is_one_hash() -> None:
 
 
 def test_the_toolchain_is_told_by_version_and_content() -> None:
-    found = toolchain("triton")
+    found = toolchain("triton", "sm80")
     assert found["triton"]
     assert len(found["content"] or "") == 16
 
@@ -125,7 +125,7 @@ def test_the_place_of_an_installation_is_no_part_of_the_toolchain(
         )
         with monkeypatch.context() as patch:
             patch.syspath_prepend(str(folder.parent))
-            return toolchain.__wrapped__("triton")
+            return toolchain.__wrapped__("triton", "sm80")
 
     here = installed("here", "a", "b")
     assert here["triton"] == "9.9"

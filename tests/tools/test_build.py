@@ -167,7 +167,7 @@ def test_a_tile_that_the_spec_fixes_fails_with_the_reason(spec: Path, store: Sto
 def test_a_compiler_that_only_a_later_attempt_needs_may_be_missing(
     spec: Path, store: Store, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toolchain, "missing", lambda backend: "no triton" if backend == "triton" else None)
+    monkeypatch.setattr(toolchain, "missing", lambda backend, arch: "no triton" if backend == "triton" else None)
     spec.write_text(OPEN.replace("[64, 128]}", "64}\n  - {variant: hopeless, head_dim: 64}"))
     report = narrow(spec, store)
     assert [kernel.manifest["backend"] for kernel in report.kernels] == ["cuda"]
@@ -244,8 +244,8 @@ def test_a_choice_that_does_not_fit_is_passed_over(
 def test_choices_of_another_spec_are_remarked_on(spec: Path, store: Store, log: Path, tmp_path: Path) -> None:
     tuned = choices(tmp_path / "card.yaml", spec, {"tile": {"n": 64}})
     spec.write_text(OPEN)
-    (warning,) = build(spec, tuned=[tuned], jobs=1, store=store, compiler=FAKE).warnings
-    assert warning == f"{tuned} has no choice for a kernel of this spec that leaves it open"
+    warnings = build(spec, tuned=[tuned], jobs=1, store=store, compiler=FAKE).warnings
+    assert f"{tuned} has no choice for a kernel of this spec that leaves it open" in warnings
 
 
 def test_kernels_that_come_to_be_one_are_one(spec: Path, store: Store, log: Path) -> None:

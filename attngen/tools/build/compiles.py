@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attngen.compile import toolchain
 from attngen.compile.artifact import Artifact
-from attngen.errors import AttngenError, ChoiceError, CompileError, InternalError, Location, StoreError
+from attngen.errors import (
+    AttngenError,
+    ChoiceError,
+    CompileError,
+    CrashError,
+    InternalError,
+    Location,
+    StoreError,
+    ToolchainError,
+)
 from attngen.store.refusals import read_refusal, write_refusal
 from attngen.store.store import Store
 
@@ -123,6 +132,11 @@ class Task:
 
         return cls(asked or prepared.plan.name, prepared, key_of(prepared.plan, prepared.source))
 
+    @property
+    def compiler(self) -> tuple[str, str]:
+        """Backend and arch, which decide the compiler."""
+        return self.prepared.plan.backend, self.prepared.plan.arch.name
+
     def after(self, refused: Refused) -> Task | None:
         """Return the next attempt, or None if there is none."""
         from attngen.plan.attempts import next_attempt
@@ -144,11 +158,12 @@ class Compiles:
     kernels: dict[str, BuiltKernel] = field(default_factory=dict)  # by the name that was asked for
     failures: list[Failure] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    _proven: set[tuple[str, str]] = field(default_factory=set)  # compilers that work, although they crashed
 
     def run(self, prepared: Sequence[Prepared], jobs: int | None, workers: Workers | None = None) -> None:
         """Find or compile kernels, whose names differ, in processes of their own where no ``workers`` are given.
 
-        Raises CompileError where a compiler is not installed.
+        Raises ToolchainError where a compiler is not installed or does not work: that says nothing about a kernel.
         """
         self.store.require_trusted()
         found = [self._find(Task.of(kernel)) for kernel in prepared]
@@ -156,9 +171,12 @@ class Compiles:
         self.observer.planned(len(prepared), len(missing))
         if missing:
             self.store.require_writable()
-            for backend in dict.fromkeys(task.prepared.plan.backend for task in missing):
-                if lacking := toolchain.missing(backend):
-                    raise CompileError(lacking)
+            compilers = dict.fromkeys(task.compiler for task in missing)
+            for compiler in compilers:
+                if lacking := toolchain.missing(*compiler):
+                    raise ToolchainError(lacking)
+            note = toolchain.newer_driver_note(arch for backend, arch in compilers if backend == "cuda")
+            self.warnings.extend([note] if note else ())
         if missing:
             self._compile(missing, jobs, workers)
 
@@ -172,7 +190,7 @@ class Compiles:
 
     def _can_compile(self, task: Task) -> bool:
         """Whether the compiler of a later attempt, which may be another one, is installed; if not, the kernel fails."""
-        lacking = toolchain.missing(task.prepared.plan.backend)
+        lacking = toolchain.missing(*task.compiler)
         if lacking:
             self._fail(task, _exhausted(task, CompileError(f"{task.prepared.plan.name}: {lacking}")))
         return not lacking
@@ -227,7 +245,14 @@ class Compiles:
         return following
 
     def _after_error(self, task: Task, error: AttngenError) -> Task | None:
-        """Return the attempt to compile after one that failed; None, with the failure noted, if there is none."""
+        """Return the attempt to compile after one that failed; None, with the failure noted, if there is none.
+
+        Raises ToolchainError if the compiler does not work.
+        """
+        if isinstance(error, ToolchainError):
+            raise error
+        if isinstance(error, CrashError):
+            self._require_working(*task.compiler)
         if not isinstance(error, ChoiceError | InternalError):
             self._fail(task, error)
             return None
@@ -242,6 +267,18 @@ class Compiles:
         if attempt is None:  # found, or the last one is known to be refused: there is nothing more to compile
             self.observer.finished(task.asked, None if task.asked in self.kernels else self.failures[-1].error)
         return attempt
+
+    def _require_working(self, backend: str, arch: str) -> None:
+        """Raise ToolchainError unless a compiler that crashed compiles a tiny kernel, in a process of its own."""
+        from attngen.store.jobs import Job, run_jobs
+
+        if (backend, arch) in self._proven:
+            return
+        label = f"the compiler for {backend} and {arch} does not work, not even for a kernel of one line"
+        for result in run_jobs([Job(label, "attngen.compile.probe:probe_job", (backend, arch))], 1, timeout=120.0):
+            if result.error is not None:
+                raise ToolchainError(str(result.error))
+        self._proven.add((backend, arch))
 
     def _after(self, task: Task, refused: Refused, error: AttngenError) -> Task | None:
         following = task.after(refused)
@@ -281,7 +318,7 @@ def load() -> None:
 
     importlib.import_module("attngen.plan")
     importlib.import_module("attngen.render")
-    cuda.load()
+    cuda.load_compiler("sm90a")
 
 
 def build_one(

@@ -142,7 +142,8 @@ def tune(spec: str | Path, out: Path, options: Options, observer: Observer) -> T
     start = time.monotonic()
     gpu = Gpu.current()
     found, left_out, prepared = subjects(spec, options, gpu.capability)
-    installed = [row for backend in _BACKENDS for row in toolchain(backend).items()]
+    arches = dict.fromkeys(subject.plan.arch.name for subject in found)
+    installed = [row for arch in arches for backend in _BACKENDS for row in toolchain(backend, arch).items()]
     compilers = {name: version for name, version in installed if version and name != "content"}
     named = {"spec": resources.display_name(Path(spec)), "spec_hash": spec_hash(load_spec(spec)), "gpu": gpu.name}
     about = {**named, **compilers}
