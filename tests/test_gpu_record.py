@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from click.testing import CliRunner
@@ -232,6 +236,24 @@ def test_a_file_that_holds_no_records_is_named(text: str, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"record\.json holds no records of GPU runs"):
         records.records(path)
     assert records.records(tmp_path / "none.json") == []
+
+
+def test_an_installed_wheel_has_the_records_and_the_same_hashes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    with ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path / "site")
+    program = (
+        "from attngen import resources; from attngen.tools import record; import json; "
+        "print(json.dumps([str(resources.record_file()), record.source_hashes(), len(record.records())]))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == [
+        str(tmp_path / "site/attngen/_data/tests/gpu/record.json"), records.source_hashes(), len(records.records()),
+    ]  # fmt: skip
 
 
 def test_the_docs_quote_the_records() -> None:
