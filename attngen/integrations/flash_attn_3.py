@@ -218,7 +218,13 @@ def flash_attn_with_kvcache(
 
     The cache may be float8_e4m3fn, beside q in bfloat16, float16 or float8_e4m3fn: ``k_descale`` and ``v_descale``, and
     ``q_descale`` of the latter, are float32 of shape (), (b, hk) or, of a cache with a ``page_table``, (pages, hk); one
-    that is left out is 1. New k and v in 16 bits are divided by their scale and rounded.
+    that is left out is 1. New k and v in 16 bits are divided by their scale and rounded. ``rotary_cos`` and
+    ``rotary_sin`` may have 8 bits, too.
+
+    ``page_table`` (rows, max_pages) beside ``cache_batch_idx`` (b,): sequence i has row ``cache_batch_idx[i]``. With
+    ``cache_leftpad``, ``attention_chunk`` counts chunks from the first key that is not padding. With
+    ``return_softmax_lse`` the result is (out, lse, empty, empty): the last two are partial results, of which there are
+    none.
     """
     del scheduler_metadata, pack_gqa, sm_margin
     _refuse(qv=qv)

@@ -46,10 +46,10 @@ class CachedCall:
     """A call over a cache: q (b, sq, h, d), or (total_q, h, d) with ``cu_seqlens_q`` and ``max_seqlen_q``.
 
     ``k_cache`` and ``v_cache`` are (entries, rows, hk, d), and sequence i has entry ``batch_index[i]``, or i; with
-    ``page_table`` (b, max_pages) int32 they are (pages, page_size, hk, d), and with both, sequence i has row
-    ``batch_index[i]`` of a table with any number of rows. ``lengths`` counts the keys that a sequence
-    had before: an int, or int32 (b,); None for all that there is room for. Nobody sees the first ``leftpad`` (b,) int32
-    of them. ``k`` and ``v`` (b, new, hk, d), or (total_new, hk, d) with ``cu_seqlens_new``, are written after these.
+    ``page_table`` (b, max_pages) int32 they are (pages, page_size, hk, d). With both, sequence i has row
+    ``batch_index[i]`` of a table with any number of rows. ``lengths`` counts the keys that a sequence had before: an
+    int, or int32 (b,); None for all that there is room for. Nobody sees the first ``leftpad`` (b,) int32 of them. ``k``
+    and ``v`` (b, new, hk, d), or (total_new, hk, d) with ``cu_seqlens_new``, are written after these.
     ``rotary_lengths`` (b,) says where rotations begin, if not after the lengths.
 
     A cache in 8 bits has ``k_descale`` and ``v_descale``, () or (b, hk), or (pages, hk) with a page table; q in 8 bits

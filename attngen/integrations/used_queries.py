@@ -43,6 +43,11 @@ class UsedQueries:
 
     def together(self, rows: Tensor) -> Tensor:
         """Return rows (total, …) with the used ones first, sequence after sequence, and 0 after them."""
+        if rows.element_size() == 1:  # torch moves bytes, but not numbers of 8 bits
+            return self._together(rows.view(torch.uint8)).view(rows.dtype)
+        return self._together(rows)
+
+    def _together(self, rows: Tensor) -> Tensor:
         moved: Tensor = _Rows.apply(rows, self.source, self.taken, self.place, self.used)
         return moved
 

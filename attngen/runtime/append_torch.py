@@ -144,6 +144,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = turned.unflatten(-1, (half, 2)) if interleaved else turned.unflatten(-1, (2, half)).transpose(-1, -2)
     a, b = pairs.unbind(-1)
     pairs = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1 if interleaved else -2).flatten(-2)
+    if x.element_size() == 1:  # saturates, as conversions to 8 bits do in kernels
+        limit = torch.finfo(x.dtype).max
+        return torch.cat((pairs.clamp(-limit, limit), x[..., 2 * half :].to(compute)), dim=-1).to(x.dtype)
     return torch.cat((pairs.to(x.dtype), x[..., 2 * half :]), dim=-1)
 
 

@@ -136,7 +136,7 @@ def _outcome(case: Case, device: str) -> Outcome:
             torch.cuda.empty_cache()
             time.sleep(5 * (attempt + 1))
         except Exception as error:
-            lost = "CUDA error" in str(error) or type(error).__name__ in ("AcceleratorError", "DriverError")
+            lost = "CUDA" in str(error) or type(error).__name__ in ("AcceleratorError", "LoadError")
             return Outcome("lost" if lost else "wrong", f"{type(error).__name__}: {error}")
     return Outcome("not run", "not enough memory on the card")
 

@@ -380,7 +380,7 @@ def _forward(case: Case, made: _Tensors) -> str | None:
         *leaves, qv=None if qv is None else qv.unflatten(0, (batch, -1)), window_size=list(window),
         attention_chunk=chunk, **_options(case, descales),
     )  # fmt: skip
-    dout = torch.randn_like(out) if _differentiates(case) else None
+    dout = made.normal(*out.shape, dtype=out.dtype) if _differentiates(case) else None
     found = torch.autograd.grad(out, leaves, dout) if dout is not None else None
     wanted = _Wanted.none()
     seen = Mask(case["causal"], window, chunk).seen(rows, keys, 0, made.device)
@@ -425,7 +425,7 @@ def _varlen(case: Case, made: _Tensors) -> str | None:
         seqused_q=made.integers(used[0]), seqused_k=made.integers(used[1]), qv=qv, attention_chunk=chunk,
         window_size=torch.tensor(window) if case["local"] else window, **_options(case, descales),
     )  # fmt: skip
-    dout = torch.randn_like(out) if _differentiates(case) else None
+    dout = made.normal(*out.shape, dtype=out.dtype) if _differentiates(case) else None
     found = torch.autograd.grad(out, leaves, dout) if dout is not None else None
     wanted, mask = _Wanted.none(), Mask(case["causal"], window, chunk)
     places = [
@@ -480,7 +480,9 @@ def _cache(case: Case, made: _Tensors) -> str | None:
     def logical(cache: Tensor, b: int) -> Tensor:
         """Keys of a sequence in their order, a copy."""
         entry = b if index is None else int(index[b])
-        return (cache[entry] if table is None else cache[table[entry]].flatten(0, 1))[:capacity].clone()
+        rows = cache.view(torch.uint8) if cache.dtype == FP8 else cache  # torch moves bytes, but not numbers of 8 bits
+        rows = (rows[entry] if table is None else rows[table[entry]].flatten(0, 1))[:capacity].clone()
+        return rows.view(cache.dtype)
 
     wanted, mask, kept = _Wanted.none(), Mask(causal, window, chunk), []
     row = new = 0

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations import choice, flash_attn, sdpa
+from attngen.integrations import choice, flash_attn, flash_attn_3, sdpa
 from attngen.integrations.catalogue import variant
 from attngen.runtime import dispatch
 from attngen.runtime import driver as drivers
@@ -84,6 +84,17 @@ def test_head_dims_of_flash_attn_are_neither_copied_nor_read_beyond(gpu: FakeDri
     assert launch.values["softmax_scale"] == pytest.approx(dim**-0.5)
     wanted = oracles.flash_attention(*qkv(dim), causal=True)[0]
     torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_a_wide_v_takes_one_launch_for_each_part(gpu: FakeDriver) -> None:
+    install("causal", head_dim=(64, 256))
+    q, k, _ = qkv()
+    wide = torch.randn(2, 40, 2, 512).bfloat16()
+    out, lse = flash_attn_3.flash_attn_func(q, k, wide, causal=True, return_attn_probs=True)
+    wanted, wanted_lse = oracles.flash_attention(q, k, wide, causal=True)
+    torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-3, atol=1e-3)
+    assert [launch.values["v_ptr"] - wide.data_ptr() for launch in gpu.launches] == [0, 256 * wide.element_size()]
 
 
 def test_another_variant_of_the_same_name_is_not_taken(gpu: FakeDriver) -> None:
