@@ -13,6 +13,7 @@ from dataclasses import replace
 from attngen.arch import ARCHES
 from attngen.errors import PlanError
 from attngen.lang.settle import settle
+from attngen.plan.allowances import LAST_SPILLS
 from attngen.plan.model import Plan, Refused
 from attngen.plan.planner import plan
 from attngen.plan.schedules import backends, named
@@ -40,14 +41,24 @@ def next_attempt(spec: KernelSpec, refused: Sequence[Refused]) -> Plan | None:
     """Return the plan to compile after those that were refused, or None if nothing is left to choose.
 
     The last one, if the spec fixes no tile, stages or warps, is the least slow of those that were refused for being
-    slow: a kernel that spills is better than none.
+    slow: a kernel that spills is better than none. So is a backward that spills little better than another backend.
     """
     tried = {row.name for row in refused}
     for planned in attempts(spec):
         if planned.name not in tried:
+            if refused and planned.backend != refused[-1].backend and spec.direction == "backward":
+                few = _least_slow(spec, refused, most=(False, LAST_SPILLS.bytes))
+                if few is not None and few.backend == refused[-1].backend:
+                    return few
             return _after(planned, refused)
-    slow = [row for row in refused if row.slow is not None]
-    if not slow or len(tried) < len(refused) or spec.fixes_choices:
+    return _least_slow(spec, refused)
+
+
+def _least_slow(spec: KernelSpec, refused: Sequence[Refused], most: tuple[bool, int] | None = None) -> Plan | None:
+    """Return the plan that was refused for being slow and is the least so, allowed to be; None if there is none, if it
+    is slower than ``most``, if one was allowed already, or if the spec fixes what could be chosen."""
+    slow = [row for row in refused if row.slow is not None and (most is None or row.slow <= most)]
+    if not slow or len({row.name for row in refused}) < len(refused) or spec.fixes_choices:
         return None
     least = min(slow, key=lambda row: row.slow or ())
     planned = next(planned for planned in attempts(spec) if planned.name == least.name)

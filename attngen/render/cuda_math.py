@@ -52,6 +52,8 @@ from attngen.render.expressions import (
     hull_ends,
     inward,
     known_ranges,
+    multiplies_int64,
+    narrowed,
     numbered,
     scalar_bindings,
     settled,
@@ -425,7 +427,10 @@ def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     visible = list(segments(bounded, along.tile, along.length, facts_of(plan)).partial) or [nothing]
     full = [inward(plan, interval, along) for interval in found.full]
     ends = numbered("visible", visible) | numbered("full", full)
-    values, lines = emit_named(plan, CUDA, {name: settled(plan, end, along) for name, end in ends.items()}, along)
+    ends = {name: settled(plan, end, along) for name, end in ends.items()}
+    if len(visible) > 1 or any(map(multiplies_int64, ends.values())):  # a sum alone is an int32 again at once
+        ends = {name: narrowed(plan, end, along) for name, end in ends.items()}
+    values, lines = emit_named(plan, CUDA, ends, along)
     fields = list(ends)
     pairs = [(fields[i], fields[i + 1]) for i in range(0, len(fields), 2)]
     corners = with_corners(lines, values.values(), along=along, any_group=plan.split_kv)

@@ -12,8 +12,9 @@ from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
 from attngen.lang.facts import KV_START, Q_START, Facts
 from attngen.lang.folding import LOG2E, SOFTMAX_SCALE
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, holds_int64, names, own, spelled, tensors
+from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Op, Type, Var, holds_int64, names, own, spelled, tensors, walk
 from attngen.lang.languages import Target
+from attngen.lang.overflow import narrow, narrow_divisors
 from attngen.lang.ranges import INT32, Range
 from attngen.lang.simplify import add, ceildiv, floordiv, integer, make, maximum, minimum, sub
 from attngen.lang.statements import Piece, Statement, leaf, written
@@ -149,6 +150,13 @@ def emit_for(
 
     They avoid ``taken``. ``inner`` is the axis along which the kernel loops.
     """
+    # what does not depend on the key is computed for sequences without keys, too, and the other way round
+    ranges = known_ranges(plan) | dict.fromkeys(_LENGTHS[inner], (0, MAX_SEQLEN))
+    named = {expr: f"{PREFIX}{prefix}{name}" for expr, name in plan.variant.labels.items()} | dict(labels or {})
+    if language.target is Target.CUDA and any(map(_divides_by_int64, exprs)):
+        facts = Facts(ranges, Facts.of(plan.variant).tensors)
+        exprs = [narrow_divisors(expr, facts) for expr in exprs]
+        named = {narrow_divisors(expr, facts): name for expr, name in named.items()}
     return emit_many(
         exprs,
         language.target,
@@ -157,12 +165,16 @@ def emit_for(
         prefix=f"{PREFIX}{prefix}",
         fast_math=plan.fast_math,
         approximate=plan.approximate,
-        # what does not depend on the key is computed for sequences without keys, too, and the other way round
-        ranges=known_ranges(plan) | dict.fromkeys(_LENGTHS[inner], (0, MAX_SEQLEN)),
-        labels={expr: f"{PREFIX}{prefix}{name}" for expr, name in plan.variant.labels.items()} | dict(labels or {}),
+        ranges=ranges,
+        labels=named,
         taken=taken,
         inner=inner,
     )
+
+
+def _divides_by_int64(expr: Expr) -> bool:
+    """Whether an expression has an integer division whose divisor is an int64."""
+    return any(isinstance(n, Op) and n.op in ("floordiv", "mod") and holds_int64(n.args[1]) for n in walk(expr))
 
 
 def known_ranges(plan: Plan) -> dict[str, Range]:
@@ -230,6 +242,16 @@ def settled(plan: Plan, end: Expr, along: Along = KEYS) -> Expr:
             # what is clamped already needs no 0 beside it
             return x if end.op == "max" and y == integer(0) and bounds(x, known)[0] >= 0 else make(end.op, x, y)
     return end
+
+
+def multiplies_int64(end: Expr) -> bool:
+    """Whether a product in a bound of tiles is an int64."""
+    return any(isinstance(node, Op) and node.op == "mul" and holds_int64(node) for node in walk(end))
+
+
+def narrowed(plan: Plan, end: Expr, along: Along = KEYS) -> Expr:
+    """Return a bound of tiles that is computed in int32 as far as can be: int64 takes two registers for each value."""
+    return narrow(end, along.length, along.tile, along.tiles, facts_of(plan).of_tiles())
 
 
 def hull_ends(plan: Plan, found: Bands, along: Along = KEYS) -> dict[str, Expr]:

@@ -74,6 +74,7 @@ class Gradient:
     stages: int | None = None
     num_warps: int | None = None
     family: str | None = None  # of the kernel in CUDA; not a field of a spec: the plan tries each in turn
+    lean: bool = False  # likewise: the loader of the kernel in CUDA keeps as little in registers as can be
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,15 +161,15 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and not crowded else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
-    own_spans = _has_own_spans(spec, choice, driver)
-    cuts = _cuts(spec, crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk))
+    own_spans = _has_own_spans(spec, choice, driver) and not given.lean
+    cuts = not given.lean and _cuts(spec, crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk))
     draft = HopperBackward(
         consumers=_CONSUMERS,
         warp_roles=backward_roles(_CONSUMERS, *registers),
         overlap=choice.overlap,
         packed=choice.packed,
         rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
-        rows_early=choice.rows_ahead > 0 and driver == "ranges" and not varlen,
+        rows_early=choice.rows_ahead > 0 and driver == "ranges" and not varlen and not given.lean,
         q_stages=choice.q_stages,
         box_bytes=widest_box(
             *(columns * element.bytes for columns in (qk, v, *([] if by_rows else [_dq_columns(qk)])))
@@ -195,7 +195,11 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         width=f"c{_CONSUMERS}",
         tile_map=driver == "tile_map",
         alignment=16,
-        choices=(*_LABELS[roles.overlap], *(["deterministic"] if roles.ordered else [])),
+        choices=(
+            *_LABELS[roles.overlap],
+            *(["deterministic"] if roles.ordered else []),
+            *(["lean"] if given.lean else []),
+        ),
         columns_qk=(columns_qk,),
         columns_v=(columns_v,),
         backend="cuda",
@@ -222,11 +226,14 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
 
 
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
-    """Yield the spec of a backward as families get it whose masks and scores take more registers than its own."""
+    """Yield the spec of a backward as families get it whose masks and scores take more registers than its own; then
+    those of a single block with a lean loader, whose few registers a mask of many ranges or searches exceeds."""
     del first  # its choices are its family's
     given, own = spec.backward or Backward(), _family(spec)
-    for family in _FAMILIES[_FAMILIES.index(own) + 1 :]:
-        yield replace(spec, backward=replace(given, dkdv=replace(given.dkdv, family=family)))
+    families = _FAMILIES[_FAMILIES.index(own) :]
+    for family, lean in [*((each, False) for each in families[1:]), *((each, True) for each in families)]:
+        if not (lean and is_wide(spec)):
+            yield replace(spec, backward=replace(given, dkdv=replace(given.dkdv, family=family, lean=lean)))
 
 
 def _row_family(spec: KernelSpec, family: str, qk: int, v: int) -> str:
