@@ -159,10 +159,10 @@ class _Maker:
         store = Store()
         store.require_trusted()
         wanted = [asked, *soon]
-        # Processes that compile start while kernels are planned and rendered, where these are likely to be missing.
-        ahead = len(wanted) if self._compiles or not store.all_keys() else 0
+        # Compilers are loaded while kernels are planned and rendered, where these are likely to be missing.
+        ahead = self._compiles or not store.all_keys()
         built: list[BuiltKernel] = []
-        with spare.given(ahead, LOAD) as workers, ThreadPoolExecutor(len(wanted)) as threads:
+        with spare.given(LOAD, ahead=ahead) as workers, ThreadPoolExecutor(len(wanted)) as threads:
             from attngen.plan import plan
             from attngen.render import render
             from attngen.tools.build.compiles import Prepared

@@ -64,7 +64,9 @@ CACHE_SPILLS = Spills("split-KV forwards of caches in 8 bits", 160, "stored befo
 
 #: What the least of several refused backwards in CUDA may spill before another backend is taken: values that a step
 #: loads once or twice, beside products that Triton runs at half the speed.
-LAST_SPILLS = Spills("backwards in CUDA that another backend would follow", 128, "spilled values of a step are few", None)
+LAST_SPILLS = Spills(
+    "backwards in CUDA that another backend would follow", 128, "spilled values of a step are few", None
+)
 
 #: Products that ptxas makes wait: what it says of these kernels (C7510) is no reason to refuse them, since nothing else
 #: computes them.

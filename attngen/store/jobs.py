@@ -1,7 +1,7 @@
 """Running jobs in worker processes: a job that crashes, hangs or leaks fails alone.
 
-Workers are plain subprocesses, not ``multiprocessing`` ones: those import the caller's main module again, which a
-script without an ``if __name__ == "__main__"`` does not survive.
+Workers are forks of a plain subprocess (``forks.py``), not ``multiprocessing`` ones: those import the caller's main
+module again, which a script without an ``if __name__ == "__main__"`` does not survive.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import secrets
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from attngen.compile.environment import is_scrubbed
 from attngen.errors import AttngenError, CompileError, CrashError
+from attngen.store.forks import Fork, ForkServer
 
 #: Longest time for a job; a compile takes seconds, including the wait for another process's compile.
 JOB_SECONDS = 900.0
@@ -51,7 +52,7 @@ class Result:
 
 @dataclass(eq=False)
 class _Worker:
-    process: subprocess.Popen[bytes]
+    process: Fork
     log: IO[bytes]
     index: int = -1  # of its job
     started: float = 0.0
@@ -60,11 +61,58 @@ class _Worker:
 
 @dataclass
 class Workers:
-    """Processes for jobs: those that wait for one, and those that have one."""
+    """Processes for jobs: those that wait for one, and those that have one.
+
+    They are forks of one that calls ``load`` ("module:name") first; if that fails, it is no error.
+    """
 
     scratch: str  # temporary files of all of them, those that are killed too
+    load: str | None = None
     idle: list[_Worker] = field(default_factory=list)
     busy: list[_Worker] = field(default_factory=list)
+    _server: ForkServer | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def prepare(self) -> None:
+        """Start the process that forks, which loads while the caller does something else."""
+        with self._lock:
+            if self._server is None:
+                self._server = self._start()
+
+    def spawn(self) -> _Worker:
+        """Start a process."""
+        log = self._log()
+        with self._lock:
+            if self._server is None:
+                self._server = self._start()
+            try:
+                process = self._server.fork(log)
+            except OSError:  # it was killed, for lack of memory maybe
+                self._server.close()
+                self._server = self._start()
+                process = self._server.fork(log)
+        return _Worker(process, log)
+
+    def close(self) -> None:
+        """End the processes that have no job, and the one that forks."""
+        for worker in self.idle:
+            worker.process.kill()  # a fork of the caller may hold the other end of what it reads, which then never ends
+        for worker in self.idle:
+            _close(worker)
+        self.idle.clear()
+        with self._lock:
+            if self._server is not None:
+                self._server.close()
+                self._server = None
+
+    def _start(self) -> ForkServer:
+        environment = {name: value for name, value in os.environ.items() if not is_scrubbed(name)}
+        environment["TMPDIR"] = self.scratch
+        with self._log() as log:
+            return ForkServer(self.load, environment, log, subprocess.Popen)
+
+    def _log(self) -> IO[bytes]:
+        return open(os.path.join(self.scratch, f"log-{secrets.token_hex(6)}"), "w+b")
 
     def stop(self) -> None:
         """Stop the jobs, which fail."""
@@ -73,27 +121,14 @@ class Workers:
 
 
 @contextmanager
-def worker_processes() -> Iterator[Workers]:
-    """Give processes that several calls of ``run_jobs`` share, one after the other: each takes a while to start."""
+def worker_processes(load: str | None = None) -> Iterator[Workers]:
+    """Give processes that several calls of ``run_jobs`` share, one after the other; all have called ``load``."""
     with tempfile.TemporaryDirectory(prefix="attngen-", ignore_cleanup_errors=True) as scratch:
-        workers = Workers(scratch)
+        workers = Workers(scratch, load)
         try:
             yield workers
         finally:
-            close_workers(workers)
-
-
-def start_workers(workers: Workers, count: int, load: str) -> None:
-    """Start processes, which call ``load`` ("module:name") before their first job; one that fails is no error."""
-    workers.idle.extend(_spawn(workers.scratch, load) for _ in range(count))
-
-
-def close_workers(workers: Workers) -> None:
-    """End the processes that have no job."""
-    for worker in workers.idle:
-        worker.process.kill()  # a fork of this process may hold the other end of what it reads, which then never ends
-        _close(worker)
-    workers.idle.clear()
+            workers.close()
 
 
 def run_jobs(
@@ -106,6 +141,7 @@ def run_jobs(
 ) -> Iterator[Result]:
     """Yield the result of each job as it finishes, with at most ``workers`` at once.
 
+    ``jobs`` may grow meanwhile: what is appended has its turn after those before it.
     A job that returns None asks to be called again later, when every other job has had its turn; its last argument
     is then True (False the first time). It is how a kernel that another process builds is left for the end.
     A worker that dies, or takes longer than ``timeout`` seconds, fails its job alone. Workers end with the iteration,
@@ -117,7 +153,7 @@ def run_jobs(
         return
     pool = _Pool(jobs, timeout, shared)
     try:
-        yield from pool.run(min(workers, len(jobs)), on_start)
+        yield from pool.run(workers, on_start)
     finally:
         pool.close()
 
@@ -130,10 +166,13 @@ class _Pool:
     busy: dict[int, _Worker] = field(default_factory=dict)  # by the descriptor of their answers
 
     def run(self, workers: int, on_start: Callable[[int], None] | None) -> Iterator[Result]:
-        pending = deque((index, False) for index in range(len(self.jobs)))
+        pending: deque[tuple[int, bool]] = deque()
         again: list[int] = []
+        taken = 0
         with selectors.DefaultSelector() as selector:
-            while pending or again or self.busy:
+            while taken < len(self.jobs) or pending or again or self.busy:
+                pending.extend((index, False) for index in range(taken, len(self.jobs)))
+                taken = len(self.jobs)
                 if not pending and again and not self.busy:
                     pending.extend((index, True) for index in again)
                     again.clear()
@@ -154,14 +193,13 @@ class _Pool:
         try:
             worker = self.workers.idle.pop()
         except IndexError:  # none waits, or another thread took the last one
-            worker = _spawn(self.workers.scratch)
+            worker = self.workers.spawn()
         job = self.jobs[index]
         worker.index, worker.started = index, time.monotonic()
         worker.log_start = os.fstat(worker.log.fileno()).st_size
         self.busy[_answers(worker)] = worker
         self.workers.busy.append(worker)
         try:
-            assert worker.process.stdin is not None
             pickle.dump((job.function, (*job.arguments, last)), worker.process.stdin)
             worker.process.stdin.flush()
         except BrokenPipeError:
@@ -183,7 +221,6 @@ class _Pool:
     def finish(self, worker: _Worker) -> Result:
         self.workers.busy.remove(worker)
         try:
-            assert worker.process.stdout is not None
             ok, value, messages, retired = pickle.load(worker.process.stdout)
         except (EOFError, pickle.UnpicklingError):
             return Result(worker.index, error=self.dead(worker))
@@ -224,20 +261,7 @@ class _Pool:
 
 
 def _answers(worker: _Worker) -> int:
-    assert worker.process.stdout is not None
     return worker.process.stdout.fileno()
-
-
-def _spawn(scratch: str, load: str | None = None) -> _Worker:
-    # The same interpreter and search path as here, whatever that came from.
-    code = f"import sys; sys.path[:] = {sys.path!r}; from attngen.store.worker import main; main({load!r})"
-    environment = {name: value for name, value in os.environ.items() if not is_scrubbed(name)}
-    environment["TMPDIR"] = scratch
-    log = open(os.path.join(scratch, f"log-{secrets.token_hex(6)}"), "w+b")  # noqa: SIM115 (closed with its worker)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
-    )
-    return _Worker(process, log)
 
 
 def _said(worker: _Worker) -> str:
@@ -248,10 +272,5 @@ def _said(worker: _Worker) -> str:
 
 
 def _close(worker: _Worker) -> None:
-    for stream in (worker.process.stdin, worker.process.stdout, worker.log):
-        try:
-            if stream is not None:
-                stream.close()
-        except BrokenPipeError:
-            pass  # nobody reads what was still to be written
-    worker.process.wait()
+    worker.process.close()
+    worker.log.close()

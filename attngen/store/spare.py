@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from attngen.store.jobs import Workers, close_workers, start_workers
+from attngen.store.jobs import Workers
 
 #: How long processes without a job wait for one.
 SECONDS = 20.0
@@ -26,19 +26,20 @@ class SpareWorkers:
         self._timer: threading.Timer | None = None
 
     @contextmanager
-    def given(self, ahead: int, load: str) -> Iterator[Workers]:
-        """Give the processes that wait, at least so many as ``ahead``, to one caller at a time.
+    def given(self, load: str, *, ahead: bool) -> Iterator[Workers]:
+        """Give the processes that wait, and those that start, to one caller at a time.
 
-        Those that are started call ``load`` ("module:name") before their first job.
+        All are forks of one that has called ``load`` ("module:name"), which starts now if it is wanted ``ahead``.
         """
         with self._lock:
             self._stop_waiting()
             workers = self._workers
             if workers is None or self._owner != os.getpid():  # those of a parent are its own
-                workers = self._workers = Workers(tempfile.mkdtemp(prefix="attngen-"))
+                workers = self._workers = Workers(tempfile.mkdtemp(prefix="attngen-"), load)
                 self._owner = os.getpid()
             workers.idle[:] = [worker for worker in workers.idle if worker.process.poll() is None]
-            start_workers(workers, ahead - len(workers.idle), load)
+            if ahead:
+                workers.prepare()
         try:
             yield workers
         finally:
@@ -53,7 +54,7 @@ class SpareWorkers:
             self._stop_waiting()
             workers, self._workers = self._workers, None
             if workers is not None and self._owner == os.getpid():
-                close_workers(workers)
+                workers.close()
                 shutil.rmtree(workers.scratch, ignore_errors=True)
 
     def _stop_waiting(self) -> None:

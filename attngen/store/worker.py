@@ -15,7 +15,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from attngen.errors import AttngenError, internal_error
@@ -29,14 +28,11 @@ def retire() -> None:
     _retired = True
 
 
-def main(load: str | None = None) -> None:
-    """Call ``load`` ("module:name"), if anything, and serve requests until standard input ends."""
+def main() -> None:
+    """Serve requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a terminal sends it to the whole group
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    if load is not None:
-        with suppress(Exception):  # the job that needs it says what is wrong
-            _named(load)()
     while True:
         try:
             function, arguments = pickle.load(sys.stdin.buffer)

@@ -152,6 +152,25 @@ def process(last: bool) -> int:
     return os.getpid()
 
 
+def load() -> None:
+    """Remember which process has loaded."""
+    global _loader
+    _loader = os.getpid()
+
+
+_loader: int | None = None
+
+
+def loaded(last: bool) -> int | None:
+    """Which process has loaded, for this one too."""
+    return _loader
+
+
+def parent(last: bool) -> int:
+    """Which process forked the one that runs the job."""
+    return os.getppid()
+
+
 def environment(name: str, last: bool) -> str:
     """What a job finds in its environment."""
     return os.environ.get(name, "absent")

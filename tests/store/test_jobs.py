@@ -16,7 +16,7 @@ import pytest
 
 from attngen.errors import CompileError, InternalError, SpecError
 from attngen.store import limits
-from attngen.store.jobs import Job, Result, run_jobs, start_workers, worker_processes
+from attngen.store.jobs import Job, Result, run_jobs, worker_processes
 from attngen.store.spare import SpareWorkers
 
 FAKES = "tests.store.fakes"
@@ -56,26 +56,50 @@ def test_workers_may_serve_several_calls() -> None:
         os.kill(first, 0)
 
 
-def test_workers_that_are_started_ahead_load_what_jobs_need() -> None:
-    with worker_processes() as workers:
-        start_workers(workers, 2, "attngen.tools.build.compiles:load")
-        ahead = {worker.process.pid for worker in workers.idle}
-        assert {result.value for result in run([job("process")] * 2, shared=workers)} <= ahead
-        start_workers(workers, 1, "attngen.no_such_module:load")
+def test_workers_fork_from_a_process_that_has_loaded_what_jobs_need() -> None:
+    with worker_processes(f"{FAKES}:load") as workers:
+        workers.prepare()
+        results = run([job("loaded")] * 3 + [job("crash"), job("loaded")], shared=workers)
+    loaders = {result.value for result in results if result.error is None}
+    assert len(loaders) == 1
+    assert not loaders & {os.getpid(), None}
+    with worker_processes("attngen.no_such_module:load") as workers:
         assert run([job("add", 1, 2)], shared=workers)[0].value == 3
+
+
+def test_workers_start_again_where_the_process_that_forks_was_killed() -> None:
+    with worker_processes() as workers:
+        first = run([job("process")], shared=workers)[0].value
+        parent = run([job("parent")], shared=workers)[0].value
+        assert parent not in (first, os.getpid())
+        run([job("last_of_its_process")], shared=workers)
+        os.kill(parent, signal.SIGKILL)
+        os.waitid(os.P_PID, parent, os.WEXITED | os.WNOWAIT)
+        results = run([job("process"), job("parent")], shared=workers)
+        assert results[0].value != first
+        assert results[1].value not in (parent, os.getpid())
+
+
+def test_jobs_may_be_added_while_others_run() -> None:
+    jobs = [job("add", 1, 1)]
+    values = []
+    for result in run_jobs(jobs, 2):
+        values.append(result.value)
+        if result.value < 6:
+            jobs.append(job("add", result.value, 1))
+    assert values == [2, 3, 4, 5, 6]
 
 
 def test_spare_workers_wait_for_the_next_job_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     spare, load = SpareWorkers(), "attngen.no_such_module:load"
-    with spare.given(1, load) as workers:
-        assert len(workers.idle) == 1
+    with spare.given(load, ahead=True) as workers:
         first = run([job("process")], shared=workers)[0].value
-    with spare.given(1, load) as workers:
+    with spare.given(load, ahead=False) as workers:
         assert run([job("process")], shared=workers)[0].value == first
         os.kill(first, signal.SIGKILL)
-        os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+        workers.idle[0].process.wait()
     monkeypatch.setattr("attngen.store.spare.SECONDS", 0.01)
-    with spare.given(1, load) as workers:
+    with spare.given(load, ahead=True) as workers:
         second = run([job("process")], shared=workers)[0].value
         assert second != first
         scratch = Path(workers.scratch)

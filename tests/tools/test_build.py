@@ -137,7 +137,7 @@ def test_what_is_refused_is_planned_again_until_it_is_clean(spec: Path, store: S
     assert first.refused[0] == {"name": wide, "backend": "cuda", "reason": "1280 B of spills"}
     assert report.to_dict()["kernels"][0]["refused"] == list(first.refused)
     compiled = log.read_text().split()
-    assert compiled[:2] == [wide, "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s2c2"]
+    assert sorted(compiled[:2]) == ["fwd_sm90a_wgmma_bf16_d128_causal_m128n128s2c2", wide]
     assert first.name in compiled
     # what was refused is remembered, in a build that has to look again, too
     spec.write_text(OPEN.replace("[64, 128]", "[64, 128, 256]"))

@@ -162,7 +162,9 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and not crowded else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
     own_spans = _has_own_spans(spec, choice, driver) and not given.lean
-    cuts = not given.lean and _cuts(spec, crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk))
+    cuts = not given.lean and _cuts(
+        spec, crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk)
+    )
     draft = HopperBackward(
         consumers=_CONSUMERS,
         warp_roles=backward_roles(_CONSUMERS, *registers),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from attngen.plan.model import Plan, Refused
     from attngen.render import Source
     from attngen.schema import KernelSpec
-    from attngen.store.jobs import Workers
+    from attngen.store.jobs import Job, Result, Workers
+
+#: What the workers of a build have loaded.
+LOAD = "attngen.tools.build.compiles:load_all"
 
 #: The function that compiles, by name, since it runs in other processes.
 COMPILER = "attngen.compile:compile_source"
@@ -181,12 +184,28 @@ class Compiles:
             self._compile(missing, jobs, workers)
 
     def _compile(self, tasks: Sequence[Task], jobs: int | None, workers: Workers | None) -> None:
-        """Compile kernels, and what is to be tried where an attempt is refused."""
-        from attngen.store.jobs import worker_processes
+        """Compile kernels, and what is to be tried where an attempt is refused, those that take longest first."""
+        from attngen.store.jobs import run_jobs, worker_processes
+        from attngen.store.limits import job_limit
 
-        with worker_processes() if workers is None else nullcontext(workers) as given:
-            while tasks:
-                tasks = [task for task in self._round(tasks, jobs, given) if self._can_compile(task)]
+        tasks = sorted(tasks, key=_effort, reverse=True)
+        calls = [self._job(task) for task in tasks]
+        with worker_processes(LOAD) if workers is None else nullcontext(workers) as given:
+            for result in run_jobs(
+                calls, job_limit(jobs), on_start=lambda index: self.observer.started(tasks[index].asked), shared=given
+            ):
+                following = self._take(tasks[result.index], result)
+                if following is not None and self._can_compile(following):
+                    tasks.append(following)
+                    calls.append(self._job(following))
+
+    def _job(self, task: Task) -> Job:
+        """Return the compile of one attempt, as a job of a worker."""
+        from attngen.store.jobs import Job
+
+        planned, source = task.prepared.plan, task.prepared.source
+        arguments = (str(self.store.root), task.key, self.compiler, planned, source)
+        return Job(planned.name, f"{__name__}:build_one", arguments)
 
     def _can_compile(self, task: Task) -> bool:
         """Whether the compiler of a later attempt, which may be another one, is installed; if not, the kernel fails."""
@@ -211,38 +230,19 @@ class Compiles:
                 return None
             task = following
 
-    def _round(self, tasks: Sequence[Task], jobs: int | None, workers: Workers) -> list[Task]:
-        """Compile one attempt at each kernel; return what is to be compiled next where that was refused."""
-        from attngen.store.jobs import Job, run_jobs
-        from attngen.store.limits import job_limit
-
-        root, names = str(self.store.root), [task.asked for task in tasks]
-        following: list[Task] = []
-        calls = [
-            Job(
-                task.prepared.plan.name,
-                f"{__name__}:build_one",
-                (root, task.key, self.compiler, task.prepared.plan, task.prepared.source),
-            )
-            for task in tasks
-        ]
-        for result in run_jobs(
-            calls, job_limit(jobs), on_start=lambda index: self.observer.started(names[index]), shared=workers
-        ):
-            task, error = tasks[result.index], result.error
-            self.warnings.extend(result.warnings)
-            if error is not None:
-                after = self._after_error(task, error)
-                following.extend([after] if after else ())
-                continue
-            origin, manifest = result.value
-            if origin == "uncached":
-                reason = result.warnings[-1] if result.warnings else "the cache cannot be written"
-                self._fail(task, StoreError(f"{task.prepared.plan.name} was compiled, but not kept: {reason}"))
-            else:
-                self._keep(task, origin, manifest)
-                self.observer.finished(task.asked, None)
-        return following
+    def _take(self, task: Task, result: Result) -> Task | None:
+        """Take the result of an attempt; return what is to be compiled next if that was refused."""
+        self.warnings.extend(result.warnings)
+        if result.error is not None:
+            return self._after_error(task, result.error)
+        origin, manifest = result.value
+        if origin == "uncached":
+            reason = result.warnings[-1] if result.warnings else "the cache cannot be written"
+            self._fail(task, StoreError(f"{task.prepared.plan.name} was compiled, but not kept: {reason}"))
+        else:
+            self._keep(task, origin, manifest)
+            self.observer.finished(task.asked, None)
+        return None
 
     def _after_error(self, task: Task, error: AttngenError) -> Task | None:
         """Return the attempt to compile after one that failed; None, with the failure noted, if there is none.
@@ -294,6 +294,11 @@ class Compiles:
         self.kernels[task.asked] = BuiltKernel(task.prepared.plan.name, task.key, origin, manifest, task.prepared)
 
 
+def _effort(task: Task) -> tuple[bool, int]:
+    """What orders compiles by the time that they take: backward kernels, then long sources."""
+    return task.prepared.plan.direction == "backward", len(task.prepared.source.text)
+
+
 def _refused(task: Task, error: AttngenError) -> Refused:
     from attngen.plan.model import Refused
 
@@ -313,12 +318,24 @@ def _exhausted(task: Task, error: AttngenError) -> AttngenError:
 
 
 def load() -> None:
-    """Import what a plan's pickle names, and load the compiler of CUDA sources, ahead of a process's first kernel."""
+    """Import what a plan's pickle names, and load the compiler of CUDA sources, before workers fork."""
     from attngen.compile import cuda
 
     importlib.import_module("attngen.plan")
     importlib.import_module("attngen.render")
     cuda.load_compiler("sm90a")
+
+
+def load_all() -> None:
+    """Load the compilers of all sources, as far as they are installed."""
+    for each in (load, _load_triton):
+        with suppress(Exception):  # the job that needs it says what is wrong
+            each()
+
+
+def _load_triton() -> None:
+    importlib.import_module("attngen.compile.triton")
+    importlib.import_module("triton.compiler")
 
 
 def build_one(

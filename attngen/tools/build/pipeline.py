@@ -29,6 +29,7 @@ from attngen.store.receipt import Receipt, generator_digest, read_receipt, write
 from attngen.store.store import Store
 from attngen.tools.build.compiles import (
     COMPILER,
+    LOAD,
     BuiltKernel,
     Compiles,
     Failure,
@@ -139,6 +140,24 @@ def _build(
     compiler: str,
     start: float,
 ) -> BuildReport:
+    from attngen.store.jobs import worker_processes
+
+    with worker_processes(LOAD) as workers:
+        workers.prepare()  # compilers are loaded while kernels are planned
+        return _build_by(workers, path, arches, tuned, jobs, store, observer, compiler, start)
+
+
+def _build_by(
+    workers: Workers,
+    path: Path,
+    arches: Sequence[str],
+    tuned: Sequence[Path],
+    jobs: int | None,
+    store: Store,
+    observer: Observer,
+    compiler: str,
+    start: float,
+) -> BuildReport:
     from attngen.schema import load_spec, spec_hash
     from attngen.schema.tuned import load_tuned
 
@@ -149,7 +168,7 @@ def _build(
     if failures and not prepared:
         raise _together([failure.error for failure in failures])
     outcome = Compiles(store, observer, compiler)
-    outcome.run(prepared, jobs)
+    outcome.run(prepared, jobs, workers)
     order = [kernel.plan.name for kernel in prepared]
     failures += sorted(outcome.failures, key=lambda failure: order.index(failure.name))
     built = each_once(outcome.kernels[name] for name in order if name in outcome.kernels)
