@@ -17,13 +17,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 from attngen.compile.environment import is_scrubbed
 from attngen.errors import AttngenError, CompileError, CrashError
 from attngen.store.forks import Fork, ForkServer
+from attngen.store.worker import write_request
 
 #: Longest time for a job; a compile takes seconds, including the wait for another process's compile.
 JOB_SECONDS = 900.0
@@ -199,11 +200,8 @@ class _Pool:
         worker.log_start = os.fstat(worker.log.fileno()).st_size
         self.busy[_answers(worker)] = worker
         self.workers.busy.append(worker)
-        try:
-            pickle.dump((job.function, (*job.arguments, last)), worker.process.stdin)
-            worker.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has died: reading its answer finds out why
+        with suppress(BrokenPipeError):  # it has died: reading its answer finds out why
+            write_request(worker.process.stdin, (job.function, (*job.arguments, last)))
         return worker
 
     def wait(self, selector: selectors.BaseSelector) -> list[_Worker]:

@@ -2,8 +2,8 @@
 
 An answer says whether the job succeeded, its value or error, its warnings, and whether the process ends with it.
 
-Requests come as pickles on standard input, answers go as pickles to what was standard output; whatever a job
-prints goes to standard error, so that it cannot break the conversation.
+Requests come as pickles on standard input, each after its length; answers go as pickles to what was standard output.
+Whatever a job prints goes to standard error, so that it cannot break the conversation.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 from attngen.errors import AttngenError, internal_error
+
+#: Bytes of the length that precedes a request.
+_LENGTH = 8
 
 _retired = False
 
@@ -28,6 +31,23 @@ def retire() -> None:
     _retired = True
 
 
+def write_request(stream: IO[bytes], request: tuple[str, tuple[Any, ...]]) -> None:
+    """Send a request. It is longer than a pipe holds, so it blocks until the worker takes it."""
+    data = pickle.dumps(request)
+    stream.write(len(data).to_bytes(_LENGTH, "little") + data)
+    stream.flush()
+
+
+def _read_request(stream: IO[bytes]) -> tuple[str, tuple[Any, ...]]:
+    """Take a request whole, then unpickle it: that imports modules, for which the parent does not wait."""
+    length = int.from_bytes(stream.read(_LENGTH), "little")
+    data = stream.read(length)
+    if len(data) < max(length, 1):
+        raise EOFError
+    function, arguments = pickle.loads(data)
+    return function, arguments
+
+
 def main() -> None:
     """Serve requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a terminal sends it to the whole group
@@ -35,7 +55,7 @@ def main() -> None:
     os.dup2(2, 1)
     while True:
         try:
-            function, arguments = pickle.load(sys.stdin.buffer)
+            function, arguments = _read_request(sys.stdin.buffer)
         except EOFError:
             os._exit(0)  # exit handlers of libraries take time, and may hang
         answer = _answer(function, arguments)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from attngen.store.worker import write_request
 from tests import forked
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +29,7 @@ class Interpreter:
         """Return what ``remote.function(*arguments)`` returns; raises what it raises of attngen's errors."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        pickle.dump((f"tests.interpreter.remote:{function}", arguments), self._process.stdin)
-        self._process.stdin.flush()
+        write_request(self._process.stdin, (f"tests.interpreter.remote:{function}", arguments))
         ok, value, _, _ = pickle.load(self._process.stdout)
         if not ok:
             raise value

@@ -152,6 +152,30 @@ def process(last: bool) -> int:
     return os.getpid()
 
 
+class Meeting:
+    """An argument that is unpickled only when another process unpickles one too, and is long."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[Path, str], int], tuple[Path, str]]:
+        return meet, (self.folder, "x" * 300_000)
+
+
+def meet(folder: Path, text: str) -> int:
+    """Return how many processes have come, two at best."""
+    (folder / str(os.getpid())).touch()
+    deadline = time.monotonic() + 60
+    while len(os.listdir(folder)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(os.listdir(folder))
+
+
+def met(count: int, last: bool) -> int:
+    """How many processes unpickled their argument at once."""
+    return count
+
+
 def load() -> None:
     """Remember which process has loaded."""
     global _loader

@@ -18,6 +18,7 @@ from attngen.errors import CompileError, InternalError, SpecError
 from attngen.store import limits
 from attngen.store.jobs import Job, Result, run_jobs, worker_processes
 from attngen.store.spare import SpareWorkers
+from tests.store import fakes
 
 FAKES = "tests.store.fakes"
 
@@ -78,6 +79,12 @@ def test_workers_start_again_where_the_process_that_forks_was_killed() -> None:
         results = run([job("process"), job("parent")], shared=workers)
         assert results[0].value != first
         assert results[1].value not in (parent, os.getpid())
+
+
+def test_a_worker_takes_a_long_job_before_it_unpickles_it(tmp_path: Path) -> None:
+    """That may import much, and the next worker would start only after it."""
+    results = run([job("met", fakes.Meeting(tmp_path)) for _ in range(2)])
+    assert [result.value for result in results] == [2, 2]
 
 
 def test_jobs_may_be_added_while_others_run() -> None:
