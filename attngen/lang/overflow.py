@@ -6,7 +6,7 @@ from attngen.lang.facts import Facts, reserved
 from attngen.lang.intervals import Numbers, bounds, evaluate
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, holds_int64, rewrite
 from attngen.lang.ranges import INT32, INT64
-from attngen.lang.simplify import Linear, add, integer, linear, make, sub
+from attngen.lang.simplify import Linear, add, integer, linear, make, minimum, sub
 
 
 def _fits(expr: Expr, facts: Facts) -> bool:
@@ -68,7 +68,9 @@ def _dividend(x: Expr, length: Expr, tile: Expr, facts: Facts) -> Expr:
         return _clipped(x, add(length, overhang), facts)
     position = widen(Linear(rest.terms, rest.constant).expr(), facts)
     assert position is not None, "ends of bands fit int64"
-    return add(_clipped(position, length, facts) if holds_int64(position) else make("min", position, length), overhang)
+    position = _clipped(position, length, facts)
+    rounded = widen(add(position, overhang), facts)
+    return rounded if rounded is not None and not holds_int64(rounded) else add(minimum(position, length), overhang)
 
 
 def _clipped(end: Expr, most: Expr, facts: Facts) -> Expr:
