@@ -88,6 +88,8 @@ def _print(report: BuildReport) -> None:
     for kernel in built:
         for count, row in enumerate(kernel.refused):
             click.echo(f"{f'{kernel.name}: in place of' if count == 0 else '  and of'} {row['name']}: {row['reason']}")
+        if kernel.advice:
+            click.echo(f"  {kernel.manifest['backend']}, not {kernel.refused[0]['backend']}: {kernel.advice}")
     size = sum(kernel.manifest["resources"]["cubin_bytes"] for kernel in report.kernels)
     click.echo(
         f"{report.package}: {_kernels(len(report.kernels))}, {len(built)} built in {report.seconds:.1f} s, "

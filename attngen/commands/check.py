@@ -20,13 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Report:
-    """What the check of one spec found."""
+    """What the check of one spec found.
+
+    ``plans`` are the first choices that no earlier build refused. ``unseen`` of them are in CUDA and were never
+    compiled, so that nobody knows their registers.
+    """
 
     file: str
     package: str | None = None
     plans: list[Plan] = field(default_factory=list)
     warnings: list[Remark] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    unseen: int = 0
 
     @property
     def errors(self) -> list[AttngenError]:
@@ -41,6 +46,7 @@ class Report:
             "errors": [_failure(failure) for failure in self.failures],
             "warnings": [_remark(warning) for warning in self.warnings],
             "kernels": [_row(plan) for plan in self.plans],
+            "never_compiled": self.unseen,
         }
 
 
@@ -49,6 +55,8 @@ def check_spec(path: str) -> Report:
     from attngen.schema.expand import expand
     from attngen.schema.lint import Remark, lint
     from attngen.schema.loading import load_spec
+    from attngen.store.store import Store
+    from attngen.tools.build.compiles import Task, after_refusals
     from attngen.tools.build.pipeline import prepare_each
 
     report = Report(path)
@@ -62,7 +70,12 @@ def check_spec(path: str) -> Report:
     report.warnings = lint(spec, kernels)
     repeated: list[Repeated] = []
     prepared, failures = prepare_each(spec, repeated=repeated)
-    report.plans = [kernel.plan for kernel in prepared]
+    store = Store()
+    likely = [after_refusals(store, kernel) or kernel for kernel in prepared]
+    report.plans = [kernel.plan for kernel in likely]
+    report.unseen = sum(
+        kernel.plan.backend == "cuda" and not store.path(Task.of(kernel).key).is_dir() for kernel in likely
+    )
     report.failures = failures
     for pair in repeated:
         message = f"becomes the same kernel as one of line {pair.first.location.line}: {pair.name}"
@@ -108,6 +121,14 @@ def _print(report: Report) -> None:
         if reason.startswith("not "):
             of_it = [plan.name for plan in report.plans if (plan.backend, plan.backend_reason) == (backend, reason)]
             click.echo(f"{backend} for {of_it[0]}{f' and {len(of_it) - 1} more' if of_it[1:] else ''}: {reason}")
+    for plan in report.plans:
+        for row in plan.refused[:1]:
+            click.echo(f"{plan.name}: in place of {row.name}, which an earlier build refused: {row.reason}")
+    if report.unseen:
+        click.echo(
+            f"{counted(report.unseen, 'kernel')} in cuda not compiled yet: only the compiler sees registers, and a "
+            "build may take another tile or backend"
+        )
     for warning in report.warnings:
         warn(str(warning))
     for error in report.errors:

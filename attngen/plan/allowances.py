@@ -50,6 +50,15 @@ class LeftToOthers:
         return head_dim > self.beyond and self.traits.issubset(traits)
 
 
+@dataclass(frozen=True, slots=True)
+class Slower:
+    """What it costs to leave a kernel to ``who``."""
+
+    who: str
+    says: str
+    measured: Measured
+
+
 #: What the compiler may spill. A few values that are stored before the loops and read after them; and consumers that
 #: take turns, whose backward was faster with these spills than in an order without turns (softcap at head dim 128 on
 #: an H200).
@@ -66,6 +75,13 @@ CACHE_SPILLS = Spills("split-KV forwards of caches in 8 bits", 160, "stored befo
 #: loads once or twice, beside products that Triton runs at half the speed.
 LAST_SPILLS = Spills(
     "backwards in CUDA that another backend would follow", 128, "spilled values of a step are few", None
+)
+
+#: What messages say of a backward that takes too many registers in CUDA.
+TRITON_BACKWARD = Slower(
+    "backwards in Triton",
+    "a backward in CUDA was 1.4 to 1.9 times as fast at head dim 128",
+    Measured("docs/training.md", "1.4 to 1.9 times as fast as the one in Triton"),
 )
 
 #: Products that ptxas makes wait: what it says of these kernels (C7510) is no reason to refuse them, since nothing else

@@ -8,6 +8,13 @@ import pytest
 from click.testing import CliRunner
 
 from attngen import cli, resources
+from attngen.plan.attempts import next_attempt
+from attngen.plan.model import Refused
+from attngen.schema import load_spec
+from attngen.store import Store
+from attngen.store.refusals import write_refusal
+from attngen.tools.build.compiles import Task
+from attngen.tools.build.pipeline import prepare
 
 
 def run(*arguments: str):
@@ -26,6 +33,22 @@ def test_table():
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1] == f"{path}: 2 kernels, nothing wrong"
     assert sum("causal" in line and "sm90a" in line for line in result.output.splitlines()) == 2
+
+
+def test_what_only_a_compiler_knows_is_said_and_learnt_from_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
+    path = write(tmp_path, "schema: 1\narch: sm90a\nkernels:\n  - {variant: causal, head_dim: 64, passes: backward}\n")
+    result = run(path)
+    assert "1 kernel in cuda not compiled yet: only the compiler sees registers" in result.output
+    (prepared,) = prepare(load_spec(path))
+    first = prepared.plan
+    refused = Refused(first.name, "cuda", "660 B of spills at 168 registers", (False, 660))
+    write_refusal(Store(), Task.of(prepared).key, refused)
+    following = next_attempt(prepared.spec, [refused])
+    assert f"{following.name}: in place of {first.name}, which an earlier build refused: 660 B" in run(path).output
+    (report,) = json.loads(run(path, "--json").stdout)["specs"]
+    assert [kernel["name"] for kernel in report["kernels"]] == [following.name]
+    assert report["never_compiled"] == 1
 
 
 def test_json():

@@ -8,10 +8,34 @@ from attngen.compile import compile_source, cuda
 from attngen.compile.inspect import Resources, count_instructions, parameter_places
 from attngen.errors import ChoiceError
 from attngen.plan.allowances import PINGPONG_SPILLS, SPILLS
+from attngen.plan.attempts import attempts
 from attngen.render import render
-from tests.plan.specs import planned
+from tests.plan.specs import kernel_spec, planned
 
 DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropout: true}\n"
+
+
+#: Masks whose loader has much to compute: products of scalars without a largest value, ranges that are searched.
+UNBOUNDED = """variants:
+  diffusion:
+    mask: "same or clean(kv) and (blk(q) > blk(kv) or clean(q) and blk(q) >= blk(kv))"
+    let:
+      clean(x): "x >= n"
+      blk(x): "((x - n) if x >= n else x) // size"
+      same: "blk(q) == blk(kv) and clean(q) == clean(kv)"
+    scalars: {n: {type: int32, min: 1}, size: {type: int32, min: 1}}
+  items:
+    mask: "q_pos >= kv and (item[b, kv] == 0 or item[b, kv] == item[b, q_pos])"
+    tensors: {item: {dtype: int32, shape: [b, seqlen_k], monotone: {axis: 1}}}
+"""
+
+
+@pytest.mark.parametrize(("variant", "choice"), [("diffusion", "pingpong"), ("items", "pingpong_lean")])
+def test_masks_of_many_ranges_stay_in_cuda(variant: str, choice: str) -> None:
+    spec = kernel_spec(variant, declared=UNBOUNDED, passes="backward", backward=None, head_dim=128)
+    plan = next(plan for plan in attempts(spec) if plan.name.endswith(f"_{choice}"))
+    assert plan.backend == "cuda"
+    assert compile_source(plan, render(plan)).manifest["resources"]["spills"] <= PINGPONG_SPILLS.bytes
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,20 @@ def test_the_manifest_agrees_with_the_cubin(tmp_path: Path) -> None:
         assert re.findall(r"\bREG:(\d+)", declared) == [str(artifact.manifest["resources"]["registers"])]
 
 
+@pytest.mark.parametrize("arch", ["sm80", "sm90a", "sm100a", "sm120a"])
+def test_places_of_parameters_are_those_that_cuobjdump_reads(tmp_path: Path, arch: str) -> None:
+    artifact = compiled(replace(POINTER, arch_name=arch))
+    (tmp_path / "kernel.cubin").write_bytes(artifact.cubin)
+    tool = [str(nvidia_tool("cuobjdump")), "--dump-elf", str(tmp_path / "kernel.cubin")]
+    text = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"Ordinal\s*:\s*(\w+)\s+Offset\s*:\s*(\w+)\s+Size\s*:\s*(\w+)", text)
+    rows = sorted({tuple(int(value, 16) for value in row) for row in found})
+    assert parameter_places(artifact.cubin) == [(offset, size) for _, offset, size in rows]
+    assert len(rows) > 3
+    with pytest.raises(CompileError, match="not an ELF file"):
+        parameter_places(artifact.cubin[:100])
+
+
 def test_parameters_are_those_of_the_ptx() -> None:
     artifact = compiled(DESCRIPTOR)
     parameters = artifact.manifest["launches"][0]["parameters"]

@@ -13,10 +13,12 @@ from attngen.plan import plan
 from attngen.plan.allowances import (
     ALL_OF_DQ,
     CACHE_SPILLS,
+    LAST_SPILLS,
     LEFT_TO_OTHERS,
     PINGPONG_SPILLS,
     SERIALIZED,
     SPILLS,
+    TRITON_BACKWARD,
     LeftToOthers,
 )
 from attngen.resources import root
@@ -26,7 +28,9 @@ PLAN = Path(attngen.__file__).parent / "plan"
 
 
 @pytest.mark.parametrize(
-    "row", [SPILLS, PINGPONG_SPILLS, CACHE_SPILLS, *SERIALIZED, *LEFT_TO_OTHERS], ids=lambda row: row.who
+    "row",
+    [SPILLS, PINGPONG_SPILLS, CACHE_SPILLS, LAST_SPILLS, TRITON_BACKWARD, *SERIALIZED, *LEFT_TO_OTHERS],
+    ids=lambda row: row.who,
 )
 def test_figures_stand_where_the_table_says(row: object) -> None:
     measured = row.measured  # type: ignore[attr-defined]

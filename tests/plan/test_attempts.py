@@ -9,6 +9,7 @@ import pytest
 
 from attngen.errors import PlanError
 from attngen.plan import Plan, plan
+from attngen.plan.allowances import LAST_SPILLS
 from attngen.plan.attempts import attempts, next_attempt
 from attngen.plan.model import Refused
 from attngen.schema import KernelSpec
@@ -98,3 +99,27 @@ def test_a_tile_that_the_spec_fixes_is_not_allowed_to_spill_unasked() -> None:
     spec = kernel_spec("causal", backend="triton", tile="{m: 64, n: 64}", warps="4", pipeline="{stages: 2}")
     assert len(all_of(spec)) == 1
     assert len(all_of(replace(spec, stages=None))) > 1
+
+
+def test_a_backward_that_spills_little_in_cuda_comes_before_triton() -> None:
+    spec = kernel_spec("causal", backend=None, passes="backward", backward=None, head_dim=128)
+    count = sum(planned.backend == "cuda" for planned in attempts(spec))
+    few, many = LAST_SPILLS.bytes, LAST_SPILLS.bytes + 1
+    made = all_of(spec, spills=[many] * (count - 2) + [few, many])
+    assert (made[count].name, made[count].allow) == (made[count - 2].name, ("spill", "serialized_wgmma"))
+    assert made[count + 1].backend == "triton"
+    assert all_of(spec, spills=[many] * count)[count].backend == "triton"
+    fixed = kernel_spec("causal", backend=None, passes="backward", backward="{dkdv: {stages: 2}}", head_dim=128)
+    count = sum(planned.backend == "cuda" for planned in attempts(fixed))
+    assert all_of(fixed, spills=[few] * count)[count].backend == "triton"
+
+
+def test_loaders_that_keep_less_come_after_the_families() -> None:
+    names = [p.name for p in attempts(kernel_spec("causal", passes="backward", backward="{backend: cuda}"))]
+    lean = [name.endswith("_lean") for name in names]
+    assert lean == sorted(lean)
+    assert 0 < sum(lean) < len(lean)
+    wide = [
+        p.name for p in attempts(kernel_spec("causal", passes="backward", backward="{backend: cuda}", head_dim=256))
+    ]
+    assert not any(name.endswith("_lean") for name in wide)

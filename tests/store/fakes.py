@@ -79,6 +79,13 @@ def compile_narrow(plan: Any, source: Any) -> Artifact:
     return made
 
 
+def compile_no_cuda(plan: Any, source: Any) -> Artifact:
+    """In place of ``compile_source``: whatever is in CUDA spills."""
+    if plan.backend == "cuda":
+        raise ChoiceError(f"{plan.name}: 660 B of spills", slow=(False, 660))
+    return compile_quickly(plan, source)
+
+
 def compile_slowly(plan: Any, source: Any) -> Artifact:
     """In place of ``compile_source``, for long enough that builds meet each other."""
     time.sleep(0.05)

@@ -155,6 +155,20 @@ def test_the_least_spilling_one_is_kept_where_all_spill(spec: Path, store: Store
     assert kernel.name in [row["name"] for row in kernel.refused]
 
 
+def test_a_backward_that_cuda_gives_up_says_the_price_and_what_to_declare(spec: Path, store: Store, log: Path) -> None:
+    text = OPEN.replace("hopeless: {", "hopeless: {scalars: {n: {type: int32}, m: {type: int32, max: 9}}, ")
+    text = text.replace("q_pos >= kv", "q_pos >= kv + n + m")
+    spec.write_text(text.replace("causal, head_dim: [64, 128]", "hopeless, head_dim: 64, passes: backward"))
+    report = build(spec, jobs=1, store=store, compiler="tests.store.fakes:compile_no_cuda")
+    (kernel,) = report.kernels
+    assert kernel.manifest["backend"] == "triton"
+    assert kernel.advice == (
+        "a backward in CUDA was 1.4 to 1.9 times as fast at head dim 128 (docs/training.md); "
+        "declare a max for n, so that fewer integers need 64 bits"
+    )
+    assert report.to_dict()["kernels"][0]["advice"] == kernel.advice
+
+
 def test_a_tile_that_the_spec_fixes_fails_with_the_reason(spec: Path, store: Store, log: Path) -> None:
     fixed = "{variant: causal, head_dim: 64, tile: {m: 192, n: 64}, warps: {consumer: 3, overlap: true}, backend: cuda}"
     spec.write_text(OPEN.replace("{variant: causal, head_dim: [64, 128]}", fixed))

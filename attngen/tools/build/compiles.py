@@ -65,6 +65,13 @@ class BuiltKernel:
         rows: Sequence[Mapping[str, str]] = self.manifest.get("refused", ())
         return rows
 
+    @property
+    def advice(self) -> str | None:
+        """What it costs that CUDA was given up for another backend, and how to stay; None if it was not."""
+        if not self.refused or self.refused[0]["backend"] == self.manifest["backend"]:
+            return None
+        return _advice(self.manifest)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the kernel as ``attngen build --json`` prints it."""
         of_manifest = ("backend", "arch", "resources", "package", "dtype", "head_dim_qk", "head_dim_v", "layout")
@@ -75,6 +82,7 @@ class BuiltKernel:
             "origin": self.origin,
             "key": self.key,
             "refused": list(self.refused),
+            **({"advice": self.advice} if self.advice else {}),
         }
 
 
@@ -292,6 +300,36 @@ class Compiles:
 
     def _keep(self, task: Task, origin: str, manifest: Mapping[str, Any]) -> None:
         self.kernels[task.asked] = BuiltKernel(task.prepared.plan.name, task.key, origin, manifest, task.prepared)
+
+
+def after_refusals(store: Store, prepared: Prepared) -> Prepared | None:
+    """Return the first attempt at a kernel that no earlier build refused, or None if all were."""
+    task = Task.of(prepared)
+    while (refused := read_refusal(store, task.key)) is not None:
+        following = task.after(refused)
+        if following is None:
+            return None
+        task = following
+    return task.prepared
+
+
+def _advice(manifest: Mapping[str, Any]) -> str:
+    """Say what a kernel loses that takes too many registers in CUDA, and what to declare."""
+    from attngen.plan.allowances import TRITON_BACKWARD
+
+    variant = manifest.get("variant")
+    scalars = variant.get("scalars", ()) if isinstance(variant, Mapping) else ()
+    unbounded = [
+        row["name"]
+        for row in scalars
+        if row["dtype"].startswith("int") and row.get("const") is None and row.get("max") is None
+    ]
+    parts = [f"{TRITON_BACKWARD.says} ({TRITON_BACKWARD.measured.page})"] * (manifest["direction"] == "backward")
+    if unbounded:
+        parts.append(f"declare a max for {', '.join(unbounded)}, so that fewer integers need 64 bits")
+    else:
+        parts.append("a simpler mask or score, or a smaller head_dim, needs fewer registers")
+    return "; ".join(parts)
 
 
 def _effort(task: Task) -> tuple[bool, int]:
