@@ -115,6 +115,10 @@ def flash_attn_varlen_func(
     if block_table is not None:
         if seqused_k is None:
             raise CallError("block_table needs seqused_k, the keys of each sequence")
+        if cu_seqlens_k is not None:
+            raise CallError(
+                "cu_seqlens_k is for packed keys; with block_table, seqused_k counts the keys of a sequence"
+            )
         return attend_cached(CachedCall(
             q=q, k_cache=k, v_cache=v, page_table=block_table, lengths=seqused_k, cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal, window_size=window, softcap=softcap,

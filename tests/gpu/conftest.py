@@ -20,6 +20,7 @@ LONG = (
     "test_check_10", "test_check_11", "test_check_12", "checks_10_and_12", "sanitizer", "beyond_its_memory",
     "within_their_memory", "generated_specs", "thousand", "test_bench", "example_runs", "races_under_load",
     "a_server_gives", "static_cache", "test_models_first_call", "test_package", "test_model_spec", "every_divisor",
+    "test_flash_grids",
 )  # fmt: skip
 
 #: What a worker's allocator may keep of the card's memory between tests.

@@ -59,7 +59,7 @@ FAMILIES = {
     "dropout and sinks": ("dropout", "sinks"),
     "integrations": (
         "integrations", "integration_gradients", "integration_more", "integration_dropout", "caches", "compiled",
-        "sharded", "flex_attention", "flex_looks", "models_first_call", "model_spec",
+        "sharded", "flex_attention", "flex_looks", "models_first_call", "model_spec", "flash_grids", "flash_attn_4",
     ),
     "generated specs": ("fuzzed", "generated"),
     "commands, packages and examples": ("bench", "examples", "first_call", "package"),

@@ -11,16 +11,16 @@ from tests.gpu.flash_grid_runs import run_all, unexpected
 from tests.integrations.flash_grids import draw
 
 
-def _check(count: int, seed: int, folder: Path, *, longest: int = 2**30) -> None:
+def _check(count: int, seed: int, processes: int, folder: Path, *, longest: int = 2**30) -> None:
     """Nothing is wrong, and nothing but ``qv`` is refused."""
-    found = run_all(draw(count, seed, longest=longest), min(os.cpu_count() or 1, 16), folder)
+    found = run_all(draw(count, seed, longest=longest), min(os.cpu_count() or 1, processes), folder)
     assert not unexpected(found), "\n".join(unexpected(found))
 
 
 def test_a_sample(tmp_path: Path) -> None:
-    _check(100, 5, tmp_path, longest=1024)
+    _check(60, 5, 4, tmp_path, longest=1024)
 
 
 @pytest.mark.exhaustive
 def test_three_thousand(tmp_path: Path) -> None:
-    _check(3000, 0, tmp_path)
+    _check(3000, 0, 16, tmp_path)

@@ -37,6 +37,14 @@ def test_arguments_that_no_kernel_serves_are_refused_by_name(name: str) -> None:
         call(**{name: torch.ones(1)})
 
 
+def test_pages_have_no_packed_keys() -> None:
+    table, used = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    with pytest.raises(CallError, match="cu_seqlens_k is for packed keys"):
+        call(block_table=table, seqused_k=used)
+    with pytest.raises(CallError, match="block_table needs seqused_k"):
+        call(block_table=table)
+
+
 @pytest.mark.parametrize("version", [1, 5, "3"])
 def test_unknown_versions_are_refused(version: Any) -> None:
     for function in (is_fa_version_supported, fa_version_unsupported_reason, lambda n: call(fa_version=n)):
