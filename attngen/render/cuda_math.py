@@ -9,7 +9,7 @@ from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding
 from attngen.lang.folding import KEY, KV_FIRST, PRODUCT, cap_scale, fold_logit, less, split_keys, split_slope
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, own, spelled, walk
+from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, own, spelled, tensors, walk
 from attngen.lang.ranges import INT32
 from attngen.lang.rows import own_intervals
 from attngen.lang.segments import segments
@@ -503,7 +503,10 @@ def classified_word(plan: Plan, nodes: int = NODES) -> tuple[Statement, ...]:
     code = emit_for(plan, CUDA, [may, must], corner_bindings(plan, CUDA), prefix="tiles_")
     lines = [int_constant("candidate", "32 * {word} + {lane}")]
     if {"kv_lo", "kv_hi"} & (names(may) | names(must)):
-        lines.append(int_constants({"kv_lo": "{candidate} * kBlockN", "kv_hi": "{kv_lo} + (kBlockN - 1)"}))
+        last = "{kv_lo} + (kBlockN - 1)"
+        if tensors(may) | tensors(must):  # what they hold after the last key says nothing about it
+            last = "min({kv_lo} + kBlockN, {seqlen_k}) - 1"
+        lines.append(int_constants({"kv_lo": "{candidate} * kBlockN", "kv_hi": last}))
     listed = written("{candidate} >= {visible_lo} && {candidate} < {visible_hi}")
     seen = listed if may == TRUE else written("{} && ({})", listed, code.results[0])
     # the mask's code runs in the ragged last tile too, since keys end in it

@@ -25,8 +25,8 @@ from tests.gpu.family import for_this_gpu
 SPEC = Path(__file__).with_name("masks.yaml")
 DEVICE = "cuda"
 VARIANTS = (
-    "pairs", "pairs_of_heads", "runs", "runs_scored", "runs_capped", "windows", "neighbourhood_3d", "tiles_3d",
-    "causal",
+    "pairs", "pairs_of_heads", "runs", "runs_scored", "runs_capped", "windows", "documents_apart", "neighbourhood_3d",
+    "tiles_3d", "causal",
 )  # fmt: skip
 #: Head dim, tokens, batch, query heads, KV heads: whole tiles and ragged ones, a last tile of one key.
 SHAPES = ((64, 768, 2, 2, 2), (64, 577, 1, 4, 1), (128, 777, 1, 4, 2), (128, 1152, 1, 2, 2), (256, 705, 1, 2, 1))
@@ -86,6 +86,9 @@ def values(name: str, batch: int, heads: int, tokens: int, seed: int) -> dict[st
         case "runs_scored":
             slope = torch.rand(heads, generator=generator).to(DEVICE) / 8
             return {"id": in_runs(generator, batch, tokens), "slope": slope}
+        case "documents_apart":
+            numbers = 1 + torch.arange(tokens, dtype=torch.int32) // 37
+            return {"id": numbers.expand(batch, -1).contiguous().to(DEVICE)}
         case "windows":
             width = torch.randint(1, 300, (tokens,), generator=generator, dtype=torch.int32)
             return {"width": width.to(DEVICE)}

@@ -1,0 +1,29 @@
+"""Bounds by which kernels classify 32 tiles at a time read no tensor after the last key of a sequence."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.render import render
+from tests.plan.specs import planned
+
+DOCUMENTS = "doc: {dtype: int32, shape: [b, seqlen_k], monotone: {axis: 1}}"
+CLIPPED = "kv_hi = min(kv_lo + kBlockN, seqlen_k) - 1"
+
+
+@pytest.mark.parametrize("tile_map", ["auto", "never"])
+@pytest.mark.parametrize(
+    ("mask", "tensors", "clipped"),
+    [
+        ("(q ^ kv) & 3 != 2 and q_pos >= 0 and doc[b, q_pos] == doc[b, kv]", DOCUMENTS, True),
+        ("(q ^ kv) & 3 != 2 and kv % n == 0", "", False),
+    ],
+)
+def test_the_last_key_of_a_tile_exists_where_a_tensor_is_read_there(
+    mask: str, tensors: str, clipped: bool, tile_map: str
+) -> None:
+    declared = (
+        f"variants:\n  own: {{mask: '{mask}', tensors: {{{tensors}}}, scalars: {{n: {{type: int32, min: 1}}}}}}\n"
+    )
+    plan = planned("own", declared=declared, backend="cuda", arch="sm90a", dtype="bf16", tile_map=tile_map)
+    assert (CLIPPED in render(plan).text) == clipped
