@@ -266,6 +266,7 @@ def test_the_stubs_name_what_there_is(site: Path) -> None:
 
 
 def test_the_stubs_know_each_variant(site: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
     (tmp_path / "user.py").write_text(USER)
     # torch itself takes minutes, and the runtime, which is checked as attngen's, ten seconds
     (tmp_path / "mypy.ini").write_text(
