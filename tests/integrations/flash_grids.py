@@ -21,8 +21,9 @@ from torch import Tensor
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations import flash_attn_3
 
-#: What sums of the same float32 products in another order differ by: with one key, gradients are 0 in plain torch.
-NOISE = 1e-5
+#: What sums of the same float32 products in another order differ by. With one key, plain torch's gradients are exactly 0,
+#: and those of a kernel are the rounding of some hundred queries.
+NOISE = 5e-5
 
 #: Heads of q in all families that are compared with a reference.
 HEADS = 6
