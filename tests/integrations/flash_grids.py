@@ -21,8 +21,8 @@ from torch import Tensor
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations import flash_attn_3
 
-#: What sums of the same float32 products in another order differ by. With one key, plain torch's gradients are exactly 0,
-#: and those of a kernel are the rounding of some hundred queries.
+#: What sums of the same float32 products in another order differ by. With one key, gradients are exactly 0 in plain
+#: torch, and the rounding of some hundred queries in a kernel.
 NOISE = 5e-5
 
 #: Heads of q in all families that are compared with a reference.
