@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -217,9 +218,15 @@ def contiguous_view(shape: Sequence[int], order: str) -> View:
     return view(shape, strides, order)
 
 
+def is_distributed(value: Any) -> bool:
+    """Whether a value is a DTensor, whose module is not imported to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def refuse_unreadable(tensors: Mapping[str, Any]) -> None:
-    """Raise CallError for a sparse tensor, and for one with the negative bit: kernels would read, or write, numbers of
-    the other sign.
+    """Raise CallError for a DTensor, a sparse tensor, and one with the negative bit: kernels would read, or write,
+    numbers of the other sign.
 
     A trace cannot tell; the operator that it calls is checked when it runs.
     """
@@ -228,6 +235,11 @@ def refuse_unreadable(tensors: Mapping[str, Any]) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.is_nested:  # which other checks refuse
             continue
+        if is_distributed(tensor):
+            raise CallError(
+                f"{name} is a DTensor, which attention, attention_varlen and attention_paged alone take, if q is one, "
+                f"too; allowed: {name}.to_local()"
+            )
         if tensor.layout != torch.strided:
             raise CallError(f"{name} has layout {tensor.layout}; allowed: a dense tensor, {name}.to_dense()")
         if tensor.is_neg():

@@ -26,6 +26,8 @@ def note(key: list[Any], tensor: Any) -> int:
             raise
         key.append(tensor.layout)  # refused when the call is bound
         return 0
+    if not address:
+        key.append(type(tensor))  # no tensor, or one without memory of its own, which is refused when the call is bound
     key += (
         tensor.dtype,
         tensor.shape,

@@ -29,6 +29,7 @@ from attngen.runtime.given import Given, tensors_of
 from attngen.runtime.paged_operators import INTO
 from attngen.runtime.paging import in_rows
 from attngen.runtime.registry import registry
+from attngen.runtime.sharding import Sharded, refuse, refuse_mixed, register, register_waiting
 from attngen.runtime.signature import TAGS, Signature, arguments_of, first_own, parameters_of
 
 #: What the names of operators end with, by the form of their calls.
@@ -85,6 +86,9 @@ class _Operators:
         forward, backward = (getattr(getattr(torch.ops, self._namespace), each) for each in (name, backward_name))
         flops.count_forward(forward, calls.given)
         flops.count_backward(backward, calls.given, first=_BEFORE_INPUTS)
+        for operator in (forward.default, backward.default):
+            of_backward = operator is backward.default
+            register(operator, Sharded(operator, variant, _form(packed), of_backward).strategy)
         torch.library.register_autograd(
             f"{self._namespace}::{name}",
             _Differentiation(calls, backward).backward,
@@ -225,6 +229,7 @@ def operators_of(variant: str, package: str | None = None) -> tuple[str, str, Si
 
     A variant that was built again with other arguments gets operators of another name, since torch keeps the first.
     """
+    register_waiting()
     found = registry.find(variant, package)
     namespace, name = found.namespace or namespace_of(found.package), found.operator
     schema = schema_of(found.variant, packed=True)
@@ -265,6 +270,8 @@ def define_once(name: str, schema: str, run: Callable[..., Any], *, fake: Callab
             for key in ("CPU", "CUDA"):
                 library.impl(name, run, key)
             torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+            refuse(getattr(getattr(torch.ops, namespace), name).default, name)
+    register_waiting()
     return namespace
 
 
@@ -306,6 +313,10 @@ def _resolved(given: Given) -> tuple[Any, str, list[Any]]:
 
 def call(given: Given) -> Any:
     """Call the operator of a variant; what is traced is this function and nothing below it. Raises CallError."""
+    if not torch.compiler.is_compiling():
+        if type(given.variant) is Variant:
+            given = given._replace(variant=registry.declare(given.variant))
+        refuse_mixed(given)
     operators, name, own = _resolved(given)
     arguments = arguments_of(given, own)
     if given.out is not None:
@@ -326,7 +337,6 @@ def watched(given: Given) -> Any:
     values = {name: value for name, value in bound.scalars.items() if given.arguments.get(name) is not None}
     return call(
         given._replace(
-            variant=registry.declare(given.variant) if type(given.variant) is Variant else given.variant,
             softmax_scale=None if given.softmax_scale is None else bound.scale,
             max_seqlen_q=_integer(given.max_seqlen_q), max_seqlen_k=_integer(given.max_seqlen_k),
             num_splits=_integer(given.num_splits), split_size=_integer(given.split_size),

@@ -16,6 +16,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime import at_trace, dispatch, flops
 from attngen.runtime.checked import lse_dtype_of, out_dtype_of
 from attngen.runtime.given import Given
+from attngen.runtime.sharding import Sharded, register
 from attngen.runtime.signature import TAGS, Signature, parameters_of
 
 #: What the names of both end with: of the one that allocates its output, and of the other.
@@ -41,7 +42,9 @@ def define(library: torch.library.Library, name: str, full_name: str, variant: V
     torch.library.register_fake(f"{library.ns}::{plain}", calls.fake_forward, lib=library)
     torch.library.register_fake(f"{library.ns}::{given}", calls.fake_forward_into, lib=library)
     for packet, first in ((plain, 0), (given, 1)):
-        flops.count_forward(getattr(getattr(torch.ops, library.ns), packet), calls.given, first)
+        operator = getattr(getattr(torch.ops, library.ns), packet)
+        flops.count_forward(operator, calls.given, first)
+        register(operator.default, Sharded(operator.default, variant, "paged").strategy)
     torch.library.register_autograd(
         f"{library.ns}::{plain}", calls.refuse, setup_context=calls.setup_context, lib=library
     )

@@ -7,7 +7,7 @@ torch (``derivatives``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,19 @@ from attngen.runtime.binding import find
 from attngen.runtime.derivatives import Plain, reference_gradients
 from attngen.runtime.given import TENSORS, Given, make, settings_of, tensors_of
 
-_SEQUENCE = Var("b", Type.INT)
-#: What an expression may read that tells how many sequences stand beside one another.
-_OF_THE_BATCH = frozenset({"b", "q_global", "kv_global", "total_q", "total_k"})
+
+@dataclass(frozen=True)
+class Beside:
+    """Things that stand beside one another in a call, as sequences do and heads."""
+
+    #: Name of the number of one → the extent of axes that have something for each of them.
+    numbers: Mapping[str, str]
+    #: What else an expression may read that depends on how many there are, or on those before.
+    counts: frozenset[str]
+
+
+SEQUENCES = Beside({"b": "b"}, frozenset({"q_global", "kv_global", "total_q", "total_k"}))
+HEADS = Beside({"h": "h", "hk": "hk"}, frozenset({"heads", "kv_heads"}))
 
 _Tensors = tuple[Any, ...]  # those of a call in the order of ``TENSORS``, then the variant's own; None for none
 
@@ -245,7 +255,7 @@ def batch_axes(recorded: Recorded, tensors: _Tensors, dims: Sequence[Any]) -> li
     """
     given = recorded.given(tensors)
     variant = given.variant if isinstance(given.variant, Variant) else find(given.variant, given.package).variant
-    if given.form != "dense" or given.q_descale is not None or variant.dropout or not _sequences_stand_alone(variant):
+    if given.form != "dense" or given.q_descale is not None or variant.dropout or not stand_alone(variant, SEQUENCES):
         return None
     shapes = {tensor.name: tensor.shape for tensor in variant.tensors}
     axes: list[int | None] = [0 if tensor is not None else None for tensor in tensors[: len(TENSORS)]]
@@ -256,25 +266,26 @@ def batch_axes(recorded: Recorded, tensors: _Tensors, dims: Sequence[Any]) -> li
     return None if shared else axes
 
 
-def _sequences_stand_alone(variant: Variant) -> bool:
-    """Whether a variant reads the number of a sequence only to index tensors that have something for each sequence."""
+def stand_alone(variant: Variant, them: Beside) -> bool:
+    """Whether a variant reads the number of a sequence, or of a head, only to index tensors that have something for
+    each of them."""
     shapes = {tensor.name: tensor.shape for tensor in variant.tensors}
+    index_of = {extent: Var(name, Type.INT) for name, extent in them.numbers.items()}
 
     def alone(node: Expr) -> bool:
         if isinstance(node, Var):
-            return node.name not in _OF_THE_BATCH
+            return node.name not in them.numbers and node.name not in them.counts
         if isinstance(node, Load):
             return all(
-                index == _SEQUENCE if extent == "b" else alone(index)
+                index == index_of[extent] if extent in index_of else alone(index)
                 for index, extent in zip(node.indices, shapes[node.tensor], strict=True)
             )
         return all(alone(part) for part in node.args) if isinstance(node, Op) else True
 
     bounds = {bound for scalar in variant.scalars for bound in (scalar.min, scalar.max)}
     bounds |= {bound for tensor in variant.tensors for bound in (*(tensor.range or ()), *tensor.shape)}
-    counted = bounds & (_OF_THE_BATCH - {"b"})
     expressions = [each for each in (variant.mask, variant.score, variant.sink) if each is not None]
-    return not counted and all(alone(each) for each in expressions)
+    return not bounds & them.counts and all(alone(each) for each in expressions)
 
 
 def _element(tensors: Sequence[Any], dims: Sequence[Any], i: int) -> list[Any]:
