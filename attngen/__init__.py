@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attngen.formats import VERSION
+from attngen.runtime.exported import install
 
 if TYPE_CHECKING:
     from attngen import errors, integrations
@@ -49,6 +50,8 @@ _HOMES = {
     "variant": "attngen.variants",
 }
 
+
+install()  # what torch.export.load needs of attngen
 
 if os.environ.get("ATTNGEN_JIT", "0") not in ("", "0"):
     from attngen.first_call import jit

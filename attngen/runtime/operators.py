@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attngen.errors import CallError
+from attngen.errors import CallError, NoKernelError
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Variant
 from attngen.runtime import at_trace, dispatch, flops, paged_operators, training
@@ -28,7 +29,7 @@ from attngen.runtime.dropout import check_rate, draw
 from attngen.runtime.given import Given, tensors_of
 from attngen.runtime.paged_operators import INTO
 from attngen.runtime.paging import in_rows
-from attngen.runtime.registry import registry
+from attngen.runtime.registry import NO_PACKAGE, SHARED_NAMESPACE, Found, registry
 from attngen.runtime.sharding import Sharded, refuse, refuse_mixed, register, register_waiting
 from attngen.runtime.signature import TAGS, Signature, arguments_of, first_own, parameters_of
 
@@ -57,6 +58,10 @@ def _backward_schema(variant: Variant, *, packed: bool) -> str:
 def namespace_of(package: str) -> str:
     """Return the operator namespace of a package; never one of torch's own."""
     return package if package.startswith("attngen") else f"attngen_{package}"
+
+
+#: The namespace of operators that belong to no variant: that of the package which has this runtime.
+NAMESPACE = namespace_of(__name__.partition(".")[0])
 
 
 class _Operators:
@@ -222,6 +227,17 @@ _libraries: dict[str, torch.library.Library] = {}
 _others: dict[tuple[str, str], torch.library.Library] = {}
 _operators: dict[tuple[str, str, str, str], tuple[str, _Operators]] = {}
 _lock = threading.RLock()
+_busy = threading.local()  # whether a thread is defining operators
+
+
+@contextmanager
+def _defining() -> Iterator[None]:
+    """Say that this thread defines operators, for which torch looks meanwhile."""
+    _busy.defining = True
+    try:
+        yield
+    finally:
+        _busy.defining = False
 
 
 def operators_of(variant: str, package: str | None = None) -> tuple[str, str, Signature]:
@@ -231,7 +247,16 @@ def operators_of(variant: str, package: str | None = None) -> tuple[str, str, Si
     """
     register_waiting()
     found = registry.find(variant, package)
-    namespace, name = found.namespace or namespace_of(found.package), found.operator
+    return _defined(found, *_place_of(found))
+
+
+def _place_of(found: Found) -> tuple[str, str]:
+    """Namespace and name of the operators of a variant."""
+    return found.namespace or namespace_of(found.package), found.operator
+
+
+def _defined(found: Found, namespace: str, name: str) -> tuple[str, str, Signature]:
+    """Define the operators of a variant unless they are, and return their place and signature."""
     schema = schema_of(found.variant, packed=True)
     with _lock:
         known = _operators.get((namespace, name, found.full_name, schema))
@@ -241,10 +266,9 @@ def operators_of(variant: str, package: str | None = None) -> tuple[str, str, Si
             library = _libraries.get(namespace)
             if library is None:
                 library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-            known = _operators[namespace, name, found.full_name, schema] = (
-                chosen,
-                _Operators(library, found.full_name, found.variant, chosen),
-            )
+            with _defining():
+                made = _Operators(library, found.full_name, found.variant, chosen)
+            known = _operators[namespace, name, found.full_name, schema] = chosen, made
     return namespace, known[0], known[1].signature
 
 
@@ -259,18 +283,50 @@ def define(variants: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{namespace}::{name}" for namespace, name in found)
 
 
+def define_named(namespace: str, operator: str) -> bool:
+    """Define the operators of the variant to which one belongs, by its namespace and name, and return True; False while
+    this thread defines others. Raises NoKernelError, with what to do, for a variant that this process does not know.
+    """
+    if getattr(_busy, "defining", False):
+        return False
+    name = operator
+    for suffix in ("__backward", INTO, *filter(None, _SUFFIXES.values())):
+        name = name.removesuffix(suffix)
+    asked = [f"{package.name}/{name}" for _, package in registry.packages() if name in package.variants]
+    for candidate in (f"{NO_PACKAGE}/{name}", name, *asked):
+        try:
+            found = registry.find(candidate)
+        except CallError:  # among them NoKernelError, and names that are ambiguous
+            continue
+        if _place_of(found) == (namespace, name):
+            _defined(found, namespace, name)
+            return True
+    preset = registry.preset(name) if namespace == SHARED_NAMESPACE else None
+    if preset is not None:  # which packages have, so that its own operators are theirs
+        _defined(registry.find(registry.declare(preset)), namespace, name)
+        return True
+    package = namespace.removeprefix("attngen_installed_").removeprefix("attngen_")
+    if namespace == SHARED_NAMESPACE:
+        remedy = "make the variant known first, by attngen.variant with the same definition"
+    else:
+        remedy = f"build the spec of package '{package}', or attngen.load it, or call define_operators() of its wheel"
+    known = sorted({f"{owner.name}/{variant}" for _, owner in registry.packages() for variant in owner.variants})
+    raise NoKernelError(f"no variant '{name}' is known; {remedy}. Built: {', '.join(known) or 'nothing'}")
+
+
 def define_once(name: str, schema: str, run: Callable[..., Any], *, fake: Callable[..., Any]) -> str:
     """Define an operator that belongs to no variant, unless it is, and return its namespace: that of the package which
     has this runtime. ``fake`` returns results of the right shapes, for tracing."""
-    namespace = namespace_of(__name__.partition(".")[0])
+    namespace = NAMESPACE
     with _lock:
         if (namespace, name) not in _others:
             library = _others[namespace, name] = torch.library.Library(namespace, "FRAGMENT")
-            library.define(name + schema, tags=TAGS)
-            for key in ("CPU", "CUDA"):
-                library.impl(name, run, key)
-            torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
-            refuse(getattr(getattr(torch.ops, namespace), name).default, name)
+            with _defining():
+                library.define(name + schema, tags=TAGS)
+                for key in ("CPU", "CUDA"):
+                    library.impl(name, run, key)
+                torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+                refuse(getattr(getattr(torch.ops, namespace), name).default, name)
     register_waiting()
     return namespace
 

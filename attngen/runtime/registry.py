@@ -230,7 +230,7 @@ class Registry:
             kernels = (*found.kernels, *self._compiled_for(found.variant))
             return replace(found, kernels=kernels, namespace=SHARED_NAMESPACE, name=short)
         if package in (None, NO_PACKAGE) and not self._lists(short):
-            variant = self._preset(short)
+            variant = self.preset(short)
             if variant is not None:
                 compiled = self._compiled_for(variant)
                 return Found(NO_PACKAGE, variant, compiled, SHARED_NAMESPACE, short)
@@ -240,7 +240,7 @@ class Registry:
         """Whether a package lists kernels of a variant, readable or not."""
         return any(name in package.sources for _, package in self.packages())
 
-    def _preset(self, name: str) -> Variant | None:
+    def preset(self, name: str) -> Variant | None:
         """Return a preset; None if there is none of that name, and in the runtime that a package carries."""
         discovery = _discovery()
         found: Variant | None = None if discovery is None else discovery.preset(name)
