@@ -217,7 +217,8 @@ def attention_paged(
 def define_operators(*variants: str) -> tuple[str, ...]:
     """Define the operators of ``torch.library`` of these variants, or of all, and return their qualified names.
 
-    A traced call defines its own operators, and so does ``torch.ops`` when one is named. Raises NoKernelError for a variant that is not built.
+    A traced call defines its own operators, and so does ``torch.ops`` when one is named. Raises NoKernelError for a
+    variant that is not built.
     """
     from attngen.runtime import operators
 

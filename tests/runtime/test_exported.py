@@ -90,8 +90,8 @@ def test_what_no_package_has_is_named_with_advice(tmp_path: Path) -> None:
     assert b"torch.ops.attngen_gone.lost" in renamed
     (tmp_path / "other.pt2").write_bytes(renamed.replace(b"attngen_gone.lost", b"attngen_gone.lust"))
     advice = (
-        r"no operator attngen_gone::lust: no variant 'lust' is known; build the spec of package 'gone', or attngen.load "
-        r"it, or call define_operators\(\) of its wheel. Built: here/kept"
+        r"no operator attngen_gone::lust: no variant 'lust' is known; build the spec of package 'gone', or "
+        r"attngen.load it, or call define_operators\(\) of its wheel. Built: here/kept"
     )
     with pytest.warns(RuntimeWarning, match=advice), pytest.raises(RuntimeError):
         torch.export.load(tmp_path / "other.pt2")
