@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attngen.formats import VERSION
-from attngen.runtime.exported import install
+from attngen.runtime.exported import install as _install
 
 if TYPE_CHECKING:
     from attngen import errors, integrations
@@ -51,7 +51,7 @@ _HOMES = {
 }
 
 
-install()  # what torch.export.load needs of attngen
+_install()  # what torch.export.load needs of attngen
 
 if os.environ.get("ATTNGEN_JIT", "0") not in ("", "0"):
     from attngen.first_call import jit

@@ -12,10 +12,12 @@ from attngen.lang.variant import Variant
 from attngen.runtime import dispatch
 from attngen.runtime.dispatch import is_traced, run, watching
 from attngen.runtime.given import Given, make
+from attngen.runtime.keys import PLAIN
 from attngen.runtime.tile_map import TileMap
 
-#: Whether autocast is on for any device. Looked up once: every call asks.
+#: Looked up once: every call asks. Whether autocast is on is asked for any device.
 _any_autocast = torch._C._is_any_autocast_enabled
+_is_compiling = torch.compiler.is_compiling
 
 
 def attention(
@@ -74,9 +76,9 @@ def attention(
         softmax_scale, return_lse, deterministic, "dense", layout, backend, package, None, None, None, None,
         out_dtype,
     ))  # fmt: skip
-    if is_traced(q):
-        return _traced(given)
-    return _watched(given) if watching() else run(given)
+    if _is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
+        return _by_operator(given)
+    return run(given)
 
 
 def attention_varlen(
@@ -116,14 +118,20 @@ def attention_varlen(
         tile_map, variant, softmax_scale, return_lse, deterministic, "varlen", "varlen", backend, package, max_seqlen_q,
         max_seqlen_k, None, None, out_dtype,
     ))  # fmt: skip
-    if is_traced(q):
-        return _traced(given)
-    return _watched(given) if watching() else run(given)
+    if _is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
+        return _by_operator(given)
+    return run(given)
 
 
-def _traced(given: Given) -> Any:
+def _by_operator(given: Given) -> Any:
+    """Run a call that is traced, or that a dispatch mode has to see whole."""
+    traced = is_traced(given.q)
+    if not traced and not watching():  # such as a nested tensor, which is refused
+        return run(given)
     from attngen.runtime import operators  # what it imports of torch brings a compiler
 
+    if not traced:
+        return operators.watched(given)
     if not torch.compiler.is_compiling() and given.q.device.type == "meta":
         _check_on_meta(given)
     return operators.call(given)
@@ -139,13 +147,6 @@ def _check_on_meta(given: Given) -> None:
     for name, tensor in (("k", given.k), ("v", given.v)):
         if tensor.device.type != "meta":
             raise CallError(f"q is on meta, but {name} is on {tensor.device}; all tensors must be on one device")
-
-
-def _watched(given: Given) -> Any:
-    """Run a call while a dispatch mode is active, as an operator that the mode sees whole."""
-    from attngen.runtime import operators
-
-    return operators.watched(given)
 
 
 def _as_autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -209,9 +210,9 @@ def attention_paged(
         None, variant, softmax_scale, return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None,
         num_splits, split_size, None,
     ))  # fmt: skip
-    if is_traced(q):
-        return _traced(given)
-    return _watched(given) if watching() else run(given)
+    if _is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
+        return _by_operator(given)
+    return run(given)
 
 
 def define_operators(*variants: str) -> tuple[str, ...]:
