@@ -21,6 +21,9 @@ class Artifact:
     texts: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, bytes] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"Artifact({self.name}: a cubin of {len(self.cubin)} B)"
+
     @property
     def name(self) -> str:
         """The kernel's name, which is its symbol too."""

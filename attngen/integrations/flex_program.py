@@ -3,6 +3,7 @@ second to import."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def in_a_program(
     if block_mask is not None:
         handle, of_mask = block_mask.handle, block_mask.double_tensors if double else block_mask.tensors
     unread = wants_maxima or (block_mask is not None and handle is None)
-    if unread or (score_mod is not None and _made_inside(score_mod)):
+    if unread or (score_mod is not None and (_made_inside(score_mod) or _is_partial_of_tensors(score_mod))):
         handle = None
     elif score_mod is not None or block_mask is None:
         mask_mod = None if block_mask is None else block_mask.mask_mod
@@ -90,6 +91,14 @@ def _made_inside(score_mod: Any) -> bool:
     """
     comptime(_note_source)
     return _sourceless()
+
+
+def _is_partial_of_tensors(score_mod: Any) -> bool:
+    """Whether a partial function has arguments that a trace cannot take for constants."""
+    if not isinstance(score_mod, partial):
+        return False
+    given = (*score_mod.args, *score_mod.keywords.values())
+    return not all(isinstance(one, bool | int | float | str) for one in given)
 
 
 def _note_source(context: Any) -> None:

@@ -273,6 +273,9 @@ class Plan:
     tuned: tuple[TunedOn, ...] = ()  # where its tile, stages and warps were measured, if a file had them
     backend_reason: str = ""  # of the choice, not of the kernel: no part of its JSON form
 
+    def __repr__(self) -> str:
+        return f"Plan({self.name} of {self.spec_file})"
+
     @property
     def arch(self) -> Arch:
         """The row of limits and features of the target."""

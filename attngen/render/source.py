@@ -25,6 +25,9 @@ class Source:
     backend: str
     headers: Mapping[str, str] = field(default_factory=dict)  # text of each included file by its name
 
+    def __repr__(self) -> str:
+        return f"Source({self.file_name}: {self.text.count(chr(10))} lines, {len(self.headers)} headers)"
+
     @property
     def file_name(self) -> str:
         """The name of the file that holds the text."""

@@ -39,6 +39,10 @@ class Package:
     namespace: str | None = None
     _read: dict[str, tuple[Kernel, ...]] = field(default_factory=dict, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        kernels = sum(map(len, self.sources.values()))
+        return f"Package({self.name}, from {self.origin}: {len(self.variants)} variants, {kernels} kernels)"
+
     @property
     def variants(self) -> tuple[str, ...]:
         """Names of the variants that the package has kernels of."""

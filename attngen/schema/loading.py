@@ -41,6 +41,9 @@ class DeclaredVariant:
         """Return the place of one of its fields, or of the variant where it lacks that field."""
         return self.tree.locate(("variants", self.variant.name, name))
 
+    def __repr__(self) -> str:
+        return f"DeclaredVariant({self.variant.name}, {self.location})"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -65,6 +68,12 @@ class Spec:
     tree: tree.Node
     variants: Mapping[str, DeclaredVariant] = field(default_factory=dict)
     sources: tuple[Source, ...] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"Spec({self.file}, package {self.package}: {len(self.variants)} variants, "
+            f"{len(self.model.kernels)} entries of kernels)"
+        )
 
 
 def load_spec(path: str | Path) -> Spec:

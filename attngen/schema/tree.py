@@ -42,6 +42,9 @@ class Node:
     size: int = 1
     keys: dict[str, Location] = field(default_factory=dict)  # of a mapping: where each key stands
 
+    def __repr__(self) -> str:
+        return f"Node({shorten(repr(self.plain()))}, {self.location})"
+
     def plain(self) -> Any:
         """Return the value without locations: dicts, lists and scalars."""
         if isinstance(self.value, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -405,6 +406,44 @@ def test_a_function_made_inside_of_a_program_breaks_its_graph_and_is_right() -> 
     assert torch.allclose(found, wanted, atol=1e-6)
     for one, other in zip(*(torch.autograd.grad(t.sum(), [module.bias]) for t in (found, wanted)), strict=True):
         assert torch.allclose(one, other, atol=1e-4)
+
+
+def _inside(kind: str, table: Tensor, scale: float) -> Any:
+    """Return what a program runs: it makes a score_mod that captures a tensor, a number, both or nothing."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shifted = table * 2
+        mods = {
+            "nothing": lambda s, b, h, q, kv: s + 0.1 * (q - kv),
+            "a number": lambda s, b, h, q, kv: s * scale,
+            "a tensor of the program": lambda s, b, h, q, kv: s + shifted[kv],
+            "a tensor of its caller": lambda s, b, h, q, kv: s + table[kv] * scale,
+            "a partial function": partial(_biased, shifted),
+        }
+        found: Tensor = ours.flex_attention(q * 1, k, v, mods[kind]) * 2
+        return found
+
+    return program
+
+
+def _biased(bias: Tensor, s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + bias[kv]
+
+
+@pytest.mark.parametrize(
+    "kind", ["nothing", "a number", "a tensor of the program", "a tensor of its caller", "a partial function"]
+)
+def test_whatever_a_function_made_inside_of_a_program_captures(kind: str) -> None:
+    given, table = [t.detach() for t in qkv()], torch.randn(LENGTH)
+    program = _inside(kind, table, 0.5)
+    found = compiled(program, fullgraph=False)(*given)
+    assert torch.allclose(found, program(*given), atol=1e-6)
+
+
+def test_a_partial_function_over_a_tensor_breaks_the_graph() -> None:
+    given, score_mod = [t.detach() for t in qkv()], partial(_biased, torch.randn(LENGTH))
+    found = compiled(lambda *given: ours.flex_attention(*given, score_mod) * 2, fullgraph=False)(*given)
+    assert torch.allclose(found, ours.flex_attention(*given, score_mod) * 2, atol=1e-6)
 
 
 def test_what_is_refused_is_refused_in_a_program_too() -> None:
