@@ -1,6 +1,6 @@
 """Drop-ins for what other libraries call: torch's scaled_dot_product_attention, flash-attn, Hugging Face transformers.
 
-``sdpa`` is a context manager; ``flash_attn`` and ``transformers`` are modules, imported when they are first used.
+``sdpa`` is a context manager; the others are modules, imported when they are first used.
 """
 
 from __future__ import annotations
@@ -8,16 +8,33 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from attngen.errors import suggest
+
 if TYPE_CHECKING:
-    from attngen.integrations import flash_attn, transformers
+    from attngen.integrations import (
+        bert_padding,
+        flash_attn,
+        flash_attn_3,
+        flex_attention,
+        transformers,
+        vllm_flash_attn,
+    )
     from attngen.integrations.routing import sdpa
 
-__all__ = ["flash_attn", "sdpa", "transformers"]
+__all__ = [
+    "bert_padding",
+    "flash_attn",
+    "flash_attn_3",
+    "flex_attention",
+    "sdpa",
+    "transformers",
+    "vllm_flash_attn",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'attngen.integrations' has no attribute '{name}'")
+        raise AttributeError(f"module 'attngen.integrations' has no attribute '{name}'{suggest(name, __all__)}")
     if name == "sdpa":
         value = import_module("attngen.integrations.routing").sdpa
     else:
