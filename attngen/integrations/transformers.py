@@ -135,7 +135,7 @@ def asked(
 
     ``s_aux`` (h,) are sinks: a logit of each head that takes part in the softmax and has no value; ``sinks``
     (b, h, sq, 1) has one for each query as well. ``indices`` (b, sq, n) are the keys that each query selects, each of
-    them once. Without a mask the call is causal, aligned at the last key, if the module or ``is_causal`` says so.
+    them once. Without a mask the call is causal if the module or ``is_causal`` says so, with a key for each query.
     ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` pack sequences into one row of the
     batch. Raises NoKernelError for what no variant computes, such as ``block_indices``, and CallError for arguments
     that disagree.
@@ -148,6 +148,7 @@ def asked(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     given = attention_mask
+    _covers(module, given, q, k, kwargs, causal=is_causal)
     if indices is not None and indices.shape[-1] < k.shape[1]:  # else each query selects all keys
         given = _selected(indices, given, k.shape[1], causal=is_causal and q.shape[1] > 1)
     packing = _packing(q, given, kwargs)
@@ -178,6 +179,28 @@ def asked(
     if logits is not None:
         candidates = with_sinks + [replace(each, finish=partial(join_sinks, sinks=logits)) for each in candidates]
     return Asked(with_dropout(candidates, dropout if module.training else 0.0), q, k, v, packing, used)
+
+
+def _covers(
+    module: torch.nn.Module, given: Tensor | None, q: Tensor, k: Tensor, kwargs: Mapping[str, Any], *, causal: bool
+) -> None:
+    """Raise CallError for keys of which neither the mask nor the queries say who sees them.
+
+    Layers may append keys after the masks of the forward pass were made.
+    """
+    queries, keys = q.shape[1], k.shape[1]
+    name = type(module).__name__
+    if given is not None:
+        if given.shape[-1] < keys and (given.shape[-1] != 1 or isinstance(given, StructuredMask)):
+            raise CallError(
+                f"{name} passes {keys} keys, but the attention mask covers {given.shape[-1]}: it does not say which "
+                "queries see the others; attn_implementation='eager' serves this model"
+            )
+    elif causal and 1 < queries != keys and any(kwargs.get(each) is None for each in _PACKED):
+        raise CallError(
+            f"{name} passes {queries} queries and {keys} keys to causal attention without a mask: it is not known "
+            "which keys come after which query; pass the mask, or is_causal=False if every query sees every key"
+        )
 
 
 def _collects_weights() -> bool:
@@ -399,10 +422,11 @@ def mask(
     ``attention_mask`` (batch, keys so far) is False at padding. Its values are read once, as transformers itself does
     for SDPA; while a graph is traced or captured nothing is read, and the mask is a tensor of bools. That of a causal
     step against a static cache, without ``attention_mask``, has its structure as an attribute. A step that ``generate``
-    compiles takes a mask that was made outside of it, as a structure. Raises CallError for a model that computes its
-    attention itself: it would add the bools to its scores.
+    compiles takes a mask that was made outside of it, as a structure. A model that knows no masks but eager's gets
+    these, numbers that are added. Raises CallError for a model that computes its attention itself: it would add the
+    bools to its scores.
     """
-    from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, prepare_padding_mask, sdpa_mask
     from transformers.utils.import_utils import is_tracing
 
     function = causal_mask_function if mask_function is None else mask_function
@@ -416,16 +440,23 @@ def mask(
         assert found is not None
         return found
 
+    config: type = type(kwargs.get("config"))
+    if takes_masks_of_eager(config):
+        options = {"use_vmap": use_vmap, "device": device, **({"dtype": kwargs["dtype"]} if "dtype" in kwargs else {})}
+        numbers: Tensor = eager_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, **options
+        )
+        return numbers
     if is_tracing(attention_mask) or detect_fake_mode() is not None:
         plain = function is causal_mask_function and attention_mask is None and kv_offset == 0
-        if plain and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length:
+        skips = plain and kwargs.get("allow_is_causal_skip", True)
+        if skips and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length:
             return None
         found = build()
         if plain and isinstance(q_offset, Tensor):  # a step against a static cache: its bools need not be read
             used = (q_offset + q_length).to(device=device, dtype=torch.int32)
             setattr(found, _USED, used.reshape(1).expand(batch_size).contiguous())
         return found
-    config: type = type(kwargs.get("config"))
     own = _with_attention_of_its_own(config)
     if own is not None:
         raise CallError(f"{own} computes its attention itself, so that attn_implementation must be 'eager'")
@@ -444,13 +475,24 @@ def mask(
 
 
 @cache
+def takes_masks_of_eager(config: type) -> bool:
+    """Whether the layers of a config's model take an implementation of attention, but know no masks except eager's.
+
+    Such a class declares that it supports neither SDPA, nor flash-attn, nor FlexAttention. DeepSeek-V4's layers append
+    columns to the mask of a forward pass, as numbers that are added.
+    """
+    says = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+    models = _models_of(config)
+    return bool(models) and all(
+        getattr(model, "_supports_attention_backend", False) and not any(getattr(model, name, False) for name in says)
+        for model in models
+    )
+
+
+@cache
 def _with_attention_of_its_own(config: type) -> str | None:
     """Return the name of a config's model if it ignores ``attn_implementation``; None if it does not, or is unknown."""
-    from transformers import MODEL_MAPPING
-
-    found = MODEL_MAPPING.get(config, None)
-    first = found[0] if isinstance(found, tuple) else found
-    models = _loaded_models(config) if first is None else [first]
+    models = _models_of(config)
     says = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
     if not models or any(getattr(model, name, True) for model in models for name in says):
         return None
@@ -487,6 +529,15 @@ def _names(function: Callable[..., Any]) -> frozenset[str]:
     for code in codes:  # grows
         codes += [each for each in getattr(code, "co_consts", ()) if hasattr(each, "co_names")]
     return frozenset(name for code in codes if code is not None for name in code.co_names)
+
+
+def _models_of(config: type) -> list[Any]:
+    """The base model of a config, or all models of its package that are loaded, if no mapping has it."""
+    from transformers import MODEL_MAPPING
+
+    found = MODEL_MAPPING.get(config, None)
+    first = found[0] if isinstance(found, tuple) else found
+    return _loaded_models(config) if first is None else [first]
 
 
 def _loaded_models(config: type) -> list[Any]:
