@@ -27,9 +27,10 @@ def inputs_of(model: Any) -> dict[str, Any] | str:
         return {first: rows, "grid_thw": torch.tensor([[1, 4, TOKENS // 4]])}
     if main == "pixel_values" or ("pixel_values" in takes and main not in takes):
         main = "pixel_values"
-        size = getattr(config, "image_size", 224)
+        seen = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
+        size = getattr(seen, "image_size", 224)
         height, width = (size, size) if isinstance(size, int) else tuple(size)
-        channels = getattr(config, "num_channels", 3)
+        channels = getattr(seen, "num_channels", 3)
         return {main: torch.empty(BATCH, channels, height, width, dtype=model.dtype, device="meta")}
     if main == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         shape = (BATCH, config.num_mel_bins, 2 * config.max_source_positions)

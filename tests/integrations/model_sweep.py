@@ -2,15 +2,19 @@
 
     python -m tests.integrations.model_sweep --jobs 2 --write
 
-makes each class from a tiny configuration (``tiny_configs``), runs it twice with the same random weights, once with
-``attn_implementation="eager"`` and once with ``"attngen"``, and writes ``docs/models.md``.
+makes each class from a tiny configuration (``tiny_configs``), runs it with the same random weights under
+``attn_implementation="eager"`` and ``"attngen"``, and writes ``docs/models.md``. With names of classes it checks these
+alone, and writes nothing. With ``--device cuda`` kernels are compiled on first use. Classes are checked in processes of
+their own; a class that ends its process or takes too long is reported, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -64,7 +68,12 @@ def classes() -> dict[str, tuple[str, str]]:
 
 @dataclass
 class Result:
-    """What the sweep says of a class. ``ran``: what was compared; ``skipped``: what was not, and why."""
+    """The verdict on a class.
+
+    ``right``: nothing that was compared differs from eager. ``refused``: a clear error at the first prompt. ``own``:
+    the same as eager, but no layer calls attngen. ``untested``: nothing could be compared. ``wrong``: another result.
+    ``ran`` has what was compared, ``skipped`` what was not and why, and ``worst`` the largest relative difference.
+    """
 
     name: str
     mapping: str
@@ -72,6 +81,7 @@ class Result:
     reason: str = ""
     ran: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    variants: list[str] = field(default_factory=list)
     worst: float = 0.0
     seconds: float = 0.0
 
@@ -106,6 +116,8 @@ def check(name: str, device: str = "cpu") -> Result:
 class Comparison:
     def __init__(self, name: str, kind: str, result: Result, device: str) -> None:
         self.result, self.device, self.calls = result, device, 0
+        self.modules: dict[torch.nn.Module, None] = {}
+        self.variants: set[str] = set()
         try:
             self.cls = getattr(transformers, name)
             config_class = self.cls.config_class or transformers.CONFIG_MAPPING[kind]
@@ -117,7 +129,7 @@ class Comparison:
             self.model = self._make(config, "attngen")
         except KeyError as error:
             if error.args == ("attngen",):
-                raise CannotTell("takes no attn_implementation of others") from None
+                raise CallError("looks its attention up among transformers' own: KeyError: 'attngen'") from None
             raise
         self.model.load_state_dict(self.eager.state_dict())
 
@@ -133,16 +145,14 @@ class Comparison:
         return model.to(self.device)
 
     def run(self) -> None:
-        given = inputs_of(self.eager)
-        if isinstance(given, str):
-            raise CannotTell(given)
-        given = filled(given, self.eager)
+        given = accepted(self.eager)
         self.text = "input_ids" in given or "decoder_input_ids" in given
         with self._counted():
             self._prompts(given)
             if not self.calls:
                 self.result.verdict = "own"
                 return
+            self._image_tokens(given)
             self._parts()
             self._gradients(given)
             self._decoding(given)
@@ -177,8 +187,38 @@ class Comparison:
         if max(map(distance, found, wanted)) < 100 * TOLERANCE:
             raise CannotTell("attention changes too little of its output")
 
+    def _image_tokens(self, given: Mapping[str, Any]) -> None:
+        """Run a prompt in which some tokens are those of an image, which masks may treat differently."""
+        takes = inspect.signature(self.eager.forward).parameters
+        names = [name for name in ("token_type_ids", "mm_token_type_ids") if name in takes]
+        if names and "input_ids" in given and len(_configs(self.eager)) > 1:
+            kinds = torch.zeros_like(given["input_ids"])
+            kinds[0, 3:8] = kinds[1, 6:10] = 1
+            marked = {**given, **{name: kinds for name in names}}
+            self._same("image tokens", lambda model: outputs(model, marked))
+
     def _parts(self) -> None:
-        """Run the models inside a model that made no call so far, such as vision towers."""
+        """Run the models inside a model whose layers made no call so far, such as vision towers."""
+        names = {module: name for name, module in self.model.named_modules()}
+        asking = {names.get(module, "") for module in self.modules}
+        twins = dict(self.eager.named_modules())
+        done: list[str] = []
+        for name, part in self.model.named_modules():
+            if not isinstance(part, transformers.PreTrainedModel) or part is self.model:
+                continue
+            inside = [each for each in asking if each.startswith(f"{name}.")]
+            if inside or any(name.startswith(f"{each}.") for each in done):
+                continue
+            before, self.calls = self.calls, 0
+            try:
+                given = accepted(twins[name])
+            except CannotTell as error:
+                self.result.skipped[f"part {name}"] = str(error)
+                self.calls += before
+                continue
+            self._same(f"part {name}", lambda model: outputs(model, given), pair=(twins[name], part))
+            done += [name] if self.calls else []
+            self.calls += before
 
     def _gradients(self, given: Mapping[str, Any]) -> None:
         padded = padded_inputs(given, "left") or dict(given)
@@ -194,13 +234,16 @@ class Comparison:
         self._same("gradients", gradients, grad=True)
 
     def _decoding(self, given: Mapping[str, Any]) -> None:
-        if not self.eager.can_generate() or not self.text:
+        masked = given.get("decoder_attention_mask", given.get("attention_mask"))
+        ids = given.get("decoder_input_ids", given.get("input_ids"))
+        if not self.eager.can_generate() or not self.text or (masked is not None and masked.shape[1] != ids.shape[1]):
             return
         for side in ("none", "left"):
             padded = dict(given) if side == "none" else padded_inputs(given, side)
             if padded is not None:
                 real = padded.pop("_real", None)
-                self._same(f"cache, {side}", lambda model: stepwise(model, padded, real))
+                what = "cache" if side == "none" else f"cache, {side} padding"
+                self._same(what, lambda model: stepwise(model, padded, real))
 
     def _generation(self, given: Mapping[str, Any]) -> None:
         if not self.eager.can_generate() or not self.text:
@@ -209,15 +252,19 @@ class Comparison:
             padded = padded_inputs(given, "left") or dict(given)
             padded.pop("_real", None)
             more = {} if implementation is None else {"cache_implementation": implementation}
-            self._same(f"generate, {implementation or 'default'}", lambda model: generated(model, padded, **more))
+            what = "generate" if implementation is None else "static cache"
+            self._same(what, lambda model: generated(model, padded, **more))
 
     # how
 
-    def _same(self, what: str, run: Callable[[Any], Sequence[Tensor]], grad: bool = False) -> None:
+    def _same(
+        self, what: str, run: Callable[[Any], Sequence[Tensor]], grad: bool = False, pair: Any = None
+    ) -> None:
+        eager, model = pair or (self.eager, self.model)
         try:
             torch.manual_seed(5)
             with torch.set_grad_enabled(grad):
-                wanted = run(self.eager)
+                wanted = run(eager)
         except Exception as error:
             if what == "prompt":
                 raise CannotTell(f"eager fails: {_line(error)}") from error
@@ -231,11 +278,12 @@ class Comparison:
         try:
             torch.manual_seed(5)
             with torch.set_grad_enabled(grad):
-                found = run(self.model)
+                found = run(model)
         except (CallError, NoKernelError) as error:
             if what == "prompt":
                 raise
-            raise type(error)(f"{what}: {error}") from error
+            self.result.skipped[what] = f"refused: {_line(error)}"
+            return
         except Exception as error:
             raise Different(f"{what}: {_line(error)}") from error
         if len(found) != len(wanted) or any(a.shape != b.shape for a, b in zip(found, wanted)):
@@ -243,28 +291,39 @@ class Comparison:
         largest = max(float(each.abs().max()) for each in wanted) if grad else 0.0
         worst = max(distance(a, b, largest) for a, b in zip(found, wanted, strict=True))
         self.result.worst = max(self.result.worst, worst)
-        if not worst <= TOLERANCE:
+        if not worst <= (10 * TOLERANCE if grad else TOLERANCE):
             raise Different(f"{what}: {worst:.2g} off eager")
         self.result.ran.append(what)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        attend = attngen_transformers.attend
+        asked = attngen_transformers.asked
 
-        def noting(*arguments: Any, **options: Any) -> Any:
+        def noting(module: Any, *arguments: Any, **options: Any) -> Any:
             self.calls += 1
-            return attend(*arguments, **options)
+            self.modules[module] = None
+            call = asked(module, *arguments, **options)
+            self.variants.add(call.candidates[0].variant)
+            return call
 
-        attngen_transformers.attend = noting
+        attngen_transformers.asked = noting
         try:
             yield
         finally:
-            attngen_transformers.attend = attend
+            attngen_transformers.asked = asked
+            self.result.variants = sorted(self.variants)
 
 
 def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    """The first line of an exception, without paths and addresses, which differ by machine."""
+    text = str(error).strip()
+    missing = re.search(r"requires the (\w+) library|No module named '(\w+)'", text)
+    if isinstance(error, ImportError) and missing:
+        return f"needs {missing[1] or missing[2]}, which is not installed"
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    if lines[0].endswith(":") and len(lines) > 1:
+        lines[0] = lines[1]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def spread(model: Any) -> None:
@@ -273,7 +332,8 @@ def spread(model: Any) -> None:
         if not parameter.is_floating_point():
             continue
         if parameter.dim() >= 2:
-            torch.nn.init.normal_(parameter, std=1.2 / (parameter[0].numel() if parameter.dim() != 3 else parameter.shape[-1]) ** 0.5)
+            fan_in = parameter.shape[1:].numel() if parameter.dim() > 3 else parameter.shape[-1]
+            torch.nn.init.normal_(parameter, std=1.2 / max(fan_in, 1) ** 0.5)
         elif "sink" in name:
             torch.nn.init.normal_(parameter)
         elif bool((parameter == 0).all()):
@@ -291,6 +351,92 @@ def distance(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
 
 
 # --- inputs and outputs ---------------------------------------------------------------------------------------
+
+
+#: How many features a frame of sound has, by the name of the field.
+_FEATURES = (
+    "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "n_mel_bins", "feature_size", "input_dim",
+)  # fmt: skip
+FRAMES = 40
+
+
+def candidates(model: Any) -> Iterator[dict[str, Any]]:
+    """Inputs that a model may take, text alone first."""
+    takes = inspect.signature(model.forward).parameters
+    ids = torch.ones(2, 16, dtype=torch.long, device="meta")
+    if "input_ids" in takes:
+        text = {name: ids for name in takes if re.fullmatch(r"(decoder_)?(input_ids|attention_mask)", name)}
+        text |= {name: ids for name in ("qformer_input_ids",) if name in takes}
+        if model.config.model_type == "diffusion_gemma":  # the decoder's keys are those of the encoder and its own
+            text["decoder_attention_mask"] = torch.ones(len(LENGTHS), 2 * LENGTHS[0], dtype=torch.long)
+        if "bbox" in takes:
+            text["bbox"] = torch.zeros(len(LENGTHS), LENGTHS[0], 4)
+        yield text
+        size = next((each for each in map(_image_size, _configs(model)) if each), 32)
+        pixels = torch.empty(len(LENGTHS), 3, size, size, device="meta")
+        yield {**text, "pixel_values": pixels}
+        yield {**text, "pixel_values": pixels[:, None]}
+        streams = getattr(model.config, "num_codebooks", None)
+        if streams:
+            yield {**text, "input_ids": torch.randint(3, 30, (len(LENGTHS), LENGTHS[0], streams + 1))}
+    known = inputs_of(model)
+    if not isinstance(known, str):
+        yield known
+    main = model.main_input_name
+    rest = {name: ids for name in ("decoder_input_ids", "decoder_attention_mask") if name in takes}
+    if main in ("input_features", "input_values", "inputs", "audio_features"):
+        yield {main: torch.empty(len(LENGTHS), 16000, device="meta"), **rest}
+        yield {main: torch.empty(len(LENGTHS), 1, 16000, device="meta"), **rest}
+        for config in _configs(model):
+            for name in _FEATURES:
+                width = getattr(config, name, None)
+                if isinstance(width, int):
+                    length = getattr(config, "max_length", None) or FRAMES
+                    for shape in ((length, width), (width, length), (2 * getattr(config, "max_source_positions", 0), width)):
+                        yield {main: torch.empty(len(LENGTHS), *shape, device="meta"), **rest}
+        for width in (16, 32):
+            yield {main: torch.empty(len(LENGTHS), FRAMES, width, device="meta"), **rest}
+    if main == "pixel_values" and "input_ids" not in takes:
+        for size in (32, 64, 224):
+            shape = (len(LENGTHS), getattr(model.config, "num_channels", 3), size, size)
+            yield {main: torch.empty(shape, device="meta"), **rest}
+        if "spatial_shapes" in takes:
+            patches = torch.randn(len(LENGTHS), 16, 3 * tiny_configs.PATCH**2)
+            yield {
+                main: patches, "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.long),
+                "spatial_shapes": torch.tensor([[4, 4]] * len(LENGTHS)),
+            }  # fmt: skip
+    if main == "flattened_patches":
+        patches = torch.randn(len(LENGTHS), 16, 770)
+        patches[..., :2] = torch.arange(1, 17)[:, None]
+        yield {main: patches, **rest}
+
+
+def _configs(model: Any) -> list[Any]:
+    return [model.config, *(getattr(model.config, name) for name in getattr(model.config, "sub_configs", ()))]
+
+
+def _image_size(config: Any) -> int | None:
+    size = getattr(config, "image_size", None)
+    return size if isinstance(size, int) else None
+
+
+def accepted(eager: Any) -> dict[str, Any]:
+    """The first inputs with which a model runs."""
+    reason = "no inputs are known"
+    for each in candidates(eager):
+        given = filled(each, eager)
+        try:
+            with torch.no_grad():
+                outputs(eager, given)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            if not reason.startswith("eager"):
+                reason = f"eager fails: {_line(error)}"
+        else:
+            return given
+    raise CannotTell(reason)
 
 
 def filled(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
@@ -322,12 +468,16 @@ def padded_inputs(given: Mapping[str, Any], side: str) -> dict[str, Any] | None:
     for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
         if ids not in given or mask not in given:
             continue
+        if given[mask].shape[-1] > given[ids].shape[1]:
+            found[mask] = torch.cat([found["attention_mask"], torch.ones_like(given[ids])], 1)
+            found["_real"] = torch.ones_like(given[ids], dtype=torch.bool)
+            continue
         real = torch.ones_like(given[mask], dtype=torch.bool)
         for row, length in enumerate(LENGTHS):
             missing = LENGTHS[0] - length
             if missing:
                 real[row, slice(None, missing) if side == "left" else slice(length, None)] = False
-        found[ids] = given[ids].masked_fill(~real, 0)
+        found[ids] = given[ids].masked_fill(~(real if given[ids].dim() == 2 else real[..., None]), 0)
         found[mask] = real.long()
         padded = True
         if ids == "decoder_input_ids" or "decoder_input_ids" not in given:
@@ -345,8 +495,8 @@ def outputs(model: Any, given: Mapping[str, Any], real: Tensor | None = None, gr
     else:
         values = found if isinstance(found, tuple) else tuple(found.values())
         first = next(each for each in values if isinstance(each, Tensor) and each.is_floating_point())
-    if real is not None and first.shape[:2] == real.shape:
-        first = first[real]
+    if real is not None:  # of an output for each sequence, the last token may be padding: only the longest counts
+        first = first[real] if first.shape[:2] == real.shape else first[real.all(1)]
     return [first]
 
 
@@ -453,21 +603,84 @@ def sweep(names: Sequence[str], jobs: int, device: str, say: Callable[[Result], 
     return {name: found[name] for name in names}
 
 
+# --- the page of the docs -------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+_WORDS = {"right": "right", "refused": "refused", "own": "its own", "untested": "not tested", "wrong": "**wrong**"}
+_NAMED = {
+    "left padding": "padding", "right padding": "padding", "cache, left padding": "cache", "generate": "generate",
+}  # fmt: skip
+
+_HEAD = """# Models of transformers
+
+Every class of transformers' mappings for the tasks below, in transformers {version}, with
+`attn_implementation="attngen"` against `"eager"`: tiny models with random weights, on the CPU. `python -m
+tests.integrations.model_sweep --write` runs them and writes this page. How to use it is in
+[integrations](integrations.md#transformers).
+
+| | classes | |
+|---|---|---|
+| right | {right} | all that was compared is eager's, within 1e-4 of the largest output and 1e-3 of the largest gradient |
+| refused | {refused} | a clear error, from attngen or from transformers, which has no place for another implementation |
+| its own | {own} | the class computes its attention itself, or has none: nothing changes, and nothing is faster |
+| not tested | {untested} | no tiny model could be made or run with `"eager"`: nothing is known |
+
+Compared are a prompt; the prompt with padding on the left and on the right; gradients of all parameters; a prompt, two
+single tokens and a chunk against a growing cache; `generate`, and `generate` with a static cache; a prompt that marks
+tokens of an image; and each model inside a model, such as a vision tower, that the prompt does not run. The last column
+has what was left out, as eager fails in it, or as attngen refuses it.
+"""
+
+
+def page(results: Mapping[str, Result]) -> str:
+    """The text of ``docs/models.md``."""
+    counts = {word: sum(each.verdict == word for each in results.values()) for word in _WORDS}
+    lines = [_HEAD.format(version=transformers.__version__, **counts)]
+    for mapping in MAPPINGS:
+        lines += [f"## {mapping[0].upper()}{mapping[1:]}", "", "| class | | compared | variants | |", "|---|---|---|---|---|"]
+        lines += [_row(each) for each in results.values() if each.mapping == mapping]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(result: Result) -> str:
+    ran = list(dict.fromkeys("parts" if each.startswith("part ") else _NAMED.get(each, each) for each in result.ran))
+    variants = [f"`{each}`" for each in result.variants] if result.verdict in ("right", "wrong") else []
+    notes = [result.reason] if result.reason else []
+    notes += [f"{what}: {why}" for what, why in result.skipped.items()]
+    cells = (f"`{result.name}`", _WORDS[result.verdict], ", ".join(ran), ", ".join(variants), "; ".join(notes))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", action="store_true")
+    parser = argparse.ArgumentParser(description="Compare every model of transformers' mappings with eager.")
+    parser.add_argument("names", nargs="*", help="classes; default: all")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--json", type=Path, help="where all results are written")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         _work(options.device)
         return
-    say = lambda r: print(f"{r.verdict:9}{r.name} {r.seconds:.1f}s {r.worst:.1g} {r.reason} ran={len(r.ran)} {r.skipped}", flush=True)
+    unknown = set(options.names) - set(classes())
+    if unknown:
+        parser.error(f"no classes of the mappings: {', '.join(sorted(unknown))}")
+    if options.write and (options.names or options.device != "cpu"):
+        parser.error("--write takes all classes, on the CPU")
+
+    def say(result: Result) -> None:
+        print(f"{result.verdict:9}{result.name}  {result.seconds:.1f} s  {result.worst:.0e}  {result.reason}", flush=True)
+
     results = sweep(options.names or list(classes()), options.jobs, options.device, say)
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in results.values()], indent=1))
+    if options.write:
+        PAGE.write_text(page(results))
+    counts = {word: sum(each.verdict == word for each in results.values()) for word in _WORDS}
+    print(", ".join(f"{number} {word}" for word, number in counts.items()))
+    sys.exit(1 if counts["wrong"] else 0)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,13 @@ _HEAD_DIM = r"(\w+_)?head_dim|d_kv|kv_channels|d_head|dim_head|(\w+_)?dim_head|a
 
 _RULES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|\w+_vocab_size|vocab_size_per_layer_input", VOCABULARY),
+    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
+    (r"n_groups|mamba_n_groups|mamba_ngroups", 1),
+    (r"mamba_d_head|mamba_head_dim|mamba_headdim", HEAD_DIM),
+    (r"upsample_groups", HIDDEN),
+    (r"encoder_hash_byte_group_vocab", VOCABULARY),
+    (r"num_filters|n_filters", 4),
+    (r"num_feat_extract_layers", 3),
     (r"qk_head_dim", 2 * HEAD_DIM),
     (r"qk_rope_head_dim|qk_nope_head_dim|v_head_dim", HEAD_DIM),
     (_HEAD_DIM, HEAD_DIM),
@@ -62,8 +69,6 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"(\w+_)?num_mel_bins|n_mel_bins|feature_size", 8),
     (r"query_pre_attn_scalar", HEAD_DIM),
     (r"(mamba_)?(d_state|state_size)|ssm_state_size|mamba_d_state", 8),
-    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
-    (r"mamba_d_head|mamba_head_dim|mamba_headdim", HEAD_DIM),
     (r"(mamba_)?chunk_size|mamba_chunk_size", 8),
     (r"time_step_rank|mamba_dt_rank", 8),
     (r"codebook_size", 32),
@@ -73,23 +78,10 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"num_conv_pos_embedding_groups", 4),
 )  # fmt: skip
 
-_MOVED = re.compile(r"(\w+_)?(token_id|token_index|_id|_index)$")
-
 
 def tiny(config_class: Any) -> Any:
     """A tiny configuration of a class, or an exception that says why there is none."""
-    family = config_class.model_type
-    given = shrunk(config_class().to_dict())
-    for path, value in OVERRIDES.get(family, {}).items():
-        *outer, last = path.split(".")
-        owner = given
-        for name in outer:
-            owner = owner.setdefault(name, {})
-        if value is REMOVED:
-            owner.pop(last, None)
-        else:
-            owner[last] = value
-    return config_class.from_dict(given)
+    return config_class.from_dict(shrunk(config_class(**DEFAULTS.get(config_class.model_type, {})).to_dict()))
 
 
 def shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,10 +89,11 @@ def shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
     layers = _number_of_layers(given)
     found: dict[str, Any] = {}
     for name, value in given.items():
-        if name in ("transformers_version", "architectures", "_name_or_path"):
-            continue
-        found[name] = _shrunk(name, value, given, layers)
+        if name not in _DROPPED:
+            found[name] = _shrunk(name, value, given, layers)
     _token_ids(found)
+    for name, value in OVERRIDES.get(given.get("model_type", ""), {}).items():
+        found[name] = {**found[name], **value} if isinstance(value, dict) and isinstance(found.get(name), dict) else value
     return found
 
 
@@ -108,17 +101,25 @@ def _shrunk(name: str, value: Any, given: Mapping[str, Any], layers: int) -> Any
     if isinstance(value, Mapping):
         if name in ("id2label", "label2id"):
             return value
-        if "rope_type" in value or "rope_theta" in value or name.startswith("rope"):
+        if name.startswith("rope"):
             return _rope(value)
+        if name == "per_layer_config":
+            kinds = _kinds(given)
+            return {kinds.index(int(at)): shrunk(each) for at, each in value.items() if int(at) in kinds}
+        if not all(isinstance(key, str) for key in value):
+            return value
         return shrunk(value)
     if isinstance(value, list | tuple):
         return _list(name, list(value), given, layers)
+    if value is None and name in _NEVER_NONE:
+        return _NEVER_NONE[name]
     if isinstance(value, bool) or not isinstance(value, int):
         return value
-    if re.fullmatch(_LAYERS, name) and value > 1 and not name.startswith("num_feat_extract"):
+    if re.fullmatch(_LAYERS, name) and value > 1 and name != "num_feat_extract_layers":
         return layers if name in _MAIN_LAYERS else min(value, 2)
     if re.fullmatch(_KV_HEADS, name):
-        heads = next((given[key] for key in ("num_attention_heads", "num_heads", "n_head") if key in given), None)
+        names = (re.sub("num_(key_value|kv)_heads", "num_attention_heads", name), "num_attention_heads", "num_heads", "n_head")
+        heads = next((given[key] for key in names if key in given), None)
         if value == 1:
             return 1
         return HEADS if heads == value else GROUPS
@@ -128,6 +129,9 @@ def _shrunk(name: str, value: Any, given: Mapping[str, Any], layers: int) -> Any
     return value
 
 
+_NEVER_NONE = {"head_dim": HEAD_DIM, "vocab_size": VOCABULARY}
+#: What names a checkpoint, or layers that the tiny model does not have.
+_DROPPED = ("transformers_version", "architectures", "_name_or_path", "stage_names", "out_features", "out_indices")
 _MAIN_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 #: Lists with an item for each layer.
 _BY_LAYER = (
@@ -161,9 +165,21 @@ def _list(name: str, value: list[Any], given: Mapping[str, Any], layers: int) ->
         return [value[place] for place in _kinds(given)]
     if name in ("moe_layers", "mlp_only_layers", "full_attn_idxs", "kv_source_layers", "rope_scaling_layers"):
         return [each for each in value if each < layers]
+    if name in _LISTS:
+        return _LISTS[name]
+    depth = next((given[key] for key in _MAIN_LAYERS if isinstance(given.get(key), int)), None)
+    if len(value) == depth:
+        return [value[place] for place in (_kinds(given) or range(layers))]
     if value and all(isinstance(each, Mapping) for each in value):
         return [shrunk(each) for each in value]
     return value
+
+
+#: Convolutions over samples of sound.
+_LISTS: dict[str, list[Any]] = {
+    "conv_dim": [32, 32, 32], "conv_stride": [5, 4, 2], "conv_kernel": [10, 4, 2], "tdnn_dim": [32, 32],
+    "tdnn_kernel": [5, 1], "tdnn_dilation": [1, 1],
+}  # fmt: skip
 
 
 def _rope(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,9 +207,105 @@ def _token_ids(found: dict[str, Any]) -> None:
             continue
         if name in named and value is not None:
             found[name] = named[name]
-        elif isinstance(value, int) and re.search(r"(token_id|token_index|_token)$", name) and value >= 0:
+        elif isinstance(value, int) and re.search(r"(token_id|token_index)$", name) and value >= 0:
             found[name] = next(free)
 
 
-REMOVED = object()
-OVERRIDES: dict[str, dict[str, Any]] = {}
+#: What some classes need to be made at all.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
+    "gemma4_unified_assistant": {
+        "text_config": {"model_type": "gemma4_unified_text", "hidden_size_per_layer_input": 0}
+    },
+}
+_SWIN = {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}
+_STAGES = {"depths": [1, 1], "hidden_sizes": [32, 64]}
+_SECTIONS = {"rope_parameters": {"mrope_section": [2, 3, 3]}}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": _SECTIONS,
+    "qwen2_vl_text": _SECTIONS,
+    "qwen2_5_omni_text": _SECTIONS,
+    "qwen2_5_vl_text": _SECTIONS,
+    "paddleocr_vl_text": _SECTIONS,
+    "glm4v_text": _SECTIONS,
+    "glm_ocr_text": _SECTIONS,
+    "glm46v_text": _SECTIONS,
+    "glm4v_moe_text": {"rope_parameters": {"mrope_section": [1, 1, 2]}},
+    "hunyuan_vl_text": {"rope_parameters": {"mrope_section": [2, 2, 2, 2]}},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {"mrope_section": [3, 3, 2]}},
+    "cohere_compass_text": {
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in
+                            ("full_attention", "sliding_attention")},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "mistral4": {"head_dim": 32},
+    "dots3_note_text": {"head_dim": 32},
+    "hrm_text": {"num_hidden_layers": 32, "num_layers_per_stack": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "zamba2": {"attention_head_dim": 32, "kv_channels": 16, "attention_hidden_size": 128, "hybrid_layer_ids": [1]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "2/4"},
+    "xmod": {"default_language": "en_XX"},
+    "esm": {"pad_token_id": 0, "mask_token_id": 4},
+    "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},
+    "audio-spectrogram-transformer": {"max_length": 64, "patch_size": 8},
+    "musicgen_decoder": {"num_codebooks": 1},
+    "musicgen_melody_decoder": {"num_codebooks": 1},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6}, "o_groups": 2,
+    },
+    "dory": {
+        "n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 2, "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"],
+    },
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 8},
+    "gemma3n_text": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [INNER] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.5, 0.0] * 2,
+    },
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "step3p5": {"sliding_window": WINDOW},
+    "glm5_next_text": {"index_kpool": 2, "qk_head_dim": 16},
+    "apertus1p5": {"image_token_offset": 10, "audio_token_offset": 42},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "zamba": {
+        "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "attention_hidden_size": 128, "attention_head_dim": 32,
+    },
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "mobilebert": {"hidden_size": 128, "true_hidden_size": 64, "intra_bottleneck_size": 64},
+    "perceiver": {"num_cross_attention_heads": 1},
+    "reformer": {"axial_pos_embds": False},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 60, "vision_end_token_id": 61},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 60, "vision_end_token_id": 61},
+    "mamba2": {"num_heads": 8},
+    "led": {"attention_window": 4},
+    "longformer": {"attention_window": 4},
+    "swin": _SWIN,
+    "swinv2": _SWIN,
+    "donut-swin": _SWIN,
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "nemotron": {"num_key_value_heads": 2},
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
+    "convnext": _STAGES | {"num_stages": 2},
+    "convnextv2": _STAGES | {"num_stages": 2},
+    "resnet": _STAGES | {"embedding_size": 16},
+    "regnet": _STAGES | {"embedding_size": 16, "groups_width": 16},
+    "bit": _STAGES | {"embedding_size": 16, "num_groups": 4},
+    "chameleon": {"vocabulary_map": {"<image>": 95}},
+    "emu3": {"vocabulary_map": {"<image>": 95, "<|extra_200|>": 94}},
+}  # fmt: skip
