@@ -11,7 +11,8 @@ from typing import Any, TextIO
 
 import click
 
-from attngen.errors import AttngenError, CallError, NoKernelError, SettingError, SpecError
+from attngen.errors import AttngenError, CallError, DiskFullError, NoKernelError, SettingError, SpecError
+from attngen.files import FULL, cause
 
 #: Name of each command, whose module is ``attngen.commands.NAME``, and what it does.
 COMMANDS: dict[str, str] = {
@@ -80,6 +81,14 @@ class LazyGroup(click.Group):
             if as_json:
                 _print_json([each.to_dict() for each in error.each or (error,)])
             ctx.exit(exit_code(error))
+        except OSError as error:  # a full disk may show itself anywhere
+            if error.errno not in FULL or error.filename is None:
+                raise
+            full = DiskFullError(f"cannot write to {error.filename}: {cause(error)}; free some space")
+            print_error(full)
+            if as_json:
+                _print_json([full.to_dict()])
+            ctx.exit(EXIT_FAILURE)
         except click.ClickException as error:
             if as_json:
                 _print_json([AttngenError(error.format_message()).to_dict()])
@@ -173,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         sys.stdout = _nowhere()  # what is left of the output fails again at the end of the program
         if not isinstance(error, BrokenPipeError):
-            print_error(AttngenError(f"the output cannot be written: {error.strerror}"))
+            print_error(AttngenError(f"the output cannot be written: {cause(error)}"))
         sys.exit(EXIT_FAILURE)
 
 

@@ -88,6 +88,10 @@ class StoreError(AttngenError):
     """A cache folder that cannot be used: read-only, full, or locked by a process that does not release it."""
 
 
+class DiskFullError(StoreError):
+    """A disk or a quota that is full: nothing more can be written, whatever is built."""
+
+
 class PackageError(AttngenError):
     """A package that cannot be made: it is too large, its name is taken, a setting is wrong."""
 

@@ -1,4 +1,4 @@
-"""Reading files that other users may have made: anything but a regular file is an error, and never blocks."""
+"""Reading files that other users may have made, where anything but a regular file is an error; and why a file fails."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import errno
 import os
 import stat
 from pathlib import Path
+
+#: Why nothing more can be written, by the number of the error.
+FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+
+
+def cause(error: OSError) -> str:
+    """The cause of a failed read or write, in words."""
+    return FULL.get(error.errno or 0) or error.strerror or str(error)
 
 
 def read_regular(path: Path) -> bytes:

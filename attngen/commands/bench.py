@@ -18,6 +18,7 @@ from attngen import cli
 from attngen.commands.bench_ladder import print_ladders
 from attngen.commands.bench_small import print_readings
 from attngen.commands.output import print_table, refuse_unwritable
+from attngen.files import cause
 
 if TYPE_CHECKING:
     from attngen.tools.bench.report import BenchReport, Mean, Result, Row
@@ -174,7 +175,7 @@ def command(
         try:
             plot(report, plot_path)
         except OSError as error:
-            raise click.FileError(str(plot_path), hint=error.strerror) from error
+            raise click.FileError(str(plot_path), hint=cause(error)) from error
     if not report.ok:
         context.exit(cli.EXIT_FAILURE)
 
@@ -195,7 +196,7 @@ def _write(report: BenchReport | ServingReport | OracleReport | SmallReport, pat
         unfinished.write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
-        raise click.FileError(str(path), hint=error.strerror) from error
+        raise click.FileError(str(path), hint=cause(error)) from error
 
 
 def _line(row: Row) -> str:

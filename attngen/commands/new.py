@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from attngen.errors import Location, SpecError, StoreError
+from attngen.files import cause
 
 _SCAFFOLD = """\
 # Check with `attngen check {file}`, build with `attngen build {file}`.
@@ -90,5 +91,5 @@ def command(name: str, preset: str | None, out: Path | None) -> None:
     except FileExistsError as error:
         raise SpecError("exists already; name another file with --out", location=Location(str(path))) from error
     except OSError as error:
-        raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+        raise StoreError(f"{path}: cannot be written: {cause(error)}") from error
     click.echo(f"wrote {path}; next: attngen check {path}")

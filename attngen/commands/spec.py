@@ -13,6 +13,7 @@ from attngen.arch import ARCHES
 from attngen.commands.output import warn
 from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS
 from attngen.errors import SpecError, StoreError, suggest
+from attngen.files import cause
 
 
 @click.command()
@@ -72,7 +73,7 @@ def command(
     try:
         out.write_text(text, "utf-8")
     except OSError as error:
-        raise StoreError(f"{out}: cannot be written: {error.strerror}") from error
+        raise StoreError(f"{out}: cannot be written: {cause(error)}") from error
     click.echo(f"wrote {out}; next: attngen check {out}")
 
 

@@ -15,6 +15,7 @@ from zipfile import ZipFile
 
 from attngen.compile.toolchain import newer_driver_note
 from attngen.errors import PackageError, SettingError
+from attngen.files import cause
 from attngen.packaging.project import Choices, project_files
 from attngen.packaging.settings import Settings
 from attngen.packaging.sizes import Sizes, sizes_of
@@ -109,7 +110,7 @@ def _beside(out: Path) -> Iterator[Path]:
         out.mkdir(parents=True, exist_ok=True)
         folder = TemporaryDirectory(prefix=".attngen-", dir=out)
     except OSError as error:
-        raise PackageError(f"cannot write to {out}: {error.strerror or error}") from error
+        raise PackageError(f"cannot write to {out}: {cause(error)}") from error
     with folder as name:
         yield Path(name)
 
@@ -159,7 +160,7 @@ def build_target(
         with _named_drivers(root / "README.md", drivers):  # hatchling reads it first of all
             (path,) = builder.build(directory=str(directory), versions=[version])
     except OSError as error:
-        raise PackageError(f"cannot write the {target}: {error.strerror or error}") from error
+        raise PackageError(f"cannot write the {target}: {cause(error)}") from error
     return Path(path)
 
 

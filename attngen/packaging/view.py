@@ -29,7 +29,6 @@ class VariantView:
     """How stubs and tables show a variant."""
 
     name: str
-    default: str  # the default of ``variant`` in its overload: " = ..." for the one that a call without it runs
     arguments: tuple[str, ...]  # as a stub declares them
     listed: str  # as a table lists them
     summary: str
@@ -48,10 +47,9 @@ class VariantView:
             parts.append(f"sink `{canonical(variant.sink)}`")
         if variant.dropout:
             parts.append("dropout at the rate `dropout_p`")
-        default = " = ..." if variant.name == "full" else ""
         if variant.dropout:
             scalars.append(f"{RNG_STATE.name}: Tensor | None = ...")
-        return cls(variant.name, default, (*tensors, *scalars), ", ".join(names), "; ".join(parts) + ".")
+        return cls(variant.name, (*tensors, *scalars), ", ".join(names), "; ".join(parts) + ".")
 
 
 def _declared(scalar: Scalar) -> str:
@@ -71,6 +69,11 @@ class PackageView:
     toolchain: tuple[str, ...] = ()
     headers: bool = False
     attngen: str = VERSION
+
+    @property
+    def only(self) -> str | None:
+        """The variant that calls run without naming one, where there is no other."""
+        return self.variants[0].name if len(self.variants) == 1 else None
 
     @property
     def distribution(self) -> str:

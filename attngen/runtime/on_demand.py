@@ -18,6 +18,9 @@ class Maker(Protocol):
         """Take note of a request that a kernel serves."""
 
 
+#: False in the runtime that a package carries, which builds nothing.
+_IN_ATTNGEN = __name__ == "attngen.runtime.on_demand"
+
 #: None: nobody.
 maker: Maker | None = None
 
@@ -35,6 +38,13 @@ def note(request: Any) -> None:
 
 def offer() -> list[str]:
     """Return the line of an error that tells of this way out; none where it is taken, and in a package's runtime."""
-    if maker is not None or __name__ != "attngen.runtime.on_demand":
+    if maker is not None or not _IN_ATTNGEN:
         return []
     return ["attngen.jit(), or ATTNGEN_JIT=1, compiles one when it is first called"]
+
+
+def remedy() -> str:
+    """The line of an error before those of a spec that add the missing kernel."""
+    if _IN_ATTNGEN:
+        return "To build one, add to a spec and run 'attngen build':"
+    return "This package was made without one. Its maker can add to its spec, and package it again:"

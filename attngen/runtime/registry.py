@@ -273,7 +273,7 @@ class Registry:
         if presets and package is None:
             lines.append(f"  known without a build, on the CPU: {', '.join(presets)}")
         lines += [
-            "To build one, add to a spec and run 'attngen build':",
+            on_demand.remedy(),
             "  kernels:",
             f"    - variant: {name}",
             "      head_dim: 128  # that of your q, k and v",

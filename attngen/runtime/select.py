@@ -366,7 +366,7 @@ def no_kernel(kernels: Sequence[Kernel], selection: Selection, request: Request,
         lines.append(never)
     else:
         lines += on_demand.offer()
-        lines += ["To build one, add to a spec and run 'attngen build':", *yaml_lines(call, capability, request)]
+        lines += [on_demand.remedy(), *yaml_lines(call, capability, request)]
     return NoKernelError("\n".join(lines))
 
 

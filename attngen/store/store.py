@@ -69,10 +69,14 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """An artifact and where it came from: ``cached``, ``built`` or, where it could not be kept, ``uncached``."""
+    """An artifact and where it came from: ``cached``, ``built`` or, where it could not be kept, ``uncached``.
+
+    ``problem`` says why it could not be kept.
+    """
 
     artifact: Artifact
     origin: str
+    problem: StoreError | None = None
 
 
 class Store:
@@ -171,8 +175,9 @@ class Store:
             try:
                 held = stack.enter_context(self.locked(key, wait=wait))
             except OSError as error:
-                warnings.warn(str(store_error("lock the cache", self.root, error)), StoreWarning, stacklevel=2)
-                return Fetched(build(), "uncached")
+                problem = store_error("lock the cache", self.root, error)
+                warnings.warn(str(problem), StoreWarning, stacklevel=2)
+                return Fetched(build(), "uncached", problem)
             if not held:
                 return None
             # Another process may have built it since we looked; and now nobody is replacing it.
@@ -185,7 +190,7 @@ class Store:
             self.put(key, artifact)
         except StoreError as error:
             warnings.warn(str(error), StoreWarning, stacklevel=3)
-            return Fetched(artifact, "uncached")
+            return Fetched(artifact, "uncached", error)
         return Fetched(artifact, "built")
 
     @contextmanager

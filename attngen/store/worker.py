@@ -13,11 +13,13 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import IO, Any
 
-from attngen.errors import AttngenError, internal_error
+from attngen.errors import AttngenError, DiskFullError, internal_error
+from attngen.files import FULL
 
 #: Bytes of the length that precedes a request.
 _LENGTH = 8
@@ -68,6 +70,26 @@ def main() -> None:
             os._exit(0)
 
 
+def _full(error: BaseException) -> DiskFullError | None:
+    """The error of a job that found no room for its temporary files, or None.
+
+    Otherwise a compiler that cannot write would count as one that refuses the plan, and a slower plan would follow.
+    """
+    if isinstance(error, DiskFullError):
+        return None
+    said, link = str(error), error
+    while link is not None:
+        full = FULL.get(link.errno or 0) if isinstance(link, OSError) else None
+        full = full or next((text for code, text in FULL.items() if os.strerror(code) in said), None)
+        if full is not None:
+            place = getattr(link, "filename", None) or tempfile.gettempdir()
+            return DiskFullError(
+                f"cannot write to {place}: {full}; free some space, or set TMPDIR to a folder with more"
+            )
+        link = link.__cause__ or link.__context__
+    return None
+
+
 def _named(function: str) -> Callable[..., Any]:
     module, _, name = function.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -82,9 +104,9 @@ def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[bool, Any, list[
             ok, value = True, _named(function)(*arguments)
             pickle.dumps(value)
         except AttngenError as error:
-            ok, value = False, error
+            ok, value = False, _full(error) or error
         except Exception as error:
-            ok, value = False, internal_error(function, error)
+            ok, value = False, _full(error) or internal_error(function, error)
     # A user needs attngen's own warnings, not the deprecations of libraries.
     messages = [str(w.message) for w in caught if w.category.__module__.startswith("attngen.")]
     return ok, value, messages

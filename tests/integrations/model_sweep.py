@@ -14,6 +14,7 @@ import argparse
 import copy
 import inspect
 import json
+import os
 import re
 import resource
 import signal
@@ -23,7 +24,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ import transformers
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
+import attngen
 import attngen.integrations.transformers as attngen_transformers
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.model_inputs import inputs_of
@@ -86,11 +88,11 @@ class Result:
     seconds: float = 0.0
 
 
-class Different(Exception):
+class DifferentError(Exception):
     """An output that is not eager's."""
 
 
-class CannotTell(Exception):
+class UntestedError(Exception):
     """A model that cannot be compared: the message says why."""
 
 
@@ -103,9 +105,9 @@ def check(name: str, device: str = "cpu") -> Result:
     start = time.monotonic()
     try:
         Comparison(name, kind, result, device).run()
-    except Different as error:
+    except DifferentError as error:
         result.verdict, result.reason = "wrong", str(error)
-    except CannotTell as error:
+    except UntestedError as error:
         result.verdict, result.reason = "untested", str(error)
     except (CallError, NoKernelError) as error:
         result.verdict, result.reason = "refused", str(error).splitlines()[0]
@@ -122,9 +124,11 @@ class Comparison:
             self.cls = getattr(transformers, name)
             config_class = self.cls.config_class or transformers.CONFIG_MAPPING[kind]
             config = tiny_configs.tiny(config_class)
+            if result.mapping == "causal LM" and hasattr(config, "is_decoder"):
+                config.is_decoder = True
             self.eager = self._make(config, "eager")
         except Exception as error:
-            raise CannotTell(f"not made tiny: {_line(error)}") from error
+            raise UntestedError(f"not made tiny: {_line(error)}") from error
         try:
             self.model = self._make(config, "attngen")
         except KeyError as error:
@@ -162,14 +166,14 @@ class Comparison:
     # what is compared
 
     def _prompts(self, given: Mapping[str, Any]) -> None:
-        self._same("prompt", lambda model: outputs(model, given))
+        self._same("prompt", outputs, given)
         if self.calls:
             self._tells(given)
         for side in ("left", "right"):
             padded = padded_inputs(given, side)
             if padded is not None:
                 real = padded.pop("_real")
-                self._same(f"{side} padding", lambda model: outputs(model, padded, real))
+                self._same(f"{side} padding", outputs, padded, real)
 
     def _tells(self, given: Mapping[str, Any]) -> None:
         """Check that uniform attention would be noticed."""
@@ -185,7 +189,7 @@ class Comparison:
         finally:
             attngen_transformers.attend = attend
         if max(map(distance, found, wanted)) < 100 * TOLERANCE:
-            raise CannotTell("attention changes too little of its output")
+            raise UntestedError("attention changes too little of its output")
 
     def _image_tokens(self, given: Mapping[str, Any]) -> None:
         """Run a prompt in which some tokens are those of an image, which masks may treat differently."""
@@ -194,8 +198,8 @@ class Comparison:
         if names and "input_ids" in given and len(_configs(self.eager)) > 1:
             kinds = torch.zeros_like(given["input_ids"])
             kinds[0, 3:8] = kinds[1, 6:10] = 1
-            marked = {**given, **{name: kinds for name in names}}
-            self._same("image tokens", lambda model: outputs(model, marked))
+            marked = {**given, **dict.fromkeys(names, kinds)}
+            self._same("image tokens", outputs, marked)
 
     def _parts(self) -> None:
         """Run the models inside a model whose layers made no call so far, such as vision towers."""
@@ -212,11 +216,11 @@ class Comparison:
             before, self.calls = self.calls, 0
             try:
                 given = accepted(twins[name])
-            except CannotTell as error:
+            except UntestedError as error:
                 self.result.skipped[f"part {name}"] = str(error)
                 self.calls += before
                 continue
-            self._same(f"part {name}", lambda model: outputs(model, given), pair=(twins[name], part))
+            self._same(f"part {name}", outputs, given, pair=(twins[name], part))
             done += [name] if self.calls else []
             self.calls += before
 
@@ -243,7 +247,7 @@ class Comparison:
             if padded is not None:
                 real = padded.pop("_real", None)
                 what = "cache" if side == "none" else f"cache, {side} padding"
-                self._same(what, lambda model: stepwise(model, padded, real))
+                self._same(what, stepwise, padded, real)
 
     def _generation(self, given: Mapping[str, Any]) -> None:
         if not self.eager.can_generate() or not self.text:
@@ -253,46 +257,53 @@ class Comparison:
             padded.pop("_real", None)
             more = {} if implementation is None else {"cache_implementation": implementation}
             what = "generate" if implementation is None else "static cache"
-            self._same(what, lambda model: generated(model, padded, **more))
+            self._same(what, generated, padded, **more)
 
     # how
 
     def _same(
-        self, what: str, run: Callable[[Any], Sequence[Tensor]], grad: bool = False, pair: Any = None
+        self,
+        what: str,
+        run: Callable[..., Sequence[Tensor]],
+        *arguments: Any,
+        grad: bool = False,
+        pair: tuple[Any, Any] | None = None,
+        **options: Any,
     ) -> None:
+        """Compare what ``run`` returns for a model with eager's, and note the result."""
         eager, model = pair or (self.eager, self.model)
         try:
             torch.manual_seed(5)
             with torch.set_grad_enabled(grad):
-                wanted = run(eager)
+                wanted = run(eager, *arguments, **options)
         except Exception as error:
             if what == "prompt":
-                raise CannotTell(f"eager fails: {_line(error)}") from error
+                raise UntestedError(f"eager fails: {_line(error)}") from error
             self.result.skipped[what] = f"eager fails: {_line(error)}"
             return
         if not all(bool(torch.isfinite(each).all()) for each in wanted):
             if what == "prompt":
-                raise CannotTell("eager's output is not finite")
+                raise UntestedError("eager's output is not finite")
             self.result.skipped[what] = "eager's output is not finite"
             return
         try:
             torch.manual_seed(5)
             with torch.set_grad_enabled(grad):
-                found = run(model)
+                found = run(model, *arguments, **options)
         except (CallError, NoKernelError) as error:
             if what == "prompt":
                 raise
             self.result.skipped[what] = f"refused: {_line(error)}"
             return
         except Exception as error:
-            raise Different(f"{what}: {_line(error)}") from error
-        if len(found) != len(wanted) or any(a.shape != b.shape for a, b in zip(found, wanted)):
-            raise Different(f"{what}: other shapes than eager")
+            raise DifferentError(f"{what}: {_line(error)}") from error
+        if len(found) != len(wanted) or any(a.shape != b.shape for a, b in zip(found, wanted, strict=False)):
+            raise DifferentError(f"{what}: other shapes than eager")
         largest = max(float(each.abs().max()) for each in wanted) if grad else 0.0
         worst = max(distance(a, b, largest) for a, b in zip(found, wanted, strict=True))
         self.result.worst = max(self.result.worst, worst)
         if not worst <= (10 * TOLERANCE if grad else TOLERANCE):
-            raise Different(f"{what}: {worst:.2g} off eager")
+            raise DifferentError(f"{what}: {worst:.2g} off eager")
         self.result.ran.append(what)
 
     @contextmanager
@@ -392,7 +403,11 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
                 width = getattr(config, name, None)
                 if isinstance(width, int):
                     length = getattr(config, "max_length", None) or FRAMES
-                    for shape in ((length, width), (width, length), (2 * getattr(config, "max_source_positions", 0), width)):
+                    for shape in (
+                        (length, width),
+                        (width, length),
+                        (2 * getattr(config, "max_source_positions", 0), width),
+                    ):
                         yield {main: torch.empty(len(LENGTHS), *shape, device="meta"), **rest}
         for width in (16, 32):
             yield {main: torch.empty(len(LENGTHS), FRAMES, width, device="meta"), **rest}
@@ -423,7 +438,7 @@ def _image_size(config: Any) -> int | None:
 
 def accepted(eager: Any) -> dict[str, Any]:
     """The first inputs with which a model runs."""
-    reason = "no inputs are known"
+    reason = "no inputs of its kind are known here"
     for each in candidates(eager):
         given = filled(each, eager)
         try:
@@ -433,10 +448,10 @@ def accepted(eager: Any) -> dict[str, Any]:
             raise
         except Exception as error:
             if not reason.startswith("eager"):
-                reason = f"eager fails: {_line(error)}"
+                reason = f"eager fails with the inputs that are known here: {_line(error)}"
         else:
             return given
-    raise CannotTell(reason)
+    raise UntestedError(reason)
 
 
 def filled(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
@@ -455,9 +470,11 @@ def filled(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
         found[name] = value.to(device) if isinstance(value, Tensor) else value
     for name, value in found.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape[0] == 2:
-            found[name] = torch.randn(len(LENGTHS), *value.shape[1:], dtype=value.dtype, device=device) if any(
-                "ids" in each for each in found
-            ) else value
+            found[name] = (
+                torch.randn(len(LENGTHS), *value.shape[1:], dtype=value.dtype, device=device)
+                if any("ids" in each for each in found)
+                else value
+            )
     return found
 
 
@@ -554,8 +571,11 @@ def _work(device: str) -> None:
     for line in sys.stdin:
         signal.alarm(LIMIT_S)
         name = line.strip()
+        if name == os.environ.get("ATTNGEN_TEST_ABORT"):
+            os.abort()
         try:
-            result = check(name, device)
+            with nullcontext() if device == "cpu" else attngen.jit():
+                result = check(name, device)
         except BaseException as error:
             result = Result(name, classes()[name][0], "untested", _line(error))
         signal.alarm(0)
@@ -620,8 +640,8 @@ tests.integrations.model_sweep --write` runs them and writes this page. How to u
 
 | | classes | |
 |---|---|---|
-| right | {right} | all that was compared is eager's, within 1e-4 of the largest output and 1e-3 of the largest gradient |
-| refused | {refused} | a clear error, from attngen or from transformers, which has no place for another implementation |
+| right | {right} | outputs are eager's within 1e-4 of the largest one, gradients within 1e-3 |
+| refused | {refused} | an error, from attngen, or from a model that takes only the implementations of transformers |
 | its own | {own} | the class computes its attention itself, or has none: nothing changes, and nothing is faster |
 | not tested | {untested} | no tiny model could be made or run with `"eager"`: nothing is known |
 
@@ -637,7 +657,12 @@ def page(results: Mapping[str, Result]) -> str:
     counts = {word: sum(each.verdict == word for each in results.values()) for word in _WORDS}
     lines = [_HEAD.format(version=transformers.__version__, **counts)]
     for mapping in MAPPINGS:
-        lines += [f"## {mapping[0].upper()}{mapping[1:]}", "", "| class | | compared | variants | |", "|---|---|---|---|---|"]
+        lines += [
+            f"## {mapping[0].upper()}{mapping[1:]}",
+            "",
+            "| class | | compared | variants | |",
+            "|---|---|---|---|---|",
+        ]
         lines += [_row(each) for each in results.values() if each.mapping == mapping]
         lines.append("")
     return "\n".join(lines)
@@ -671,7 +696,9 @@ def main() -> None:
         parser.error("--write takes all classes, on the CPU")
 
     def say(result: Result) -> None:
-        print(f"{result.verdict:9}{result.name}  {result.seconds:.1f} s  {result.worst:.0e}  {result.reason}", flush=True)
+        print(
+            f"{result.verdict:9}{result.name}  {result.seconds:.1f} s  {result.worst:.0e}  {result.reason}", flush=True
+        )
 
     results = sweep(options.names or list(classes()), options.jobs, options.device, say)
     if options.json:

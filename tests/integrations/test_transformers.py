@@ -23,7 +23,9 @@ from attngen.integrations.mask_structure import StructuredMask
 from attngen.integrations.transformers_versions import cache_name
 from tests.integrations import families
 from tests.integrations.families import GENERATORS, MAKERS, PADDINGS, WINDOW, batch, gradients, logits
+from tests.integrations.model_sweep import spread
 from tests.integrations.shipped import known
+from tests.integrations.tiny_configs import tiny
 from tests.sampling import sampled
 
 #: Of the largest magnitude. Eager and the reference both compute in float32, in another order of additions.
@@ -351,6 +353,57 @@ def test_blocks_of_keys_that_queries_select_are_refused() -> None:
     q, k, v = layer_inputs()
     with pytest.raises(NoKernelError, match="selects blocks of keys, which no variant does"):
         layer_call(None, q, k, v, block_indices=torch.zeros(2, 1, 7, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kind", ["structure", "bool", "float"])
+def test_more_keys_than_the_mask_covers_are_refused(kind: str) -> None:
+    """A layer that appends keys after the mask was made, and says nothing of who sees them."""
+    q, k, v = layer_inputs()
+    mask = create_causal_mask(model("llama").config, torch.zeros(2, 7, 4), None, None)
+    if kind != "structure":
+        mask = mask & True
+    if kind == "float":
+        mask = torch.where(mask, 0.0, -torch.inf)
+    longer = [torch.cat([each, each[:, :, :2]], 2) for each in (k, v)]
+    with pytest.raises(CallError, match="passes 9 keys, but the attention mask covers 7: .* 'eager' serves"):
+        layer_call(mask, q, *longer)
+
+
+def test_a_causal_call_without_a_mask_has_a_key_for_each_query() -> None:
+    q, k, v = layer_inputs()
+    with pytest.raises(CallError, match="passes 4 queries and 7 keys to causal attention without a mask"):
+        layer_call(None, q[:, :, :4], k, v)
+    assert layer_call(None, q[:, :, :1], k, v).shape == (2, 4, 1, 8)
+    wanted = scores_of(q[:, :, :4], k).softmax(-1) @ v.repeat_interleave(2, 1)
+    near(layer_call(None, q[:, :, :4], k, v, is_causal=False), wanted)
+
+
+@pytest.mark.parametrize("tokens", [3, 26])
+def test_compressed_keys(tokens: int) -> None:
+    """DeepSeek-V4's layers append keys, and columns of numbers to the mask; with no whole block there are none."""
+    config = tiny(transformers.DeepseekV4Config)
+    models = []
+    for implementation in ("eager", "attngen"):
+        config._attn_implementation = implementation
+        torch.manual_seed(0)
+        models.append(transformers.DeepseekV4ForCausalLM(config).eval())
+        spread(models[-1])
+    models[1].load_state_dict(models[0].state_dict())
+    ids = torch.randint(3, 90, (2, tokens))
+    real = torch.ones_like(ids)
+    real[1, :2] = 0
+    for mask in (None, real):
+        wanted, found = (each(input_ids=ids, attention_mask=mask).logits for each in models)
+        near(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "takes"), [("DeepseekV4", True), ("HYV4", True), ("Llama", False), ("GptOss", False), ("Gemma2", False)]
+)
+def test_who_gets_masks_of_numbers(name: str, takes: bool) -> None:
+    config = getattr(transformers, f"{name}Config")
+    getattr(transformers, f"{name}ForCausalLM")
+    assert attngen_transformers.takes_masks_of_eager(config) == takes
 
 
 def test_keys_whose_last_dimension_is_not_contiguous() -> None:

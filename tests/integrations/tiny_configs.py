@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 VOCABULARY = 97
@@ -30,7 +30,8 @@ _INNER = (
     r"|feed_forward_size|moe_hidden_size|share_expert_dim|prediction_head_size|block_ff_dim"
 )
 _LAYERS = (
-    r"(\w+_)?num_(\w+_)?(hidden_)?layers|(num_)?(hidden_)?layers|n_layers?|(\w+_)?layers|depth|num_blocks|resampler_depth"
+    r"(\w+_)?num_(\w+_)?(hidden_)?layers|(num_)?(hidden_)?layers|n_layers?|(\w+_)?layers|depth|num_blocks"
+    r"|resampler_depth"
 )
 _HEADS = (
     r"n_heads?|(\w+_)?num_(\w+_)?(attention_)?heads|(\w+_)?attention_heads|num_heads|linear_num_(key|value)_heads"
@@ -93,7 +94,9 @@ def shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = _shrunk(name, value, given, layers)
     _token_ids(found)
     for name, value in OVERRIDES.get(given.get("model_type", ""), {}).items():
-        found[name] = {**found[name], **value} if isinstance(value, dict) and isinstance(found.get(name), dict) else value
+        found[name] = (
+            {**found[name], **value} if isinstance(value, dict) and isinstance(found.get(name), dict) else value
+        )
     return found
 
 
@@ -118,7 +121,12 @@ def _shrunk(name: str, value: Any, given: Mapping[str, Any], layers: int) -> Any
     if re.fullmatch(_LAYERS, name) and value > 1 and name != "num_feat_extract_layers":
         return layers if name in _MAIN_LAYERS else min(value, 2)
     if re.fullmatch(_KV_HEADS, name):
-        names = (re.sub("num_(key_value|kv)_heads", "num_attention_heads", name), "num_attention_heads", "num_heads", "n_head")
+        names = (
+            re.sub("num_(key_value|kv)_heads", "num_attention_heads", name),
+            "num_attention_heads",
+            "num_heads",
+            "n_head",
+        )
         heads = next((given[key] for key in names if key in given), None)
         if value == 1:
             return 1

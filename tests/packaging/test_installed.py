@@ -85,6 +85,41 @@ def test_it_runs_next_to_torch_alone(site: Path) -> None:
     ]
 
 
+#: A package with one variant needs no name; an unknown name is no reason to build with a tool that is not there.
+ONLY = """
+import torch, attngen_other
+q = torch.randn(1, 9, 2, 64)
+cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+wanted = attngen_other.attention(q, q, q, variant="causal")
+assert torch.equal(attngen_other.attention(q, q, q), wanted)
+packed = [q[0]] * 3 + [cu, cu, 5, 5]
+assert torch.equal(attngen_other.attention_varlen(*packed), attngen_other.attention_varlen(*packed, variant="causal"))
+print(attngen_other.explain(q, q, q))
+print(attngen_other.tile_map(q, q).variant)
+compiled = torch.compile(lambda q: attngen_other.attention(q, q, q), backend="eager", fullgraph=True)
+assert torch.equal(compiled(q), wanted)
+try:
+    attngen_other.attention(q, q, q, variant="full")
+except attngen_other.errors.NoKernelError as error:
+    print(error)
+"""
+
+
+def test_the_only_variant_needs_no_name(tmp_path: Path, wheels: dict[str, Path]) -> None:
+    assert run(ONLY, install(tmp_path / "site", wheels["attngen_other"])).splitlines() == [
+        "causal (forward, dense, fp32, head_dim 64): runs reference, since q is on cpu",
+        "causal",
+        "no kernel of variant 'full' is built",
+        "  built: attngen_other/causal",
+        "This package was made without one. Its maker can add to its spec, and package it again:",
+        "  kernels:",
+        "    - variant: full",
+        "      head_dim: 64",
+        "      dtype: fp32",
+        "      layout: dense",
+    ]
+
+
 #: A program that one process exports, and that another one loads.
 EXPORT = """
 import torch, attngen_small

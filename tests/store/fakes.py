@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 from attngen.compile.artifact import Artifact
 from attngen.errors import ChoiceError, CompileError, Location, SpecError
 from attngen.formats import MANIFEST_FORMAT
+from attngen.store import files as store_files
 from attngen.store import worker
 
 #: Names the file that gets one line for each compile.
@@ -86,6 +88,27 @@ def compile_no_cuda(plan: Any, source: Any) -> Artifact:
     return compile_quickly(plan, source)
 
 
+def compile_without_room(plan: Any, source: Any) -> Artifact:
+    """In place of ``compile_source``: there is no room for temporary files, and the compiler wraps what it met."""
+    compile_quickly(plan, source)
+    try:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise ChoiceError(f"{plan.name}: Triton's compiler failed with OSError") from error
+
+
+def compile_and_fill(plan: Any, source: Any) -> Artifact:
+    """In place of ``compile_source``: the second kernel fills the disk, so that none is kept from then on."""
+    made = compile_quickly(plan, source)
+    if len(Path(os.environ[LOG]).read_text().split()) > 1:
+        store_files.write_synced = _no_room
+    return made
+
+
+def _no_room(path: Path, data: bytes) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 def compile_slowly(plan: Any, source: Any) -> Artifact:
     """In place of ``compile_source``, for long enough that builds meet each other."""
     time.sleep(0.05)
@@ -142,6 +165,18 @@ def hang(last: bool) -> None:
 def refuse(last: bool) -> None:
     """A job that fails for the user to see."""
     raise SpecError("no", location=Location("a.yaml", 3), field="mask")
+
+
+def fill(wrapped: str, last: bool) -> None:
+    """A job that finds the disk full: by an error of its own, of the system, or in what a compiler prints."""
+    if wrapped == "printed":
+        raise CompileError("ptxas: cannot write a.cubin: No space left on device")
+    try:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/file")
+    except OSError as error:
+        if wrapped == "plain":
+            raise
+        raise ChoiceError("refused") from error
 
 
 def blunder(last: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from attngen.errors import CompileError, InternalError, SpecError
+from attngen.errors import CompileError, DiskFullError, InternalError, SpecError
 from attngen.store import limits
 from attngen.store.jobs import Job, Result, run_jobs, worker_processes
 from attngen.store.spare import SpareWorkers
@@ -226,3 +226,12 @@ def test_jobs_that_are_stopped_fail() -> None:
         found = run([job("hang")], shared=workers)[0]
     assert "SIGKILL" in str(found.error)
     assert not workers.busy
+
+
+@pytest.mark.parametrize("wrapped", ["plain", "wrapped", "printed"])
+def test_a_full_disk_is_no_fault_of_a_job(wrapped: str) -> None:
+    (result,) = run([job("fill", wrapped)])
+    assert isinstance(result.error, DiskFullError)
+    place = tempfile.gettempdir() if wrapped == "printed" else "/a/file"
+    assert str(result.error).startswith(f"cannot write to {place}")
+    assert str(result.error).endswith("the disk is full; free some space, or set TMPDIR to a folder with more")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from attngen.compile import toolchain
-from attngen.errors import AttngenError, InternalError, SpecError, StoreError
+from attngen.errors import AttngenError, DiskFullError, InternalError, SpecError, StoreError
 from attngen.plan import Plan
 from attngen.plan.model import Refused, TunedOn
 from attngen.schema import KernelSpec, expand, load_spec
@@ -291,6 +291,17 @@ def test_a_kernel_that_cannot_be_planned_costs_itself(
     assert not run(spec, store).up_to_date
     with pytest.raises(InternalError, match="near"):
         generate(spec, spec.parent / "out")
+
+
+@pytest.mark.parametrize("compiler", ["compile_without_room", "compile_and_fill"])
+def test_a_full_disk_ends_the_build(spec: Path, store: Store, log: Path, compiler: str) -> None:
+    """Neither is a plan refused, nor does any other kernel fail: the next build goes on."""
+    with pytest.raises(DiskFullError, match="the disk is full; .*the next build begins where this one ended"):
+        build(spec, jobs=1, store=store, compiler=f"tests.store.fakes:{compiler}")
+    tried = len(log.read_text().split())
+    assert tried == {"compile_without_room": 1, "compile_and_fill": 2}[compiler]
+    assert not (store.root / "refusals").exists()
+    assert origins(run(spec, store)) == Counter(built=5 - tried, cached=tried - 1)
 
 
 def test_an_include_is_an_input(spec: Path, store: Store, log: Path) -> None:

@@ -62,9 +62,28 @@ def test_good_kernels_pass_and_what_was_not_run_is_said(spec: Path) -> None:
     code, output, _ = run(spec, "--seed", 7)
     assert code == 0
     assert output.count("passed") == 3  # two rows, and the sum
-    assert "not run: 2 kernels: bf16 products are wrong in Triton's interpreter" in output
+    told = "bf16 products are wrong in Triton's interpreter; a copy of the spec with 'dtype: fp16' verifies the same"
+    assert f"not run: 2 kernels: {told} mask and score without a GPU" in output
     assert "with exact functions: the interpreter has no inline assembly" in output
     assert "2 passed, 0 failed, 2 not run; seed 7" in output
+
+
+def test_what_runs_only_on_a_gpu_names_the_spec_that_needs_none(tmp_path: Path) -> None:
+    spec = tmp_path / "hopper.yaml"
+    spec.write_text(
+        "schema: 1\narch: sm90a\nkernels:\n  - {variant: causal, head_dim: 64, dtype: bf16}\n"
+        "  - {variant: full, head_dim: 64, dtype: bf16, layout: paged}\n"
+    )
+    code, output, _ = run(spec)
+    assert code == 1
+    told = "cuda kernels run only on a GPU; a copy of the spec with 'backend: triton'"
+    assert f"{told} and 'dtype: fp16' verifies the same mask and score without a GPU" in output
+    assert f"{told}, 'dtype: fp16' and 'layout: dense' verifies the same mask and score without a GPU" in output
+    assert "not run: 1 kernel: cuda kernels run only on a GPU\n" in output  # the one that appends has no mask
+    spec.write_text(
+        "schema: 1\narch: sm90a\nkernels: [{variant: causal, head_dim: 64, dtype: fp16, backend: triton}]\n"
+    )
+    assert run(spec)[0] == 0
 
 
 def test_json_tells_everything_about_each_case_and_the_same_seed_repeats_it(spec: Path) -> None:

@@ -16,6 +16,7 @@ from attngen.errors import (
     ChoiceError,
     CompileError,
     CrashError,
+    DiskFullError,
     InternalError,
     Location,
     StoreError,
@@ -255,10 +256,12 @@ class Compiles:
     def _after_error(self, task: Task, error: AttngenError) -> Task | None:
         """Return the attempt to compile after one that failed; None, with the failure noted, if there is none.
 
-        Raises ToolchainError if the compiler does not work.
+        Raises ToolchainError if the compiler does not work, and DiskFullError: neither says anything about the kernel.
         """
         if isinstance(error, ToolchainError):
             raise error
+        if isinstance(error, DiskFullError):
+            raise DiskFullError(f"{error}; the next build begins where this one ended") from None
         if isinstance(error, CrashError):
             self._require_working(*task.compiler)
         if not isinstance(error, ChoiceError | InternalError):
@@ -381,7 +384,8 @@ def build_one(
 ) -> tuple[str, dict[str, Any]] | None:
     """Find or compile one kernel, in a worker process. Returns its origin and its manifest.
 
-    Returns None, without ``wait``, where another process compiles it now.
+    Returns None, without ``wait``, where another process compiles it now. Raises DiskFullError if there is no room
+    for the kernel.
     """
 
     def compile_() -> Artifact:
@@ -391,7 +395,11 @@ def build_one(
         return artifact
 
     fetched = Store(Path(root)).fetch(key, compile_, wait=wait)
-    return None if fetched is None else (fetched.origin, dict(fetched.artifact.manifest))
+    if fetched is None:
+        return None
+    if isinstance(fetched.problem, DiskFullError):
+        raise fetched.problem
+    return fetched.origin, dict(fetched.artifact.manifest)
 
 
 def variant_name(manifest: Mapping[str, Any]) -> str:

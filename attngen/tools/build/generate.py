@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attngen.errors import StoreError
+from attngen.files import cause
 from attngen.tools.build.pipeline import Prepared, prepare
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def generate(path: str | Path, out: Path, arches: Sequence[str] = ()) -> Generat
         for name in removed:
             (folder / name).unlink()
     except OSError as error:
-        raise StoreError(f"cannot write to {folder}: {error.strerror or error}") from error
+        raise StoreError(f"cannot write to {folder}: {cause(error)}") from error
     return Generated(folder, tuple(kernels), tuple(changed), tuple(removed))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.errors import CallError
+from attngen.files import cause
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Journal:
             with self.path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(row) + "\n")
         except OSError as error:
-            raise CallError(f"{self.path} cannot be written: {error.strerror}") from error
+            raise CallError(f"{self.path} cannot be written: {cause(error)}") from error
 
     def remove(self) -> None:
         """Delete the file: the search is done."""
@@ -64,7 +65,7 @@ class Journal:
             unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             unfinished.replace(self.path)
         except OSError as error:
-            raise CallError(f"{self.path} cannot be written: {error.strerror}") from error
+            raise CallError(f"{self.path} cannot be written: {cause(error)}") from error
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

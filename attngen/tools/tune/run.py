@@ -15,6 +15,7 @@ import torch
 from attngen import resources
 from attngen.compile.toolchain import toolchain
 from attngen.errors import CallError, LoadError
+from attngen.files import cause
 from attngen.plan.candidates import candidates
 from attngen.plan.model import Plan
 from attngen.runtime.module import Kernel, read_kernel
@@ -206,4 +207,4 @@ def _write(out: Path, gpu: str, versions: Mapping[str, str], rows: Sequence[Mapp
         unfinished.write_text(tuned_text(gpu, versions, choices), encoding="utf-8")
         unfinished.replace(out)
     except OSError as error:
-        raise CallError(f"{out} cannot be written: {error.strerror}") from error
+        raise CallError(f"{out} cannot be written: {cause(error)}") from error

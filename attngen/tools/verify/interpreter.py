@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from attngen.errors import CompileError
 from attngen.plan.model import Plan
-from attngen.runtime.checked import Call, View
+from attngen.runtime.checked import DIRECTIONS, Call, View
 from attngen.runtime.geometry import Geometry, geometries
 from attngen.runtime.gradients import GradientBuffers, finish, view_of
 from attngen.runtime.module import Entry, Kernel
@@ -39,15 +39,29 @@ def prepare_process() -> None:
     torch.set_num_threads(1)  # many such processes run side by side
 
 
+#: What Triton's interpreter multiplies rightly.
+INTERPRETED_DTYPES = ("fp16", "fp32")
+
+
 def reason_against(plan: Plan) -> str | None:
-    """Return why a kernel cannot be interpreted, or None."""
+    """Why a kernel cannot be interpreted, and what can be in its place; None if it can."""
     if plan.backend != "triton":
-        return (
-            f"{plan.backend} kernels run only on a GPU; 'backend: triton' verifies the same mask and score without one"
-        )
-    if plan.dtype_name == "bf16":
-        return "bf16 products are wrong in Triton's interpreter"
-    return None
+        reason = f"{plan.backend} kernels run only on a GPU"
+    elif plan.dtype_name == "bf16":
+        reason = "bf16 products are wrong in Triton's interpreter"
+    else:
+        return None
+    if plan.direction not in DIRECTIONS:  # appends, quantizes or widens, without a mask
+        return reason
+    changes = ["backend: triton"] if plan.backend != "triton" else []
+    changes += ["dtype: fp16"] if plan.dtype_name not in INTERPRETED_DTYPES else []
+    changes += ["layout: dense"] if plan.layout == "paged" else []
+    return f"{reason}; a copy of the spec with {_listed(changes)} verifies the same mask and score without a GPU"
+
+
+def _listed(changes: Sequence[str]) -> str:
+    *first, last = (f"'{each}'" for each in changes)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def kernel_of(plan: Plan) -> Kernel:
