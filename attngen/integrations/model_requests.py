@@ -279,7 +279,8 @@ def _mask(
     from transformers.masking_utils import causal_mask_function
 
     shape = (batch_size, 1, q_length, kv_length)
-    if attngen_transformers.takes_masks_of_eager(type(kwargs.get("config"))):
+    config: type = type(kwargs.get("config"))
+    if attngen_transformers.takes_masks_of_eager(config):
         return torch.empty(shape, dtype=kwargs.get("dtype", torch.float32), device="meta")
     build = partial(torch.empty, shape, dtype=torch.bool, device="meta")
     structure = None

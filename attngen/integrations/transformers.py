@@ -475,10 +475,9 @@ def mask(
 
 
 @cache
-def takes_masks_of_eager(config: Any) -> bool:
+def takes_masks_of_eager(config: type) -> bool:
     """Whether the layers of a config's model take an implementation of attention, but know no masks except eager's.
 
-    ``config`` is its class.
     Such a class declares that it supports neither SDPA, nor flash-attn, nor FlexAttention. DeepSeek-V4's layers append
     columns to the mask of a forward pass, as numbers that are added.
     """

@@ -77,7 +77,8 @@ def _full(error: BaseException) -> DiskFullError | None:
     """
     if isinstance(error, DiskFullError):
         return None
-    said, link = str(error), error
+    said = str(error)
+    link: BaseException | None = error
     while link is not None:
         full = FULL.get(link.errno or 0) if isinstance(link, OSError) else None
         full = full or next((text for code, text in FULL.items() if os.strerror(code) in said), None)

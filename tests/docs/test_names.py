@@ -16,6 +16,9 @@ from tests.docs.blocks import DOCUMENTS, ROOT, code_spans, prose
 FOLDERS = ("attngen", "tests", "templates", "specs", "docs", "generated")
 ENDINGS = ("py", "j2", "cuh", "yaml", "json", "md")
 
+#: A generated table of transformers' names, which ``tests/integrations/test_model_sweep.py`` checks.
+PAGE = ROOT / "docs" / "models.md"
+
 #: Names that are none of ours, or that only a reader's own project has.
 OTHERS = {
     "specs/my_mask.yaml": "the spec of README",
@@ -77,6 +80,7 @@ def named(pattern: str) -> list[tuple[str, str]]:
     found = [
         (path.relative_to(ROOT).as_posix(), span)
         for path in DOCUMENTS
+        if path != PAGE
         for span in dict.fromkeys(code_spans(path))
         if re.fullmatch(pattern, span) and span not in OTHERS
     ]
