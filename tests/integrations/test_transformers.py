@@ -365,7 +365,7 @@ def test_more_keys_than_the_mask_covers_are_refused(kind: str) -> None:
     if kind == "float":
         mask = torch.where(mask, 0.0, -torch.inf)
     longer = [torch.cat([each, each[:, :, :2]], 2) for each in (k, v)]
-    with pytest.raises(CallError, match="passes 9 keys, but the attention mask covers 7: .* 'eager' serves"):
+    with pytest.raises(CallError, match="passes 9 keys, but the attention mask covers 7: .*'eager' serves"):
         layer_call(mask, q, *longer)
 
 
