@@ -74,7 +74,10 @@ CACHE_SPILLS = Spills("split-KV forwards of caches in 8 bits", 160, "stored befo
 #: What the least of several refused backwards in CUDA may spill before another backend is taken: values that a step
 #: loads once or twice, beside products that Triton runs at half the speed.
 LAST_SPILLS = Spills(
-    "backwards in CUDA that another backend would follow", 128, "spilled values of a step are few", None
+    "backwards in CUDA that another backend would follow",
+    128,
+    "spilled values of a step are few",
+    Measured("docs/notebook/building.md", "1.30 to 4.76 times as fast as Triton"),
 )
 
 #: What messages say of a backward that takes too many registers in CUDA.
