@@ -23,6 +23,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.lang.ir import names, tensors
+from attngen.runtime import debug
 from attngen.runtime.checked import Call
 from attngen.runtime.geometry import MapShape
 from attngen.runtime.given import Given
@@ -136,7 +137,10 @@ class MapMaker:
         return next(iter(self._launches.maps.values()))
 
     def _decisive(self, given: Given) -> list[Tensor] | None:
-        """Return the tensors that decide the map; None if one's writes are not counted, as in inference mode."""
+        """Return the tensors that decide the map; None if one's writes are not counted, as in inference mode, or are
+        often those of a server's own kernels, as of the lengths of caches in pages."""
+        if given.form == "paged":
+            return None
         found = [given.arguments[name] for name in self._tensors]
         lengths = (given.seqused_k, given.cu_seqlens_q, given.cu_seqlens_k)
         found += [one for one in lengths if one is not None]
@@ -220,6 +224,12 @@ class _KeptMaps:
         if entry is not None and entry.words is not None and entry.is_of(decide, versions):
             if not entry.complete:
                 entry.words, entry.complete = make(has_bits), True
+            elif debug.active() and not torch.equal(entry.words, make(has_bits)):
+                raise CallError(
+                    "a tensor of the mask was written without torch counting it (through .data, DLPack or another "
+                    "library's kernel), so that calls take the tile map of its old values; write through torch, or "
+                    "pass tile_map=attngen.tile_map(...) after such a write"
+                )
             self._touch(key)
             return entry.words
         entry = _Entry(launches)

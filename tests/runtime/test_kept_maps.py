@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+import attngen
+from attngen.errors import CallError
 from attngen.lang.variant import Scalar
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime import tile_map
@@ -113,9 +115,9 @@ class Calls:
         call = SimpleNamespace(variant=SEEN, rules=(SimpleNamespace(name="least"),))
         self.maker = MapMaker(self.launches, call, torch.device("cpu"))  # type: ignore[arg-type]
 
-    def __call__(self, seen: torch.Tensor, least: int = 0) -> torch.Tensor:
+    def __call__(self, seen: torch.Tensor, least: int = 0, form: str = "dense") -> torch.Tensor:
         self.launches.content = seen.reshape(ROWS, TILES)
-        given = Given(seen, seen, seen, arguments={"seen": seen, "least": least})
+        given = Given(seen, seen, seen, arguments={"seen": seen, "least": least}, form=form)
         (words,) = self.maker.append(given, [0, 0], 1.0, (least,))
         return words
 
@@ -152,6 +154,23 @@ def test_a_write_makes_a_new_map(calls: Calls) -> None:
     assert partial_pairs(calls(seen)) == expected(seen)
     seen.T[7].zero_()  # through a view
     assert set(partial_pairs(calls(seen))) == set(expected(seen))
+
+
+def test_a_write_that_torch_does_not_count_is_found_under_debug(calls: Calls) -> None:
+    seen = content(14)
+    for _ in range(2):
+        calls(seen)
+    seen.data[2, :20] = 5
+    assert partial_pairs(calls(seen)) != expected(seen)
+    with attngen.debug(), pytest.raises(CallError, match="written without torch counting it"):
+        calls(seen)
+
+
+def test_maps_of_pages_are_not_kept(calls: Calls) -> None:
+    seen = content(15)
+    for _ in range(2):
+        assert set(partial_pairs(calls(seen, form="paged")).values()) == {-1}
+    assert not kept_maps()
 
 
 def test_views_of_one_tensor_are_one(calls: Calls) -> None:
