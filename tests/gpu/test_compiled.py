@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import attngen
 from attngen.runtime.operators import operators_of
@@ -161,3 +164,46 @@ def test_compiled_and_eager_calls_give_the_same_bits() -> None:
     inputs = inputs_of(2, 257)
     found = torch.compile(dense, fullgraph=True)(*inputs, None, 0)
     assert same((found,), (dense(*inputs, None, 0),))
+
+
+@pytest.mark.parametrize(("policy", "runs"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.PREFER_RECOMPUTE, 2)])
+def test_a_selective_checkpoint_saves_attention(policy: CheckpointPolicy, runs: int) -> None:
+    def keep(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        return policy if operator.namespace.startswith("attngen") else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attngen.attention(q.sin(), k, v, variant="causal", package=PACKAGE).float().cos()
+
+    theirs = inputs_of(2, 300, learns=True)
+    block(*theirs).sum().backward()
+    ours = inputs_of(2, 300, learns=True)
+    contexts = partial(create_selective_checkpoint_contexts, keep)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        checkpoint(block, *ours, use_reentrant=False, context_fn=contexts).sum().backward()
+        torch.cuda.synchronize()
+    assert sum(event.count for event in seen.key_averages() if event.key.startswith("fwd_")) == runs
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("axis", ["heads", "batch", "queries"])
+def test_expanded_tensors(axis: str) -> None:
+    """Strides of 0 give what copies give, and gradients that add up over what was expanded."""
+    torch.manual_seed(0)
+    size = {"heads": (2, 200, 1, DIM), "batch": (1, 200, HEADS, DIM), "queries": (2, 1, HEADS, DIM)}[axis]
+    bases = [torch.randn(size, device="cuda").bfloat16() for _ in range(3)]
+    if axis == "heads":  # q keeps its own
+        bases[0] = torch.randn(2, 200, HEADS, DIM, device="cuda").bfloat16()
+    above = torch.randn(2, 200, HEADS, DIM, device="cuda").bfloat16()
+
+    def run(copied: bool) -> list[Tensor]:
+        leaves = [one.detach().requires_grad_() for one in bases]
+        given = [one.expand(2, 200, HEADS, DIM) for one in leaves]
+        out = attngen.attention(
+            *((one.contiguous() for one in given) if copied else given), variant="causal", package=PACKAGE
+        )
+        return [out, *torch.autograd.grad(out, leaves, above)]
+
+    for one, other in zip(run(False), run(True), strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
