@@ -103,3 +103,47 @@ def test_a_compiled_program_finds_its_kernels_when_it_first_runs() -> None:
     close(found, out)
     assert wanted.grad is not None
     torch.testing.assert_close(q.grad.float(), wanted.grad.float(), rtol=5e-2, atol=5e-2)
+
+
+def _flex_documents(b: Any, h: Any, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return (q >= kv) & (q // 100 == kv // 100)
+
+
+def test_a_decoding_loop_of_flex_attention() -> None:
+    """The rows of a prompt's attention, one at a time, by masks that are indexed and offset."""
+    from attngen.integrations import flex_attention as flex
+
+    q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    base = flex.create_block_mask(_flex_documents, None, None, 300, 300, device="cuda", BLOCK_SIZE=64)
+    whole = flex.flex_attention(q, k, v, block_mask=base)
+    for position in (0, 64, 131, 299):
+        place = torch.tensor([position], device="cuda")
+        mask = base[:, :, place // 64]
+        mask.mask_mod = lambda b, h, q, kv, place=place: _flex_documents(b, h, q + place[0], kv)
+        mask.seq_lengths = (1, 300)
+        close(
+            flex.flex_attention(q[:, :, position : position + 1], k, v, block_mask=mask)[:, :, 0], whole[:, :, position]
+        )
+
+
+def test_lists_of_blocks_decide_what_is_seen() -> None:
+    """Forward, backward and largest logits beside the same pairs as a mask of bools."""
+    from attngen.integrations import flex_attention as flex
+
+    made = flex.create_block_mask(_flex_documents, 1, 1, 256, 256, device="cuda", BLOCK_SIZE=64)
+    lists = (made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)
+    mask = flex.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=64, mask_mod=_flex_documents, seq_lengths=(256, 256))
+    leaves = [torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    out, aux = flex.flex_attention(*leaves, block_mask=mask, return_aux=flex.AuxRequest(lse=True, max_scores=True))
+    above = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, above)
+    places = torch.arange(256, device="cuda")
+    visible = _flex_documents(None, None, places[:, None], places)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    logits = (exact[0] @ exact[1].transpose(-1, -2) / 8).masked_fill(~visible, -torch.inf)
+    wanted = logits.softmax(-1) @ exact[2]
+    close(out, wanted.to(out.dtype))
+    close(aux.lse, logits.logsumexp(-1).float())
+    close(aux.max_scores, logits.amax(-1).float())
+    for one, other in zip(found, torch.autograd.grad(wanted, exact, above.double()), strict=True):
+        close(one, other.to(one.dtype))
