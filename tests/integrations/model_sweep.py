@@ -568,7 +568,7 @@ def _work(device: str) -> None:
     attngen_transformers.register()
 
     def late(*_: Any) -> None:
-        raise TimeoutError(f"took too long")
+        raise TimeoutError("took too long")
 
     signal.signal(signal.SIGALRM, late)
     answers = sys.stdout
