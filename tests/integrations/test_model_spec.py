@@ -21,7 +21,7 @@ from click.testing import Result
 
 import attngen.integrations.transformers as attngen_transformers
 from attngen.commands.check import check_spec
-from attngen.integrations import flash_cache
+from attngen.integrations import flash_arguments
 from attngen.integrations.choice import kernels_of
 from attngen.plan import plan
 from attngen.runtime.checked import ATTENTION_DTYPES
@@ -61,7 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> set[Call]:
 
         return attends
 
-    for module in (attngen_transformers, flash_cache):
+    for module in (attngen_transformers, flash_arguments):
         monkeypatch.setattr(module, "attend", noting(module.attend))
     return found
 
