@@ -124,7 +124,7 @@ def internal_error(subject: str, error: Exception) -> InternalError:
     )
 
 
-def suggest(found: str, allowed: Iterable[str]) -> str:
+def suggest(found: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return ``; did you mean 'x'?`` for the nearest allowed name, or the empty string."""
-    nearest = get_close_matches(found, list(allowed), n=1, cutoff=0.6)
+    nearest = get_close_matches(found, list(allowed), n=1, cutoff=cutoff)
     return f"; did you mean '{nearest[0]}'?" if nearest else ""

@@ -98,7 +98,8 @@ class Rules:
             sign = {"truediv": "/", "floordiv": "//", "mod": "%"}[op]
             raise ExpressionError(
                 f"the divisor of '{sign}' may be zero: its range is {_number(low)} .. {_number(high)}; "
-                f"declare a min or max that excludes zero, or write max(x, 1)"
+                f"declare a min or max that excludes zero, or write max(x, 1)",
+                1,
             )
 
     def _power(self, node: Op) -> None:
@@ -107,7 +108,9 @@ class Rules:
         low, high = bounds(base, self.ranges)
         if exponent.value < 0 and low <= 0 <= high:
             raise ExpressionError(
-                f"the base of '**' with a negative exponent may be zero: its range is {_number(low)} .. {_number(high)}"
+                "the base of '**' with a negative exponent may be zero: its range is "
+                f"{_number(low)} .. {_number(high)}",
+                0,
             )
 
     def _shift(self, node: Op) -> None:
@@ -116,7 +119,8 @@ class Rules:
         if low < 0 or high > most:
             raise ExpressionError(
                 f"the distance of a shift must lie within 0 .. {most}: its range is "
-                f"{_number(low)} .. {_number(high)}; write (x & {most}) or declare min and max"
+                f"{_number(low)} .. {_number(high)}; write (x & {most}) or declare min and max",
+                1,
             )
 
 
