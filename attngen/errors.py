@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -110,6 +111,40 @@ class CallError(AttngenError, ValueError):
 
 class NoKernelError(CallError):
     """No built kernel takes the call; the message lists each candidate and the reason against it."""
+
+
+def together(errors: Iterable[AttngenError]) -> AttngenError:
+    """One error that stands for several; the request is wrong only if each of them says so."""
+    each = list({str(one): one for error in errors for one in error.each or (error,)}.values())
+    if len(each) == 1:
+        return each[0]
+    kind = next(kind for kind in (PlanError, SpecError, InternalError) if all(isinstance(e, kind) for e in each)
+                or kind is InternalError)  # fmt: skip
+    error: AttngenError = kind("\n".join(map(str, each)))
+    if isinstance(error, SpecError) and isinstance(each[0], SpecError):
+        error.location, error.field = each[0].location, each[0].field
+    error.each = tuple(each)
+    return error
+
+
+class Gathered:
+    """Errors of parts that can be checked one after the other, so that one run reports all of them."""
+
+    def __init__(self) -> None:
+        self.errors: list[AttngenError] = []
+
+    @contextmanager
+    def catch(self) -> Iterator[None]:
+        """Keep a SpecError that is raised inside, and go on."""
+        try:
+            yield
+        except SpecError as error:
+            self.errors.extend(error.each or (error,))
+
+    def throw(self) -> None:
+        """Raise what was kept, if anything was."""
+        if self.errors:
+            raise together(self.errors)
 
 
 def internal_error(subject: str, error: Exception) -> InternalError:

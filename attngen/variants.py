@@ -5,6 +5,7 @@ The checks are those of a spec, by the same models, which are imported when the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -121,14 +122,21 @@ def variant(
     {"dtype": "int32", "shape": ["h"]}}``; ``dropout`` drops probabilities. Kernels that were built from a spec under
     the same ``name``, with the same definition, serve its calls.
 
-    Raises SpecError, which names the argument and marks the place in an expression.
+    Raises SpecError, which names the argument and marks the place in an expression. Warns of what is legal and probably
+    not meant, such as a condition that is never true.
     """
     given = {
         "mask": mask, "score": score, "sink": sink, "let": let, "scalars": scalars, "tensors": tensors,
         "dropout": None if dropout is False else dropout,
     }  # fmt: skip
     named = {field: value for field, value in given.items() if value is not None}
-    return _made(name, {field: value for field, value in named.items() if not isinstance(value, Mapping) or value})
+    fields = {field: value for field, value in named.items() if not isinstance(value, Mapping) or value}
+    made = _made(name, fields)
+    from attngen.schema import doubts_of_fields
+
+    for doubt in doubts_of_fields(name, fields):
+        warnings.warn(f"variant '{name}': {doubt.field}: {doubt.message}", UserWarning, stacklevel=2)
+    return made
 
 
 def _made(name: str, fields: dict[str, Any]) -> PythonVariant:

@@ -65,7 +65,7 @@ def check_spec(path: str) -> Report:
         report.package = spec.package
         kernels = expand(spec)
     except SpecError as error:
-        report.failures.append(Failure("", error))
+        report.failures += [Failure("", each) for each in error.each or (error,)]
         return report
     report.warnings = lint(spec, kernels)
     repeated: list[Repeated] = []

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attngen.errors import suggest
-from attngen.lang import words
 from attngen.lang.ir import INDEX_NAMES, Const, Expr, Load, Type, Var, children, names
 from attngen.lang.source import MAX_LENGTH, ExpressionError, Snippet
 from attngen.lang.variant import Scalar, Tensor
+from attngen.lang.words import attribute_hint, foreign_token, function_hint, name_hint
 
 #: Deepest nesting of an expression, also after the inlining of ``let:``.
 MAX_DEPTH = 100
@@ -74,14 +74,14 @@ def parse_syntax(snippet: Snippet, limit: int = MAX_LENGTH) -> ast.expr:
             )
         if character in "#\\;":
             raise snippet.error(f"character '{character}' is not allowed", column, column + 1)
-    if foreign := words.foreign_token(text, broken=False):
+    if foreign := foreign_token(text, broken=False):
         raise snippet.error(*foreign)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ast.parse(text, mode="eval").body
     except SyntaxError as error:
-        if foreign := words.foreign_token(text, broken=True):
+        if foreign := foreign_token(text, broken=True):
             raise snippet.error(*foreign) from None
         start = (error.offset or 1) - 1
         end = error.end_offset - 1 if error.end_offset and error.end_lineno == error.lineno else start + 1
@@ -104,6 +104,18 @@ class Function:
     functions: Mapping[str, Function]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """An expression as it was written: its text, its syntax tree, and the value of each of its nodes.
+
+    The body of a ``let:`` function has no values: they depend on the call.
+    """
+
+    snippet: Snippet
+    tree: ast.expr
+    values: dict[ast.expr, Expr] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class Scope:
     """Everything that a name in an expression can mean."""
@@ -115,6 +127,7 @@ class Scope:
     functions: dict[str, Function] = field(default_factory=dict)
     logit: bool = False  # whether 's' may be used
     steps: int = 0  # syntax nodes visited so far, those of inlined functions each time
+    record: dict[ast.expr, Expr] | None = None  # takes the value of each node of what is lowered
 
     def known(self) -> list[str]:
         """Return every name that could have been meant, for suggestions."""
@@ -159,6 +172,8 @@ class _Lowering:
             _measure(value)
         except ExpressionError as error:
             raise self.snippet.at(node, str(error)) from None
+        if self.scope.record is not None and not self.parameters:
+            self.scope.record[node] = value
         return value
 
     def _dispatch(self, node: ast.expr, depth: int) -> Expr:
@@ -188,7 +203,7 @@ class _Lowering:
             case _:
                 hint = ""
                 if isinstance(node, ast.Attribute):
-                    hint = words.attribute_hint(node, FUNCTIONS)
+                    hint = attribute_hint(node, FUNCTIONS)
                 elif isinstance(node, ast.Lambda):
                     hint = "; write its body alone, over b, h, q and kv"
                 raise ExpressionError(
@@ -254,7 +269,7 @@ class _Lowering:
             return Load(name, (), tensor.type)
         if name in FUNCTIONS or name in self.functions:
             raise ExpressionError(f"'{name}' is a function and needs arguments")
-        hint = words.name_hint(name, self.scope.known(), self.scope.declared()) or "; declare it under scalars, tensors or let"
+        hint = name_hint(name, self.scope.known(), self.scope.declared()) or "; declare it under scalars, tensors or let"
         raise ExpressionError(f"unknown name '{name}'{hint}")
 
     def _call(self, node: ast.Call, depth: int) -> Expr:
@@ -262,7 +277,7 @@ class _Lowering:
         if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):  # torch.abs
             name = f"{node.func.value.id}.{node.func.attr}"
             raise self.snippet.at(
-                node.func, f"'{name}' is not part of the language{words.function_hint(name, known)}"
+                node.func, f"'{name}' is not part of the language{function_hint(name, known)}"
             )
         if not isinstance(node.func, ast.Name):
             what = _REFUSED.get(type(node.func), "a call of an expression")
@@ -276,7 +291,7 @@ class _Lowering:
         if name in self.functions:
             return self._inline(self.functions[name], node, depth)
         if name not in FUNCTIONS:
-            raise self.snippet.at(node.func, f"unknown function '{name}'{words.function_hint(name, known)}")
+            raise self.snippet.at(node.func, f"unknown function '{name}'{function_hint(name, known)}")
         op, least, most = FUNCTIONS[name]
         if len(node.args) < least or (most is not None and len(node.args) > most):
             wanted = f"at least {least}" if most is None else str(least)

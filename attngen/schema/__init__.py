@@ -2,7 +2,7 @@
 
 from attngen.schema.expand import KernelSpec, appends, expand, quantizers, spec_hash, wideners
 from attngen.schema.export import json_schema
-from attngen.schema.loading import Spec, declare_variant, load_spec, load_spec_text
+from attngen.schema.loading import Spec, declare_variant, doubts_of_fields, load_spec, load_spec_text
 from attngen.schema.presets import preset, preset_names
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Spec",
     "appends",
     "declare_variant",
+    "doubts_of_fields",
     "expand",
     "json_schema",
     "load_spec",

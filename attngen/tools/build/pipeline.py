@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attngen import resources
 from attngen.errors import (
     AttngenError,
-    InternalError,
     Location,
     PlanError,
     SpecError,
     StoreError,
     internal_error,
     suggest,
+    together,
 )
 from attngen.store.index import Index, IndexEntry, read_index, write_index
 from attngen.store.receipt import Receipt, generator_digest, read_receipt, write_receipt
@@ -166,7 +166,7 @@ def _build_by(
     choices = [load_tuned(file) for file in tuned]
     prepared, failures = prepare_each(loaded, arches, tuned=choices)
     if failures and not prepared:
-        raise _together([failure.error for failure in failures])
+        raise together([failure.error for failure in failures])
     outcome = Compiles(store, observer, compiler)
     outcome.run(prepared, jobs, workers)
     order = [kernel.plan.name for kernel in prepared]
@@ -220,7 +220,7 @@ def prepare(spec: Spec, arches: Sequence[str] = (), *, tuned: Sequence[Tuned] = 
     """Return the kernels of a spec, planned and rendered, each once, in its order; raises what ``plans`` does."""
     prepared, failures = prepare_each(spec, arches, tuned=tuned)
     if failures:
-        raise _together([failure.error for failure in failures])
+        raise together([failure.error for failure in failures])
     return prepared
 
 
@@ -254,7 +254,7 @@ def plans(spec: Spec, arches: Sequence[str] = ()) -> list[tuple[KernelSpec, Plan
     """
     planned, failures = plan_each(spec, arches)
     if failures:
-        raise _together([failure.error for failure in failures])
+        raise together([failure.error for failure in failures])
     return planned
 
 
@@ -354,17 +354,6 @@ def _label(kernel: KernelSpec) -> str:
     head_dim = dims[0] if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
     element = f"{kernel.dtype}, head_dim {head_dim}"
     return f"{kernel.variant.name}, {kernel.direction}, {kernel.layout}, {element}, {kernel.arch}"
-
-
-def _together(errors: Sequence[AttngenError]) -> AttngenError:
-    """Return one error with the texts of all, each with its place."""
-    if len(errors) == 1:
-        return errors[0]
-    text = "\n".join(dict.fromkeys(map(str, errors)))
-    asked_wrongly = all(isinstance(error, SpecError) for error in errors)
-    error: AttngenError = PlanError(text) if asked_wrongly else InternalError(text)
-    error.each = tuple({str(each): each for each in errors}.values())
-    return error
 
 
 def _clash(name: str, first: KernelSpec, second: KernelSpec) -> PlanError:
