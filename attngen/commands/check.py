@@ -69,7 +69,11 @@ def check_spec(path: str) -> Report:
         return report
     report.warnings = lint(spec, kernels)
     repeated: list[Repeated] = []
-    prepared, failures = prepare_each(spec, repeated=repeated)
+    try:
+        prepared, failures = prepare_each(spec, repeated=repeated)
+    except SpecError as error:  # it has no kernels
+        report.failures.append(Failure("", error))
+        return report
     store = Store()
     likely = [after_refusals(store, kernel) or kernel for kernel in prepared]
     report.plans = [kernel.plan for kernel in likely]

@@ -31,8 +31,6 @@ class Remark:
 def lint(spec: Spec, kernels: tuple[KernelSpec, ...]) -> list[Remark]:
     """Return the warnings of a spec, in the order of the file. ``kernels`` is what it expands into."""
     found = []
-    if not kernels:
-        found.append(Remark("no kernels: the spec builds nothing", Location(spec.file)))
     used = {kernel.variant.name for kernel in kernels}
     for name in spec.model.variants:
         declared = spec.variants[name]

@@ -194,8 +194,16 @@ def _build_by(
         tuple(built),
         time.perf_counter() - start,
         failures=tuple(failures),
-        warnings=tuple(dict.fromkeys((*outcome.warnings, *_unused(choices, prepared)))),
+        warnings=tuple(dict.fromkeys((*_doubts(loaded), *outcome.warnings, *_unused(choices, prepared)))),
     )
+
+
+def _doubts(spec: Spec) -> Iterable[str]:
+    """Yield a warning for each expression and extent of a spec that is probably not meant."""
+    from attngen.schema.lint import doubtful
+
+    for name in spec.model.variants:
+        yield from map(str, doubtful(spec.variants[name]))
 
 
 def _unused(choices: Sequence[Tuned], prepared: Sequence[Prepared]) -> Iterable[str]:
@@ -266,12 +274,14 @@ def plan_each(
     The kernels that append to the caches of paged ones, those that quantize for ones that read 8 bits, and those that
     widen caches follow those that its entries ask for. A choice of ``tuned`` that the plan refuses is left out.
     Kernels that become what another one is already are left out, and appended to ``repeated``.
-    Raises SpecError for an arch that the spec does not build for.
+    Raises SpecError for a spec without kernels, and for an arch that it does not build for.
     """
     from attngen.plan import plan
     from attngen.schema import appends, expand, quantizers, wideners
 
     kernel_specs = expand(spec)
+    if not kernel_specs:
+        raise _empty(spec)
     offered = list(dict.fromkeys(kernel.arch for kernel in kernel_specs))
     for arch in arches:
         if arch not in offered:
@@ -305,6 +315,18 @@ def plan_each(
         else:
             found[helper.name] = kernel, helper
     return list(found.values()), failures
+
+
+def _empty(spec: Spec) -> SpecError:
+    """The error of a spec that lists no kernels, with an entry to add."""
+    variant = next(iter(spec.variants), "causal")
+    arch = "" if spec.model.arch else ", arch: sm90a"
+    return SpecError(
+        "no kernels: the spec builds nothing; add an entry, such as\n"
+        f"    kernels:\n      - {{variant: {variant}, head_dim: 128, dtype: bf16{arch}}}",
+        location=Location(spec.file),
+        field="kernels",
+    )
 
 
 def _plans(kernel: KernelSpec, tuned: Sequence[Tuned]) -> list[Plan]:

@@ -274,8 +274,6 @@ def explain_spec(
     plans = [plan for plan in known if kernel is None or kernel in plan.name]
     exact = [plan for plan in plans if plan.name == kernel]
     plans = exact or plans
-    if not known:
-        raise CallError(f"{spec} lists no kernels, so there is nothing to explain")
     if not plans:
         raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), [plan.name for plan in known])}")
     plans = [plan for plan in plans if plan.direction not in HELPERS]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.errors import CallError
+from attngen.errors import CallError, suggest
 from attngen.lang.bands import bands
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.eager import evaluate
@@ -79,6 +79,7 @@ class SeenKeys:
 
 def seen(variant: Variant, sizes: Sizes, kv_heads: int | None, arguments: Mapping[str, Any]) -> Tensor:
     """Return which key each query sees: bools, (batch, heads, queries, keys). Raises CallError."""
+    _check_names(variant, arguments)
     call = _bound(variant, _sizes(sizes), kv_heads, arguments)
     found = torch.empty(
         (call.batch, call.heads, call.seqlen_q, call.seqlen_k), dtype=torch.bool, device=call.device
@@ -93,6 +94,7 @@ def seen(variant: Variant, sizes: Sizes, kv_heads: int | None, arguments: Mappin
 
 def seen_keys(variant: Variant, sizes: Sizes | None, kv_heads: int | None, arguments: Mapping[str, Any]) -> SeenKeys:
     """Return the bands of a variant, and what is seen where sizes and all that the mask reads are given."""
+    _check_names(variant, arguments)
     found = bands(variant.mask, Facts.of(variant), over="kv")
     visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
     missing = [] if sizes is not None else ["sizes"]
@@ -105,6 +107,20 @@ def seen_keys(variant: Variant, sizes: Sizes | None, kv_heads: int | None, argum
     elif sizes is not None:
         _sizes(sizes)
     return SeenKeys(variant, visible, full, found.exact, counted, tuple(missing))
+
+
+def _check_names(variant: Variant, arguments: Mapping[str, Any]) -> None:
+    """Raise CallError for a keyword that the variant does not declare."""
+    declared = [*(tensor.name for tensor in variant.tensors), *(scalar.name for scalar in variant.arguments)]
+    for name in arguments:
+        if name in declared or name in (DROPOUT_P.name, RNG_STATE.name):
+            continue
+        if name in ("b", "h", "hk", "batch", "heads", "queries", "keys", "seqlen", "seqlen_q", "seqlen_k"):
+            hint = "; sizes say it, as in (batch, heads, queries, keys)"
+        else:
+            hint = suggest(name, (*declared, "kv_heads"))
+        takes = f"; it takes {', '.join(declared)}" if declared else "; it takes no arguments of its own"
+        raise CallError(f"{variant.name}: unknown argument '{name}'{hint}{takes}")
 
 
 def _count(mask: Tensor) -> Counted:
