@@ -68,32 +68,37 @@ class PythonVariant(str):
             expand(spec)
         return text
 
-    def mask(self, sizes: Sizes, /, *, kv_heads: int | None = None, **arguments: Any) -> torch.Tensor:
+    def mask(self, sizes: Sizes | None = None, /, *, kv_heads: int | None = None, **arguments: Any) -> torch.Tensor:
         """Return which key each query sees: bools, (batch, heads, queries, keys).
 
-        ``sizes`` is a number of queries and keys, (queries, keys), or (batch, heads, queries, keys). The mask's own
-        tensors and scalars are keywords, as at a call; the result is on their device. Raises CallError for one that is
-        missing, wrong, or not what was declared.
+        ``sizes`` is a number of queries and keys, (queries, keys), or (batch, heads, queries, keys). Batch and heads
+        that it leaves out are those of the tensors, else 1; a mask that depends on them needs one or the other. The
+        mask's own tensors and scalars are keywords, as at a call; the result is on their device. Raises CallError for
+        one that is missing, unknown, wrong, or not what was declared.
         """
         from attngen.tools.explain.seen import seen
 
-        return seen(self.value, sizes, kv_heads, arguments)
+        return seen(self.value, self._sizes(sizes, arguments), kv_heads, arguments)  # type: ignore[arg-type]
 
-    def explain(self, sizes: Sizes | None = None, /, *, kv_heads: int | None = None, **arguments: Any) -> SeenKeys:
+    def explain(
+        self, sizes: Sizes | None = None, /, *, b: int | None = None, h: int | None = None,
+        kv_heads: int | None = None, **arguments: Any,
+    ) -> SeenKeys:  # fmt: skip
         """Return which keys a tile of queries sees: the bands, as formulas, which print as text.
 
         With ``sizes`` and arguments as ``mask`` takes them, it also counts visible pairs, and tiles that are full,
-        partial and empty. If an argument that the mask reads is missing, nothing is counted, and the result says what
-        is missing. Raises CallError.
+        partial and empty, over all sequences and heads, or those of sequence ``b`` and head ``h``. If an argument that
+        the mask reads is missing, nothing is counted, and the result says what is missing. Raises CallError.
         """
         from attngen.tools.explain.seen import seen_keys
 
-        return seen_keys(self.value, sizes, kv_heads, arguments)
+        return seen_keys(self.value, self._sizes(sizes, arguments), kv_heads, arguments, b, h)
 
     def plot(
-        self, sizes: Sizes, /, *, b: int = 0, h: int = 0, kv_heads: int | None = None, **arguments: Any
-    ) -> Picture:
-        """Return a picture of the mask of head ``h`` in sequence ``b``: text in a terminal.
+        self, sizes: Sizes | None = None, /, *, b: int | None = None, h: int | None = None,
+        kv_heads: int | None = None, **arguments: Any,
+    ) -> Picture:  # fmt: skip
+        """Return a picture of the mask, text in a terminal: of sequence ``b`` and head ``h``, or of all together.
 
         With matplotlib, a notebook shows it as an image, and its ``save`` writes one. ``sizes`` and arguments are as
         for ``mask``. Raises CallError.
@@ -101,6 +106,13 @@ class PythonVariant(str):
         from attngen.tools.explain.picture import picture
 
         return picture(self.name, self.mask(sizes, kv_heads=kv_heads, **arguments), b, h)
+
+    def _sizes(self, sizes: Sizes | None, arguments: dict[str, Any]) -> Sizes | None:
+        """Return the sizes, also where they were given by name: only a variant's own argument may have that one."""
+        own = [*self.value.scalars, *self.value.tensors]
+        if sizes is None and "sizes" in arguments and all(declared.name != "sizes" for declared in own):
+            return arguments.pop("sizes")  # type: ignore[no-any-return]
+        return sizes
 
 
 def variant(
