@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -128,18 +127,22 @@ def together(errors: Iterable[AttngenError]) -> AttngenError:
 
 
 class Gathered:
-    """Errors of parts that can be checked one after the other, so that one run reports all of them."""
+    """Errors of parts that can be checked one after the other, so that one run reports all of them.
+
+    ``with gathered:`` keeps a SpecError that is raised inside, and goes on after it.
+    """
 
     def __init__(self) -> None:
         self.errors: list[AttngenError] = []
 
-    @contextmanager
-    def catch(self) -> Iterator[None]:
-        """Keep a SpecError that is raised inside, and go on."""
-        try:
-            yield
-        except SpecError as error:
+    def __enter__(self) -> None:
+        """Do nothing: every part that is checked adds to the same errors."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, SpecError):
             self.errors.extend(error.each or (error,))
+            return True
+        return False
 
     def throw(self) -> None:
         """Raise what was kept, if anything was."""

@@ -109,9 +109,9 @@ class PythonVariant(str):
 
     def _sizes(self, sizes: Sizes | None, arguments: dict[str, Any]) -> Sizes | None:
         """Return the sizes, also where they were given by name: only a variant's own argument may have that one."""
-        own = [*self.value.scalars, *self.value.tensors]
-        if sizes is None and "sizes" in arguments and all(declared.name != "sizes" for declared in own):
-            return arguments.pop("sizes")  # type: ignore[no-any-return]
+        own = {scalar.name for scalar in self.value.scalars} | {tensor.name for tensor in self.value.tensors}
+        if sizes is None and "sizes" in arguments and "sizes" not in own:
+            return arguments.pop("sizes")
         return sizes
 
 

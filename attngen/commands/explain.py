@@ -154,7 +154,9 @@ def _counted(explanation: PlanExplanation) -> str:
 
 def _call(explanation: PlanExplanation) -> str:
     """Say which call a predicted time is for, and what of it is assumed."""
-    given = ", ".join(f"{name}={value}" for name, value in explanation.scalars.items() if name not in explanation.assumed)
+    given = ", ".join(
+        f"{name}={value}" for name, value in explanation.scalars.items() if name not in explanation.assumed
+    )
     assumed = ", ".join(f"{name}={explanation.scalars[name]}" for name in explanation.assumed)
     told = "; ".join(part for part in (given, f"{assumed} assumed" if assumed else "") if part)
     differs = explanation.tensors or any(found.heads > 1 for found in explanation.visits)

@@ -208,12 +208,12 @@ def _compile(
 
     for key, text in let.items():
         wrong.add(unsure := key.partition("(")[0].strip())
-        with gathered.catch(), suppress(_Unchecked):
+        with gathered, suppress(_UncheckedError):
             _define(scope, key, text, places, limit, written, wrong)
             wrong.remove(unsure)
     visible: Expr = Const(True, Type.BOOL)
     scope.logit = False
-    with gathered.catch(), suppress(_Unchecked):
+    with gathered, suppress(_UncheckedError):
         if mask is not None and mask is not True:
             text = str(mask) if isinstance(mask, bool) else mask
             visible, snippet = expression("mask", text)
@@ -222,7 +222,7 @@ def _compile(
                 raise snippet.error(f"must be a condition, got {kind}", 0, len(snippet.text))
     scope.logit = True
     logit: Expr | None = None
-    with gathered.catch(), suppress(_Unchecked):
+    with gathered, suppress(_UncheckedError):
         if score is not None:
             logit, snippet = expression("score", score)
             if logit.type is Type.BOOL:
@@ -234,7 +234,7 @@ def _compile(
             logit = None if logit == Var("s", Type.FLOAT) else logit
     scope.logit = False
     sink_logit: Expr | None = None
-    with gathered.catch(), suppress(_Unchecked):
+    with gathered, suppress(_UncheckedError):
         if sink is not None:
             sink_logit, snippet = expression("sink", sink)
             if sink_logit.type is Type.BOOL:
@@ -286,14 +286,14 @@ def split_hidden(score: Expr, rules: Rules) -> tuple[Expr | None, Expr]:
     return None, score
 
 
-class _Unchecked(Exception):
+class _UncheckedError(Exception):
     """An expression that cannot be checked, since a value that it reads has an error of its own."""
 
 
 def _require(tree: ast.expr, wrong: Collection[str]) -> None:
-    """Raise ``_Unchecked`` for an expression that reads a ``wrong`` value."""
+    """Raise ``_UncheckedError`` for an expression that reads a ``wrong`` value."""
     if any(isinstance(node, ast.Name) and node.id in wrong for node in ast.walk(tree)):
-        raise _Unchecked
+        raise _UncheckedError
 
 
 def _lowered(snippet: Snippet, tree: ast.expr, scope: Scope, written: list[Written] | None) -> Expr:

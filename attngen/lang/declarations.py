@@ -49,13 +49,13 @@ def check_declarations(
     taken: set[str] = set()
     for scalar in scalars:
         field = f"scalars.{scalar.name}"
-        with gathered.catch():
+        with gathered:
             check_name(scalar.name, taken, field, places)
             taken.add(scalar.name)
             _check_scalar(scalar, field, places)
     for tensor in tensors:
         field = f"tensors.{tensor.name}"
-        with gathered.catch():
+        with gathered:
             check_name(tensor.name, taken, field, places)
             taken.add(tensor.name)
             _check_tensor(tensor, {s.name: s for s in scalars}, field, places)

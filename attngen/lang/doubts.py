@@ -52,9 +52,10 @@ def doubts(written: Sequence[Written], facts: Facts, constants: Collection[str])
         found += _Reader(one, facts, constants).read()
     for one in written:
         value = one.values.get(one.tree)
-        if one.snippet.field == "mask" and not found and value is not None and not isinstance(value, Const):
-            if evaluate(value, Numbers(facts)) == (False, False):
-                found.append(_doubt(one.snippet, one.tree, "the mask is never true, so no query sees a key"))
+        if found or one.snippet.field != "mask" or value is None or isinstance(value, Const):
+            continue
+        if evaluate(value, Numbers(facts)) == (False, False):
+            found.append(_doubt(one.snippet, one.tree, "the mask is never true, so no query sees a key"))
     return found
 
 
@@ -67,9 +68,7 @@ def extent_doubts(tensors: Iterable[Tensor], known: Collection[str]) -> list[Dou
                 continue
             meant = extent_meant(extent, known)
             if meant is not None:
-                message = (
-                    f"the extent '{extent}' is new, of any length that a call brings; did you mean '{meant}'?"
-                )
+                message = f"the extent '{extent}' is new, of any length that a call brings; did you mean '{meant}'?"
                 found[extent] = Doubt(f"tensors.{tensor.name}.shape", message)
     return list(found.values())
 
@@ -207,7 +206,7 @@ class _Reader:
                 guard = op == "mod" and isinstance(b, Const)  # as in x % 64, whatever x is
                 if guard or evaluate(a, self.numbers)[0] < 0 or self.is_switch(node):
                     return
-                if evaluate(make("sub", a, b), self.numbers)[1] < 0 and not (a == integer(0)):
+                if evaluate(make("sub", a, b), self.numbers)[1] < 0 and a != integer(0):
                     what = "0" if op == "floordiv" else f"'{canonical(a)}'"
                     hint = "; '/' divides as floats" if op == "floordiv" else ""
                     smaller = f"'{canonical(a)}' is less than '{canonical(b)}'"

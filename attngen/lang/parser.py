@@ -269,16 +269,16 @@ class _Lowering:
             return Load(name, (), tensor.type)
         if name in FUNCTIONS or name in self.functions:
             raise ExpressionError(f"'{name}' is a function and needs arguments")
-        hint = name_hint(name, self.scope.known(), self.scope.declared()) or "; declare it under scalars, tensors or let"
+        hint = (
+            name_hint(name, self.scope.known(), self.scope.declared()) or "; declare it under scalars, tensors or let"
+        )
         raise ExpressionError(f"unknown name '{name}'{hint}")
 
     def _call(self, node: ast.Call, depth: int) -> Expr:
         known = [*FUNCTIONS, *self.functions]
         if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):  # torch.abs
             name = f"{node.func.value.id}.{node.func.attr}"
-            raise self.snippet.at(
-                node.func, f"'{name}' is not part of the language{function_hint(name, known)}"
-            )
+            raise self.snippet.at(node.func, f"'{name}' is not part of the language{function_hint(name, known)}")
         if not isinstance(node.func, ast.Name):
             what = _REFUSED.get(type(node.func), "a call of an expression")
             raise self.snippet.at(node.func, f"{what} is not part of the language")

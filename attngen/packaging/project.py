@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from attngen.errors import SettingError
 from attngen.packaging.contents import spec_files, view_of
-from attngen.tools.build.pipeline import prepare
 from attngen.packaging.generator import FOLDER, generator_files, requirements
 from attngen.packaging.settings import PLATFORMS
 from attngen.packaging.view import DRIVER_LINE, fill
+from attngen.tools.build.pipeline import prepare
 
 if TYPE_CHECKING:
     from attngen.schema import Spec

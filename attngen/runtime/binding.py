@@ -53,7 +53,7 @@ _USUAL = {"layout": "bshd", "page_layout": "NHD"}
 def check_form(form: str, given: Mapping[str, Any]) -> None:
     """Raise CallError for an argument that calls of another form take, where one function takes those of all."""
     for name, value in given.items():
-        if value is None or value == _USUAL.get(name):
+        if value is None or (isinstance(value, str) and value == _USUAL.get(name)):
             continue
         if name == "layout" and form != "dense":
             other = "'page_layout' names that of pages" if form == "paged" else "packed tensors have one"

@@ -386,7 +386,8 @@ def explain(
     given = Given(
         q, k, v, q_descale, k_descale, v_descale,
         seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table,
-        tile_map=tile_map, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits, split_size=split_size,
+        tile_map=tile_map, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
+        split_size=split_size,
         variant=variant, softmax_scale=softmax_scale, return_lse=return_lse, deterministic=deterministic,
         form="paged" if paged else _form(cu_seqlens_q), layout=page_layout if paged else layout, backend=backend,
         package=package, out_dtype=out_dtype, arguments={DROPOUT_P.name: 0.0, **arguments},

@@ -292,10 +292,11 @@ def spec_hash(spec: Spec) -> str:
 def _all(spec: Spec) -> list[KernelSpec]:
     gathered = Gathered()
     entries = []
-    for index, entry in enumerate(spec.model.kernels):
+    listed: Sequence[KernelModel | None] = spec.model.kernels
+    for index, entry in enumerate(listed):
         if entry is None:  # which the loader has found to be wrong
             continue
-        with gathered.catch():
+        with gathered:
             entries.append((index, _axes(spec, index, entry)))
     count = sum(prod(map(len, axes.values())) for _, axes in entries)
     if count > MAX_KERNELS:
@@ -309,7 +310,7 @@ def _all(spec: Spec) -> list[KernelSpec]:
         for choice in product(*axes.values()):
             splits = True in spec.model.kernels[index].split_kv and _splits_alone(axes, choice)
             if not splits and not _is_anothers_alone(axes, choice):
-                with gathered.catch():
+                with gathered:
                     kernels.append(_kernel(spec, index, dict(zip(axes, choice, strict=True))))
     gathered.throw()
     return kernels

@@ -124,7 +124,7 @@ class _Loader:
         model, node = self.parse(path, content)
         variants = self.variants(path, model, node, chain=(path.resolve(),))
         package = model.package or "unnamed"
-        with self.gathered.catch():
+        with self.gathered:
             package = model.package or _package_of(path)
         spec = Spec(
             file=str(path),
@@ -146,7 +146,7 @@ class _Loader:
         from attngen.schema.expand import expand
 
         entries = Gathered()
-        with entries.catch():
+        with entries:
             expand(spec)
         unsure = self.without_include
         return [error for error in entries.errors if not (unsure and getattr(error, "field", None) == "variant")]
@@ -164,7 +164,7 @@ class _Loader:
         node = tree.parse(content, file)
         _check_schema(node)
         self.sources[file] = Source(resources.display_name(path), sha256(content).hexdigest(), file)
-        with self.gathered.catch():
+        with self.gathered:
             _refuse_empty(node)
             try:
                 return SpecModel.model_validate(node.plain()), node
@@ -181,14 +181,14 @@ class _Loader:
         """
         found: dict[str, DeclaredVariant] = {}
         for name, variant in model.variants.items():
-            with self.gathered.catch():
+            with self.gathered:
                 found[name] = _declare(name, variant, node, Location(str(path)))
             if name not in found:
                 found[name] = DeclaredVariant(Variant(name), variant, node, Location(str(path)))
         for index, text in enumerate(model.include or ()):
             place = node.locate(("include", index))
             included: dict[str, DeclaredVariant] | None = None
-            with self.gathered.catch():
+            with self.gathered:
                 included = self.included(path, text, place, chain)
             self.without_include |= included is None
             for name, declared in (included or {}).items():
@@ -260,7 +260,7 @@ def _refuse_empty(node: tree.Node, path: tuple[str | int, ...] = ()) -> None:
         raise SpecError(f"empty; give it a value or leave it out{hint}", location=node.location, field=field_path(path))
     below = node.value.items() if isinstance(node.value, dict) else ()
     for step, child in enumerate(node.value) if isinstance(node.value, tuple) else below:
-        with gathered.catch():
+        with gathered:
             _refuse_empty(child, (*path, step))
     gathered.throw()
 

@@ -63,7 +63,8 @@ def spec_error(error: ValidationError, tree: Node, model: type[BaseModel]) -> Sp
     """The SpecError of the complaints of ``error``, in the order of the file."""
     found = [_one(detail, tree, model) for detail in error.errors(include_url=False)[:_MOST_ERRORS]]
     # in the order of the file, not of the models' fields
-    told = together(sorted(found, key=lambda e: e.location.line if e.location else 0))
+    found.sort(key=lambda e: e.location.line if e.location else 0)
+    told = together(found)
     assert isinstance(told, SpecError)
     return told
 

@@ -75,7 +75,7 @@ class Picture(Drawn):
 
 
 def picture(name: str, mask: Tensor, b: int | None, h: int | None) -> Picture:
-    """The picture of a mask (batch, heads, queries, keys): of sequence ``b`` and head ``h``, or of all of them together.
+    """The picture of a mask (batch, heads, queries, keys): of sequence ``b`` and head ``h``, or of all of them.
 
     Raises CallError.
     """

@@ -13,7 +13,9 @@ from attngen.plan.times import is_measured
 BATCH, HEADS, KV_HEADS = 1, 16, 4
 
 
-def predicted(plan: Plan, seqlen: int, scalars: Mapping[str, bool | int | float] = MappingProxyType({})) -> float | None:
+def predicted(
+    plan: Plan, seqlen: int, scalars: Mapping[str, bool | int | float] = MappingProxyType({})
+) -> float | None:
     """Return the microseconds of a call of as many queries as keys, with these scalars; None where the plan does not
     tell. Needs torch."""
     if not plan.times:
@@ -31,8 +33,8 @@ def predicted(plan: Plan, seqlen: int, scalars: Mapping[str, bool | int | float]
         plan.head_dim_v, nothing, nothing, nothing, batch=BATCH, seqlen_q=seqlen, seqlen_k=seqlen,
         total_q=BATCH * seqlen, total_k=BATCH * seqlen,
         rules=tuple(
-            ScalarRule(scalar.name, scalar.dtype, scalars[scalar.name], scalars[scalar.name], None, scalars[scalar.name])
-            for scalar in plan.variant.arguments if scalar.name in scalars
+            ScalarRule(scalar.name, scalar.dtype, value, value, None, value)
+            for scalar in plan.variant.arguments if (value := scalars.get(scalar.name)) is not None
         ),
     )  # fmt: skip
     kernel = Kernel({**plan.to_dict(), "resources": {"shared_memory": plan.structure.shared_bytes}}, bytes)
