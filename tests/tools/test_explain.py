@@ -97,8 +97,18 @@ def test_one_kernel_is_told_in_full() -> None:
         assert text in output, text
 
 
-def test_one_kernel_is_told_in_a_few_lines() -> None:
-    code, output, _ = run("specs/hopper.yaml", "fwd_sm90a_wgmma_bf16_d128_sliding_window_m192n64s2c3")
+WINDOW = "schema: 1\narch: sm90a\nkernels:\n  - {variant: sliding_window, head_dim: 128, tile: {m: 192, n: 64}}\n"
+
+
+@pytest.fixture
+def window_spec(tmp_path: Path) -> Path:
+    path = tmp_path / "window.yaml"
+    path.write_text(WINDOW)
+    return path
+
+
+def test_one_kernel_is_told_in_a_few_lines(window_spec: Path) -> None:
+    code, output, _ = run(window_spec)
     assert code == 0
     assert len(output.splitlines()) <= 16
     for text in (
@@ -112,11 +122,9 @@ def test_one_kernel_is_told_in_a_few_lines() -> None:
         assert text in output, text
 
 
-def test_a_predicted_time_knows_the_window() -> None:
-    kernel = "fwd_sm90a_wgmma_bf16_d128_sliding_window_m192n64s2c3"
-
+def test_a_predicted_time_knows_the_window(window_spec: Path) -> None:
     def foreseen(*window: str) -> list[float]:
-        code, output, _ = run("specs/hopper.yaml", kernel, "--json", "--seqlen", 8192, *window)
+        code, output, _ = run(window_spec, "--json", "--seqlen", 8192, *window)
         assert code == 0
         return [row["microseconds"] for row in json.loads(output)["kernels"][0]["predicted"]]
 
@@ -125,7 +133,7 @@ def test_a_predicted_time_knows_the_window() -> None:
         foreseen("--scalar", "window=8192"),
     )  # fmt: skip
     assert assumed == same < wide < all_keys
-    code, output, _ = run("specs/hopper.yaml", kernel, "--scalar", "window=1024")
+    code, output, _ = run(window_spec, "--seqlen", 2048, "--scalar", "window=1024")
     assert code == 0
     assert "predicted: one sequence of 16 query heads to 4, window=1024\n" in output
 
