@@ -54,7 +54,7 @@ def check_spec(path: str) -> Report:
     """Load, expand, plan and render a spec. Errors are kept, one for each kernel that cannot be made."""
     from attngen.schema.expand import expand
     from attngen.schema.lint import Remark, lint
-    from attngen.schema.loading import load_spec
+    from attngen.schema.reading import load_spec
     from attngen.store.store import Store
     from attngen.tools.build.compiles import Task, after_refusals
     from attngen.tools.build.pipeline import prepare_each

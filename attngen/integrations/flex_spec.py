@@ -12,7 +12,6 @@ import attngen
 from attngen.errors import SpecError
 from attngen.integrations.flex_meaning import meaning
 from attngen.integrations.flex_trace import plain_of
-from attngen.schema.names import TAKEN
 
 
 def flex_spec(functions: Sequence[Any], name: str | None, kernel: Mapping[str, Any]) -> str:
@@ -29,9 +28,7 @@ def flex_spec(functions: Sequence[Any], name: str | None, kernel: Mapping[str, A
         mods[count] = function
     found = meaning(mods.get(4), mods.get(5), torch.device("cpu")).variant
     told = name or str(getattr(plain_of(functions[0]), "__name__", "flex")).strip("_<>") or "flex"
-    return attngen.variant(name=told, **found.fields).to_yaml(
-        package=f"attngen_{told}" if told in TAKEN else told, **kernel
-    )
+    return attngen.variant(name=told, **found.fields).to_yaml(package=told, **kernel)
 
 
 def _arguments(function: Any) -> int:

@@ -207,10 +207,11 @@ def _compile(
         return _lowered(snippet, tree, scope, written), snippet
 
     for key, text in let.items():
-        wrong.add(unsure := key.partition("(")[0].strip())
+        known = len(scope.values) + len(scope.functions)
         with gathered, suppress(_UncheckedError):
             _define(scope, key, text, places, limit, written, wrong)
-            wrong.remove(unsure)
+        if len(scope.values) + len(scope.functions) == known:
+            wrong.add(key.partition("(")[0].strip())
     visible: Expr = Const(True, Type.BOOL)
     scope.logit = False
     with gathered, suppress(_UncheckedError):

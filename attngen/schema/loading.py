@@ -83,14 +83,27 @@ class Spec:
         )
 
 
-def load_spec(path: str | Path) -> Spec:
-    """Read, check and return a spec; SpecError for anything wrong with it, unreadable files included."""
+@dataclass(frozen=True)
+class Draft:
+    """A spec as far as it can be read, and what is wrong with it.
+
+    Malformed entries of ``kernels`` are None in its model, and variants with errors show every key. ``unsure`` tells
+    that a file which may declare variants cannot be read.
+    """
+
+    spec: Spec
+    errors: tuple[AttngenError, ...] = ()
+    unsure: bool = False
+
+
+def read_spec(path: str | Path) -> Draft:
+    """Read a spec; SpecError for one of which nothing can be read."""
     path = Path(path)
     return _Loader(path.parent).load(path, _read(path, Location(str(path))))
 
 
-def load_spec_text(text: str, file: str = "spec.yaml") -> Spec:
-    """Return the spec in ``text``; includes are looked for beside ``file``, which need not exist."""
+def read_spec_text(text: str, file: str) -> Draft:
+    """Read the spec in ``text``; includes are looked for beside ``file``, which need not exist."""
     return _Loader(Path(file).parent).load(Path(file), text.encode("utf-8", "surrogatepass"))
 
 
@@ -120,7 +133,7 @@ class _Loader:
         self.gathered = Gathered()
         self.without_include = False  # whether variants may be declared in a file that cannot be read
 
-    def load(self, path: Path, content: bytes) -> Spec:
+    def load(self, path: Path, content: bytes) -> Draft:
         model, node = self.parse(path, content)
         variants = self.variants(path, model, node, chain=(path.resolve(),))
         package = model.package or "unnamed"
@@ -135,21 +148,7 @@ class _Loader:
             variants=variants,
             sources=tuple(self.sources.values()),
         )
-        if self.gathered.errors:
-            self.gathered.errors += self.further(spec)
-            self.gathered.errors.sort(key=_place)
-            self.gathered.throw()
-        return spec
-
-    def further(self, spec: Spec) -> list[AttngenError]:
-        """The errors of entries of a spec that has others, as far as these leave them to be found."""
-        from attngen.schema.expand import expand
-
-        entries = Gathered()
-        with entries:
-            expand(spec)
-        unsure = self.without_include
-        return [error for error in entries.errors if not (unsure and getattr(error, "field", None) == "variant")]
+        return Draft(spec, tuple(self.gathered.errors), self.without_include)
 
     def parse(self, path: Path, content: bytes) -> tuple[SpecModel, tree.Node]:
         """Return a file as it is, or what of it is well-formed; then its errors are gathered.
@@ -263,11 +262,6 @@ def _refuse_empty(node: tree.Node, path: tuple[str | int, ...] = ()) -> None:
         with gathered:
             _refuse_empty(child, (*path, step))
     gathered.throw()
-
-
-def _place(error: AttngenError) -> tuple[str, int]:
-    place = error.location if isinstance(error, SpecError) else None
-    return (place.file, place.line) if place else ("", 0)
 
 
 def _well_formed(node: tree.Node) -> SpecModel:
