@@ -435,13 +435,13 @@ class _Measured:
         found = explanation_of(plan)
         if found.floor is None:
             return found
-        each = (visits.of_a_head for visits in self.of(plan)[1])
+        each = (visits.of_heads(1) for visits in self.of(plan)[1])
         heads = (HeadFloor.of(plan, found.floor, v.seqlen, v.steps, v.visible_pairs) for v in each)
         return replace(found, heads=tuple(heads))
 
     def gradients(self, plan: Plan) -> GradientFloors | None:
         """Return the floors of the kernels of a backward."""
-        return GradientFloors.of(plan, lambda part: [visits.of_a_head for visits in self.of(part)[1]])
+        return GradientFloors.of(plan, lambda part: [visits.of_heads(1) for visits in self.of(part)[1]])
 
 
 def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:

@@ -41,6 +41,10 @@ _LOAD = 8
 _ELEMENT = 8
 
 
+#: Fields of ``Visits`` that add up over heads.
+_COUNTS = ("visible_pairs", "full", "partial", "steps", "skipped")
+
+
 @dataclass(frozen=True, slots=True)
 class Visits:
     """What a kernel visits for some heads of sequences of ``seqlen`` queries and keys, in tiles and in pairs.
@@ -67,15 +71,15 @@ class Visits:
 
     def __add__(self, other: Visits) -> Visits:
         """Add up the counts of other heads, at the same length."""
-        names = ("visible_pairs", "full", "partial", "steps", "skipped", "heads")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return replace(self, **sums, outside=self.outside or other.outside)
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, "heads")}
+        looked_at = (self.sampled[0] + other.sampled[0], self.sampled[1] + other.sampled[1])
+        return replace(self, **sums, sampled=looked_at, outside=self.outside or other.outside)
 
-    @property
-    def of_a_head(self) -> Visits:
-        """The mean of a head."""
-        names = ("visible_pairs", "full", "partial", "steps", "skipped")
-        return replace(self, **{name: round(getattr(self, name) / self.heads) for name in names}, heads=1)
+    def of_heads(self, heads: int) -> Visits:
+        """The counts of so many heads, as those of these are in the mean."""
+        counts: dict[str, Any] = {name: round(getattr(self, name) * heads / self.heads) for name in _COUNTS}
+        looked_at = (self.sampled[0], self.sampled[1] * heads // self.heads)
+        return replace(self, **counts, sampled=looked_at, heads=heads)
 
     @property
     def efficiency(self) -> float:
@@ -118,6 +122,11 @@ def visits(
     steps = _skipping_steps(plan, seqlen, arguments, first, place) if plan.structure.skips else every
     steps, skipped = round(steps / share), round((every - steps) / share)
     return Visits(seqlen, visible, full, partial, steps, skipped, ROWS * plan.tile_n, sampled, grid.outside)
+
+
+def most_places(plan: Plan, seqlen: int) -> int:
+    """How many heads and sequences can be looked at, at least one tile of queries of each."""
+    return max(_WORK // (plan.tile_m * seqlen * _cost(plan.variant.mask)), 1)
 
 
 def _sample(tiles: int, work: int) -> Tensor:
