@@ -112,6 +112,44 @@ class NoKernelError(CallError):
     """No built kernel takes the call; the message lists each candidate and the reason against it."""
 
 
+def together(errors: Iterable[AttngenError]) -> AttngenError:
+    """One error that stands for several; the request is wrong only if each of them says so."""
+    each = list({str(one): one for error in errors for one in error.each or (error,)}.values())
+    if len(each) == 1:
+        return each[0]
+    kind = next(kind for kind in (PlanError, SpecError, InternalError) if all(isinstance(e, kind) for e in each)
+                or kind is InternalError)  # fmt: skip
+    error: AttngenError = kind("\n".join(map(str, each)))
+    if isinstance(error, SpecError) and isinstance(each[0], SpecError):
+        error.location, error.field = each[0].location, each[0].field
+    error.each = tuple(each)
+    return error
+
+
+class Gathered:
+    """Errors of parts that can be checked one after the other, so that one run reports all of them.
+
+    ``with gathered:`` keeps a SpecError that is raised inside, and goes on after it.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[AttngenError] = []
+
+    def __enter__(self) -> None:
+        """Do nothing: every part that is checked adds to the same errors."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, SpecError):
+            self.errors.extend(error.each or (error,))
+            return True
+        return False
+
+    def throw(self) -> None:
+        """Raise what was kept, if anything was."""
+        if self.errors:
+            raise together(self.errors)
+
+
 def internal_error(subject: str, error: Exception) -> InternalError:
     """Return the error that names what failed, and where in attngen, for an exception that nobody expected."""
     frame = error.__traceback__
@@ -124,7 +162,7 @@ def internal_error(subject: str, error: Exception) -> InternalError:
     )
 
 
-def suggest(found: str, allowed: Iterable[str]) -> str:
+def suggest(found: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return ``; did you mean 'x'?`` for the nearest allowed name, or the empty string."""
-    nearest = get_close_matches(found, list(allowed), n=1, cutoff=0.6)
+    nearest = get_close_matches(found, list(allowed), n=1, cutoff=cutoff)
     return f"; did you mean '{nearest[0]}'?" if nearest else ""

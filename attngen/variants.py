@@ -5,6 +5,7 @@ The checks are those of a spec, by the same models, which are imported when the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -67,32 +68,37 @@ class PythonVariant(str):
             expand(spec)
         return text
 
-    def mask(self, sizes: Sizes, /, *, kv_heads: int | None = None, **arguments: Any) -> torch.Tensor:
+    def mask(self, sizes: Sizes | None = None, /, *, kv_heads: int | None = None, **arguments: Any) -> torch.Tensor:
         """Return which key each query sees: bools, (batch, heads, queries, keys).
 
-        ``sizes`` is a number of queries and keys, (queries, keys), or (batch, heads, queries, keys). The mask's own
-        tensors and scalars are keywords, as at a call; the result is on their device. Raises CallError for one that is
-        missing, wrong, or not what was declared.
+        ``sizes`` is a number of queries and keys, (queries, keys), or (batch, heads, queries, keys). Batch and heads
+        that it leaves out are those of the tensors, else 1; a mask that depends on them needs one or the other. The
+        mask's own tensors and scalars are keywords, as at a call; the result is on their device. Raises CallError for
+        one that is missing, unknown, wrong, or not what was declared.
         """
         from attngen.tools.explain.seen import seen
 
-        return seen(self.value, sizes, kv_heads, arguments)
+        return seen(self.value, self._sizes(sizes, arguments), kv_heads, arguments)  # type: ignore[arg-type]
 
-    def explain(self, sizes: Sizes | None = None, /, *, kv_heads: int | None = None, **arguments: Any) -> SeenKeys:
+    def explain(
+        self, sizes: Sizes | None = None, /, *, b: int | None = None, h: int | None = None,
+        kv_heads: int | None = None, **arguments: Any,
+    ) -> SeenKeys:  # fmt: skip
         """Return which keys a tile of queries sees: the bands, as formulas, which print as text.
 
         With ``sizes`` and arguments as ``mask`` takes them, it also counts visible pairs, and tiles that are full,
-        partial and empty. If an argument that the mask reads is missing, nothing is counted, and the result says what
-        is missing. Raises CallError.
+        partial and empty, over all sequences and heads, or those of sequence ``b`` and head ``h``. If an argument that
+        the mask reads is missing, nothing is counted, and the result says what is missing. Raises CallError.
         """
         from attngen.tools.explain.seen import seen_keys
 
-        return seen_keys(self.value, sizes, kv_heads, arguments)
+        return seen_keys(self.value, self._sizes(sizes, arguments), kv_heads, arguments, b, h)
 
     def plot(
-        self, sizes: Sizes, /, *, b: int = 0, h: int = 0, kv_heads: int | None = None, **arguments: Any
-    ) -> Picture:
-        """Return a picture of the mask of head ``h`` in sequence ``b``: text in a terminal.
+        self, sizes: Sizes | None = None, /, *, b: int | None = None, h: int | None = None,
+        kv_heads: int | None = None, **arguments: Any,
+    ) -> Picture:  # fmt: skip
+        """Return a picture of the mask, text in a terminal: of sequence ``b`` and head ``h``, or of all together.
 
         With matplotlib, a notebook shows it as an image, and its ``save`` writes one. ``sizes`` and arguments are as
         for ``mask``. Raises CallError.
@@ -100,6 +106,13 @@ class PythonVariant(str):
         from attngen.tools.explain.picture import picture
 
         return picture(self.name, self.mask(sizes, kv_heads=kv_heads, **arguments), b, h)
+
+    def _sizes(self, sizes: Sizes | None, arguments: dict[str, Any]) -> Sizes | None:
+        """Return the sizes, also where they were given by name: only a variant's own argument may have that one."""
+        own = {scalar.name for scalar in self.value.scalars} | {tensor.name for tensor in self.value.tensors}
+        if sizes is None and "sizes" in arguments and "sizes" not in own:
+            return arguments.pop("sizes")
+        return sizes
 
 
 def variant(
@@ -121,14 +134,21 @@ def variant(
     {"dtype": "int32", "shape": ["h"]}}``; ``dropout`` drops probabilities. Kernels that were built from a spec under
     the same ``name``, with the same definition, serve its calls.
 
-    Raises SpecError, which names the argument and marks the place in an expression.
+    Raises SpecError, which names the argument and marks the place in an expression. Warns of what is legal and probably
+    not meant, such as a condition that is never true.
     """
     given = {
         "mask": mask, "score": score, "sink": sink, "let": let, "scalars": scalars, "tensors": tensors,
         "dropout": None if dropout is False else dropout,
     }  # fmt: skip
     named = {field: value for field, value in given.items() if value is not None}
-    return _made(name, {field: value for field, value in named.items() if not isinstance(value, Mapping) or value})
+    fields = {field: value for field, value in named.items() if not isinstance(value, Mapping) or value}
+    made = _made(name, fields)
+    from attngen.schema import doubts_of_fields
+
+    for doubt in doubts_of_fields(name, fields):
+        warnings.warn(f"variant '{name}': {doubt.field}: {doubt.message}", UserWarning, stacklevel=2)
+    return made
 
 
 def _made(name: str, fields: dict[str, Any]) -> PythonVariant:

@@ -54,7 +54,7 @@ def check_spec(path: str) -> Report:
     """Load, expand, plan and render a spec. Errors are kept, one for each kernel that cannot be made."""
     from attngen.schema.expand import expand
     from attngen.schema.lint import Remark, lint
-    from attngen.schema.loading import load_spec
+    from attngen.schema.reading import load_spec
     from attngen.store.store import Store
     from attngen.tools.build.compiles import Task, after_refusals
     from attngen.tools.build.pipeline import prepare_each
@@ -65,11 +65,15 @@ def check_spec(path: str) -> Report:
         report.package = spec.package
         kernels = expand(spec)
     except SpecError as error:
-        report.failures.append(Failure("", error))
+        report.failures += [Failure("", each) for each in error.each or (error,)]
         return report
     report.warnings = lint(spec, kernels)
     repeated: list[Repeated] = []
-    prepared, failures = prepare_each(spec, repeated=repeated)
+    try:
+        prepared, failures = prepare_each(spec, repeated=repeated)
+    except SpecError as error:  # it has no kernels
+        report.failures.append(Failure("", error))
+        return report
     store = Store()
     likely = [after_refusals(store, kernel) or kernel for kernel in prepared]
     report.plans = [kernel.plan for kernel in likely]

@@ -21,12 +21,18 @@ if TYPE_CHECKING:
 @click.argument("kernel", required=False)
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 32768), multiple=True, metavar="N",
               help="Queries and keys for the tile efficiency; may be repeated.")  # fmt: skip
-@click.option("--set", "given", multiple=True, metavar="NAME=VALUE", help="The value of a scalar; may be repeated.")
+@click.option("--scalar", "--set", "given", multiple=True, metavar="NAME=VALUE",
+              help="The value of a scalar, such as window=1024; may be repeated.")  # fmt: skip
 @click.option("--tensor", "tensors", multiple=True, metavar="NAME=FILE",
               help="The values of a tensor, from a .pt or .npy file; may be repeated.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True,
               help="Seed of the random values of tensors that are not given.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.option("--head", type=click.IntRange(0), metavar="H",
+              help="Where the mask differs by head, count this one; default: all of them together.")  # fmt: skip
+@click.option("--batch", type=click.IntRange(0), metavar="B",
+              help="Where the mask differs by sequence, count this one; default: all of them together.")  # fmt: skip
+@click.option("--full", is_flag=True, help="Print the whole plan: roles, memory, barriers, arguments, floors.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text, always whole.")
 def command(
     spec: Path,
     kernel: str | None,
@@ -34,6 +40,9 @@ def command(
     given: tuple[str, ...],
     tensors: tuple[str, ...],
     seed: int,
+    head: int | None,
+    batch: int | None,
+    full: bool,
     as_json: bool,
 ) -> None:
     """Explain the plan of the kernels of SPEC, or of those whose name contains KERNEL.
@@ -48,8 +57,10 @@ def command(
     from attngen.tools.explain.widen import WidenExplanation, explain_wideners
 
     files = {name: Path(file) for name, file in _pairs(tensors, "--tensor", "NAME=FILE").items()}
-    values = _pairs(given, "--set", "NAME=VALUE")
-    explanations = explain_spec(spec, kernel, seqlens=seqlens or None, given=values, files=files, seed=seed)
+    values = _pairs(given, "--scalar", "NAME=VALUE")
+    explanations = explain_spec(
+        spec, kernel, seqlens=seqlens or None, given=values, files=files, seed=seed, b=batch, h=head
+    )  # fmt: skip
     helpers: list[AppendExplanation | QuantizeExplanation | WidenExplanation] = [
         *explain_appends(spec, kernel),
         *explain_quantizers(spec, kernel),
@@ -62,10 +73,12 @@ def command(
         _print_many(explanations)
     else:
         for explanation in explanations:
-            _print(explanation)
+            (_print if full else _print_short)(explanation)
+        if explanations and not full:
+            click.echo("--full prints the whole plan: roles, memory, barriers, arguments, floors")
     for helper in helpers:
         click.secho(helper.plan.name, bold=True)
-        for label, text in helper.facts():
+        for label, text in helper.facts() if full else helper.facts()[:1]:
             click.echo(f"  {label:14s} {text}")
 
 
@@ -101,12 +114,54 @@ def _print_many(explanations: Sequence[PlanExplanation]) -> None:
         )
     print_table([*_COLUMNS, *(_FLOORS if floors else ()), *(("predicted µs",) if foreseen else ())], rows)
     if foreseen:
-        click.echo(f"predicted: a call of one sequence of {HEADS} query heads to {KV_HEADS}")
+        click.echo(f"predicted: a call of one sequence of {HEADS} query heads to {KV_HEADS}, with the values below")
     by_variant = {explanation.plan.variant.name: explanation for explanation in explanations if explanation.visits}
     for name, explanation in by_variant.items():
         for line in _assumptions(explanation):
             click.echo(f"{name}: {line}")
+        if explanation.visits[0].heads > 1:
+            click.echo(f"{name}: counted for {explanation.place}")
     click.echo("name one of them for its bands and more: attngen explain SPEC KERNEL")
+
+
+def _print_short(explanation: PlanExplanation) -> None:
+    """Print what a reader asks first: what is computed, the tile and the loop, what is seen, and how long it takes."""
+    plan = explanation.plan
+    click.secho(plan.name, bold=True)
+    for label, text in explanation.summary():
+        click.echo(f"  {label:14s} {text}")
+    _print_bands("some query sees", explanation.visible, indent=2)
+    _print_bands("all queries see", explanation.full, indent=2)
+    if not explanation.visits:
+        click.echo("  tile efficiency: needs torch")
+        return
+    click.echo(f"  {_counted(explanation)}")
+    for line in _assumptions(explanation):
+        click.echo(f"    {line}")
+    times = dict(explanation.predicted)
+    for found in explanation.visits:
+        tiles = f"{found.full} full and {found.partial} partial tiles, {_percent(found)} of their pairs visible"
+        time = f"; predicted {times[found.seqlen]:.1f} µs" if found.seqlen in times else ""
+        click.echo(f"    seqlen {found.seqlen:6d}: {tiles}{time}")
+    if times:
+        click.echo(f"    predicted: {_call(explanation)}")
+
+
+def _counted(explanation: PlanExplanation) -> str:
+    values = ", ".join(f"{name}={value}" for name, value in explanation.scalars.items())
+    return f"tile efficiency{f' with {values}' if values else ''}, {explanation.place}"
+
+
+def _call(explanation: PlanExplanation) -> str:
+    """Say which call a predicted time is for, and what of it is assumed."""
+    given = ", ".join(
+        f"{name}={value}" for name, value in explanation.scalars.items() if name not in explanation.assumed
+    )
+    assumed = ", ".join(f"{name}={explanation.scalars[name]}" for name in explanation.assumed)
+    told = "; ".join(part for part in (given, f"{assumed} assumed" if assumed else "") if part)
+    differs = explanation.tensors or any(found.heads > 1 for found in explanation.visits)
+    whole = "; keys that only tensors or some heads hide count as seen" if differs else ""
+    return f"one sequence of {HEADS} query heads to {KV_HEADS}{f', {told}' if told else ''}{whole}"
 
 
 def _print(explanation: PlanExplanation) -> None:
@@ -130,8 +185,7 @@ def _print(explanation: PlanExplanation) -> None:
     if not explanation.visits:
         click.echo("  tile efficiency: needs torch")
         return
-    values = ", ".join(f"{name}={value}" for name, value in explanation.scalars.items())
-    click.echo(f"  tile efficiency{f' with {values}' if values else ''}, one head of one sequence")
+    click.echo(f"  {_counted(explanation)}")
     for line in _assumptions(explanation):
         click.echo(f"    {line}")
     for found in explanation.visits:
@@ -144,9 +198,8 @@ def _print(explanation: PlanExplanation) -> None:
         if not found.complete:
             click.echo(f"                   scaled up from {found.sampled[0]} of {found.sampled[1]} tiles of queries")
     if explanation.predicted:
-        sizes = f"one sequence of {HEADS} query heads to {KV_HEADS}"
         times = ", ".join(f"{us:.1f} µs at {seqlen}" for seqlen, us in explanation.predicted)
-        click.echo(f"  predicted time of {sizes}: {times}")
+        click.echo(f"  predicted time: {times}; {_call(explanation)}")
     outside = next((found.outside for found in explanation.visits if found.outside), None)
     if outside:
         click.echo(f"    {outside}; kernels read 0 there, and so do these figures")
@@ -156,18 +209,18 @@ def _assumptions(explanation: PlanExplanation) -> Iterator[str]:
     """Yield the assumed values that the efficiency depends on."""
     if explanation.assumed:
         values = ", ".join(f"{name}={explanation.scalars[name]}" for name in explanation.assumed)
-        yield f"assumed {values}, on which the shares depend; --set NAME=VALUE gives others"
+        yield f"assumed {values}, on which the shares depend; --scalar NAME=VALUE gives others"
     for name, told in explanation.tensors.items():
         yield f"{name}: {told}"
     if any(not told.endswith("as given") for told in explanation.tensors.values()):
         yield f"the shares depend on these values (seed {explanation.seed}); --tensor NAME=FILE gives real ones"
 
 
-def _print_bands(label: str, found: Sequence[Band]) -> None:
+def _print_bands(label: str, found: Sequence[Band], indent: int = 4) -> None:
     for n, band in enumerate(found):
-        click.echo(f"    {label if n == 0 else 'or':16s} {band}")
+        click.echo(f"{' ' * indent}{label if n == 0 else 'or':16s} {band}")
     if not found:
-        click.echo(f"    {label:16s} no key for certain")
+        click.echo(f"{' ' * indent}{label:16s} no key for certain")
 
 
 def _efficiency(explanation: PlanExplanation) -> list[list[object]]:

@@ -24,7 +24,7 @@ from attngen.files import cause
 @click.option("--name", default=None, metavar="NAME",
               help="Name of the variant, or of the model's package; default: the function's, the model's.")  # fmt: skip
 @click.option("--arch", multiple=True,
-              help="Architecture; may be repeated. Default: sm90a for a model, none for functions.")  # fmt: skip
+              help="Architecture; may be repeated.  [default: sm90a]")  # fmt: skip
 @click.option("--head-dim", type=int, multiple=True,
               help="Head dimension of functions' kernels; may be repeated.  [default: 64, 128]")  # fmt: skip
 @click.option("--training", "--backward", is_flag=True, help="Also build what training needs: backwards.")
@@ -64,7 +64,7 @@ def command(
         if given:
             raise click.UsageError(f"{option} cannot be combined with {'--model' if model else '--from-flex'}")
     if model is None:
-        text = _of_functions(functions, name, arch, head_dim, training)
+        text = _of_functions(functions, name, arch or ("sm90a",), head_dim, training)
     else:
         text = _of_model(model, name, arch or ("sm90a",), training, dtype, serving, max_size)
     if out is None:
@@ -83,16 +83,13 @@ def _of_functions(
     """Return the spec of functions written for FlexAttention."""
     from attngen.integrations.flex_spec import flex_spec
 
-    for option, given in (("--head-dim", head_dim), ("--training", training)):
-        if given and not arch:
-            raise click.UsageError(f"{option} is for kernels, which are built for an --arch")
     for dim in head_dim:
         if dim not in HEAD_DIMS:
             least, most = HEAD_DIMS[0], HEAD_DIMS[-1]
             raise SpecError(f"--head-dim: found {dim}; allowed: multiples of {HEAD_DIM_STEP} from {least} to {most}")
-    kernel: dict[str, object] = {}
-    if arch:
-        kernel |= {"arch": list(dict.fromkeys(arch)), "head_dim": list(dict.fromkeys(head_dim)) or [64, 128]}
+    kernel: dict[str, object] = {
+        "arch": list(dict.fromkeys(arch)), "head_dim": list(dict.fromkeys(head_dim)) or [64, 128],
+    }  # fmt: skip
     if training:
         kernel["passes"] = ["forward", "backward"]
     return flex_spec([_imported(place) for place in functions], name, kernel)

@@ -17,8 +17,8 @@ from attngen.integrations.flex_trace import plain_of
 def flex_spec(functions: Sequence[Any], name: str | None, kernel: Mapping[str, Any]) -> str:
     """Return the YAML of one variant: what a mask_mod, a score_mod, or one of each compute.
 
-    ``kernel`` are the fields of an entry that builds it; empty for none. Raises SpecError for anything but such
-    functions, and CallError for one that the language cannot express.
+    ``kernel`` are the fields of the entry that builds it. Raises SpecError for anything but such functions, and
+    CallError for one that the language cannot express.
     """
     mods: dict[int, Callable[..., Any]] = {}
     for function in functions:
@@ -28,7 +28,7 @@ def flex_spec(functions: Sequence[Any], name: str | None, kernel: Mapping[str, A
         mods[count] = function
     found = meaning(mods.get(4), mods.get(5), torch.device("cpu")).variant
     told = name or str(getattr(plain_of(functions[0]), "__name__", "flex")).strip("_<>") or "flex"
-    return attngen.variant(name=told, **found.fields).to_yaml(package=told if kernel else None, **kernel)
+    return attngen.variant(name=told, **found.fields).to_yaml(package=told, **kernel)
 
 
 def _arguments(function: Any) -> int:

@@ -6,17 +6,19 @@ with the place, the field and a caret.
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from attngen.errors import Location, SpecError
+from attngen.errors import Gathered, Location, SpecError
 from attngen.lang.declarations import check_declarations, check_let_name
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, tensors, walk
-from attngen.lang.parser import Function, Scope, lower, parse_syntax
+from attngen.lang.parser import Function, Scope, Written, lower, parse_syntax
 from attngen.lang.promotion import to_float, typed
 from attngen.lang.ranges import INT32, INT64, declared_ranges
 from attngen.lang.source import MAX_LENGTH, ExpressionError, Snippet, locate
@@ -98,7 +100,8 @@ class Rules:
             sign = {"truediv": "/", "floordiv": "//", "mod": "%"}[op]
             raise ExpressionError(
                 f"the divisor of '{sign}' may be zero: its range is {_number(low)} .. {_number(high)}; "
-                f"declare a min or max that excludes zero, or write max(x, 1)"
+                f"declare a min or max that excludes zero, or write max(x, 1)",
+                1,
             )
 
     def _power(self, node: Op) -> None:
@@ -107,7 +110,9 @@ class Rules:
         low, high = bounds(base, self.ranges)
         if exponent.value < 0 and low <= 0 <= high:
             raise ExpressionError(
-                f"the base of '**' with a negative exponent may be zero: its range is {_number(low)} .. {_number(high)}"
+                "the base of '**' with a negative exponent may be zero: its range is "
+                f"{_number(low)} .. {_number(high)}",
+                0,
             )
 
     def _shift(self, node: Op) -> None:
@@ -116,7 +121,8 @@ class Rules:
         if low < 0 or high > most:
             raise ExpressionError(
                 f"the distance of a shift must lie within 0 .. {most}: its range is "
-                f"{_number(low)} .. {_number(high)}; write (x & {most}) or declare min and max"
+                f"{_number(low)} .. {_number(high)}; write (x & {most}) or declare min and max",
+                1,
             )
 
 
@@ -138,6 +144,7 @@ def compile_variant(
     locate: Mapping[str, Location] | None = None,
     sink: str | float | None = None,
     dropout: bool = False,
+    written: list[Written] | None = None,
 ) -> Variant:
     """Return the checked variant of a spec's fields.
 
@@ -145,10 +152,11 @@ def compile_variant(
     ``dropout`` the variant takes a rate and a state of random numbers besides its own arguments. ``let`` maps a name to
     a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
     (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field's serves otherwise.
+    ``written`` takes the expressions with the value of each part (see ``doubts``).
 
-    Raises SpecError for the first thing that is wrong.
+    Raises SpecError, with one error for each field that is wrong (``each``).
     """
-    variant = _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH)
+    variant = _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH, written)
     return with_dropout(variant) if dropout else variant
 
 
@@ -184,50 +192,63 @@ def _compile(
     let: Mapping[str, Any],
     places: Mapping[str, Location] | None,
     limit: int,
+    written: list[Written] | None = None,
 ) -> Variant:
     check_declarations(name, scalars, tensors, let, places)
     rules = Rules(scalars, tensors)
     scope = Scope(rules.build, {s.name: s for s in scalars}, {t.name: t for t in tensors}, logit=True)
-    for key, text in let.items():
-        _define(scope, key, text, places, limit)
+    gathered = Gathered()
+    wrong: set[str] = set()  # ``let:`` names whose values have errors, so that what reads them cannot be checked
 
     def expression(field: str, text: object) -> tuple[Expr, Snippet]:
         snippet = Snippet.of(field, _text(field, text, places), locate(places, field))
-        return lower(snippet, parse_syntax(snippet, limit), scope), snippet
+        tree = parse_syntax(snippet, limit)
+        _require(tree, wrong)
+        return _lowered(snippet, tree, scope, written), snippet
 
+    for key, text in let.items():
+        known = len(scope.values) + len(scope.functions)
+        with gathered, suppress(_UncheckedError):
+            _define(scope, key, text, places, limit, written, wrong)
+        if len(scope.values) + len(scope.functions) == known:
+            wrong.add(key.partition("(")[0].strip())
     visible: Expr = Const(True, Type.BOOL)
     scope.logit = False
-    if mask is not None and mask is not True:
-        text = str(mask) if isinstance(mask, bool) else mask
-        visible, snippet = expression("mask", text)
-        if visible.type is not Type.BOOL:
-            kind = "an integer; write it as a comparison (x != 0)" if visible.type is Type.INT else "a float"
-            raise snippet.error(f"must be a condition, got {kind}", 0, len(snippet.text))
+    with gathered, suppress(_UncheckedError):
+        if mask is not None and mask is not True:
+            text = str(mask) if isinstance(mask, bool) else mask
+            visible, snippet = expression("mask", text)
+            if visible.type is not Type.BOOL:
+                kind = "an integer; write it as a comparison (x != 0)" if visible.type is Type.INT else "a float"
+                raise snippet.error(f"must be a condition, got {kind}", 0, len(snippet.text))
     scope.logit = True
     logit: Expr | None = None
-    if score is not None:
-        logit, snippet = expression("score", score)
-        if logit.type is Type.BOOL:
-            raise snippet.error("must be a number, got a condition", 0, len(snippet.text))
-        seen, logit = split_hidden(to_float(logit), rules)
-        if seen is not None:  # whose texts would no longer say what is computed
-            visible = seen if visible == VISIBLE else rules.build("and", (visible, seen))
-            mask = score = None
-        logit = None if logit == Var("s", Type.FLOAT) else logit
+    with gathered, suppress(_UncheckedError):
+        if score is not None:
+            logit, snippet = expression("score", score)
+            if logit.type is Type.BOOL:
+                raise snippet.error("must be a number, got a condition", 0, len(snippet.text))
+            seen, logit = split_hidden(to_float(logit), rules)
+            if seen is not None:  # whose texts would no longer say what is computed
+                visible = seen if visible == VISIBLE else rules.build("and", (visible, seen))
+                mask = score = None
+            logit = None if logit == Var("s", Type.FLOAT) else logit
     scope.logit = False
     sink_logit: Expr | None = None
-    if sink is not None:
-        sink_logit, snippet = expression("sink", sink)
-        if sink_logit.type is Type.BOOL:
-            raise snippet.error("must be a number, got a condition", 0, len(snippet.text))
-        if found := sorted(names(sink_logit) & _NOT_OF_A_SINK):
-            raise snippet.error(
-                f"a sink is one logit of a head, whatever its queries and keys: '{found[0]}' is not allowed; "
-                "allowed: b, h, hk, heads, kv_heads and what is declared",
-                0,
-                len(snippet.text),
-            )
-        sink_logit = to_float(sink_logit)
+    with gathered, suppress(_UncheckedError):
+        if sink is not None:
+            sink_logit, snippet = expression("sink", sink)
+            if sink_logit.type is Type.BOOL:
+                raise snippet.error("must be a number, got a condition", 0, len(snippet.text))
+            if found := sorted(names(sink_logit) & _NOT_OF_A_SINK):
+                raise snippet.error(
+                    f"a sink is one logit of a head, whatever its queries and keys: '{found[0]}' is not allowed; "
+                    "allowed: b, h, hk, heads, kv_heads and what is declared",
+                    0,
+                    len(snippet.text),
+                )
+            sink_logit = to_float(sink_logit)
+    gathered.throw()
     present = {node for root in (visible, logit, sink_logit) if root is not None for node in walk(root)}
     return Variant(
         name,
@@ -266,15 +287,43 @@ def split_hidden(score: Expr, rules: Rules) -> tuple[Expr | None, Expr]:
     return None, score
 
 
-def _define(scope: Scope, key: str, text: object, places: Mapping[str, Location] | None, limit: int) -> None:
-    """Add one ``let:`` entry to the scope."""
+class _UncheckedError(Exception):
+    """An expression that cannot be checked, since a value that it reads has an error of its own."""
+
+
+def _require(tree: ast.expr, wrong: Collection[str]) -> None:
+    """Raise ``_UncheckedError`` for an expression that reads a ``wrong`` value."""
+    if any(isinstance(node, ast.Name) and node.id in wrong for node in ast.walk(tree)):
+        raise _UncheckedError
+
+
+def _lowered(snippet: Snippet, tree: ast.expr, scope: Scope, written: list[Written] | None) -> Expr:
+    if written is not None:
+        written.append(Written(snippet, tree))
+        scope.record = written[-1].values
+    return lower(snippet, tree, scope)
+
+
+def _define(
+    scope: Scope,
+    key: str,
+    text: object,
+    places: Mapping[str, Location] | None,
+    limit: int,
+    written: list[Written] | None,
+    wrong: Collection[str],
+) -> None:
+    """Add one ``let:`` entry to the scope; what reads a ``wrong`` one is left out."""
     field = f"let.{key}"
     name, parameters = check_let_name(key, scope, places)
     snippet = Snippet.of(field, _text(field, text, places), locate(places, field))
     tree = parse_syntax(snippet, limit)
+    _require(tree, wrong)
     if parameters is None:
-        scope.values[name] = lower(snippet, tree, scope)
+        scope.values[name] = _lowered(snippet, tree, scope, written)
     else:
+        if written is not None:
+            written.append(Written(snippet, tree))
         scope.functions[name] = Function(name, parameters, tree, snippet, dict(scope.values), dict(scope.functions))
 
 

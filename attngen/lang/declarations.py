@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from attngen.dtypes import DESCALES, SCALAR_DTYPES, TENSOR_DTYPES
-from attngen.errors import Location, SpecError, suggest
+from attngen.errors import Gathered, Location, SpecError, suggest
 from attngen.lang.ir import INDEX_NAMES, Type
 from attngen.lang.parser import CONSTANTS, FLOAT32_MAX, FUNCTIONS, Scope
 from attngen.lang.ranges import DTYPE_RANGES, EXTENTS, INDEX_RANGES, INT32, limit
@@ -39,7 +39,8 @@ def check_declarations(
     let: Mapping[str, object],
     places: Mapping[str, Location] | None,
 ) -> None:
-    """Raise SpecError for the first declaration that is not allowed."""
+    """Raise SpecError for the declarations that are not allowed."""
+    gathered = Gathered()
     if not _IDENTIFIER.fullmatch(name):
         raise SpecError(
             f"variant name {name!r} must be letters, digits and '_', starting with a letter",
@@ -48,14 +49,17 @@ def check_declarations(
     taken: set[str] = set()
     for scalar in scalars:
         field = f"scalars.{scalar.name}"
-        check_name(scalar.name, taken, field, places)
-        taken.add(scalar.name)
-        _check_scalar(scalar, field, places)
+        with gathered:
+            check_name(scalar.name, taken, field, places)
+            taken.add(scalar.name)
+            _check_scalar(scalar, field, places)
     for tensor in tensors:
         field = f"tensors.{tensor.name}"
-        check_name(tensor.name, taken, field, places)
-        taken.add(tensor.name)
-        _check_tensor(tensor, {s.name: s for s in scalars}, field, places)
+        with gathered:
+            check_name(tensor.name, taken, field, places)
+            taken.add(tensor.name)
+            _check_tensor(tensor, {s.name: s for s in scalars}, field, places)
+    gathered.throw()
     extents = {extent for t in tensors for extent in t.shape if isinstance(extent, str)}
     bounds = [(f"scalars.{s.name}.{part}", getattr(s, part)) for s in scalars for part in ("min", "max")]
     bounds += [

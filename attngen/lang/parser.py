@@ -16,6 +16,7 @@ from attngen.errors import suggest
 from attngen.lang.ir import INDEX_NAMES, Const, Expr, Load, Type, Var, children, names
 from attngen.lang.source import MAX_LENGTH, ExpressionError, Snippet
 from attngen.lang.variant import Scalar, Tensor
+from attngen.lang.words import attribute_hint, foreign_token, function_hint, name_hint
 
 #: Deepest nesting of an expression, also after the inlining of ``let:``.
 MAX_DEPTH = 100
@@ -73,11 +74,15 @@ def parse_syntax(snippet: Snippet, limit: int = MAX_LENGTH) -> ast.expr:
             )
         if character in "#\\;":
             raise snippet.error(f"character '{character}' is not allowed", column, column + 1)
+    if foreign := foreign_token(text, broken=False):
+        raise snippet.error(*foreign)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ast.parse(text, mode="eval").body
     except SyntaxError as error:
+        if foreign := foreign_token(text, broken=True):
+            raise snippet.error(*foreign) from None
         start = (error.offset or 1) - 1
         end = error.end_offset - 1 if error.end_offset and error.end_lineno == error.lineno else start + 1
         raise snippet.error(f"not an expression: {error.msg}", start, end) from None
@@ -99,6 +104,18 @@ class Function:
     functions: Mapping[str, Function]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """An expression as it was written: its text, its syntax tree, and the value of each of its nodes.
+
+    The body of a ``let:`` function has no values: they depend on the call.
+    """
+
+    snippet: Snippet
+    tree: ast.expr
+    values: dict[ast.expr, Expr] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class Scope:
     """Everything that a name in an expression can mean."""
@@ -110,11 +127,16 @@ class Scope:
     functions: dict[str, Function] = field(default_factory=dict)
     logit: bool = False  # whether 's' may be used
     steps: int = 0  # syntax nodes visited so far, those of inlined functions each time
+    record: dict[ast.expr, Expr] | None = None  # takes the value of each node of what is lowered
 
     def known(self) -> list[str]:
         """Return every name that could have been meant, for suggestions."""
         extra = ["s", *CONSTANTS, "True", "False"] if self.logit else [*CONSTANTS, "True", "False"]
-        return [*INDEX_NAMES, *extra, *self.scalars, *self.tensors, *self.values]
+        return [*INDEX_NAMES, *extra, *self.declared()]
+
+    def declared(self) -> list[str]:
+        """The names that the variant declares, functions aside."""
+        return [*self.scalars, *self.tensors, *self.values]
 
 
 def lower(snippet: Snippet, tree: ast.expr, scope: Scope) -> Expr:
@@ -150,6 +172,8 @@ class _Lowering:
             _measure(value)
         except ExpressionError as error:
             raise self.snippet.at(node, str(error)) from None
+        if self.scope.record is not None and not self.parameters:
+            self.scope.record[node] = value
         return value
 
     def _dispatch(self, node: ast.expr, depth: int) -> Expr:
@@ -161,9 +185,9 @@ class _Lowering:
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
                 return self.visit(operand, depth)
             case ast.UnaryOp(op=op, operand=operand):
-                return self.scope.build(_UNARY[type(op)], [self.visit(operand, depth)])
+                return self._built(_UNARY[type(op)], [operand], depth)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-                return self.scope.build(_BINARY[type(op)], [self.visit(left, depth), self.visit(right, depth)])
+                return self._built(_BINARY[type(op)], [left, right], depth)
             case ast.BinOp():
                 raise ExpressionError("operator '@' is not part of the language")
             case ast.BoolOp(op=op, values=values):
@@ -171,19 +195,39 @@ class _Lowering:
             case ast.Compare():
                 return self._compare(node, depth)
             case ast.IfExp(test=test, body=body, orelse=orelse):
-                return self.scope.build("select", [self.visit(part, depth) for part in (test, body, orelse)])
+                return self._built("select", [test, body, orelse], depth)
             case ast.Call():
                 return self._call(node, depth)
             case ast.Subscript():
                 return self._load(node, depth)
             case _:
-                raise ExpressionError(f"{_REFUSED.get(type(node), type(node).__name__)} is not part of the language")
+                hint = ""
+                if isinstance(node, ast.Attribute):
+                    hint = attribute_hint(node, FUNCTIONS)
+                elif isinstance(node, ast.Lambda):
+                    hint = "; write its body alone, over b, h, q and kv"
+                raise ExpressionError(
+                    f"{_REFUSED.get(type(node), type(node).__name__)} is not part of the language{hint}"
+                )
+
+    def _built(self, op: str, operands: Sequence[ast.expr], depth: int) -> Expr:
+        """Apply an operator to operands; an error about one of them marks that one."""
+        values = [self.visit(operand, depth) for operand in operands]
+        return self._apply(op, values, operands)
+
+    def _apply(self, op: str, values: Sequence[Expr], operands: Sequence[ast.expr]) -> Expr:
+        try:
+            return self.scope.build(op, values)
+        except ExpressionError as error:
+            if error.operand is None:
+                raise
+            raise self.snippet.at(operands[error.operand], str(error)) from None
 
     def _fold(self, op: str, values: Sequence[ast.expr], depth: int) -> Expr:
         """Apply a binary operator from left to right."""
         result = self.visit(values[0], depth)
         for value in values[1:]:
-            result = self.scope.build(op, [result, self.visit(value, depth)])
+            result = self._apply(op, [result, self.visit(value, depth)], [values[0], value])
         return result
 
     def _compare(self, node: ast.Compare, depth: int) -> Expr:
@@ -225,13 +269,19 @@ class _Lowering:
             return Load(name, (), tensor.type)
         if name in FUNCTIONS or name in self.functions:
             raise ExpressionError(f"'{name}' is a function and needs arguments")
-        hint = suggest(name, self.scope.known()) or "; declare it under scalars, tensors or let"
+        hint = (
+            name_hint(name, self.scope.known(), self.scope.declared()) or "; declare it under scalars, tensors or let"
+        )
         raise ExpressionError(f"unknown name '{name}'{hint}")
 
     def _call(self, node: ast.Call, depth: int) -> Expr:
+        known = [*FUNCTIONS, *self.functions]
+        if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):  # torch.abs
+            name = f"{node.func.value.id}.{node.func.attr}"
+            raise self.snippet.at(node.func, f"'{name}' is not part of the language{function_hint(name, known)}")
         if not isinstance(node.func, ast.Name):
             what = _REFUSED.get(type(node.func), "a call of an expression")
-            raise ExpressionError(f"{what} is not part of the language")
+            raise self.snippet.at(node.func, f"{what} is not part of the language")
         if node.keywords:
             raise ExpressionError("arguments are positional, without names")
         for argument in node.args:
@@ -241,8 +291,7 @@ class _Lowering:
         if name in self.functions:
             return self._inline(self.functions[name], node, depth)
         if name not in FUNCTIONS:
-            known = [*FUNCTIONS, *self.functions]
-            raise ExpressionError(f"unknown function '{name}'{suggest(name, known)}")
+            raise self.snippet.at(node.func, f"unknown function '{name}'{function_hint(name, known)}")
         op, least, most = FUNCTIONS[name]
         if len(node.args) < least or (most is not None and len(node.args) > most):
             wanted = f"at least {least}" if most is None else str(least)
@@ -252,7 +301,7 @@ class _Lowering:
             return self.scope.build("min", [self.scope.build("max", [value, low]), high])
         if most is None:
             return self._fold(op, node.args, depth)
-        return self.scope.build(op, [self.visit(argument, depth) for argument in node.args])
+        return self._built(op, node.args, depth)
 
     def _inline(self, function: Function, node: ast.Call, depth: int) -> Expr:
         if len(node.args) != len(function.parameters):
@@ -266,6 +315,8 @@ class _Lowering:
         return body.visit(function.body, depth)
 
     def _load(self, node: ast.Subscript, depth: int) -> Expr:
+        if isinstance(node.value, ast.Subscript):
+            raise ExpressionError("only declared tensors can be indexed; write all indices in one pair of brackets")
         if not isinstance(node.value, ast.Name):
             raise ExpressionError("only declared tensors can be indexed")
         name = node.value.id

@@ -62,7 +62,7 @@ def typed(op: str, args: Sequence[Expr]) -> Expr:
         return Op(op, tuple(args), Type.BOOL)
     if op == "to_int":
         if Type.FLOAT in kinds:
-            raise ExpressionError("'int' takes an integer or a condition, got a float")
+            raise ExpressionError("'int' takes an integer or a condition, got a float", 0)
         return to_int(args[0])
     if op == "to_float":
         return to_float(args[0])
@@ -76,7 +76,8 @@ def typed(op: str, args: Sequence[Expr]) -> Expr:
     if op in ("floordiv", "mod", "bitand", "bitor", "bitxor", "invert", "lshift", "rshift"):
         if Type.FLOAT in kinds:
             hint = "; write floor(x / y)" if op == "floordiv" else ""
-            raise ExpressionError(f"'{name}' takes integers, got a float{hint}")
+            at_fault = next(n for n, arg in enumerate(args) if arg.type is Type.FLOAT)
+            raise ExpressionError(f"'{name}' takes integers, got a float{hint}", at_fault)
         return Op(op, tuple(to_int(arg) for arg in args), Type.INT)
     if op == "pow":
         return _power(args[0], args[1])
@@ -87,10 +88,10 @@ def typed(op: str, args: Sequence[Expr]) -> Expr:
 
 
 def _booleans(name: str, args: Sequence[Expr]) -> None:
-    for arg in args:
+    for place, arg in enumerate(args):
         if arg.type is not Type.BOOL:
             raise ExpressionError(
-                f"'{name}' takes a condition, got {_article(arg.type)}; write it as a comparison (x != 0)"
+                f"'{name}' takes a condition, got {_article(arg.type)}; write it as a comparison (x != 0)", place
             )
 
 
@@ -100,10 +101,10 @@ def _article(type: Type) -> str:
 
 def _power(base: Expr, exponent: Expr) -> Expr:
     if not isinstance(exponent, Const):
-        raise ExpressionError("the exponent of '**' must be a constant; write exp(y * log(x)) for a variable one")
+        raise ExpressionError("the exponent of '**' must be a constant; write exp(y * log(x)) for a variable one", 1)
     power = exponent.value
     if abs(power) > MAX_EXPONENT:
-        raise ExpressionError(f"the exponent of '**' must lie within -{MAX_EXPONENT} .. {MAX_EXPONENT}, got {power}")
+        raise ExpressionError(f"the exponent of '**' must lie within -{MAX_EXPONENT} .. {MAX_EXPONENT}, got {power}", 1)
     if base.type is not Type.FLOAT and exponent.type is not Type.FLOAT and power >= 0:
         return Op("pow", (to_int(base), to_int(exponent)), Type.INT)
     return Op("pow", (to_float(base), to_float(exponent)), Type.FLOAT)

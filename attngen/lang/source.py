@@ -15,7 +15,14 @@ _SHOWN = 100  # characters of a long expression that an error shows
 
 
 class ExpressionError(Exception):
-    """An error in a part of an expression, raised where the position of the part is not known."""
+    """An error in a part of an expression, raised where the position of the part is not known.
+
+    ``operand`` is the number of the operand at fault, None for the whole operation.
+    """
+
+    def __init__(self, message: str, operand: int | None = None) -> None:
+        super().__init__(message)
+        self.operand = operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,10 @@ class Snippet:
 
     def error(self, message: str, start: int, end: int) -> SpecError:
         """Return a SpecError whose last two lines show the text and mark columns ``start`` to ``end``."""
+        return SpecError(self.marked(message, start, end), location=self.location, field=self.field)
+
+    def marked(self, message: str, start: int, end: int) -> str:
+        """A message, the text below it, and carets below columns ``start`` to ``end``."""
         start = max(0, min(start, len(self.text)))
         end = max(start + 1, min(end, len(self.text)))
         first = 0 if len(self.text) <= _SHOWN else max(0, start - _SHOWN // 2)
@@ -43,7 +54,7 @@ class Snippet:
         marks = max(1, min(end, first + _SHOWN) - start)
         visible = "".join(c if c.isprintable() else "?" for c in shown)
         caret = " " * (len(head) + start - first) + "^" * marks
-        return SpecError(f"{message}\n    {head}{visible}{tail}\n    {caret}", location=self.location, field=self.field)
+        return f"{message}\n    {head}{visible}{tail}\n    {caret}"
 
     def at(self, node: ast.AST, message: str) -> SpecError:
         """Return the error for a node of this text's syntax tree."""

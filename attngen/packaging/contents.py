@@ -53,7 +53,7 @@ def contents_of(
     kernel does not compile.
     """
     store = store or Store()
-    asked = kernels_of(spec, arches, tuned)
+    asked = prepare(spec, arches, tuned=tuned)
     built, failures = compile_kernels(asked, store=store, jobs=jobs, observer=observer)
     if failures:
         lines = [str(f.error) if i < _FULL_ERRORS else str(f.error).splitlines()[0] for i, f in enumerate(failures)]
@@ -81,14 +81,6 @@ def contents_of(
         "NOTICE.txt": fill("notice.txt.j2", view=view).encode(),
     }
     return Contents(spec.package, dict(sorted(files.items())))
-
-
-def kernels_of(spec: Spec, arches: Sequence[str] = (), tuned: Sequence[Tuned] = ()) -> list[Prepared]:
-    """Return the kernels of a spec, planned and rendered. Raises SpecError, and PackageError if there is none."""
-    kernels = prepare(spec, arches, tuned=tuned)
-    if not kernels:
-        raise PackageError(f"{spec.file} lists no kernels, so there is nothing to package")
-    return kernels
 
 
 def view_of(

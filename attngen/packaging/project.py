@@ -9,10 +9,11 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from attngen.errors import SettingError
-from attngen.packaging.contents import kernels_of, spec_files, view_of
+from attngen.packaging.contents import spec_files, view_of
 from attngen.packaging.generator import FOLDER, generator_files, requirements
 from attngen.packaging.settings import PLATFORMS
 from attngen.packaging.view import DRIVER_LINE, fill
+from attngen.tools.build.pipeline import prepare
 
 if TYPE_CHECKING:
     from attngen.schema import Spec
@@ -42,7 +43,7 @@ def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[s
     specs = {(folder / name).as_posix(): data for name, data in spec_files(spec).items()}
     licence = {} if choices.licence is None else {"LICENSE": _read(choices.licence)}
     tuned = _tuned_files(choices.tuned)
-    view = view_of(spec, kernels_of(spec, choices.arches), _version(choices.version))
+    view = view_of(spec, prepare(spec, choices.arches), _version(choices.version))
     project = fill(
         "pyproject.toml.j2",
         view=view,

@@ -44,13 +44,18 @@ def bind(
     """
     if packing is None:
         if not isinstance(layout, str) or layout not in LAYOUTS:
-            raise CallError(
-                f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}{suggest(str(layout), LAYOUTS)}"
-            )
+            raise CallError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}{_layout_hint(layout)}")
         call = _bind_dense(variant, q, k, v, layout)
     else:
         call = _bind_packed(variant, q, k, v, packing)
     return finish(call, **settings)
+
+
+def _layout_hint(layout: Any) -> str:
+    name = str(layout)
+    if name in ("packed", "varlen", "thd"):
+        return "; attention_varlen takes packed sequences"
+    return "; attention_paged takes pages" if name in ("paged", "pages") else suggest(name, LAYOUTS)
 
 
 def _bind_dense(variant: Variant, q: Any, k: Any, v: Any, order: str) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +39,28 @@ def find(variant: str | Variant, package: str | None) -> Found:
                 raise
         return registry.find(variant, package)
     return registry.of_value(variant, package)
+
+
+#: What only calls of one form take, the first tensor of that form, and the function that takes it.
+_OF_FORM = {
+    "cu_seqlens_k": ("varlen", "cu_seqlens_q"), "max_seqlen_q": ("varlen", "cu_seqlens_q"),
+    "max_seqlen_k": ("varlen", "cu_seqlens_q"), "page_layout": ("paged", "page_table"),
+    "num_splits": ("paged", "page_table"), "split_size": ("paged", "page_table"),
+}  # fmt: skip
+_USUAL = {"layout": "bshd", "page_layout": "NHD"}
+
+
+def check_form(form: str, given: Mapping[str, Any]) -> None:
+    """Raise CallError for an argument that calls of another form take, where one function takes those of all."""
+    for name, value in given.items():
+        if value is None or (isinstance(value, str) and value == _USUAL.get(name)):
+            continue
+        if name == "layout" and form != "dense":
+            other = "'page_layout' names that of pages" if form == "paged" else "packed tensors have one"
+            raise CallError(f"layout is for dense tensors; {other}")
+        owner, first = _OF_FORM.get(name, (form, ""))
+        if owner != form and not (form == "paged" and name == "max_seqlen_q"):
+            raise CallError(f"{name} goes with {first}, which this call does not have")
 
 
 def check_backend(backend: Any) -> None:

@@ -22,7 +22,7 @@ from attngen.runtime import debug as debugging
 from attngen.runtime import driver as drivers
 from attngen.runtime import on_demand, transforms
 from attngen.runtime.addresses import FORWARD, NO_FORWARD
-from attngen.runtime.binding import bind_call, find, require_reference
+from attngen.runtime.binding import bind_call, check_form, find, require_reference
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.checked import ATTENTION_DTYPES, DIRECTIONS, Call
 from attngen.runtime.dropout import with_state
@@ -273,6 +273,9 @@ def tile_map(
     exist. If no map is needed (on the CPU, or by a kernel that bounds its loops otherwise), the result is empty, and
     may be passed all the same.
     """
+    check_form(_form(cu_seqlens_q), {
+        "layout": layout, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+    })  # fmt: skip
     given = with_random_state(
         Given(
             q, k, k if v is None else v, **_any_descales(q, k), seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q,
@@ -349,6 +352,7 @@ def explain(
     package: str | None = None,
     direction: str = "forward",
     deterministic: bool = False,
+    tile_map: TileMap | None = None,
     page_table: Tensor | None = None,
     page_layout: str = "NHD",
     num_splits: int | None = None,
@@ -364,7 +368,8 @@ def explain(
     While ``attngen.jit`` is on, a missing kernel is compiled, as by the call.
 
     With ``cu_seqlens_q`` it explains ``attention_varlen``, with ``page_table`` ``attention_paged``, whose pages are k
-    and v. ``page_layout``, ``num_splits`` and ``split_size`` are for the latter only.
+    and v. ``page_layout``, ``num_splits`` and ``split_size`` are for the latter only. A ``tile_map`` changes nothing of
+    what is explained.
 
     ``direction='backward'`` explains what would compute the gradients, given contiguous gradients of the result. Raises
     what the call would raise, except that a call which no kernel takes is explained, too.
@@ -374,10 +379,15 @@ def explain(
     paged = page_table is not None
     if paged and direction == "backward":
         raise CallError("attention over pages has no backward")
+    check_form("paged" if paged else _form(cu_seqlens_q), {
+        "layout": layout, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+        "page_layout": page_layout, "num_splits": num_splits, "split_size": split_size,
+    })  # fmt: skip
     given = Given(
         q, k, v, q_descale, k_descale, v_descale,
         seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits, split_size=split_size,
+        tile_map=tile_map, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
+        split_size=split_size,
         variant=variant, softmax_scale=softmax_scale, return_lse=return_lse, deterministic=deterministic,
         form="paged" if paged else _form(cu_seqlens_q), layout=page_layout if paged else layout, backend=backend,
         package=package, out_dtype=out_dtype, arguments={DROPOUT_P.name: 0.0, **arguments},

@@ -272,10 +272,14 @@ class Registry:
         lines.append("  built: " + (", ".join(built) or "nothing"))
         if presets and package is None:
             lines.append(f"  known without a build, on the CPU: {', '.join(presets)}")
+        lines.append(on_demand.remedy())
+        misspelt = nearest and (package is None or package in known)
+        meant = nearest.split("'")[1] if misspelt else name
+        if presets and not misspelt and name not in presets:  # a variant of a spec of the user's own
+            lines += ["  variants:", f"    {name}: {{mask: ...}}  # what it computes; it is no preset"]
         lines += [
-            on_demand.remedy(),
             "  kernels:",
-            f"    - variant: {name}",
+            f"    - variant: {meant}",
             "      head_dim: 128  # that of your q, k and v",
         ]
         return NoKernelError("\n".join(lines))

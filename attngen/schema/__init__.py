@@ -2,14 +2,16 @@
 
 from attngen.schema.expand import KernelSpec, appends, expand, quantizers, spec_hash, wideners
 from attngen.schema.export import json_schema
-from attngen.schema.loading import Spec, declare_variant, load_spec, load_spec_text
+from attngen.schema.loading import Spec, declare_variant, doubts_of_fields
 from attngen.schema.presets import preset, preset_names
+from attngen.schema.reading import load_spec, load_spec_text
 
 __all__ = [
     "KernelSpec",
     "Spec",
     "appends",
     "declare_variant",
+    "doubts_of_fields",
     "expand",
     "json_schema",
     "load_spec",

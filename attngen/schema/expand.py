@@ -26,7 +26,7 @@ from typing import Any
 
 from attngen.arch import ARCHES
 from attngen.dtypes import DESCALE_BLOCKS, DTYPES, QUANTIZED_DTYPES
-from attngen.errors import Location, SpecError, suggest
+from attngen.errors import Gathered, Location, SpecError, suggest
 from attngen.formats import APPEND, APPEND_VARIANT, QUANTIZE, QUANTIZE_VARIANT, SCHEMA, WIDEN, WIDEN_VARIANT
 from attngen.lang.variant import Variant
 from attngen.schema.fields import SPLIT_TILES
@@ -290,7 +290,14 @@ def spec_hash(spec: Spec) -> str:
 
 
 def _all(spec: Spec) -> list[KernelSpec]:
-    entries = [(index, _axes(spec, index, entry)) for index, entry in enumerate(spec.model.kernels)]
+    gathered = Gathered()
+    entries = []
+    listed: Sequence[KernelModel | None] = spec.model.kernels
+    for index, entry in enumerate(listed):
+        if entry is None:  # which the loader has found to be wrong
+            continue
+        with gathered:
+            entries.append((index, _axes(spec, index, entry)))
     count = sum(prod(map(len, axes.values())) for _, axes in entries)
     if count > MAX_KERNELS:
         raise SpecError(
@@ -298,15 +305,15 @@ def _all(spec: Spec) -> list[KernelSpec]:
             location=spec.tree.locate(("kernels",)),
             field="kernels",
         )
-    return [
-        _kernel(spec, index, dict(zip(axes, choice, strict=True)))
-        for index, axes in entries
-        for choice in product(*axes.values())
-        if not (
-            _is_anothers_alone(axes, choice)
-            or (True in spec.model.kernels[index].split_kv and _splits_alone(axes, choice))
-        )
-    ]
+    kernels = []
+    for index, axes in entries:
+        for choice in product(*axes.values()):
+            splits = True in spec.model.kernels[index].split_kv and _splits_alone(axes, choice)
+            if not splits and not _is_anothers_alone(axes, choice):
+                with gathered:
+                    kernels.append(_kernel(spec, index, dict(zip(axes, choice, strict=True))))
+    gathered.throw()
+    return kernels
 
 
 def _is_anothers_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:

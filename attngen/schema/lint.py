@@ -11,7 +11,7 @@ from attngen.lang.literals import beyond_float32
 from attngen.lang.printing import canonical
 from attngen.lang.usage import deciding
 from attngen.schema.expand import KernelSpec, repeats
-from attngen.schema.loading import DeclaredVariant, Spec
+from attngen.schema.loading import DeclaredVariant, Spec, doubts_of
 from attngen.schema.presets import preset_names
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -31,14 +31,13 @@ class Remark:
 def lint(spec: Spec, kernels: tuple[KernelSpec, ...]) -> list[Remark]:
     """Return the warnings of a spec, in the order of the file. ``kernels`` is what it expands into."""
     found = []
-    if not kernels:
-        found.append(Remark("no kernels: the spec builds nothing", Location(spec.file)))
     used = {kernel.variant.name for kernel in kernels}
     for name in spec.model.variants:
         declared = spec.variants[name]
         found.extend(_unused_declarations(declared))
         found.extend(_idle_gradients(declared))
         found.extend(_floats(declared))
+        found.extend(doubtful(declared))
         if kernels and name not in used:
             found.append(Remark(f"variant '{name}' is used by no kernel", declared.location))
         if name in preset_names() and not _is_preset(spec, name):
@@ -47,6 +46,15 @@ def lint(spec: Spec, kernels: tuple[KernelSpec, ...]) -> list[Remark]:
         message = f"asks again for a {again.variant.name} kernel of line {first.location.line}; it is built once"
         found.append(Remark(message, again.location))
     return sorted(dict.fromkeys(found), key=lambda remark: remark.location.line)
+
+
+def doubtful(declared: DeclaredVariant) -> list[Remark]:
+    """What of a variant's expressions and extents is legal and probably not meant."""
+    name = declared.variant.name
+    return [
+        Remark(f"{doubt.field} of variant '{name}': {doubt.message}", doubt.location or declared.location)
+        for doubt in doubts_of(declared)
+    ]
 
 
 def _is_preset(spec: Spec, name: str) -> bool:

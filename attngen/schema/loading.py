@@ -7,7 +7,8 @@ relative to the file that includes it and lies in the folder of the spec that is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,13 +16,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from attngen import resources
-from attngen.errors import Location, SpecError
+from attngen.arch import ARCHES
+from attngen.errors import AttngenError, Gathered, Location, SpecError
 from attngen.formats import SCHEMA
 from attngen.lang.check import compile_variant
+from attngen.lang.doubts import Doubt, doubts, extent_doubts
+from attngen.lang.facts import Facts
+from attngen.lang.ir import Const, Type
+from attngen.lang.parser import Written
+from attngen.lang.source import locate
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
 from attngen.schema import names, tree
 from attngen.schema.messages import field_path, spec_error
-from attngen.schema.models import ScalarModel, SpecModel, TensorModel, VariantModel
+from attngen.schema.models import KernelModel, ScalarModel, SpecModel, TensorModel, VariantModel
 from attngen.schema.quoting import show
 
 MAX_INCLUDE_DEPTH = 8
@@ -76,14 +83,27 @@ class Spec:
         )
 
 
-def load_spec(path: str | Path) -> Spec:
-    """Read, check and return a spec; SpecError for anything wrong with it, unreadable files included."""
+@dataclass(frozen=True)
+class Draft:
+    """A spec as far as it can be read, and what is wrong with it.
+
+    Malformed entries of ``kernels`` are None in its model, and variants with errors show every key. ``unsure`` tells
+    that a file which may declare variants cannot be read.
+    """
+
+    spec: Spec
+    errors: tuple[AttngenError, ...] = ()
+    unsure: bool = False
+
+
+def read_spec(path: str | Path) -> Draft:
+    """Read a spec; SpecError for one of which nothing can be read."""
     path = Path(path)
     return _Loader(path.parent).load(path, _read(path, Location(str(path))))
 
 
-def load_spec_text(text: str, file: str = "spec.yaml") -> Spec:
-    """Return the spec in ``text``; includes are looked for beside ``file``, which need not exist."""
+def read_spec_text(text: str, file: str) -> Draft:
+    """Read the spec in ``text``; includes are looked for beside ``file``, which need not exist."""
     return _Loader(Path(file).parent).load(Path(file), text.encode("utf-8", "surrogatepass"))
 
 
@@ -110,21 +130,31 @@ class _Loader:
         self.folder = folder
         self.sources: dict[str, Source] = {}
         self.loaded: dict[Path, dict[str, DeclaredVariant]] = {}
+        self.gathered = Gathered()
+        self.without_include = False  # whether variants may be declared in a file that cannot be read
 
-    def load(self, path: Path, content: bytes) -> Spec:
+    def load(self, path: Path, content: bytes) -> Draft:
         model, node = self.parse(path, content)
         variants = self.variants(path, model, node, chain=(path.resolve(),))
-        return Spec(
+        package = model.package or "unnamed"
+        with self.gathered:
+            package = model.package or _package_of(path)
+        spec = Spec(
             file=str(path),
             name=resources.display_name(path),
-            package=model.package or _package_of(path),
+            package=package,
             model=model,
             tree=node,
             variants=variants,
             sources=tuple(self.sources.values()),
         )
+        return Draft(spec, tuple(self.gathered.errors), self.without_include)
 
     def parse(self, path: Path, content: bytes) -> tuple[SpecModel, tree.Node]:
+        """Return a file as it is, or what of it is well-formed; then its errors are gathered.
+
+        Raises SpecError for a file of which nothing can be read.
+        """
         try:
             names.check_file_name(path.name)
         except ValueError as error:
@@ -132,27 +162,38 @@ class _Loader:
         file = str(path)
         node = tree.parse(content, file)
         _check_schema(node)
-        _refuse_empty(node)
         self.sources[file] = Source(resources.display_name(path), sha256(content).hexdigest(), file)
-        try:
-            return SpecModel.model_validate(node.plain()), node
-        except ValidationError as error:
-            raise spec_error(error, node, SpecModel) from error
+        with self.gathered:
+            _refuse_empty(node)
+            try:
+                return SpecModel.model_validate(node.plain()), node
+            except ValidationError as error:
+                raise spec_error(error, node, SpecModel) from error
+        return _well_formed(node), node
 
     def variants(
         self, path: Path, model: SpecModel, node: tree.Node, chain: tuple[Path, ...]
     ) -> dict[str, DeclaredVariant]:
-        """Return the variants of a file and of its includes; a name that two files give is refused."""
-        found = {name: _declare(name, variant, node, Location(str(path))) for name, variant in model.variants.items()}
+        """Return the variants of a file and of its includes; a name that two files give is refused.
+
+        A variant that has errors shows every key, so that the entries which name it can be checked.
+        """
+        found: dict[str, DeclaredVariant] = {}
+        for name, variant in model.variants.items():
+            with self.gathered:
+                found[name] = _declare(name, variant, node, Location(str(path)))
+            if name not in found:
+                found[name] = DeclaredVariant(Variant(name), variant, node, Location(str(path)))
         for index, text in enumerate(model.include or ()):
             place = node.locate(("include", index))
-            for name, declared in self.included(path, text, place, chain).items():
+            included: dict[str, DeclaredVariant] | None = None
+            with self.gathered:
+                included = self.included(path, text, place, chain)
+            self.without_include |= included is None
+            for name, declared in (included or {}).items():
                 if found.setdefault(name, declared).location != declared.location:
-                    raise SpecError(
-                        f"variant '{name}' of {declared.location} is already declared in {found[name].location}",
-                        location=place,
-                        field="include",
-                    )
+                    message = f"variant '{name}' of {declared.location} is already declared in {found[name].location}"
+                    self.gathered.errors.append(SpecError(message, location=place, field="include"))
         return found
 
     def included(self, path: Path, text: str, place: Location, chain: tuple[Path, ...]) -> dict[str, DeclaredVariant]:
@@ -212,12 +253,36 @@ def _check_schema(node: tree.Node) -> None:
 
 def _refuse_empty(node: tree.Node, path: tuple[str | int, ...] = ()) -> None:
     """Refuse a field or an element that is named but empty: it would mean the same as leaving it out."""
+    gathered = Gathered()
     if node.value is None:
         hint = "; 'mask: true' lets every query see every key" if path[-1:] == ("mask",) else ""
         raise SpecError(f"empty; give it a value or leave it out{hint}", location=node.location, field=field_path(path))
     below = node.value.items() if isinstance(node.value, dict) else ()
     for step, child in enumerate(node.value) if isinstance(node.value, tuple) else below:
-        _refuse_empty(child, (*path, step))
+        with gathered:
+            _refuse_empty(child, (*path, step))
+    gathered.throw()
+
+
+def _well_formed(node: tree.Node) -> SpecModel:
+    """Return what of a file with errors is well-formed; each entry of ``kernels`` that is not becomes None."""
+    plain = node.plain()
+    fields: dict[str, Any] = {"arch": (next(iter(ARCHES)),)}  # a wrong arch must not look like a missing one
+    for name in ("package", "arch", "include"):
+        with suppress(ValidationError):
+            fields[name] = getattr(SpecModel.model_validate({"schema": SCHEMA, name: plain.get(name)}), name)
+    declared, entries = plain.get("variants"), plain.get("kernels")
+    variants: dict[str, VariantModel] = {}
+    for name, variant in declared.items() if isinstance(declared, dict) else ():
+        variants[name] = VariantModel()
+        with suppress(ValidationError):
+            variants[name] = VariantModel.model_validate(variant)
+    kernels: list[KernelModel | None] = []
+    for entry in entries if isinstance(entries, list) else ():
+        kernels.append(None)
+        with suppress(ValidationError):
+            kernels[-1] = KernelModel.model_validate(entry)
+    return SpecModel.model_construct(version=SCHEMA, variants=variants, kernels=tuple(kernels), **fields)
 
 
 def _package_of(path: Path) -> str:
@@ -249,12 +314,40 @@ def declare_variant(name: str, fields: Mapping[str, Any]) -> Variant:
     return _compile(name, model, None)
 
 
+def doubts_of(declared: DeclaredVariant) -> list[Doubt]:
+    """What of a variant is legal and probably not meant, with its places in the file."""
+    name = declared.variant.name
+    return _doubts(name, declared.model, _places(declared.tree.value["variants"].value[name]))
+
+
+def doubts_of_fields(name: str, fields: Mapping[str, Any]) -> list[Doubt]:
+    """What of these fields, which ``declare_variant`` takes, is legal and probably not meant."""
+    return _doubts(name, VariantModel.model_validate(tree.of_values(fields).plain()), None)
+
+
+def _doubts(name: str, model: VariantModel, places: Mapping[str, Location] | None) -> list[Doubt]:
+    written: list[Written] = []
+    variant = _compile(name, model, places, written)
+    values = {one.snippet.field.removeprefix("let."): one.values.get(one.tree) for one in written}
+    constants = {scalar.name for scalar in variant.scalars if scalar.const is not None}
+    constants |= {key for key, value in values.items() if isinstance(value, Const)}
+    known = {*names.EXTENTS, *(scalar.name for scalar in variant.scalars if scalar.type is Type.INT)}
+    found = extent_doubts(variant.tensors, known)
+    found = [replace(doubt, location=locate(places, doubt.field)) for doubt in found]
+    return [*found, *doubts(written, Facts.of(variant), constants)]
+
+
 def _declare(name: str, model: VariantModel, node: tree.Node, file: Location) -> DeclaredVariant:
     place = node.value["variants"].keys[name] if "variants" in node.value else file
     return DeclaredVariant(_compile(name, model, _places(node.value["variants"].value[name])), model, node, place)
 
 
-def _compile(name: str, model: VariantModel, places: Mapping[str, Location] | None) -> Variant:
+def _compile(
+    name: str,
+    model: VariantModel,
+    places: Mapping[str, Location] | None,
+    written: list[Written] | None = None,
+) -> Variant:
     return compile_variant(
         name,
         mask=model.mask,
@@ -268,6 +361,7 @@ def _compile(name: str, model: VariantModel, places: Mapping[str, Location] | No
         ),
         let=dict(model.let),
         locate=places,
+        written=written,
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from attngen.errors import SpecError, suggest
+from attngen.errors import SpecError, suggest, together
 from attngen.schema.quoting import shorten, show
 from attngen.schema.tree import Node
 
@@ -32,18 +33,40 @@ _FORMS = {
 _BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "more than"),
            "less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}  # fmt: skip
 
+#: What other libraries and people call a choice, in lower case; the nearest spelling would be another one.
+_CALLED = {
+    **dict.fromkeys(("packed", "thd", "ragged", "jagged", "nested", "unpadded", "var_len", "cu_seqlens"), "varlen"),
+    **dict.fromkeys(("bshd", "bhsd", "sbhd", "padded", "batched", "contiguous"), "dense"),
+    **dict.fromkeys(("pages", "page", "kv_cache", "cache", "blocks"), "paged"),
+    **dict.fromkeys(("bfloat", "bf", "brain", "torch.bfloat16"), "bf16"),
+    **dict.fromkeys(("half", "fp_16", "f16", "torch.float16"), "fp16"),
+    **dict.fromkeys(("single", "f32", "tf32", "torch.float32"), "fp32"),
+    **dict.fromkeys(("e4m3", "float8", "float8_e4m3fn", "torch.float8_e4m3fn"), "fp8_e4m3"),
+    **dict.fromkeys(("e5m2", "float8_e5m2", "torch.float8_e5m2"), "fp8_e5m2"),
+    **dict.fromkeys(("hopper", "h100", "h200", "h800", "h20", "gh200", "sm_90", "sm_90a", "sm90", "90"), "sm90a"),
+    **dict.fromkeys(("ampere", "a100", "a800", "sm_80"), "sm80"),
+    **dict.fromkeys(("a10", "a40", "a6000", "rtx3090", "sm_86"), "sm86"),
+    **dict.fromkeys(("ada", "l4", "l40", "l40s", "rtx4090", "sm_89"), "sm89"),
+    **dict.fromkeys(("blackwell", "b100", "b200", "gb200", "sm_100", "sm_100a", "sm100"), "sm100a"),
+    **dict.fromkeys(("rtx5090", "sm_120", "sm_120a", "sm120"), "sm120a"),
+    **dict.fromkeys(("bwd", "train", "training", "grad", "gradient", "gradients"), "backward"),
+    **dict.fromkeys(("fwd", "infer", "inference"), "forward"),
+    **dict.fromkeys(("cutlass", "cute", "nvrtc"), "cuda"),
+    **dict.fromkeys(("tma", "descriptors", "tensor_map"), "descriptor"),
+    "increasing": "nondecreasing", "ascending": "nondecreasing", "sorted": "nondecreasing",
+}  # fmt: skip
+
 _LENGTHS = {"string_too_short": ("min_length", "at least"), "string_too_long": ("max_length", "at most")}
 
 
 def spec_error(error: ValidationError, tree: Node, model: type[BaseModel]) -> SpecError:
-    """Return the SpecError of the first complaint of ``error``; further ones follow it, a line each."""
+    """The SpecError of the complaints of ``error``, in the order of the file."""
     found = [_one(detail, tree, model) for detail in error.errors(include_url=False)[:_MOST_ERRORS]]
     # in the order of the file, not of the models' fields
-    first, *others = sorted(found, key=lambda e: e.location.line if e.location else 0)
-    if not others:
-        return first
-    message = "\n".join([first.message, *map(str, others)])
-    return SpecError(message, location=first.location, field=first.field)
+    found.sort(key=lambda e: e.location.line if e.location else 0)
+    told = together(found)
+    assert isinstance(told, SpecError)
+    return told
 
 
 def _one(detail: Any, tree: Node, model: type[BaseModel]) -> SpecError:
@@ -77,7 +100,7 @@ def _sentence(detail: Any) -> str:
         return "missing"
     if kind == "literal_error":
         allowed = re.findall(r"'([^']*)'", context["expected"])
-        nearest = suggest(found, allowed) if isinstance(found, str) else ""
+        nearest = _nearest(found, allowed) if isinstance(found, str) else ""
         return f"found {show(found)}{nearest}; allowed: {', '.join(allowed)}"
     if kind in _FORMS:
         return f"found {show(found)}; allowed: {_FORMS[kind]}"
@@ -90,6 +113,12 @@ def _sentence(detail: Any) -> str:
         key, words = _LENGTHS[kind]
         return f"found {show(found)}; allowed: {words} {context[key]} character{'' if context[key] == 1 else 's'}"
     return f"found {show(found)}, which is not allowed here"
+
+
+def _nearest(found: str, allowed: Sequence[str]) -> str:
+    """Return which choice is meant, as ``suggest`` does."""
+    called = _CALLED.get(found.lower())
+    return f"; did you mean '{called}'?" if called in allowed else suggest(found.lower(), allowed)
 
 
 def _fields(model: type[BaseModel], path: tuple[str | int, ...]) -> list[str]:

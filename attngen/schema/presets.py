@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache, lru_cache
 
 from attngen import resources
-from attngen.errors import SpecError, suggest
+from attngen.errors import SpecError, suggest, together
 from attngen.lang.variant import Variant
-from attngen.schema.loading import DeclaredVariant, load_spec
+from attngen.schema.loading import DeclaredVariant, read_spec
 
 
 @lru_cache(maxsize=1)
@@ -23,7 +23,10 @@ def declared_preset(name: str) -> DeclaredVariant:
         known = preset_names()
         raise SpecError(f"there is no preset '{name}'{suggest(name, known)}; presets: {', '.join(known)}")
     path = resources.specs_dir() / "presets" / f"{name}.yaml"
-    spec = load_spec(path)
+    draft = read_spec(path)
+    if draft.errors:
+        raise together(draft.errors)
+    spec = draft.spec
     if tuple(spec.variants) != (name,):
         raise SpecError(f"{path}: a preset declares the one variant of its name; found: {', '.join(spec.variants)}")
     return spec.variants[name]

@@ -152,7 +152,88 @@ def test_a_tile_that_the_plan_would_choose_anyway(tmp_path):
 
 
 def test_no_kernels(tmp_path):
-    assert "the spec builds nothing" in run(write(tmp_path, "schema: 1\n")).stderr
+    path = write(tmp_path, 'schema: 1\nvariants:\n  near: {mask: "q_pos >= kv"}\n')
+    result = run(path)
+    assert result.exit_code == 2
+    assert f"{path}: kernels: no kernels: the spec builds nothing; add an entry" in result.stderr
+    assert "- {variant: near, head_dim: 128, dtype: bf16, arch: sm90a}" in result.stderr
+    (added,) = [line.strip() for line in result.stderr.splitlines() if "- {variant" in line]
+    assert run(write(tmp_path, (tmp_path / "mine.yaml").read_text() + f"kernels:\n  {added}\n")).exit_code == 0
+
+
+DOUBTED = """\
+schema: 1
+arch: sm90a
+variants:
+  near:
+    mask: "q_pos >= kv & q_pos - kv < 5"
+    score: s + bias[h, kv]
+    tensors: {bias: {dtype: float32, shape: [h, seq_k]}}
+kernels:
+  - {variant: near, head_dim: 64}
+"""
+
+
+def test_what_is_probably_not_meant_is_a_warning(tmp_path):
+    path = write(tmp_path, DOUBTED)
+    result = run(path)
+    assert result.exit_code == 0, result.output
+    assert (
+        f"warning: {path}:5: mask of variant 'near': '&' binds tighter than '>=', so this is one integer that is "
+        "compared; join conditions with 'and'\n"
+        "    q_pos >= kv & q_pos - kv < 5\n             ^^^^^^^^^^^^^^^\n"
+    ) in result.stderr
+    assert f"{path}:7: tensors.bias.shape of variant 'near': the extent 'seq_k' is new" in result.stderr
+    assert "did you mean 'seqlen_k'?" in result.stderr
+    assert run(path, "--strict").exit_code == 2
+    (report,) = json.loads(run(path, "--json").stdout)["specs"]
+    assert [warning["line"] for warning in report["warnings"]] == [5, 7]
+
+
+WRONG = """\
+schema: 1
+arch: h100
+variants:
+  one:
+    mask: "q_idx >= kv"
+    score: "s + bia[h] + late"
+    sink: "q"
+    let: {x: "torch.abs(q)", late: "x + 1"}
+    tensors: {bias: {dtype: float32, shape: [h]}}
+  two: {mask: "q_pos >= kv and kv"}
+  three: {mask: "q_pos >= kv", maskk: 3}
+kernels:
+  - {variant: oen, head_dim: 64}
+  - {variant: three, head_dim: 64, layout: packed, dtype: bfloat}
+  - {variant: two, head_dim: 64, backward: {backend: cuda}}
+  - {variant: causal, head_dim: [64, 64]}
+"""
+
+
+def test_all_errors_of_a_spec_in_one_run(tmp_path):
+    path = write(tmp_path, WRONG)
+    (report,) = json.loads(run(path, "--json").stdout)["specs"]
+    found = [(error["line"], error["field"], error["message"].splitlines()[0]) for error in report["errors"]]
+    expected = [
+        (2, "arch", "did you mean 'sm90a'?"),
+        (5, "mask", "unknown name 'q_idx'; write 'q'"),
+        (7, "sink", "'q' is not allowed"),
+        (8, "let.x", "'torch.abs' is not part of the language; write 'abs'"),
+        (10, "mask", "'and' takes a condition, got an integer"),
+        (11, "variants.three.maskk", "unknown field; did you mean 'mask'?"),
+        (13, "variant", "unknown variant 'oen'; did you mean 'one'?"),
+        (14, "kernels[1].dtype", "found 'bfloat'; did you mean 'bf16'?"),
+        (14, "kernels[1].layout", "found 'packed'; did you mean 'varlen'?"),
+        (15, "kernels[2].backward", "'passes' has no backward"),
+        (16, "kernels[3].head_dim", "64 is given twice in one list"),
+    ]
+    assert [row[:2] for row in found] == [row[:2] for row in expected]
+    for (_, _, message), (_, _, says) in zip(found, expected, strict=True):
+        assert says in message
+    told = run(path)
+    assert told.exit_code == 2
+    assert told.stderr.count(f"{path}:") == len(expected)
+    assert "0 kernels, 11 errors" in told.stdout
 
 
 def test_needs_a_spec():

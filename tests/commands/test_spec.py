@@ -52,6 +52,14 @@ def test_a_mask_and_a_score_become_one_variant(here: str) -> None:
     assert declared.variant.tensor("doc").monotone is not None
 
 
+def test_it_builds_for_hopper_unless_an_arch_is_named(here: str) -> None:
+    done = attngen("spec", "--from-flex", f"{here}:capped", "--training")
+    kernels = expand(load_spec_text(done.output))
+    assert {(one.arch, one.head_dim_qk, one.direction) for one in kernels} == {
+        ("sm90a", head_dim, direction) for head_dim in (64, 128) for direction in ("forward", "backward")
+    }  # fmt: skip
+
+
 def test_an_entry_builds_it(here: str) -> None:
     given = ("--name", "mine", "--arch", "sm90a", "--head-dim", "64", "--training")
     done = attngen("spec", "--from-flex", f"{here}:capped", *given)

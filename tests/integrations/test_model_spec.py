@@ -299,7 +299,6 @@ def test_what_is_no_configuration_of_a_model(content: str, reason: str, tmp_path
         (("--model", ".", "--arch", "sm90"), "found 'sm90'; did you mean 'sm90a'?"),
         (("--model", ".", "--max-size", "big"), "big"),
         (("--model", ".", "--name", "torch"), "--name: 'torch' is a module that programs import"),
-        (("--from-flex", "a:b", "--head-dim", "64"), "--head-dim is for kernels, which are built for an --arch"),
         (("--from-flex", "a:b", "--arch", "sm80", "--head-dim", "60"), "--head-dim: found 60; allowed: multiples of 8"),
     ],
 )

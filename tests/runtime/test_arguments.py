@@ -54,6 +54,10 @@ def test_q_k_v(q: Any, k: Any, v: Any, message: str) -> None:
     ("options", "message"),
     [
         ({"layout": np.ones(2)}, "layout must be one of bshd, bhsd, got array"),
+        (
+            {"layout": "packed"},
+            "layout must be one of bshd, bhsd, got 'packed'; attention_varlen takes packed sequences",
+        ),
         ({"layout": "bsh"}, "layout must be one of bshd, bhsd, got 'bsh'; did you mean 'bshd'?"),
         ({"backend": "tritn"}, "backend must be one of triton, cuda, reference, got 'tritn'; did you mean 'triton'?"),
         ({"return_lse": 1}, "return_lse must be True or False, got 1"),

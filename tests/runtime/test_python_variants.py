@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -244,6 +245,70 @@ def test_it_explains_bands_and_counts_only_what_was_given() -> None:
     assert counted is not None
     assert counted.visible == 24
     assert "tiles are classified one by one" in str(attngen.variant("(q + kv) % 7 == 0").explain())
+
+
+HALF = "h < heads // 2 or q_pos - kv < 2"
+
+
+def test_a_mask_that_differs_by_head_needs_their_number() -> None:
+    half = attngen.variant(HALF, name="half")
+    with pytest.raises(CallError, match=r"depends on the number of heads; pass sizes as \(batch, heads, queries, keys"):
+        half.mask(8)
+    assert "depends on what was not given: the number of heads" in str(half.explain(8))
+    near = torch.arange(8)[:, None] - torch.arange(8) < 2
+    mask = half.mask((1, 4, 8, 8))
+    assert torch.equal(mask[0, :2], torch.ones(2, 8, 8, dtype=torch.bool))
+    assert torch.equal(mask[0, 2:], near.expand(2, 8, 8))
+
+    def visible(**place: int) -> int:
+        counted = half.explain((1, 4, 8, 8), **place).counted
+        assert counted is not None
+        return counted.visible
+
+    assert (visible(), visible(h=0), visible(h=3)) == (2 * 64 + 2 * int(near.sum()), 64, int(near.sum()))
+    assert "sequence 0, head 3, 8 queries" in str(half.explain((1, 4, 8, 8), h=3))
+    with pytest.raises(CallError, match="h must be 0 to 3, got 4"):
+        half.explain((1, 4, 8, 8), h=4)
+
+
+def test_the_heads_of_a_tensor_are_taken() -> None:
+    window = torch.tensor([2, 4], dtype=torch.int32)
+    assert windows().mask(8, window=window).shape == (1, 2, 8, 8)
+    two = str(windows().plot(8, window=window)).splitlines()
+    assert two[0].startswith("my_mask (sequence 0, all 2 heads): ")
+    assert two[2:6] == ["█·······", "██······", "▒██·····", "▒▒██····"]
+    one = str(windows().plot(8, h=1, window=window)).splitlines()
+    assert one[0].startswith("my_mask (sequence 0, head 1): ")
+    assert one[2:6] == ["█·······", "██······", "███·····", "████····"]
+
+
+def test_sizes_may_be_named_and_unknown_arguments_are_refused() -> None:
+    causal = attngen.variant("q_pos >= kv", name="causal")
+    assert torch.equal(causal.mask(sizes=8), causal.mask(8))
+    assert causal.explain(sizes=8).counted == causal.explain(8).counted
+    assert str(causal.plot(sizes=8)) == str(causal.plot(8))
+    own = attngen.variant("kv < sizes", scalars={"sizes": {"type": "int32"}})
+    assert int(own.mask(8, sizes=3).sum()) == 24
+    for call in (causal.mask, causal.explain, causal.plot):
+        with pytest.raises(CallError, match="unknown argument 'foo'; it takes no arguments of its own"):
+            call(8, foo=1)
+        with pytest.raises(CallError, match="unknown argument 'heads'; sizes say it"):
+            call(8, heads=4)
+    with pytest.raises(CallError, match="unknown argument 'windw'; did you mean 'window'"):
+        windows().explain(windw=3)  # also where nothing is counted
+    with pytest.raises(CallError, match="sizes must be a number of queries and keys"):
+        causal.mask()
+
+
+def test_what_is_probably_not_meant_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"variant 'odd': mask: '&' binds tighter than '>='[^^]*\n +\^{15}$") as found:
+        attngen.variant("q_pos >= kv & q_pos - kv < 5", name="odd")
+    assert found[0].filename == __file__
+    with pytest.warns(UserWarning, match="the extent 'seq_k' is new.*did you mean 'seqlen_k'"):
+        attngen.variant("t[kv] > 0", tensors={"t": {"dtype": "int32", "shape": ["seq_k"]}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pickle.loads(pickle.dumps(windows()))
 
 
 def test_its_picture_is_text() -> None:

@@ -131,6 +131,16 @@ def test_a_compiled_program_takes_the_kernels_of_all_packages_too(gpu: FakeDrive
         torch.testing.assert_close(traced(q), attngen.attention(q, q, q, variant="causal", backend="reference"))
 
 
+def test_a_misspelt_name_is_not_proposed_for_a_spec() -> None:
+    with pytest.raises(NoKernelError, match="did you mean 'causal'") as raised:
+        registry.find("casual")
+    assert str(raised.value).count("casual") == 1
+    assert "    - variant: causal\n" in str(raised.value)
+    with pytest.raises(NoKernelError) as raised:
+        registry.find("mine")
+    assert "  variants:\n    mine: {mask: ...}  # what it computes; it is no preset\n" in str(raised.value)
+
+
 def test_an_unknown_name_lists_what_there_is() -> None:
     with pytest.raises(
         NoKernelError,

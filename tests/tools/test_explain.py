@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -80,7 +82,7 @@ def test_scalars_are_given_or_have_a_default_or_are_assumed() -> None:
 
 
 def test_one_kernel_is_told_in_full() -> None:
-    code, output, _ = run(HOPPER, "bf16_d128_sliding_window_m", "--set", "window=100", "--seqlen", 1000)
+    code, output, _ = run(HOPPER, "bf16_d128_sliding_window_m", "--scalar", "window=100", "--seqlen", 1000, "--full")
     assert code == 0
     for text in (
         "0 <= q_pos - kv and q_pos - kv < window",
@@ -93,6 +95,92 @@ def test_one_kernel_is_told_in_full() -> None:
         "seqlen   1000",
     ):
         assert text in output, text
+
+
+WINDOW = "schema: 1\narch: sm90a\nkernels:\n  - {variant: sliding_window, head_dim: 128, tile: {m: 192, n: 64}}\n"
+
+
+@pytest.fixture
+def window_spec(tmp_path: Path) -> Path:
+    path = tmp_path / "window.yaml"
+    path.write_text(WINDOW)
+    return path
+
+
+def test_one_kernel_is_told_in_a_few_lines(window_spec: Path) -> None:
+    code, output, _ = run(window_spec)
+    assert code == 0
+    assert len(output.splitlines()) <= 16
+    for text in (
+        "sliding_window: 0 <= q_pos - kv and q_pos - kv < window",
+        "192 queries x 64 keys",
+        "some query sees",
+        "assumed window=256, on which the shares depend; --scalar NAME=VALUE gives others",
+        "predicted: one sequence of 16 query heads to 4, window=256 assumed",
+        "--full prints the whole plan",
+    ):
+        assert text in output, text
+
+
+def test_a_predicted_time_knows_the_window(window_spec: Path) -> None:
+    def foreseen(*window: str) -> list[float]:
+        code, output, _ = run(window_spec, "--json", "--seqlen", 2048, *window)
+        assert code == 0
+        return [row["microseconds"] for row in json.loads(output)["kernels"][0]["predicted"]]
+
+    ((assumed,), (same,), (wide,), (all_keys,)) = (
+        foreseen(), foreseen("--scalar", "window=256"), foreseen("--scalar", "window=1024"),
+        foreseen("--scalar", "window=2048"),
+    )  # fmt: skip
+    assert assumed == same < wide < all_keys
+    code, output, _ = run(window_spec, "--seqlen", 2048, "--scalar", "window=1024")
+    assert code == 0
+    assert "predicted: one sequence of 16 query heads to 4, window=1024\n" in output
+
+
+HEADS = """\
+schema: 1
+arch: sm90a
+variants:
+  half: {mask: "q_pos >= kv and (h < heads // 2 or q_pos - kv < 8)"}
+  packed: {mask: "kv < length[b]", tensors: {length: {dtype: int32, shape: [b]}}}
+kernels:
+  - {variant: [half, packed], head_dim: 64}
+"""
+
+
+def test_heads_that_differ_are_added_up_or_chosen(tmp_path: Path) -> None:
+    path = tmp_path / "heads.yaml"
+    path.write_text(HEADS)
+
+    def pairs(h: int | None) -> int:
+        (found,) = explain_spec(path, "_half_", seqlens=[100], h=h)
+        return found.visits[0].visible_pairs
+
+    every = 100 * 101 // 2
+    near = sum(min(q + 1, 8) for q in range(100))
+    assert (pairs(0), pairs(7), pairs(8), pairs(15)) == (every, every, near, near)
+    assert pairs(None) == 8 * every + 8 * near
+    code, output, _ = run(path, "_half_", "--seqlen", 100)
+    assert code == 0
+    assert "tile efficiency, all 16 heads (4 KV heads) of one sequence" in output
+    assert "head 12 of 16 (4 KV heads)" in run(path, "_half_", "--seqlen", 100, "--head", 12)[1]
+    assert "--head must be 0 to 15, got 16" in run(path, "_half_", "--head", 16)[2]
+
+
+def test_sequences_that_differ_are_added_up_or_chosen(tmp_path: Path) -> None:
+    path = tmp_path / "heads.yaml"
+    path.write_text(HEADS)
+    torch.save(torch.tensor([10, 90], dtype=torch.int32), tmp_path / "length.pt")
+    given = ("_packed_", "--seqlen", 100, "--tensor", f"length={tmp_path / 'length.pt'}", "--json")
+
+    def pairs(*more: object) -> int:
+        code, output, errors = run(path, *given, *more)
+        assert code == 0, errors
+        return json.loads(output)["kernels"][0]["efficiency"][0]["visible_pairs"]
+
+    assert (pairs("--batch", 0), pairs("--batch", 1), pairs()) == (1000, 9000, 10000)
+    assert "--batch must be 0 to 1, got 2" in run(path, *given, "--batch", 2)[2]
 
 
 def test_shared_memory_adds_up() -> None:
@@ -145,9 +233,6 @@ def test_values_are_read_by_type() -> None:
         "    scalars: {loud: {type: bool}, n: {type: int64}, gain: {type: float32}}\n"
         "kernels:\n  - variant: own\n    head_dim: 64\n"
     )
-    from pathlib import Path
-    from tempfile import TemporaryDirectory
-
     with TemporaryDirectory() as folder:
         path = Path(folder, "own.yaml")
         path.write_text(text)

@@ -79,7 +79,7 @@ def test_only_where_the_rates_are_known(explained: dict[str, PlanExplanation]) -
 def test_what_is_printed(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(SPEC)
-    done = CliRunner().invoke(cli.group, ["explain", str(path), "softcap", "--seqlen", "1024"])
+    done = CliRunner().invoke(cli.group, ["explain", str(path), "softcap", "--seqlen", "1024", "--full"])
     assert "  by s           1.0 / cap * (1.0 - tanh(s / cap) * tanh(s / cap)) * cap\n" in done.output
     lines = [line.split() for line in done.output.splitlines()]
     assert ["floor", "of", "a", "step", "of", "dkdv", "in", "clocks:", "32", "queries", "x", "64", "keys"] in lines
@@ -133,7 +133,7 @@ kernels:
 def test_roles_of_a_backward_in_cuda(tmp_path: Path, head_dim: int, roles: list[str]) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(CUDA)
-    done = CliRunner().invoke(cli.group, ["explain", str(path), f"d{head_dim}"])
+    done = CliRunner().invoke(cli.group, ["explain", str(path), f"d{head_dim}", "--full"])
     lines = [line.strip() for line in done.output.splitlines()]
     (first,) = [number for number, line in enumerate(lines) if line.startswith("dqkv ")]
     assert lines[first + 1 : first + 1 + len(roles)] == roles

@@ -47,7 +47,7 @@ def tile(n: int, consumers: int = 2) -> str:
 
 
 def output(path: Path, *arguments: object) -> str:
-    result = CliRunner().invoke(cli.group, ["explain", str(path), *map(str, arguments)])
+    result = CliRunner().invoke(cli.group, ["explain", str(path), *map(str, arguments), "--full"])
     assert result.exit_code == 0, result.stderr
     return result.stdout
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attngen import resources
 from attngen.errors import (
     AttngenError,
-    InternalError,
     Location,
     PlanError,
     SpecError,
     StoreError,
     internal_error,
     suggest,
+    together,
 )
 from attngen.store.index import Index, IndexEntry, read_index, write_index
 from attngen.store.receipt import Receipt, generator_digest, read_receipt, write_receipt
@@ -166,7 +166,7 @@ def _build_by(
     choices = [load_tuned(file) for file in tuned]
     prepared, failures = prepare_each(loaded, arches, tuned=choices)
     if failures and not prepared:
-        raise _together([failure.error for failure in failures])
+        raise together([failure.error for failure in failures])
     outcome = Compiles(store, observer, compiler)
     outcome.run(prepared, jobs, workers)
     order = [kernel.plan.name for kernel in prepared]
@@ -194,8 +194,16 @@ def _build_by(
         tuple(built),
         time.perf_counter() - start,
         failures=tuple(failures),
-        warnings=tuple(dict.fromkeys((*outcome.warnings, *_unused(choices, prepared)))),
+        warnings=tuple(dict.fromkeys((*_doubts(loaded), *outcome.warnings, *_unused(choices, prepared)))),
     )
+
+
+def _doubts(spec: Spec) -> Iterable[str]:
+    """Yield a warning for each expression and extent of a spec that is probably not meant."""
+    from attngen.schema.lint import doubtful
+
+    for name in spec.model.variants:
+        yield from map(str, doubtful(spec.variants[name]))
 
 
 def _unused(choices: Sequence[Tuned], prepared: Sequence[Prepared]) -> Iterable[str]:
@@ -220,7 +228,7 @@ def prepare(spec: Spec, arches: Sequence[str] = (), *, tuned: Sequence[Tuned] = 
     """Return the kernels of a spec, planned and rendered, each once, in its order; raises what ``plans`` does."""
     prepared, failures = prepare_each(spec, arches, tuned=tuned)
     if failures:
-        raise _together([failure.error for failure in failures])
+        raise together([failure.error for failure in failures])
     return prepared
 
 
@@ -254,7 +262,7 @@ def plans(spec: Spec, arches: Sequence[str] = ()) -> list[tuple[KernelSpec, Plan
     """
     planned, failures = plan_each(spec, arches)
     if failures:
-        raise _together([failure.error for failure in failures])
+        raise together([failure.error for failure in failures])
     return planned
 
 
@@ -266,12 +274,14 @@ def plan_each(
     The kernels that append to the caches of paged ones, those that quantize for ones that read 8 bits, and those that
     widen caches follow those that its entries ask for. A choice of ``tuned`` that the plan refuses is left out.
     Kernels that become what another one is already are left out, and appended to ``repeated``.
-    Raises SpecError for an arch that the spec does not build for.
+    Raises SpecError for a spec without kernels, and for an arch that it does not build for.
     """
     from attngen.plan import plan
     from attngen.schema import appends, expand, quantizers, wideners
 
     kernel_specs = expand(spec)
+    if not kernel_specs:
+        raise _empty(spec)
     offered = list(dict.fromkeys(kernel.arch for kernel in kernel_specs))
     for arch in arches:
         if arch not in offered:
@@ -305,6 +315,18 @@ def plan_each(
         else:
             found[helper.name] = kernel, helper
     return list(found.values()), failures
+
+
+def _empty(spec: Spec) -> SpecError:
+    """The error of a spec that lists no kernels, with an entry to add."""
+    variant = next(iter(spec.variants), "causal")
+    arch = "" if spec.model.arch else ", arch: sm90a"
+    return SpecError(
+        "no kernels: the spec builds nothing; add an entry, such as\n"
+        f"    kernels:\n      - {{variant: {variant}, head_dim: 128, dtype: bf16{arch}}}",
+        location=Location(spec.file),
+        field="kernels",
+    )
 
 
 def _plans(kernel: KernelSpec, tuned: Sequence[Tuned]) -> list[Plan]:
@@ -354,17 +376,6 @@ def _label(kernel: KernelSpec) -> str:
     head_dim = dims[0] if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
     element = f"{kernel.dtype}, head_dim {head_dim}"
     return f"{kernel.variant.name}, {kernel.direction}, {kernel.layout}, {element}, {kernel.arch}"
-
-
-def _together(errors: Sequence[AttngenError]) -> AttngenError:
-    """Return one error with the texts of all, each with its place."""
-    if len(errors) == 1:
-        return errors[0]
-    text = "\n".join(dict.fromkeys(map(str, errors)))
-    asked_wrongly = all(isinstance(error, SpecError) for error in errors)
-    error: AttngenError = PlanError(text) if asked_wrongly else InternalError(text)
-    error.each = tuple({str(each): each for each in errors}.values())
-    return error
 
 
 def _clash(name: str, first: KernelSpec, second: KernelSpec) -> PlanError:

@@ -14,13 +14,18 @@ from typing import Any
 import torch
 
 from attngen.dtypes import dtype as dtype_row
+from attngen.errors import CallError
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Load, walk
 from attngen.lang.ranges import DTYPE_RANGES, Range
 from attngen.lang.variant import Tensor, Variant
+from attngen.tools.explain.predicted import BATCH, HEADS, KV_HEADS
 
 #: Rows and columns of a bool tensor that share their kind: all true, all false, or mixed.
 BLOCK = 48
+
+#: Names by which a mask differs from head to head.
+HEAD_NAMES = frozenset(("h", "hk", "heads", "kv_heads"))
 
 #: Steps of a tensor that never decreases.
 STEPS = 6
@@ -151,10 +156,57 @@ def read_by(variant: Variant) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in variant.tensors if tensor.name in named)
 
 
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The sequences and heads of the call that is looked at: those of given tensors, or assumed ones."""
+
+    batch: int = BATCH
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+
+    @classmethod
+    def of(cls, variant: Variant, given: Mapping[str, Any]) -> Heads:
+        """Those that the axes of ``given`` tensors say, and for what none says as many as usual."""
+        lengths = {
+            extent: length
+            for tensor in read_by(variant)
+            if tensor.name in given
+            for extent, length in zip(tensor.shape, given[tensor.name].shape, strict=True)
+        }
+        heads, kv_heads = lengths.get("h"), lengths.get("hk")
+        if heads is None:
+            heads = HEADS if kv_heads is None else kv_heads * (HEADS // KV_HEADS)
+        if kv_heads is None:
+            kv_heads = KV_HEADS if heads % KV_HEADS == 0 else heads
+        return cls(lengths.get("b", BATCH), heads, kv_heads)
+
+    def places(self, variant: Variant, b: int | None, h: int | None) -> list[tuple[int, int]]:
+        """Every sequence and head that a mask tells apart, or those of ``b`` and ``h``. Raises CallError."""
+        for label, place, count in (("--batch", b, self.batch), ("--head", h, self.heads)):
+            if place is not None and not 0 <= place < count:
+                raise CallError(f"{label} must be 0 to {count - 1}, got {place}")
+        read = variant.uses(variant.mask)[0]
+        sequences = [b] if b is not None else range(self.batch if "b" in read else 1)
+        heads = [h] if h is not None else range(self.heads if read & HEAD_NAMES else 1)
+        return [(sequence, head) for sequence in sequences for head in heads]
+
+    def told(self, variant: Variant, b: int | None, h: int | None) -> str:
+        """Say which heads of which sequences are looked at."""
+        read = variant.uses(variant.mask)[0]
+        head = "one head"
+        if read & HEAD_NAMES:
+            head = f"all {self.heads} heads" if h is None else f"head {h} of {self.heads}"
+            head += f" ({self.kv_heads} KV heads)" if self.kv_heads != self.heads else ""
+        sequence = "one sequence"
+        if "b" in read and self.batch > 1:
+            sequence = f"all {self.batch} sequences" if b is None else f"sequence {b} of {self.batch}"
+        return f"{head} of {sequence}"
+
+
 def assume(
     variant: Variant, seqlen: int, scalars: Mapping[str, Any], given: Mapping[str, Any], seed: int
 ) -> dict[str, Any]:
-    """Return every tensor that the mask reads, for one head of one sequence of ``seqlen`` queries and keys.
+    """Return every tensor that the mask reads, for sequences of ``seqlen`` queries and keys.
 
     ``given`` has the real ones by name. An extent that is named in shapes only is as long as its indices require.
     """
@@ -172,7 +224,8 @@ def assume(
 
 def extents_of(variant: Variant, seqlen: int, scalars: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
     """Return the extent that each name of a shape stands for."""
-    extents = dict.fromkeys(("b", "h", "hk", "heads", "kv_heads"), 1)
+    of = Heads.of(variant, given)
+    extents = {"b": of.batch, "h": of.heads, "heads": of.heads, "hk": of.kv_heads, "kv_heads": of.kv_heads}
     extents |= dict.fromkeys(("seqlen_q", "seqlen_k", "total_q", "total_k"), seqlen)
     fixed = {scalar.name: scalar.const for scalar in variant.scalars if scalar.const is not None}
     extents |= {name: max(int(value), 0) for name, value in {**fixed, **scalars}.items() if math.isfinite(value)}
@@ -195,9 +248,9 @@ def extents_of(variant: Variant, seqlen: int, scalars: Mapping[str, Any], given:
 
 def _ranges(variant: Variant, seqlen: int, extents: Mapping[str, int], scalars: Mapping[str, Any]) -> dict[str, Range]:
     """Return the ranges of a mask's names in this call."""
-    ranges: dict[str, Range] = dict.fromkeys(("b", "h", "hk"), (0, 0))
+    ranges: dict[str, Range] = {name: (0, extents[name] - 1) for name in ("b", "h", "hk")}
     ranges |= dict.fromkeys(("q", "kv", "q_pos", "q_global", "kv_global"), (0, seqlen - 1))
-    ranges |= {name: (extent, extent) for name, extent in extents.items()}
+    ranges |= {name: (extent, extent) for name, extent in extents.items() if name not in ranges}
     ranges |= {name: (value, value) for name, value in scalars.items()}
     return ranges | {tensor.name: _limits(tensor, extents, seqlen) for tensor in read_by(variant)}
 

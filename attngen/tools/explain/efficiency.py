@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
 
 import torch
 
@@ -10,8 +12,8 @@ from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Bound, Scalar, Variant
 from attngen.plan.model import Plan
-from attngen.tools.explain.assumed import Assumed, assume, read_by
-from attngen.tools.explain.visits import Visits, visits
+from attngen.tools.explain.assumed import Assumed, Heads, assume, read_by
+from attngen.tools.explain.visits import Visits, most_places, visits
 from attngen.tools.values import Number
 
 #: The assumed value of an integer scalar with neither a default nor a given value: a window, a chunk, a width.
@@ -48,12 +50,24 @@ def efficiency(
     scalars: Mapping[str, Number],
     tensors: Mapping[str, torch.Tensor] | None = None,
     seed: int = 0,
+    b: int | None = None,
+    h: int | None = None,
 ) -> tuple[Visits, ...]:
-    """Count tiles and pairs of one head at each length; tensors that are not given hold what ``assumed`` says."""
+    """Count tiles and pairs at each length; tensors that are not given hold what ``assumed`` says.
+
+    Heads and sequences that the mask tells apart are added up, or sequence ``b`` and head ``h`` are looked at. Where
+    that would take too long, some of them stand for all.
+    """
     given = tensors or {}
-    return tuple(
-        visits(plan, seqlen, {**scalars, **assume(plan.variant, seqlen, scalars, given, seed)}) for seqlen in seqlens
-    )
+    places = Heads.of(plan.variant, given).places(plan.variant, b, h)
+    found = []
+    for seqlen in seqlens:
+        arguments = {**scalars, **assume(plan.variant, seqlen, scalars, given, seed)}
+        count = min(len(places), most_places(plan, seqlen))
+        some = [places[(2 * n + 1) * len(places) // (2 * count)] for n in range(count)]
+        counted = reduce(add, (visits(plan, seqlen, arguments, place, count) for place in some))
+        found.append(counted.of_heads(len(places)) if count < len(places) else counted)
+    return tuple(found)
 
 
 def told_tensors(

@@ -86,6 +86,7 @@ class PlanExplanation:
     assumed: tuple[str, ...] = ()  # scalars that were neither given nor have a default
     seed: int = 0
     predicted: tuple[tuple[int, float], ...] = ()  # queries and keys, and the microseconds of a call
+    place: str = "one head of one sequence"  # what ``visits`` count
 
     @property
     def shared_bytes(self) -> int:
@@ -119,9 +120,11 @@ class PlanExplanation:
             "predicted": [{"seqlen": seqlen, "microseconds": round(us, 2)} for seqlen, us in self.predicted],
             "scalars": dict(self.scalars),
             "assumed": {"scalars": list(self.assumed), "tensors": dict(self.tensors), "seed": self.seed},
+            "counted": self.place,
             "efficiency": [
                 {
                     "seqlen": found.seqlen,
+                    "heads": found.heads,
                     "visible_pairs": found.visible_pairs,
                     "full_tiles": found.full,
                     "partial_tiles": found.partial,
@@ -149,6 +152,24 @@ class PlanExplanation:
             name: [{"lo": band.lo, "hi": band.hi} for band in found]
             for name, found in zip(names, self.queries, strict=True)
         }
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Label and text of the few facts that say what a kernel is."""
+        plan, floor = self.plan, self.schedule.floor
+        told = {label: text for label, text in reversed(self.facts()) if label}  # the first line of each
+        stages = f", {plan.stages} stages" if plan.direction == "forward" else ""
+        told["variant"] = f"{plan.variant.name}: {told.pop('mask')}"
+        told["target"] += f", head_dim {_head_dims(plan)}, {plan.backend} ({plan.backend_reason})"
+        if "tile" in told:
+            told["tile"] += f"{stages}, {self.shared_bytes} B of shared memory"
+        if floor is not None:
+            told["a step"] = f"{floor.block} clocks, bound by {' and '.join(floor.binding)}"
+        derived = (label for label, _ in self.facts() if label.startswith("by "))
+        shown = (
+            "variant", "score", *derived, "sink", "dropout", "takes", "target", "gradients", "tile", "loop", "a step",
+        )  # fmt: skip
+        usual = {("score", "s"), ("takes", "nothing of its own")}
+        return [(label, told[label]) for label in shown if label in told and (label, told[label]) not in usual]
 
     def facts(self) -> list[tuple[str, str]]:
         """Return label and text of everything but bands, floors and efficiency, for people."""
@@ -262,11 +283,14 @@ def explain_spec(
     given: Mapping[str, str] | None = None,
     files: Mapping[str, Path] | None = None,
     seed: int = 0,
+    b: int | None = None,
+    h: int | None = None,
 ) -> list[PlanExplanation]:
     """Explain the attention kernels of a spec, or those of them whose name contains ``kernel``.
 
     ``given`` maps scalars to their values as text, for the tile efficiency at ``seqlens``, and ``files`` tensors to
     files of their values (see ``tensor_files.read_tensor``); others hold random values by ``seed`` (see ``assumed``).
+    Where a mask differs by head or sequence, all of them are counted, or those of sequence ``b`` and head ``h``.
     Raises SpecError if the spec is wrong, CallError if there is no such kernel, scalar or tensor, or if a value is not
     as declared.
     """
@@ -274,14 +298,12 @@ def explain_spec(
     plans = [plan for plan in known if kernel is None or kernel in plan.name]
     exact = [plan for plan in plans if plan.name == kernel]
     plans = exact or plans
-    if not known:
-        raise CallError(f"{spec} lists no kernels, so there is nothing to explain")
     if not plans:
         raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), [plan.name for plan in known])}")
     plans = [plan for plan in plans if plan.direction not in HELPERS]
     values = _values(plans, given or {})
     measured = _Measured(
-        seqlens, SEQLENS if len(plans) == 1 else SEQLENS_OF_MANY, values, _tensors(plans, files or {}), seed
+        seqlens, SEQLENS if len(plans) == 1 else SEQLENS_OF_MANY, values, _tensors(plans, files or {}), seed, b, h
     )
     return [_explain(plan, measured) for plan in plans]
 
@@ -344,6 +366,8 @@ class _Measured:
         given: Mapping[str, bool | int | float],
         tensors: Mapping[str, torch.Tensor],
         seed: int,
+        b: int | None,
+        h: int | None,
     ) -> None:
         """``usual`` are the lengths where neither ``seqlens`` nor a given tensor says any."""
         self._seqlens = seqlens
@@ -351,6 +375,7 @@ class _Measured:
         self._given = given
         self._tensors = tensors
         self.seed = seed
+        self._b, self._h = b, h
         self._known: dict[tuple[Any, ...], tuple[Visits, ...]] = {}
 
     def of(self, plan: Plan) -> tuple[Mapping[str, bool | int | float], tuple[Visits, ...]]:
@@ -364,7 +389,9 @@ class _Measured:
         consumers = (plan.structure.consumers, plan.structure.skips, plan.stages) if plan.structure.consumers else None
         key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.driver, plan.pack_gqa, consumers)
         if key not in self._known:
-            self._known[key] = efficiency(plan, self._lengths(plan.variant), scalars, tensors, self.seed)
+            self._known[key] = efficiency(
+                plan, self._lengths(plan.variant), scalars, tensors, self.seed, self._b, self._h
+            )
         return scalars, self._known[key]
 
     def told(self, plan: Plan) -> tuple[Mapping[str, str], tuple[str, ...]]:
@@ -378,6 +405,14 @@ class _Measured:
         read = names(plan.variant.mask) | {e for t in plan.variant.tensors for e in t.shape}
         assumed = (s.name for s in plan.variant.arguments if s.default is None and s.name not in self._given)
         return told, tuple(name for name in assumed if name in read)
+
+    def place(self, plan: Plan) -> str:
+        """Say which heads of which sequences are counted."""
+        if find_spec("torch") is None:
+            return ""
+        from attngen.tools.explain.assumed import Heads
+
+        return Heads.of(plan.variant, self._of_variant(plan.variant)).told(plan.variant, self._b, self._h)
 
     def _of_variant(self, variant: Variant) -> dict[str, torch.Tensor]:
         declared = {tensor.name for tensor in variant.tensors}
@@ -400,12 +435,13 @@ class _Measured:
         found = explanation_of(plan)
         if found.floor is None:
             return found
-        heads = (HeadFloor.of(plan, found.floor, v.seqlen, v.steps, v.visible_pairs) for v in self.of(plan)[1])
+        each = (visits.of_heads(1) for visits in self.of(plan)[1])
+        heads = (HeadFloor.of(plan, found.floor, v.seqlen, v.steps, v.visible_pairs) for v in each)
         return replace(found, heads=tuple(heads))
 
     def gradients(self, plan: Plan) -> GradientFloors | None:
         """Return the floors of the kernels of a backward."""
-        return GradientFloors.of(plan, lambda part: self.of(part)[1])
+        return GradientFloors.of(plan, lambda part: [visits.of_heads(1) for visits in self.of(part)[1]])
 
 
 def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
@@ -422,9 +458,11 @@ def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
     visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
     explained = PlanExplanation(plan, visible, full, found.exact, memory, measured.schedule(plan), scalars, visits)
     tensors, assumed = measured.told(plan)
-    explained = replace(explained, tensors=tensors, assumed=assumed, seed=measured.seed)
+    explained = replace(
+        explained, tensors=tensors, assumed=assumed, seed=measured.seed, place=measured.place(plan)
+    )  # fmt: skip
     if plan.direction == "forward":
-        foreseen = ((found.seqlen, predicted(plan, found.seqlen)) for found in visits)
+        foreseen = ((found.seqlen, predicted(plan, found.seqlen, scalars)) for found in visits)
         return replace(explained, predicted=tuple((length, us) for length, us in foreseen if us is not None))
     turned = bands(plan.variant.mask, Facts.of(plan.variant), over="q")
     some, every = (tuple(Band.of(one, "q") for one in part) for part in (turned.visible, turned.full))

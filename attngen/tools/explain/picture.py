@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attngen.errors import CallError, LoadError
+from attngen.errors import LoadError
+from attngen.tools.explain.seen import at_place
 
 #: Most characters across and down.
 WIDTH, HEIGHT = 64, 32
@@ -47,15 +48,15 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Picture(Drawn):
-    """What one head of one sequence sees: ``mask`` is (queries, keys), bools on the CPU."""
+    """What heads of sequences see: ``mask`` is (sequences, heads, queries, keys), bools on the CPU."""
 
     title: str
     mask: Tensor
 
     def __str__(self) -> str:
-        queries, keys = self.mask.shape
+        queries, keys = self.mask.shape[2:]
         rows, columns = -(-queries // HEIGHT) or 1, -(-keys // WIDTH) or 1
-        cells = [[_glyph(cell) for cell in band.split(columns, dim=1)] for band in self.mask.split(rows, dim=0)]
+        cells = [[_glyph(cell) for cell in band.split(columns, dim=3)] for band in self.mask.split(rows, dim=2)]
         lines = [f"{self.title}: {queries} queries down, {keys} keys across"]
         if (rows, columns) != (1, 1):
             lines[0] += f"; a character is {rows} x {columns}"
@@ -67,20 +68,19 @@ class Picture(Drawn):
     __repr__ = __str__
 
     def draw(self, figure: Any, axes: Any) -> None:
-        """Draw the mask into a figure of matplotlib."""
-        axes.imshow(self.mask.numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+        """Draw the share of heads and sequences that see each pair into a figure of matplotlib."""
+        share = self.mask.float().mean((0, 1))
+        axes.imshow(share.numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
         axes.set(title=self.title, xlabel="kv", ylabel="q")
 
 
-def picture(name: str, mask: Tensor, b: int, h: int) -> Picture:
-    """Return the picture of head ``h`` of sequence ``b`` of a mask (batch, heads, queries, keys). Raises CallError."""
-    for label, place, extent in (("b", b, mask.shape[0]), ("h", h, mask.shape[1])):
-        if not isinstance(place, int) or not 0 <= place < extent:
-            raise CallError(
-                f"{label} must be 0 to {extent - 1}, got {place!r}; sizes may be (batch, heads, queries, keys)"
-            )
-    where = f" (sequence {b}, head {h})" if mask.shape[0] * mask.shape[1] > 1 else ""
-    return Picture(name + where, mask[b, h].cpu())
+def picture(name: str, mask: Tensor, b: int | None, h: int | None) -> Picture:
+    """The picture of a mask (batch, heads, queries, keys): of sequence ``b`` and head ``h``, or of all of them.
+
+    Raises CallError.
+    """
+    found, place = at_place(mask, b, h)
+    return Picture(f"{name} ({place})" if mask.shape[0] * mask.shape[1] > 1 else name, found.cpu())
 
 
 def _glyph(cell: Tensor) -> str:

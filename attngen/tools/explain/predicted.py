@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from attngen.plan.floors import MULTIPROCESSORS
 from attngen.plan.model import Plan
 from attngen.plan.times import is_measured
@@ -10,8 +13,11 @@ from attngen.plan.times import is_measured
 BATCH, HEADS, KV_HEADS = 1, 16, 4
 
 
-def predicted(plan: Plan, seqlen: int) -> float | None:
-    """Return the microseconds of a call of as many queries as keys; None where the plan does not tell. Needs torch."""
+def predicted(
+    plan: Plan, seqlen: int, scalars: Mapping[str, bool | int | float] = MappingProxyType({})
+) -> float | None:
+    """Return the microseconds of a call of as many queries as keys, with these scalars; None where the plan does not
+    tell. Needs torch."""
     if not plan.times:
         return None
     import torch
@@ -19,12 +25,17 @@ def predicted(plan: Plan, seqlen: int) -> float | None:
     from attngen.runtime.checked import Call, View
     from attngen.runtime.module import Kernel
     from attngen.runtime.prediction import Card, predict
+    from attngen.runtime.scalars import ScalarRule
 
     nothing = View((), (), ())
     call = Call(
         plan.variant, "dense", "bshd", plan.dtype_name, torch.device("meta"), HEADS, KV_HEADS, plan.head_dim_qk,
         plan.head_dim_v, nothing, nothing, nothing, batch=BATCH, seqlen_q=seqlen, seqlen_k=seqlen,
         total_q=BATCH * seqlen, total_k=BATCH * seqlen,
+        rules=tuple(
+            ScalarRule(scalar.name, scalar.dtype, value, value, None, value)
+            for scalar in plan.variant.arguments if (value := scalars.get(scalar.name)) is not None
+        ),
     )  # fmt: skip
     kernel = Kernel({**plan.to_dict(), "resources": {"shared_memory": plan.structure.shared_bytes}}, bytes)
     found = predict(kernel, call, Card(MULTIPROCESSORS.value))

@@ -14,7 +14,7 @@ from attngen.dtypes import DESCALES
 from attngen.errors import CallError, suggest
 from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
-from attngen.runtime.binding import bind_call, find
+from attngen.runtime.binding import bind_call, check_form, find
 from attngen.runtime.checked import Call
 from attngen.runtime.dropout import with_state
 from attngen.runtime.given import Given
@@ -26,7 +26,7 @@ from attngen.tools.explain.heat_map import HeatMap
 KEYWORDS = (
     "softmax_scale", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "page_table",
     "page_layout", "layout", "backend", "package", "deterministic", "num_splits", "split_size", "return_lse",
-    "tile_map", *DESCALES,
+    "tile_map", "out_dtype", *DESCALES,
 )  # fmt: skip
 
 #: Most logits that are returned at a time.
@@ -119,6 +119,7 @@ def bound(q: Any, k: Any, v: Any, variant: Any, options: dict[str, Any]) -> tupl
         form = "paged"
     elif said.get("cu_seqlens_q") is not None:
         form = "varlen"
+    check_form(form, said)
     page_layout, layout = said.pop("page_layout", "NHD"), said.pop("layout", "bshd")
     package = said.get("package")
     if DROPOUT_P.name in own:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngen.errors import CallError
+from attngen.errors import CallError, suggest
 from attngen.lang.bands import bands
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.eager import evaluate
@@ -19,6 +19,7 @@ from attngen.runtime import debug as debugging
 from attngen.runtime.arguments import bind
 from attngen.runtime.checked import Call
 from attngen.runtime.reference import names_of
+from attngen.tools.explain.assumed import HEAD_NAMES
 from attngen.tools.explain.explanation import Band
 
 #: Queries and keys as one number, (queries, keys), or (batch, heads, queries, keys).
@@ -30,13 +31,15 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Counted:
-    """How many pairs and tiles are visible, over all heads and sequences."""
+    """How many pairs and tiles are visible, over the heads and sequences that ``sizes`` counts; ``place`` names these
+    where not all are counted."""
 
     sizes: tuple[int, int, int, int]  # batch, heads, queries, keys
     visible: int
     full: int
     partial: int
     empty: int
+    place: str = ""
 
     @property
     def pairs(self) -> int:
@@ -70,7 +73,8 @@ class SeenKeys:
             return "\n".join(lines)
         count, (batch, heads, queries, keys) = self.counted, self.counted.sizes
         share = 100 * count.visible / count.pairs if count.pairs else 0.0
-        lines.append(f"  batch {batch}, {heads} heads, {queries} queries, {keys} keys: {share:.1f} % of pairs visible")
+        where = count.place or f"batch {batch}, {heads} heads"
+        lines.append(f"  {where}, {queries} queries, {keys} keys: {share:.1f} % of pairs visible")
         lines.append(f"  tiles of {TILE} x {TILE}: {count.full} full, {count.partial} partial, {count.empty} empty")
         return "\n".join(lines)
 
@@ -79,7 +83,11 @@ class SeenKeys:
 
 def seen(variant: Variant, sizes: Sizes, kv_heads: int | None, arguments: Mapping[str, Any]) -> Tensor:
     """Return which key each query sees: bools, (batch, heads, queries, keys). Raises CallError."""
-    call = _bound(variant, _sizes(sizes), kv_heads, arguments)
+    _check_names(variant, arguments)
+    known, unknown = _resolved(variant, sizes, arguments)
+    if unknown:
+        raise CallError(f"{variant.name}: what is seen depends on {' and '.join(unknown)}; {_SAY_SIZES}")
+    call = _bound(variant, known, kv_heads, arguments)
     found = torch.empty(
         (call.batch, call.heads, call.seqlen_q, call.seqlen_k), dtype=torch.bool, device=call.device
     )  # fmt: skip
@@ -91,20 +99,58 @@ def seen(variant: Variant, sizes: Sizes, kv_heads: int | None, arguments: Mappin
     return found
 
 
-def seen_keys(variant: Variant, sizes: Sizes | None, kv_heads: int | None, arguments: Mapping[str, Any]) -> SeenKeys:
-    """Return the bands of a variant, and what is seen where sizes and all that the mask reads are given."""
+def seen_keys(
+    variant: Variant,
+    sizes: Sizes | None,
+    kv_heads: int | None,
+    arguments: Mapping[str, Any],
+    b: int | None = None,
+    h: int | None = None,
+) -> SeenKeys:
+    """Return the bands of a variant, and what is seen where sizes and all that the mask reads are given: in sequence
+    ``b`` by head ``h``, or in all of them."""
+    _check_names(variant, arguments)
     found = bands(variant.mask, Facts.of(variant), over="kv")
     visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
     missing = [] if sizes is not None else ["sizes"]
     read = _of_mask(variant, ())
     missing += [tensor.name for tensor in read.tensors if tensor.name not in arguments]
     missing += [s.name for s in read.arguments if s.default is None and s.name not in arguments]
+    if sizes is not None:
+        missing += [f"{what} ({_SAY_SIZES})" for what in _resolved(variant, sizes, arguments)[1]]
     counted = None
     if sizes is not None and not missing:
-        counted = _count(seen(variant, sizes, kv_heads, arguments))
-    elif sizes is not None:
-        _sizes(sizes)
+        mask, place = at_place(seen(variant, sizes, kv_heads, arguments), b, h)
+        counted = replace(_count(mask), place="" if b is None and h is None else place)
     return SeenKeys(variant, visible, full, found.exact, counted, tuple(missing))
+
+
+def _check_names(variant: Variant, arguments: Mapping[str, Any]) -> None:
+    """Raise CallError for a keyword that the variant does not declare."""
+    declared = [*(tensor.name for tensor in variant.tensors), *(scalar.name for scalar in variant.arguments)]
+    for name in arguments:
+        if name in declared or name in (DROPOUT_P.name, RNG_STATE.name):
+            continue
+        if name in ("b", "h", "hk", "batch", "heads", "queries", "keys", "seqlen", "seqlen_q", "seqlen_k"):
+            hint = "; sizes say it, as in (batch, heads, queries, keys)"
+        else:
+            hint = suggest(name, (*declared, "kv_heads"))
+        takes = f"; it takes {', '.join(declared)}" if declared else "; it takes no arguments of its own"
+        raise CallError(f"{variant.name}: unknown argument '{name}'{hint}{takes}")
+
+
+def at_place(mask: Tensor, b: int | None, h: int | None) -> tuple[Tensor, str]:
+    """Return the part of a mask of one sequence, or one head, or both, and which it is, in words. Raises CallError."""
+    batch, heads = mask.shape[:2]
+    for label, place, extent in (("b", b, batch), ("h", h, heads)):
+        if place is not None and (type(place) is not int or not 0 <= place < extent):
+            raise CallError(
+                f"{label} must be 0 to {extent - 1}, got {place!r}; sizes may be (batch, heads, queries, keys)"
+            )
+    sequence = f"sequence {b}" if b is not None else f"all {batch} sequences" if batch > 1 else "sequence 0"
+    head = f"head {h}" if h is not None else f"all {heads} heads" if heads > 1 else "head 0"
+    some = mask if b is None else mask[b : b + 1]
+    return some if h is None else some[:, h : h + 1], f"{sequence}, {head}"
 
 
 def _count(mask: Tensor) -> Counted:
@@ -117,8 +163,34 @@ def _count(mask: Tensor) -> Counted:
     return Counted((batch, heads, queries, keys), int(mask.sum()), full, partial, empty)
 
 
-def _sizes(sizes: Any) -> tuple[int, int, int, int]:
-    """Return batch, heads, queries and keys. Raises CallError."""
+#: What tells the sizes of a mask that differs by head or by sequence, where no tensor does.
+_SAY_SIZES = "pass sizes as (batch, heads, queries, keys)"
+
+
+def _resolved(variant: Variant, sizes: Any, given: Mapping[str, Any]) -> tuple[tuple[int, int, int, int], list[str]]:
+    """Return batch, heads, queries and keys, and which of the first two neither sizes nor tensors say, though the mask
+    depends on them. Raises CallError."""
+    batch, heads, queries, keys = _sizes(sizes)
+    lengths = {
+        extent: length
+        for declared in variant.tensors
+        if isinstance(given.get(declared.name), Tensor) and given[declared.name].dim() == len(declared.shape)
+        for extent, length in zip(declared.shape, given[declared.name].shape, strict=True)
+    }
+    read, loaded = variant.uses(variant.mask)
+    told = {extent for name in loaded for extent in variant.tensor(name).shape}
+    unknown = []
+    if batch is None:
+        batch = lengths.get("b", 1)
+        unknown += ["the number of sequences"] if "b" in read - told else []
+    if heads is None:
+        heads = lengths.get("h", lengths.get("hk", 1))
+        unknown += ["the number of heads"] if read & HEAD_NAMES and not told & {"h", "hk"} else []
+    return (batch, heads, queries, keys), unknown
+
+
+def _sizes(sizes: Any) -> tuple[int | None, int | None, int, int]:
+    """Return batch, heads, queries and keys; None for what is not said. Raises CallError."""
     given = tuple(sizes) if isinstance(sizes, tuple | list) else (sizes, sizes)
     whole = all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**31 for size in given)
     if len(given) not in (2, 4) or not whole:
@@ -126,7 +198,7 @@ def _sizes(sizes: Any) -> tuple[int, int, int, int]:
             "sizes must be a number of queries and keys, (queries, keys), or (batch, heads, queries, keys), "
             f"got {sizes!r}"
         )
-    batch, heads, queries, keys = (1, 1, *given) if len(given) == 2 else given
+    batch, heads, queries, keys = (None, None, *given) if len(given) == 2 else given
     return batch, heads, queries, keys
 
 

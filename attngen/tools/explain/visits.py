@@ -41,9 +41,13 @@ _LOAD = 8
 _ELEMENT = 8
 
 
+#: Fields of ``Visits`` that add up over heads.
+_COUNTS = ("visible_pairs", "full", "partial", "steps", "skipped")
+
+
 @dataclass(frozen=True, slots=True)
 class Visits:
-    """What a kernel visits for one head of one sequence of ``seqlen`` queries and keys, in tiles and in pairs.
+    """What a kernel visits for some heads of sequences of ``seqlen`` queries and keys, in tiles and in pairs.
 
     ``full`` and ``partial`` count tiles that a block loads; a ragged last tile counts as partial. In a CUDA kernel each
     consumer takes a step for a tile, of ``step_pairs``, unless it skips it; elsewhere a tile is one step.
@@ -58,11 +62,24 @@ class Visits:
     step_pairs: int
     sampled: tuple[int, int] = (0, 0)  # query tiles that were looked at, of how many
     outside: str = ""  # what the mask reads outside of a tensor, where kernels find 0
+    heads: int = 1  # of all sequences, which the counts add up
 
     @property
     def complete(self) -> bool:
         """Whether every query tile was looked at; else the figures are scaled up from some of them."""
         return self.sampled[0] == self.sampled[1]
+
+    def __add__(self, other: Visits) -> Visits:
+        """Add up the counts of other heads, at the same length."""
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, "heads")}
+        looked_at = (self.sampled[0] + other.sampled[0], self.sampled[1] + other.sampled[1])
+        return replace(self, **sums, sampled=looked_at, outside=self.outside or other.outside)
+
+    def of_heads(self, heads: int) -> Visits:
+        """The counts of so many heads, as those of these are in the mean."""
+        counts: dict[str, Any] = {name: round(getattr(self, name) * heads / self.heads) for name in _COUNTS}
+        looked_at = (self.sampled[0], self.sampled[1] * heads // self.heads)
+        return replace(self, **counts, sampled=looked_at, heads=heads)
 
     @property
     def efficiency(self) -> float:
@@ -71,16 +88,18 @@ class Visits:
         return self.visible_pairs / multiplied if multiplied else 1.0
 
 
-def visits(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> Visits:
-    """Count the tiles that a plan's kernel visits in head 0 of sequence 0.
+def visits(
+    plan: Plan, seqlen: int, arguments: Mapping[str, Any], place: tuple[int, int] = (0, 0), of: int = 1
+) -> Visits:
+    """Count the tiles that a plan's kernel visits in one sequence and head, one ``of`` so many that share the work.
 
     ``arguments`` are scalars as a call passes them, and tensors, or what is read like them (``assumed.Assumed``). A
     kernel that packs the heads of a group is assumed to have groups of one head: with more, tiles hold fewer queries.
     """
     tiles = -(-seqlen // plan.tile_m)
-    some = _sample(tiles, plan.tile_m * seqlen * _cost(plan.variant.mask))
+    some = _sample(tiles, plan.tile_m * seqlen * _cost(plan.variant.mask) * of)
     first = some * plan.tile_m
-    grid = _Grid(plan, seqlen, arguments, first)
+    grid = _Grid(plan, seqlen, arguments, first, place)
     visible, seen = grid.mask()
     if plan.driver == "tile_map":
         # The map knows the whole tiles; a ragged last one is run where the bands reach it.
@@ -100,9 +119,14 @@ def visits(plan: Plan, seqlen: int, arguments: Mapping[str, Any]) -> Visits:
         pairs = plan.tile_m * plan.tile_n
         return Visits(seqlen, visible, full, partial, full + partial, 0, pairs, sampled, grid.outside)
     every = consumers * loaded
-    steps = _skipping_steps(plan, seqlen, arguments, first) if plan.structure.skips else every
+    steps = _skipping_steps(plan, seqlen, arguments, first, place) if plan.structure.skips else every
     steps, skipped = round(steps / share), round((every - steps) / share)
     return Visits(seqlen, visible, full, partial, steps, skipped, ROWS * plan.tile_n, sampled, grid.outside)
+
+
+def most_places(plan: Plan, seqlen: int) -> int:
+    """How many heads and sequences can be looked at, at least one tile of queries of each."""
+    return max(_WORK // (plan.tile_m * seqlen * _cost(plan.variant.mask)), 1)
 
 
 def _sample(tiles: int, work: int) -> Tensor:
@@ -133,16 +157,18 @@ def _cost(expr: Expr) -> int:
     return sum(1 + (_LOAD * len(node.indices) if isinstance(node, Load) else 0) for node in _nodes(expr))
 
 
-def _skipping_steps(plan: Plan, seqlen: int, arguments: Mapping[str, Any], first: Tensor) -> int:
+def _skipping_steps(
+    plan: Plan, seqlen: int, arguments: Mapping[str, Any], first: Tensor, place: tuple[int, int]
+) -> int:
     """Count the tiles that consumers multiply where each skips what its own rows do not see."""
     consumers = plan.structure.consumers
-    whole = _Grid(plan, seqlen, arguments, first)
+    whole = _Grid(plan, seqlen, arguments, first, place)
     loaded = whole.loaded()
     starts = first[:, None] + ROWS * torch.arange(consumers)
     own = starts < seqlen  # consumers whose rows lie after the end see nothing
     seen = torch.zeros(*starts.shape, loaded.shape[1], dtype=torch.bool)
     offsets = whole.offsets[:, None].expand(starts.shape)[own]
-    seen[own] = _Grid(replace(plan, tile_m=ROWS), seqlen, arguments, starts[own], offsets).loaded()
+    seen[own] = _Grid(replace(plan, tile_m=ROWS), seqlen, arguments, starts[own], place, offsets).loaded()
     return sum(
         _steps_of(rows[tiles].flip(0).tolist(), plan.stages)
         for tiles, consumers_seen in zip(loaded, seen, strict=True)
@@ -171,8 +197,9 @@ class _Grid:
     """Some query tiles at once: their corners as a column of numbers."""
 
     def __init__(
-        self, plan: Plan, seqlen: int, arguments: Mapping[str, Any], first: Tensor, offsets: Tensor | None = None
-    ) -> None:
+        self, plan: Plan, seqlen: int, arguments: Mapping[str, Any], first: Tensor, place: tuple[int, int],
+        offsets: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """``first`` are the first queries of the tiles; ``offsets`` say where keys begin, if not as their own would."""
         self._plan = plan
         self._seqlen = seqlen
@@ -180,10 +207,13 @@ class _Grid:
         self._facts = Facts.of(plan.variant)
         self._tensors = {name: value for name, value in arguments.items() if hasattr(value, "shape")}
         scalars = {name: value for name, value in arguments.items() if name not in self._tensors}
+        extents = extents_of(plan.variant, seqlen, scalars, self._tensors)
+        b, h = place
+        hk = h // max(extents["heads"] // extents["kv_heads"], 1)
         self._plain: dict[str, Any] = {
-            **extents_of(plan.variant, seqlen, scalars, self._tensors),
+            **extents,
             **{scalar.name: scalar.const for scalar in plan.variant.scalars if scalar.const is not None},
-            **scalars, "b": 0, "h": 0, "hk": 0, "h_lo": 0, "h_hi": 0, Q_START.name: 0, KV_START.name: 0,
+            **scalars, "b": b, "h": h, "hk": hk, "h_lo": h, "h_hi": h, Q_START.name: 0, KV_START.name: 0,
         }  # fmt: skip
         self._first = first
         self._tiles = len(first)
