@@ -285,7 +285,7 @@ class _Solver:
                 return combine(solve(op, u, bound), solve(op, v, bound))
             case Op(op="select", args=(c, u, v)):
                 return self._choice(c, solve(op, u, bound), solve(op, v, bound))
-            case Op(op="to_int", args=(c,)):
+            case Op(op="to_int", args=(c,)) if c.type is Type.BOOL:
                 return self._choice(c, solve(op, integer(1), bound), solve(op, integer(0), bound))
             case Load():
                 return self._searched(term, bound, op)

@@ -96,7 +96,7 @@ class Rules:
 
     def _divisor(self, op: str, divisor: Expr) -> None:
         low, high = bounds(divisor, self.ranges)
-        if low <= 0 <= high:
+        if low <= 0 <= high and not _may_be_zero(divisor):
             sign = {"truediv": "/", "floordiv": "//", "mod": "%"}[op]
             raise ExpressionError(
                 f"the divisor of '{sign}' may be zero: its range is {_number(low)} .. {_number(high)}; "
@@ -106,9 +106,8 @@ class Rules:
 
     def _power(self, node: Op) -> None:
         base, exponent = node.args
-        assert isinstance(exponent, Const)
         low, high = bounds(base, self.ranges)
-        if exponent.value < 0 and low <= 0 <= high:
+        if isinstance(exponent, Const) and exponent.value < 0 and low <= 0 <= high:
             raise ExpressionError(
                 "the base of '**' with a negative exponent may be zero: its range is "
                 f"{_number(low)} .. {_number(high)}",
@@ -124,6 +123,19 @@ class Rules:
                 f"{_number(low)} .. {_number(high)}; write (x & {most}) or declare min and max",
                 1,
             )
+
+
+def _may_be_zero(divisor: Expr) -> bool:
+    """Whether a divisor may be 0: a float that is computed or read, or the logit; the quotient is then that of torch.
+
+    A scalar only lacks a declaration, and a converted integer may have been meant for ``//``.
+    """
+    match divisor:
+        case Op(op=op, type=Type.FLOAT):
+            return op != "to_float"
+        case Load(type=Type.FLOAT):
+            return True
+    return divisor == Var("s", Type.FLOAT)
 
 
 def _number(value: float) -> str:

@@ -26,7 +26,8 @@ _BRACKETED = frozenset(("bitor", "bitxor", "bitand", "lshift", "rshift", "or", "
 _CALLS = {
     "floor": "floorf", "ceil": "ceilf", "exp": "expf", "exp2": "exp2f", "log": "logf", "log2": "log2f",
     "tanh": "tanhf", "sqrt": "sqrtf", "rsqrt": "rsqrtf", "sin": "sinf", "cos": "cosf", "tan": "tanf",
-    "sigmoid": "sigmoid", "silu": "silu",
+    "sigmoid": "sigmoid", "silu": "silu", "trunc": "truncf", "round": "rintf", "expm1": "expm1f", "log1p": "log1pf",
+    "erf": "erff",
 }  # fmt: skip
 #: Forms of one or two MUFU instructions.
 _FAST = {
@@ -34,6 +35,7 @@ _FAST = {
     "cos": "__cosf", "tan": "__tanf", "sigmoid": "sigmoid_approx", "silu": "silu_approx",
 }  # fmt: skip
 _PACKED = ("bf16", "fp16")
+_ONE = Const(1.0, Type.FLOAT)
 
 
 class CudaDialect(Dialect):
@@ -67,6 +69,8 @@ class CudaDialect(Dialect):
             sign, strength = _INFIX[op]
             left, right = (_SIGN, _SIGN) if op in _BRACKETED else (strength, strength + 1)
             return written("{} {} {}", args[0].within(left), sign, args[1].within(right), strength=strength)
+        if scope.approximate and op in ("expm1", "log1p", "erf"):
+            return self._approximate(node, args[0], scope)
         if op in _CALLS:
             name = _FAST.get(op, _CALLS[op]) if scope.approximate else _CALLS[op]
             return _call(name, args[0])
@@ -77,8 +81,12 @@ class CudaDialect(Dialect):
                 return written("!{}", args[0].within(_SIGN), strength=_SIGN)
             case "invert":
                 return written("~{}", args[0].within(_SIGN), strength=_SIGN)
-            case "to_float" | "to_int":
-                return _call("float" if op == "to_float" else "int", args[0])
+            case "to_float":
+                return _call("float", args[0])
+            case "to_int":  # of a float saturated, and 0 for NaN
+                return _call("__float2int_rz" if node.args[0].type is Type.FLOAT else "int", args[0])
+            case "atan2":
+                return _call("atanf", args[0]) if node.args[1] == _ONE else _call("atan2f", *args)
             case "abs":
                 return _call("fabsf" if node.type is Type.FLOAT else "abs", args[0])
             case "min" | "max":
@@ -92,8 +100,18 @@ class CudaDialect(Dialect):
             case "floordiv" | "mod":
                 return self._divide(node, args, scope)
             case "pow":
-                return self._power(node, scope)
+                return self._power(node, scope) if isinstance(node.args[1], Const) else self._float_power(node, args, scope)
         raise ValueError(f"operator {op!r} has no CUDA form")
+
+    def _approximate(self, node: Op, x: Piece, scope: Scope) -> Piece:
+        """Forms of one MUFU instruction whose errors are absolute: 2^-21 of expm1 and log1p, 2^-10 of erf."""
+        if node.op == "expm1":
+            return written("__expf({}) - 1.0f", x, strength=_SUM)
+        if node.op == "log1p":
+            return _call("__logf", written("1.0f + {}", x.within(_SUM + 1), strength=_SUM))
+        x = scope.named(node.args[0])
+        # The factor is fitted for the least error of erf: 2.8e-4 before that of tanh.approx.
+        return written("tanh_approx({} * (1.1296758f + 0.09979271f * {} * {}))", *[x.within(_SIGN)] * 3, strength=_ATOM)
 
     def _chooses(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> bool:
         """Whether to compute both arms and select one. A branch for each element of a tile would come between matrix
@@ -132,7 +150,7 @@ class CudaDialect(Dialect):
         base = scope.named(node.args[0])
         if node.wide:
             base = scope.temporary(node, "base", self._int64(base))
-        if power == int(power):
+        if math.isfinite(power) and power == int(power):
             factors = power_factors(
                 base.within(_SIGN),
                 abs(int(power)),
@@ -143,6 +161,12 @@ class CudaDialect(Dialect):
         if power in (0.5, -0.5):
             return _call("sqrtf" if power > 0 else "rsqrtf", base)
         return written("exp2f({} * log2f({}))", f"{power!r}f", base, strength=_ATOM)
+
+    def _float_power(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
+        if scope.approximate and scope.bounds(node.args[0])[0] > 0:
+            product = args[1].within(_PRODUCT), _call("__log2f", args[0])
+            return _call("exp2_fast", written("{} * {}", *product, strength=_PRODUCT))
+        return _call("powf", *args)
 
     def declare(self, name: str, type: Type, wide: bool, value: Piece) -> Statement:
         kind = {Type.BOOL: "bool", Type.FLOAT: "float", Type.INT: "long long" if wide else "int"}[type]

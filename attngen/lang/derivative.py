@@ -1,6 +1,6 @@
 """The derivative of a score, as an expression: with respect to ``s``, to a scalar, or to each element it loads.
 
-Where a function has no derivative the value is torch's: 0 for ``floor`` and at the kink of ``abs``, one half of
+Where a function has no derivative the value is torch's: 0 for ``floor`` and the like and at the kink of ``abs``, one half of
 each argument where ``min`` and ``max`` meet, 1 at both ends of ``clamp``. A branch that is not taken is selected
 away, never multiplied by zero.
 """
@@ -101,7 +101,9 @@ class _Derivative:
             case op if op in _OUTER:
                 inner = self.of(node.args[0])
                 return None if inner is None else _times(inner, _OUTER[op](node, node.args[0]))
-            case _:  # to_float, floor, ceil: constant almost everywhere
+            case "atan2":
+                return self._angle(*node.args)
+            case _:  # to_float, floor, ceil, trunc, round: constant almost everywhere
                 return None
 
     def _clamp(self, value: Expr, low: Expr, high: Expr) -> _Part | None:
@@ -134,7 +136,8 @@ class _Derivative:
     def _power(self, node: Op) -> _Part | None:
         base, exponent = node.args
         inner = self.of(base)
-        assert isinstance(exponent, Const)
+        if not isinstance(exponent, Const):
+            return _sum(self._by_base(node, inner), self._by_exponent(node, self.of(exponent)))
         power = float(exponent.value)
         if inner is None or power == 0:
             return None
@@ -142,6 +145,27 @@ class _Derivative:
             return inner
         lower = base if power == 2 else _op("pow", base, Const(power - 1, Type.FLOAT))
         return _times(inner, _op("mul", Const(power, Type.FLOAT), lower))
+
+    @staticmethod
+    def _by_base(node: Op, inner: _Part | None) -> _Part | None:
+        base, exponent = node.args
+        slope = _op("mul", exponent, _op("pow", base, _op("sub", exponent, ONE)))
+        return _choose(_op("ne", exponent, ZERO), _times(inner, slope), None)
+
+    @staticmethod
+    def _by_exponent(node: Op, inner: _Part | None) -> _Part | None:
+        base, exponent = node.args
+        flat = _both(_op("eq", base, ZERO), _op("ge", exponent, ZERO))  # where the logarithm is -inf
+        return _choose(flat, None, _times(inner, _op("mul", node, _op("log", base))))
+
+    def _angle(self, y: Expr, x: Expr) -> _Part | None:
+        radius = _op("add", _square(y), _square(x))
+        by_y = _times(self.of(y), _op("truediv", x, radius))
+        return _sum(by_y, _neg(_times(self.of(x), _op("truediv", y, radius))))
+
+
+def _square(x: Expr) -> Expr:
+    return _number(x.value * x.value) if isinstance(x, Const) else _op("mul", x, x)
 
 
 def _number(value: float) -> Const:
@@ -235,6 +259,9 @@ _OUTER: dict[str, Callable[[Op, Expr], Expr]] = {
     "exp2": lambda y, x: _op("mul", y, _number(math.log(2))),
     "log": lambda y, x: _op("truediv", ONE, x),
     "log2": lambda y, x: _op("truediv", _number(1 / math.log(2)), x),
+    "expm1": lambda y, x: _op("add", y, ONE),
+    "log1p": lambda y, x: _op("truediv", ONE, _op("add", x, ONE)),
+    "erf": lambda y, x: _op("mul", _number(2 / math.sqrt(math.pi)), _op("exp", _op("neg", _op("mul", x, x)))),
     "tanh": lambda y, x: _op("sub", ONE, _op("mul", y, y)),
     "sigmoid": lambda y, x: _op("mul", y, _op("sub", ONE, y)),
     "silu": _silu,

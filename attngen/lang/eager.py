@@ -109,8 +109,7 @@ class _Evaluation:
                     return torch.clamp(*torch.broadcast_tensors(*(self.value(part, guards) for part in clamp)))
                 if op == "to_float":
                     return self.value(args[0], guards).to(self.types[Type.FLOAT])
-                if op == "pow":
-                    assert isinstance(args[1], Const)
+                if op == "pow" and isinstance(args[1], Const):
                     return torch.pow(self.value(args[0], guards), args[1].value)
                 return self.operators[op](*(self.value(arg, guards) for arg in args))
         raise TypeError(f"not an expression: {node!r}")
@@ -199,6 +198,12 @@ def _operators() -> dict[str, Callable[..., torch.Tensor]]:
         # Integer division by zero raises in torch; the check has proven that no divisor that matters is zero.
         return lambda a, b: rounded(a, torch.where(b == 0, 1, b))
 
+    def whole(a: torch.Tensor) -> torch.Tensor:
+        if a.is_floating_point():  # saturated to int32, as kernels do
+            a = torch.nan_to_num(a, 0.0, 2.0**31, -(2.0**31)).clamp(-(2.0**31), 2.0**31)
+            return a.to(torch.int64).clamp(max=2**31 - 1)
+        return a.to(torch.int64)
+
     return {
         "add": torch.add,
         "sub": torch.sub,
@@ -207,6 +212,7 @@ def _operators() -> dict[str, Callable[..., torch.Tensor]]:
         "truediv": torch.true_divide,
         "floordiv": divide(lambda a, b: torch.div(a, b, rounding_mode="floor")),
         "mod": divide(torch.remainder),
+        "pow": torch.pow,
         "bitand": torch.bitwise_and,
         "bitor": torch.bitwise_or,
         "bitxor": torch.bitwise_xor,
@@ -226,10 +232,15 @@ def _operators() -> dict[str, Callable[..., torch.Tensor]]:
         "abs": torch.abs,
         "floor": torch.floor,
         "ceil": torch.ceil,
+        "trunc": torch.trunc,
+        "round": torch.round,
         "exp": torch.exp,
         "exp2": torch.exp2,
         "log": torch.log,
         "log2": torch.log2,
+        "expm1": torch.expm1,
+        "log1p": torch.log1p,
+        "erf": torch.erf,
         "tanh": torch.tanh,
         "sigmoid": torch.sigmoid,
         "silu": torch.nn.functional.silu,
@@ -238,5 +249,6 @@ def _operators() -> dict[str, Callable[..., torch.Tensor]]:
         "sin": torch.sin,
         "cos": torch.cos,
         "tan": torch.tan,
-        "to_int": lambda a: a.to(torch.int64),
+        "atan2": torch.atan2,
+        "to_int": whole,
     }

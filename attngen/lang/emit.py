@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.dtypes import DTYPES
-from attngen.lang.intervals import bounds
+from attngen.lang.facts import Facts
+from attngen.lang.intervals import Numbers, bounds, never_nan
 from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, children, rewrite
 from attngen.lang.languages import Target
 from attngen.lang.literals import fold_literals
@@ -198,6 +199,10 @@ class _Emission:
         if found is None:
             found = self._bounds[node] = bounds(node, self._ranges)
         return found
+
+    def is_number(self, node: Expr) -> bool:
+        """Whether a float is never NaN, also where a predicated load is 0."""
+        return never_nan(node, Numbers(Facts(self._ranges)))
 
     def wide(self, node: Expr) -> bool:
         """Whether an integer is an int64 in languages that promote: it was widened, or a part of it is one."""

@@ -214,11 +214,23 @@ def is_finite(slope: Expr) -> bool:
 
 
 #: Operators that may turn a finite number into an infinity or a NaN.
-_SINGULAR = frozenset({"truediv", "log", "log2", "sqrt", "rsqrt", "pow", "exp", "exp2", "tan"})
+_SINGULAR = frozenset({
+    "truediv", "log", "log2", "log1p", "sqrt", "rsqrt", "pow", "exp", "exp2", "expm1", "tan",
+})  # fmt: skip
 
 
 def _divides_by_constant(node: Op) -> bool:
-    return node.op == "truediv" and not _varies(node.args[1])
+    return node.op == "truediv" and not _varies(node.args[1]) and _never_zero(node.args[1])
+
+
+def _never_zero(divisor: Expr) -> bool:
+    """Whether the check has proven that a divisor is not 0: scalars, literals, and products of these."""
+    match divisor:
+        case Op(op="mul" | "truediv" | "neg", args=args):
+            return all(map(_never_zero, args))
+        case Op(op="to_float"):
+            return True
+    return isinstance(divisor, Const | Var)
 
 
 def _rewrite_values(node: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:

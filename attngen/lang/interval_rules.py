@@ -95,8 +95,10 @@ def _truediv(alg: Any, a: Interval, b: Interval) -> Interval:
 
 
 def _pow(alg: Any, a: Interval, b: Interval) -> Interval:
-    if not alg.is_point(b) or not isinstance(b[0], int | float):
+    if not isinstance(b[0], int | float):
         return alg.unbounded
+    if not alg.is_point(b):
+        return _float_power(alg, a, b)
     exponent = b[0]
     if _infinite(alg, a):
         return (alg.literal(0), alg.unbounded[1]) if exponent in range(2, 65, 2) else alg.unbounded
@@ -105,6 +107,18 @@ def _pow(alg: Any, a: Interval, b: Interval) -> Interval:
         return _corners(alg, "pow", a, b) if ok and abs(exponent) <= 64 else alg.unbounded
     base = _abs(alg, a) if exponent % 2 == 0 else a
     return _corners(alg, "pow", base, b)
+
+
+def _float_power(alg: Any, a: Interval, b: Interval) -> Interval:
+    """Numbers only: a power whose exponent varies, of a base that is not negative."""
+    if a[0] < 0:
+        return alg.unbounded
+    if a[0] == 0 or _infinite(alg, a, b):
+        return 0.0, math.inf
+    powers = [y * math.log2(x) for x in a for y in b]
+    apart = 1e-4 + 1e-6 * max(abs(b[0]), abs(b[1]))  # as far as kernels may round the logarithm and the product
+    lo, hi = (2.0 ** min(max(power, -1000.0), 1000.0) for power in (min(powers) - apart, max(powers) + apart))
+    return lo, hi
 
 
 def _abs(alg: Any, a: Interval) -> Interval:
@@ -223,6 +237,18 @@ def _rsqrt(alg: Any, a: Interval) -> Interval:
     return lo, hi
 
 
+def _atan2(alg: Any, y: Interval, x: Interval) -> Interval:
+    """Numbers only: increasing in y, and monotone in x for each y, right of the origin; else anything."""
+    if x[0] <= 0:
+        return -math.pi, math.pi
+    ends = [math.atan2(b, a) for b in y for a in x]
+    return min(ends), max(ends)
+
+
+def _log1p(x: float) -> float:
+    return -math.inf if x == -1 else math.log1p(x)
+
+
 def _log(x: float) -> float:
     return -math.inf if x == 0 else math.log(x)
 
@@ -258,10 +284,15 @@ RULES: dict[str, Callable[..., Interval]] = {
     "abs": _abs,
     "floor": _at_ends("floor"),
     "ceil": _at_ends("ceil"),
+    "trunc": _at_ends("trunc"),
+    "round": _at_ends("round"),
     "exp": _increasing(math.exp),
     "exp2": _increasing(lambda x: 2.0**x),
     "log": _increasing(_log),
     "log2": _increasing(lambda x: _log(x) / math.log(2)),
+    "expm1": _increasing(math.expm1),
+    "log1p": _increasing(_log1p),
+    "erf": _increasing(math.erf),
     "tanh": _increasing(math.tanh),
     "sigmoid": _increasing(_sigmoid),
     "silu": lambda alg, a: (-0.2784645 if a[0] < 0 else 0.0, max(a[1], 0.0)),
@@ -270,6 +301,7 @@ RULES: dict[str, Callable[..., Interval]] = {
     "sin": lambda alg, a: (-1.0, 1.0),
     "cos": lambda alg, a: (-1.0, 1.0),
     "tan": lambda alg, a: alg.unbounded,
+    "atan2": _atan2,
     "to_float": _at_ends("to_float"),
     "to_int": _at_ends("to_int"),
 }

@@ -13,11 +13,11 @@ from typing import Any
 from attngen.lang.facts import Facts, aligned
 from attngen.lang.interval_rules import RULES, Interval
 from attngen.lang.ir import MAX_SEQLEN, Const, Expr, Load, Op, Search, Type, Var
-from attngen.lang.ranges import INT32, Range
+from attngen.lang.ranges import INT32, Range, truncated
 from attngen.lang.simplify import COMPLEMENT, FOLD, Linear, linear, make
 
 #: Float operators whose result is NaN only if an argument is.
-_NAN_PRESERVING = frozenset({"neg", "abs", "min", "max", "floor", "ceil"})
+_NAN_PRESERVING = frozenset({"neg", "abs", "min", "max", "floor", "ceil", "trunc", "round"})
 
 #: The length that each position is below.
 _LENGTHS = {
@@ -62,6 +62,8 @@ def _evaluate(expr: Expr, algebra: Any) -> Interval:
                 return _sum(total, algebra)
         case Op(op=op, args=(a, b)) if op in COMPLEMENT:
             return _comparison(op, a, b, algebra)
+        case Op(op="to_int", args=(value,)) if value.type is Type.FLOAT:
+            return algebra.truncation(value)
     assert isinstance(expr, Op)
     args = [evaluate(a, algebra) for a in expr.args]
     if expr.op == "mul" and expr.args[0] == expr.args[1]:
@@ -92,7 +94,7 @@ def _comparison(op: str, a: Expr, b: Expr, algebra: Any) -> Interval:
         unequal = RULES["xor"](algebra, evaluate(a, algebra), evaluate(b, algebra))
         return unequal if op == "ne" else RULES["not"](algebra, unequal)
     if Type.FLOAT in (a.type, b.type):
-        if not (_never_nan(a) and _never_nan(b)):
+        if not (exact(a) and exact(b)):
             return (algebra.false, algebra.true)
     elif algebra.related(a, b):
         apart = evaluate(make("sub", a, b), algebra)
@@ -100,17 +102,42 @@ def _comparison(op: str, a: Expr, b: Expr, algebra: Any) -> Interval:
     return RULES[op](algebra, evaluate(a, algebra), evaluate(b, algebra))
 
 
-def _never_nan(expr: Expr) -> bool:
+def exact(expr: Expr) -> bool:
+    """Whether a float is never NaN by its form alone; it is then not rounded, either."""
     match expr:
         case Const(value=value):
             return value == value
         case Op(op="to_float"):
             return True
         case Op(op=op, args=args) if op in _NAN_PRESERVING:
-            return all(_never_nan(a) for a in args)
+            return all(exact(a) for a in args)
         case Op(op="select", args=(_, a, b)):
-            return _never_nan(a) and _never_nan(b)
+            return exact(a) and exact(b)
     return expr.type is not Type.FLOAT
+
+
+def never_nan(expr: Expr, numbers: Numbers) -> bool:
+    """Whether a float is never NaN, by its form or by the bounds of its parts."""
+    if exact(expr):
+        return True
+    if not isinstance(expr, Op) or not all(never_nan(arg, numbers) for arg in expr.args if arg.type is Type.FLOAT):
+        return False
+    ends = [evaluate(arg, numbers) for arg in expr.args]
+    finite = [math.isfinite(lo) and math.isfinite(hi) for lo, hi in ends]
+    match expr.op:
+        case "add" | "sub":
+            return any(finite)
+        case "truediv":
+            return any(finite) and not ends[1][0] <= 0 <= ends[1][1]
+        case "mul" | "silu" | "sin" | "cos" | "tan":
+            return all(finite)
+        case "pow":
+            return all(finite) and ends[0][0] >= 0
+        case "log" | "log2" | "sqrt" | "rsqrt":
+            return ends[0][0] >= 0
+        case "log1p":
+            return ends[0][0] >= -1
+    return True  # to_float, select, exp and others that take every number
 
 
 class Numbers:
@@ -148,6 +175,11 @@ class Numbers:
     def search(self, node: Search, value: Interval, length: Interval) -> Interval:
         """Return the whole tensor: a search may end anywhere in it."""
         return (0, length[1])
+
+    def truncation(self, value: Expr) -> Interval:
+        """Return the int32 that a float becomes; NaN becomes 0."""
+        lo, hi = (truncated(end) for end in evaluate(value, self))
+        return (lo, hi) if never_nan(value, self) else (min(lo, 0), max(hi, 0))
 
     def paired(self, total: Linear) -> tuple[Linear, Interval]:
         """Take out what is below a length together with that length: ``kv - seqlen_k`` is in [-MAX_SEQLEN, -1]."""
@@ -190,6 +222,11 @@ class Numbers:
                 return 0 if (x >= 0) == (y > 0) or x == 0 else -1
             case "mod", (x, y) if math.isinf(x) or math.isinf(y):
                 return 0  # only computed where a select drops it
+            case "pow", (x, y):
+                try:
+                    return FOLD[op](x, y)
+                except OverflowError:
+                    return -math.inf if x < 0 and y % 2 else math.inf
         return FOLD[op](*args)
 
     def holds(self, op: str, x: Any, y: Any) -> bool:

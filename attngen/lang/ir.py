@@ -147,7 +147,7 @@ OPERATORS: dict[str, OperatorInfo] = {
     "truediv": OperatorInfo((2, 2), Type.FLOAT, float_args=True),
     "floordiv": OperatorInfo((2, 2)),
     "mod": OperatorInfo((2, 2)),
-    "pow": OperatorInfo((2, 2)),  # constant exponent
+    "pow": OperatorInfo((2, 2)),  # INT only with a constant exponent
     # bits (on INT; and/or/xor/invert on BOOL are the logical ones below)
     "bitand": OperatorInfo((2, 2), Type.INT),
     "bitor": OperatorInfo((2, 2), Type.INT),
@@ -174,10 +174,15 @@ OPERATORS: dict[str, OperatorInfo] = {
     "abs": OperatorInfo((1, 1)),
     "floor": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
     "ceil": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "trunc": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "round": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
     "exp": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
     "exp2": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
     "log": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
     "log2": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "expm1": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "log1p": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "erf": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
     "tanh": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
     "sigmoid": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
     "silu": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
@@ -186,8 +191,9 @@ OPERATORS: dict[str, OperatorInfo] = {
     "sin": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
     "cos": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
     "tan": OperatorInfo((1, 1), Type.FLOAT, float_args=True),
+    "atan2": OperatorInfo((2, 2), Type.FLOAT, float_args=True),
     "to_float": OperatorInfo((1, 1), Type.FLOAT),  # inserted by the type check
-    "to_int": OperatorInfo((1, 1), Type.INT),  # bool → int, inserted by the type check
+    "to_int": OperatorInfo((1, 1), Type.INT),  # of a BOOL, inserted by the type check; of a FLOAT, saturated to int32
 }
 
 #: The largest sequence length and packed length that an expression may see: keeps ``q_pos - kv`` within int32.

@@ -16,11 +16,14 @@ def _sigmoid(x: float) -> float:
 
 
 #: Functions that ``simplify`` does not fold, since their values are inexact.
-_FUNCTIONS: dict[str, Callable[[float], float]] = {
+_FUNCTIONS: dict[str, Callable[..., float]] = {
     "exp": math.exp,
     "exp2": lambda x: 2.0**x,
     "log": math.log,
     "log2": math.log2,
+    "expm1": math.expm1,
+    "log1p": math.log1p,
+    "erf": math.erf,
     "tanh": math.tanh,
     "sigmoid": _sigmoid,
     "silu": lambda x: x * _sigmoid(x),
@@ -29,6 +32,7 @@ _FUNCTIONS: dict[str, Callable[[float], float]] = {
     "sin": math.sin,
     "cos": math.cos,
     "tan": math.tan,
+    "atan2": math.atan2,
 }
 
 
@@ -98,11 +102,10 @@ def _folded(node: Expr) -> Expr | None:
         return None
     if node.op in _FUNCTIONS:
         try:
-            argument = node.args[0]
-            assert isinstance(argument, Const)
-            return Const(_FUNCTIONS[node.op](argument.value), Type.FLOAT)
+            values = [argument.value for argument in node.args if isinstance(argument, Const)]
+            return Const(_FUNCTIONS[node.op](*values), Type.FLOAT)
         except OverflowError:
-            return Const(math.inf, Type.FLOAT) if node.op in ("exp", "exp2") else None
+            return Const(math.inf, Type.FLOAT) if node.op in ("exp", "exp2", "expm1") else None
         except (ArithmeticError, ValueError):  # log(-1): left to the target
             return None
     value = make(node.op, *node.args, wide=node.wide)

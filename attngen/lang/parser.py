@@ -31,10 +31,34 @@ CONSTANTS: Mapping[str, Const] = {"inf": Const(math.inf, Type.FLOAT)}
 FUNCTIONS: Mapping[str, tuple[str, int, int | None]] = {
     "min": ("min", 2, None), "max": ("max", 2, None), "clamp": ("clamp", 3, 3),
     **{name: (name, 1, 1) for name in (
-        "abs", "floor", "ceil", "exp", "exp2", "log", "log2", "tanh", "sigmoid", "silu", "sqrt", "rsqrt",
-        "sin", "cos", "tan")},
+        "abs", "floor", "ceil", "trunc", "round", "exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "sigmoid",
+        "silu", "sqrt", "rsqrt", "sin", "cos", "tan", "erf")},
+    "atan2": ("atan2", 2, 2), "atan": ("atan", 1, 1), "sign": ("sign", 1, 1), "isnan": ("isnan", 1, 1),
     "float": ("to_float", 1, 1), "int": ("to_int", 1, 1),
 }  # fmt: skip
+
+Build = Callable[[str, Sequence[Expr]], Expr]
+
+
+def _clamp(build: Build, value: Expr, low: Expr, high: Expr) -> Expr:
+    return build("min", [build("max", [value, low]), high])
+
+
+def _sign(build: Build, value: Expr) -> Expr:
+    """1, -1 or 0; 0 for NaN, as in torch."""
+    kind = Type.FLOAT if value.type is Type.FLOAT else Type.INT
+    zero, one = Const(0, kind), Const(1, kind)
+    negative = build("select", [build("lt", [value, zero]), build("neg", [one]), zero])
+    return build("select", [build("gt", [value, zero]), one, negative])
+
+
+#: Functions that are written with other operators.
+_COMPOSED: Mapping[str, Callable[..., Expr]] = {
+    "clamp": _clamp,
+    "sign": _sign,
+    "atan": lambda build, value: build("atan2", [value, Const(1, Type.INT)]),
+    "isnan": lambda build, value: build("ne", [value, value]),
+}
 
 _BINARY: Mapping[type[ast.operator], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv",
@@ -120,7 +144,7 @@ class Written:
 class Scope:
     """Everything that a name in an expression can mean."""
 
-    build: Callable[[str, Sequence[Expr]], Expr]
+    build: Build
     scalars: Mapping[str, Scalar]
     tensors: Mapping[str, Tensor]
     values: dict[str, Expr] = field(default_factory=dict)
@@ -296,11 +320,10 @@ class _Lowering:
         if len(node.args) < least or (most is not None and len(node.args) > most):
             wanted = f"at least {least}" if most is None else str(least)
             raise ExpressionError(f"'{name}' takes {wanted} argument{'s' if least > 1 else ''}, got {len(node.args)}")
-        if op == "clamp":
-            value, low, high = (self.visit(argument, depth) for argument in node.args)
-            return self.scope.build("min", [self.scope.build("max", [value, low]), high])
         if most is None:
             return self._fold(op, node.args, depth)
+        if op in _COMPOSED:
+            return _COMPOSED[op](self.scope.build, *(self.visit(argument, depth) for argument in node.args))
         return self._built(op, node.args, depth)
 
     def _inline(self, function: Function, node: ast.Call, depth: int) -> Expr:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attngen.lang.ir import OPERATORS, Const, Expr, Op, Type
+from attngen.lang.ranges import truncated
 from attngen.lang.source import ExpressionError
 
 #: How each operator is written, for error messages.
@@ -61,9 +62,9 @@ def typed(op: str, args: Sequence[Expr]) -> Expr:
         _booleans(name, args)
         return Op(op, tuple(args), Type.BOOL)
     if op == "to_int":
-        if Type.FLOAT in kinds:
-            raise ExpressionError("'int' takes an integer or a condition, got a float", 0)
-        return to_int(args[0])
+        if Type.FLOAT not in kinds:
+            return to_int(args[0])
+        return Const(truncated(args[0].value), Type.INT) if isinstance(args[0], Const) else Op(op, tuple(args), Type.INT)
     if op == "to_float":
         return to_float(args[0])
     if op == "select":
@@ -75,7 +76,7 @@ def typed(op: str, args: Sequence[Expr]) -> Expr:
         return Op(op, tuple(args), Type.BOOL)
     if op in ("floordiv", "mod", "bitand", "bitor", "bitxor", "invert", "lshift", "rshift"):
         if Type.FLOAT in kinds:
-            hint = "; write floor(x / y)" if op == "floordiv" else ""
+            hint = "; write floor(x / y)" if op == "floordiv" else "; write int(x), which rounds toward zero"
             at_fault = next(n for n, arg in enumerate(args) if arg.type is Type.FLOAT)
             raise ExpressionError(f"'{name}' takes integers, got a float{hint}", at_fault)
         return Op(op, tuple(to_int(arg) for arg in args), Type.INT)
@@ -101,7 +102,7 @@ def _article(type: Type) -> str:
 
 def _power(base: Expr, exponent: Expr) -> Expr:
     if not isinstance(exponent, Const):
-        raise ExpressionError("the exponent of '**' must be a constant; write exp(y * log(x)) for a variable one", 1)
+        return Op("pow", (to_float(base), to_float(exponent)), Type.FLOAT)
     power = exponent.value
     if abs(power) > MAX_EXPONENT:
         raise ExpressionError(f"the exponent of '**' must lie within -{MAX_EXPONENT} .. {MAX_EXPONENT}, got {power}", 1)

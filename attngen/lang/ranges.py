@@ -21,6 +21,13 @@ Range = tuple[float, float]  # ints stay ints inside; only the infinities are fl
 INT32: Range = (-(2**31), 2**31 - 1)
 INT64: Range = (-(2**63), 2**63 - 1)
 
+
+def truncated(value: float) -> int:
+    """The int32 that a number becomes: rounded toward zero, NaN to 0, what int32 cannot hold to its nearer end."""
+    return 0 if value != value else int(min(max(value, INT32[0]), INT32[1]))
+
+
+
 #: More heads than any model has; keeps ``h * seqlen`` within int64.
 MAX_HEADS = 2**20
 

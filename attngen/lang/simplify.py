@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from attngen.lang.ir import OPERATORS, Const, Expr, Op, Type, rewrite
+from attngen.lang.ranges import truncated
 
 TRUE = Const(True, Type.BOOL)
 FALSE = Const(False, Type.BOOL)
@@ -54,7 +55,7 @@ def _most(a: Number, b: Number) -> Number:
 
 
 def _round_to(rounding: Callable[[float], int]) -> Callable[[Number], Number]:
-    return lambda a: float(rounding(a)) if math.isfinite(a) else a
+    return lambda a: math.copysign(float(rounding(float(a))), a) if math.isfinite(a) else a
 
 
 #: What each operator does to literals; what is missing here (transcendental functions) stays as it is.
@@ -89,8 +90,10 @@ FOLD: dict[str, Callable[..., Number]] = {
     "abs": abs,
     "floor": _round_to(math.floor),
     "ceil": _round_to(math.ceil),
+    "trunc": _round_to(math.trunc),
+    "round": _round_to(round),
     "to_float": float,
-    "to_int": int,
+    "to_int": truncated,
 }
 
 _SHIFTS = ("lshift", "rshift")

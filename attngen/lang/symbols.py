@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from attngen.lang.facts import Facts
 from attngen.lang.interval_rules import Interval
-from attngen.lang.intervals import EXACT
+from attngen.lang.intervals import EXACT, bounds, evaluate, exact
 from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, names, walk
 from attngen.lang.proof import Proof, larger
 from attngen.lang.ranges import INT32
@@ -107,6 +107,15 @@ class Symbols:
         )
         return lo, hi
 
+    def truncation(self, value: Expr) -> Interval:
+        """Return the int32 of both ends of a float that is not rounded, else numbers."""
+        if exact(value):
+            ends = evaluate(value, self)
+            if not any(end in self.unbounded for end in ends):
+                return make("to_int", ends[0]), make("to_int", ends[1])
+        low, high = bounds(Op("to_int", (value,), Type.INT), self._facts)
+        return integer(int(low)), integer(int(high))
+
     def paired(self, total: Linear) -> tuple[Linear, Interval]:
         """Return the sum as it is: symbols of one sequence cancel by themselves."""
         return total, (integer(0), integer(0))
@@ -174,7 +183,7 @@ class Symbols:
         """Apply an operator where an argument is unbounded. Rules do so only where the result is plain."""
         negative = _HIGHEST if infinity == _LOWEST else _LOWEST
         match op:
-            case "add" | "to_float" | "floor" | "ceil":
+            case "add" | "to_float" | "floor" | "ceil" | "trunc" | "round":
                 return infinity
             case "neg":
                 return negative

@@ -21,6 +21,9 @@ class Scope(Protocol):
     def bounds(self, node: Expr) -> tuple[float, float]:
         """Return the inclusive range of a node; infinite where nothing is known."""
 
+    def is_number(self, node: Expr) -> bool:
+        """Whether a float is never NaN."""
+
     def exact(self, node: Expr) -> bool:
         """Whether a quotient or a root must be the nearest float32: without ``fast_math``, and where it decides."""
 

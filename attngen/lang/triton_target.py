@@ -34,7 +34,7 @@ _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": 
 _CALLS = {
     "abs": "tl.abs", "floor": "tl.floor", "ceil": "tl.ceil", "exp": "tl.exp", "exp2": "tl.exp2", "log": "tl.log",
     "log2": "tl.log2", "rsqrt": "tl.rsqrt", "sin": "tl.sin", "cos": "tl.cos",
-    "sigmoid": "tl.sigmoid",
+    "sigmoid": "tl.sigmoid", "erf": "tl.erf",
 }  # fmt: skip
 #: What follows a load, so that int and float are always int32 (or int64) and float32.
 _CONVERT = {
@@ -45,6 +45,14 @@ _SMALLEST_NORMAL = 2.0**-126
 #: (tanh(x) - x) / x^3 as a polynomial of x^2, the highest power first: fitted for the least relative error of tanh(x)
 #: where |x| <= 0.5.
 _TANH = (0.017241487, -0.053045493, 0.13325879, -0.33333144)
+#: (atan(x) - x) / x^3 as a polynomial of x^2, the highest power first: fitted for the least relative error of atan(x)
+#: where 0 <= x <= 1.
+_ATAN = (
+    0.00292063223, -0.0163677064, 0.0432115308, -0.0755218895, 0.10665994, -0.142110529, 0.199937726, -0.333331527,
+)  # fmt: skip
+#: From here on, a float32 has no fraction; a number below it that is added to it is rounded to a whole one, half to
+#: even.
+_NO_FRACTION = 2.0**23
 _LONG_LINE = 100
 
 
@@ -102,8 +110,21 @@ class TritonDialect(Dialect):
                 return written("~{}", args[0].within(_SIGN), strength=_SIGN)
             case "to_float":
                 return _to(args[0], "float32")
+            case "to_int" if node.args[0].type is Type.FLOAT:
+                return self._truncated(node, scope)
             case "to_int":
                 return _to(args[0], "int32")
+            case "trunc":
+                x = self._tensor(node.args[0], "whole", scope)
+                return written("tl.where({} < 0.0, tl.ceil({}), tl.floor({}))", x, x, x, strength=_ATOM)
+            case "round":
+                return self._round(node, scope)
+            case "expm1":
+                return self._expm1(node, scope)
+            case "log1p":
+                return self._log1p(node, scope)
+            case "atan2":
+                return self._angle(node, scope)
             case "select":
                 return _call("tl.where", *args)
             case "min" | "max":
@@ -114,7 +135,7 @@ class TritonDialect(Dialect):
             case "mod":
                 return self._mod(node, args, scope)
             case "pow":
-                return self._power(node, scope)
+                return self._power(node, scope) if isinstance(node.args[1], Const) else self._float_power(node, scope)
             case "tanh":
                 return self._tanh(node, args[0], scope)
             case "silu":
@@ -190,7 +211,7 @@ class TritonDialect(Dialect):
         base = scope.named(node.args[0])
         if node.wide:
             base = scope.temporary(node, "base", self._widened(node, (base,))[0])
-        if power == int(power):
+        if math.isfinite(power) and power == int(power):
             factors = power_factors(
                 base.within(_SIGN),
                 abs(int(power)),
@@ -203,6 +224,87 @@ class TritonDialect(Dialect):
         if power == -0.5:
             return _call("tl.rsqrt", base)
         return written("tl.exp2({} * tl.log2({}))", repr(power), base, strength=_ATOM)
+
+    def _tensor(self, node: Expr, role: str, scope: Scope) -> Piece:
+        """Return a float as a name that may be repeated, and as a tensor also in the interpreter."""
+        x = scope.named(node)
+        if _plain(node, scope):
+            return scope.temporary(node, role, _cast(x, "float32"))
+        return x if x.text.isidentifier() else scope.temporary(node, role, x)
+
+    def _truncated(self, node: Op, scope: Scope) -> Piece:
+        """Convert a float to int32. What LLVM leaves undefined is defined: NaN and what int32 cannot hold."""
+        x = self._tensor(node.args[0], "whole", scope)
+        low, high = scope.bounds(node)
+        if scope.is_number(node.args[0]) and INT32[0] < low and high < INT32[1]:
+            return _to(x, "int32")
+        held = written("tl.maximum({}, -2147483648.0).to(tl.int32)", x)
+        beyond = written("tl.where({} == {}, 2147483647, 0)", x, x)
+        return written("tl.where({} < 2147483648.0, {}, {})", x, held, beyond, strength=_ATOM)
+
+    def _round(self, node: Op, scope: Scope) -> Piece:
+        x = self._tensor(node.args[0], "whole", scope)
+        size = scope.temporary(node, "size", _call("tl.abs", x))
+        near = scope.temporary(node, "near", written("{} + {n} - {n}", size, n=repr(_NO_FRACTION), strength=_SUM))
+        near = written("tl.where({} < 0.0, -{near}, {near})", x, near=near)
+        return written("tl.where({} < {}, {}, {})", size, repr(_NO_FRACTION), near, x, strength=_ATOM)
+
+    def _expm1(self, node: Op, scope: Scope) -> Piece:
+        """(u - 1) * x / log(u) with u = exp(x): the error of u cancels."""
+        x = self._tensor(node.args[0], "exponent", scope)
+        u = scope.temporary(node, "power", _call("tl.exp", x))
+        less = written("{} - 1.0", u, strength=_SUM)
+        near = written("({}) * tl.div_rn({}, tl.log({}))", less, x, u, strength=_PRODUCT)
+        ends = written('({u} == 0.0) | ({u} == float("inf"))', u=u)
+        return written("tl.where({u} == 1.0, {}, tl.where({}, {}, {}))", x, ends, less, near, u=u, strength=_ATOM)
+
+    def _log1p(self, node: Op, scope: Scope) -> Piece:
+        """log(u) * x / (u - 1) with u = 1 + x: the error of u cancels."""
+        x = self._tensor(node.args[0], "logarithm", scope)
+        u = scope.temporary(node, "shifted", written("1.0 + {}", x, strength=_SUM))
+        same = written('({u} == 1.0) | ({u} == float("inf"))', u=u)
+        value = written("tl.log({u}) * tl.div_rn({}, {u} - 1.0)", x, u=u, strength=_PRODUCT)
+        return written("tl.where({}, {}, {})", same, x, value, strength=_ATOM)
+
+    def _angle(self, node: Op, scope: Scope) -> Piece:
+        """atan2 from the angle within an eighth of a turn, relative error 2^-22; zeros have signs, as in torch."""
+        y, x = self._tensor(node.args[0], "opposite", scope), self._tensor(node.args[1], "adjacent", scope)
+        rise, run = (scope.temporary(node, role, _call("tl.abs", of)) for role, of in (("rise", y), ("run", x)))
+        nan = Piece("propagate_nan=tl.PropagateNan.ALL")
+        low, high = (
+            scope.temporary(node, role, _call(f"tl.{op}imum", rise, run, nan))
+            for role, op in (("shorter", "min"), ("longer", "max"))
+        )
+        ratio = written("tl.where({l} == {h}, tl.where({h} == 0.0, 0.0, 1.0), tl.div_rn({l}, {h}))", l=low, h=high)
+        ratio = scope.temporary(node, "ratio", ratio)
+        square = scope.temporary(node, "square", written("{} * {}", ratio, ratio, strength=_PRODUCT))
+        sums = Piece(repr(_ATAN[0]))
+        for term in _ATAN[1:]:
+            sums = written(f"({{}}) * {{}} {'-' if term < 0 else '+'} {abs(term)!r}", sums, square)
+        near = written("{r} + {r} * {} * ({})", square, sums, r=ratio, strength=_SUM)
+        angle = scope.temporary(node, "angle", near)
+        flipped = written("tl.where({} > {}, 1.5707963267948966 - {a}, {a})", rise, run, a=angle)
+        angle = scope.temporary(node, "angle", flipped)
+        turned = written("tl.where({}.to(tl.int32, bitcast=True) < 0, 3.141592653589793 - {a}, {a})", x, a=angle)
+        angle = scope.temporary(node, "angle", turned)
+        return written("tl.where({}.to(tl.int32, bitcast=True) < 0, -{a}, {a})", y, a=angle, strength=_ATOM)
+
+    def _float_power(self, node: Op, scope: Scope) -> Piece:
+        """A power whose exponent varies; of a negative base, if the exponent is whole, as in torch."""
+        base, exponent = node.args
+        x, y = self._tensor(base, "base", scope), self._tensor(exponent, "exponent", scope)
+        low = scope.bounds(base)[0]
+        size = x if low > 0 else _call("tl.abs", x)
+        logarithm = scope.temporary(node, "logarithm", _call("tl.log2", size))
+        one = written("({} == 0.0) | ({} == 0.0)", y, logarithm)  # 0 * inf would be NaN
+        power = written("tl.where({}, 1.0, tl.exp2({} * {}))", one, y, logarithm, strength=_ATOM)
+        if low > 0:
+            return power
+        power = scope.temporary(node, "power", power)
+        odd = written("{y} - 2.0 * tl.floor(0.5 * {y}) == 1.0", y=y)
+        signed = written("tl.where(({}.to(tl.int32, bitcast=True) < 0) & ({}), -{p}, {p})", x, odd, p=power)
+        fraction = written("({} < 0.0) & (tl.floor({y}) != {y})", x, y=y)
+        return written('tl.where({}, float("nan"), {})', fraction, signed, strength=_ATOM)
 
     def _tanh(self, node: Op, x: Piece, scope: Scope) -> Piece:
         if scope.approximate:  # one instruction, relative error 2^-11 (PTX ISA, tanh.approx.f32)

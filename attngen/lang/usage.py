@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from attngen.lang.ir import Expr, Load, Op, Type, children
 
+#: Functions whose result is a whole number.
+_WHOLE = frozenset({"floor", "ceil", "trunc", "round"})
+
 #: A condition and whether it holds.
 Guard = tuple[Expr, bool]
 
@@ -70,7 +73,10 @@ def deciding(roots: Sequence[Expr]) -> frozenset[Expr]:
 
 def decides(node: Expr) -> bool:
     """Whether a node turns its arguments into a condition or a whole number."""
-    return isinstance(node, Op) and (node.type is Type.BOOL or node.op in ("floor", "ceil"))
+    if not isinstance(node, Op):
+        return False
+    whole = node.op in _WHOLE or (node.op == "to_int" and node.args[0].type is Type.FLOAT)
+    return whole or node.type is Type.BOOL
 
 
 def _edges(node: Expr) -> Iterator[tuple[Expr, list[Guard]]]:

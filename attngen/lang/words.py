@@ -52,10 +52,10 @@ _FUNCTIONS: dict[str, str] = {
     **dict.fromkeys(("le", "less_equal"), "'x <= y'"),
     **dict.fromkeys(("gt", "greater"), "'x > y'"),
     **dict.fromkeys(("ge", "greater_equal"), "'x >= y'"),
-    **dict.fromkeys(("round", "rint"), "'floor(x + 0.5)'"),
-    "trunc": "'int' of a condition, 'floor' or 'ceil'",
-    "sign": "'1 if x > 0 else -1'",
-    "expm1": "'exp(x) - 1'", "log1p": "'log(1 + x)'", "erf": "an expression of tanh or exp",
+    **dict.fromkeys(("rint", "nearbyint"), "'round'"),
+    "fix": "'trunc'", "sgn": "'sign'", "arctan": "'atan'", "arctan2": "'atan2'",
+    "relu": "'max(x, 0.0)'", "softplus": "'log1p(exp(x))'", "logsigmoid": "'-log1p(exp(-x))'",
+    "gelu": "'0.5 * x * (1 + erf(0.70710678 * x))'", "hypot": "'sqrt(x * x + y * y)'", "log10": "'0.30103 * log2(x)'",
     **dict.fromkeys(("cdiv", "ceil_div"), "'(x + y - 1) // y'"),
 }  # fmt: skip
 

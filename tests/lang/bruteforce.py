@@ -83,8 +83,9 @@ def mask_of(mask: Expr, env: Env, arrays: Arrays, heads: int) -> np.ndarray:
     return np.broadcast_to(value, h.shape).astype(bool)
 
 
+_ROUNDED = {"floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": np.rint}
 _NUMPY: dict[str, Callable[..., np.ndarray]] = {
-    **{op: rule for op, rule in FOLD.items() if op not in ("min", "max", "to_float", "to_int", "floor", "ceil")},
+    **{op: rule for op, rule in FOLD.items() if op not in ("min", "max", "to_float", "to_int", *_ROUNDED)},
     "and": np.logical_and,
     "or": np.logical_or,
     "xor": np.logical_xor,
@@ -94,10 +95,9 @@ _NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "min": np.minimum,
     "max": np.maximum,
     "select": np.where,
-    "floor": np.floor,
-    "ceil": np.ceil,
+    **_ROUNDED,
     "to_float": np.float32,
-    "to_int": lambda a: np.asarray(a).astype(np.int64),
+    "to_int": np.vectorize(FOLD["to_int"], otypes=[np.int64]),
 }
 
 
@@ -232,7 +232,7 @@ class Masks:
             case 3:
                 return op("to_float", self.number(1))
             case 4:
-                return op(r.choice(["neg", "abs", "floor"]), self.real(depth - 1))
+                return op(r.choice(["neg", "abs", "floor", "trunc", "round"]), self.real(depth - 1))
             case 5:
                 return op("select", self._condition() if depth > 1 else var("flag"), *(self.real(0) for _ in "ab"))
         return op(r.choice(["min", "max", "add", "mul"]), self.real(depth - 1), self.real(depth - 1))
@@ -263,7 +263,9 @@ class Masks:
                 bits = r.choice([("rshift", 2), ("lshift", 1), ("bitand", 7), ("bitor", 5), ("bitxor", 3)])
                 return op(bits[0], self.number(depth - 1), const(bits[1]))
             case 13:
-                return r.choice([op("to_int", self._condition()), op("mul", *(self._leaf(),) * 2)])
+                return r.choice([
+                    op("to_int", self._condition()), op("mul", *(self._leaf(),) * 2), op("to_int", self.real(depth)),
+                ])  # fmt: skip
         return self._leaf()
 
     def _divisor(self) -> Expr:

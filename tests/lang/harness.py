@@ -181,6 +181,9 @@ _SHIM = """
 using std::min; using std::max; using std::abs;
 struct fp16 { uint16_t bits; };
 struct bf16 { uint16_t bits; };
+static inline int __float2int_rz(float x) {
+  return x != x ? 0 : x >= 2147483648.0f ? 2147483647 : x <= -2147483648.0f ? -2147483647 - 1 : int(x);
+}
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline float to_float(bf16 x) {
   uint32_t bits = uint32_t(x.bits) << 16; float y; memcpy(&y, &bits, 4); return y;

@@ -37,7 +37,10 @@ _DIVISORS = (
     "-max(doc[b, kv], 2)",
     "(q & 7) + 1",
 )
-_ROUGH = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "silu", "rsqrt", "sin", "cos", "tan")
+_ROUGH = (
+    "exp", "exp2", "log", "log2", "tanh", "sigmoid", "silu", "rsqrt", "sin", "cos", "tan",
+    "expm1", "log1p", "erf", "atan",
+)  # fmt: skip
 
 
 class Phrases:
@@ -82,6 +85,8 @@ class Phrases:
             return ast.UnaryOp(self.chance.choice((ast.Not, ast.Invert))(), self.condition(d))
         if kind < 0.92:
             return ast.IfExp(self.condition(d), self.condition(d), self.condition(d))
+        if kind < 0.94:
+            return _call("isnan", self.real(d))
         return ast.Compare(self.condition(d), [self.chance.choice((ast.Eq, ast.NotEq))()], [self.condition(d)])
 
     def integer(self, depth: int) -> ast.expr:
@@ -109,7 +114,7 @@ class Phrases:
         if kind < 0.86:
             return ast.IfExp(self.condition(depth - 1), x, y)
         if kind < 0.9:
-            return _call("int", self.condition(depth - 1))
+            return _call("int", self.node(self.chance.choice(("bool", "float")), depth - 1))
         if kind < 0.94:
             return _call("mix", x, y)
         if kind < 0.96:
@@ -137,7 +142,7 @@ class Phrases:
         if kind < 0.72:
             return _call("clamp", x, ast.Constant(-3.0), y)
         if kind < 0.8:
-            return _call(self.chance.choice(("floor", "ceil", "abs", "float")), x)
+            return _call(self.chance.choice(("floor", "ceil", "abs", "float", "round", "trunc", "sign")), x)
         if kind < 0.84:
             return ast.UnaryOp(ast.USub(), x)
         if self.exact:
@@ -147,7 +152,10 @@ class Phrases:
         if kind < 0.94:
             return _call(self.chance.choice(_ROUGH), _call("clamp", x, ast.Constant(0.125), ast.Constant(3.0)))
         if kind < 0.97:
-            return ast.BinOp(_call("clamp", x, ast.Constant(0.25), ast.Constant(3.0)), ast.Pow(), self.exponent())
+            exponent = self.chance.choice((self.exponent(), _call("clamp", y, ast.Constant(-2), ast.Constant(2.5))))
+            return ast.BinOp(_call("clamp", x, ast.Constant(0.25), ast.Constant(3.0)), ast.Pow(), exponent)
+        if kind < 0.98:
+            return _call("atan2", x, y)
         return _call(self.chance.choice(("tanh", "sigmoid", "silu", "sin", "cos")), x)
 
     def exponent(self) -> ast.expr:

@@ -98,6 +98,8 @@ class Generator:
             return self._pick([*names, *more, str(self.random.randint(-9, 9)), "kv", "q"])
         d = depth - 1
         x, y = self.integer(d), self.integer(d)
+        if self.floats and self.random.random() < 0.08:
+            return f"int({self.floating(d)})"
         return self._pick(
             [
                 f"({x}) + ({y})",
@@ -147,7 +149,9 @@ class Generator:
             return self._pick([*leaves, "s", "s", "s"] if self.logit else leaves)
         d = depth - 1
         x, y = self.floating(d), self.floating(d)
-        unary = self._pick(["floor", "ceil", "sigmoid", "silu", "tanh", "sin", "cos", "abs", "-"])
+        unary = self._pick([
+            "floor", "ceil", "sigmoid", "silu", "tanh", "sin", "cos", "abs", "-", "round", "trunc", "sign", "erf", "atan",
+        ])  # fmt: skip
         return self._pick(
             [
                 f"({x}) + ({y})",
@@ -164,6 +168,12 @@ class Generator:
                 f"sqrt(abs({x}))",
                 f"rsqrt(abs({x}) + 0.25)",
                 f"tan(clamp({x}, -1, 1))",
+                f"expm1(clamp({x}, -4, 4))",
+                f"log1p(abs({x}))",
+                f"atan2({x}, {y})",
+                f"({x} if isnan({y}) else {y})",
+                f"(abs({x}) + 0.5) ** clamp({y}, -3, 3)",
+                f"clamp({x}, -3.0, 3.0) ** round(clamp({y}, 0, 3))",
                 f"min({x}, {y})",
                 f"max({x}, {self.number(d)})",
                 f"clamp({x}, -3.0, {y})",

@@ -54,6 +54,12 @@ _FUNCTIONS: Mapping[str, Callable[[float], float]] = {
     "sin": lambda x: np.sin(x),
     "cos": lambda x: np.cos(x),
     "tan": lambda x: np.tan(x),
+    "atan": lambda x: np.arctan(x),
+    "trunc": lambda x: np.trunc(x),
+    "round": lambda x: np.rint(x),
+    "expm1": lambda x: np.expm1(x),
+    "log1p": lambda x: np.log1p(x),
+    "erf": lambda x: math.erf(x),
 }
 
 
@@ -116,7 +122,7 @@ class Walker:
             case ast.BinOp(op=ast.Div()):
                 return "float"
             case ast.BinOp(op=ast.Pow(), left=left, right=right):
-                exponent = self.value(right, bound)
+                exponent = right.value if isinstance(right, ast.Constant) else None  # a literal is never negative
                 whole = self.kind(left, bound) != "float" and isinstance(exponent, int) and exponent >= 0
                 return "int" if whole else "float"
             case ast.BinOp(op=op, left=left, right=right):
@@ -129,8 +135,10 @@ class Walker:
                 if name in self.functions:
                     parameters, body = self.functions[name]
                     return self.kind(self.inlined(body, dict(zip(parameters, args, strict=True)), bound), {})
-                if name in ("min", "max", "clamp", "abs"):
+                if name in ("min", "max", "clamp", "abs", "sign"):
                     return self.number(args, bound)
+                if name == "isnan":
+                    return "bool"
                 return "int" if name == "int" else "float"
         raise AssertionError(ast.dump(node))
 
@@ -227,7 +235,12 @@ class Walker:
             return self.value(self.inlined(body, dict(zip(parameters, args, strict=True)), bound), {})
         values = [self.value(part, bound) for part in args]
         if name == "int":
-            return int(values[0])
+            return _whole(values[0]) if isinstance(values[0], np.floating) else int(values[0])
+        if name == "isnan":
+            return values[0] != values[0]
+        if name == "atan2":
+            y, x = (np.float64(self.as_kind(value, "float")) for value in values)
+            return self.real(np.arctan2(y, x))
         if name == "float":
             return self.as_kind(values[0], "float")
         if name in _FUNCTIONS:
@@ -236,6 +249,8 @@ class Walker:
         numbers = [self.as_kind(value, kind) for value in values]
         if name == "abs":
             return abs(numbers[0])
+        if name == "sign":
+            return self.as_kind(int(numbers[0] > 0) - int(numbers[0] < 0), kind)
         if name == "clamp":
             return _least([_most(numbers[:2]), numbers[2]])
         return _least(numbers) if name == "min" else _most(numbers)
@@ -252,6 +267,15 @@ class Walker:
             # an int64 is rounded once
             return self.real(np.int64(value) if isinstance(value, int) else value)
         return bool(value) if kind == "bool" else int(value)
+
+
+def _whole(value: np.floating[Any]) -> int:
+    """Toward zero, within int32; 0 for NaN."""
+    if np.isnan(value):
+        return 0
+    if abs(value) >= 2**31:
+        return 2**31 - 1 if value > 0 else -(2**31)
+    return int(value)
 
 
 class _Replace(ast.NodeTransformer):
