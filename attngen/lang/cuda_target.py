@@ -100,7 +100,7 @@ class CudaDialect(Dialect):
             case "floordiv" | "mod":
                 return self._divide(node, args, scope)
             case "pow":
-                return self._power(node, scope) if isinstance(node.args[1], Const) else self._float_power(node, args, scope)
+                return self._power(node, args, scope)
         raise ValueError(f"operator {op!r} has no CUDA form")
 
     def _approximate(self, node: Op, x: Piece, scope: Scope) -> Piece:
@@ -141,9 +141,10 @@ class CudaDialect(Dialect):
         name = "floor_div" if node.op == "floordiv" else "floor_mod"
         return _call(name, *args)
 
-    def _power(self, node: Op, scope: Scope) -> Piece:
+    def _power(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
         exponent = node.args[1]
-        assert isinstance(exponent, Const)
+        if not isinstance(exponent, Const):
+            return self._float_power(node, args, scope)
         power = exponent.value
         if power == 0:  # even of NaN
             return Piece("1.0f" if node.type is Type.FLOAT else "1", _ATOM)

@@ -1,8 +1,8 @@
 """The derivative of a score, as an expression: with respect to ``s``, to a scalar, or to each element it loads.
 
-Where a function has no derivative the value is torch's: 0 for ``floor`` and the like and at the kink of ``abs``, one half of
-each argument where ``min`` and ``max`` meet, 1 at both ends of ``clamp``. A branch that is not taken is selected
-away, never multiplied by zero.
+Where a function has no derivative the value is torch's: 0 for ``floor`` and its like and at the kink of ``abs``, one
+half of each argument where ``min`` and ``max`` meet, 1 at both ends of ``clamp``. A branch that is not taken is
+selected away, never multiplied by zero.
 """
 
 from __future__ import annotations
@@ -155,13 +155,19 @@ class _Derivative:
     @staticmethod
     def _by_exponent(node: Op, inner: _Part | None) -> _Part | None:
         base, exponent = node.args
+        slope = _times(inner, _op("mul", node, _op("log", base)))
+        if isinstance(base, Const) and base.value != 0:
+            return slope
         flat = _both(_op("eq", base, ZERO), _op("ge", exponent, ZERO))  # where the logarithm is -inf
-        return _choose(flat, None, _times(inner, _op("mul", node, _op("log", base))))
+        return _choose(flat, None, slope)
 
     def _angle(self, y: Expr, x: Expr) -> _Part | None:
         radius = _op("add", _square(y), _square(x))
         by_y = _times(self.of(y), _op("truediv", x, radius))
-        return _sum(by_y, _neg(_times(self.of(x), _op("truediv", y, radius))))
+        slope = _sum(by_y, _neg(_times(self.of(x), _op("truediv", y, radius))))
+        if any(isinstance(side, Const) and side.value != 0 for side in (y, x)):
+            return slope
+        return _choose(_op("ne", radius, ZERO), slope, None)  # 0 at the origin, as in torch
 
 
 def _square(x: Expr) -> Expr:

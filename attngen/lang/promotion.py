@@ -64,7 +64,8 @@ def typed(op: str, args: Sequence[Expr]) -> Expr:
     if op == "to_int":
         if Type.FLOAT not in kinds:
             return to_int(args[0])
-        return Const(truncated(args[0].value), Type.INT) if isinstance(args[0], Const) else Op(op, tuple(args), Type.INT)
+        value = args[0]
+        return Const(truncated(value.value), Type.INT) if isinstance(value, Const) else Op(op, (value,), Type.INT)
     if op == "to_float":
         return to_float(args[0])
     if op == "select":

@@ -27,7 +27,6 @@ def truncated(value: float) -> int:
     return 0 if value != value else int(min(max(value, INT32[0]), INT32[1]))
 
 
-
 #: More heads than any model has; keeps ``h * seqlen`` within int64.
 MAX_HEADS = 2**20
 

@@ -135,7 +135,7 @@ class TritonDialect(Dialect):
             case "mod":
                 return self._mod(node, args, scope)
             case "pow":
-                return self._power(node, scope) if isinstance(node.args[1], Const) else self._float_power(node, scope)
+                return self._power(node, scope)
             case "tanh":
                 return self._tanh(node, args[0], scope)
             case "silu":
@@ -203,7 +203,8 @@ class TritonDialect(Dialect):
 
     def _power(self, node: Op, scope: Scope) -> Piece:
         exponent = node.args[1]
-        assert isinstance(exponent, Const)
+        if not isinstance(exponent, Const):
+            return self._float_power(node, scope)
         power = exponent.value
         one = "1.0" if node.type is Type.FLOAT else "1"
         if power == 0:  # even of NaN

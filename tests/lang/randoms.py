@@ -150,7 +150,8 @@ class Generator:
         d = depth - 1
         x, y = self.floating(d), self.floating(d)
         unary = self._pick([
-            "floor", "ceil", "sigmoid", "silu", "tanh", "sin", "cos", "abs", "-", "round", "trunc", "sign", "erf", "atan",
+            "floor", "ceil", "sigmoid", "silu", "tanh", "sin", "cos", "abs", "-", "round", "trunc", "sign", "erf",
+            "atan",
         ])  # fmt: skip
         return self._pick(
             [

@@ -39,7 +39,7 @@ def _variant(score: str, *scalars: Scalar) -> Variant:
         ("30 * tanh(s / 30) - 0.5 * (q_pos - kv)", "wide"),
         ("min(s, 10.0)", None),
         ("30 * tanh(s / 30) if kv % 2 == 0 else s", None),
-        ("30 * tanh(s / 30) if kv % 2 == 0 else -inf", None),
+        ("30 * tanh(s / 30) if s > 0 else -inf", None),
         ("s", None),
     ],
 )

@@ -58,7 +58,19 @@ def test_random_scores_agree_with_autograd(seed: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, equal_nan=True, msg=canonical(expr))
 
 
-@pytest.mark.parametrize("text", ["s", "s * s", "abs(s)", "clamp(s, -1, 1)", "min(s, 1.0)", "max(0.0, s)", "floor(s)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s",
+        "s * s",
+        "abs(s)",
+        "clamp(s, -1, 1)",
+        "min(s, 1.0)",
+        "max(0.0, s)",
+        "floor(s)",
+        "s + round(s) + trunc(s) + sign(s) + int(s)",
+    ],
+)
 def test_kinks_are_those_of_torch(text: str) -> None:
     expr = score(text)
     s = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], requires_grad=True)
@@ -91,17 +103,37 @@ def test_a_branch_that_is_not_taken_is_selected_away() -> None:
         ("s + x * kv", "x", "float(kv)"),
         ("s + 0.5 * s", "s", "1.0 + 0.5"),
         ("x", "s", "0.0"),
-        ("s if q > kv else -inf", "s", "1.0 if q > kv else 0.0"),
+        ("s if q > kv else 0.0", "s", "1.0 if q > kv else 0.0"),
         ("tanh(s)", "s", "1.0 - tanh(s) * tanh(s)"),
         ("s ** 2", "s", "2.0 * s"),
         ("s ** 1", "s", "1.0"),
         ("s ** 0", "s", "0.0"),
         ("floor(s) + ceil(s)", "s", "0.0"),
         ("s + one", "one", "1.0"),
+        ("expm1(s)", "s", "expm1(s) + 1.0"),
+        ("log1p(s)", "s", "1.0 / (s + 1.0)"),
+        ("atan(s)", "s", "1.0 / (s * s + 1.0)"),
+        ("2.0 ** s", "s", "2.0 ** s * log(2.0)"),
+        ("abs(x) ** s", "s", "abs(x) ** s * log(abs(x)) if not (abs(x) == 0.0 and s >= 0.0) else 0.0"),
     ],
 )
 def test_derivatives_are_short(text: str, wrt: str, printed: str) -> None:
     assert canonical(differentiate(score(text), wrt)) == printed
+
+
+@pytest.mark.parametrize(
+    "function", ["erf(s)", "expm1(s)", "log1p(s)", "atan(s)", "atan2(s, x)", "atan2(x, s)", "s ** x", "x ** s",
+                 "s ** round(s)", "abs(s) ** s", "1 / s"],
+)  # fmt: skip
+def test_functions_have_the_derivatives_of_torch(function: str) -> None:
+    """Also at zeros, for whole exponents of negative numbers, and where torch's is NaN or infinite."""
+    expr, f64 = score(f"{function} + 0 * x"), torch.float64
+    s = torch.tensor([-2.0, -1.0, -0.5, 0.0, 0.25, 1.0, 3.0], dtype=f64).repeat(5, 1).requires_grad_()
+    x = torch.tensor([-2.0, 0.0, 0.5, 1.0, 3.0], dtype=f64)[:, None].repeat(1, 7).requires_grad_()
+    wanted = torch.autograd.grad(evaluate(expr, {"s": s, "x": x}, float_dtype=f64).sum(), [s, x])
+    for name, one in zip(("s", "x"), wanted, strict=True):
+        found = evaluate(differentiate(expr, name), {"s": s.detach(), "x": x.detach()}, float_dtype=f64)
+        torch.testing.assert_close(found.broadcast_to(s.shape), one, equal_nan=True, msg=f"{function} by {name}")
 
 
 def test_each_element_that_is_read_counts_once() -> None:

@@ -73,6 +73,12 @@ def test_every_operator_has_a_rule() -> None:
         (op("lt", var("kv"), var("seqlen_k")), (True, True)),
         (op("eq", var("x"), const(6)), (False, False)),
         (op("to_int", op("lt", var("x"), const(9))), (1, 1)),
+        (op("to_int", op("to_float", var("x"))), (-3, 5)),
+        (op("to_int", op("truediv", op("to_float", var("y")), const(1.5))), (1, 4)),  # never NaN
+        (op("to_int", op("add", bruteforce.Var("f", Type.FLOAT), const(3.0))), (0, 5)),  # NaN becomes 0
+        (op("to_int", op("log", op("to_float", var("y")))), (0, 1)),
+        (op("to_int", op("exp", op("to_float", var("kv")))), (0, 2**31 - 1)),
+        (op("to_int", op("log", op("to_float", var("x")))), (-(2**31), 2**31 - 1)),
         (bruteforce.Load("t", (var("kv"),), Type.INT), (0, 9)),
         (op("select", op("lt", var("x"), const(9)), var("y"), const(100)), (2, 7)),
     ],
@@ -99,6 +105,17 @@ F = bruteforce.Var("f", Type.FLOAT)
         (op("mul", op("exp2", op("mul", F, const(1e9))), const(2.0)), 0.0, math.inf),
         (op("exp", op("mul", F, const(-1e4))), 0.0, math.inf),
         (op("rsqrt", op("abs", F)), 0.7, math.inf),
+        (op("round", F), -2.0, 2.0),
+        (op("trunc", F), -1.0, 2.0),
+        (op("erf", F), -0.9662, 0.9954),
+        (op("expm1", F), -0.7769, 6.3891),
+        (op("log1p", op("abs", F)), 0.0, 1.0987),
+        (op("log1p", F), -math.inf, math.inf),
+        (op("atan2", F, const(1.0)), -0.9828, 1.1072),
+        (op("atan2", const(1.0), F), -3.1416, 3.1416),
+        (op("pow", op("add", op("abs", F), const(0.5)), F), 0.2499, 6.2506),
+        (op("pow", op("abs", F), F), 0.0, math.inf),
+        (op("pow", F, op("abs", F)), -math.inf, math.inf),
     ],
     ids=lambda value: canonical(value) if isinstance(value, Op) else "",
 )
@@ -113,6 +130,7 @@ def test_floats_allow_for_rounding(expr: Expr, low: float, high: float) -> None:
 
 def _float32(expr: Expr, f: np.float32) -> np.float32:
     functions = {"truediv": np.divide, "rsqrt": lambda x: 1 / np.sqrt(x), "max": np.maximum, "abs": np.abs}
+    functions |= {"pow": np.power, "atan2": np.arctan2, "erf": math.erf}
     if isinstance(expr, Const):
         return np.float32(expr.value)
     if not isinstance(expr, Op):
@@ -208,6 +226,22 @@ def test_nan_decides_nothing() -> None:
     for mask in (less, op("not", less)):
         may, must = classify(mask, FACTS)
         assert (canonical(may), canonical(must)) == ("True", "False")
+
+
+@pytest.mark.parametrize(
+    ("mask", "may", "must"),
+    [
+        ("int(float(kv)) < 9", "int(float(kv_lo)) < 9", "int(float(kv_hi)) < 9"),
+        ("int(round(min(float(kv), 99.0))) >= 9", "int(round(min(kv_hi, 99.0))) >= 9",
+         "int(round(min(kv_lo, 99.0))) >= 9"),
+        ("int(log(kv + 1.0)) < 30", "True", "True"),  # by numbers: log may be rounded another way elsewhere
+        ("int(log(kv + 1.0)) < 3", "True", "False"),
+        ("int(bias[kv]) < 9", "True", "False"),
+    ],
+)  # fmt: skip
+def test_floats_that_become_integers_are_classified(mask: str, may: str, must: str) -> None:
+    variant = compile_variant("test", mask, None, (), (Tensor("bias", "fp32", ("seqlen_k",)),))
+    assert tuple(canonical(e) for e in classify(variant.mask, Facts.of(variant))) == (may, must)
 
 
 def test_packed_heads_are_an_interval() -> None:

@@ -182,7 +182,9 @@ def test_let_sees_only_earlier_entries() -> None:
         ("q > 1 and 7 // (kv - q) > 1", "the divisor of '//' may be zero", "kv - q"),
         ("q % 2.0 == 1", "'%' takes integers, got a float", "2.0"),
         ("(q >> kv) > 1", "the distance of a shift must lie within 0 .. 31", "kv"),
-        ("q ** kv > 1", "the exponent of '**' must be a constant", "kv"),
+        ("q ** 65 > 1", "the exponent of '**' must lie within -64 .. 64, got 65", "65"),
+        ("rint(q) > 1", "unknown function 'rint'; write 'round'", "rint"),
+        ("q % 1.5 > 1", "'%' takes integers, got a float; write int(x), which rounds toward zero", "1.5"),
         # words of other languages
         ("q_idx >= kv", "unknown name 'q_idx'; write 'q', or 'q_pos'", "q_idx"),
         ("q >= kv_idx", "unknown name 'kv_idx'; write 'kv'", "kv_idx"),
