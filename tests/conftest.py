@@ -16,7 +16,7 @@ import pytest
 
 from attngen.store import jobs, limits
 from attngen.store.spare import spare
-from tests import forked
+from tests import forked, sampling
 
 _GPU = Path(__file__).parent / "gpu"
 
@@ -39,6 +39,10 @@ _share_cores()
 
 #: Workers of jobs start as forks of a process that has imported what they need; tests of the workers have fresh ones.
 jobs.subprocess = SimpleNamespace(Popen=forked.popen, PIPE=subprocess.PIPE)  # type: ignore[assignment]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sampling.ask(str(config.option.markexpr))
 
 
 def pytest_sessionfinish() -> None:

@@ -1,4 +1,4 @@
-"""Products of parameters of which a sample runs always, and all others where ``-m exhaustive`` asks for them."""
+"""Parameters of which a sample runs always, and all others where ``-m exhaustive`` asks for them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,34 @@ from typing import Any
 import pytest
 
 Axis = Iterable[Any] | Mapping[str, Any]
+
+#: What this run asks for; ``tests/conftest.py`` sets it.
+_ASKED = {"exhaustive": False}
+
+
+def ask(marks: str) -> None:
+    """Note which tests an expression of marks asks for."""
+    _ASKED["exhaustive"] = "exhaustive" in marks and "not exhaustive" not in marks
+
+
+def exhaustive() -> bool:
+    """Whether this run is one of the tests that only ``-m exhaustive`` runs."""
+    return _ASKED["exhaustive"]
+
+
+def covering(facts: Mapping[str, tuple[Any, Iterable[Any]]]) -> list[str]:
+    """Return the names that show their kind with a value which no name of this kind before them has.
+
+    Each name has a kind, and as many values as all others, in the same order.
+    """
+    seen: set[Any] = set()
+    kept = []
+    for name, (kind, values) in facts.items():
+        shown = {(kind, place, value) for place, value in enumerate(values)}
+        if shown - seen:
+            kept.append(name)
+            seen |= shown
+    return kept
 
 
 def sampled(**axes: Axis) -> pytest.MarkDecorator:

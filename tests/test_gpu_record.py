@@ -176,12 +176,12 @@ def test_what_is_compiled_ahead_is_what_tests_compile() -> None:
     # test_outside registers a schedule of its own; the others have caches of their own, or read what others compiled
     others = {"test_outside", "test_model_spec", "test_waves", "prebuilt", "generated", "sanitized_gradients"}
     assert compiling - others <= set(prebuilt.modules())
-    appended = prebuilt.planned("test_append")
+    appended = prebuilt.planned("test_append", None)
     assert len({key for key, _ in appended}) == len(appended) > 3
 
 
 def test_batches_hold_each_name_once() -> None:
-    kernels = [kernel for _, kernel in prebuilt.planned("test_serving_loop")]
+    kernels = [kernel for _, kernel in prebuilt.planned("test_serving_loop", None)]
     parts = prebuilt.batches([*kernels, *kernels[:3]])
     assert [len(part) for part in parts] == [len(kernels), 3]
 

@@ -36,6 +36,21 @@ def _reason() -> str | None:
     return None if arch_of(10 * major + minor) else f"no kernels can be built for sm{major}{minor}"
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave tests of kernels that this run does not compile to ``-m exhaustive``."""
+    rarely = getattr(item.module, "LEFT_OUT", frozenset())  # type: ignore[attr-defined]
+    given = getattr(item, "callspec", None)
+    if given is None:
+        return
+    if "only" in given.params and isinstance(given.params["only"], str):
+        from tests.gpu.packages import near_duplicate
+
+        if near_duplicate(given.params):
+            item.add_marker(pytest.mark.exhaustive)
+    if any(isinstance(value, str) and value in rarely for value in given.params.values()):
+        item.add_marker(pytest.mark.exhaustive)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if "tests/gpu" in item.path.as_posix()]
@@ -96,10 +111,15 @@ def _clean(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_known() -> None:
-    """A module begins with no package, whatever other modules made known in this process."""
+    """A module begins with no package, whatever other modules made known in this process.
+
+    Programs that torch has compiled name the packages that were known then.
+    """
     from attngen.runtime.registry import registry
 
     registry.clear()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

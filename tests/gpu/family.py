@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -28,6 +29,7 @@ from attngen.tools.cases import Case
 from attngen.tools.verify.inputs import Element, Inputs, make_inputs
 from attngen.tools.verify.poison import Poisoned, poisoned
 from attngen.tools.verify.retarget import retarget
+from tests.sampling import covering, exhaustive
 
 SPEC = Path(__file__).with_name("kernels.yaml")
 PACKAGE = "attngen_gpu_tests"
@@ -41,6 +43,55 @@ Built = TypeVar("Built")
 @cache
 def _planned() -> Planned:
     return {label(plan): (spec, plan) for spec, plan in plans(load_spec(SPEC))}
+
+
+def rare(plans: Mapping[str, Plan], always: Callable[[str], bool] = lambda name: False) -> frozenset[str]:
+    """Return the near-duplicates among kernels, which only ``-m exhaustive`` compiles and runs.
+
+    They show no variant, head dim, dtype, layout or flag that another kernel of the same schedule does not show.
+    """
+    kept = covering({name: (_kind(plan), _facts(plan)) for name, plan in plans.items()})
+    return frozenset(name for name in plans if name not in kept and not always(name))
+
+
+def _kind(plan: Plan) -> tuple[object, ...]:
+    return plan.direction, plan.backend, plan.name.split("_")[2], plan.pack_gqa, plan.ordered
+
+
+def _facts(plan: Plan) -> tuple[object, ...]:
+    words = plan.name.split("_")
+    tile = next(place for place, word in enumerate(words) if re.fullmatch(r"m\d+n\d+\w*", word))
+    flags = [word for word in words[tile + 1 :] if not re.fullmatch(r"m\d+n\d+\w*", word)]
+    return (
+        plan.variant.name, (plan.head_dim_qk, plan.head_dim_v), (plan.dtype_name, plan.operands.k.name),
+        plan.layout, tuple(flags),
+    )  # fmt: skip
+
+
+def mentioned(name: str) -> bool:
+    """Whether a test of this folder asks for a kernel by its label."""
+    return f'"{name.removeprefix("backward ")}"' in _texts()
+
+
+@cache
+def _texts() -> str:
+    return "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
+
+
+@cache
+def left_out() -> frozenset[str]:
+    """Return the labels of the kernels of ``kernels.yaml`` that only ``-m exhaustive`` compiles and runs."""
+    return rare({name: plan for name, (_, plan) in _planned().items()}, mentioned)
+
+
+def compiled_labels() -> list[str]:
+    """Return the labels of the kernels that this run compiles."""
+    return list(some_of(_planned(), left_out()))
+
+
+def some_of(planned: Mapping[str, Built], rarely: Container[str]) -> dict[str, Built]:
+    """Return the kernels that this run compiles: without those that are left to ``-m exhaustive``."""
+    return {name: one for name, one in planned.items() if exhaustive() or name not in rarely}
 
 
 def rendered(planned: Planned) -> dict[str, Prepared]:
@@ -129,18 +180,18 @@ class Kernels(dict[str, Kernel]):
                 self[name] = read_kernel(store.path(built[kernel.plan.name].key))
 
     def __missing__(self, name: str) -> Kernel:
-        pytest.fail(f"{name} was not compiled: {self._errors[name]}")
+        pytest.fail(f"{name} was not compiled: {self._errors.get(name, 'only -m exhaustive asks for it')}")
 
 
 def to_build() -> list[Prepared]:
-    """Return all kernels with their sources."""
-    return list(rendered(_planned()).values())
+    """Return the kernels with their sources."""
+    return list(rendered(some_of(_planned(), left_out())).values())
 
 
 @known
 def kernels() -> tuple[Kernels, Package]:
-    """Return every kernel by its label, and make the package known."""
-    found = Kernels(rendered(_planned()))
+    """Return the kernels by their labels, and make the package known."""
+    found = Kernels(rendered(some_of(_planned(), left_out())))
     return found, package_of_kernels(list(found.values()), "tests/gpu")
 
 

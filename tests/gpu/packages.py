@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -12,44 +12,58 @@ from torch import Tensor
 
 from attngen import resources
 from attngen.formats import APPEND
+from attngen.plan import Plan
+from attngen.render import render
 from attngen.runtime.module import read_kernel
 from attngen.runtime.registry import Package, package_of_kernels
-from attngen.schema import load_spec, spec_hash
+from attngen.schema import KernelSpec, load_spec, spec_hash
 from attngen.store.index import Index, IndexEntry, write_index
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import BuiltKernel, Prepared, compile_kernels, prepare
+from attngen.tools.build.pipeline import BuiltKernel, Prepared, compile_kernels, plans
 from tests.gpu.family import for_this_gpu
 from tests.integrations import families
+from tests.sampling import exhaustive
 
 BATCH, HEADS, KV_HEADS = 2, 4, 2
 
 
-def _flash_attn(kernel: Prepared) -> bool:
-    plan = kernel.plan
-    narrow = plan.dtype_name == "bf16" and plan.head_dim_qk == 64
-    return plan.dtype_name in ("bf16", "fp16") and (narrow or (plan.layout == "dense" and not plan.ordered))
+def _sdpa(spec: KernelSpec, plan: Plan) -> bool:
+    return exhaustive() or plan.dtype_name != "fp16" or plan.head_dim_qk == 64
 
 
-def _caches(kernel: Prepared) -> bool:
-    wide = {"bf16": 128, "fp16": 64}.get(kernel.plan.dtype_name, 0)
-    sixteen = kernel.spec.kv_dtype in (None, kernel.plan.dtype_name)
-    return kernel.plan.direction == APPEND or (sixteen and kernel.plan.head_dim_qk in (64, wide) and wide > 0)
+def _flash_attn(spec: KernelSpec, plan: Plan) -> bool:
+    narrow = plan.head_dim_qk == 64
+    if plan.dtype_name == "fp16":
+        return (exhaustive() or narrow) and plan.layout == "dense" and not plan.ordered
+    return plan.dtype_name == "bf16" and (narrow or (plan.layout == "dense" and not plan.ordered))
+
+
+def _caches(spec: KernelSpec, plan: Plan) -> bool:
+    wide = {"bf16": 128, "fp16": 64}.get(plan.dtype_name, 0)
+    sixteen = spec.kv_dtype in (None, plan.dtype_name)
+    return plan.direction == APPEND or (sixteen and plan.head_dim_qk in (64, wide) and wide > 0)
+
+
+def near_duplicate(parameters: Mapping[str, Any]) -> bool:
+    """Whether a test with these parameters calls kernels that only ``-m exhaustive`` compiles."""
+    dims = parameters.get("dim", parameters.get("dims", 64))
+    return parameters.get("dtype") is torch.float16 and dims not in (64, (64, 64))
 
 
 #: Of the kernels of each shipped spec those that tests and examples call: one of them all takes minutes to compile.
-CALLED: dict[str, Callable[[Prepared], bool]] = {
-    "sdpa": lambda kernel: True,
+CALLED: dict[str, Callable[[KernelSpec, Plan], bool]] = {
+    "sdpa": _sdpa,
     "flash_attn": _flash_attn,
     "flash_attn_kvcache": _caches,
-    "transformers": lambda kernel: kernel.plan.dtype_name == "bf16" and kernel.plan.head_dim_qk == 64,
+    "transformers": lambda spec, plan: plan.dtype_name == "bf16" and plan.head_dim_qk == 64,
 }
 
 
 @cache
 def called(spec: str) -> list[Prepared]:
     """Return the kernels of a shipped spec that are called, for the GPU that is here."""
-    kernels = prepare(load_spec(resources.specs_dir() / f"integrations/{spec}.yaml"))
-    return [for_this_gpu(kernel) for kernel in kernels if CALLED[spec](kernel)]
+    planned = plans(load_spec(resources.specs_dir() / f"integrations/{spec}.yaml"))
+    return [for_this_gpu(Prepared(one, plan, render(plan))) for one, plan in planned if CALLED[spec](one, plan)]
 
 
 def to_build() -> list[Prepared]:

@@ -10,8 +10,10 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 
 from attngen.store.jobs import Job, run_jobs, worker_processes
 from attngen.store.key import key_of
@@ -19,6 +21,7 @@ from attngen.store.limits import available_cores
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels
 from tests.gpu.family import for_this_gpu
+from tests.gpu.packages import CALLED
 
 FOLDER = Path(__file__).parent
 
@@ -31,21 +34,30 @@ def modules() -> list[str]:
     return [path.stem for path in sorted(FOLDER.glob("*.py")) if "\ndef to_build(" in path.read_text()]
 
 
-def planned(module: str, last: bool = True) -> list[tuple[str, Prepared]]:
-    """Return the kernels of a module's tests with their keys in the cache, for the GPU that is here."""
-    kernels = [for_this_gpu(kernel) for kernel in import_module(f"tests.gpu.{module}").to_build()]
+def planned(module: str, part: str | None, last: bool = True) -> list[tuple[str, Prepared]]:
+    """Return the kernels of a module's tests, or a part of them, with their keys, for the GPU that is here."""
+    found = import_module(f"tests.gpu.{module}")
+    kernels = [for_this_gpu(kernel) for kernel in (found.to_build() if part is None else found.called(part))]
     return [(key_of(kernel.plan, kernel.source), kernel) for kernel in kernels]
+
+
+def parts_of(module: str) -> list[tuple[str, str | None]]:
+    """Return what is planned at once: a module, or each of the shipped specs."""
+    return [(module, spec) for spec in CALLED] if module == "packages" else [(module, None)]
 
 
 def wanted(jobs: int | None = None) -> dict[str, list[tuple[str, Prepared]]]:
     """Return the kernels of each module; planning all of them takes one core half a minute."""
-    names = modules()
-    calls = [Job(name, "tests.gpu.prebuilt:planned", (name,)) for name in names]
-    found = {names[result.index]: result for result in run_jobs(calls, jobs or available_cores())}
-    for name, result in found.items():
+    names = sorted(modules(), key=lambda name: name != "packages")  # what takes longest is begun first
+    parts = [part for name in names for part in parts_of(name)]
+    calls = [Job(name, "tests.gpu.prebuilt:planned", (name, part)) for name, part in parts]
+    found: dict[str, list[tuple[str, Prepared]]] = {name: [] for name in names}
+    for result in run_jobs(calls, jobs or available_cores()):
+        name, _ = parts[result.index]
         if result.error is not None:
             print(f"{name}: {result.error}", flush=True)
-    return {name: found[name].value or [] for name in names}
+        found[name] += result.value or []
+    return found
 
 
 def batches(kernels: Sequence[Prepared]) -> list[list[Prepared]]:
@@ -62,20 +74,37 @@ def batches(kernels: Sequence[Prepared]) -> list[list[Prepared]]:
 
 
 def build(kernels: Sequence[Prepared], jobs: int | None = None) -> tuple[int, list[str]]:
-    """Compile what the cache lacks; return how many kernels there are now, and a line for each that there is not."""
+    """Compile what the cache lacks; return how many kernels there are now, and a line for each that there is not.
+
+    Parts are compiled beside each other, so that no core waits for the last kernel of one.
+    """
     store, done, wrong = Store(), 0, []
-    with worker_processes() as workers:
-        for part in batches(kernels):
-            built, failures = compile_kernels(part, store=store, jobs=jobs, workers=workers)
+    parts = batches(kernels)
+    cores = jobs or available_cores()
+    with worker_processes() as workers, ThreadPoolExecutor(len(parts) or 1) as threads:
+        shares = [max(round(cores * len(part) / len(kernels)), 1) for part in parts]
+        for built, failures in threads.map(
+            lambda part, share: compile_kernels(part, store=store, jobs=share, workers=workers), parts, shares
+        ):
             done += len(built)
             wrong += [f"{failure.name}: {str(failure.error).splitlines()[0]}" for failure in failures]
     return done, wrong
+
+
+def note(keys: Sequence[str], left: int, file: Path) -> None:
+    """Write a file when no more kernels are left than that; the cache is looked at, since builds say nothing."""
+    missing = set(keys)
+    while len(missing) > left:
+        missing = {key for key in missing if not Store().path(key).exists()}
+        time.sleep(0.5)
+    file.touch()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="say how many kernels there are, and compile none")
     parser.add_argument("--jobs", type=int, help="compiles at once; left out: as many as cores")
+    parser.add_argument("--nearly", type=Path, help="a file that is written when one of twelve is left, or none")
     chosen = parser.parse_args()
     begun = time.monotonic()
     found = wanted(chosen.jobs)
@@ -85,6 +114,9 @@ def main() -> None:
     print(f"{len(kernels)} kernels: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}", flush=True)
     if not chosen.list:
         print(f"planned and rendered after {time.monotonic() - begun:.0f} s", flush=True)
+        if chosen.nearly:
+            keys = [key for rows in found.values() for key, _ in rows]
+            Thread(target=note, args=(keys, len(kernels) // 12, chosen.nearly), daemon=True).start()
         done, wrong = build(kernels, chosen.jobs)
         print(*wrong, f"{done} built, {len(wrong)} not, after {time.monotonic() - begun:.0f} s", sep="\n", flush=True)
 

@@ -162,6 +162,11 @@ class Program:
             )  # fmt: skip
         return cls(process, deadline)
 
+    def wait_for(self, file: Path) -> None:
+        """Wait until there is a file, the program has ended, or its deadline."""
+        while self.process.poll() is None and not file.exists() and time.monotonic() < self.deadline:
+            time.sleep(0.2)
+
     def wait(self) -> int:
         """Return the exit code, or that of the signal that ended it at the deadline."""
         try:
@@ -198,19 +203,24 @@ def run(
 
     first = None
     if prebuild:
-        command = [sys.executable, "-m", "tests.gpu.prebuilt"]
+        nearly = folder / "nearly"
+        command = [sys.executable, "-m", "tests.gpu.prebuilt", "--nearly", str(nearly)]
         first = Program.start(command, folder / "prebuilt", begun + 0.8 * (deadline - begun))
     marks = "alone and not exhaustive"
     early = min(deadline, begun + _ALONE_SHARE * (deadline - begun))
     alone = Program.start(pytest_command(paths, marks, 1), folder / "alone", early, **cores)
     if first is not None:
-        say("kernels are compiled", first.wait())
+        first.wait_for(nearly)
+        say("nearly all kernels are compiled", 0)
         alone.deadline = min(early, time.monotonic() + _ALONE_LONGER)
     say("tests that need the card for themselves", alone.wait())
     suite.read(events)
     before_rest = deadline - (_REST_SECONDS if suite.not_ended() else 0)
     command = pytest_command(paths, "not alone and not exhaustive", workers)
-    say("all other tests", Program.start(command, folder / "tests", before_rest, **cores).wait())
+    others = Program.start(command, folder / "tests", before_rest, **cores)
+    if first is not None:
+        say("kernels are compiled", first.wait())
+    say("all other tests", others.wait())
     suite.read(events)
     rest = suite.not_ended()
     if rest and deadline - time.monotonic() > _REST_SECONDS / 4:
@@ -296,7 +306,7 @@ def report(suite: Suite, record: Record, said: Iterable[str], folder: Path) -> s
     for name in record.failed:
         lines += ["", f"=== {name}", *(text[-3000:] for text in suite.tests[name].texts)]
     for path in sorted(folder.iterdir()):
-        if path.name != "events":
+        if path.name not in ("events", "nearly"):
             lines += ["", f"##### {path.name}", path.read_text(errors="replace")[-400_000:]]
     return "\n".join(lines) + "\n"
 

@@ -12,16 +12,18 @@ from attngen.tools.build.pipeline import plans
 from attngen.tools.cases import Case
 from tests.gpu.family import Kernels, label, rendered
 from tests.gpu.gradient_runs import gradient_run
-from tests.gpu.test_backward import SPEC
+from tests.gpu.test_backward import LEFT_OUT, SPEC
 
 _PLANNED = {
     label(plan): (spec, plan)
     for spec, plan in plans(load_spec(SPEC))
-    if plan.direction == "backward" and plan.backend == "cuda"
+    if plan.direction == "backward" and plan.backend == "cuda" and f"backward {label(plan)}" not in LEFT_OUT
 }
 #: Every choice of roles, driver and layout has a kernel here.
 KERNELS = list(_PLANNED)
 SIZES = ((1, 1), (1, 129), (129, 1), (63, 65), (128, 128), (129, 257))
+#: Shapes of a kernel under memcheck, which takes long: the next one begins with the next shape.
+_AT_ONCE = 2
 
 
 @cache
@@ -32,8 +34,9 @@ def kernels() -> Kernels:
 
 def main(tool: str) -> None:
     """Run every kernel on the shapes that a tool is for."""
-    for name in KERNELS:
-        for rows, keys in SIZES if tool == "memcheck" else SIZES[-1:]:
+    for place, name in enumerate(KERNELS):
+        turned = SIZES[place % len(SIZES) :] + SIZES[: place % len(SIZES)]
+        for rows, keys in turned[:_AT_ONCE] if tool == "memcheck" else SIZES[-1:]:
             found = gradient_run(kernels()[name], Case("sanitized", (rows,), (keys,), heads=2, kv_heads=1), rows)()
             assert all(torch.isfinite(gradient).all() for gradient in found)
     torch.cuda.synchronize()

@@ -11,9 +11,10 @@ from attngen.runtime.checked import Call
 from attngen.runtime.pinned import Buffers, Pinned
 from attngen.tools.cases import Case
 from attngen.tools.verify.trial import Trial, try_kernel
-from tests.gpu.family import Run, kernels, labels, same
+from tests.gpu.family import Run, kernels, labels, left_out, same
 
 ALL = labels()
+LEFT_OUT = left_out()
 SEED = 20_000
 
 

@@ -18,6 +18,7 @@ from attngen.runtime.checked import Call
 from attngen.runtime.gradients import GradientBuffers
 from attngen.runtime.pinned import PinnedGradients, prepared_shapes
 from attngen.runtime.registry import Package, package_of_kernels
+from attngen.runtime.tile_map import _KEPT, kept_maps
 from attngen.schema import load_spec
 from attngen.tools.bench.memory import workspace, workspace_bound
 from attngen.tools.build.pipeline import Prepared, plans
@@ -26,23 +27,25 @@ from attngen.tools.verify.gradient_contract import expected_gradients
 from attngen.tools.verify.inputs import Element, make_inputs
 from attngen.tools.verify.poison import poisoned_gradients
 from attngen.tools.verify.trial import Trial, try_backward
-from tests.gpu.family import Kernels, known, label, rendered, same
+from tests.gpu.family import Kernels, known, label, mentioned, rare, rendered, same, some_of
 from tests.gpu.gradient_runs import gradient_run
 
 SPEC = Path(__file__).with_name("backward.yaml")
 PACKAGE = "attngen_gpu_backward"
 _PLANNED = {f"{plan.direction} {label(plan)}": (spec, plan) for spec, plan in plans(load_spec(SPEC))}
 ALL = [name for name in _PLANNED if name.startswith("backward")]
+#: Backward kernels that only ``-m exhaustive`` compiles and runs.
+LEFT_OUT = rare({name: _PLANNED[name][1] for name in ALL}, mentioned)
 
 
 def to_build() -> list[Prepared]:
-    return list(rendered(_PLANNED).values())
+    return list(rendered(some_of(_PLANNED, LEFT_OUT)).values())
 
 
 @known
 def kernels() -> tuple[Kernels, Package]:
     """Return forwards and backwards by their labels, and make the package known."""
-    found = Kernels(rendered(_PLANNED))
+    found = Kernels(rendered(some_of(_PLANNED, LEFT_OUT)))
     return found, package_of_kernels(list(found.values()), "tests/gpu")
 
 
@@ -316,13 +319,15 @@ def test_memory_beside_inputs_and_gradients(name: str, kv_heads: int) -> None:
     given = make_inputs(kernel.variant, case, "dense", element, "cuda", 0)
     call = given.bind(kernel.variant)
     maps = 4 * sum(math.prod(shape) for shape in prepared_shapes(kernel, call)[1].values())
+    _KEPT.clear()
     leaves = [t.detach().requires_grad_() for t in (given.q, given.k, given.v)]
     out = attention(*leaves, variant=kernel.variant_name, **given.arguments)
     above = torch.randn_like(out)
     step = partial(torch.autograd.grad, out, leaves, above, retain_graph=True)
     torch.use_deterministic_algorithms(name in ORDERED)
     try:
-        step()
+        for _ in range(2):  # the second use of a map completes it with visible pairs; then it is kept
+            step()
         held = workspace(out.device, step)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -330,5 +335,9 @@ def test_memory_beside_inputs_and_gradients(name: str, kv_heads: int) -> None:
     assert held <= maps + workspace_bound(
         plan, batch=2, seqlen_q=rows, seqlen_k=keys, heads=4, kv_heads=kv_heads
     )  # fmt: skip
+    for (_, owner, *_), entry in kept_maps().items():
+        shape = entry.launches.maps[owner]
+        assert entry.words is not None
+        assert entry.words.numel() <= math.prod(shape.tensor_shape()) + shape.slots * shape.tile_words
     if kernel.backend == "triton":
         assert held <= maps + 2 * 4 * 2 * 4 * rows

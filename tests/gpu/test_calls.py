@@ -16,9 +16,10 @@ from attngen.runtime.checked import Packing
 from attngen.runtime.pinned import Buffers
 from attngen.tools.cases import Case
 from attngen.tools.verify.inputs import Inputs
-from tests.gpu.family import PACKAGE, Run, bits, kernels, labels, same
+from tests.gpu.family import PACKAGE, Run, bits, kernels, labels, left_out, same
 
 ALL = labels()
+LEFT_OUT = left_out()
 DENSE = [name for name in ALL if "dense" in name]
 
 

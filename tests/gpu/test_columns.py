@@ -19,7 +19,7 @@ from attngen.tools.verify.gradient_contract import expected_gradients
 from attngen.tools.verify.inputs import Element, make_inputs
 from attngen.tools.verify.poison import poisoned_gradients
 from tests.gpu import test_backward as backward
-from tests.gpu.family import Run, bits, labels, same
+from tests.gpu.family import Run, bits, labels, left_out, same
 
 #: Columns of NaN after each row: as many as keep rows at multiples of 16 bytes.
 GAP = 8
@@ -31,6 +31,7 @@ def is_causal(name: str) -> bool:
 
 FORWARDS = [name for name in labels() if is_causal(name)]
 BACKWARDS = [name for name in backward.ALL if is_causal(name)]
+LEFT_OUT = left_out() | backward.LEFT_OUT
 
 
 def wide(tensor: Tensor) -> Tensor:

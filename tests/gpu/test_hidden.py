@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from attngen.tools.cases import Case
-from tests.gpu.family import Run, bits, labels, of_variants, same
+from tests.gpu.family import Run, bits, labels, left_out, of_variants, same
 from tests.sampling import sampled
 
 ALL = labels()
+LEFT_OUT = left_out()
 VALUES = (torch.nan, torch.inf, -torch.inf, 1e38)
 
 

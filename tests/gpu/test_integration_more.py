@@ -22,6 +22,7 @@ from tests.gpu.test_integration_gradients import dense_sdpa, leaves, no_worse_gr
 from tests.integrations import families, oracles
 from tests.integrations.families import batch, logits
 from tests.integrations.test_flash_passes import merged
+from tests.sampling import sampled
 
 DIMS = [(80, 80), (96, 96), (112, 112), (256, 256), (192, 128)]
 DTYPES = [torch.bfloat16, torch.float16]
@@ -233,8 +234,7 @@ def test_sdpa_at_other_head_dims(kind: str, dims: tuple[int, int], dtype: torch.
 
 
 @only_package("transformers")
-@pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@sampled(family=["llama", "gemma2", "gpt_oss"], padding=["left", "none"])
 @torch.no_grad()
 def test_steps_against_a_static_cache(
     family: str, padding: str, only: Package, monkeypatch: pytest.MonkeyPatch

@@ -13,11 +13,12 @@ import torch
 
 from attngen.runtime.pinned import Buffers, Pinned, prepared_shapes
 from attngen.tools.cases import Case
-from tests.gpu.family import Run, bits, kernels, labels
+from tests.gpu.family import Run, bits, kernels, labels, left_out
 from tests.gpu.sanitized import subjects
 from tests.sampling import sampled
 
 ALL = labels()
+LEFT_OUT = left_out()
 ROOT = Path(__file__).parents[2]
 
 

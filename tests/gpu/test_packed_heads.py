@@ -12,9 +12,10 @@ from attngen.tools.cases import Case
 from attngen.tools.verify.contract import deviation
 from attngen.tools.verify.poison import poisoned
 from attngen.tools.verify.trial import prepare_case
-from tests.gpu.family import DEVICE, PACKAGE, Run, kernels, labels
+from tests.gpu.family import DEVICE, PACKAGE, Run, kernels, labels, left_out
 
 PACKED = [name for name in labels() if name.endswith("pack")]
+LEFT_OUT = left_out()
 SEED = 40_000
 
 

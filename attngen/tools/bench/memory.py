@@ -18,8 +18,8 @@ _FLOAT32 = 4
 def workspace(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int:
     """Return the most bytes that a call held besides its results and all that was allocated before it.
 
-    Counts what torch's allocator was asked for on a GPU, before rounding; the call must have run before, or what it
-    keeps for later ones is counted.
+    What a call frees that an earlier one kept was not there before, either. Counts what torch's allocator was asked for
+    on a GPU, before rounding; the call must have run before, or what it keeps for later ones is counted.
     """
     gc.collect()  # nothing else may be freed meanwhile
     torch.cuda.synchronize(device)
@@ -28,7 +28,10 @@ def workspace(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int
     results = call()
     torch.cuda.synchronize(device)
     storages = {each.data_ptr(): each.nbytes() for each in (result.untyped_storage() for result in results)}
-    return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"]) - before - sum(storages.values())
+    found = torch.cuda.memory_stats(device)
+    held = sum(storages.values())
+    kept = min(before, found["requested_bytes.all.current"] - held)
+    return int(found["requested_bytes.all.peak"]) - kept - held
 
 
 def workspace_bound(plan: Plan, *, batch: int, seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int) -> int:
