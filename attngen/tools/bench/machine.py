@@ -93,8 +93,15 @@ def versions() -> dict[str, str | None]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    cudnn = torch.backends.cudnn.version()
-    return found | {"cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
+    try:
+        cudnn = torch.backends.cudnn.version()
+    except (RuntimeError, ValueError):  # torch's CUDA builds ask the devices, and there is none
+        cudnn = None
+    return found | {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": None if cudnn is None else str(cudnn),
+    }
 
 
 def gpu_facts(gpu: Gpu) -> dict[str, Any]:
