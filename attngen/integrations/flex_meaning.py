@@ -22,7 +22,7 @@ from attngen.integrations.flex_facts import Look, looks
 from attngen.integrations.flex_identity import Reading, state_of
 from attngen.integrations.flex_plain import legal, plain
 from attngen.integrations.flex_trace import Trace, refusal, traced
-from attngen.integrations.flex_translate import Captured, Translation, Translator, Values
+from attngen.integrations.flex_translate import WORDS, Captured, Translation, Translator, Values
 from attngen.runtime.cache import RecentCache
 
 Mod = Callable[..., Any]
@@ -228,7 +228,8 @@ class Functions:
 
     def _traced(self) -> Template:
         return Template({
-            kind: traced(function, kind, self._device, self._reading) for kind, function in self._functions.items()
+            kind: traced(function, kind, self._device, self._reading, WORDS)
+            for kind, function in self._functions.items()
         })  # fmt: skip
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ Indexing a tensor by one becomes a gather, where torch would read the index as a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
@@ -143,10 +143,16 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, function: Callable[..., Any], arguments: Sequence[Tensor], reading: Reading, device: torch.device
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Tensor],
+        reading: Reading,
+        device: torch.device,
+        words: Container[str],
     ) -> None:
         super().__init__()
         self.trace = Trace()
+        self._words = words
         self._device = device
         self._file = getattr(getattr(plain_of(function), "__code__", None), "co_filename", None)
         self._place = arguments[-1].device
@@ -247,6 +253,10 @@ class _Recorder(TorchDispatchMode):
             return self._constant(func, args, kwargs, tensors)
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _OperationError(f"{func} returns random numbers, which differ from call to call")
+        if depends and _name(func) not in self._words:
+            result = self._decomposed(func, args, kwargs)
+            if result is not None:
+                return result
         if func is _aten.index.Tensor:
             result = self._gathered(*args)
         elif func.overloadpacket in _DIVIDES and isinstance(args[1], Tensor):
@@ -262,11 +272,29 @@ class _Recorder(TorchDispatchMode):
             self.known[id(one)] = self._step(func, args, kwargs, one) if depends or not one.dim() else self._made(one)
         return result
 
+    def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Compute an operation by torch's own decomposition, whose operations are written down; None if it has none."""
+        from torch._decomp import decomposition_table  # takes a while, and most functions need none
+
+        decomposition = decomposition_table.get(func)
+        if decomposition is None:
+            return None
+        steps = self.trace.steps
+        before = len(steps)
+        try:
+            with self:
+                result = decomposition(*args, **kwargs)
+        except Exception:  # such as one that looks at values
+            result = NotImplemented
+        complete = all(step.name in self._words for step in steps[before:])
+        if complete and result is not NotImplemented and all(id(one) in self.known for one in _tensors(result)):
+            return result
+        del steps[before:]  # a refusal names the operation that the function has, not a part of it
+        return None
+
     def _step(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Step:
-        overload, given = str(func), {key: self._operand(value) for key, value in kwargs.items()}
-        step = Step(
-            overload.split(".")[1], overload, self._operands(args), given, result.dtype, result.shape, self._line()
-        )
+        given = {key: self._operand(value) for key, value in kwargs.items()}
+        step = Step(_name(func), str(func), self._operands(args), given, result.dtype, result.shape, self._line())
         self.trace.steps.append(step)
         return step
 
@@ -325,6 +353,11 @@ class _Recorder(TorchDispatchMode):
         return None if frame is None else frame.f_lineno
 
 
+def _name(func: Any) -> str:
+    """The name of an operation without its namespace and overload: ``add`` of ``aten.add.Tensor``."""
+    return str(func).split(".")[1]
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -367,10 +400,13 @@ def _runs(device: torch.device) -> bool:
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-def traced(function: Callable[..., Any], kind: str, device: torch.device, reading: Reading) -> Trace:
+def traced(
+    function: Callable[..., Any], kind: str, device: torch.device, reading: Reading, words: Container[str]
+) -> Trace:
     """Return what a function of (b, h, q_idx, kv_idx) computes, or with ``kind='score_mod'`` of (score, b, h, …).
 
-    ``reading`` is of this function, or of several with it. Raises CallError, in one sentence with the place, for a
+    ``reading`` is of this function, or of several with it. Operations that are not among ``words`` are written down as
+    torch decomposes them, where it does. Raises CallError, in one sentence with the place, for a
     function that cannot be traced.
     """
     effect = effect_of(function)
@@ -378,7 +414,7 @@ def traced(function: Callable[..., Any], kind: str, device: torch.device, readin
         told, reason, line = effect
         raise refusal(told, kind, f"{reason}; a function must have no side effects", line)
     arguments = _samples(kind, device)
-    recorder = _Recorder(function, arguments, reading, device)
+    recorder = _Recorder(function, arguments, reading, device, words)
     kept = Kept(function)
     try:
         with torch.no_grad(), recorder, _Gathers(arguments[-1], recorder):

@@ -173,7 +173,7 @@ class Translator:
             return str(operand) if operand >= 0 else f"(-{-operand})"
         if isinstance(operand, float):
             if math.isnan(operand):
-                raise refusal(self._function, self._kind, "the language has no NaN")
+                return "(inf - inf)"
             if math.isinf(operand):
                 return "inf" if operand > 0 else "(-inf)"
             return repr(operand) if operand >= 0 else f"(-{-operand!r})"
@@ -326,7 +326,7 @@ class Translator:
         if _is_float(step):
             if mode == "floor":
                 return f"floor({x} / {y})"
-            return f"(floor({x} / {y}) if ({x} / {y}) >= 0.0 else ceil({x} / {y}))"
+            return f"trunc({x} / {y})"
         return f"({x} // {y})" if mode == "floor" else self._truncated(step, x, y)
 
     def _truncated(self, step: Step, x: str, y: str) -> str:
@@ -343,10 +343,9 @@ class Translator:
         return f"({x} - floor({x} / {y}) * {y})" if _is_float(step) else f"({x} % {y})"
 
     def _aten_fmod(self, step: Step) -> str:
-        if _is_float(step):
-            raise self._refuse(step, "aten.fmod of floats has no equivalent in attngen's language")
         x, y = self._of(step.args[0]), self._divisor(step, step.args[1])
-        return f"({x} - {self._truncated(step, x, y)} * {y})"
+        quotient = f"trunc({x} / {y})" if _is_float(step) else self._truncated(step, x, y)
+        return f"({x} - {quotient} * {y})"
 
     def _aten_where(self, step: Step) -> str:
         condition, chosen, other = (self._of(operand) for operand in step.args)
@@ -361,17 +360,20 @@ class Translator:
             return text if source.is_floating_point else f"float({text})"
         if wanted == torch.bool:
             return text if source == torch.bool else f"({text} != 0)"
-        if source.is_floating_point:
-            raise self._refuse(step, "a conversion of a float to an integer has no equivalent in attngen's language")
-        return f"int({text})" if source == torch.bool else text
+        return f"int({text})" if source == torch.bool or source.is_floating_point else text
 
     def _aten_pow(self, step: Step) -> str:
         base, exponent = step.args[0], step.args[1]
-        if isinstance(exponent, Step):
-            if isinstance(base, int | float) and base > 0:
-                return f"exp2({self._of(exponent)} * {self._of(float(math.log2(base)))})"
-            raise self._refuse(step, "an exponent that is not constant has no equivalent in attngen's language")
+        if isinstance(exponent, Step) and isinstance(base, int | float) and base > 0:
+            return f"exp2({self._of(exponent)} * {self._of(float(math.log2(base)))})"
         return f"({self._of(base)} ** {self._of(exponent)})"
+
+    def _aten_round(self, step: Step) -> str:
+        text, decimals = self._of(step.args[0]), step.kwargs.get("decimals", 0)
+        if decimals == 0 or not _is_float(step):
+            return f"round({text})" if _is_float(step) else text
+        scale = repr(10.0 ** abs(decimals))
+        return f"(round({text} * {scale}) / {scale})" if decimals > 0 else f"(round({text} / {scale}) * {scale})"
 
     def _aten_clamp(self, step: Step) -> str:
         text, limits = self._of(step.args[0]), [*step.args[1:], None, None]
@@ -414,9 +416,15 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+#: What torch's arithmetic of bools is.
+_OF_CONDITIONS = {"+": "or", "*": "and"}
+
+
 def _infix(sign: str) -> Callable[[Translator, Step], str]:
     def rule(self: Translator, step: Step) -> str:
         x, y = (self._of(operand) for operand in step.args[:2])
+        if step.dtype == torch.bool and sign in _OF_CONDITIONS:
+            return f"({x} {_OF_CONDITIONS[sign]} {y})"
         factor = step.kwargs.get("alpha", 1)
         return f"({x} {sign} {y if factor == 1 else f'{self._of(factor)} * {y}'})"
 
@@ -435,6 +443,20 @@ def _logic(word: str, sign: str) -> Callable[[Translator, Step], str]:
         return f"({f' {word if _dtype(step) == torch.bool else sign} '.join(sides)})"
 
     return rule
+
+
+def _written(pattern: str) -> Callable[[Translator, Step], str]:
+    """A text over the arguments ``{x}`` and ``{y}``."""
+
+    def rule(self: Translator, step: Step) -> str:
+        return pattern.format(**dict(zip("xy", map(self._of, step.args), strict=False)))
+
+    return rule
+
+
+def _whole(name: str) -> Callable[[Translator, Step], str]:
+    """A function that rounds floats, and leaves integers as they are."""
+    return lambda self, step: f"{name}({self._of(step.args[0])})" if _is_float(step) else self._of(step.args[0])
 
 
 def _comparison(sign: str) -> Callable[[Translator, Step], str]:
@@ -495,11 +517,28 @@ _RULES: Mapping[str, Callable[[Translator, Step], str]] = {
     "maximum": _function("max"), "minimum": _function("min"), "clamp_min": _function("max"),
     "clamp_max": _function("min"), "scalar_tensor": _constant,
     **{name: _function(name) for name in (
-        "abs", "exp", "exp2", "log", "log2", "tanh", "sigmoid", "silu", "sqrt", "rsqrt", "sin", "cos", "tan", "floor",
-        "ceil",
+        "abs", "exp", "exp2", "log", "log2", "tanh", "sigmoid", "silu", "sqrt", "rsqrt", "sin", "cos", "tan", "expm1",
+        "log1p", "erf", "atan", "atan2", "sign", "isnan",
     )},
-    **dict.fromkeys(("clone", "alias", "detach", "lift_fresh_copy", "view", "expand", "contiguous"), _first),
+    **{name: _whole(name) for name in ("floor", "ceil", "trunc")}, "fix": _whole("trunc"), "sgn": _function("sign"),
+    "hypot": _written("sqrt({x} * {x} + {y} * {y})"),
+    "fmax": _written("({y} if isnan({x}) else {x} if isnan({y}) else max({x}, {y}))"),
+    "fmin": _written("({y} if isnan({x}) else {x} if isnan({y}) else min({x}, {y}))"),
+    "isinf": _written("(abs({x}) == inf)"), "isfinite": _written("(abs({x}) < inf)"),
+    "signbit": _written("({x} < 0)"),  # of -0.0, too, which counts as positive
+    "erfc": _written("(1.0 - erf({x}))"), "log10": _written(f"(log2({{x}}) * {math.log10(2.0)!r})"),
+    "asin": _written("atan2({x}, sqrt((1.0 - {x}) * (1.0 + {x})))"),
+    "acos": _written("atan2(sqrt((1.0 - {x}) * (1.0 + {x})), {x})"),
+    "sinh": _written("(0.5 * (expm1({x}) - expm1(-{x})))"), "cosh": _written("(0.5 * (exp({x}) + exp(-{x})))"),
+    "asinh": _written("(sign({x}) * log1p(abs({x}) + {x} * {x} / (1.0 + sqrt({x} * {x} + 1.0))))"),
+    "acosh": _written("log({x} + sqrt({x} * {x} - 1.0))"), "atanh": _written("(0.5 * (log1p({x}) - log1p(-{x})))"),
+    **dict.fromkeys(("clone", "alias", "detach", "lift_fresh_copy", "view", "expand", "contiguous", "real"), _first),
+    **dict.fromkeys(("to", "convert_element_type"), lambda self, step: self._aten__to_copy(step)),
+    "true_divide": lambda self, step: self._aten_div(step),
     "full": lambda self, step: self._of(step.args[1]), "full_like": lambda self, step: self._of(step.args[1]),
     "zeros_like": _filled(0.0), "ones_like": _filled(1.0), "zeros": _filled(0.0), "ones": _filled(1.0),
     "new_zeros": _filled(0.0), "new_ones": _filled(1.0),
 }  # fmt: skip
+
+#: Names of the operations that are translated as they are.
+WORDS = frozenset({*_RULES, *(name.removeprefix("_aten_") for name in vars(Translator) if name.startswith("_aten_"))})

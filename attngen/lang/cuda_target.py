@@ -164,10 +164,23 @@ class CudaDialect(Dialect):
         return written("exp2f({} * log2f({}))", f"{power!r}f", base, strength=_ATOM)
 
     def _float_power(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
-        if scope.approximate and scope.bounds(node.args[0])[0] > 0:
+        if not scope.approximate:
+            return _call("powf", *args)
+        low = scope.bounds(node.args[0])[0]
+        if low > 0:
             product = args[1].within(_PRODUCT), _call("__log2f", args[0])
             return _call("exp2_fast", written("{} * {}", *product, strength=_PRODUCT))
-        return _call("powf", *args)
+        # powf branches, which serializes matrix products.
+        x, y = (scope.named(arg).within(_PRODUCT) for arg in node.args)
+        logarithm = scope.temporary(node, "logarithm", _call("__log2f", _call("fabsf", x)))
+        one = written("{} == 0.0f || {} == 0.0f", y, logarithm)  # 0 * inf would be NaN
+        power = _call("choose", one, Piece("1.0f"), written("exp2_fast({} * {})", y, logarithm))
+        if low >= 0:
+            return power
+        power = scope.temporary(node, "power", power)
+        odd = written("__float_as_int({}) < 0 && {y} - 2.0f * floorf(0.5f * {y}) == 1.0f", x, y=y)
+        fraction = written("{} < 0.0f && floorf({y}) != {y}", x, y=y)
+        return _call("choose", fraction, Piece('nanf("")'), _call("choose", odd, written("-{}", power), power))
 
     def declare(self, name: str, type: Type, wide: bool, value: Piece) -> Statement:
         kind = {Type.BOOL: "bool", Type.FLOAT: "float", Type.INT: "long long" if wide else "int"}[type]

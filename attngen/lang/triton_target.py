@@ -299,7 +299,7 @@ class TritonDialect(Dialect):
         logarithm = scope.temporary(node, "logarithm", _call("tl.log2", size))
         one = written("({} == 0.0) | ({} == 0.0)", y, logarithm)  # 0 * inf would be NaN
         power = written("tl.where({}, 1.0, tl.exp2({} * {}))", one, y, logarithm, strength=_ATOM)
-        if low > 0:
+        if low >= 0:
             return power
         power = scope.temporary(node, "power", power)
         odd = written("{y} - 2.0 * tl.floor(0.5 * {y}) == 1.0", y=y)

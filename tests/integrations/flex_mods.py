@@ -500,6 +500,56 @@ def bounded(device: str) -> Pair:
 
 
 @mod
+def relative_position_buckets(device: str) -> Pair:
+    """T5's: exact up to 8, then logarithmic up to 64."""
+    table = numbers(16, HEADS, device=device, grad=True)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        distance = -torch.min(kv - q, torch.zeros_like(q))
+        far = 8 + (torch.log(distance.float() / 8) / math.log(64 / 8) * 8).to(torch.long)
+        bucket = torch.where(distance < 8, distance, torch.min(far, torch.full_like(far, 15)))
+        return s + table[bucket, h]
+
+    return causal_mask, score
+
+
+@mod
+def gelu(device: str) -> Pair:
+    return None, lambda s, b, h, q, kv: torch.nn.functional.gelu(2.0 * s)
+
+
+@mod
+def softplus(device: str) -> Pair:
+    return None, lambda s, b, h, q, kv: torch.nn.functional.softplus(s) - torch.expm1(-s.abs())
+
+
+@mod
+def power_by_key(device: str) -> Pair:
+    return None, lambda s, b, h, q, kv: (s.abs() + 0.5) ** (0.02 * kv) + 0.1 * (0.2 * s - 2.0) ** (kv % 3).float()
+
+
+@mod
+def rounded_distance(device: str) -> Pair:
+    return None, lambda s, b, h, q, kv: s - 0.1 * torch.round((q - kv).abs() / 4) + torch.sign(q - kv) * 0.2
+
+
+@mod
+def rotated(device: str) -> Pair:
+    return None, lambda s, b, h, q, kv: torch.atan2(s, 1.0 + 0.1 * kv) + torch.atan(s)
+
+
+@mod
+def buckets_of_logarithms(device: str) -> Pair:
+    return lambda b, h, q, kv: (q >= kv) & (torch.log2((q - kv).float() + 1.25).int() % 2 == 0), None
+
+
+@mod
+def temperature_by_head(device: str) -> Pair:
+    temperature = torch.tensor([0.5, 0.8, 1.25, 2.0], device=device)
+    return None, lambda s, b, h, q, kv: s / temperature[h]
+
+
+@mod
 def partial_arguments(device: str) -> Pair:
     def window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, size: int) -> Tensor:
         return (q >= kv) & (q - kv < size)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.integrations import flex_attention as ours
-from attngen.integrations import flex_direct, flex_mask, flex_meaning, flex_trace
+from attngen.integrations import flex_direct, flex_mask, flex_meaning, flex_trace, flex_translate
 from attngen.integrations.flex_identity import Reading
 from tests.integrations.flex_mods import MODS
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def _trace(function: Any, kind: str) -> flex_trace.Trace:
-    return flex_trace.traced(function, kind, CPU, Reading(function))
+    return flex_trace.traced(function, kind, CPU, Reading(function), flex_translate.WORDS)
 
 
 def _told(operand: Any) -> Any:
