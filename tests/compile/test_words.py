@@ -1,4 +1,4 @@
-"""Functions of the language in CUDA kernels: their short forms, without a branch that would serialize matrix products."""
+"""Functions of the language in CUDA kernels: short forms, without branches that would serialize matrix products."""
 
 from __future__ import annotations
 
