@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from attngen.dtypes import DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES, dtype
-from attngen.lang.variant import Variant
+from attngen.lang.variant import Tensor, Variant
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Plan
-from attngen.plan.symbols import argument_name, extent_name, pointer_name, strides
+from attngen.plan.symbols import argument_name, extent_name, map_name, pointer_name, strides
 
 #: Tensors whose rows are keys, whatever a launch calls them.
 _OF_KEYS = frozenset({"k", "v", "dk", "dv"})
@@ -147,6 +147,17 @@ def tensor_map(
         packed=packed,
         paged=paged,
         transposed=transposed,
+    )
+
+
+def bias_map(tensor: Tensor, rows: int, box_bytes: int) -> Argument:
+    """Return the tensor map of a bias, whose box is ``rows`` rows of ``box_bytes``, swizzled over these.
+
+    It has the axes of the tensor, and at least three. An axis that the call expanded has one place (``as_described``).
+    """
+    box = (*[1] * max(len(tensor.shape) - 2, 1), rows, box_bytes // dtype(tensor.dtype).bytes)
+    return Argument(
+        map_name(tensor.name), "descriptor", "tensor_map", of=f"tensor:{tensor.name}", box=box, swizzle=box_bytes
     )
 
 

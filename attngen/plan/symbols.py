@@ -28,6 +28,11 @@ def pointer_name(tensor: str) -> str:
     return f"{tensor}_ptr" if tensor in _OF_KERNELS else f"{PREFIX}{tensor}"
 
 
+def map_name(tensor: str) -> str:
+    """Return the name of the argument that holds the tensor map of a tensor."""
+    return f"map_{argument_name(tensor)}"
+
+
 def strides(tensor: Tensor) -> list[str]:
     """Return the stride of each axis as kernels write it: the last one is contiguous, so that loads are vectors."""
     rank = len(tensor.shape)

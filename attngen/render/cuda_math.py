@@ -29,6 +29,7 @@ from attngen.lang.statements import (
 from attngen.lang.symbols import NODES
 from attngen.plan.model import Plan
 from attngen.plan.schedules.structures import HopperForward
+from attngen.render.biases import bias_bindings, with_biases
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
@@ -155,7 +156,7 @@ def logits(plan: Plan) -> Logits:
     multiplier = leaf("scale_log2e")
     for partial in (True, False):
         bound = _elements(plan, ragged=partial)
-        scored = emit_for(plan, CUDA, [value, folded.multiplier, *more], bound)
+        scored = emit_for(plan, CUDA, [with_biases(plan, value), folded.multiplier, *more], bound)
         hoisted, body = list(scored.hoisted), list(scored.body)
         of_mask: frozenset[str] = frozenset()
         if slope is not None:
@@ -324,6 +325,7 @@ def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
         KV_FIRST.name: Binding("kv_first", _Q),
         KEY.name: Binding("key", _KV),
         _COUNTED_FROM.name: Binding("{counted_from}[{row}]", _Q),
+        **bias_bindings(plan),
         **start_bindings(),
     }
     return scalar_bindings(plan, CUDA) | heads | rows

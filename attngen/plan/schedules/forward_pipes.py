@@ -6,6 +6,7 @@ from attngen.plan.model import Plan
 from attngen.plan.operands import Operands
 from attngen.plan.pipes import ROW_PADDING, WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.structures import HopperForward
+from attngen.plan.traits import BIAS_BYTES
 
 _SLOTS = 2  # tiles of work that are known ahead
 #: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
@@ -20,7 +21,7 @@ _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = (
-    "q", "k", "v_rows", "v", "more_partials", "out", "work", "barriers", "tile_scales", "key_values", "tile_info",
+    "q", "k", "v_rows", "v", "biases", "more_partials", "out", "work", "barriers", "tile_scales", "key_values", "tile_info",
     "taken",
 )  # fmt: skip
 
@@ -93,6 +94,14 @@ def forward_pipes(
         empty=Signal(consumers * roles.cluster, shared, f"{done} V"),
         stored=(("v", v_bytes),),
     )  # fmt: skip
+    of_biases = Ring(
+        "biases", roles.bias_stages, by_k, each,
+        guards="the tiles of biases that belong to a tile of K stay until all of its products are logits: each warp reads "
+        "what its own rows need",
+        full=Signal(1, by_k, "the tiles of biases have landed", bytes=True),
+        empty=Signal(warps * consumers, f"each warp of {each}", "warps have read their rows of the biases"),
+        stored=(("biases", roles.biases * tile_m * tile_n * BIAS_BYTES),),
+    )  # fmt: skip
     work = Ring(
         "work", _SLOTS, "the scheduler", _readers_of_work(roles),
         guards=f"the record of a tile of work stays until all have read it; {by_k} does not arrive: the "
@@ -123,6 +132,7 @@ def forward_pipes(
             k,
             *v_rows,
             of_v,
+            *([of_biases] if roles.biases else []),
             *([work] if roles.specialized else []),
             *([asked] if roles.persistent else []),
             *([taken] if roles.cluster > 1 else []),

@@ -27,7 +27,16 @@ from attngen.plan.schedules.forward_memory import (
 from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, searches
 from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_reference
 from attngen.plan.schedules.structures import HopperForward
-from attngen.plan.traits import bands_of, gathers, is_light, key_loads, reads_data_per_key
+from attngen.plan.traits import (
+    BIAS_BYTES,
+    bands_of,
+    biases,
+    gathers,
+    is_light,
+    key_loads,
+    reads_data_per_key,
+    without_biases,
+)
 from attngen.schema.expand import KernelSpec, Roles
 
 SOFTMAXES = ("fixed_reference", "lazy", "exact_max", "bounded")
@@ -54,6 +63,9 @@ _NARROW_V = 128
 #: Stages of the ring of K and V where blocks share the keys of a tile, the first that fits: a block waits for its first
 #: loads above all, and there is room for more of them than elsewhere.
 _MANY_STAGES = (4, 3, 2)
+
+#: Keys that one copy of a bias has at least, and stages of the ring of their tiles, the most that fit.
+_BIAS_KEYS, _BIAS_STAGES = BOX_BYTES[-1] // BIAS_BYTES, (3, 2)
 
 #: The most blocks of a cluster that every Hopper card takes.
 _MOST_BLOCKS = 8
@@ -131,24 +143,44 @@ class Form:
 def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> HopperTile:
     """Return the tile, the roles and the memory of a kernel; PlanError with the sum if they cannot be had.
 
-    Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these.
+    Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these. Biases
+    come as tiles if these fit; else consumers load each element of them.
     """
+    if found := _tiled_biases(spec, form):
+        with suppress(PlanError):
+            return _hopper_tile(spec, arch, driver, form, found)
+    return _hopper_tile(spec, arch, driver, form, 0)
+
+
+def _tiled_biases(spec: KernelSpec, form: Form) -> int:
+    """The biases whose tiles a loader may bring: where the rows of a tile are those of one head of one sequence, and
+    one warp loads K and V for one block."""
+    if not form.specialized or spec.dtype in QUANTIZED_DTYPES or is_paged(spec) or spec.pack_gqa or spec.split_tiles:
+        return 0
+    return 0 if spec.roles and spec.roles.cluster not in (None, 1) else len(biases(spec.variant))
+
+
+def _hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, tiled: int) -> HopperTile:
+    """The same with so many biases ``tiled``."""
     qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
-    families = _families(spec, driver)
+    families = _families(replace(spec, variant=without_biases(spec.variant)) if tiled else spec, driver)
     choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
-    step = _key_step(operands_of(spec), form.transposes, spec.transposed_v)
-    fewer = [n for n in FEWER_KEYS if n < choice.tile_n and n % step == 0] if spec.roles and not spec.tile_n else []
+    step = max(_key_step(operands_of(spec), form.transposes, spec.transposed_v), _BIAS_KEYS if tiled else 0)
     usual = choice.tile_n // step * step
+    leaves_room = bool(spec.roles) or tiled > 0
+    fewer = [n for n in FEWER_KEYS if n < usual and n % step == 0] if leaves_room and not spec.tile_n else []
     usual = min(usual, spec.scale_block) if spec.scale_block > 1 else usual
     *larger, least = spec.tile_n or usual, *fewer
     for tile_n in larger:
         with suppress(PlanError):
-            return _tile(spec, arch, driver, form, choice, tile_n)
-    return _tile(spec, arch, driver, form, choice, least)
+            return _tile(spec, arch, driver, form, choice, tile_n, tiled)
+    return _tile(spec, arch, driver, form, choice, least, tiled)
 
 
-def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice, tile_n: int) -> HopperTile:
-    """Return the tile of ``tile_n`` keys."""
+def _tile(
+    spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice, tile_n: int, tiled: int
+) -> HopperTile:
+    """Return the tile of ``tile_n`` keys, with so many biases ``tiled``."""
     operands = operands_of(spec)
     size = operands.bytes_of("q", "k", "v", "p")
     qk, v = (columns.width for columns in operand_widths(spec, operands))
@@ -165,6 +197,8 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     if tile_n % step or not step <= tile_n <= 256:
         nearest = min(max(round(tile_n / step) * step, step), 256)
         raise refuse(spec, "tile.n", f"{tile_n} is not a multiple of {step} from {step} to 256; nearest: {nearest}")
+    if tiled and tile_n % _BIAS_KEYS:
+        raise refuse(spec, "tile.n", f"{tile_n} keys are no whole copies of a bias, of {_BIAS_KEYS} columns")
     specialized = form.specialized
     form.check(spec, roles, driver)
     schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
@@ -185,6 +219,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         max(qk, v) <= form.capped_columns
         and softmax in ("fixed_reference", "bounded")
         and not spec.scale_block
+        and not tiled
         and is_soft_capped(spec)
     )
     # where tiles are anchored, the rows of all consumers see some key of nearly every tile; not so tiles of many keys
@@ -237,9 +272,18 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         relative=softmax == "fixed_reference" and not spec.scale_block and takes_reference(spec),
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
+        biases=tiled,
+        bias_stages=_BIAS_STAGES[-1] if tiled else 0,
+        bias_box_bytes=widest_box(tile_n * BIAS_BYTES) if tiled else 0,
     )
 
     def with_stages(stages: int) -> HopperTile:
+        for more in _BIAS_STAGES[:-1] if tiled else ():
+            with suppress(PlanError):
+                roles = replace(draft, bias_stages=more)
+                roles = with_memory(spec, arch, roles, driver, tile_m, tile_n, stages, qk, v, operands)
+                if roles.out_columns == v:
+                    return HopperTile(tile_m, tile_n, stages, roles)
         roles = with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
         return HopperTile(tile_m, tile_n, stages, roles)
 

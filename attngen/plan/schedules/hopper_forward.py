@@ -30,6 +30,7 @@ from attngen.plan.schedules.forward_tiles import (
 )
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import times_of, visible_keys
+from attngen.plan.traits import biases
 from attngen.schema.expand import KernelSpec
 
 #: K and V of the heads that run side by side where no mask makes tiles of work differ, and blocks load for each other.
@@ -178,8 +179,13 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     if plan.transposed_v:
         box_bytes = widest_box(plan.tile_n * plan.operands.v.bytes)
         v_map = arguments.tensor_map(plan, "v", plan.columns_v[0].width, box_bytes=box_bytes)
+    read = {load.tensor for load in biases(plan.variant)} if roles.biases else frozenset()
+    of_biases = [
+        arguments.bias_map(tensor, plan.tile_m, roles.bias_box_bytes)
+        for tensor in plan.variant.tensors if tensor.name in read
+    ]  # fmt: skip
     operands = (
-        boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n), v_map, *staged,
+        boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n), v_map, *staged, *of_biases,
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"), *arguments.descales(plan),
     )  # fmt: skip

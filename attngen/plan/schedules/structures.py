@@ -47,6 +47,9 @@ class HopperForward(Structure):
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
     cluster: int = 1  # blocks that have neighbouring tiles of queries, and load K and V for each other
     sharing: int = 1  # the most blocks of a cluster that share the keys of a tile of work
+    biases: int = 0  # elements that the score reads at [..., q, kv], of which tiles come with those of K
+    bias_stages: int = 0  # of the ring of these tiles
+    bias_box_bytes: int = 0  # of a row of one copy of them, over which it is swizzled
 
     def __post_init__(self) -> None:
         """Check that a warp has lanes for each consumer: the templates count on it."""

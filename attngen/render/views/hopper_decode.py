@@ -10,6 +10,7 @@ from attngen.lang.statements import Piece, Statement, reads
 from attngen.plan.model import Plan
 from attngen.plan.schedules.decode_pipes import decode_pipes_of, multiplied
 from attngen.plan.schedules.hopper_decode import HopperDecode
+from attngen.render.biases import Bias
 from attngen.render.cuda_math import Sink, Steps, Tiles, logits, sink, tiles
 from attngen.render.cuda_statements import int_constant
 from attngen.render.expressions import CUDA, in_product
@@ -75,6 +76,7 @@ class DecodeView:
     page_scales: bool
     head_scales: bool  # all values of a KV head share a scale
     descaled: tuple[str, ...]  # scales of Q and K that all of a unit share
+    biases: tuple[Bias, ...] = ()  # whose tiles come with those of K: none here
 
 
 def decode_view(plan: Plan, template: str) -> DecodeView:

@@ -13,6 +13,7 @@ from attngen.plan.schedules.forward_memory import BOX_BYTES, TRANSPOSED_BYTES, w
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.forward_tiles import place_bits
 from attngen.plan.schedules.structures import HopperForward
+from attngen.render.biases import Bias, biases_of
 from attngen.render.cuda_math import (
     CLASSIFIER_NODES,
     Sink,
@@ -38,6 +39,7 @@ _REGION_TEXTS = {
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
     "taken": "the tiles of work that the cluster takes next",
     "key_values": "values of the keys of two tiles in each stage of K, which the mask reads",
+    "biases": "tiles of biases that belong to a tile of K",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
     "more_partials": "what partial results take beyond Q, K and V",
 }  # fmt: skip
@@ -144,6 +146,7 @@ class CudaView:
     later_columns: tuple[int, ...]
     work_lines: tuple[Statement, ...]
     key_values: KeyValues | None
+    biases: tuple[Bias, ...]
     partial: Steps
     full: Steps
     visible: Steps | None
@@ -176,6 +179,8 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     listed = word(plan).lines if plan.driver != "ranges" else ()
     partial_steps, key_values = with_key_values(plan, code.partial, code.work)
     by_key = (*key_values.work, *key_values.lines) if key_values else ()
+    found_biases = biases_of(plan)
+    at_biases = [leaf("q_start"), *(line for each in found_biases for line in each.lines)] if found_biases else []
     spans = reads([*found.lines, *found.values.values(), *listed])
     steps, seen = reads([*code.partial.all, *code.full.all]), reads(code.visible.all if code.visible else ())
     head, head_rows = ("", "work.q_begin + q") if plan.ragged_queries else ("work.b * stride_out_b + ", "q")
@@ -244,7 +249,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         count=_count(found, "spans"),
         count_of_all=_count(found, "all"),
         sees_any=f"{_count(found, 'mine')} > 0",
-        loader_lines=_loader_lines(plan, [*listed, *by_key]),
+        loader_lines=_loader_lines(plan, [*listed, *by_key, *at_biases]),
         order_lines=_order_lines(found) if hopper.whole_first else (),
         tile_lines=_tile_lines(found, hopper) if plan.driver == "ranges" else (),
         whole=_inside(found.full, "mine"),
@@ -270,6 +275,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
         work_lines=work_lines,
         key_values=key_values,
+        biases=found_biases,
         partial=partial_steps,
         full=code.full,
         visible=code.visible,
@@ -366,7 +372,7 @@ def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> 
     return (*lines, *own)
 
 
-def _loader_lines(plan: Plan, listed: Sequence[Statement]) -> tuple[str, ...]:
+def _loader_lines(plan: Plan, listed: Sequence[Statement | Piece]) -> tuple[str, ...]:
     """Return the lines that name what the loader of K and V uses of a tile of work."""
     read = (
         reads(listed)

@@ -293,6 +293,7 @@ def _holds(plan: Plan, hopper: HopperForward, region: str) -> str:
         "v": f"V: {plan.stages} stages of {plan.tile_n} x {width_v}",
         "v_rows": f"V before it is transposed: {plan.stages} stages of {plan.tile_n} x {hopper.box_bytes} B",
         "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
+        "biases": f"biases: {hopper.bias_stages} stages of {hopper.biases} x {plan.tile_m} x {plan.tile_n}",
         "out": f"O for its store: {plan.tile_m} x {hopper.out_columns}{parts}",
         "work": "records of two tiles of work: place, and ranges of KV tiles",
         "more_partials": "what partial results take in the end, beside the place of Q, K and V",

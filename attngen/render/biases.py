@@ -1,0 +1,80 @@
+"""Elements that a score reads at ``[..., q, kv]``, where a loader brings tiles of them: what consumers read instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attngen.dtypes import dtype
+from attngen.lang.emit import Binding
+from attngen.lang.ir import Const, Expr, Load, Type, Var, own, rewrite, spelled
+from attngen.lang.literals import fold_literals
+from attngen.lang.statements import Statement
+from attngen.plan.model import Plan
+from attngen.plan.symbols import argument_name, extent_name, map_name, strides
+from attngen.plan.traits import biases
+from attngen.render.cuda_statements import int_constant
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """One of these: what kernels call its tile and the pairs of elements that a lane has in registers, the type of an
+    element, its tensor map, and where its tiles lie along the axes before that of rows, the last one first, with the
+    statements that find these places."""
+
+    load: Load
+    symbol: Var
+    tile: str
+    pairs: str
+    element: str
+    map: str
+    places: tuple[str, ...]
+    lines: tuple[Statement, ...]
+
+
+def biases_of(plan: Plan) -> tuple[Bias, ...]:
+    """The biases whose tiles a plan has room for; none, or all."""
+    count = getattr(plan.structure, "biases", 0)
+    loads = biases(plan.variant) if count else ()
+    assert len(loads) == count, f"{plan.name}: other biases than planned"
+    return tuple(_bias(plan, load, f"_{number}" if count > 1 else "") for number, load in enumerate(loads))
+
+
+def _bias(plan: Plan, load: Load, suffix: str) -> Bias:
+    tensor = next(one for one in plan.variant.tensors if one.name == load.tensor)
+    steps, lines, places = strides(tensor), [], []
+    for axis, index in enumerate(load.indices[:-2]):
+        if isinstance(index, Const):
+            places.append(str(index.value))
+            continue
+        assert isinstance(index, Var)
+        name, step, extent = f"bias{suffix}_{index.name}", steps[axis], extent_name(tensor, axis)
+        # the tensor map of an axis that the call expanded has one place
+        value = f"{{{step}}} == 0 && {{{extent}}} > 1 ? 0 : {{{index.name}}}"
+        lines.append(int_constant(name, value))
+        places.append(name)
+    return Bias(
+        load=load,
+        symbol=own(f"bias{suffix}", Type.FLOAT),
+        tile=f"bias{suffix}",
+        pairs=f"bias_pairs{suffix}",
+        element=dtype(tensor.dtype).cuda,
+        map=map_name(tensor.name),
+        places=tuple(reversed(places)) or ("0",),  # a tensor map has at least three axes
+        lines=tuple(lines),
+    )
+
+
+def bias_bindings(plan: Plan) -> dict[str, Binding]:
+    """The bindings of what stands for biases in an element of a lane."""
+    return {
+        each.symbol.name: Binding(
+            f"element_of<{each.element}>({{{each.pairs}}}, {{i}}, {{row}})", frozenset({"q", "kv"})
+        )
+        for each in biases_of(plan)
+    }
+
+
+def with_biases(plan: Plan, value: Expr) -> Expr:
+    """An expression that takes biases from the tiles that a loader brings."""
+    symbols = {each.load: each.symbol for each in biases_of(plan)}
+    return rewrite(rewrite(value, fold_literals), symbols.get) if symbols else value
