@@ -29,6 +29,8 @@ KV_FIRST, KEY = own("kv_first"), Var("key", Type.INT)
 #: The same of queries: the first one as a row and as a position, and the distance of a query from it.
 Q_FIRST, Q_POS_FIRST, QUERY = own("q_first"), own("q_pos_first"), own("query of a lane")
 ONE = Const(1.0, Type.FLOAT)
+#: How the indices of a bias end: what is read at these differs from pair to pair, and comes as tiles where it can.
+PAIR = (Var("q", Type.INT), Var("kv", Type.INT))
 
 #: What differs from element to element of a tile.
 _VARYING = frozenset({"q", "kv", "q_pos", "q_global", "kv_global", "s", PRODUCT.name})
@@ -66,9 +68,22 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
         constant = [factor for factor in constant if "h" not in names(factor)]
     if constant and _holds(constant) and bounds(_product(constant), ranges)[0] >= 0:
         return Logit(_product(varying), _product([*constant, LOG2E]), scaled)
-    if isinstance(grouped, Op) and grouped.op in ("add", "sub"):
+    if isinstance(grouped, Op) and grouped.op in ("add", "sub") and not _adds_elements(grouped):
         return Logit(_scale_terms(grouped), ONE, scaled)
     return Logit(grouped, LOG2E, scaled)
+
+
+def _adds_elements(value: Expr) -> bool:
+    """Whether all terms without the product are elements at ``[..., q, kv]``: to scale them would cost a multiply for
+    each."""
+    others = [term for term in _terms(value) if PRODUCT.name not in names(term)]
+    return bool(others) and all(isinstance(term, Load) and term.indices[-2:] == PAIR for term in others)
+
+
+def _terms(value: Expr) -> list[Expr]:
+    if isinstance(value, Op) and value.op in ("add", "sub"):
+        return [term for part in value.args for term in _terms(part)]
+    return [value]
 
 
 def cap_scale(logit: Logit, heads: Heads = "single") -> Expr | None:

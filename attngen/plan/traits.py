@@ -9,6 +9,7 @@ from functools import lru_cache
 from attngen.dtypes import DTYPES
 from attngen.lang.bands import Axis, Bands, Heads, bands, has_short_bounds
 from attngen.lang.facts import Facts
+from attngen.lang.folding import PAIR
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, rewrite, walk
 from attngen.lang.literals import fold_literals
 from attngen.lang.rows import own_intervals
@@ -22,8 +23,7 @@ _ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_globa
 #: Bytes of an element of a bias whose tiles a loader brings, as matrix fragments have them.
 BIAS_BYTES = 2
 
-#: How the indices of a bias end, and what may stand before these: a copy of a tile has one place along such an axis.
-_PAIR = (Var("q", Type.INT), Var("kv", Type.INT))
+#: What the indices of a bias may be before those of the pair: a copy of a tile has one place along such an axis.
 _OF_TILE = frozenset({"b", "h", "hk"})
 _MOST_AXES = 5  # of a tensor map
 
@@ -110,9 +110,9 @@ def _is_narrow_float(name: str) -> bool:
 
 
 def _is_of_pairs(load: Load) -> bool:
-    *outer, row, key = load.indices if len(load.indices) > 1 else (None, None)
+    outer = load.indices[:-2]
     same = all(isinstance(one, Const) or (isinstance(one, Var) and one.name in _OF_TILE) for one in outer)
-    return (row, key) == _PAIR and same and len(load.indices) <= _MOST_AXES
+    return load.indices[-2:] == PAIR and same and len(load.indices) <= _MOST_AXES
 
 
 def without_biases(variant: Variant) -> Variant:

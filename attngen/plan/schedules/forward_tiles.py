@@ -64,8 +64,9 @@ _NARROW_V = 128
 #: loads above all, and there is room for more of them than elsewhere.
 _MANY_STAGES = (4, 3, 2)
 
-#: Keys that one copy of a bias has at least, and stages of the ring of their tiles, the most that fit.
-_BIAS_KEYS, _BIAS_STAGES = BOX_BYTES[-1] // BIAS_BYTES, (3, 2)
+#: Keys that one copy of a bias has at least, stages of the ring of their tiles, the most that fit, and consumers of a
+#: block where those of the table leave no room for them.
+_BIAS_KEYS, _BIAS_STAGES, _FEW_CONSUMERS = BOX_BYTES[-1] // BIAS_BYTES, (3, 2), 2
 
 #: The most blocks of a cluster that every Hopper card takes.
 _MOST_BLOCKS = 8
@@ -170,11 +171,13 @@ def _hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, tiled: i
     leaves_room = bool(spec.roles) or tiled > 0
     fewer = [n for n in FEWER_KEYS if n < usual and n % step == 0] if leaves_room and not spec.tile_n else []
     usual = min(usual, spec.scale_block) if spec.scale_block > 1 else usual
-    *larger, least = spec.tile_n or usual, *fewer
-    for tile_n in larger:
+    # a block of fewer rows has room for the same keys of a bias
+    choices = (choice, replace(choice, consumers=_FEW_CONSUMERS)) if tiled else (choice,)
+    *larger, least = product((spec.tile_n or usual, *fewer), choices)
+    for tile_n, one in larger:
         with suppress(PlanError):
-            return _tile(spec, arch, driver, form, choice, tile_n, tiled)
-    return _tile(spec, arch, driver, form, choice, least, tiled)
+            return _tile(spec, arch, driver, form, one, tile_n, tiled)
+    return _tile(spec, arch, driver, form, least[1], least[0], tiled)
 
 
 def _tile(
