@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from attngen.lang.bands import Heads
+from attngen.lang.biases import is_of_pair
 from attngen.lang.derivative import differentiate, differentiate_loads
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own, rewrite, walk
@@ -29,8 +30,6 @@ KV_FIRST, KEY = own("kv_first"), Var("key", Type.INT)
 #: The same of queries: the first one as a row and as a position, and the distance of a query from it.
 Q_FIRST, Q_POS_FIRST, QUERY = own("q_first"), own("q_pos_first"), own("query of a lane")
 ONE = Const(1.0, Type.FLOAT)
-#: How the indices of a bias end: what is read at these differs from pair to pair, and comes as tiles where it can.
-PAIR = (Var("q", Type.INT), Var("kv", Type.INT))
 
 #: What differs from element to element of a tile.
 _VARYING = frozenset({"q", "kv", "q_pos", "q_global", "kv_global", "s", PRODUCT.name})
@@ -77,7 +76,7 @@ def _adds_elements(value: Expr) -> bool:
     """Whether all terms without the product are elements at ``[..., q, kv]``: to scale them would cost a multiply for
     each."""
     others = [term for term in _terms(value) if PRODUCT.name not in names(term)]
-    return bool(others) and all(isinstance(term, Load) and term.indices[-2:] == PAIR for term in others)
+    return bool(others) and all(is_of_pair(term) for term in others)
 
 
 def _terms(value: Expr) -> list[Expr]:

@@ -9,8 +9,7 @@ from functools import lru_cache
 from attngen.dtypes import DTYPES
 from attngen.lang.bands import Axis, Bands, Heads, bands, has_short_bounds
 from attngen.lang.facts import Facts
-from attngen.lang.folding import PAIR
-from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, rewrite, walk
+from attngen.lang.ir import Expr, Load, Op, names, rewrite, walk
 from attngen.lang.literals import fold_literals
 from attngen.lang.rows import own_intervals
 from attngen.lang.simplify import TRUE
@@ -19,13 +18,6 @@ from attngen.schema.expand import KernelSpec
 
 _WORD = 4  # bytes
 _ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
-
-#: Bytes of an element of a bias whose tiles a loader brings, as matrix fragments have them.
-BIAS_BYTES = 2
-
-#: What the indices of a bias may be before those of the pair: a copy of a tile has one place along such an axis.
-_OF_TILE = frozenset({"b", "h", "hk"})
-_MOST_AXES = 5  # of a tensor map
 
 
 def bands_of(spec: KernelSpec, over: Axis = "kv") -> Bands:
@@ -91,37 +83,6 @@ def query_loads(variant: Variant) -> int:
         return 0
     by_query = [load for load, read in zip(loads, used, strict=True) if read & _ROWS]
     return len(by_query) if all(load.tensor in narrow for load in by_query) else 0
-
-
-def biases(variant: Variant) -> tuple[Load, ...]:
-    """The elements that a score reads at ``[..., q, kv]``, 16 bits each: a copy can bring a tile of them.
-
-    The other indices are ``b``, ``h``, ``hk`` or numbers.
-    """
-    if variant.score is None:
-        return ()
-    narrow = {tensor.name for tensor in variant.tensors if _is_narrow_float(tensor.dtype)}
-    loads = (node for node in walk(rewrite(variant.score, fold_literals)) if isinstance(node, Load))
-    return tuple(dict.fromkeys(load for load in loads if load.tensor in narrow and _is_of_pairs(load)))
-
-
-def _is_narrow_float(name: str) -> bool:
-    return DTYPES[name].kind == "float" and DTYPES[name].bytes == BIAS_BYTES
-
-
-def _is_of_pairs(load: Load) -> bool:
-    outer = load.indices[:-2]
-    same = all(isinstance(one, Const) or (isinstance(one, Var) and one.name in _OF_TILE) for one in outer)
-    return load.indices[-2:] == PAIR and same and len(load.indices) <= _MOST_AXES
-
-
-def without_biases(variant: Variant) -> Variant:
-    """The variant for whose elements nothing is loaded at ``[..., q, kv]``, to choose a tile by."""
-    found = frozenset(biases(variant))
-    if not found or variant.score is None:
-        return variant
-    score = rewrite(variant.score, lambda node: Var("s", Type.FLOAT) if node in found else None)
-    return replace(variant, score=score)
 
 
 def gathers(variant: Variant) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attngen.dtypes import dtype
+from attngen.lang.biases import biases
 from attngen.lang.emit import Binding
-from attngen.lang.ir import Const, Expr, Load, Type, Var, own, rewrite, spelled
+from attngen.lang.ir import Const, Expr, Load, Type, Var, own, rewrite
 from attngen.lang.literals import fold_literals
 from attngen.lang.statements import Statement
 from attngen.plan.model import Plan
-from attngen.plan.symbols import argument_name, extent_name, map_name, strides
-from attngen.plan.traits import biases
+from attngen.plan.symbols import extent_name, map_name, strides
 from attngen.render.cuda_statements import int_constant
 
 

@@ -1,25 +1,29 @@
-"""q, k and v that are expanded: axes of stride 0, along which TMA descriptors cannot step.
+"""Tensors that TMA descriptors cannot express: q, k and v that are expanded (axes of stride 0), and biases whose rows
+begin elsewhere than at multiples of 16 bytes.
 
-k and v whose heads are all one head are attention with one KV head (MQA), and kernels get that head. Any other expanded
+k and v whose heads are all one head are attention with one KV head (MQA), and kernels get that head. Any other such
 tensor is copied, unless a kernel takes it as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attngen.lang.biases import BIAS_BYTES, biases
 from attngen.lang.variant import Variant
 from attngen.runtime import on_demand
+from attngen.runtime.binding import find
 from attngen.runtime.checked import Call, View, contiguous_view
 from attngen.runtime.driver import Driver
 from attngen.runtime.given import Given
 from attngen.runtime.module import Kernel
-from attngen.runtime.select import Request, select
+from attngen.runtime.select import Request, against_own_map, select
+from attngen.runtime.tensormap import STRIDE_ALIGNMENT
 
 #: What tells KV heads apart in expressions, and extents that count them.
 _OF_KV_HEADS = frozenset({"hk", "kv_heads"})
@@ -38,8 +42,20 @@ def are_one_head(call: Call) -> bool:
 
 
 def need_copies(call: Call) -> bool:
-    """Whether q, k or v is expanded along any axis. Caches in pages are never copied."""
-    return call.layout != "paged" and any(_expanded(getattr(call, name)) for name in _NAMES)
+    """Whether q, k or v is expanded along any axis, or a bias has no descriptor. Caches in pages are never copied."""
+    if call.layout == "paged":
+        return False
+    return any(_expanded(getattr(call, name)) for name in _NAMES) or bool(_odd_biases(call.variant, call.tensors))
+
+
+def _odd_biases(variant: Variant, tensors: Mapping[str, Tensor]) -> list[str]:
+    """The biases that have no descriptor as they are."""
+    names = dict.fromkeys(load.tensor for load in biases(variant))
+    found = ((name, tensors[name]) for name in names)
+    return [
+        name for name, tensor in found
+        if tensor.numel() and against_own_map(name, tensor, 0 if tensor.is_meta else tensor.data_ptr())
+    ]  # fmt: skip
 
 
 def _expanded(view: View) -> bool:
@@ -67,6 +83,9 @@ def _copied_request(request: Request) -> Request:
         if _expanded(view):
             copied[name] = contiguous_view(view.shape, order)
     addresses = {**request.addresses, **dict.fromkeys(copied, 0)}
+    if odd := _odd_biases(call.variant, call.tensors):
+        copied["tensors"] = {**call.tensors, **{name: _in_whole_rows(call.tensors[name].to("meta")) for name in odd}}
+        addresses |= dict.fromkeys((f"tensor:{name}" for name in odd), 0)
     return replace(request, call=replace(call, **copied), addresses=addresses)
 
 
@@ -92,8 +111,25 @@ def _keeps_gradient(tensor: Tensor) -> bool:
 
 
 def with_copies(given: Given) -> Given:
-    """A call whose q, k and v are copied where they are expanded."""
-    return given._replace(**{name: _copied(getattr(given, name)) for name in _NAMES})
+    """A call whose q, k and v are copied where they are expanded, and its biases where they have no descriptor."""
+    changed: dict[str, Any] = {name: _copied(getattr(given, name)) for name in _NAMES}
+    variant = given.variant if isinstance(given.variant, Variant) else find(given.variant, given.package).variant
+    own = {name: value for name, value in given.arguments.items() if isinstance(value, Tensor)}
+    if odd := _odd_biases(variant, own):
+        changed["arguments"] = {**given.arguments, **{name: _in_whole_rows(own[name]) for name in odd}}
+    return given._replace(**changed)
+
+
+def _in_whole_rows(tensor: Tensor) -> Tensor:
+    """A copy of a bias whose rows take multiples of 16 bytes. Axes before these along which it is expanded stay so."""
+    whole = tensor
+    for axis in range(tensor.dim() - 2):
+        whole = whole if tensor.stride(axis) else whole.narrow(axis, 0, 1)
+    columns = tensor.shape[-1]
+    missing = -columns % (STRIDE_ALIGNMENT // BIAS_BYTES)
+    if missing:
+        return torch.nn.functional.pad(whole, (0, missing))[..., :columns].expand(tensor.shape)
+    return whole.clone(memory_format=torch.contiguous_format).expand(tensor.shape)
 
 
 def _copied(tensor: Tensor) -> Tensor:

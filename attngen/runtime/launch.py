@@ -21,7 +21,7 @@ from attngen.runtime.driver import Driver, Frame, Launch
 from attngen.runtime.geometry import Geometry, MapShape, geometries, group_of, map_shapes, workspace_sizes
 from attngen.runtime.module import Entry, Kernel
 from attngen.runtime.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Parameter
-from attngen.runtime.tensormap import TensorMap
+from attngen.runtime.tensormap import TensorMap, of_own_tensor
 
 #: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
 MAX_PLACED = 4096
@@ -254,6 +254,11 @@ def _descriptor(
     parameter: Parameter, geometry: Geometry, driver: Driver, device: int, position: Mapping[str, int]
 ) -> tuple[TensorMap, int]:
     of = parameter.of
+    if parameter.tensor is not None and parameter.tensor in geometry.call.tensors:
+        own = geometry.call.tensors[parameter.tensor]
+        element = next(one.dtype for one in geometry.call.variant.tensors if one.name == parameter.tensor)
+        shape, strides = of_own_tensor(own.shape, own.stride())
+        return TensorMap(driver, device, element, shape, strides, parameter.box, parameter.swizzle), position[str(of)]
     if of not in geometry.views:
         raise LoadError(f"parameter '{parameter.name}': '{of}' cannot have a descriptor")
     described = geometry.views[of]

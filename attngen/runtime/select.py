@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
+from torch import Tensor
+
 from attngen.arch import ARCHES, arch_of
 from attngen.drivers import INSTALL_NVRTC_12, MOST_FOR_NVRTC_12, cuda_release, driver_text, min_driver
 from attngen.dtypes import (
@@ -284,6 +286,11 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
             reason = tensormap.reason_against(parameter.of, form(view.shape), form(view.strides), size)
             if reason:
                 return reason
+        elif parameter.kind == "descriptor" and parameter.tensor in call.tensors:
+            name = parameter.tensor
+            reason = against_own_map(name, call.tensors[name], request.addresses[f"tensor:{name}"])
+            if reason:
+                return reason
         elif parameter.divisibility:
             reason = _against_promise(parameter, request, views, kernel)
             if reason:
@@ -295,6 +302,17 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
     if blocks > MAX_BLOCKS:
         return f"it would need {blocks} blocks, a grid has at most {MAX_BLOCKS}"
     return None
+
+
+def against_own_map(name: str, tensor: Tensor, address: int) -> str | None:
+    """Why no descriptor can have a variant's tensor, or None."""
+    if address % tensormap.ADDRESS_ALIGNMENT:
+        return f"{name} does not start at a multiple of 16 B, which a TMA descriptor needs"
+    if 0 in tensor.shape:
+        return f"{name} is empty, which a TMA descriptor cannot be"
+    return tensormap.reason_against(
+        name, *tensormap.of_own_tensor(tensor.shape, tensor.stride()), tensor.element_size()
+    )
 
 
 def _against_out(out: View, request: Request, size: int) -> str | None:

@@ -116,6 +116,17 @@ def paged(
     return (pages, heads, page_size, width), (page_step, head_step, step, one), box
 
 
+def of_own_tensor(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a variant's tensor as its descriptor has them, with three axes at least.
+
+    An axis before those of rows and columns along which the tensor is expanded has one place, which kernels know of.
+    """
+    *outer, rows, columns = shape
+    extents = [1 if stride == 0 else extent for extent, stride in zip(outer, strides, strict=False)] or [1]
+    steps = [*strides[:-2]] or [rows * strides[-2]]
+    return (*extents, rows, columns), (*steps, *strides[-2:])
+
+
 def columns_first(axes: Sequence[int]) -> tuple[int, ...]:
     """Return what belongs to the axes of rows, heads and columns in the order of heads, columns and rows."""
     *outer, rows, heads, columns = axes

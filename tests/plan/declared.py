@@ -16,7 +16,7 @@ from tests.plan.specs import planned
 @cache
 def forward(
     consumers: int, q_stages: int, stages: int, warps: int, *, pingpong: bool, skips: bool, specialized: bool,
-    value_loader: bool = False, cluster: int = 1, shares: bool = False,
+    value_loader: bool = False, cluster: int = 1, shares: bool = False, bias_stages: int = 0,
 ) -> Pipes:  # fmt: skip
     """Return the pipes of a forward by ranges of tiles; ``shares``: of a block that shares its keys with others."""
     found = _plan("forward", 128)
@@ -24,7 +24,7 @@ def forward(
     roles = replace(
         found.structure, consumers=consumers, q_stages=q_stages, pingpong=pingpong, skips=skips,
         specialized=specialized, persistent=specialized and not shares, value_loader=value_loader, cluster=cluster,
-        staged=not shares, sharing=8 if shares else 1,
+        staged=not shares, sharing=8 if shares else 1, biases=int(bias_stages > 0), bias_stages=bias_stages,
     )  # fmt: skip
     m, n = found.tile_m, found.tile_n
     return forward_pipes(

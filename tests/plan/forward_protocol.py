@@ -28,6 +28,8 @@ class Rules:
     two_tiles_of_values: bool = (
         True  # a stage of K has room for values of the keys of two tiles, read after its release
     )
+    warps_release_biases: bool = True  # each for itself, when it has read them
+    skipped_biases: bool = True  # those of a skipped tile are awaited and released, too
     meet_before_partials: bool = True  # consumers are all done with Q, K and V when partial results take their place
 
 
@@ -47,6 +49,7 @@ class Case:
     value_loader: bool = False  # K and V are loaded by a warp each
     keeps_turn: bool = False  # it is passed when the products of a step are complete
     shares: bool = False  # its one tile of work, with the other blocks of a cluster
+    bias_stages: int = 0  # tiles of biases come with those of K; 0: none
 
     @classmethod
     def random(cls, random: Random) -> Case:
@@ -59,6 +62,7 @@ class Case:
             )
             for _ in range(random.randint(1, 4))
         )
+        value_loader = random.random() < 0.4
         return cls(
             works,
             consumers,
@@ -68,7 +72,8 @@ class Case:
             pingpong=consumers > 1 and random.random() < 0.6,
             overlap=random.random() < 0.5,
             skips=random.random() < 0.7,
-            value_loader=random.random() < 0.4,
+            value_loader=value_loader,
+            bias_stages=0 if value_loader else random.choice((0, 2, 3)),
             keeps_turn=random.random() < 0.4,
         )
 
@@ -88,8 +93,14 @@ class Forward(Simulation):
         found = declared.forward(
             consumers, 1 if unified else case.q_stages, case.stages, WARPS, pingpong=case.pingpong, skips=case.skips,
             specialized=not unified, value_loader=case.value_loader and not unified, shares=case.shares,
+            bias_stages=0 if unified else case.bias_stages,
         )  # fmt: skip
         self.q, self.k, self.v = (Ring(found.ring(name)) for name in ("q", "k", "v"))
+        if case.bias_stages and not unified:
+            self.biases = Ring(found.ring("biases"))
+            if not rules.warps_release_biases:
+                for barrier in self.biases.empty:
+                    barrier.count = consumers
         if not unified:
             work = found.ring("work")
             self.work_full, self.work_empty = barriers(work.full, work.stages), barriers(work.empty, work.stages)
@@ -143,6 +154,7 @@ def loader(s: Forward) -> Role:
     """``forward/_loader.cu.j2``: V one step after K."""
     slot = work_phase = 0
     k, pending = Place(s.k), Place(s.v)
+    biases = Place(s.biases) if s.case.bias_stages else None
     expected = 0
     while True:
         yield s.work_full[slot].done(work_phase)
@@ -165,6 +177,10 @@ def loader(s: Forward) -> Role:
                 ask(s)
             s.values[s.of_keys(k)] = work, number
             s.copy(k, (work, number))
+            if biases is not None:
+                yield biases.empty()
+                s.copy(biases, (work, number))
+                biases.advance()
             if number > 0:
                 yield pending.empty()
                 s.copy(pending, (work, number - 1))
@@ -228,6 +244,7 @@ def consumer(s: Forward, c: int, w: int) -> Role:
     """``forward/_consumer.cu.j2`` and ``forward/_step.cu.j2``: one warp of a consumer."""
     case, rules, leader = s.case, s.rules, w == 0
     k, q, v, held = Place(s.k), Place(s.q), Place(s.v), Place(s.v)
+    biases = Place(s.biases) if case.bias_stages else None
     work, slot, work_phase, held_for = -1, 0, 0, 0
     tile: Tile = (0, 0)  # at which K stands
     own: Tile = (0, 0)  # whose probabilities wait for V
@@ -258,8 +275,14 @@ def consumer(s: Forward, c: int, w: int) -> Role:
         release(k)
 
     def read_values(place: tuple[int, int]) -> Role:
-        """Mask logits, by values that came with K, which may be given back by now."""
+        """Make logits, by values that came with K, which may be given back by now, and by biases."""
         yield lambda: True
+        if biases is not None:
+            yield biases.full()
+            biases.expect(tile)
+            yield lambda: True
+            biases.expect(tile)
+            release_biases()
         if not case.value_loader and s.values[place] != tile:
             raise ProtocolError(f"consumer {c} read values of {s.values[place]} for {tile}")
 
@@ -290,6 +313,17 @@ def consumer(s: Forward, c: int, w: int) -> Role:
         held, own, held_for = v.copy(), tile, 0
         v.advance()
 
+    def release_biases() -> None:
+        assert biases is not None
+        if leader or rules.warps_release_biases:
+            biases.release()
+        biases.advance()
+
+    def skip_biases() -> Role:
+        if biases is not None and rules.skipped_biases:
+            yield biases.full()
+            release_biases()
+
     def skip_v() -> Role:
         if leader or not rules.only_leader_awaits_skipped:
             yield v.full()
@@ -319,6 +353,7 @@ def consumer(s: Forward, c: int, w: int) -> Role:
             turn_is_spent = False
             release_k()
             yield from skip_v()
+            yield from skip_biases()
             tile = (work, tile[1] + 1)
             yield k.full()
         yield from take_turn()
@@ -347,6 +382,7 @@ def consumer(s: Forward, c: int, w: int) -> Role:
                 yield from give_up_turn()
                 release_k()
                 yield from skip_v()
+                yield from skip_biases()
                 held_for += 1
                 continue
             qk, pv, of_keys = ((k.copy(), tile), (q.copy(), work)), (held, own), s.of_keys(k)

@@ -62,6 +62,9 @@ def test_blocks_that_share_keys() -> None:
         ("v_until_product", "read", False),
         ("two_tiles_of_values", "read values", True),
         ("two_tiles_of_values", "read values", False),
+        ("warps_release_biases", "deadlock|read", True),
+        ("warps_release_biases", "deadlock|read", False),
+        ("skipped_biases", "deadlock|read", True),
     ],
 )
 def test_a_rule_that_is_broken_is_found(rule: str, becomes: str, pingpong: bool) -> None:
@@ -71,7 +74,9 @@ def test_a_rule_that_is_broken_is_found(rule: str, becomes: str, pingpong: bool)
         for _ in range(RUNS):
             case = replace(Case.random(random), consumers=2, pingpong=pingpong, skips=True)
             if rule == "value_loader_says_so":
-                case = replace(case, value_loader=True)
+                case = replace(case, value_loader=True, bias_stages=0)
+            if "biases" in rule:
+                case = replace(case, value_loader=False, bias_stages=2)
             Forward(case, Rules(**{rule: False}), random).run()
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from attngen.lang.biases import BIAS_BYTES
 from attngen.plan.model import Plan
 from attngen.plan.operands import Operands
 from attngen.plan.pipes import ROW_PADDING, WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.structures import HopperForward
-from attngen.plan.traits import BIAS_BYTES
 
 _SLOTS = 2  # tiles of work that are known ahead
 #: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
@@ -21,8 +21,8 @@ _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = (
-    "q", "k", "v_rows", "v", "biases", "more_partials", "out", "work", "barriers", "tile_scales", "key_values", "tile_info",
-    "taken",
+    "q", "k", "v_rows", "v", "biases", "more_partials", "out", "work", "barriers", "tile_scales", "key_values",
+    "tile_info", "taken",
 )  # fmt: skip
 
 
@@ -96,8 +96,8 @@ def forward_pipes(
     )  # fmt: skip
     of_biases = Ring(
         "biases", roles.bias_stages, by_k, each,
-        guards="the tiles of biases that belong to a tile of K stay until all of its products are logits: each warp reads "
-        "what its own rows need",
+        guards="the tiles of biases that belong to a tile of K stay until its products are logits; each warp reads its "
+        "own rows",
         full=Signal(1, by_k, "the tiles of biases have landed", bytes=True),
         empty=Signal(warps * consumers, f"each warp of {each}", "warps have read their rows of the biases"),
         stored=(("biases", roles.biases * tile_m * tile_n * BIAS_BYTES),),

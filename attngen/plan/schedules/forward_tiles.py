@@ -10,6 +10,7 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
+from attngen.lang.biases import BIAS_BYTES, biases, without_biases
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.simplify import TRUE
 from attngen.plan.choices import refuse
@@ -27,16 +28,7 @@ from attngen.plan.schedules.forward_memory import (
 from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, searches
 from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_reference
 from attngen.plan.schedules.structures import HopperForward
-from attngen.plan.traits import (
-    BIAS_BYTES,
-    bands_of,
-    biases,
-    gathers,
-    is_light,
-    key_loads,
-    reads_data_per_key,
-    without_biases,
-)
+from attngen.plan.traits import bands_of, gathers, is_light, key_loads, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
 
 SOFTMAXES = ("fixed_reference", "lazy", "exact_max", "bounded")
@@ -180,9 +172,7 @@ def _hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, tiled: i
     return _tile(spec, arch, driver, form, least[1], least[0], tiled)
 
 
-def _tile(
-    spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice, tile_n: int, tiled: int
-) -> HopperTile:
+def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice, tile_n: int, tiled: int) -> HopperTile:
     """Return the tile of ``tile_n`` keys, with so many biases ``tiled``."""
     operands = operands_of(spec)
     size = operands.bytes_of("q", "k", "v", "p")

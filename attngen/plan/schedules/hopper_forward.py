@@ -8,6 +8,7 @@ from functools import partial
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
+from attngen.lang.biases import biases
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import ONE_HEAD, SECTION_BYTES, check_head_dims, driver_of, refuse
@@ -30,7 +31,6 @@ from attngen.plan.schedules.forward_tiles import (
 )
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import times_of, visible_keys
-from attngen.plan.traits import biases
 from attngen.schema.expand import KernelSpec
 
 #: K and V of the heads that run side by side where no mask makes tiles of work differ, and blocks load for each other.
