@@ -123,7 +123,7 @@ def of_own_tensor(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[i
     """
     *outer, rows, columns = shape
     extents = [1 if stride == 0 else extent for extent, stride in zip(outer, strides, strict=False)] or [1]
-    steps = [*strides[:-2]] or [rows * strides[-2]]
+    steps = strides[:-2] or (0,)
     return (*extents, rows, columns), (*steps, *strides[-2:])
 
 

@@ -1,0 +1,97 @@
+"""Elements of scores at [..., q, kv]: which of them come as tiles, by the loader of K and V."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attngen.arch import ARCHES
+from attngen.lang.biases import biases
+from attngen.plan import Plan
+from attngen.plan.schedules.structures import HopperForward
+from attngen.render import render
+from tests.plan.specs import planned
+
+OF_HEADS = "bias: {dtype: bf16, shape: [h, seqlen_q, seqlen_k]}"
+
+
+def scored(score: str, tensors: str, mask: str = "True", **fields: Any) -> Plan:
+    """Return the plan of a Hopper forward with a score."""
+    declared = f"variants:\n  own: {{mask: '{mask}', score: '{score}', tensors: {{{tensors}}}}}\n"
+    given = {"dtype": "bf16", "head_dim": 128, "backend": "cuda", **fields}
+    return planned("own", declared=declared, arch="sm90a", **given)
+
+
+def tiled(plan: Plan) -> int:
+    """Return how many biases come as tiles, which the source agrees with."""
+    assert isinstance(plan.structure, HopperForward)
+    text = render(plan).text
+    assert ("biases_ring.wait();" in text) == ('#include "biases.cuh"' in text) == (plan.structure.biases > 0)
+    return plan.structure.biases
+
+
+@pytest.mark.parametrize(
+    ("score", "tensors", "count"),
+    [
+        ("s + bias[h, q, kv]", OF_HEADS, 1),
+        ("s + 0.5 * bias[q, kv]", "bias: {dtype: fp16, shape: [seqlen_q, seqlen_k]}", 1),
+        ("s + bias[b, hk, q, kv]", "bias: {dtype: bf16, shape: [b, hk, seqlen_q, seqlen_k]}", 1),
+        ("s + bias[0, q, kv] + bias[1, q, kv]", "bias: {dtype: bf16, shape: [2, seqlen_q, seqlen_k]}", 2),
+        ("s * exp(bias[h, q, kv]) + bias[h, q, kv]", OF_HEADS, 1),
+        ("s + bias[h, q, kv]", "bias: {dtype: fp32, shape: [h, seqlen_q, seqlen_k]}", 0),  # 4 bytes
+        ("s + bias[h, q_pos, kv]", OF_HEADS, 0),
+        ("s + bias[h, kv, q]", OF_HEADS, 0),
+        ("s + bias[h, q, kv // 2]", OF_HEADS, 0),
+        ("s + bias[kv % 2, q, kv]", OF_HEADS.replace("h,", "2,"), 0),  # another one for each key
+        ("s + bias[h, kv]", "bias: {dtype: bf16, shape: [h, seqlen_k]}", 0),
+    ],
+)
+def test_which_elements_come_as_tiles(score: str, tensors: str, count: int) -> None:
+    plan = scored(score, tensors)
+    assert tiled(plan) == len(biases(plan.variant)) == count
+
+
+def test_the_loader_brings_them_and_consumers_read_no_element() -> None:
+    text = render(scored("s + bias[b, h, q, kv]", "bias: {dtype: bf16, shape: [b, h, seqlen_q, seqlen_k]}")).text
+    loader, consumer = text.split("// A consumer: 64 query rows.")
+    assert "map_u_bias, biases_ring.full(), tile * kBlockN + key, q_start, bias_h, bias_b);" in loader
+    assert "const int bias_h = stride_u_bias_1 == 0 && extent_u_bias_1 > 1 ? 0 : h;" in loader
+    assert "u_bias[" not in text
+    assert "element_of<bf16>(bias_pairs, i, row)" in consumer
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layout": "paged"},
+        {"pack_gqa": "true"},
+        {"warps": "{producer: 1, consumer: 2, schedule: pingpong, cluster: 2}"},
+        {"tile": "{m: 128, n: 80}"},  # copies bring 32 keys
+        {"tile": "{m: 128, n: 128}"},  # no room
+    ],
+    ids=lambda fields: next(iter(fields.items())),
+)
+def test_where_they_do_not_fit_consumers_load_elements(fields: dict[str, str]) -> None:
+    plan = scored("s + bias[h, q, kv]", OF_HEADS, **fields)
+    assert tiled(plan) == 0
+    assert "u_bias[" in render(plan).text or "+ u_bias" in render(plan).text
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("mask", ["True", "kv <= q_pos", "0 <= q_pos - kv and q_pos - kv < 500"])
+def test_tiles_fit_shared_memory(mask: str, head_dim: int) -> None:
+    plan = scored("s + bias[h, q, kv]", OF_HEADS, mask, head_dim=head_dim)
+    assert tiled(plan) == 1
+    assert isinstance(plan.structure, HopperForward)
+    (region,) = (one for one in plan.structure.shared if one.name == "biases")
+    assert region.bytes == plan.structure.bias_stages * plan.tile_m * plan.tile_n * 2
+    assert region.offset % 1024 == 0
+    assert plan.structure.bias_stages >= 2
+    assert plan.structure.shared_bytes <= ARCHES["sm90a"].shared_memory
+
+
+def test_a_sum_with_biases_alone_is_multiplied_once() -> None:
+    text = render(scored("s + bias[h, q, kv]", OF_HEADS)).text
+    assert "x = x * softmax_scale + element_of<bf16>(bias_pairs, i, row);" in text
+    assert "exponentiate<Element>(s, kLog2e, reference, p, sum);" in text
