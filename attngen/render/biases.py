@@ -76,5 +76,5 @@ def bias_bindings(plan: Plan) -> dict[str, Binding]:
 
 def with_biases(plan: Plan, value: Expr) -> Expr:
     """An expression that takes biases from the tiles that a loader brings."""
-    symbols = {each.load: each.symbol for each in biases_of(plan)}
+    symbols: dict[Expr, Expr] = {each.load: each.symbol for each in biases_of(plan)}
     return rewrite(rewrite(value, fold_literals), symbols.get) if symbols else value

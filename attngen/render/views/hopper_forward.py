@@ -180,7 +180,9 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     partial_steps, key_values = with_key_values(plan, code.partial, code.work)
     by_key = (*key_values.work, *key_values.lines) if key_values else ()
     found_biases = biases_of(plan)
-    at_biases = [leaf("q_start"), *(line for each in found_biases for line in each.lines)] if found_biases else []
+    at_biases: list[Statement | Piece] = [line for each in found_biases for line in each.lines]
+    if found_biases:
+        at_biases.append(leaf("q_start"))
     spans = reads([*found.lines, *found.values.values(), *listed])
     steps, seen = reads([*code.partial.all, *code.full.all]), reads(code.visible.all if code.visible else ())
     head, head_rows = ("", "work.q_begin + q") if plan.ragged_queries else ("work.b * stride_out_b + ", "q")
