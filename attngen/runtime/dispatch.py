@@ -31,6 +31,7 @@ from attngen.runtime.expanded import (
     are_one_head,
     gets_copies,
     request_without_expanded,
+    what_is_copied,
     with_copies,
     with_one_head,
 )
@@ -410,7 +411,7 @@ def explain(
         request = _backward_of(request, given)
     copied = request_without_expanded(request, found.kernels, drivers.current())
     if copied is not request:
-        request, call, expanded = copied, copied.call, "what is expanded of q, k and v is copied first"
+        request, call, expanded = copied, copied.call, what_is_copied(call)
     selection = select(found.kernels, request, drivers.current())
     if selection.kernel is None and package is None and on_demand.maker is not None:
         try:

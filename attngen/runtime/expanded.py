@@ -48,6 +48,14 @@ def need_copies(call: Call) -> bool:
     return any(_expanded(getattr(call, name)) for name in _NAMES) or bool(_odd_biases(call.variant, call.tensors))
 
 
+def what_is_copied(call: Call) -> str:
+    """The sentence of an explanation about a call that gets copies."""
+    said = ["what is expanded of q, k and v is copied first"] if any(map(_expanded, (call.q, call.k, call.v))) else []
+    for name in _odd_biases(call.variant, call.tensors):
+        said.append(f"'{name}' is copied first: its rows do not begin at multiples of {STRIDE_ALIGNMENT} bytes each")
+    return "; ".join(said)
+
+
 def _odd_biases(variant: Variant, tensors: Mapping[str, Tensor]) -> list[str]:
     """The biases that have no descriptor as they are."""
     names = dict.fromkeys(load.tensor for load in biases(variant))
