@@ -157,6 +157,8 @@ def _hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, tiled: i
     """The same with so many biases ``tiled``."""
     qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
     families = _families(replace(spec, variant=without_biases(spec.variant)) if tiled else spec, driver)
+    if tiled and "window" not in families:
+        families |= {"biased"}
     choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
     step = max(_key_step(operands_of(spec), form.transposes, spec.transposed_v), _BIAS_KEYS if tiled else 0)
     usual = choice.tile_n // step * step

@@ -43,9 +43,12 @@ _ONE_HEAD_COLUMNS = 192
 #: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
 #: three consumers hide better than two, and "scored" says that nothing asks for tiles of few keys beside that; a
 #: "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much;
-#: "plain" ones are light, too, and have no such end, and with a "narrow_v" there is room for more keys.
+#: "plain" ones are light, too, and have no such end, and with a "narrow_v" there is room for more keys; for a "biased"
+#: score the tiles of biases come with those of K, and take room beside them.
 #: Measured on an H200 or an H100 where docs/performance.md says so; the rest follows from budgets.
 TABLE = (
+    Choice("biased", 64, 2, 128, "pingpong"),
+    Choice("biased", 128, 2, 96, "pingpong"),
     Choice("light", 64, 3, 128, "pingpong"),
     Choice("gather", 128, 2, 64, "pingpong"),
     Choice("gather", 256, 2, 32, "pingpong"),
