@@ -1,0 +1,1 @@
+"""Masks and scores of models and papers, beside compiled FlexAttention."""
