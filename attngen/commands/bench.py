@@ -1,4 +1,4 @@
-"""``attngen bench``: the kernels of a spec beside FlashAttention, cuDNN and FlexAttention, as far as installed."""
+"""``attngen bench``: attngen's kernels beside FlashAttention, cuDNN and FlexAttention, as far as installed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from attngen.commands.output import print_table, refuse_unwritable
 from attngen.files import cause
 
 if TYPE_CHECKING:
+    from attngen.tools.bench.masks.report import MaskReport
     from attngen.tools.bench.report import BenchReport, Mean, Result, Row
     from attngen.tools.bench.serving.report import ServingReport
     from attngen.tools.bench.small.oracle import OracleReport
@@ -33,21 +34,32 @@ _PICTURES = (".png", ".pdf", ".svg")
 #: Options that say nothing about the comparison of kernels.
 _NOT_FOR_THE_ORACLE = (
     "variants", "passes", "suite", "cells", "seqlens", "tokens", "peer_parts", "taken", "check", "plot_path",
-    "ladder", "sustained", "dry_run",
+    "ladder", "sustained", "dry_run", "head_dims", "limit",
+)  # fmt: skip
+
+#: Options that say nothing about masks.
+_NOT_FOR_MASKS = (
+    "spec", "part", "variants", "passes", "tokens", "peer_parts", "taken", "plot_path", "ladder", "sustained",
 )  # fmt: skip
 
 
 @click.command()
-@click.argument("spec", type=click.Path(path_type=Path))
+@click.argument("spec", type=click.Path(path_type=Path), required=False)
 @click.option("--kernel", "part", metavar="PART", help="Only kernels whose name contains this.")
 @click.option("--variant", "variants", multiple=True, metavar="NAME", help="Only this variant; may be repeated.")
 @click.option("--pass", "passes", type=click.Choice(("forward", "backward", "both")),
               help="What is raced; default: both, as far as the spec builds them.")  # fmt: skip
-@click.option("--suite", type=click.Choice(("grid", "variants", "small", "serving")),
+@click.option("--suite", type=click.Choice(("grid", "variants", "small", "serving", "masks")),
               help="Only the grid of full and causal masks; only the other variants; or, instead of both, calls of "
-                   "little work, or decoding, appending and prefill over caches.")  # fmt: skip
+                   "little work; decoding, appending and prefill over caches; or masks and scores of models, which "
+                   "take no SPEC.")  # fmt: skip
 @click.option("--cell", "cells", multiple=True, metavar="PART",
-              help="For suites small and serving: only cells whose name contains this; may be repeated.")  # fmt: skip
+              help="For suites small, serving and masks: only cells whose name contains this; may be "
+                   "repeated.")  # fmt: skip
+@click.option("--head-dim", "head_dims", type=click.IntRange(8, 256), multiple=True, metavar="N",
+              help="For suite masks: head dimensions; may be repeated.  [default: 128]")  # fmt: skip
+@click.option("--limit", type=click.FloatRange(min=1), metavar="SECONDS",
+              help="For suite masks: leave out cells for which there is no time.")  # fmt: skip
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 2**20), multiple=True, metavar="N",
               help="Queries and keys of a sequence; may be repeated.")  # fmt: skip
 @click.option("--tokens", type=click.IntRange(1, 2**24), default=16384, show_default=True,
@@ -77,12 +89,14 @@ _NOT_FOR_THE_ORACLE = (
 @click.pass_context
 def command(
     context: click.Context,
-    spec: Path,
+    spec: Path | None,
     part: str | None,
     variants: tuple[str, ...],
     passes: str | None,
     suite: str | None,
     cells: tuple[str, ...],
+    head_dims: tuple[int, ...],
+    limit: float | None,
     seqlens: tuple[int, ...],
     tokens: int,
     peer_parts: tuple[str, ...],
@@ -101,14 +115,28 @@ def command(
 
     Kernels that the cache lacks are compiled; those for other GPUs are left out. Prints TFLOP/s over visible pairs,
     medians of interleaved rounds; for backwards also the memory that they take. With --suite serving, dense and paged
-    kernels decode, append and prefill in replays of CUDA graphs, and microseconds and TB/s are printed. Exits 1 if a
-    kernel of the spec fails, or if none could be measured.
+    kernels decode, append and prefill in replays of CUDA graphs, and microseconds and TB/s are printed. With --suite
+    masks, functions of models and papers are called through FlexAttention and through attngen, and no spec is read.
+    Exits 1 if a kernel of attngen fails, or if none could be measured.
     """
     for path in (json_path, plot_path):
         if path is not None:
             refuse_unwritable(path)
     if plot_path is not None and plot_path.suffix.lower() not in _PICTURES:
         raise click.BadParameter(f"--plot {plot_path}: a picture's name ends in {', '.join(_PICTURES)}")
+    if suite == "masks" and not oracle:
+        _refuse_beside(context, "masks and scores of models", "--suite masks", _NOT_FOR_MASKS)
+        from attngen.commands.bench_masks import run_masks
+        from attngen.tools.bench.masks.run import MaskOptions
+
+        masks = MaskOptions(cells, seqlens, head_dims, rounds, check, jobs, limit)
+        if not run_masks(masks, dry_run, partial(_write, path=json_path)):
+            context.exit(cli.EXIT_FAILURE)
+        return
+    if head_dims or limit is not None:
+        raise click.UsageError(f"{'--head-dim' if head_dims else '--limit'} is for masks of models; add --suite masks")
+    if spec is None:
+        raise click.UsageError("Missing argument 'SPEC'; only --suite masks takes none")
     if oracle:
         _refuse_beside(context, "the comparison", "--oracle", _NOT_FOR_THE_ORACLE)
         from attngen.commands.bench_small import run_oracle
@@ -139,7 +167,7 @@ def command(
         return
     if cells:
         raise click.UsageError(
-            "--cell names cells of the serving suite, and of small calls; add --suite serving or small"
+            "--cell names cells of the serving suite, of small calls, and of masks; add --suite serving, small or masks"
         )
     if ladder and plot_path is not None:
         raise click.UsageError("--plot draws races with peers; leave it out, or --ladder")
@@ -185,10 +213,11 @@ def _refuse_beside(context: click.Context, what: str, chosen: str, others: Seque
     for name in others:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             (option,) = [each for each in context.command.params if each.name == name]
-            raise click.UsageError(f"{option.opts[0]} is not for {what}; leave it out, or {chosen}")
+            said = option.opts[0] if isinstance(option, click.Option) else option.human_readable_name
+            raise click.UsageError(f"{said} is not for {what}; leave it out, or {chosen}")
 
 
-def _write(report: BenchReport | ServingReport | OracleReport | SmallReport, path: Path | None) -> None:
+def _write(report: BenchReport | ServingReport | OracleReport | SmallReport | MaskReport, path: Path | None) -> None:
     if path is None:
         return
     unfinished = path.with_name(f"{path.name}.tmp")

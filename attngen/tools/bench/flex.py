@@ -103,7 +103,7 @@ class Cell:
         return theirs / ours
 
 
-class _Unwatched:
+class Unwatched:
     """Outputs that nobody looks at: the results are compared before the race."""
 
     def poison(self) -> None:
@@ -115,17 +115,18 @@ class _Unwatched:
 
 
 @contextmanager
-def _fresh_caches() -> Iterator[None]:
-    """Both libraries compile from the beginning meanwhile."""
+def fresh_caches(**others: str) -> Iterator[dict[str, str]]:
+    """Both libraries compile from the beginning meanwhile. Returns the variables of the environment that say so, and
+    ``others``."""
     with tempfile.TemporaryDirectory(prefix="attngen-flex-") as folder:
         changed = {
             "ATTNGEN_CACHE": f"{folder}/attngen", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            "TRITON_CACHE_DIR": f"{folder}/triton",
+            "TRITON_CACHE_DIR": f"{folder}/triton", **others,
         }  # fmt: skip
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
         try:
-            yield
+            yield changed
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
@@ -174,7 +175,7 @@ def first_calls(variants: Sequence[str]) -> str:
                 command = [
                     sys.executable, "-m", "attngen.tools.bench.flex", "--variant", variant, "--first", library, kind
                 ]  # fmt: skip
-                with _fresh_caches():
+                with fresh_caches():
                     environment = {**os.environ, "ATTNGEN_JIT": "1"}
                     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
                 cells.append(done.stdout.strip() if not done.returncode else done.stderr.strip()[-60:])
@@ -262,7 +263,7 @@ def _race(
             name: partial(torch.autograd.grad, out, leaves, dout, retain_graph=True) for name, out in outs.items()
         }
     contestants = [Contestant(name, [call]) for name, call in entered.items()]
-    found = race(contestants, CudaClock(), _Unwatched(), rounds)
+    found = race(contestants, CudaClock(), Unwatched(), rounds)
     return {one.name: timing.milliseconds for one, timing in zip(contestants, found, strict=True)}
 
 
@@ -341,7 +342,7 @@ def main(
         click.echo(first_calls(variants or tuple(functions("cpu"))))
         return
     cells, host = [], {}
-    with _fresh_caches(), jit():
+    with fresh_caches(), jit():
         _warm()
         for name in variants or functions("cpu"):
             try:

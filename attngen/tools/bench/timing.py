@@ -137,9 +137,9 @@ class _Lane:
         """Return the milliseconds of a call, over a batch of SAMPLE_MS or more."""
         return self.batch(self._repeats)[0]
 
-    def work(self) -> Work:
-        """Return batches of SUSTAINED_MS or more, which nobody waits for."""
-        count = math.ceil(self._repeats * SUSTAINED_MS / SAMPLE_MS)
+    def work(self, milliseconds: float) -> Work:
+        """Return batches of so many milliseconds or more, which nobody waits for."""
+        count = math.ceil(self._repeats * milliseconds / SAMPLE_MS)
 
         def enqueue() -> None:
             with self._contestant.session():
@@ -227,11 +227,15 @@ def sustain(works: Sequence[Work], clock: Clock, rounds: int, order: random.Rand
 
 
 def sustained_race(
-    contestants: Sequence[Contestant], clock: Clock, outputs: Outputs, rounds: int, order: random.Random
-) -> list[Timing]:
-    """Time all contestants as ``race`` does, without pauses; outputs are looked at in one more sample after it."""
+    contestants: Sequence[Contestant], clock: Clock, outputs: Outputs, rounds: int, order: random.Random,
+    milliseconds: float = SUSTAINED_MS,
+) -> list[Timing]:  # fmt: skip
+    """Time all contestants as ``race`` does, without pauses; outputs are looked at in one more sample after it.
+
+    A sample takes ``milliseconds`` or more.
+    """
     lanes = [_Lane(contestant, clock, outputs) for contestant in contestants]
-    found = sustain([lane.work() for lane in lanes], clock, rounds, order)
+    found = sustain([lane.work(milliseconds) for lane in lanes], clock, rounds, order)
     for lane in lanes:
         lane.sample()
     return [

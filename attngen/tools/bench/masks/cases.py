@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,11 @@ class Forms:
             self.tensors[name] for name, said in self.declared.items() if said["shape"][-2:] == ["seqlen_q", "seqlen_k"]
         )
 
+    @property
+    def by_head(self) -> bool:
+        """Whether heads see different keys."""
+        return re.search(r"\bh\b", self.mask or "") is not None
+
     def fields(self, *, constant: bool) -> dict[str, Any]:
         """Return the fields of the variant, with its sizes as constants or as scalars of the call."""
         found: dict[str, Any] = {"mask": self.mask, "score": self.score, "let": self.let}
@@ -111,6 +117,11 @@ class MaskCase:
     own: int | None = None
     most: int | None = None
     kv_heads: int | None = None
+
+    @property
+    def identifier(self) -> str:
+        """The name as that of a variant."""
+        return re.sub("[^a-z0-9]+", "_", self.name.lower())
 
 
 _CASES: list[MaskCase] = []
@@ -332,9 +343,8 @@ def _(size: Size) -> Forms:
     table = size.normal(size.heads, 2 * w, 2 * w)
 
     def score_mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (
-            s + table[h, (q // width - kv // width).clamp(-w, w - 1) + w, (q % width - kv % width).clamp(-w, w - 1) + w]
-        )
+        rows, columns = q // width - kv // width, q % width - kv % width
+        return s + table[h, rows.clamp(-w, w - 1) + w, columns.clamp(-w, w - 1) + w]
 
     return Forms(
         mask_mod, score_mod, mask=mask, let={**let, "near(d)": "clamp(d, -w, w - 1) + w"},

@@ -1,0 +1,115 @@
+"""``attngen bench --suite masks``: tables of masks and scores beside FlexAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from attngen.commands.output import counted, print_table
+
+if TYPE_CHECKING:
+    from attngen.tools.bench.masks.report import MaskReport, MaskResult, MaskRow
+    from attngen.tools.bench.masks.run import MaskOptions
+
+_COLUMNS = (
+    "cell", "", "forward ms", "backward ms", "speed / FlexAttention", "", "per tile / causal", "", "first call s",
+    "second ms", "error",
+)  # fmt: skip
+
+
+def run_masks(options: MaskOptions, dry_run: bool, write: Callable[[MaskReport], None]) -> bool:
+    """Run the suite, print it, and return whether all went well. ``write`` takes each report so far."""
+    from attngen.tools.bench.masks import run as tool
+
+    if dry_run:
+        report = tool.dry_run(options)
+        write(report)
+        rows = [[row.cell.name, f"b1 s{row.cell.seqlen} h{row.cell.heads}/{row.cell.kv_heads}"] for row in report.rows]
+        print_table(["cell", "shape"], rows)
+        click.echo(f"masks: {counted(len(rows), 'cell')}; nothing was measured")
+        return True
+
+    def observe(report: MaskReport, total: int) -> None:
+        write(report)
+        if report.rows:
+            click.echo(f"[{len(report.rows)}/{total}] {_line(report.rows[-1])}", err=True)
+
+    report = tool.bench_masks(options, observe)
+    write(report)
+    print_masks(report)
+    return report.ok
+
+
+def _line(row: MaskRow) -> str:
+    figures = [
+        f"{one.contestant} {_milliseconds(one, 'forward')} / {_milliseconds(one, 'backward')}"
+        for one in row.results
+        if one.timings
+    ]
+    return f"{row.cell.name}: {', '.join(figures) or 'nothing was measured'} ms"
+
+
+def print_masks(report: MaskReport) -> None:
+    """Print times and ratios of all cells, then means, what is slower or beyond its limit, and what failed."""
+    from attngen.tools.bench.cases import DIRECTIONS
+    from attngen.tools.bench.masks.report import CONSTANTS, FRONT_END, SCALARS
+
+    lines = [
+        [row.cell.name if number == 0 else "", *_cells(row, one)]
+        for row in report.rows
+        for number, one in enumerate(one for one in row.results if one.status in ("measured", "compared"))
+    ]
+    if lines:
+        print_table(_COLUMNS, lines)
+    means = [
+        [contestant, direction, f"{found[0]:.3f}", f"{found[1]:.3f}", str(found[2])]
+        for contestant in (CONSTANTS, SCALARS, FRONT_END)
+        for direction in DIRECTIONS
+        if (found := report.mean(contestant, direction)) is not None
+    ]
+    if means:
+        print_table(["speed / FlexAttention", "", "geometric mean", "least", "cells"], means)
+    for title, named in (
+        ("slower than FlexAttention", report.slower),
+        ("beyond the limits of a tile", report.beyond),
+        ("not run, for lack of time", report.not_run),
+    ):
+        if named:
+            click.echo("\n".join([f"{title}: {len(named)}", *(f"  {line}" for line in named)]))
+    for line in report.failures:
+        click.secho(line, fg="red", err=True)
+    if report.gpu is not None:
+        click.echo(
+            f"masks on {report.gpu['name']}: {counted(len(report.rows), 'cell')}, medians of {report.rounds} rounds "
+            f"without pauses; {report.seconds.get('all', 0):.0f} s, of which {report.seconds.get('prepared', 0):.0f} "
+            "before the first measurement"
+        )
+    if report.stopped is not None:
+        click.secho(report.stopped, fg="red", err=True)
+
+
+def _cells(row: MaskRow, one: MaskResult) -> list[str]:
+    from attngen.tools.bench.cases import DIRECTIONS
+    from attngen.tools.bench.masks.report import FLEX
+
+    speeds = [_ratio(row.speed(one, each)) if one.contestant != FLEX else "" for each in DIRECTIONS]
+    return [
+        one.contestant,
+        *(_milliseconds(one, each) for each in DIRECTIONS),
+        *speeds,
+        *(_ratio(row.to_causal(one, each)) for each in DIRECTIONS),
+        "" if one.first is None else f"{one.first:.1f}",
+        "" if one.second is None else f"{one.second:.2f}",
+        "" if one.error is None else f"{one.error:.0e}",
+    ]
+
+
+def _milliseconds(one: MaskResult, direction: str) -> str:
+    timing = one.timings.get(direction)
+    return "" if timing is None else f"{timing.milliseconds:.3f}{'*' if timing.host_bound else ''}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,199 @@
+"""Calls of one case: attngen with constants, with scalars and through its front end, FlexAttention, and causal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as of_torch
+
+from attngen import variant
+from attngen.integrations import flex_attention as front_end
+from attngen.runtime.calls import attention
+from attngen.runtime.dispatch import explain
+from attngen.tools.bench.cases import DIRECTIONS
+from attngen.tools.bench.masks.cases import Forms, Mod, Size
+from attngen.tools.bench.masks.report import CAUSAL, CONSTANTS, FLEX, FRONT_END, SCALARS, TILE, UNLEARNED, Cell
+
+#: Pairs of a mask that torch's block masks are made of without a compiler, which takes seconds for each.
+_EAGER_PAIRS = 2**27
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q, k and v, which require gradients, and a gradient of the output; (batch, seqlen, heads, head_dim) if
+    ``heads_last``, else with heads before the sequence."""
+
+    leaves: tuple[Tensor, Tensor, Tensor]
+    dout: Tensor
+
+    def turned(self) -> Inputs:
+        """The same numbers in the other order of axes, contiguous."""
+        q, k, v = (one.detach().transpose(1, 2).contiguous().requires_grad_() for one in self.leaves)
+        return Inputs((q, k, v), self.dout.transpose(1, 2).contiguous())
+
+
+@lru_cache(8)
+def inputs(shape: tuple[int, int, int, int], kv_heads: int, device: torch.device) -> tuple[Inputs, Inputs]:
+    """Return random inputs for attngen and for FlexAttention: (batch, seqlen, heads, head_dim), and heads first."""
+    generator = torch.Generator(device).manual_seed(1)
+    few = (*shape[:2], kv_heads, shape[3])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
+    q, k, v, dout = (torch.randn(s, device=device, dtype=dtype, generator=generator) for s in (shape, few, few, shape))
+    found = Inputs((q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout)
+    return found, found.turned()
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to compute a case. ``call`` returns the output in the order of axes of ``dout``; ``learned`` are the
+    tensors that take gradients beside q, k and v. ``asked`` are the arguments of ``attngen.explain``, if it is ours."""
+
+    name: str
+    call: Callable[[], Tensor]
+    given: Inputs
+    learned: tuple[Tensor, ...] = ()
+    asked: Mapping[str, Any] | None = None
+    heads_first: bool = False
+
+    def forward(self) -> Tensor:
+        """Return the output, without a graph."""
+        with torch.no_grad():
+            return self.call()
+
+    def gradients(self, out: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v and what is learned; ``out`` keeps its graph."""
+        return torch.autograd.grad(out, (*self.given.leaves, *self.learned), self.given.dout, retain_graph=True)
+
+    def results(self) -> list[Tensor]:
+        """Return the output, the gradients of q, k and v as (batch, seqlen, heads, head_dim), and the others."""
+        out = self.call()
+        found = [out.detach(), *self.gradients(out)]
+        return [one.transpose(1, 2) for one in found[:4]] + found[4:] if self.heads_first else found
+
+    def kernels(self) -> dict[str, tuple[str, bool]]:
+        """Return the kernel of each direction by name, and whether it reads a tile map."""
+        if self.asked is None:
+            return {}
+        told = {each: explain(*self.given.leaves, direction=each, **self.asked).kernel for each in DIRECTIONS}
+        return {each: (kernel.full_name, kernel.needs_tile_map) for each, kernel in told.items() if kernel is not None}
+
+
+@dataclass(frozen=True)
+class Entrants:
+    """The contestants of a cell by name, each made when it is needed: what makes one may raise."""
+
+    cell: Cell
+    device: torch.device
+    forms: Forms
+    block_mask: Any = field(default=None)
+
+    @classmethod
+    def of(cls, cell: Cell, device: torch.device, *, quick: bool = False) -> Entrants:
+        """Make the tensors of a cell, and FlexAttention's block mask: compiled as documented, or ``quick``."""
+        forms = cell.case.make(Size(cell.seqlen, cell.heads, cell.head_dim, device))
+        return cls(cell, device, forms, block_mask(forms.mask_mod, cell, device, quick=quick, by_head=forms.by_head))
+
+    def names(self) -> list[str]:
+        """The contestants of this cell, FlexAttention first."""
+        return [
+            FLEX, CONSTANTS, *([SCALARS] if self.forms.sizes else []), FRONT_END,
+            *([UNLEARNED] if self.forms.learned else []), CAUSAL,
+        ]  # fmt: skip
+
+    def make(self, name: str) -> Contestant:
+        """Return a contestant. Raises what a library raises for a function that it does not take."""
+        cell, forms = self.cell, self.forms
+        given, turned = inputs((1, cell.seqlen, cell.heads, cell.head_dim), cell.kv_heads, self.device)
+        learned = tuple(forms.tensors[each] for each in forms.learned)
+        shared = cell.heads != cell.kv_heads
+        if name == FLEX:
+            attend = _alone(_attend(forms.score_mod, self.block_mask, shared), cell.name)
+            call = attend if self.device.type == "cpu" else torch.compile(attend, dynamic=False)
+            return Contestant(name, partial(call, *turned.leaves), turned, learned, heads_first=True)
+        if name == FRONT_END:
+            mask = None
+            if forms.mask_mod is not None:
+                mask = front_end.create_block_mask(
+                    forms.mask_mod, None, cell.heads if forms.by_head else None, cell.seqlen, cell.seqlen,
+                    device=self.device,
+                )  # fmt: skip
+            traced = front_end.meaning(forms.mask_mod, forms.score_mod, self.device)
+            asked = {"variant": traced.handle, "layout": "bhsd", **traced.tensors(turned.dout.dtype)}
+            attends = partial(front_end.flex_attention, *turned.leaves, forms.score_mod, mask, enable_gqa=shared)
+            return Contestant(name, attends, turned, learned, asked, heads_first=True)
+        if name == CAUSAL:
+            return _own(name, given, {"variant": "causal"})
+        if name == UNLEARNED:
+            forms, learned = replace(forms, learned=()), ()
+            forms = replace(forms, tensors={each: one.detach() for each, one in forms.tensors.items()})
+        constant = name != SCALARS
+        made = variant(name=cell.case.identifier, **forms.fields(constant=constant))
+        keywords = {"variant": made, **forms.arguments(constant=constant)}
+        return _own(name, given, keywords, learned)
+
+    def tiles(self) -> int:
+        """Count the tiles of 128 x 128 pairs that are not empty, over all heads."""
+        mask = self.block_mask
+        if self.forms.hides is not None:
+            mask = block_mask(self.forms.hides, self.cell, self.device, quick=True)
+        if mask is None:
+            return (-(-self.cell.seqlen // TILE)) ** 2 * self.cell.heads
+        counts = [mask.kv_num_blocks, mask.full_kv_num_blocks]
+        found = sum(int(count.sum()) for count in counts if count is not None)
+        return found * self.cell.heads // mask.kv_num_blocks.shape[1]
+
+    def pair_bytes(self, tiles: int) -> int:
+        """Bytes of tensors over pairs in so many tiles of all heads."""
+        return sum(
+            TILE**2 * tensor.element_size() * (tiles if tensor.dim() > 2 else tiles // self.cell.heads)
+            for tensor in self.forms.over_pairs
+        )
+
+
+def _own(name: str, given: Inputs, keywords: dict[str, Any], learned: tuple[Tensor, ...] = ()) -> Contestant:
+    return Contestant(name, partial(attention, *given.leaves, **keywords), given, learned, keywords)
+
+
+def block_mask(mask_mod: Mod | None, cell: Cell, device: torch.device, *, quick: bool, by_head: bool = False) -> Any:
+    """Return torch's block mask of a function, None for none. ``quick`` leaves the compiler out where memory allows."""
+    if mask_mod is None:
+        return None
+    heads = cell.heads if by_head else None
+    quick = device.type == "cpu" or (quick and cell.seqlen**2 * (heads or 1) <= _EAGER_PAIRS)
+
+    def make() -> Any:
+        return of_torch.create_block_mask(mask_mod, None, heads, cell.seqlen, cell.seqlen, device=device.type)
+
+    return make() if quick else torch.compile(_alone(make, f"mask of {cell.name}"))()
+
+
+def _attend(score_mod: Mod | None, block_mask: Any, shared: bool) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return of_torch.flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=shared)
+
+    return attend
+
+
+def _alone(function: Any, name: str) -> Any:
+    """Copy a function with a code object of its own: torch compiles only so many versions of one code object."""
+    code = function.__code__.replace(co_name="".join(one if one.isalnum() else "_" for one in name))
+    made = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds that a call takes, with what it enqueues."""
+    wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    wait()
+    began = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - began

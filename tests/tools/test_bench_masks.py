@@ -1,0 +1,350 @@
+"""The masks suite without a GPU: each case is one function in both forms; times, ratios and limits; the time limit."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor
+
+from attngen import cli
+from attngen.commands import bench_masks as command
+from attngen.errors import CallError
+from attngen.tools.bench.machine import Ceilings
+from attngen.tools.bench.masks import contestants
+from attngen.tools.bench.masks import run as tool
+from attngen.tools.bench.masks.cases import Forms, MaskCase, Size, mask_cases
+from attngen.tools.bench.masks.contestants import Entrants
+from attngen.tools.bench.masks.report import (
+    CAUSAL,
+    CONSTANTS,
+    FLEX,
+    FRONT_END,
+    SCALARS,
+    UNLEARNED,
+    Cell,
+    MaskReport,
+    MaskResult,
+    MaskRow,
+)
+from attngen.tools.bench.masks.run import MaskOptions, Ready, Suite, cells_of
+from attngen.tools.bench.timing import Timing
+from tests.tools.bench_support import TickClock
+
+CPU = torch.device("cpu")
+CASES = {case.name: case for case in mask_cases()}
+
+
+def small(case: MaskCase) -> Cell:
+    """A cell that plain torch computes in no time; videos need some tokens for each of their tiles."""
+    return Cell(case, 192 if case.own else 100, 8, 8)
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, block_mask: Any, enable_gqa: bool, fault: float = 0.0
+) -> Tensor:
+    """FlexAttention's definition in plain torch: torch itself has no gradients on the CPU."""
+    heads, seqlen = q.shape[1], q.shape[2]
+    if enable_gqa:
+        k, v = (one.repeat_interleave(heads // k.shape[1], 1) for one in (k, v))
+    b, h = torch.zeros(1, dtype=torch.int32), torch.arange(heads, dtype=torch.int32)[:, None, None]
+    row, column = torch.arange(seqlen, dtype=torch.int32)[:, None], torch.arange(seqlen, dtype=torch.int32)[None]
+    s = q @ k.mT / math.sqrt(q.shape[-1])
+    s = s if score_mod is None else score_mod(s, b, h, row, column)
+    seen = torch.isfinite(s)
+    if block_mask is not None:
+        seen = seen & block_mask.mask_mod(b, h, row, column)
+    p = torch.where(seen, s - s.detach().masked_fill(~seen, 0).amax(-1, keepdim=True), 0).exp() * seen
+    return p / p.sum(-1, keepdim=True).clamp(min=1e-300) @ v + fault
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
+    monkeypatch.setattr(contestants.of_torch, "flex_attention", dense)
+    return Suite(CPU, MaskOptions(rounds=2), TickClock(), random.Random(0))
+
+
+# --- cases --------------------------------------------------------------------------------------------------------
+
+
+def test_there_are_enough_cases_with_names_of_their_own() -> None:
+    assert len(mask_cases()) >= 40
+    assert len({case.identifier for case in mask_cases()}) == len(CASES) == len(mask_cases())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_forms_are_one_function(name: str, suite: Suite) -> None:
+    """Outputs and gradients of all attngen rows are those of FlexAttention's form, in float64."""
+    cell = small(CASES[name])
+    ready = suite.compared(cell, {})
+    assert set(ready.results) == set(ready.entrants.names())
+    for found in ready.results.values():
+        assert found.status == "compared", found.reason
+        assert (found.error is None) == (found.contestant in (FLEX, CAUSAL))
+        assert (found.error or 0) < 1e-6  # scores in float32 in one of the forms
+    row = suite.row(ready)
+    assert 0 < row.tiles <= 4 * 8
+    forms = ready.entrants.forms
+    seen = forms.hides or forms.mask_mod
+    if seen is not None:
+        rows = torch.arange(cell.seqlen, dtype=torch.int32)
+        pairs = seen(torch.zeros(1, dtype=torch.int32), torch.arange(8)[:, None, None], rows[:, None], rows)
+        assert 0 < pairs.float().mean() < 1
+
+
+def test_a_wrong_form_is_found(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = small(CASES["sliding window"])
+    make = cell.case.make
+    other = replace(cell.case, make=lambda size: replace(make(size), mask="q >= kv and q - kv <= window"))
+    ready = suite.compared(replace(cell, case=other), {})
+    reasons = {name: found.reason for name, found in ready.results.items() if found.status == "failed"}
+    assert set(reasons) == {CONSTANTS, SCALARS}
+    assert "differs from FlexAttention by" in str(reasons[CONSTANTS])
+    assert FRONT_END in ready.contestants
+
+
+def test_wrong_gradients_of_learned_tensors_are_found(suite: Suite) -> None:
+    cell = small(CASES["gate of each head, learned"])
+    make = cell.case.make
+
+    def wrong(size: Size) -> Forms:
+        forms = make(size)
+        gate = forms.tensors["gate"]
+        return replace(forms, score_mod=lambda s, b, h, q, kv: s * torch.sigmoid(2 * gate[h] - gate[h].detach()))
+
+    ready = suite.compared(replace(cell, case=replace(cell.case, make=wrong)), {})
+    assert "gradients of its tensors differ" in str(ready.results[CONSTANTS].reason)
+    assert ready.results[UNLEARNED].status == "compared"
+
+
+def test_what_failed_in_another_process_is_not_called_here(suite: Suite) -> None:
+    ready = suite.compared(small(CASES["sliding window"]), {CONSTANTS: "CrashError: died", SCALARS: 1.5})
+    assert ready.results[CONSTANTS] == MaskResult(CONSTANTS, "failed", "CrashError: died")
+    assert ready.results[SCALARS].first == 1.5
+    assert CONSTANTS not in ready.contestants
+
+
+def test_tiles_are_those_of_the_mask() -> None:
+    """Also of a mask that heads do not share, and of one that a score stands for."""
+    for name in ("sliding window", "window of each head", "documents in the score", "tanh", "sliding tiles"):
+        cell = Cell(CASES[name], 700, 16, 8)
+        entrants = Entrants.of(cell, CPU)
+        seen = entrants.forms.hides or entrants.forms.mask_mod or (lambda b, h, q, kv: q == q + 0 * kv)
+        rows = torch.arange(768, dtype=torch.int32).clamp(max=699)
+        heads = torch.arange(8)[:, None, None]
+        pairs = seen(torch.zeros(1, dtype=torch.int32), heads, rows[:, None], rows).expand(8, 768, 768)
+        assert entrants.tiles() == int(pairs.view(8, 6, 128, 6, 128).any(4).any(2).sum()), name
+
+
+def test_bytes_of_tensors_over_pairs_are_those_of_visited_tiles() -> None:
+    for name, size in (("random bools", 1), ("random bools of heads", 8), ("bias of pairs", 2), ("ALiBi", 0)):
+        entrants = Entrants.of(Cell(CASES[name], 256, 16, 8), CPU)
+        assert entrants.pair_bytes(8 * 3) == size * 3 * 128 * 128
+
+
+# --- times --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_is_timed_in_both_directions(suite: Suite) -> None:
+    row = suite.timed(suite.compared(small(CASES["relative table, learned"]), {}))
+    assert {one.contestant for one in row.results} == {FLEX, CONSTANTS, FRONT_END, UNLEARNED, CAUSAL}
+    for one in row.results:
+        assert one.status == "measured"
+        assert {each: len(timing.samples) for each, timing in one.timings.items()} == {"forward": 2, "backward": 2}
+    assert row.learns
+    assert row.scored
+
+
+def test_a_race_that_raises_has_no_times(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = suite.compared(small(CASES["causal"]), {})
+    monkeypatch.setattr(tool.timing, "sustained_race", lambda *_: 1 / 0)
+    row = suite.timed(ready)
+    assert {one.status for one in row.results} == {"failed"}
+    assert not MaskReport((row,)).ok
+
+
+def result(name: str, forward: float, backward: float, mapped: Sequence[str] = ()) -> MaskResult:
+    timings = {"forward": Timing((forward,) * 3, 1.0, True), "backward": Timing((backward,) * 3, 1.0, True)}
+    return MaskResult(name, "measured", timings=timings, mapped=frozenset(mapped))
+
+
+CELL = Cell(CASES["sliding window"], 1024, 128, 8)  # 36 * 8 tiles of causal
+
+
+def row(*results: MaskResult, **facts: Any) -> MaskRow:
+    causal = result(CAUSAL, 0.36, 0.72)
+    return MaskRow(CELL, (*results, causal), **{"tiles": 18 * 8, **facts})
+
+
+def test_ratios_to_flex_attention_and_to_causal() -> None:
+    found = row(result(FLEX, 0.4, 1.0), result(CONSTANTS, 0.2, 1.25), result(UNLEARNED, 0.1, 0.1))
+    ours = found.results[1]
+    assert found.speed(ours, "forward") == pytest.approx(2.0)
+    assert found.speed(ours, "backward") == pytest.approx(0.8)
+    assert found.to_causal(ours, "forward") == pytest.approx(0.2 / 0.36 * 2)
+    assert found.speed(found.results[2], "backward") is None  # it computes less than FlexAttention does
+    report = MaskReport((found, row(result(FLEX, 0.8, 1.0), result(CONSTANTS, 0.1, 1.0))))
+    assert report.mean(CONSTANTS, "forward") == pytest.approx((4.0, 2.0, 2))
+    assert report.mean(SCALARS, "forward") is None
+    assert report.slower == ["sliding window d128 1k: attngen, backward: 0.80 x"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "mapped", "head_dim", "limit"),
+    [
+        ({}, (), 128, 1.25),
+        ({}, ("forward",), 128, 1.4),
+        ({"scored": True}, (), 128, 1.35),
+        ({"scored": True}, (), 64, 1.5),
+        ({"scored": True}, ("forward",), 128, 1.4),
+        ({"pair_bytes": 1}, ("forward",), 128, 1.6),
+        ({"pair_bytes": 720_000_000}, (), 128, 2.5),  # 0.45 ms at 80 % of 2 TB/s
+    ],
+)
+def test_limits_of_a_tile(facts: dict[str, Any], mapped: Sequence[str], head_dim: int, limit: float) -> None:
+    found = row(result(CONSTANTS, 0.45, 0.1, mapped), **facts)
+    found = replace(found, cell=replace(CELL, head_dim=head_dim))
+    assert found.limit(found.results[0], "forward", 2000.0) == pytest.approx(limit)
+    lines = found.beyond(2000.0)
+    assert len(lines) == (limit < 2.5)
+    if lines:
+        assert lines[0].endswith(f"attngen, forward: 2.50 x causal per tile, limit {limit:.2f}")
+
+
+def test_learned_tensors_are_compared_with_the_same_backward_without_them() -> None:
+    found = row(result(CONSTANTS, 0.1, 0.6), result(UNLEARNED, 0.1, 0.4), learns=True)
+    assert (
+        found.beyond(None)
+        == [
+            "sliding window d128 1k: attngen, backward: 1.50 x without gradients of its tensors, limit 1.30",
+            "sliding window d128 1k: attngen, not learned, backward: 1.11 x causal per tile, limit 1.25",
+        ][:1]
+    )
+    assert replace(found, pair_bytes=1).beyond(None) == []
+
+
+def test_the_document_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = MaskResult(FRONT_END, "failed", "CallError: no")
+    report = MaskReport(
+        (row(result(FLEX, 0.4, 1.0), replace(result(CONSTANTS, 0.5, 0.5), first=2.0, second=0.6, error=1e-3), failed),),
+        ceilings=Ceilings(700, 4000), not_run=("tanh d128 8k",), rounds=3,
+    )  # fmt: skip
+    told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert told["means"][CONSTANTS]["forward"] == {"mean": pytest.approx(0.8), "least": pytest.approx(0.8), "cells": 1}
+    assert told["rows"][0]["speed"][CONSTANTS]["backward"] == 2.0
+    assert told["rows"][0]["results"][1]["forward"]["milliseconds"] == 0.5
+    assert told["not_run"] == ["tanh d128 8k"]
+    assert not report.ok
+    command.print_masks(report)
+    captured = capsys.readouterr()
+    assert "slower than FlexAttention: 1\n  sliding window d128 1k: attngen, forward: 0.80 x" in captured.out
+    assert "beyond the limits of a tile: 2" in captured.out
+    assert "not run, for lack of time: 1\n  tanh d128 8k" in captured.out
+    assert "sliding window d128 1k: attngen, front end: CallError: no" in captured.err
+
+
+# --- cells and time -----------------------------------------------------------------------------------------------
+
+
+def test_cells_are_chosen_by_parts_of_their_names() -> None:
+    every = cells_of(MaskOptions())
+    assert len(every) == len(CASES)
+    assert {cell.name for cell in every} >= {"sliding tiles d128 69376", "natten 3-D d128 24k", "tanh d128 8k"}
+    named = cells_of(MaskOptions(("tiles", "tanh"), (8192, 16384), (64, 128)))
+    assert [cell.name for cell in named] == [
+        "sliding tiles d64 69376", "tanh d64 8k", "tanh d64 16k", "sliding tiles d128 69376", "tanh d128 8k",
+        "tanh d128 16k",
+    ]  # fmt: skip
+    with pytest.raises(CallError, match="no cell of the masks suite has 'tahn' in its name; did you mean 'tanh'"):
+        cells_of(MaskOptions(("tahn",)))
+
+
+def test_tensors_over_pairs_end_at_16k() -> None:
+    assert not cells_of(MaskOptions(seqlens=(32768,)))[0].case.most
+    with pytest.raises(CallError, match="no cell"):
+        cells_of(MaskOptions(("random bools",), (32768,)))
+
+
+def test_processes_stop_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ended in time is returned, and what still runs is killed."""
+    monkeypatch.setattr(tool, "_LOAD", "time:sleep")  # fails, which is no error
+    monkeypatch.setattr(tool, "_FIRST", "tests.tools.test_bench_masks:first_calls")
+    cells = [Cell(CASES[name], 128, 8, 8) for name in ("tanh", "causal", "softcap")]
+    began = time.monotonic()
+    found = list(tool._in_processes(cells, {}, 2, lambda: began + 20))
+    assert [one.value for one in found] == [{FLEX: 1.0}]
+    assert time.monotonic() - began < 60
+
+
+def first_calls(environment: dict[str, str], asked: tuple[str, int, int], last: bool) -> dict[str, float | str]:
+    if asked[0] != "tanh":
+        time.sleep(100)
+    return {FLEX: 1.0}
+
+
+def test_cells_without_time_are_not_prepared(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preparing ends while there is time to measure what is prepared; a process that died fails its cell."""
+    cells = [small(CASES[name]) for name in ("tanh", "causal", "softcap")]
+    asked: list[float] = []
+
+    def in_processes(todo: Sequence[Cell], environment: Any, jobs: Any, until: Any) -> Any:
+        asked.append(until())
+        yield tool.Result(0, value={})
+        asked.append(until())
+        yield tool.Result(1, error=CallError("died of SIGSEGV"))
+
+    monkeypatch.setattr(tool, "_in_processes", in_processes)
+    monkeypatch.setattr(tool.Suite, "_read_kernels", lambda self: None)
+    first, second = suite.prepared(cells, {}, 1000.0)
+    assert asked == [1000.0, pytest.approx(1000.0 - suite.expected(first))]
+    assert suite.expected(first) > 0
+    assert second.results[CONSTANTS].reason == "CallError: died of SIGSEGV"
+    assert isinstance(second, Ready)
+    assert not suite.timed(second).tiles
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    done = CliRunner().invoke(cli.group, ["bench", *map(str, arguments)])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.output
+
+
+def test_a_dry_run_lists_cells(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    output = run("--suite", "masks", "--dry-run", "--cell", "natten", "--head-dim", 64, "--json", path)
+    assert "natten 3-D dilated d64 24k" in output
+    assert "masks: 4 cells; nothing was measured" in output
+    assert [one["name"] for one in json.loads(path.read_text())["rows"]][:2] == [
+        "natten 3-D d64 24k", "natten 3-D dilated d64 24k",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--suite", "grid"), "Missing argument 'SPEC'; only --suite masks takes none"),
+        (("specs/hopper.yaml", "--suite", "masks"), "SPEC is not for masks"),
+        (("--suite", "masks", "--ladder"), "--ladder is not for masks"),
+        (("specs/hopper.yaml", "--limit", 9), "--limit is for masks"),
+        (("specs/hopper.yaml", "--suite", "small", "--head-dim", 64), "--head-dim is for masks"),
+    ],
+)
+def test_options_that_do_not_fit(arguments: Sequence[object], says: str) -> None:
+    assert says in run(*arguments, code=2)
+
+
+def test_without_a_gpu_nothing_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "bench needs an NVIDIA GPU" in run("--suite", "masks", code=cli.EXIT_FAILURE)
