@@ -31,24 +31,14 @@ def run_masks(options: MaskOptions, dry_run: bool, write: Callable[[MaskReport],
         click.echo(f"masks: {counted(len(rows), 'cell')}; nothing was measured")
         return True
 
-    def observe(report: MaskReport, total: int) -> None:
+    def observe(report: MaskReport, line: str) -> None:
         write(report)
-        if report.rows:
-            click.echo(f"[{len(report.rows)}/{total}] {_line(report.rows[-1])}", err=True)
+        click.echo(line, err=True)
 
     report = tool.bench_masks(options, observe)
     write(report)
     print_masks(report)
     return report.ok
-
-
-def _line(row: MaskRow) -> str:
-    figures = [
-        f"{one.contestant} {_milliseconds(one, 'forward')} / {_milliseconds(one, 'backward')}"
-        for one in row.results
-        if one.timings
-    ]
-    return f"{row.cell.name}: {', '.join(figures) or 'nothing was measured'} ms"
 
 
 def print_masks(report: MaskReport) -> None:

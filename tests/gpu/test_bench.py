@@ -128,3 +128,21 @@ def test_a_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(result["relative_error"] for result in row["results"]) < 1e-2
     assert ladder["cases"][0]["rungs"][-1]["to_last"] == 1.0
     assert all(rung["registers"] > 0 for rung in ladder["rungs"])
+
+
+def test_masks_beside_flex_attention(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    cells = ("--cell", "sliding window", "--cell", "documents that come back", "--cell", "relative table, learned")
+    sizes = ("--seqlen", "1024", "--head-dim", "64", "--rounds", "2", "--jobs", "3")
+    registry.clear()
+    done = CliRunner().invoke(cli.group, ["bench", "--suite", "masks", "--json", str(figures), *cells, *sizes])
+    registry.clear()
+    assert done.exit_code == 0, (done.output, done.exception)
+    document = json.loads(figures.read_text())
+    assert len(document["rows"]) == 3
+    for row in document["rows"]:
+        for result in row["results"]:
+            assert result["status"] == "measured", result
+            assert result["first_seconds"] > 0
+        assert row["speed"]["attngen"]["forward"] > 0
+    assert not document["not_run"]

@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from attngen.tools.bench.masks.report import (
 from attngen.tools.bench.masks.run import MaskOptions, Ready, Suite, cells_of
 from attngen.tools.bench.timing import Timing
 from tests.tools.bench_support import TickClock
+from tests.tools.test_bench import FakeMonitor
 
 CPU = torch.device("cpu")
 CASES = {case.name: case for case in mask_cases()}
@@ -310,6 +311,55 @@ def test_cells_without_time_are_not_prepared(suite: Suite, monkeypatch: pytest.M
     assert second.results[CONSTANTS].reason == "CallError: died of SIGSEGV"
     assert isinstance(second, Ready)
     assert not suite.timed(second).tiles
+
+
+@dataclass(frozen=True)
+class FakeGpu:
+    device: torch.device = CPU
+
+    def answers(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("suite")
+def test_a_whole_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Cells are compared and timed in turn, reports are written meanwhile, and what there is no time for is named."""
+
+    def in_processes(todo: Sequence[Cell], environment: Any, jobs: Any, until: Any) -> Any:
+        yield tool.Result(2, value={CONSTANTS: 2.5})
+        yield tool.Result(1, value={FRONT_END: "CallError: no"})
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(tool.Gpu, "current", FakeGpu)
+    monkeypatch.setattr(tool, "gpu_facts", lambda gpu: {"name": "a card"})
+    monkeypatch.setattr(tool, "ceilings", lambda *_: Ceilings(700, 4000))
+    monkeypatch.setattr(tool, "Monitor", FakeMonitor)
+    monkeypatch.setattr(tool.timing, "CudaClock", TickClock)
+    monkeypatch.setattr(tool, "_in_processes", in_processes)
+    chosen = (
+        "--cell",
+        "tanh",
+        "--cell",
+        "sliding window",
+        "--cell",
+        "board of pairs",
+        "--seqlen",
+        100,
+        "--head-dim",
+        8,
+    )
+    path = tmp_path / "masks.json"
+    output = run("--suite", "masks", *chosen, "--rounds", 2, "--json", path, code=cli.EXIT_FAILURE)
+    assert "[1/3] compared sliding window d8 100" in output
+    assert "[2/2] tanh d8 100: FlexAttention " in output
+    assert "not run, for lack of time: 1\n  checkerboard of pairs d8 100" in output
+    assert "tanh d8 100: attngen, front end: CallError: no" in output
+    told = json.loads(path.read_text())
+    assert [one["name"] for one in told["rows"]] == ["sliding window d8 100", "tanh d8 100"]
+    by_name = {one["contestant"]: one for one in told["rows"][0]["results"]}
+    assert by_name[CONSTANTS]["first_seconds"] == 2.5
+    assert {one["status"] for one in by_name.values()} == {"measured"}
+    assert told["means"][CONSTANTS]["backward"]["cells"] == 2
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -115,13 +115,12 @@ class Unwatched:
 
 
 @contextmanager
-def fresh_caches(**others: str) -> Iterator[dict[str, str]]:
-    """Both libraries compile from the beginning meanwhile. Returns the variables of the environment that say so, and
-    ``others``."""
+def fresh_caches() -> Iterator[dict[str, str]]:
+    """Both libraries compile from the beginning meanwhile. Returns the variables of the environment that say so."""
     with tempfile.TemporaryDirectory(prefix="attngen-flex-") as folder:
         changed = {
             "ATTNGEN_CACHE": f"{folder}/attngen", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            "TRITON_CACHE_DIR": f"{folder}/triton", **others,
+            "TRITON_CACHE_DIR": f"{folder}/triton",
         }  # fmt: skip
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)

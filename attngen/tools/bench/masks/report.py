@@ -132,6 +132,16 @@ class MaskRow:
         """Results of attngen that have times, causal's left out."""
         return tuple(one for one in self.results if one.ours and one.contestant != CAUSAL and one.timings)
 
+    @property
+    def line(self) -> str:
+        """Milliseconds of all contestants, forward and backward."""
+        figures = [
+            f"{one.contestant} " + " / ".join(f"{one.milliseconds(each):.3f}" for each in DIRECTIONS)
+            for one in self.results
+            if one.timings
+        ]
+        return f"{self.cell.name}: {', '.join(figures) or 'nothing was measured'} ms"
+
     def speed(self, result: MaskResult, direction: str) -> float | None:
         """Speed over FlexAttention's; None where either has no time, or computes no gradient of learned tensors."""
         flex, own = self._milliseconds(FLEX, direction), result.milliseconds(direction)

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -51,8 +51,8 @@ _LOAD = "attngen.tools.bench.masks.run:load"
 
 _MAX_SEED = 2**31
 
-#: Called after each cell with all that is known, and with how many there will be.
-Observer = Callable[[MaskReport, int], None]
+#: Called after each cell is prepared, and after each is timed, with all that is known and a line about it.
+Observer = Callable[[MaskReport, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,41 +102,37 @@ def bench_masks(options: MaskOptions, observer: Observer) -> MaskReport:
     clock = timing.CudaClock()
     report = MaskReport(gpu=gpu_facts(gpu), versions=versions(), rounds=options.rounds, seed=seed)
     deadline = math.inf if options.limit is None else begun + options.limit
-    with _compilers() as environment, ExitStack() as stack:
+    with fresh_caches() as environment, _compiling():
         suite = Suite(gpu.device, options, clock, random.Random(seed))
-        ready = list(suite.prepared(todo, environment, deadline))
+        ready: list[Ready] = []
+        for one in suite.prepared(todo, environment, deadline):
+            ready.append(one)
+            observer(report, f"[{len(ready)}/{len(todo)}] compared {one.cell.name}")
         report = replace(report, seconds={"prepared": time.monotonic() - begun})
-        monitor = stack.enter_context(Monitor(gpu))
         report = replace(report, ceilings=ceilings(gpu, clock, min(options.rounds, 3)))
-        done = set()
-        for one in ready:
-            if time.monotonic() + suite.expected(one) > deadline:
-                continue
-            row = suite.timed(one, monitor)
-            done.add(one.cell.name)
-            report = replace(report, rows=(*report.rows, row))
-            if not gpu.answers():
-                report = replace(report, stopped=f"the GPU stopped responding at {one.cell.name}")
-            observer(report, len(ready))
-            if report.stopped is not None:
-                break
+        with Monitor(gpu) as monitor:
+            for one in ready:
+                if time.monotonic() + suite.expected(one) > deadline:
+                    continue
+                row = suite.timed(one, monitor)
+                report = replace(report, rows=(*report.rows, row))
+                if not gpu.answers():
+                    report = replace(report, stopped=f"the GPU stopped responding at {one.cell.name}")
+                observer(report, f"[{len(report.rows)}/{len(ready)}] {row.line}")
+                if report.stopped is not None:
+                    break
+    done = {row.cell.name for row in report.rows}
     left = tuple(cell.name for cell in todo if cell.name not in done)
     return replace(report, not_run=left, seconds={**report.seconds, "all": time.monotonic() - begun})
 
 
 @contextmanager
-def _compilers() -> Iterator[dict[str, str]]:
-    """Compile in caches of this run's own, each kernel in the process that asks for it. Returns the environment."""
-    with fresh_caches(TORCHINDUCTOR_COMPILE_THREADS="1") as environment, _compiling():
-        yield environment
-
-
-@contextmanager
 def _compiling() -> Iterator[None]:
-    """Compile what calls lack; graphs of torch's compiler are differentiated again and again."""
+    """Compile what calls lack, by one process each; graphs of torch's compiler are differentiated again and again."""
     from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
 
-    with functorch_config.patch(donated_buffer=False), jit():
+    with functorch_config.patch(donated_buffer=False), inductor_config.patch(compile_threads=1), jit():
         yield
 
 
@@ -188,6 +184,8 @@ def _tried(cell: Cell, device: torch.device) -> dict[str, float | str]:
         try:
             taken = seconds(partial(_call, entrants, name), device)
             found[name] = taken + (mask if name == FLEX else 0.0)
+            if name == FLEX:
+                entrants.make(name).forward()  # it compiles again without gradients
         except torch.OutOfMemoryError:
             continue
         except Exception as error:  # whatever a library raises for what it lacks, or a kernel on its way down
@@ -257,7 +255,7 @@ class Suite:
         """Take what other processes compiled, so that nothing is planned and rendered again here."""
         store = Store()
         for key in set(store.all_keys()) - self._read:
-            with suppress(AttngenError):  # not whole yet
+            with suppress(AttngenError, OSError):  # not whole yet
                 registry.add_compiled(read_kernel(store.path(key), sealed=True))
                 self._read.add(key)
 
@@ -276,6 +274,8 @@ class Suite:
             try:
                 contestant = ready.entrants.make(name)
                 found = contestant.results()
+                if name == FLEX:
+                    contestant.forward()  # it compiles again without gradients
                 second = 1e3 * seconds(contestant.forward, self.device)
                 error, learned = (None, None) if name == CAUSAL or wanted is None else _apart(found, wanted)
                 result = MaskResult(name, "compared", None, {}, told, second, error)
@@ -305,7 +305,7 @@ class Suite:
             forward = ready.results[name].second or 0.0
             for taken in (forward, 3 * forward):
                 found += (self.options.rounds + 1) * max(SAMPLE_MS, 2 * taken) + 7 * taken
-        return found / 1e3
+        return 1.3 * found / 1e3
 
     def timed(self, ready: Ready, monitor: Monitor | None = None) -> MaskRow:
         """Time both directions of all contestants of a cell, in random order, and return its row."""
@@ -383,5 +383,6 @@ def _in_processes(
                 yield result
         finally:
             ending.set()
-            workers.stop()
-            thread.join()
+            while thread.is_alive():
+                workers.stop()  # again: the thread may be starting another job
+                thread.join(0.1)
