@@ -900,9 +900,33 @@ def _(size: Size) -> Forms:
     )
 
 
+@_case("T5 buckets")
+def _(size: Size) -> Forms:
+    """T5's bias: 8 distances, then 8 buckets that grow to a distance of 128, in each direction.
+
+    1e-4 keeps powers of two off the ends of buckets, where rounding of a logarithm decides.
+    """
+    table, rate = size.normal(size.heads, 32), 8 / math.log(16)
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        n = (q - kv).abs()
+        far = (8 + (torch.log(n.clamp(min=1) / 8.0) * rate + 1e-4).int()).clamp(max=15)
+        return s + table[h, torch.where(n < 8, n, far) + torch.where(kv > q, 16, 0)]
+
+    return Forms(
+        None,
+        score_mod,
+        score="s + table[h, (n if n < 8 else far) + (16 if kv > q else 0)]",
+        let={"n": "abs(q - kv)", "far": "min(8 + int(log(max(n, 1) / 8.0) * rate + 0.0001), 15)"},
+        sizes={"rate": rate},
+        declared={"table": _floats("h", 32)},
+        tensors={"table": table},
+    )
+
+
 @_case("T5 buckets in a table")
 def _(size: Size) -> Forms:
-    """T5's bias: its buckets end at a distance of 128, so that a table of clamped distances holds all of them."""
+    """The same by a table of clamped distances, since buckets end at a distance of 128."""
     radius = 128
     apart = torch.arange(-radius, radius + 1)
     far = 8 + (torch.log(apart.abs().clamp(min=8) / 8) / math.log(radius / 8) * 8).int().clamp(max=7)

@@ -27,21 +27,20 @@ _EAGER_PAIRS = 2**27
 
 @dataclass(frozen=True)
 class Inputs:
-    """q, k and v, which require gradients, and a gradient of the output; (batch, seqlen, heads, head_dim) if
-    ``heads_last``, else with heads before the sequence."""
+    """q, k and v, which require gradients, and a gradient of the output."""
 
     leaves: tuple[Tensor, Tensor, Tensor]
     dout: Tensor
 
     def turned(self) -> Inputs:
-        """The same numbers in the other order of axes, contiguous."""
+        """The same numbers with heads and sequence exchanged, contiguous."""
         q, k, v = (one.detach().transpose(1, 2).contiguous().requires_grad_() for one in self.leaves)
         return Inputs((q, k, v), self.dout.transpose(1, 2).contiguous())
 
 
 @lru_cache(8)
 def inputs(shape: tuple[int, int, int, int], kv_heads: int, device: torch.device) -> tuple[Inputs, Inputs]:
-    """Return random inputs for attngen and for FlexAttention: (batch, seqlen, heads, head_dim), and heads first."""
+    """Return random inputs as (batch, seqlen, heads, head_dim), and the same with heads first."""
     generator = torch.Generator(device).manual_seed(1)
     few = (*shape[:2], kv_heads, shape[3])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
