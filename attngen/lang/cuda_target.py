@@ -8,7 +8,7 @@ from attngen.dtypes import DTYPES
 from attngen.lang.ir import Const, Op, Type
 from attngen.lang.ranges import INT32, INT64
 from attngen.lang.statements import Piece, Statement, joined, statement, written
-from attngen.lang.targets import Dialect, Scope, power_factors, power_of_two
+from attngen.lang.targets import Dialect, Scope, has_no_sign, power_factors, power_of_two
 
 # Binding strength in C++'s grammar, loosest first.
 _SELECT, _OR, _AND, _BITOR, _BITXOR, _BITAND, _EQUAL, _COMPARE, _SHIFT, _SUM, _PRODUCT, _SIGN, _ATOM = range(13)
@@ -175,7 +175,7 @@ class CudaDialect(Dialect):
         logarithm = scope.temporary(node, "logarithm", _call("__log2f", _call("fabsf", x)))
         one = written("{} == 0.0f || {} == 0.0f", y, logarithm)  # 0 * inf would be NaN
         power = _call("choose", one, Piece("1.0f"), written("exp2_fast({} * {})", y, logarithm))
-        if low >= 0:
+        if has_no_sign(node.args[0], low):
             return power
         power = scope.temporary(node, "power", power)
         odd = written("__float_as_int({}) < 0 && {y} - 2.0f * floorf(0.5f * {y}) == 1.0f", x, y=y)

@@ -95,6 +95,11 @@ def power_of_two(node: Expr) -> int | None:
     return None
 
 
+def has_no_sign(node: Expr, low: float) -> bool:
+    """Whether a float of at least ``low`` is neither negative nor -0.0, of which odd powers have a sign."""
+    return low > 0 or (isinstance(node, Op) and node.op == "abs")
+
+
 def power_factors(base: Piece, exponent: int, square: Callable[[Piece], Piece]) -> list[Piece]:
     """Return factors whose product is a positive power of ``base``; ``square`` stores the square of its argument."""
     if exponent <= 3:

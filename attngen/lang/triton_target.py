@@ -20,7 +20,7 @@ import math
 from attngen.lang.ir import Const, Expr, Op, Type, Var
 from attngen.lang.ranges import INT32
 from attngen.lang.statements import Piece, Statement, joined, statement, written
-from attngen.lang.targets import Dialect, Scope, power_factors, power_of_two
+from attngen.lang.targets import Dialect, Scope, has_no_sign, power_factors, power_of_two
 
 # Binding strength in Python's grammar, loosest first.
 _COMPARE, _BITOR, _BITXOR, _BITAND, _SHIFT, _SUM, _PRODUCT, _SIGN, _ATOM = range(1, 10)
@@ -111,7 +111,7 @@ class TritonDialect(Dialect):
             case "to_float":
                 return _to(args[0], "float32")
             case "to_int" if node.args[0].type is Type.FLOAT:
-                return self._truncated(node, scope)
+                return self._truncated(node, args[0], scope)
             case "to_int":
                 return _to(args[0], "int32")
             case "trunc":
@@ -233,12 +233,12 @@ class TritonDialect(Dialect):
             return scope.temporary(node, role, _cast(x, "float32"))
         return x if x.text.isidentifier() else scope.temporary(node, role, x)
 
-    def _truncated(self, node: Op, scope: Scope) -> Piece:
+    def _truncated(self, node: Op, x: Piece, scope: Scope) -> Piece:
         """Convert a float to int32. What LLVM leaves undefined is defined: NaN and what int32 cannot hold."""
-        x = self._tensor(node.args[0], "whole", scope)
         low, high = scope.bounds(node)
         if scope.is_number(node.args[0]) and INT32[0] < low and high < INT32[1]:
-            return _to(x, "int32")
+            return _to(_cast(x, "float32") if _plain(node.args[0], scope) else x, "int32")
+        x = self._tensor(node.args[0], "whole", scope)
         held = written("tl.maximum({}, -2147483648.0).to(tl.int32)", x)
         beyond = written("tl.where({} == {}, 2147483647, 0)", x, x)
         return written("tl.where({} < 2147483648.0, {}, {})", x, held, beyond, strength=_ATOM)
@@ -299,7 +299,7 @@ class TritonDialect(Dialect):
         logarithm = scope.temporary(node, "logarithm", _call("tl.log2", size))
         one = written("({} == 0.0) | ({} == 0.0)", y, logarithm)  # 0 * inf would be NaN
         power = written("tl.where({}, 1.0, tl.exp2({} * {}))", one, y, logarithm, strength=_ATOM)
-        if low >= 0:
+        if has_no_sign(base, low):
             return power
         power = scope.temporary(node, "power", power)
         odd = written("{y} - 2.0 * tl.floor(0.5 * {y}) == 1.0", y=y)

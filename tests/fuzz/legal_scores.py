@@ -63,16 +63,22 @@ class Scores:
             table = self.learned("table", ["h", 2 * reach + 1])
             return f"{table}[h, clamp({row} - kv, -{reach}, {reach}) + {reach}]"
         if kind == "bucket":
-            return f"{self.learned('table', ['buckets'])}[min(abs({row} - kv) // 8, 15)]"
+            # no distance is at the end of a bucket of logarithms, whatever a logarithm is rounded to
+            bucket = self.chance.choice((f"abs({row} - kv) // 8", f"int(2.0 * log2(1.5 + abs({row} - kv)))"))
+            return f"{self.learned('table', ['buckets'])}[min({bucket}, 15)]"
         if kind == "row":
             return f"{self.learned('offsets', ['b', 'seqlen_q'])}[b, q]"
         if kind == "wave":
-            return self.chance.choice((f"cos(0.01 * ({row} - kv))", f"sin({row} * 0.1)", "exp2(-0.1 * abs(q - kv))"))
+            return self.chance.choice((
+                f"cos(0.01 * ({row} - kv))", f"sin({row} * 0.1)", "exp2(-0.1 * abs(q - kv))",
+                f"atan(0.05 * ({row} - kv))", f"atan2({row} - kv, 20)", f"trunc(0.3 * ({row} - kv) + 0.05)",
+                f"0.1 * round(0.3 * ({row} - kv) + 0.05)", f"sign({row} - kv)",
+            ))  # fmt: skip
         if kind == "gather":
             kinds = declared.tensor("kinds", "int32", ["b", "seqlen_k"], range={"min": 0, "max": 7})
             return f"{self.learned('of_kind', [8])}[{kinds}[b, kv]]"
         if kind == "far":
-            return f"log(1.0 + abs({row} - kv))"
+            return self.chance.choice((f"log(1.0 + abs({row} - kv))", f"log1p(abs({row} - kv))"))
         return f"0.5 * ({row} // 16 - kv // 16)"
 
     def scaled(self, s: str) -> str:
@@ -106,6 +112,12 @@ class Scores:
                 f"0.1 * clamp({s}, -6.0, 6.0) ** 2",
                 f"0.02 * clamp({s}, -5.0, 5.0) ** 3 + ({s})",
                 f"4.0 * sigmoid({s})",
+                f"log1p(exp(clamp({s}, -30.0, 30.0)))",
+                f"expm1(min({s}, 1.5))",
+                f"0.5 * ({s}) * (1.0 + erf(0.70710678 * ({s})))",
+                f"2.0 * atan({s})",
+                f"(1.0 + abs({s})) ** (0.3 + 0.002 * kv)",
+                f"({s}) / (1.0 + abs({s}))",
                 f"sin(clamp({s}, -8.0, 8.0))",
                 f"abs({s})",
             )

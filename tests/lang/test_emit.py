@@ -324,6 +324,31 @@ def test_powers() -> None:
     assert "tl.exp2(1.5 * tl.log2(" in score("abs(s) ** 1.5").result
 
 
+def test_powers_whose_exponent_varies() -> None:
+    positive, any_sign = "(abs(s) + 1) ** (0.1 * kv)", "s ** (kv - 3)"
+    assert score(positive, Target.CUDA, fast_math=True).result.startswith("exp2_fast(")
+    assert score(positive, Target.CUDA).result.startswith("powf(")
+    assert "powf(" not in score(any_sign, Target.CUDA, fast_math=True).result  # its branches would serialize products
+    assert "nan" not in score(positive).result
+    assert '(s < 0.0) & (tl.floor(kv_minus_3_float) != kv_minus_3_float), float("nan"), ' in score(any_sign).result
+    assert score("s ** (1 / 2)").result == "tl.sqrt_rn(s)"
+
+
+def test_floats_become_integers() -> None:
+    """In one instruction where the float is known to be a number that int32 holds; saturated elsewhere."""
+    logarithm = "tl.log(kv_index[None, :].to(tl.float32) + 1.0)"
+    assert score("int(log(kv + 1.0))").result == f"{logarithm}.to(tl.int32).to(tl.float32)"
+    saturated = "tl.where(s < 2147483648.0, tl.maximum(s, -2147483648.0).to(tl.int32), tl.where(s == s, 2147483647, 0))"
+    assert score("int(s)").result == f"{saturated}.to(tl.float32)"
+    assert score("int(s)", Target.CUDA).result == "float(__float2int_rz(s))"
+
+
+def test_an_index_that_was_a_float_is_proven_too() -> None:
+    """NaN becomes 0, so that it is within the bounds as well."""
+    assert "mask=" not in "".join(score("s + table[int(clamp(s, 0.0, 1000.0))]").body)
+    assert "mask=" in "".join(score("s + table[int(clamp(s, 1.0, 1024.0))]").body)
+
+
 def test_cuda_declares_types() -> None:
     code = mask("0 <= q_pos - kv < window and pad[b, kv]", Target.CUDA)
     assert "const int q_pos_minus_kv = " in "\n".join(code.body)
@@ -501,7 +526,10 @@ def test_triton_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("exp(100.0)", math.inf), ("exp(1000.0)", math.inf), ("3e38 * 3", math.inf), ("-3e38 * 3", -math.inf),
         ("1e-46", 0.0), ("1e-30 * 1e-30", 0.0), ("1e-30 * 1e-30 * 1e38", 0.0), ("exp(100.0) * 1e-30", math.inf),
-        ("1e-40", torch.tensor(1e-40).item()), ("0.1", 0.1),
+        ("1e-40", torch.tensor(1e-40).item()), ("0.1", 0.1), ("int(-2.9)", -2.0), ("int(1e30)", 2.0**31 - 1),
+        ("round(2.5) * trunc(-2.5)", -4.0), ("erf(0.5)", math.erf(0.5)), ("expm1(1000.0)", math.inf),
+        ("log1p(1)", math.log(2)),
+        ("atan2(1, -1)", math.atan2(1, -1)), ("2.0 ** (0.5 * 3)", 2.0**1.5), ("sign(-3) * isnan(0.0)", 0.0),
     ],
 )  # fmt: skip
 def test_literals_are_those_of_float32(source: str, value: float) -> None:
