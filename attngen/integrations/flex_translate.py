@@ -163,6 +163,26 @@ class Translator:
     def _refuse(self, operand: Operand, reason: str) -> CallError:
         return refusal(self._function, self._kind, reason, None if isinstance(operand, Given) else operand.line)
 
+    def detached(self, step: Step) -> str:
+        """Text of a detached value, which must have no gradient: expressions cannot cut one."""
+        if step.dtype.is_floating_point and self._has_gradient(step):
+            raise self._refuse(
+                step,
+                "it detaches a value that has a gradient, which attngen's language cannot cut; allowed: detach a "
+                "captured tensor outside of the function, or compare the value itself, which has no gradient",
+            )
+        return self._of(step.args[0])
+
+    def _has_gradient(self, operand: Any) -> bool:
+        """Whether a value depends on the score or on a learned tensor through numbers."""
+        if isinstance(operand, Given):
+            return operand.requires_grad
+        if isinstance(operand, list | tuple):
+            return any(map(self._has_gradient, operand))
+        if not isinstance(operand, Step) or not operand.dtype.is_floating_point:
+            return False
+        return operand.name == "argument" or self._has_gradient(operand.args)
+
     # --- operands -------------------------------------------------------------------------------------------
 
     def _of(self, operand: Any) -> str:
@@ -532,7 +552,8 @@ _RULES: Mapping[str, Callable[[Translator, Step], str]] = {
     "sinh": _written("(0.5 * (expm1({x}) - expm1(-{x})))"), "cosh": _written("(0.5 * (exp({x}) + exp(-{x})))"),
     "asinh": _written("(sign({x}) * log1p(abs({x}) + {x} * {x} / (1.0 + sqrt({x} * {x} + 1.0))))"),
     "acosh": _written("log({x} + sqrt({x} * {x} - 1.0))"), "atanh": _written("(0.5 * (log1p({x}) - log1p(-{x})))"),
-    **dict.fromkeys(("clone", "alias", "detach", "lift_fresh_copy", "view", "expand", "contiguous", "real"), _first),
+    **dict.fromkeys(("clone", "alias", "lift_fresh_copy", "view", "expand", "contiguous", "real"), _first),
+    "detach": lambda self, step: self.detached(step),
     **dict.fromkeys(("to", "convert_element_type"), lambda self, step: self._aten__to_copy(step)),
     "true_divide": lambda self, step: self._aten_div(step),
     "full": lambda self, step: self._of(step.args[1]), "full_like": lambda self, step: self._of(step.args[1]),

@@ -11,7 +11,7 @@ from attngen.dtypes import DESCALES, SCALAR_DTYPES, TENSOR_DTYPES
 from attngen.errors import Gathered, Location, SpecError, suggest
 from attngen.lang.ir import INDEX_NAMES, Type
 from attngen.lang.parser import CONSTANTS, FLOAT32_MAX, FUNCTIONS, Scope
-from attngen.lang.ranges import DTYPE_RANGES, EXTENTS, INDEX_RANGES, INT32, limit
+from attngen.lang.ranges import DTYPE_RANGES, EXTENTS, INDEX_RANGES, INT64, limit
 from attngen.lang.source import locate
 from attngen.lang.variant import Scalar, Tensor
 
@@ -171,7 +171,7 @@ def _check_value(value: object, dtype: str, refuse: object, part: str) -> None:
             raise refuse(part, f"{value} does not fit float32")
     elif isinstance(value, bool) or not isinstance(value, int):
         raise refuse(part, f"must be an integer, got {value!r}")
-    elif not DTYPE_RANGES[dtype][0] < value <= DTYPE_RANGES[dtype][1] and value != INT32[0]:
+    elif not DTYPE_RANGES[dtype][0] <= value <= DTYPE_RANGES[dtype][1] or value == INT64[0]:
         raise refuse(part, f"{value} does not fit {dtype}")
 
 

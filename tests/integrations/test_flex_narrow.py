@@ -117,3 +117,31 @@ def test_captured_tensors_stay_in_float64_beside_queries_in_float64(*, compiled:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     for one, other in zip(*(torch.autograd.grad(t.square().sum(), bias) for t in (found, wanted)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+def _detached(kind: str, learned: Tensor) -> Any:
+    def of_an_element(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + 2 * learned[h] - learned[h].detach()
+
+    def of_the_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score * torch.sigmoid(score.detach())
+
+    def of_a_product(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + (score * 0.5 + 1).detach()
+
+    return {"an element": of_an_element, "the score": of_the_score, "a product": of_a_product}[kind]
+
+
+@pytest.mark.parametrize("kind", ["an element", "the score", "a product"])
+def test_a_gradient_that_would_not_be_cut_is_refused(kind: str) -> None:
+    q = torch.randn(1, 2, 8, 16)
+    score = _detached(kind, torch.randn(2, requires_grad=True))
+    with pytest.raises(CallError, match="detaches a value that has a gradient"):
+        ours.flex_attention(q, q, q, score_mod=score)
+
+
+def test_what_has_no_gradient_may_be_detached() -> None:
+    q, bias = torch.randn(1, 2, 8, 16), torch.randn(2)
+    found = ours.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + bias.detach()[h] + bias[h].detach())
+    wanted = ours.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + 2 * bias[h])
+    torch.testing.assert_close(found, wanted)

@@ -271,3 +271,11 @@ def test_the_nearest_enclosing_place_serves() -> None:
     with pytest.raises(SpecError) as caught:
         compile_variant("v", "nope", locate=places)
     assert caught.value.location == Location("a.yaml", 1)
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("uint8", 0), ("int8", -128), ("int16", -(2**15)), ("int32", -(2**31))])
+def test_the_least_value_of_a_dtype_is_a_bound(dtype: str, least: int) -> None:
+    found = compile_variant("own", "level[kv] >= 0", tensors=[Tensor("level", dtype, ("n",), range=(least, 100))])
+    assert found.tensor("level").range == (least, 100)
+    with pytest.raises(SpecError, match=rf"{least - 1} does not fit {dtype}"):
+        compile_variant("own", "level[kv] >= 0", tensors=[Tensor("level", dtype, ("n",), range=(least - 1, 100))])
