@@ -545,6 +545,7 @@ _RULES: Mapping[str, Callable[[Translator, Step], str]] = {
     "fmax": _written("({y} if isnan({x}) else {x} if isnan({y}) else max({x}, {y}))"),
     "fmin": _written("({y} if isnan({x}) else {x} if isnan({y}) else min({x}, {y}))"),
     "isinf": _written("(abs({x}) == inf)"), "isfinite": _written("(abs({x}) < inf)"),
+    "angle": _written(f"({math.pi!r} if {{x}} < 0 else {{x}} if isnan({{x}}) else 0.0)"),
     "signbit": _written("({x} < 0)"),  # of -0.0, too, which counts as positive
     "erfc": _written("(1.0 - erf({x}))"), "log10": _written(f"(log2({{x}}) * {math.log10(2.0)!r})"),
     "asin": _written("atan2({x}, sqrt((1.0 - {x}) * (1.0 + {x})))"),

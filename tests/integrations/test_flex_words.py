@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ WORDS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "copysign": lambda s, q, kv: torch.copysign(s, q - kv + 0.5),
     "copysign of a number": lambda s, q, kv: s + torch.copysign(s, torch.tensor(-1.0)),
     "heaviside": lambda s, q, kv: s + torch.heaviside((q - kv).float(), torch.tensor(0.5)),
+    "angle": lambda s, q, kv: s + torch.angle(s) * 0.1,
     "isnan": lambda s, q, kv: torch.where(torch.isnan(s / (s - s)), s, s * 2),
     "isinf": lambda s, q, kv: torch.where(torch.isinf(s * 1e30 * 1e30), s, s * 2),
     "isfinite": lambda s, q, kv: torch.where(torch.isfinite(s), s, 0.0),
@@ -166,6 +168,55 @@ def test_learned_exponents_have_gradients() -> None:
     found, expected = (torch.autograd.grad(one, [q, _LEARNED], towards) for one in (out, plain))
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, atol=1e-4, rtol=1e-3)
+
+
+#: Of torch's operations on elements, those without an equivalent; of special functions, by their prefix.
+_REFUSED = {
+    "digamma", "erfinv", "frexp", "gcd", "i0", "igamma", "igammac", "lcm", "lgamma", "mvlgamma", "nextafter",
+    "polygamma", "special_", "rrelu", "equal",  # random; a single bool
+}  # fmt: skip
+#: Special functions that torch decomposes.
+_TRACED = {"special_entr", "special_xlog1py"}
+
+
+def test_torchs_operations_on_elements_are_traced_or_listed_as_refused() -> None:
+    operations = [
+        (name, getattr(packet, overload))
+        for name in dir(torch.ops.aten)
+        if hasattr(packet := getattr(torch.ops.aten, name), "overloads") and not name.startswith("_foreach")
+        for overload in packet.overloads()
+    ]
+    tagged = [
+        (name, one) for name, one in operations
+        if torch.Tag.pointwise in one.tags and not one._schema.is_mutable and not name.endswith("_backward")
+    ]  # fmt: skip
+    untraced = {name for name, one in tagged} - {name for name, one in tagged if _is_traced(one)}
+    assert {"special_" if name.startswith("special_") else name for name in untraced} == _REFUSED
+    assert _TRACED.isdisjoint(untraced)
+    assert len({name for name, _ in tagged}) > 150
+
+
+def _is_traced(operation: Any) -> bool:
+    """Whether a score may hold an operation, of the score, of an index or of a condition."""
+    arguments = operation._schema.arguments
+    given = [argument for argument in arguments if not argument.has_default_value()]
+    if operation._overloadpacket in (torch.ops.aten.clamp, torch.ops.aten.clip):  # which need one limit
+        given = arguments[:2]
+    numbers = {"number": 2, "Scalar": 2, "int": 1, "float": 0.5, "bool": True}
+
+    def applied(s: Tensor, operand: Tensor) -> Tensor:
+        result = operation(*(numbers.get(str(argument.type), operand) for argument in given))
+        return s + (result[0] if isinstance(result, tuple) else result).float()
+
+    for mod in (
+        lambda s, b, h, q, kv: applied(s, s),
+        lambda s, b, h, q, kv: applied(s, q % 8),
+        lambda s, b, h, q, kv: applied(s, q > kv),
+    ):
+        with suppress(CallError):
+            ours.meaning(None, mod, torch.device("cpu"))
+            return True
+    return False
 
 
 @pytest.mark.parametrize(
