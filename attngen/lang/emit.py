@@ -202,7 +202,7 @@ class _Emission:
 
     def is_number(self, node: Expr) -> bool:
         """Whether a float is never NaN, also where a predicated load is 0."""
-        return never_nan(node, Numbers(Facts(self._ranges)))
+        return never_nan(node, Numbers(Facts(self._ranges), approximate=True))
 
     def wide(self, node: Expr) -> bool:
         """Whether an integer is an int64 in languages that promote: it was widened, or a part of it is one."""

@@ -19,6 +19,14 @@ from attngen.lang.simplify import COMPLEMENT, FOLD, Linear, linear, make
 #: Float operators whose result is NaN only if an argument is.
 _NAN_PRESERVING = frozenset({"neg", "abs", "min", "max", "floor", "ceil", "trunc", "round"})
 
+#: Relative and absolute errors that the functions of kernels stay below, and what none of their results leaves.
+_ERRORS = {
+    "tanh": (2.0**-10, 0.0), "sigmoid": (0.0, 2.0**-11), "silu": (2.0**-11, 2.0**-6), "erf": (0.0, 2.0**-9),
+    "exp": (2.0**-16, 0.0), "exp2": (2.0**-16, 0.0), "expm1": (2.0**-16, 2.0**-20), "pow": (2.0**-16, 0.0),
+    **dict.fromkeys(("log", "log2", "log1p"), (2.0**-20, 2.0**-19)),
+}  # fmt: skip
+_WITHIN = {"tanh": (-1.0, 1.0), "erf": (-1.0, 1.0), "sigmoid": (0.0, 1.0)}
+
 #: The length that each position is below.
 _LENGTHS = {
     **dict.fromkeys(("q", "q_lo", "q_hi"), "seqlen_q"),
@@ -146,8 +154,10 @@ class Numbers:
     unbounded: Interval = (-math.inf, math.inf)
     false, true = False, True
 
-    def __init__(self, facts: Facts) -> None:
-        self._facts = facts
+    def __init__(self, facts: Facts, *, approximate: bool = False) -> None:
+        """``approximate`` allows for the errors of functions under ``fast_math``, too."""
+        self._facts, self._approximate = facts, approximate
+        self._approximated = self if approximate else None
         self.memo: dict[Expr, Interval] = {}
 
     @staticmethod
@@ -177,9 +187,11 @@ class Numbers:
         return (0, length[1])
 
     def truncation(self, value: Expr) -> Interval:
-        """Return the int32 that a float becomes; NaN becomes 0."""
-        lo, hi = (truncated(end) for end in evaluate(value, self))
-        return (lo, hi) if never_nan(value, self) else (min(lo, 0), max(hi, 0))
+        """Return the int32 that a float becomes in any kernel, since it may be an index; NaN becomes 0."""
+        if self._approximated is None:
+            self._approximated = Numbers(self._facts, approximate=True)
+        lo, hi = (truncated(end) for end in evaluate(value, self._approximated))
+        return (lo, hi) if never_nan(value, self._approximated) else (min(lo, 0), max(hi, 0))
 
     def paired(self, total: Linear) -> tuple[Linear, Interval]:
         """Take out what is below a length together with that length: ``kv - seqlen_k`` is in [-MAX_SEQLEN, -1]."""
@@ -242,7 +254,17 @@ class Numbers:
         lo, hi = interval
         if lo != lo or hi != hi:
             return self.unbounded
-        return (_loosened(lo, -1), _loosened(hi, 1)) if op not in EXACT else interval
+        if op in EXACT:
+            return interval
+        if self._approximate and op in _ERRORS:
+            relative, absolute = _ERRORS[op]
+            lo, hi = (
+                end if math.isinf(end) else end + side * (abs(end) * relative + absolute)
+                for end, side in ((lo, -1), (hi, 1))
+            )
+            least, most = _WITHIN.get(op, self.unbounded)
+            lo, hi = max(lo, least), min(hi, most)
+        return _loosened(lo, -1), _loosened(hi, 1)
 
     def envelope(self, *ends: Any) -> Interval:
         """Return the range of the narrowest two's complement numbers that hold the endpoints."""

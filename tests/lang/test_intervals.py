@@ -77,6 +77,12 @@ def test_every_operator_has_a_rule() -> None:
         (op("to_int", op("truediv", op("to_float", var("y")), const(1.5))), (1, 4)),  # never NaN
         (op("to_int", op("add", bruteforce.Var("f", Type.FLOAT), const(3.0))), (0, 5)),  # NaN becomes 0
         (op("to_int", op("log", op("to_float", var("y")))), (0, 1)),
+        # kernels approximate it, and read a table at the result
+        (
+            op("to_int", op("mul", op("erf", op("min", bruteforce.Var("f", Type.FLOAT), const(0.5))), const(1000.0))),
+            (-968, 522),
+        ),
+        (op("to_int", op("mul", op("tanh", bruteforce.Var("s", Type.FLOAT)), const(15.5))), (-15, 15)),
         (op("to_int", op("exp", op("to_float", var("kv")))), (0, 2**31 - 1)),
         (op("to_int", op("log", op("to_float", var("x")))), (-(2**31), 2**31 - 1)),
         (bruteforce.Load("t", (var("kv"),), Type.INT), (0, 9)),
