@@ -29,6 +29,12 @@ CONVERTED = {
     torch.uint8: torch.int32, torch.int8: torch.int32, torch.int16: torch.int32, torch.float64: torch.float32,
 }  # fmt: skip
 
+#: Functions whose results are never negative, and those that are not where their argument is not.
+_POSITIVE = frozenset({"abs", "exp", "exp2", "sigmoid", "sqrt", "rsqrt", "square", "hypot", "cosh", "acos"})
+_SIGN_OF_ARGUMENT = frozenset({
+    "_to_copy", "clone", "alias", "to", "real", "floor", "ceil", "trunc", "fix", "round", "log1p", "expm1", "erf",
+    "atan", "tanh", "sign", "pow", "sinh", "asinh",
+})  # fmt: skip
 #: Integers narrower than those of the language: torch computes in them modulo 2^8 or 2^16.
 _NARROW = {torch.uint8: (0, 255), torch.int8: (-128, 127), torch.int16: (-(2**15), 2**15 - 1)}
 #: Operations on such integers that change none, and those whose results are among them in any case.
@@ -319,7 +325,9 @@ class Translator:
             return least is not None and self._never_negative(least)
         if name == "where":
             return self._none_negative(arguments[1:])
-        return name in ("abs", "_to_copy", "clone", "alias") and (name == "abs" or self._never_negative(arguments[0]))
+        if name in _POSITIVE:
+            return True
+        return name in _SIGN_OF_ARGUMENT and self._never_negative(arguments[0])
 
     def _none_negative(self, operands: Sequence[Any]) -> bool:
         found = [self._never_negative(operand) for operand in operands]  # all of them are asked
