@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from attngen.errors import Location
-from attngen.lang.ir import Const, Expr, Load, Op, walk
+from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, children, walk
 from attngen.lang.literals import beyond_float32
 from attngen.lang.printing import canonical
-from attngen.lang.usage import deciding
+from attngen.lang.usage import decides
 from attngen.schema.expand import KernelSpec, repeats
 from attngen.schema.loading import DeclaredVariant, Spec, doubts_of
 from attngen.schema.presets import preset_names
@@ -94,11 +95,19 @@ def _floats(declared: DeclaredVariant) -> list[Remark]:
                 "compared or rounded to an integer; '//' divides integers exactly",
                 place,
             )
-            for decisive in [deciding([root])]
-            for part in dict.fromkeys(walk(root))
-            if part in decisive and _divides_integers(part)
+            for part in dict.fromkeys(part for node in walk(root) if decides(node) for part in _parts(node))
+            if _divides_integers(part)
         ]
     return found
+
+
+def _parts(node: Expr) -> Iterator[Expr]:
+    """What a node compares or rounds, but not what is inside a function such as ``log``, which rounds by itself."""
+    for child in children(node):
+        yield child
+        rounds = isinstance(child, Op) and OPERATORS[child.op].float_args and child.op != "truediv"
+        if not rounds or decides(child):
+            yield from _parts(child)
 
 
 def _divides_integers(node: Expr) -> bool:

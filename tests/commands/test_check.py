@@ -131,7 +131,8 @@ def test_a_gradient_that_is_0_is_told(tmp_path):
 def test_floats_that_round_or_leave_float32_are_told(tmp_path):
     text = (
         "schema: 1\narch: sm90a\nvariants:\n  odd:\n    mask: floor(kv / 48) == q // 48 or kv / 2.5 < 1.0\n"
-        "    score: s + exp(100.0) - 1e-46 + 1e-30 * 1e-30 + kv / 48\nkernels:\n  - {variant: odd, head_dim: 64}\n"
+        "    score: s + exp(100.0) - 1e-46 + 1e-30 * 1e-30 + kv / 48 + int(log(1 + kv / 9))\n"
+        "kernels:\n  - {variant: odd, head_dim: 64}\n"
     )
     path = write(tmp_path, text)
     assert run(path).stderr.splitlines() == [
