@@ -7,7 +7,7 @@ dtype of q, exponents in units of log2, an approximate tanh.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.check import compile_variant
@@ -45,6 +46,8 @@ SCORES = (
     ("8.0 * exp(s)", "fp16"), ("s - 4.0 * abs(q - kv)", "fp16"), ("s * s * s", "fp16"), ("s + 900.0", "fp16"),
     ("50.0 * tanh(s / 5.0)", "fp16"), ("s * 30.0", "bf16"), ("s * s * 0.5", "bf16"), ("s * 8.0", "fp32"),
     ("s * 100.0", "fp32"), ("s + 900.0", "fp32"), ("s * 0.5", "fp16"), ("s * 0.5", "fp32"),
+    ("0.5 * s * (1.0 + erf(0.70710678 * s))", "bf16"), ("8.0 * erf(s)", "fp16"), ("4.0 * silu(s)", "bf16"),
+    ("16.0 * sigmoid(s)", "bf16"),
 )  # fmt: skip
 
 
@@ -84,6 +87,29 @@ def kernel(score: str, dtype: str, mask: str = "q_pos >= kv") -> Any:
     )
 
 
+class ShortForms(TorchFunctionMode):
+    """A tanh as coarse as the hardware's, and the functions that kernels make of it with ``fast_math``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in SHORT_FORMS:
+            return func(*args, **(kwargs or {}))
+        return SHORT_FORMS[func](*args)
+
+
+def coarse_tanh(x: Tensor) -> Tensor:
+    exact = torch.tanh(x)
+    mantissa, exponent = torch.frexp(exact.detach())
+    return exact + (torch.ldexp(torch.round(mantissa * 2**11) / 2**11, exponent) - exact.detach())
+
+
+SHORT_FORMS: dict[Any, Callable[[Tensor], Tensor]] = {
+    torch.tanh: coarse_tanh,
+    torch.sigmoid: lambda x: 0.5 * coarse_tanh(0.5 * x) + 0.5,
+    torch.nn.functional.silu: lambda x: 0.5 * x * coarse_tanh(0.5 * x) + 0.5 * x,
+    torch.erf: lambda x: coarse_tanh(x * (1.1296758 + 0.09979271 * x * x)),
+}
+
+
 class Model:
     """The arithmetic of a kernel, one head and one sequence at a time."""
 
@@ -101,10 +127,8 @@ class Model:
         names = {**names_of(self.call, b, slice(0, rows), rows, keys, 0, 0), "h": h}
         s = products * (self.call.scale * self.fault.scale)
         assert self.variant.score is not None
-        value = evaluate(self.variant.score, {**names, "s": s}).reshape(rows, keys)
-        if "tanh" in str(self.variant.score):  # as coarse as the hardware's
-            mantissa, exponent = torch.frexp(value)
-            value = torch.ldexp(torch.round(mantissa * 2**11) / 2**11, exponent) if not grad else value
+        with ShortForms():
+            value = evaluate(self.variant.score, {**names, "s": s}).reshape(rows, keys)
         seen = evaluate(self.variant.mask, names).reshape(rows, keys).clone()
         if self.fault.dropped is not None:
             seen[:, self.fault.dropped * TILE : (self.fault.dropped + 1) * TILE] = False

@@ -103,12 +103,22 @@ def _in_few_bits(weights: Tensor, probabilities: torch.dtype | None) -> Tensor:
 #: Relative error of the hardware's tanh (PTX ISA, tanh.approx.f32), which kernels in 16 bits use with ``fast_math``.
 _TANH_ERROR = 2.0**-11
 
+#: The largest errors with ``fast_math`` (docs/spec.md) of the functions that are made of it, by argument and result.
+#: Those of other functions are about as small as rounding to float32.
+_ERRORS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    torch.tanh: lambda x, y: _TANH_ERROR * y,
+    torch.sigmoid: lambda x, y: _TANH_ERROR * (y - 0.5),
+    torch.nn.functional.silu: lambda x, y: _TANH_ERROR * (y - 0.5 * x),
+    torch.erf: lambda x, y: 4 * _TANH_ERROR * y.clamp(-0.5, 0.5),
+}
+
 #: A probability below this is too small to matter, whatever its logit.
 _NEGLIGIBLE = 2.0**-24
 
 
-class _ApproximateTanh(TorchFunctionMode):
-    """Makes tanh as inexact as the hardware's: by the same factor in the first draw, at random in the others."""
+class _Approximate(TorchFunctionMode):
+    """Makes functions as inexact as those of kernels: by their largest errors in the first draw, at random in the
+    others."""
 
     def __init__(self, draw: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -116,10 +126,10 @@ class _ApproximateTanh(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func is not torch.tanh:
+        if func not in _ERRORS:
             return found
         noise = 1.0 if self._draw == 0 else 2 * _uniform(found.shape, self._generator).to(found) - 1
-        return found * (1 + _TANH_ERROR * noise)
+        return found + noise * _ERRORS[func](args[0], found)
 
 
 def _uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -165,7 +175,7 @@ def _fused_logits(
     """Return the logits (h, rows, keys) of float32 products; -inf where nothing is seen. ``dtype`` is that of q."""
     scores = products * call.scale
     if call.variant.score is not None:
-        with nullcontext() if dtype == torch.float32 else _ApproximateTanh(draw, generator):
+        with nullcontext() if dtype == torch.float32 else _Approximate(draw, generator):
             scores = evaluate(call.variant.score, {**one.names, "s": scores}, tensors, guard=one.visible)
     return torch.where(one.visible, scores.broadcast_to(one.visible.shape), -math.inf)
 
