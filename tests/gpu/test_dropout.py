@@ -25,7 +25,10 @@ SPEC = Path(__file__).with_name("dropout.yaml")
 PACKAGE = "attngen_gpu_dropout"
 _PREPARED = {kernel.plan.name: kernel for kernel in prepare(load_spec(SPEC))}
 #: Near-duplicates, which only ``-m exhaustive`` compiles and runs.
-LEFT_OUT = rare({name: kernel.plan for name, kernel in _PREPARED.items()})
+LEFT_OUT = rare(
+    {name: kernel.plan for name, kernel in _PREPARED.items()},
+    lambda name: "_bf16_d64_everything_varlen_" in name,  # of ``test_a_varlen_step``
+)
 FORWARDS = [name for name, kernel in _PREPARED.items() if kernel.plan.direction == "forward"]
 BACKWARDS = [name for name, kernel in _PREPARED.items() if kernel.plan.direction == "backward"]
 BACKENDS = ("triton", "cuda")

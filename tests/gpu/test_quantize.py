@@ -283,6 +283,7 @@ def test_long_calls_have_tiles() -> None:
     assert not by_tiles()
 
 
+@pytest.mark.alone
 def test_more_elements_than_31_bits_count() -> None:
     q = torch.zeros(1, 2**19 + 3, 33, 128, device="cuda", dtype=torch.bfloat16)
     q[0, -1, -1, 3] = 7

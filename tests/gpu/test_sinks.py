@@ -29,7 +29,10 @@ SPEC = Path(__file__).with_name("sinks.yaml")
 PACKAGE = "attngen_gpu_sinks"
 _PREPARED = {kernel.plan.name: kernel for kernel in prepare(load_spec(SPEC))}
 #: Near-duplicates, which only ``-m exhaustive`` compiles and runs.
-LEFT_OUT = rare({name: kernel.plan for name, kernel in _PREPARED.items()})
+LEFT_OUT = rare(
+    {name: kernel.plan for name, kernel in _PREPARED.items()},
+    lambda name: "_bf16_d64_by_sequence_varlen_" in name,  # of ``test_a_varlen_call_with_sinks_of_its_sequences``
+)
 FORWARDS = [name for name, kernel in _PREPARED.items() if kernel.plan.direction == "forward"]
 BACKWARDS = [name for name, kernel in _PREPARED.items() if kernel.plan.direction == "backward"]
 
