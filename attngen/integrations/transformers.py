@@ -474,13 +474,18 @@ def mask(
     return StructuredMask.of(structure, (batch_size, 1, q_length, kv_length), device, build)
 
 
-@cache
+@torch.compiler.assume_constant_result  # dynamo cannot trace the look into transformers' mapping
 def takes_masks_of_eager(config: type) -> bool:
     """Whether the layers of a config's model take an implementation of attention, but know no masks except eager's.
 
     Such a class declares that it supports neither SDPA, nor flash-attn, nor FlexAttention. DeepSeek-V4's layers append
     columns to the mask of a forward pass, as numbers that are added.
     """
+    return _declares_eager_masks(config)
+
+
+@cache
+def _declares_eager_masks(config: type) -> bool:
     says = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
     models = _models_of(config)
     return bool(models) and all(

@@ -136,7 +136,8 @@ def _in_whole_rows(tensor: Tensor) -> Tensor:
     columns = tensor.shape[-1]
     missing = -columns % (STRIDE_ALIGNMENT // BIAS_BYTES)
     if missing:
-        return torch.nn.functional.pad(whole, (0, missing))[..., :columns].expand(tensor.shape)
+        padded = torch.nn.functional.pad(whole, (0, missing)).contiguous()  # pad may keep the order of axes in memory
+        return padded[..., :columns].expand(tensor.shape)
     return whole.clone(memory_format=torch.contiguous_format).expand(tensor.shape)
 
 

@@ -112,6 +112,20 @@ def test_a_copy_keeps_expanded_heads(gpu: FakeDriver) -> None:
     assert strides[-1] == 32
 
 
+@pytest.mark.parametrize("keys", [1, 7, 24, 25])
+def test_heads_side_by_side_and_one_query_are_copied(gpu: FakeDriver, keys: int) -> None:
+    """T5's bias of a step of decoding: (q, kv, h), permuted and expanded over the batch."""
+    install()
+    bias = random(1, keys, 3).permute(2, 0, 1)[None].expand(2, 3, 1, keys)
+    given = random(2, 1, 3, 64), random(2, keys, 3, 64), random(2, keys, 3, 64)
+    wanted = attngen.attention(*given, variant="biased", bias=bias, backend="reference")
+    found = attngen.attention(*given, variant="biased", bias=bias)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+    address, extents, strides = described(gpu)
+    assert address != bias.data_ptr()
+    assert (extents, strides[-2]) == ((1, 3, 1, keys), -(-keys // 8) * 8)
+
+
 def test_a_kernel_that_reads_elements_gets_no_copy(gpu: FakeDriver) -> None:
     registry.add(package_of_kernels([kernel(OF_EACH)], "memory"))
     bias = random(2, 3, 16, 25)
