@@ -124,6 +124,24 @@ def test_what_the_limit_cuts_off_is_named(tmp_path: Path) -> None:
     assert why <= {"cut off at the limit", "the limit was reached before"}
 
 
+def test_what_found_no_memory_runs_again(tmp_path: Path) -> None:
+    text = f"""
+        from pathlib import Path
+        import pytest, torch
+
+        @pytest.mark.parametrize("attempts", [2, 3])
+        def test_takes_memory(attempts):
+            marks = Path({str(tmp_path)!r}) / f"{{attempts}}"
+            marks.write_text(seen := (marks.read_text() if marks.exists() else "") + "x")
+            if len(seen) < attempts:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+    """
+    suite, said = run([suite_in(tmp_path / "suite", text)], workers=2, limit=None, folder=tmp_path, prebuild=False)
+    assert names(suite.tests, "passed") == ["test_takes_memory[2]"]
+    assert names(suite.tests, "failed") == ["test_takes_memory[3]"]
+    assert len(said) == 3
+
+
 def test_a_file_that_cannot_be_imported_fails_alone(tmp_path: Path) -> None:
     folder = tmp_path / "suite"
     suite_in(folder, "def test_passes():\n    pass")

@@ -84,5 +84,5 @@ def test_output_that_nobody_takes_leaves_no_traceback(arguments: list[str], outp
     command = f"exec {sys.executable} -m attngen {' '.join(arguments)} {redirection}"
     ran = subprocess.run(["sh", "-c", command], stdout=writes, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     os.close(writes)
-    told = "the output cannot be written: No space left on device\n" if output == "full" else ""
+    told = "the output cannot be written: the disk is full\n" if output == "full" else ""
     assert (ran.returncode, ran.stderr) == (0 if output == "closed" else 1, told)

@@ -5,8 +5,9 @@
 
 The first writes ``record.json``, the second quotes it in docs/limits.md. All cores compile what the tests call; tests
 that need the card for themselves run meanwhile, in one process, and then all others, in one process for each core. A
-test that loses the CUDA context, crashes or hangs ends its process and fails alone. What has not ended when the limit
-is reached is named as not run. ``--log`` keeps what was printed, errors and times; a run of some files needs ``--out``.
+test that loses the CUDA context, crashes or hangs ends its process and fails alone. A test that found the card's memory
+taken by others runs again in the end. What has not ended when the limit is reached is named as not run. ``--log`` keeps
+what was printed, errors and times; a run of some files needs ``--out``.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class Suite:
             return
         test = self.tests.setdefault(event["test"], Test())
         if kind == "begins":
-            test.begun = True
+            test.begun, test.failed = True, False  # it may have been run before
+            test.texts.clear()
         elif kind == "uncollected":
             test.failed = test.begun = test.ended = True
             test.texts.append(event["text"])
@@ -137,6 +139,14 @@ class Suite:
                 test.texts.append(event["text"])
             elif event["outcome"] == "skipped":
                 test.skipped = event["text"]
+
+    def short_of_memory(self) -> list[str]:
+        """Return the tests that failed because tests beside them had taken the memory of the card."""
+        return [
+            name
+            for name, test in self.tests.items()
+            if test.failed and any("OutOfMemoryError" in each for each in test.texts)
+        ]
 
     def not_ended(self) -> list[str]:
         """Return the tests of which nothing is known yet."""
@@ -222,7 +232,7 @@ def run(
         say("kernels are compiled", first.wait())
     say("all other tests", others.wait())
     suite.read(events)
-    rest = suite.not_ended()
+    rest = [*suite.short_of_memory(), *suite.not_ended()]
     if rest and deadline - time.monotonic() > _REST_SECONDS / 4:
         command = pytest_command(rest[:_REST_TESTS], "not exhaustive", 1)
         say("what was left", Program.start(command, folder / "rest", deadline, **cores).wait())

@@ -239,10 +239,14 @@ def test_a_module_that_does_not_train_drops_nothing() -> None:
     q, k, v = heads_first()
     module = torch.nn.Module()
     before = torch.get_rng_state()
-    found, plain = (attngen_transformers.attention(module.eval(), q, k, v, None, p)[0] for p in (0.5, 0.0))
+    found, plain = (
+        attngen_transformers.attention(module.eval(), q, k, v, None, p, is_causal=False)[0] for p in (0.5, 0.0)
+    )
     assert torch.equal(found, plain)
     assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(attngen_transformers.attention(module.train(), q, k, v, None, 0.5)[0], plain)
+    assert not torch.equal(
+        attngen_transformers.attention(module.train(), q, k, v, None, 0.5, is_causal=False)[0], plain
+    )
 
 
 def test_packed_sequences_drop_too() -> None:

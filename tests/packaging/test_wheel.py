@@ -204,7 +204,7 @@ def test_an_earlier_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, mo
 @pytest.mark.usefixtures("fake_compiler")
 def test_what_cannot_be_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = write_spec(tmp_path, "schema: 1\npackage: nothing\n", "nothing.yaml")
-    with pytest.raises(PackageError, match="lists no kernels"):
+    with pytest.raises(SpecError, match="nothing.yaml: kernels: no kernels"):
         make(empty, tmp_path / "dist")
     for name in ("json", "attngen", "torch"):
         clash = write_spec(tmp_path, SPEC.replace("attngen_small", name), "clash.yaml")
