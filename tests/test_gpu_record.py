@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -125,21 +126,23 @@ def test_what_the_limit_cuts_off_is_named(tmp_path: Path) -> None:
 
 
 def test_what_found_no_memory_runs_again(tmp_path: Path) -> None:
-    text = f"""
-        from pathlib import Path
-        import pytest, torch
-
-        @pytest.mark.parametrize("attempts", [2, 3])
-        def test_takes_memory(attempts):
-            marks = Path({str(tmp_path)!r}) / f"{{attempts}}"
-            marks.write_text(seen := (marks.read_text() if marks.exists() else "") + "x")
-            if len(seen) < attempts:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-    """
-    suite, said = run([suite_in(tmp_path / "suite", text)], workers=2, limit=None, folder=tmp_path, prebuild=False)
-    assert names(suite.tests, "passed") == ["test_takes_memory[2]"]
-    assert names(suite.tests, "failed") == ["test_takes_memory[3]"]
-    assert len(said) == 3
+    """Its second run decides."""
+    told = {"event": "report", "when": "call", "seconds": 1.0, "worker": "gw0"}
+    lines: list[dict[str, Any]] = [{"event": "collected", "tests": ["one", "other"]}]
+    for name in ("one", "other"):
+        lines.append({"event": "begins", "test": name})
+        lines.append(
+            {**told, "test": name, "outcome": "failed", "text": "E   torch.OutOfMemoryError: CUDA out of memory"}
+        )
+    path, suite = tmp_path / "events", record.Suite()
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    suite.read(path)
+    assert suite.short_of_memory() == ["one", "other"]
+    lines += [{"event": "begins", "test": "one"}, {**told, "when": "teardown", "test": "one", "outcome": "passed"}]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    suite.read(path)
+    assert names(suite.tests, "passed") == ["one"]
+    assert suite.short_of_memory() == names(suite.tests, "failed") == ["other"]
 
 
 def test_a_file_that_cannot_be_imported_fails_alone(tmp_path: Path) -> None:
