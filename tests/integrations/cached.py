@@ -240,7 +240,8 @@ def expected(call: Cached, given: Tensors, compute: torch.dtype) -> tuple[Tensor
     lse = torch.full((call.batch, call.heads, call.seqlen_q), float("nan"), dtype=compute, device=call.device)
     left, right = call.options["window_size"]
     right = 0 if call.options["causal"] else right
-    local = call.options["causal"] or call.options["window_size"] != (-1, -1)
+    chunk = call.options.get("attention_chunk")
+    local = call.options["causal"] or call.options["window_size"] != (-1, -1) or bool(chunk)
     for b in range(call.batch):
         used, new, rows = int(given.lengths[b]), given.news[b], given.queries[b]
         q = given.q[b, :rows]
@@ -272,7 +273,7 @@ def expected(call: Cached, given: Tensors, compute: torch.dtype) -> tuple[Tensor
             seen &= key >= position - left
         if right >= 0:
             seen &= key <= position + right
-        if chunk := call.options.get("attention_chunk"):
+        if chunk:
             seen &= key // chunk == torch.div(position, chunk, rounding_mode="floor")
         if given.leftpad is not None:
             seen &= key >= given.leftpad[b]

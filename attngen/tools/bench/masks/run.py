@@ -140,7 +140,11 @@ def _compiling() -> Iterator[None]:
 
 
 def load() -> None:
-    """Import what first calls need, before a process is forked for each core. No GPU is touched."""
+    """Import what first calls need, before a process is forked for each core. No GPU is touched.
+
+    Imports of torch's compiler ask whether there is one: of CUDA, unless told otherwise, which no fork could use then.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch._inductor.compile_fx
     import torch.nn.attention.flex_attention  # noqa: F401
 
