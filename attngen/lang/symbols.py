@@ -77,25 +77,24 @@ class Symbols:
         axis = self._facts.monotone_axis(node.tensor)
         if axis is None or any(not self.is_point(i) for n, i in enumerate(indices) if n != axis):
             return declared
-        first, last = self._inside(node.tensor, axis, indices[axis])
+        first, last, inside = self._inside(node.tensor, axis, indices[axis])
 
-        def at(position: Expr | None, otherwise: Expr) -> Expr:
-            if position is None:
-                return otherwise
+        def at(position: Expr) -> Expr:
             return replace(node, indices=(*node.indices[:axis], position, *node.indices[axis + 1 :]))
 
-        return at(first, declared[0]), at(last, declared[1])
+        return at(first), self.call("select", inside, at(last), declared[1])
 
-    def _inside(self, tensor: str, axis: int, box: Interval) -> tuple[Expr, Expr | None]:
-        """Move the ends of a box into the extent; rows whose own index lies outside it are guarded."""
+    def _inside(self, tensor: str, axis: int, box: Interval) -> tuple[Expr, Expr, Expr]:
+        """Move the ends of a box into the extent, and say where the last of them says something of all the box.
+
+        Rows whose own index lies outside an extent are guarded, but a sequence may be shorter than the tensor.
+        """
         extent, exact = self._facts.extent(tensor, axis)
         last = make("sub", extent, integer(1))
-        first = self.call("max", box[0], integer(0))
+        low, high = (self.call("max", self.call("min", end, last), integer(0)) for end in box)
         if exact:
-            first = self.call("max", self.call("min", box[0], last), integer(0))
-            return first, self.call("max", self.call("min", box[1], last), integer(0))
-        inside = self.holds("le", box[1], last)
-        return first, self.call("max", box[1], integer(0)) if inside else None
+            return low, high, TRUE
+        return self.call("max", box[0], integer(0)), high, self.call("le", box[1], last)
 
     def search(self, node: Search, value: Interval, length: Interval) -> Interval:
         """Search for both ends of the value: a greater value is found no earlier."""

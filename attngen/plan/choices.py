@@ -54,16 +54,24 @@ def check_sizes(spec: KernelSpec, sizes: Sequence[tuple[str, int | None, Sequenc
             raise refuse(spec, field, f"{value} is not one of {', '.join(map(str, allowed))}; nearest: {nearest}")
 
 
-def driver_of(spec: KernelSpec, over: Axis = "kv") -> str:
-    """Return how a kernel finds its tiles: ranges from bands, classification in the kernel, or a tile map."""
+def driver_of(spec: KernelSpec, over: Axis = "kv", *, by_bits: bool = False) -> str:
+    """Return how a kernel finds its tiles: ranges from bands, classification in the kernel, or a tile map.
+
+    ``by_bits``: the kernel takes the mask of a partial tile as bits of a tile map. Where the keys of dense sequences
+    are no ranges, it is faster so than with the mask's expression, and a map of positions and scalars alone lasts. A
+    backward then takes a map wherever the forward does.
+    """
     if spec.tile_map == "always":
         return "tile_map"
     mapped = spec.tile_map == "auto"
     if mapped and reads_data_per_query(spec.variant):
         return "tile_map"
+    lasts = mapped and by_bits and spec.layout == "dense" and spec.pack_gqa is not True
+    if lasts and over == "q" and driver_of(spec, by_bits=True) == "tile_map":
+        return "tile_map"
     if bands_of(spec, over).exact:
         return "ranges"
-    if mapped and (reads_data_per_key(spec.variant) or not has_short_bounds_of(spec)):
+    if mapped and (lasts or reads_data_per_key(spec.variant) or not has_short_bounds_of(spec)):
         return "tile_map"
     return "classified"
 

@@ -6,7 +6,8 @@ t // 32 stands for KV tile t. A generated classifier kernel computes it; a calle
 
 Maps of CUDA kernels also hold the mask of partial tiles, a bit for each pair, so that a kernel need not evaluate it.
 Tiles with the same visible pairs share these bits. Finding them takes a look at the GPU's results, which waits for it;
-so a plain call gets them only when it uses a map for the second time.
+so a plain call gets them only when it uses a map for the second time. From then on, the map of a mask that reads no
+tensor serves all streams, and captures, which may not wait.
 """
 
 from __future__ import annotations
@@ -96,25 +97,27 @@ class MapMaker:
         launches = self._launches
         addresses += [0] * (len(launches.names) - len(addresses))
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        decide = None if capturing else self._decisive(given)
-        found = []
+        decide = self._decisive(given)
+        appended = []
         for number, (owner, shape) in enumerate(launches.maps.items()):
             place = launches.first_map + number
 
             def make(bits: bool, owner: str = owner, shape: MapShape = shape, place: int = place) -> Tensor:
                 return self._made(owner, shape, place, addresses, scale, scalars, bits)
 
-            if decide is None:
+            words: Tensor | None = None
+            if decide is not None:
+                sizes = (id(launches), owner, *(scalars[place] for place in self._scalars))
+                words = _KEPT.lasting(sizes, capturing) if not decide else None
+                if words is None and not capturing:
+                    read = ((id(_base(one)), one.data_ptr(), one.shape, one.stride()) for one in decide)
+                    key = (sizes, launches.stream(), *read)
+                    words = _KEPT.get(key, decide, make, shape.tile_words > 0, launches)
+            if words is None:
                 words = make(False)
-            else:
-                key = (
-                    id(launches), owner, launches.stream(), *(scalars[place] for place in self._scalars),
-                    *((id(_base(one)), one.data_ptr(), one.shape, one.stride()) for one in decide),
-                )  # fmt: skip
-                words = _KEPT.get(key, decide, make, shape.tile_words > 0, launches)
             addresses[place] = words.data_ptr()
-            found.append(words)
-        return found
+            appended.append(words)
+        return appended
 
     def made(self, addresses: list[int], scale: float, scalars: Sequence[Number]) -> Tensor:
         """Return the one map of a forward, made now, with visible pairs."""
@@ -188,7 +191,7 @@ def _base(tensor: Tensor) -> Tensor:
 class _Entry:
     """A kept map: the version of each tensor that decides it, and what proves that these tensors are still the same."""
 
-    __slots__ = ("complete", "launches", "owners", "versions", "words")
+    __slots__ = ("captured", "complete", "launches", "owners", "versions", "words")
 
     def __init__(self, launches: PreparedLaunches) -> None:
         self.launches = launches  # alive, so that no other has its identity
@@ -196,6 +199,7 @@ class _Entry:
         self.versions: tuple[int, ...] = ()
         self.words: Tensor | None = None
         self.complete = False  # has visible pairs, or is known to get none
+        self.captured = False  # a graph reads it, whenever it is replayed
 
     def is_of(self, decide: Sequence[Tensor], versions: tuple[int, ...]) -> bool:
         """Whether the map is that of these tensors, with what they hold now."""
@@ -204,7 +208,9 @@ class _Entry:
 
 
 class _KeptMaps:
-    """The maps that plain calls used last, by prepared call, stream, scalars and tensors.
+    """The maps that plain calls used last, by prepared call, scalars, stream and tensors.
+
+    From its second use on, that of a mask that reads no tensor goes by prepared call and scalars alone.
 
     A map is that of its tensors as long as they live, and as torch counts no write to them. A write that torch does not
     count (through ``.data``, DLPack or another library's kernel) goes unnoticed.
@@ -212,6 +218,15 @@ class _KeptMaps:
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Any, _Entry] = OrderedDict()
+
+    def lasting(self, sizes: tuple[Any, ...], capturing: bool) -> Tensor | None:
+        """Return the map of a mask that reads no tensor, if all streams may read it. A graph keeps it for good."""
+        entry = self._entries.get((sizes,))
+        if entry is None:
+            return None
+        entry.captured |= capturing
+        self._touch((sizes,))
+        return entry.words
 
     def get(
         self, key: Any, decide: Sequence[Tensor], make: Callable[[bool], Tensor], has_bits: bool,
@@ -230,7 +245,13 @@ class _KeptMaps:
                     "library's kernel), so that calls take the tile map of its old values; write through torch, or "
                     "pass tile_map=attngen.tile_map(...) after such a write"
                 )
-            self._touch(key)
+            if decide:
+                self._touch(key)
+                return entry.words
+            if entry.words.is_cuda:
+                torch.cuda.current_stream(entry.words.device).synchronize()  # for other streams
+            self._entries.pop(key, None)
+            self._entries[key[:1]] = entry
             return entry.words
         entry = _Entry(launches)
 
@@ -253,8 +274,8 @@ class _KeptMaps:
             self._entries.move_to_end(key)
 
     def _shrink(self) -> None:
-        """Drop the maps that were used longest ago."""
-        entries = list(self._entries.items())
+        """Drop the maps that were used longest ago, but for those of graphs."""
+        entries = [(key, entry) for key, entry in self._entries.items() if not entry.captured]
         size = sum(4 * entry.words.numel() for _, entry in entries if entry.words is not None)
         for key, entry in entries[:-1]:
             if len(entries) <= _KEPT_MAPS and size <= _KEPT_BYTES:

@@ -173,6 +173,21 @@ def test_a_graph_follows_its_inputs(name: str) -> None:
     assert torch.equal(out, attngen.attention(*inputs, **call))
 
 
+def test_a_graph_takes_the_kept_map_of_positions() -> None:
+    shape = SHAPES[2]
+    inputs, _ = inputs_of(*shape)
+    call: dict[str, Any] = {"variant": "neighbourhood_3d", **values("neighbourhood_3d", *shape[2:4], shape[1], seed=7)}
+    for _ in range(2):
+        wanted = attngen.attention(*inputs, **call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attngen.attention(*inputs, **call)
+    assert any(entry.captured for entry in kept_maps().values())
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, wanted)
+
+
 @pytest.mark.parametrize("name", ["pairs", "runs_scored"])
 def test_a_fixed_order_has_the_same_bits(name: str) -> None:
     shape = SHAPES[3]

@@ -349,10 +349,11 @@ def test_wrapping_conditions_are_not_taken_for_each_other() -> None:
 
 
 def test_a_tensor_longer_than_the_sequence_is_not_cut_short() -> None:
-    """``doc`` may have more than ``seqlen_k`` elements, so an index beyond that has no known bound."""
+    """``doc`` may have more than ``seqlen_k`` elements, so tiles of rows beyond that have no known bound."""
     ahead = op("add", var("q_pos"), const(2))
     mask = op("ge", load("doc", var("b"), ahead), load("doc", var("b"), var("kv")))
-    assert texts(bands(mask, FACTS))[0] == [".. first(doc[b, :] > 2147483647, seqlen_k)"]
+    last = "doc[b, max(min(q_pos_hi + 2, seqlen_k - 1), 0)] if q_pos_hi + 2 <= seqlen_k - 1 else 2147483647"
+    assert texts(bands(mask, FACTS))[0] == [f".. first(doc[b, :] > ({last}), seqlen_k)"]
 
 
 def test_an_index_that_is_not_solved_makes_nothing_full() -> None:

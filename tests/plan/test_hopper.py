@@ -239,10 +239,10 @@ def test_heads_of_unmasked_attention_come_one_after_the_other() -> None:
         assert on_hopper(**fields).section_bytes == SECTION_BYTES
 
 
-@pytest.mark.parametrize(("variant", "driver"), [("allowed", "tile_map"), ("dilated", "classified")])
-def test_blocks_of_a_cluster_need_ranges_of_tiles(variant: str, driver: str) -> None:
+@pytest.mark.parametrize(("choice", "driver"), [("auto", "tile_map"), ("never", "classified")])
+def test_blocks_of_a_cluster_need_ranges_of_tiles(choice: str, driver: str) -> None:
     with pytest.raises(PlanError, match=rf"warps\.cluster: .* must be ranges, not {driver}; allowed: 1"):
-        on_hopper(variant, warps="{cluster: 2}")
+        on_hopper("dilated", tile_map=choice, warps="{cluster: 2}")
 
 
 # --- packed heads ---------------------------------------------------------------------------------------------

@@ -170,11 +170,14 @@ def test_two_kernels_of_one_source() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "driver", "overlap"),
-    [("causal", "ranges", "pingpong"), ("dilated", "classified", "gradients"), ("allowed", "tile_map", "pingpong")],
-)
-def test_how_a_block_finds_its_queries(variant: str, driver: str, overlap: str) -> None:
-    found = backward(variant)
+    ("variant", "fields", "driver", "overlap"),
+    [
+        ("causal", {}, "ranges", "pingpong"), ("dilated", {"tile_map": "never"}, "classified", "gradients"),
+        ("dilated", {}, "tile_map", "pingpong"), ("allowed", {}, "tile_map", "pingpong"),
+    ],
+)  # fmt: skip
+def test_how_a_block_finds_its_queries(variant: str, fields: dict[str, object], driver: str, overlap: str) -> None:
+    found = backward(variant, **fields)
     assert (found.driver, found.launch("dqkv").driver) == (driver, driver)
     assert [part.name for part in found.launches].count("classify_dqkv") == (driver == "tile_map")
     assert found.structure is not None
@@ -197,18 +200,19 @@ HEAD_WINDOW = "variants:\n  own: {mask: q_pos >= kv and q_pos - kv < 64 * (h + 1
 
 
 @pytest.mark.parametrize(
-    ("variant", "driver", "by_head"),
+    ("variant", "tile_map", "driver", "by_head"),
     [
-        ("causal", "ranges", False), ("sink_window", "ranges", False), ("own", "ranges", True),
-        ("dilated", "classified", False), ("allowed", "tile_map", True),
+        ("causal", "auto", "ranges", False), ("sink_window", "auto", "ranges", False), ("own", "auto", "ranges", True),
+        ("dilated", "never", "classified", False), ("allowed", "auto", "tile_map", True),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
-    variant: str, driver: str, by_head: bool, layout: str
+    variant: str, tile_map: str, driver: str, by_head: bool, layout: str
 ) -> None:
     """Turns ascend from step to step of a tile of keys, as the model of the order has them."""
-    found = backward(variant, head_dim=128, deterministic="true", layout=layout, declared=HEAD_WINDOW)
+    fields = {"deterministic": "true", "layout": layout, "tile_map": tile_map, "declared": HEAD_WINDOW}
+    found = backward(variant, head_dim=128, **fields)
     assert found.name.endswith("_deterministic")
     assert found.driver == driver
     text = render(found).text
@@ -324,8 +328,9 @@ def declared(score: str) -> dict[str, object]:
         ("causal", {"head_dim": 96}, "pingpong", None),
         ("alibi", {"head_dim": 128}, "pingpong", None),
         ("alibi", {}, "pingpong", None),
-        ("dilated", {"head_dim": 128}, "pingpong", None),
-        ("dilated", {"head_dim": 64}, "gradients", None),
+        ("dilated", {"head_dim": 128, "tile_map": "never"}, "pingpong", None),
+        ("dilated", {"head_dim": 64, "tile_map": "never"}, "gradients", None),
+        ("dilated", {"head_dim": 64}, "pingpong", None),
         ("own", declared("s * slope[h]"), "pingpong", SELECTED),  # what is loaded may be infinite
         ("own", declared("s * slope[h]") | {"head_dim": 64}, "pingpong", SELECTED),
         ("softcap", {"head_dim": 128}, "pingpong", "x * derivative"),

@@ -82,7 +82,7 @@ def test_a_forward_and_its_backward_are_compiled_once(
     assert "fwd_sm90a" in lines[0]
     assert "bwd_sm90a" in lines[1]
     assert lines[0].endswith(" s")
-    assert launched[0].startswith("fwd_sm90a")
+    assert "fwd_sm90a" in launched[0]
     assert any("bwd" in symbol for symbol in launched)
     assert len(list((Store().root / "kernels").iterdir())) == 2
     # what this process compiled stays, another process finds it in the cache

@@ -17,7 +17,7 @@ import torch
 
 import attngen
 from attngen.errors import CallError
-from attngen.lang.variant import Scalar
+from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime import tile_map
 from attngen.runtime.given import Given
@@ -30,6 +30,9 @@ SEEN = variant(
     "seen", "seen[q, kv] > least", tensors=[Declared("seen", "int32", ("rows", "tiles"))],
     scalars=[Scalar("least", "int32")],
 )  # fmt: skip
+
+
+DIAGONAL = variant("diagonal", "(q - kv) % 7 <= least", scalars=[Scalar("least", "int32")])
 
 
 class Shape:
@@ -110,9 +113,9 @@ def expected(content: torch.Tensor) -> dict[tuple[int, int], int]:
 class Calls:
     """A prepared call, and the maps that its launches get."""
 
-    def __init__(self) -> None:
+    def __init__(self, variant: Variant = SEEN) -> None:
         self.launches = Launches()
-        call = SimpleNamespace(variant=SEEN, rules=(SimpleNamespace(name="least"),))
+        call = SimpleNamespace(variant=variant, rules=(SimpleNamespace(name="least"),))
         self.maker = MapMaker(self.launches, call, torch.device("cpu"))  # type: ignore[arg-type]
 
     def __call__(self, seen: torch.Tensor, least: int = 0, form: str = "dense") -> torch.Tensor:
@@ -238,3 +241,38 @@ def test_a_map_made_on_demand_has_pairs_at_once(calls: Calls) -> None:
     words = calls.maker.made([0, 0], 1.0, (0,))
     assert partial_pairs(words) == expected(seen)
     assert not kept_maps()
+
+
+def test_a_map_of_positions_serves_all_streams_and_captures(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    stream = [7]
+    of_positions = Calls(DIAGONAL)
+    monkeypatch.setattr(of_positions.launches, "stream", lambda: stream[0])
+    seen = content(16)
+    assert set(partial_pairs(of_positions(seen)).values()) == {-1}
+    words = of_positions(seen)
+    assert partial_pairs(words) == expected(seen)
+    stream[0] = 8
+    assert of_positions(seen) is words
+    capturing[0] = True
+    assert of_positions(seen) is words
+    monkeypatch.setattr(tile_map, "_KEPT_MAPS", 0)
+    capturing[0] = False
+    for least in range(1, 4):
+        of_positions(seen, least=least)
+    assert of_positions(seen) is words  # a graph reads it
+    assert len(kept_maps()) == 2
+
+
+def test_a_capture_before_the_second_use_makes_its_map(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    of_positions = Calls(DIAGONAL)
+    seen = content(17)
+    first = of_positions(seen)
+    capturing[0] = True
+    assert of_positions(seen) is not first
+    assert of_positions.launches.calls == ["classify", "classify"]

@@ -403,6 +403,8 @@ def _families(spec: KernelSpec, driver: str) -> frozenset[str]:
                 found.add("narrow_v")
     if gathers(spec.variant):
         found.add("gather")
+    elif driver == "tile_map":
+        found.add("mapped")
     if spec.variant.score is not None or spec.variant.dropout:
         found.add("score")
     if reads_data_per_key(spec.variant):

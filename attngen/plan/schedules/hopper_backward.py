@@ -156,7 +156,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
             "backward.dkdv.stages",
             f"{stages} is not allowed: consumers that take turns need dO of two steps; nearest: 2",
         )
-    driver = driver_of(spec, "q")
+    driver = driver_of(spec, "q", by_bits=not wide)
     varlen = spec.layout == "varlen"  # its loader and its consumers keep more
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and not crowded else _WIDE_REGISTERS
@@ -513,7 +513,7 @@ def _family(spec: KernelSpec) -> str:
     before; and a tile map with a fixed order takes more of the loader of a single block.
     """
     variant = spec.variant
-    mapped = not is_wide(spec) and driver_of(spec, "q") == "tile_map"
+    mapped = not is_wide(spec) and driver_of(spec, "q", by_bits=True) == "tile_map"
     if variant.dropout or (spec.deterministic and mapped):
         return "tight"
     if mapped:  # the mask comes as bits, whatever its expression reads

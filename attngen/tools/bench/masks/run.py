@@ -178,25 +178,31 @@ def first_calls(environment: Mapping[str, str], asked: tuple[str, int, int], las
 def _tried(cell: Cell, device: torch.device) -> dict[str, float | str]:
     """Call every contestant of a cell once."""
     made: list[Entrants] = []
-    found: dict[str, float | str] = {}
+    results: dict[str, float | str] = {}
+    mask: float | None = None
     try:
         mask = seconds(lambda: made.append(Entrants.of(cell, device)), device)
     except torch.OutOfMemoryError:
-        return found
+        return results
+    except Exception:  # torch's compiler fails on some block masks; made without it, their first call has no figure
+        made.append(Entrants.of(cell, device, quick=True))
     (entrants,) = made
     for name in entrants.names():
         try:
             taken = seconds(partial(_call, entrants, name), device)
-            found[name] = taken + (mask if name == FLEX else 0.0)
-            if name == FLEX:
-                entrants.make(name).forward()  # it compiles again without gradients
+            if name != FLEX:
+                results[name] = taken
+                continue
+            if mask is not None:
+                results[name] = taken + mask
+            entrants.make(name).forward()  # it compiles again without gradients
         except torch.OutOfMemoryError:
             continue
         except Exception as error:  # whatever a library raises for what it lacks, or a kernel on its way down
-            found[name] = reason_of(error)
+            results[name] = reason_of(error)
             if not _answers():
                 break
-    return found
+    return results
 
 
 def _call(entrants: Entrants, name: str) -> None:

@@ -1,4 +1,4 @@
-// fwd_sm90a_wgmma_bf16_d128_dilated_m128n128s2c2
+// fwd_sm90a_wgmma_bf16_d64_dilated_m128n128s2c2_tilemap
 //
 // Attention forward, variant dilated: mask `0 <= q_pos - kv and q_pos - kv < window * dilation and (q_pos - kv) % dilation == 0`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
@@ -11,6 +11,7 @@
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
+#include "tile_map.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 
@@ -19,8 +20,8 @@ using OutElement = bf16;  // of O
 
 constexpr int kBlockM = 128;  // query rows of a tile of work
 constexpr int kBlockN = 128;  // keys of one step
-constexpr int kHeadDimQk = 128;
-constexpr int kHeadDimV = 128;
+constexpr int kHeadDimQk = 64;
+constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
@@ -29,6 +30,7 @@ constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest 
 constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kMaskWords = 2;  // of a lane, with a bit for each of its elements of a partial tile
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
@@ -37,28 +39,28 @@ constexpr int kPacked = 4 / kElementBytes;  // probabilities in a register
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
-constexpr int kOutColumns = 128;  // columns of O that are staged at once
+constexpr int kOutColumns = 64;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 65536 B: Q
-constexpr uint32_t kK = kShared + 65536;  // 65536 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 131072;  // 65536 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 196608;  // 32768 B: O, for its store
-constexpr uint32_t kWork = kShared + 229376;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 230016;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 230032;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 230048;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 230064;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 230080;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 230096;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 230112;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 230128;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 230144;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 230152;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
+constexpr uint32_t kK = kShared + 32768;  // 32768 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 65536;  // 32768 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 98304;  // 16384 B: O, for its store
+constexpr uint32_t kWork = kShared + 114688;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 115328;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 115344;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 115360;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 115376;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 115392;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 115408;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 115424;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 115440;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 115456;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 115464;  // 16 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
@@ -78,9 +80,9 @@ constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 32768);
-static_assert(QRing::kStages * kQBytes == 65536);
-static_assert(KRing::kStages * kKBytes == 65536 && VRing::kStages * kVBytes == 65536);
+static_assert(kConsumers * kOutBytes == 16384);
+static_assert(QRing::kStages * kQBytes == 32768);
+static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -106,13 +108,14 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_dilated_m128n128s2c2(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_dilated_m128n128s2c2_tilemap(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
-    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
+    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, const int* tile_map_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    long long stride_tile_map_b, long long stride_tile_map_h, long long stride_tile_map_q,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
-    int total_q, int total_k,
+    int total_q, int total_k, int words, long long map_words,
     float softmax_scale,
     int u_window, int u_dilation,
     int write_lse, int has_seqused_k
@@ -170,26 +173,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int visible_hi = max(min(q_pos_hi + 1, seqlen_k) + kBlockN - 1, 0) / kBlockN;
           int tiles = 0;
           for (int word = visible_lo / 32; word < (visible_hi + 31) / 32; ++word) {
-            const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
-            const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-            const int candidate = 32 * word + lane;
-            const int kv_lo = candidate * kBlockN, kv_hi = kv_lo + (kBlockN - 1);
-            const int u_tiles_q_pos_hi_minus_kv_lo = q_pos_hi - kv_lo;
-            const int u_tiles_q_pos_lo_minus_kv_hi = q_pos_lo - kv_hi;
-            const int u_tiles_window_times_dilation = u_window * u_dilation;
-            const bool u_tiles_condition = floor_div(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) == floor_div(u_tiles_q_pos_hi_minus_kv_lo, u_dilation);
-            const bool seen = candidate >= visible_lo && candidate < visible_hi && (0 <= u_tiles_q_pos_hi_minus_kv_lo && u_tiles_q_pos_lo_minus_kv_hi < u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) : 0) <= 0);
-            const uint32_t visible_word = __ballot_sync(~0u, seen);
-            const uint32_t partial_word = __ballot_sync(~0u, !((0 <= u_tiles_q_pos_lo_minus_kv_hi && u_tiles_q_pos_hi_minus_kv_lo < u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_hi_minus_kv_lo, u_dilation) : u_dilation - 1) <= 0) && (candidate + 1) * kBlockN <= seqlen_k));
+            const int* tile_map = tile_map_ptr + b * stride_tile_map_b + h * stride_tile_map_h + q_start / kBlockM * stride_tile_map_q;
+            const uint32_t partial_word = tile_map[words + word];
+            const uint32_t visible_word = tile_map[word] | partial_word;
             tiles += __popc(visible_word);
           }
           work = {{b, h, q_start, tiles, q_begin, k_begin, seqlen_q, seqlen_k}, visible_lo, visible_hi};
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 16; i += 32) {
-            const int q = work.q_start + i / 16;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
+          for (int i = lane; i < rows * 8; i += 32) {
+            const int q = work.q_start + i / 8;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 8)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
@@ -217,8 +212,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       while (true) {
         work_ring.wait();
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
-        const int b = work.b, q_start = work.q_start, tiles = work.tiles, seqlen_k = work.seqlen_k, visible_lo = work.visible_lo, visible_hi = work.visible_hi;
-        const int hk = work.h / group;
+        const int b = work.b, h = work.h, q_start = work.q_start, tiles = work.tiles, seqlen_k = work.seqlen_k, visible_hi = work.visible_hi;
+        const int hk = h / group;
         work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
@@ -238,11 +233,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           __syncwarp();
         };
         // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
-        const auto load_step = [&](int tile, int tile_info) {
+        const auto load_step = [&](int tile, int tile_info, int slot) {
           k_ring.acquire();
           if (lane == 0) {
             if (remaining == kLookahead && tiles > kLookahead) Event<kWorkAsked>::arrive();
-            shared_at<int>(kTileInfo + 4 * k_ring.stage) = tile_info;
+            shared_at<int2>(kTileInfo + 8 * k_ring.stage) = {tile_info, slot};
             k_ring.arrive_expecting(kKBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
               load_box(kK + k_ring.stage * kKBytes + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk,
@@ -257,26 +252,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           k_ring.advance();
         };
 
-        const int q_hi = min(q_start + kBlockM, seqlen_q) - 1;
         for (int word = (visible_hi + 31) / 32 - 1; __any_sync(~0u, remaining > 0); --word) {
-          const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
-          const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-          const int candidate = 32 * word + lane;
-          const int kv_lo = candidate * kBlockN, kv_hi = kv_lo + (kBlockN - 1);
-          const int u_tiles_q_pos_hi_minus_kv_lo = q_pos_hi - kv_lo;
-          const int u_tiles_q_pos_lo_minus_kv_hi = q_pos_lo - kv_hi;
-          const int u_tiles_window_times_dilation = u_window * u_dilation;
-          const bool u_tiles_condition = floor_div(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) == floor_div(u_tiles_q_pos_hi_minus_kv_lo, u_dilation);
-          const bool seen = candidate >= visible_lo && candidate < visible_hi && (0 <= u_tiles_q_pos_hi_minus_kv_lo && u_tiles_q_pos_lo_minus_kv_hi < u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) : 0) <= 0);
-          const uint32_t visible_word = __ballot_sync(~0u, seen);
-          const uint32_t partial_word = __ballot_sync(~0u, !((0 <= u_tiles_q_pos_lo_minus_kv_hi && u_tiles_q_pos_hi_minus_kv_lo < u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_hi_minus_kv_lo, u_dilation) : u_dilation - 1) <= 0) && (candidate + 1) * kBlockN <= seqlen_k));
+          const int* tile_map = tile_map_ptr + b * stride_tile_map_b + h * stride_tile_map_h + q_start / kBlockM * stride_tile_map_q;
+          const uint32_t partial_word = tile_map[words + word];
+          const uint32_t visible_word = tile_map[word] | partial_word;
+          const int lane_slot = tile_map_ptr[map_words + kSlotsOfWord * (tile_map - tile_map_ptr) + 32 * word + lane];
           uint32_t left = visible_word;
           while (__any_sync(~0u, left != 0)) {
             const int bit = 31 - __clz(left);
             left ^= 1u << bit;
             const bool partial = partial_word >> bit & 1;
             const int tile = 32 * word + bit;
-            load_step(tile, tile | (partial ? (1 << kConsumers) - 1 : 0) << kPartialBit);
+            load_step(tile, tile | (partial ? (1 << kConsumers) - 1 : 0) << kPartialBit, __shfl_sync(~0u, lane_slot, bit));
           }
         }
         load_v();
@@ -350,6 +337,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     KRing k_ring;
     VRing v_ring;
     int tile_info = 0;
+    // Visible pairs of a partial tile, a bit for each element of the lane. `slot` says where the tile map has them; -1: nowhere.
+    uint32_t visible[kMaskWords];
+    int slot = -1;
+    const auto read_tile_info = [&] {
+      const int2 info = shared_at<int2>(kTileInfo + 8 * k_ring.stage);
+      tile_info = info.x;
+      slot = info.y;
+      if (__any_sync(~0u, slot >= 0)) {
+        const int* const from = tile_map_ptr + (1 + kSlotsOfWord) * map_words + (static_cast<long long>(slot) * kConsumers + warpgroup) * (128 * kMaskWords);
+#pragma unroll
+        for (int word = 0; word < kMaskWords; ++word) visible[word] = from[128 * word + group_thread];
+      }
+    };
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
@@ -362,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     };
     const auto wait_k = [&] {
       k_ring.wait();
-      tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
+      read_tile_info();
     };
     const auto next_work = [&] {
       work_ring.wait();
@@ -397,33 +397,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // S becomes logits; pairs that are not visible get -inf.
-      const auto finish_logits = [&] {
+      // Evaluates the mask of a tile that has no bits in the map. The loop is rolled, so that it takes few registers.
+      const auto find_visible = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
-        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
-          struct Row {
-            int q_pos;
-            int visible_from;
-            int visible_to;
-          };
-          Row rows[2];
+        struct Row {
+          int q_pos;
+          int visible_from;
+          int visible_to;
+        };
+        Row rows[2];
 #pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_from = max(q_pos - u_window * u_dilation + 1, 0) - kv_first;
-            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {q_pos, visible_from, visible_to};
-          }
+        for (int row = 0; row < 2; ++row) {
+          const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+          const int q_pos = q_row + (seqlen_k - seqlen_q);
+          const int visible_from = max(q_pos - u_window * u_dilation + 1, 0) - kv_first;
+          const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+          rows[row] = {q_pos, visible_from, visible_to};
+        }
 #pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
+        for (int word = 0; word < kMaskWords; ++word) {
+          uint32_t bits = 0;
+#pragma unroll 1
+          for (int i = 16 * word; i < min(16 * word + 16, kBlockN / 4); ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
             const int kv = kv_first + key;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
               const auto [q_pos, visible_from, visible_to] = rows[row];
-              if (!(key >= visible_from && key < visible_to && floor_mod(q_pos - kv, u_dilation) == 0)) x = kMasked;
+              bits |= static_cast<uint32_t>(!(!(key >= visible_from && key < visible_to && floor_mod(q_pos - kv, u_dilation) == 0))) << (4 * (i % 16 / 2) + 2 * row + i % 2);
+            }
+          }
+          visible[word] = bits;
+        }
+      };
+
+      // S becomes logits; pairs that are not visible get -inf.
+      const auto finish_logits = [&] {
+        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+          if (__any_sync(~0u, slot < 0)) find_visible();
+#pragma unroll
+          for (int i = 0; i < kBlockN / 4; ++i) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * (i / 2) + 2 * row + i % 2];
+              if (!(visible[i / 16] >> 4 * (i % 16 / 2) + 2 * row + i % 2 & 1)) x = kMasked;
             }
           }
         }
@@ -538,5 +555,103 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     }
     if (leader) wait_stores_read();
     if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
+  }
+}
+// Makes the tile map. Without a list, a block classifies 32 tiles: a bit says that a tile is full, since every query sees every
+// key, another that it is partial, since some query sees some key; and tiles with the same visible pairs have the same hash.
+// With a list of slots, blocks write the visible pairs of their tiles, a bit for each element of a lane of a consumer.
+extern "C" __global__ void __launch_bounds__(128) classify_fwd_sm90a_wgmma_bf16_d64_dilated_m128n128s2c2_tilemap(
+    int* tile_map_ptr, long long* tile_hashes_ptr, const int* tile_list_ptr, const int* seqused_k_ptr,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int total_q, int total_k, int words, long long map_words, int map_heads,
+    int u_window, int u_dilation,
+    int has_seqused_k
+) {
+  static_assert(kBlockM == 64 * 2 && 128 == 128);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool listed = tile_list_ptr != nullptr;
+  const int items = listed ? tile_list_ptr[0] : 32;
+  const long long slots = 32LL * words;  // of a row of the map
+  __shared__ unsigned long long hash;
+  uint32_t full_word = 0, partial = 0;  // a bit for each tile
+  uint32_t undecided = ~0u;
+  if (!listed) {  // bounds of the mask decide most tiles
+    const int word = blockIdx.x % words, q_tile = blockIdx.x / words % q_tiles;
+    const int h = blockIdx.x / words / q_tiles % map_heads, b = blockIdx.x / words / q_tiles / map_heads;
+    const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
+    const int q_start = q_tile * kBlockM;
+    const int visible_lo = 0, visible_hi = q_start < seqlen_q ? (seqlen_k + kBlockN - 1) / kBlockN : 0;
+    const int q_hi = min(q_start + kBlockM, seqlen_q) - 1;
+    const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
+    const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
+    const int candidate = 32 * word + lane;
+    const int kv_lo = candidate * kBlockN, kv_hi = kv_lo + (kBlockN - 1);
+    const int u_tiles_q_pos_hi_minus_kv_lo = q_pos_hi - kv_lo;
+    const int u_tiles_q_pos_lo_minus_kv_hi = q_pos_lo - kv_hi;
+    const int u_tiles_window_times_dilation = u_window * u_dilation;
+    const bool u_tiles_condition = floor_div(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) == floor_div(u_tiles_q_pos_hi_minus_kv_lo, u_dilation);
+    const bool seen = candidate >= visible_lo && candidate < visible_hi && (0 <= u_tiles_q_pos_hi_minus_kv_lo && u_tiles_q_pos_lo_minus_kv_hi < u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) : 0) <= 0);
+    const uint32_t visible_word = __ballot_sync(~0u, seen);
+    const uint32_t partial_word = __ballot_sync(~0u, !((0 <= u_tiles_q_pos_lo_minus_kv_hi && u_tiles_q_pos_hi_minus_kv_lo < u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_hi_minus_kv_lo, u_dilation) : u_dilation - 1) <= 0) && (candidate + 1) * kBlockN <= seqlen_k));
+    full_word = visible_word & ~partial_word;
+    undecided = visible_word & partial_word;
+  }
+  for (int item = listed ? blockIdx.x : 0; item < items; item += listed ? gridDim.x : 1) {
+    if (!listed && !(undecided >> item & 1)) continue;
+    const long long tile = listed ? tile_list_ptr[1 + item] : 32LL * blockIdx.x + item;  // among all of the map
+    const int kv_tile = tile % slots;
+    const int q_tile = tile / slots % q_tiles;
+    const int h = tile / slots / q_tiles % map_heads;
+    const int b = tile / slots / q_tiles / map_heads;
+    const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
+    const int q_start = q_tile * kBlockM, kv_start = kv_tile * kBlockN;
+    const int u_window_times_dilation = u_window * u_dilation;
+    bool some = false, all = true;
+    unsigned long long own_hash = 0;
+#pragma unroll 1
+    for (int part = 0; part < 4; ++part) {  // a word of bits for each lane of a consumer
+      const int consumer = part / 2, first_column = 64 * (part % 2);
+      uint32_t bits = 0;
+#pragma unroll 1
+      for (int i = 0; i < 8 && first_column + 8 * i < kBlockN; ++i) {
+#pragma unroll
+        for (int element = 0; element < 4; ++element) {
+          const int row = 64 * consumer + 16 * warp + lane / 4 + 8 * (element / 2);
+          const int column = first_column + 8 * i + 2 * (lane % 4) + element % 2;
+          const int q = q_start + row, kv = kv_start + column;
+          const int q_row = min(q, seqlen_q - 1);
+          const int q_pos = q_row + (seqlen_k - seqlen_q);
+          const int u_q_pos_minus_kv = q_pos - kv;
+          const bool seen = q < seqlen_q && kv < seqlen_k && (0 <= u_q_pos_minus_kv && u_q_pos_minus_kv < u_window_times_dilation && floor_mod(u_q_pos_minus_kv, u_dilation) == 0);
+          bits |= static_cast<uint32_t>(seen) << (4 * i + element);
+          all = all && (seen || q >= seqlen_q);  // only a whole tile of keys is full
+        }
+      }
+      some = some || bits != 0;
+      if (listed) {
+        tile_map_ptr[(1 + kSlotsOfWord) * map_words + (static_cast<long long>(item) * 4 + part) * 128 + threadIdx.x] = bits;
+      } else if (tile_hashes_ptr) {
+        own_hash += mixed(static_cast<unsigned long long>(128 * part + threadIdx.x) << 32 | bits);
+      }
+    }
+    if (listed) continue;
+    if (threadIdx.x == 0) hash = 0;
+    const bool seen = __syncthreads_or(some), whole = __syncthreads_and(all);
+    if (seen && whole) full_word |= 1u << item;
+    if (seen && !whole) {
+      partial |= 1u << item;
+      if (tile_hashes_ptr) {
+        atomicAdd(&hash, own_hash);
+        __syncthreads();
+        if (threadIdx.x == 0) tile_hashes_ptr[tile] = hash ? hash : 1;  // 0: not partial
+      }
+    }
+  }
+  if (listed) return;
+  if (threadIdx.x < 32) tile_map_ptr[map_words + 32LL * blockIdx.x + threadIdx.x] = -1;
+  if (threadIdx.x == 0) {
+    const long long row = blockIdx.x / words, word = blockIdx.x % words;
+    tile_map_ptr[2 * words * row + word] = full_word;
+    tile_map_ptr[2 * words * row + words + word] = partial;
   }
 }

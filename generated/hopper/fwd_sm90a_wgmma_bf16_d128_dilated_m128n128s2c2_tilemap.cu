@@ -1,9 +1,9 @@
-// fwd_sm90a_wgmma_bf16_d64_allowed_m192n128s2c3_tilemap
+// fwd_sm90a_wgmma_bf16_d128_dilated_m128n128s2c2_tilemap
 //
-// Attention forward, variant allowed: mask `allowed[b, q, kv]`.
+// Attention forward, variant dilated: mask `0 <= q_pos - kv and q_pos - kv < window * dilation and (q_pos - kv) % dilation == 0`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
-// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
@@ -18,18 +18,18 @@
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 192;  // query rows of a tile of work
+constexpr int kBlockM = 128;  // query rows of a tile of work
 constexpr int kBlockN = 128;  // keys of one step
-constexpr int kHeadDimQk = 64;
-constexpr int kHeadDimV = 64;
-constexpr int kConsumers = 3;  // warpgroups that multiply
-constexpr int kThreads = 512;
+constexpr int kHeadDimQk = 128;
+constexpr int kHeadDimV = 128;
+constexpr int kConsumers = 2;  // warpgroups that multiply
+constexpr int kThreads = 384;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
 constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kMaskWords = 2;  // of a lane, with a bit for each of its elements of a partial tile
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
@@ -39,28 +39,28 @@ constexpr int kPacked = 4 / kElementBytes;  // probabilities in a register
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
-constexpr int kOutColumns = 64;  // columns of O that are staged at once
+constexpr int kOutColumns = 128;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
 constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
-constexpr uint32_t kK = kShared + 49152;  // 32768 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 81920;  // 32768 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 114688;  // 24576 B: O, for its store
-constexpr uint32_t kWork = kShared + 139264;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 139904;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 139920;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 139936;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 139952;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 139968;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 139984;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 140000;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 140016;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 140032;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 140040;  // 16 B: which tile is in each stage of K
+constexpr uint32_t kQ = kShared + 0;  // 65536 B: Q
+constexpr uint32_t kK = kShared + 65536;  // 65536 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 131072;  // 65536 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 196608;  // 32768 B: O, for its store
+constexpr uint32_t kWork = kShared + 229376;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 230016;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 230032;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 230048;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 230064;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 230080;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 230096;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 230112;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 230128;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 230144;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 230152;  // 16 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
@@ -70,19 +70,19 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
-  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kGroup = 1,  // 2 of them: threads of a consumer wait for each other around O
+  kTurn = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
-constexpr int kScheduler = 12, kLoader = 13, kQueryLoader = 14;  // warps with a role of their own
+constexpr int kScheduler = 8, kLoader = 9, kQueryLoader = 10;  // warps with a role of their own
 
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 24576);
-static_assert(QRing::kStages * kQBytes == 49152);
-static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
+static_assert(kConsumers * kOutBytes == 32768);
+static_assert(QRing::kStages * kQBytes == 65536);
+static_assert(KRing::kStages * kKBytes == 65536 && VRing::kStages * kVBytes == 65536);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -108,18 +108,16 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_allowed_m192n128s2c3_tilemap(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_dilated_m128n128s2c2_tilemap(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, const int* tile_map_ptr, uint32_t* tile_counter,
-    const unsigned char* u_allowed,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
     long long stride_tile_map_b, long long stride_tile_map_h, long long stride_tile_map_q,
-    long long stride_u_allowed_0, long long stride_u_allowed_1,
-    int extent_u_allowed_0, int extent_u_allowed_1, int extent_u_allowed_2,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int words, long long map_words,
     float softmax_scale,
+    int u_window, int u_dilation,
     int write_lse, int has_seqused_k
 ) {
   launch_dependents();
@@ -130,13 +128,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
     init_barriers(kQFull, 2, 1);  // the loader of Q, and the bytes of the copy
-    init_barriers(kQEmpty, 2, 3);  // each consumer
+    init_barriers(kQEmpty, 2, 2);  // each consumer
     init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kKEmpty, 2, 3);  // each consumer
+    init_barriers(kKEmpty, 2, 2);  // each consumer
     init_barriers(kVFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kVEmpty, 2, 3);  // each consumer
+    init_barriers(kVEmpty, 2, 2);  // each consumer
     init_barriers(kWorkFull, 2, 1);  // the scheduler's lanes that write the record
-    init_barriers(kWorkEmpty, 2, 13);  // each warp of the consumers, and the loader of Q
+    init_barriers(kWorkEmpty, 2, 9);  // each warp of the consumers, and the loader of Q
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
@@ -168,8 +166,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
           const int q_start = q_tile * kBlockM;
-          const int visible_hi = (seqlen_k + kBlockN - 1) / kBlockN;
-          const int visible_lo = 0;
+          const int q_hi = min(q_start + kBlockM, seqlen_q) - 1;
+          const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
+          const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
+          const int visible_lo = max(q_pos_lo - u_window * u_dilation + 1, 0) / kBlockN;
+          const int visible_hi = max(min(q_pos_hi + 1, seqlen_k) + kBlockN - 1, 0) / kBlockN;
           int tiles = 0;
           for (int word = visible_lo / 32; word < (visible_hi + 31) / 32; ++word) {
             const int* tile_map = tile_map_ptr + b * stride_tile_map_b + h * stride_tile_map_h + q_start / kBlockM * stride_tile_map_q;
@@ -181,9 +182,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 8; i += 32) {
-            const int q = work.q_start + i / 8;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 8)) = {};
+          for (int i = lane; i < rows * 16; i += 32) {
+            const int q = work.q_start + i / 16;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
@@ -390,7 +391,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     if (more) start();
     while (more) {
       const int seqlen_k = work.seqlen_k;
-      const int b = work.b;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = softmax_scale * kLog2e;
       float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
@@ -400,16 +400,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       // Evaluates the mask of a tile that has no bits in the map. The loop is rolled, so that it takes few registers.
       const auto find_visible = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
-        const auto* u_allowed_b = u_allowed + static_cast<long long>(b) * stride_u_allowed_0;
-        const int visible_to = seqlen_k - kv_first;
         struct Row {
-          int q_row;
+          int q_pos;
+          int visible_from;
+          int visible_to;
         };
         Row rows[2];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-          rows[row] = {q_row};
+          const int q_pos = q_row + (seqlen_k - seqlen_q);
+          const int visible_from = max(q_pos - u_window * u_dilation + 1, 0) - kv_first;
+          const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+          rows[row] = {q_pos, visible_from, visible_to};
         }
 #pragma unroll
         for (int word = 0; word < kMaskWords; ++word) {
@@ -420,9 +423,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             const int kv = kv_first + key;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
-              const auto [q_row] = rows[row];
-              const bool u_allowed_q_kv = (kv < extent_u_allowed_2) ? u_allowed_b[static_cast<long long>(q_row) * stride_u_allowed_1 + static_cast<long long>(kv)] != 0 : false;
-              bits |= static_cast<uint32_t>(!(!(key < visible_to && u_allowed_q_kv))) << (4 * (i % 16 / 2) + 2 * row + i % 2);
+              const auto [q_pos, visible_from, visible_to] = rows[row];
+              bits |= static_cast<uint32_t>(!(!(key >= visible_from && key < visible_to && floor_mod(q_pos - kv, u_dilation) == 0))) << (4 * (i % 16 / 2) + 2 * row + i % 2);
             }
           }
           visible[word] = bits;
@@ -558,16 +560,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 // Makes the tile map. Without a list, a block classifies 32 tiles: a bit says that a tile is full, since every query sees every
 // key, another that it is partial, since some query sees some key; and tiles with the same visible pairs have the same hash.
 // With a list of slots, blocks write the visible pairs of their tiles, a bit for each element of a lane of a consumer.
-extern "C" __global__ void __launch_bounds__(128) classify_fwd_sm90a_wgmma_bf16_d64_allowed_m192n128s2c3_tilemap(
+extern "C" __global__ void __launch_bounds__(128) classify_fwd_sm90a_wgmma_bf16_d128_dilated_m128n128s2c2_tilemap(
     int* tile_map_ptr, long long* tile_hashes_ptr, const int* tile_list_ptr, const int* seqused_k_ptr,
-    const unsigned char* u_allowed,
-    long long stride_u_allowed_0, long long stride_u_allowed_1,
-    int extent_u_allowed_0, int extent_u_allowed_1, int extent_u_allowed_2,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int words, long long map_words, int map_heads,
+    int u_window, int u_dilation,
     int has_seqused_k
 ) {
-  static_assert(kBlockM == 64 * 3 && 128 == 128);
+  static_assert(kBlockM == 64 * 2 && 128 == 128);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool listed = tile_list_ptr != nullptr;
   const int items = listed ? tile_list_ptr[0] : 32;
@@ -581,10 +581,18 @@ extern "C" __global__ void __launch_bounds__(128) classify_fwd_sm90a_wgmma_bf16_
     const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
     const int q_start = q_tile * kBlockM;
     const int visible_lo = 0, visible_hi = q_start < seqlen_q ? (seqlen_k + kBlockN - 1) / kBlockN : 0;
+    const int q_hi = min(q_start + kBlockM, seqlen_q) - 1;
+    const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
+    const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
     const int candidate = 32 * word + lane;
-    const bool seen = candidate >= visible_lo && candidate < visible_hi;
+    const int kv_lo = candidate * kBlockN, kv_hi = kv_lo + (kBlockN - 1);
+    const int u_tiles_q_pos_hi_minus_kv_lo = q_pos_hi - kv_lo;
+    const int u_tiles_q_pos_lo_minus_kv_hi = q_pos_lo - kv_hi;
+    const int u_tiles_window_times_dilation = u_window * u_dilation;
+    const bool u_tiles_condition = floor_div(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) == floor_div(u_tiles_q_pos_hi_minus_kv_lo, u_dilation);
+    const bool seen = candidate >= visible_lo && candidate < visible_hi && (0 <= u_tiles_q_pos_hi_minus_kv_lo && u_tiles_q_pos_lo_minus_kv_hi < u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) : 0) <= 0);
     const uint32_t visible_word = __ballot_sync(~0u, seen);
-    const uint32_t partial_word = __ballot_sync(~0u, !(false));
+    const uint32_t partial_word = __ballot_sync(~0u, !((0 <= u_tiles_q_pos_lo_minus_kv_hi && u_tiles_q_pos_hi_minus_kv_lo < u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_hi_minus_kv_lo, u_dilation) : u_dilation - 1) <= 0) && (candidate + 1) * kBlockN <= seqlen_k));
     full_word = visible_word & ~partial_word;
     undecided = visible_word & partial_word;
   }
@@ -597,11 +605,11 @@ extern "C" __global__ void __launch_bounds__(128) classify_fwd_sm90a_wgmma_bf16_
     const int b = tile / slots / q_tiles / map_heads;
     const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
     const int q_start = q_tile * kBlockM, kv_start = kv_tile * kBlockN;
-    const auto* u_allowed_b = u_allowed + static_cast<long long>(b) * stride_u_allowed_0;
+    const int u_window_times_dilation = u_window * u_dilation;
     bool some = false, all = true;
     unsigned long long own_hash = 0;
 #pragma unroll 1
-    for (int part = 0; part < 6; ++part) {  // a word of bits for each lane of a consumer
+    for (int part = 0; part < 4; ++part) {  // a word of bits for each lane of a consumer
       const int consumer = part / 2, first_column = 64 * (part % 2);
       uint32_t bits = 0;
 #pragma unroll 1
@@ -612,15 +620,16 @@ extern "C" __global__ void __launch_bounds__(128) classify_fwd_sm90a_wgmma_bf16_
           const int column = first_column + 8 * i + 2 * (lane % 4) + element % 2;
           const int q = q_start + row, kv = kv_start + column;
           const int q_row = min(q, seqlen_q - 1);
-          const bool u_allowed_q_kv = (kv < extent_u_allowed_2) ? u_allowed_b[static_cast<long long>(q_row) * stride_u_allowed_1 + static_cast<long long>(kv)] != 0 : false;
-          const bool seen = q < seqlen_q && kv < seqlen_k && (u_allowed_q_kv);
+          const int q_pos = q_row + (seqlen_k - seqlen_q);
+          const int u_q_pos_minus_kv = q_pos - kv;
+          const bool seen = q < seqlen_q && kv < seqlen_k && (0 <= u_q_pos_minus_kv && u_q_pos_minus_kv < u_window_times_dilation && floor_mod(u_q_pos_minus_kv, u_dilation) == 0);
           bits |= static_cast<uint32_t>(seen) << (4 * i + element);
           all = all && (seen || q >= seqlen_q);  // only a whole tile of keys is full
         }
       }
       some = some || bits != 0;
       if (listed) {
-        tile_map_ptr[(1 + kSlotsOfWord) * map_words + (static_cast<long long>(item) * 6 + part) * 128 + threadIdx.x] = bits;
+        tile_map_ptr[(1 + kSlotsOfWord) * map_words + (static_cast<long long>(item) * 4 + part) * 128 + threadIdx.x] = bits;
       } else if (tile_hashes_ptr) {
         own_hash += mixed(static_cast<unsigned long long>(128 * part + threadIdx.x) << 32 | bits);
       }
