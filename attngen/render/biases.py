@@ -64,11 +64,11 @@ def _bias(plan: Plan, load: Load, suffix: str) -> Bias:
     )
 
 
-def bias_bindings(plan: Plan) -> dict[str, Binding]:
-    """The bindings of what stands for biases in an element of a lane."""
+def bias_bindings(plan: Plan, element: str) -> dict[str, Binding]:
+    """The bindings of what stands for biases in an element of a lane, whose number in its row is a pattern."""
     return {
         each.symbol.name: Binding(
-            f"element_of<{each.element}>({{{each.pairs}}}, {{i}}, {{row}})", frozenset({"q", "kv"})
+            f"element_of<{each.element}>({{{each.pairs}}}, {element}, {{row}})", frozenset({"q", "kv"})
         )
         for each in biases_of(plan)
     }
@@ -78,3 +78,11 @@ def with_biases(plan: Plan, value: Expr) -> Expr:
     """An expression that takes biases from the tiles that a loader brings."""
     symbols: dict[Expr, Expr] = {each.load: each.symbol for each in biases_of(plan)}
     return rewrite(rewrite(value, fold_literals), symbols.get) if symbols else value
+
+
+def go_beyond_queries(plan: Plan) -> bool:
+    """Whether a tile of a bias may have elements of no query of a sequence: of other rows of the tensor, which may hold
+    anything. Those of no row at all are zeros."""
+    read = {each.load.tensor for each in biases_of(plan)}
+    shapes = [tensor.shape for tensor in plan.variant.tensors if tensor.name in read]
+    return bool(read) and (plan.varlen or any(shape[-2] != "seqlen_q" for shape in shapes))

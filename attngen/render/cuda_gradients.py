@@ -19,6 +19,7 @@ from attngen.plan.model import Plan
 from attngen.plan.schedules.hopper_backward import derivative
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.symbols import pointer_name
+from attngen.render.biases import bias_bindings, go_beyond_queries, with_biases
 from attngen.render.cuda_math import Steps, bit_of, hide, masking, row_values, with_corners
 from attngen.render.cuda_statements import (
     SCALE,
@@ -46,6 +47,9 @@ _COLUMN_NAMES = ("q_row", "q_pos", "q_packed")
 #: Number of an element of a lane in its word of bits, by the loops over these.
 _ELEMENT = "4 * ({i} % 8) + 2 * {row} + {j}"
 _HIDE_BY_BITS = statement(f"if (!({{visible}}[{{i}} / 8] >> ({_ELEMENT}) & 1)) {{x}} = kMasked;")
+#: The queries of a sequence from the first one of a lane on, and what hides elements of others.
+_QUERIES_LEFT = int_constant("queries_left", "{seqlen_q} - {q_first}")
+_HIDE_BEYOND = statement("if (8 * {i} + {j} >= {queries_left}) {x} = kMasked;")
 #: What differs from step to step; all else comes from arguments of the kernel.
 _VARYING = (
     *_ROW_NAMES, "kv_first", "q_first", "q_pos_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k",
@@ -86,7 +90,8 @@ def probabilities(plan: Plan) -> Probabilities:
     logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
     slope = derivative(variant, fast_math=plan.fast_math)
     value = split_queries(logit.value) if plan.fast_math else logit.value
-    roots = [value, logit.multiplier, *([] if slope.varying is None else [slope.varying])]
+    varying = () if slope.varying is None else (with_biases(plan, slope.varying),)
+    roots = [with_biases(plan, value), logit.multiplier, *varying]
     block: dict[Statement, None] = {}  # statements that are the same for all steps
     found, multiplier = [], leaf("scale_log2e")
     for partial in (True, False):
@@ -103,6 +108,9 @@ def probabilities(plan: Plan) -> Probabilities:
             mask = masking(plan, bound, declared([*hoisted, *body]), key="8 * {row}", along=QUERIES)
             hoisted += [each for each in mask.hoisted if each not in hoisted]
             body = [*mask.body, *mask.ends, *body, hide(mask.hidden)]
+        if partial and go_beyond_queries(plan):
+            hoisted.append(_QUERIES_LEFT)
+            body.append(_HIDE_BEYOND)
         moving, once = depending(hoisted, _VARYING)
         block |= dict.fromkeys(once)
         found.append(_steps(moving, body))
@@ -198,6 +206,7 @@ def _elements(plan: Plan) -> dict[str, Binding]:
         Q_FIRST.name: Binding("q_first"),
         Q_POS_FIRST.name: Binding("q_pos_first"),
         QUERY.name: Binding("8 * {i} + {j}", _Q),
+        **bias_bindings(plan, "2 * {i} + {j}"),
         **start_bindings(),
     }
     return scalar_bindings(plan, CUDA) | rows

@@ -325,7 +325,7 @@ def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
         KV_FIRST.name: Binding("kv_first", _Q),
         KEY.name: Binding("key", _KV),
         _COUNTED_FROM.name: Binding("{counted_from}[{row}]", _Q),
-        **bias_bindings(plan),
+        **bias_bindings(plan, "{i}"),
         **start_bindings(),
     }
     return scalar_bindings(plan, CUDA) | heads | rows

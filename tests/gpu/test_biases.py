@@ -24,7 +24,18 @@ from tests.gpu.test_mask_bits import check, gradients
 
 SPEC = Path(__file__).with_name("biases.yaml")
 DEVICE = "cuda"
-VARIANTS = ("of_heads", "causal_of_heads", "in_a_window", "of_all", "of_batch", "of_each", "masked", "two")
+VARIANTS = (
+    "of_heads",
+    "causal_of_heads",
+    "in_a_window",
+    "of_all",
+    "of_batch",
+    "of_each",
+    "masked",
+    "two",
+    "gated",
+    "of_larger",
+)
 #: Head dim, queries, keys, batch, query heads, KV heads: whole tiles, ragged ones, few queries, a last tile of 8 keys,
 #: and rows of a bias that begin anywhere.
 SHAPES = (
@@ -73,6 +84,12 @@ def values(name: str, batch: int, heads: int, rows: int, keys: int) -> dict[str,
             return {"bias": random(batch, heads, rows, keys), "cap": 8.0}
         case "masked":
             return {"bias": random(heads, rows, keys), "allowed": torch.rand(rows, keys, device=DEVICE) < 0.6}
+        case "gated":
+            return {"bias": 0.25 * random(heads, rows, keys), "tilt": torch.randn(rows, device=DEVICE)}
+        case "of_larger":  # what lies beyond the sequences is not read
+            bias = torch.full((heads, rows + 80, keys + 136), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+            bias[:, :rows, :keys] = random(heads, rows, keys)
+            return {"bias": bias}
         case "two":
             return {"bias": random(heads, rows, keys, dtype=torch.float16), "pairs": random(batch, rows, keys)}
     return {"bias": random(heads, rows, keys)}
@@ -188,6 +205,8 @@ def test_packed_sequences(name: str) -> None:
     total = sum(lengths)
     q, k, v, above = (random(total, heads, 64) for _ in range(4))
     bias = random(len(lengths) if name == "of_batch" else heads, longest, longest)
+    for n, length in enumerate(lengths) if name == "of_batch" else ():
+        bias[n, length:], bias[n, :, length:] = torch.nan, torch.nan
     given = [one.detach().requires_grad_() for one in (q, k, v)]
     out = attngen.attention_varlen(
         *given, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest, variant=name,

@@ -33,6 +33,8 @@ class Rules:
     release_end: bool = True  # the end of a tile takes a stage of Q, and gives it back
     all_see_the_end: bool = True  # before that, lest a slow warp waits for a phase that is long over
     unused_before_turn: bool = True  # all warps know that dO which they do not need has landed before it is given back
+    warps_release_biases: bool = True  # each for itself, when it has read them
+    biases_of_steps: bool = True  # consumers wait for biases of steps alone, not for any after the last one
     mark_before_end: bool = True  # where the order of sums is fixed: consumers learn of the end when the adder may, too
 
 
@@ -44,6 +46,7 @@ class Case:
     q_stages: int
     stages: int
     overlap: str
+    bias_stages: int = 0  # of each consumer, whose biases come after dO; 0: none
     hidden: frozenset[tuple[int, int, int]] = frozenset()  # consumer, tile of keys, step: where its keys are not seen
 
     @classmethod
@@ -54,7 +57,7 @@ class Case:
         steps = [(c, work, step) for c in range(CONSUMERS) for work, count in enumerate(works) for step in range(count)]
         hidden = [each for each in steps if overlap == "pingpong" and random.random() < 0.3]
         stages = random.randint(2 if overlap == "pingpong" else 1, 3)
-        return cls(works, random.randint(2, 3), stages, overlap, frozenset(hidden))
+        return cls(works, random.randint(2, 3), stages, overlap, random.choice((0, 1, 2)), frozenset(hidden))
 
 
 class Backward(Simulation):
@@ -63,8 +66,13 @@ class Backward(Simulation):
     def __init__(self, case: Case, rules: Rules, random: Random) -> None:
         super().__init__(random)
         self.case, self.rules = case, rules
-        found = declared.backward(case.q_stages, case.stages, WARPS, case.overlap)
+        found = declared.backward(case.q_stages, case.stages, WARPS, case.overlap, case.bias_stages)
         self.q, self.dout, self.kv = (Ring(found.ring(name)) for name in ("q", "dout", "kv"))
+        if case.bias_stages:
+            self.biases = Ring(found.ring("biases"))
+            if not rules.warps_release_biases:
+                for barrier in self.biases.empty:
+                    barrier.count = 1
         self.steps: list[object] = [None] * case.q_stages
         self.works: list[int | None] = [None, None]
         self.work_empty = barriers(found.ring("work").empty, 2)
@@ -86,6 +94,7 @@ def loader(s: Backward) -> Role:
     case: Case = s.case  # type: ignore[assignment]
     rules: Rules = s.rules  # type: ignore[assignment]
     q, dout, kv = Place(s.q), Place(s.dout), Place(s.kv)
+    biases = [Place(s.biases, c) for c in range(CONSUMERS)] if case.bias_stages else []
     slot = work_phase = count = 0
 
     def tell(what: str) -> Role:
@@ -113,6 +122,11 @@ def loader(s: Backward) -> Role:
             s.q.full[q.stage].arrive()
             yield dout.empty()
             s.copy(dout, (work, step))
+            for c, place in enumerate(biases):
+                if (c, work, step) not in case.hidden:
+                    yield place.empty()
+                    s.copy(place, (work, step))
+                    place.advance(CONSUMERS)
             q.advance()
             dout.advance()
         if steps and rules.mark_before_end:
@@ -154,6 +168,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
     rules: Rules = s.rules  # type: ignore[assignment]
     leader = w == 0
     q, dout, kv = Place(s.q), Place(s.dout), Place(s.kv)
+    biases = Place(s.biases, c) if case.bias_stages else None
     slot = buffer = dq_phase = ds_phase = 0
     work = -1
     step: object = None
@@ -180,6 +195,17 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         nonlocal step
         yield q.full()
         step = s.steps[q.stage]
+
+    def exponentiate(own: object) -> Role:
+        """``shared/_exponentiate.cu.j2``."""
+        if biases is not None and (own not in (END_OF_TILE, END_OF_ALL) or not rules.biases_of_steps):
+            yield biases.full()
+            biases.expect(own)
+            yield lambda: True
+            biases.expect(own)
+            if leader or rules.warps_release_biases:
+                biases.release()
+            biases.advance(CONSUMERS)
 
     def sync_consumers() -> Role:
         yield from s.all.sync()
@@ -219,6 +245,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         own = step
         yield from issue(*product("s", (q, dout, buffer), own))
         yield from complete(*product("s", (q, dout, buffer), own))
+        yield from exponentiate(own)
         pending: tuple[Read, ...] = ()
         before: Place | None = None
         while own not in (END_OF_TILE, END_OF_ALL):
@@ -249,10 +276,12 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             of_next = product("s", (q, here, buffer), following) if more else ()
             if case.overlap == "gradients":  # the softmax comes before dQ leaves, else after it
                 yield from complete(*of_next)
+                yield from exponentiate(following)
             yield from complete(*reads)
             yield from store_dq(own)
             if case.overlap == "dk":
                 yield from complete(*of_next)
+                yield from exponentiate(following)
             own = following
         yield from complete(*pending)
         assert before is not None
@@ -264,6 +293,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         own = step
         yield from issue(*product("s", (q, dout, buffer), own))
         yield from complete(*product("s", (q, dout, buffer), own))
+        yield from exponentiate(own)
         yield dout.full()
         yield from issue(*product("dp", (q, dout, buffer), own))
         yield from issue(*product("dv", (q, dout, buffer), own))
@@ -297,6 +327,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             yield from complete(*s_reads)
             if leader:
                 used.release()
+            yield from exponentiate(following)
             if more:
                 yield dout.full()
             yield from issue(*dp_reads)
@@ -356,6 +387,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             yield from issue(*dp_reads)
             yield from complete(*reads)
             give_turn()
+            yield from exponentiate(own)
             if before is not None:
                 buffer_before = buffer
                 yield from multiply_dq(before)

@@ -33,11 +33,12 @@ def forward(
 
 
 @cache
-def backward(q_stages: int, stages: int, warps: int, overlap: str) -> Pipes:
+def backward(q_stages: int, stages: int, warps: int, overlap: str, bias_stages: int = 0) -> Pipes:
     """Return the pipes of a backward by single blocks."""
     found = _plan("backward", 128)
     assert found.structure is not None
-    roles = replace(found.structure, q_stages=q_stages, overlap=overlap)
+    biases = int(bias_stages > 0)
+    roles = replace(found.structure, q_stages=q_stages, overlap=overlap, biases=biases, bias_stages=bias_stages)
     return backward_pipes(
         roles, tile_m=found.tile_m, stages=stages, qk=128, v=128, operands=found.operands, warps=warps
     )

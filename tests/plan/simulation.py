@@ -104,10 +104,10 @@ class Place:
     stage: int = 0
     phase: int = 0
 
-    def advance(self) -> None:
-        self.stage += 1
-        if self.stage == self.ring.stages:
-            self.stage, self.phase = 0, self.phase ^ 1
+    def advance(self, count: int = 1) -> None:
+        self.stage += count
+        if self.stage >= self.ring.stages:
+            self.stage, self.phase = self.stage - self.ring.stages, self.phase ^ 1
 
     def copy(self) -> Place:
         return Place(self.ring, self.stage, self.phase)

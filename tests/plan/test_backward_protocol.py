@@ -39,6 +39,8 @@ def test_the_rules_of_the_templates_hold(seed: int) -> None:
         ("all_see_the_end", "deadlock|read"),
         ("unused_before_turn", "deadlock"),
         ("mark_before_end", "another end"),
+        ("warps_release_biases", "deadlock|read"),
+        ("biases_of_steps", "deadlock|read"),
     ],
 )
 def test_a_rule_that_is_broken_is_found(rule: str, becomes: str) -> None:

@@ -131,7 +131,7 @@ def table(found: Pipes) -> str:
     "found",
     [
         pytest.param(partial(declared.forward, 2, 1, 2, 4, pingpong=True, skips=False, specialized=True), id="forward"),
-        pytest.param(partial(declared.backward, 3, 2, 4, "pingpong"), id="backward"),
+        pytest.param(partial(declared.backward, 3, 2, 4, "pingpong", bias_stages=1), id="backward"),
         pytest.param(partial(declared.cluster, 3, 3, 4, ordered=True), id="cluster"),
         pytest.param(partial(decode_pipes, warps=8, stages=24, stage=8192, merge=34816, q=0), id="decode"),
     ],
@@ -169,9 +169,9 @@ MODELS = {
     "backward": (
         [
             "kv_full", "kv_empty", "q_full", "q_empty", "dout_full", "dout_empty", "dq_full", "dq_empty", "work_empty",
-            "ds_full",
+            "ds_full", "biases_full", "biases_empty",
         ],
-        lambda random: Backward(BackwardCase((5, 5, 5, 5), 2, 2, "pingpong"), BackwardRules(), random).run(),
+        lambda random: Backward(BackwardCase((5, 5, 5, 5), 2, 2, "pingpong", 1), BackwardRules(), random).run(),
     ),
     "cluster": (
         [

@@ -1,4 +1,4 @@
-"""Elements of scores at [..., q, kv]: which of them come as tiles, by the loader of K and V."""
+"""Elements of scores at [..., q, kv]: which of them come as tiles, by the loader of K and V, or of Q and dO."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.lang.biases import biases
 from attngen.plan import Plan
-from attngen.plan.schedules.structures import HopperForward
+from attngen.plan.attempts import attempts
+from attngen.plan.schedules.structures import HopperBackward, HopperForward
 from attngen.render import render
-from tests.plan.specs import planned
+from tests.plan.specs import kernel_spec, planned
 
 OF_HEADS = "bias: {dtype: bf16, shape: [h, seqlen_q, seqlen_k]}"
 
@@ -95,3 +96,98 @@ def test_a_sum_with_biases_alone_is_multiplied_once() -> None:
     text = render(scored("s + bias[h, q, kv]", OF_HEADS)).text
     assert "x = x * softmax_scale + element_of<bf16>(bias_pairs, i, row);" in text
     assert "exponentiate<Element>(s, kLog2e, reference, p, sum);" in text
+
+
+# --- backward ---------------------------------------------------------------------------------------------------
+
+
+def backward(score: str, tensors: str, mask: str = "True", **fields: Any) -> Plan:
+    """Return the plan of a backward with a score."""
+    declared = f"variants:\n  own: {{mask: '{mask}', score: '{score}', tensors: {{{tensors}}}}}\n"
+    given = {"dtype": "bf16", "head_dim": 128, "backward": "{backend: cuda}", "passes": "backward", **fields}
+    return planned("own", declared=declared, arch="sm90a", **given)
+
+
+def tiled_by_keys(plan: Plan) -> int:
+    """Return how many biases come as tiles, which the source agrees with."""
+    assert isinstance(plan.structure, HopperBackward)
+    text = render(plan).text
+    assert ("biases_ring.wait();" in text) == ('#include "bias_columns.cuh"' in text) == (plan.structure.biases > 0)
+    return plan.structure.biases
+
+
+@pytest.mark.parametrize(
+    ("score", "tensors", "count"),
+    [
+        ("s + bias[h, q, kv]", OF_HEADS, 1),
+        ("s + 0.5 * bias[q, kv]", "bias: {dtype: fp16, shape: [seqlen_q, seqlen_k]}", 1),
+        ("s * exp(bias[h, q, kv]) + bias[h, q, kv]", OF_HEADS, 1),
+        ("s + bias[h, q, kv] - slope[q]", f"{OF_HEADS}, slope: {{dtype: fp32, shape: [seqlen_q]}}", 1),
+        ("s + bias[h, q, kv]", "bias: {dtype: fp32, shape: [h, seqlen_q, seqlen_k]}", 0),  # 4 bytes
+        ("s + bias[h, q_pos, kv]", OF_HEADS, 0),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_which_elements_a_backward_has_as_tiles(score: str, tensors: str, count: int, head_dim: int) -> None:
+    assert tiled_by_keys(backward(score, tensors, head_dim=head_dim)) == count
+
+
+def test_the_loader_of_queries_brings_them_for_each_consumer() -> None:
+    tensors = "bias: {dtype: bf16, shape: [b, h, seqlen_q, seqlen_k]}"
+    text = render(backward("s + bias[b, h, q, kv]", tensors)).text
+    loader, consumer = text.split("// A consumer: 64 keys.")
+    assert "load_box(to, map_u_bias, ring.full(), kv_start + 64 * consumer, q_start, bias_h, bias_b);" in loader
+    assert "const int bias_h = stride_u_bias_1 == 0 && extent_u_bias_1 > 1 ? 0 : h;" in loader
+    assert "u_bias[" not in text
+    assert "element_of<bf16>(bias_pairs, 2 * i + j, row)" in consumer
+
+
+def test_the_derivative_reads_the_same_tiles() -> None:
+    text = render(backward("s * exp(bias[h, q, kv])", OF_HEADS)).text
+    assert "u_bias[" not in text
+    assert "const float derivative = " in text
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("mask", ["True", "kv <= q_pos", "0 <= q_pos - kv and q_pos - kv < 500"])
+def test_tiles_of_a_backward_fit_shared_memory(mask: str, head_dim: int) -> None:
+    plan = backward("s + bias[h, q, kv]", OF_HEADS, mask, head_dim=head_dim)
+    assert tiled_by_keys(plan) == 1
+    assert isinstance(plan.structure, HopperBackward)
+    assert plan.structure.pingpong
+    (region,) = (one for one in plan.structure.shared if one.name == "biases")
+    assert region.bytes == plan.structure.bias_stages * plan.tile_m * plan.tile_n * 2
+    assert region.offset % 1024 == 0
+    assert plan.structure.shared_bytes <= ARCHES["sm90a"].shared_memory
+
+
+@pytest.mark.parametrize(
+    ("score", "tensors", "fields"),
+    [
+        ("s + bias[h, q, kv]", OF_HEADS, {"head_dim": 256}),  # clusters
+        ("s + bias[0, q, kv] + bias[1, q, kv]", "bias: {dtype: bf16, shape: [2, seqlen_q, seqlen_k]}", {}),  # no room
+    ],
+)
+def test_where_tiles_do_not_fit_a_backward_loads_elements(score: str, tensors: str, fields: dict[str, Any]) -> None:
+    assert tiled_by_keys(backward(score, tensors, **fields)) == 0
+
+
+def test_the_last_attempts_of_a_backward_load_elements() -> None:
+    declared = f"variants:\n  own: {{score: 's + bias[h, q, kv]', tensors: {{{OF_HEADS}}}}}\n"
+    spec = kernel_spec("own", declared=declared, passes="backward", backward="{backend: cuda}", head_dim=128)
+    tiles = [plan.structure.biases for plan in attempts(spec) if isinstance(plan.structure, HopperBackward)]
+    assert tiles == sorted(tiles, reverse=True)
+    assert {0, 1} == {*tiles}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fields", "hides"),
+    [
+        (OF_HEADS, {}, False),  # what lies beyond the tensor arrives as zeros
+        (OF_HEADS, {"layout": "varlen"}, True),
+        ("bias: {dtype: bf16, shape: [h, rows, seqlen_k]}", {}, True),
+    ],
+)
+def test_elements_of_other_queries_are_hidden(tensors: str, fields: dict[str, Any], hides: bool) -> None:
+    text = render(backward("s + bias[h, q, kv]", tensors, **fields)).text
+    assert ("if (8 * i + j >= queries_left) x = kMasked;" in text) == hides

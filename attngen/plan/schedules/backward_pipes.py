@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attngen.lang.biases import BIAS_BYTES
 from attngen.plan.model import Plan
 from attngen.plan.operands import Operands
 from attngen.plan.pipes import WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
@@ -17,7 +18,7 @@ _KEYS = 64  # of a consumer
 
 #: Shared memory in its order: matrices first, which need the most alignment.
 _ORDER = (
-    "k", "v", "q", "dout", "ds", "dq", "piece", "lse", "delta", "query_values", "work", "step", "barriers",
+    "k", "v", "q", "dout", "ds", "dq", "piece", "biases", "lse", "delta", "query_values", "work", "step", "barriers",
     "piece_taken", "sum_tile",
 )  # fmt: skip
 
@@ -90,9 +91,17 @@ def backward_pipes(
         stored=(("ds", tile_m * keys * operands.ds.bytes),),
         alternates=True,
     )  # fmt: skip
+    biases = Ring(
+        "biases", roles.bias_stages * consumers, loader, each,
+        guards="the tiles of biases over a consumer's keys that belong to a step, the stages of one consumer between "
+        "those of the other; each warp reads its own keys",
+        full=Signal(1, loader, "the tiles of biases of a consumer have landed", bytes=True),
+        empty=Signal(warps, "each warp of the consumer", "warps have read the biases of their keys"),
+        stored=(("biases", roles.biases * tile_m * _KEYS * BIAS_BYTES),),
+    )  # fmt: skip
     sums = SUMS * (ORDERED_SUM_BYTES if roles.ordered else CUT_SUM_BYTES if roles.cuts else SUM_BYTES)
     return Pipes(
-        (kv, q, dout, dq, work, piece, ds),
+        (kv, q, dout, dq, *([biases] if roles.biases else []), work, piece, ds),
         named=_named(roles),
         roles=roles.warp_roles,
         order=_ORDER,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES, DType, dtype
 from attngen.errors import PlanError
+from attngen.lang.biases import biases, without_biases
 from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
 from attngen.lang.ir import Op, names, walk
 from attngen.lang.simplify import TRUE, mul
@@ -57,6 +60,9 @@ _QUERY_VALUES = 1
 #: take of both, and the states of dQ, behind which the counters of parts stand.
 _CUT_SIZES = ("uncut_tiles", "parts", "work_items", "sum_tiles")
 
+#: Stages of the tiles of biases of each consumer, the most that fit.
+_BIAS_STAGES = (2, 1)
+
 #: Tiles of queries of a stripe, measured beside 4 and 16.
 _STRIPE = 8
 
@@ -90,6 +96,7 @@ _TABLE = (
     _Choice("light", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("divided", 64, 128, overlap="gradients", packed=True, q_stages=2),
     _Choice("divided", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
+    _Choice("biased", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("derived", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("derived", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=1),
     _Choice("valued", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
@@ -109,7 +116,7 @@ _TABLE = (
 )
 
 #: The families, those whose masks and scores take more registers after those that leave them free.
-_FAMILIES = ("plain", "light", "divided", "derived", "valued", "reading", "tight")
+_FAMILIES = ("plain", "light", "divided", "biased", "derived", "valued", "reading", "tight")
 
 #: Head dims beyond this are computed by clusters of two blocks, in which warpgroups have roles: dK and dV of 64 keys
 #: take the registers of one each.
@@ -123,7 +130,22 @@ _REGISTERS_OF_PART = {64: (32, 208, 64), 32: (48, 208, 48)}
 
 
 def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Plan:
-    """Return the plan of a backward, by blocks or by clusters of blocks."""
+    """Return the plan of a backward, by blocks or by clusters of blocks. Biases come as tiles if these fit; else
+    consumers load each element of them."""
+    if tiled := _tiled_biases(spec):
+        with suppress(PlanError):
+            return _plan_backward(spec, arch, schedule, label, tiled)
+    return _plan_backward(spec, arch, schedule, label, 0)
+
+
+def _tiled_biases(spec: KernelSpec) -> int:
+    """The biases whose tiles a loader may bring: in kernels by single blocks."""
+    gathers = spec.backward is not None and spec.backward.dkdv.gathers
+    return 0 if gathers or is_wide(spec) else len(biases(spec.variant))
+
+
+def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tiled: int) -> Plan:
+    """The same with so many biases ``tiled``."""
     if refused := _refusal(spec, arch):
         raise refused
     check_head_dims(spec)
@@ -135,7 +157,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     parts = _CLUSTER if wide else 1
     columns_qk, columns_v = (widths(head_dim, element, parts) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     qk, v = columns_qk.width, columns_v.width
-    family = given.family or _family(spec)
+    family = given.family or _family(spec, tiled)
     row_family = _row_family(spec, family, qk, v)
     choice = next(row for row in _TABLE if row.family == row_family and max(qk, v) <= row.head_dim)
     if given.tile_m not in (None, choice.tile_m):
@@ -159,7 +181,8 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
     driver = driver_of(spec, "q", by_bits=not wide)
     varlen = spec.layout == "varlen"  # its loader and its consumers keep more
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
-    registers = _NARROW_REGISTERS if max(qk, v) <= _NARROW and not crowded else _WIDE_REGISTERS
+    narrow = max(qk, v) <= _NARROW and (tiled > 0 or not crowded)
+    registers = _NARROW_REGISTERS if narrow else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
     own_spans = _has_own_spans(spec, choice, driver) and not given.lean
     cuts = not given.lean and _cuts(
@@ -180,11 +203,12 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
         own_spans=own_spans,
-        query_values=_query_values(spec) if family == "valued" and not wide else 0,
+        query_values=_query_values(_gathered(spec, tiled)) if family == "valued" and not wide else 0,
         cuts=cuts,
         uneven=_by_data(spec, driver),
         stripe=_STRIPE if cuts and not own_spans and _goes_by_stripes(spec, choice, driver) else 0,
         slots=driver == "tile_map" and not wide,
+        biases=tiled,
         shared=(),
     )
     if wide:
@@ -201,6 +225,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
             *_LABELS[roles.overlap],
             *(["deterministic"] if roles.ordered else []),
             *(["lean"] if given.lean else []),
+            *(["gathers"] if given.gathers else []),
         ),
         columns_qk=(columns_qk,),
         columns_v=(columns_v,),
@@ -229,13 +254,23 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Pl
 
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     """Yield the spec of a backward as families get it whose masks and scores take more registers than its own; then
-    those of a single block with a lean loader, whose few registers a mask of many ranges or searches exceeds."""
-    del first  # its choices are its family's
-    given, own = spec.backward or Backward(), _family(spec)
-    families = _FAMILIES[_FAMILIES.index(own) :]
-    for family, lean in [*((each, False) for each in families[1:]), *((each, True) for each in families)]:
+    those of a single block with a lean loader, whose few registers a mask of many ranges or searches exceeds; and the
+    same without tiles of biases, if the ``first`` plan has these."""
+    assert isinstance(first.structure, HopperBackward)
+    given, tiled = spec.backward or Backward(), first.structure.biases
+    of_tiles, of_elements = (_families_from(_family(spec, count), count) for count in (tiled, 0))
+    others = [*((each, False, False) for each in of_tiles[1:]), *((each, True, False) for each in of_tiles)]
+    if tiled:
+        others += [(each, lean, True) for lean in (False, True) for each in of_elements]
+    for family, lean, gathers in others:
         if not (lean and is_wide(spec)):
-            yield replace(spec, backward=replace(given, dkdv=replace(given.dkdv, family=family, lean=lean)))
+            other = replace(given.dkdv, family=family, lean=lean, gathers=gathers)
+            yield replace(spec, backward=replace(given, dkdv=other))
+
+
+def _families_from(family: str, tiled: int) -> tuple[str, ...]:
+    """Return a family and those after it, for so many biases ``tiled``."""
+    return tuple(each for each in _FAMILIES[_FAMILIES.index(family) :] if tiled or each != "biased")
 
 
 def _row_family(spec: KernelSpec, family: str, qk: int, v: int) -> str:
@@ -255,9 +290,9 @@ def _has_own_spans(spec: KernelSpec, choice: _Choice, driver: str) -> bool:
     return few and halves and driver == "ranges" and not spec.deterministic
 
 
-def _query_values(spec: KernelSpec) -> int:
+def _query_values(variant: Variant) -> int:
     """Return how many values of each query come with its tile: those that the mask reads, or none if these are many."""
-    count = query_loads(spec.variant)
+    count = query_loads(variant)
     return count if count <= _QUERY_VALUES else 0
 
 
@@ -420,6 +455,7 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
         boxes("dout", plan.tile_m, window=window), _sums(),
         *([_pointer("dq_state")] if first_stored(plan) else []),
         *([_pointer("partials")] if roles.cuts else []),
+        *_bias_maps(plan, roles),
         *(arguments.pointer(plan, name) for name in written),
         arguments.row_pointer("lse_log2"), arguments.row_pointer("delta"),
     )  # fmt: skip
@@ -428,6 +464,14 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
         more_sizes=(*(() if plan.varlen else ("q_tiles",)), *(_CUT_SIZES if roles.cuts else ())),
         max_seqlen_k=True,
     )  # fmt: skip
+
+
+def _bias_maps(plan: Plan, roles: HopperBackward) -> Iterator[Argument]:
+    """Yield the tensor maps of biases whose tiles the loader brings, a box for each consumer."""
+    read = {load.tensor for load in biases(plan.variant)} if roles.biases else frozenset()
+    for tensor in plan.variant.tensors:
+        if tensor.name in read:
+            yield arguments.bias_map(tensor, plan.tile_m, roles.bias_box_bytes)
 
 
 def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
@@ -503,16 +547,22 @@ def _products(plan: Plan, roles: HopperBackward) -> int:
     return loop + s if roles.overlap in ("gradients", "dk") else loop + s + dp + rows
 
 
-def _family(spec: KernelSpec) -> str:
+def _gathered(spec: KernelSpec, tiled: int) -> Variant:
+    """The variant as far as consumers load its elements themselves."""
+    return without_biases(spec.variant) if tiled else spec.variant
+
+
+def _family(spec: KernelSpec, tiled: int) -> str:
     """Return what mask and score are made of: what they take of registers decides what a softmax can run over.
 
     "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
-    same for all pairs, or values of a batch. "divided": these, with divisions. "derived": a score whose derivative
+    same for all pairs, or values of a batch. "divided": these, with divisions. "biased": these, with biases of which
+    tiles come with those of Q. "derived": a score whose derivative
     differs. "valued": the mask reads at most one value of each query, which comes with its tile, and values of keys.
     "reading": other tensors are read by position. "tight": with dropout, dV takes probabilities after it and dS those
     before; and a tile map with a fixed order takes more of the loader of a single block.
     """
-    variant = spec.variant
+    variant = _gathered(spec, tiled)
     mapped = not is_wide(spec) and driver_of(spec, "q", by_bits=True) == "tile_map"
     if variant.dropout or (spec.deterministic and mapped):
         return "tight"
@@ -521,9 +571,11 @@ def _family(spec: KernelSpec) -> str:
     if is_light(variant):
         return "plain"
     if reads_positions(variant):
-        return "valued" if _query_values(spec) and not is_wide(spec) and not mapped else "reading"
+        return "valued" if _query_values(variant) and not is_wide(spec) and not mapped else "reading"
     if _varies(spec):
         return "derived"
+    if tiled:
+        return "biased"
     return "divided" if divides(variant) else "light"
 
 
@@ -541,9 +593,10 @@ def by_head(variant: Variant) -> bool:
 def _with_memory(
     spec: KernelSpec, arch: Arch, draft: HopperBackward, tile_m: int, stages: int, qk: int, v: int, operands: Operands
 ) -> HopperBackward:
-    """Return the roles with the stages of Q that fit."""
-    for q_stages in range(draft.q_stages, 1, -1):
-        roles = replace(draft, q_stages=q_stages)
+    """Return the roles with the stages of Q that fit, and of biases."""
+    of_biases = _BIAS_STAGES if draft.biases else (0,)
+    for q_stages, bias_stages in product(range(draft.q_stages, 1, -1), of_biases):
+        roles = replace(draft, q_stages=q_stages, bias_stages=bias_stages)
         found = backward_pipes if roles.cluster == 1 else cluster_pipes
         regions = found(roles, tile_m=tile_m, stages=stages, qk=qk, v=v, operands=operands).regions
         # 1 KiB of the arch's limit is the system's, and stands before ours
@@ -565,7 +618,7 @@ def _with_memory(
 #: Regions that a refusal names.
 _OPERANDS = {
     "k": "K", "v": "V", "other_k": "half of the other block's K", "q": "Q", "dout": "dO", "ds": "dS",
-    "other_ds": "dS of the other block", "dq": "dQ",
+    "other_ds": "dS of the other block", "dq": "dQ", "biases": "biases",
 }  # fmt: skip
 
 

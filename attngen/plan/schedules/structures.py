@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from attngen.lang.biases import BIAS_BYTES
 from attngen.plan.model import Structure
 
 
@@ -101,6 +102,8 @@ class HopperBackward(Structure):
     uneven: bool = False  # data decide how many steps a tile of keys takes
     stripe: int = 0  # tiles of queries that all heads of a group go through before others; 0: one head after the other
     slots: bool = False  # a step names the slot of its tile in a tile map, which has the mask as bits
+    biases: int = 0  # elements that the score reads at [..., q, kv], of which tiles come with those of Q
+    bias_stages: int = 0  # of the ring of these tiles, for each consumer
 
     @property
     def pingpong(self) -> bool:
@@ -111,6 +114,9 @@ class HopperBackward(Structure):
     def holds_mask_bits(self) -> bool:
         """Whether consumers apply the mask of a tile map by bits; those of a cluster evaluate it for each element."""
         return self.slots
+
+    #: Bytes of a row of one copy of a bias, over which it is swizzled: the keys of a consumer.
+    bias_box_bytes: ClassVar[int] = 64 * BIAS_BYTES
 
     @property
     def keys(self) -> int:

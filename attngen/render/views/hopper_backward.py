@@ -14,6 +14,7 @@ from attngen.plan.schedules.cluster_pipes import cluster_pipes_of
 from attngen.plan.schedules.hopper_backward import by_head, first_stored, row_lanes
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import reads_positions
+from attngen.render.biases import Bias, biases_of
 from attngen.render.cuda_gradients import QueryValues, classified_query_word, factor, probabilities, query_word
 from attngen.render.cuda_math import CLASSIFIER_NODES, Steps, Tiles, tiles
 from attngen.render.expressions import OWN_QUERIES, QUERIES
@@ -32,6 +33,7 @@ from attngen.render.views.hopper_forward import (
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
     "ds": "dS of two steps, then dK for its store", "dq": "dQ on its way to the dQ accumulator, then dV for its store",
+    "biases": "tiles of biases that belong to a step, of each consumer's keys",
     "query_values": "what the mask reads of the queries of each stage", "lse": "log-sum-exp of the rows of each stage",
     "delta": "D of the rows of each stage",
     "work": "two tiles of work: the one that is computed and the next",
@@ -112,6 +114,7 @@ class CudaBackwardView:
     exponent: Piece
     weighted: Piece | None
     query_values: QueryValues | None
+    biases: tuple[Bias, ...]
     waits_for_loads: bool  # of one query, before those of the next: all at once would take too many registers
     factor_lines: tuple[Statement, ...]
     factor: Piece
@@ -206,6 +209,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         exponent=code.exponent,
         weighted=code.weighted,
         query_values=code.query_values,
+        biases=biases_of(plan),
         waits_for_loads=roles.cluster > 1 and plan.variant.dropout and reads_positions(plan.variant),
         factor_lines=factor_lines,
         factor=factor_text,

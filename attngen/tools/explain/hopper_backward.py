@@ -63,6 +63,10 @@ class BlockExplanation(ScheduleExplanation):
             yield "a consumer whose keys no query of a step sees multiplies nothing but dQ of the step before"
         if roles.query_values:
             yield "what the mask reads of a query comes with its tile"
+        if roles.biases:
+            stages = "1 stage" if roles.bias_stages == 1 else f"{roles.bias_stages} stages"
+            size = f"{roles.biases} x {self.plan.tile_m} x 64"
+            yield f"tiles of biases come with those of Q: {stages} of {size} for each consumer"
         if roles.stripe:
             yield f"heads of a group go through queries by stripes of at most {roles.stripe} tiles, the last ones first"
         if roles.cuts:
