@@ -5,7 +5,7 @@ what it is applied to, such as ``["add", "q_pos_hi", 1]``; None is the end of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import add, floordiv, mod, mul, neg, sub
+from operator import add, and_, eq, floordiv, ge, gt, le, lt, mod, mul, ne, neg, not_, or_, sub
 from typing import Any
 
 from attngen.lang.ir import Const, Expr, Op, Type, Var
@@ -13,9 +13,14 @@ from attngen.lang.ir import Const, Expr, Op, Type, Var
 #: What bounds are computed by. All results are exact.
 OPERATORS: Mapping[str, Callable[..., Any]] = {
     "add": add, "sub": sub, "mul": mul, "neg": neg, "floordiv": floordiv, "mod": mod, "min": min, "max": max,
-    "abs": abs,
+    "abs": abs, "lt": lt, "le": le, "gt": gt, "ge": ge, "eq": eq, "ne": ne, "and": and_, "or": or_, "not": not_,
+    "select": lambda condition, yes, no: yes if condition else no,
 }  # fmt: skip
-_ONE = ("neg", "abs")
+#: How many operands they have; the others have two.
+_OPERANDS = {"neg": 1, "abs": 1, "not": 1, "select": 3}
+
+#: Of the keys, what a scalar that only the call knows is taken to be: one part of so many.
+KEYS_OF_SCALAR = 4
 
 #: Lists within lists, and the largest number.
 _DEEPEST, _LARGEST = 12, 2**63
@@ -46,7 +51,7 @@ def is_bound(value: Any, deepest: int = _DEEPEST) -> bool:
     if not isinstance(value, list | tuple) or not value or deepest == 0:
         return False
     op, *given = value
-    fits = isinstance(op, str) and op in OPERATORS and len(given) == (1 if op in _ONE else 2)
+    fits = isinstance(op, str) and op in OPERATORS and len(given) == _OPERANDS.get(op, 2)
     return fits and all(each is not None and is_bound(each, deepest - 1) for each in given)
 
 

@@ -11,7 +11,8 @@ from math import log
 from typing import TYPE_CHECKING, Any
 
 from attngen.lang.bands import Bands
-from attngen.lang.host import written
+from attngen.lang.declared import Scalar
+from attngen.lang.host import KEYS_OF_SCALAR, evaluate, written
 from attngen.plan.traits import bands_of
 from attngen.schema.expand import KernelSpec
 
@@ -50,6 +51,9 @@ TABLE = (
     Measured(3, 80, 128, 4000.0, 1140.0),
     Measured(3, 64, 128, 3595.0, 1004.0),
 )
+
+#: Tokens of a long sequence.
+_LONG = 16384
 
 #: What the blocks of a cluster add to a tile of work whose keys they share: they wait for each other and add up.
 MERGE = 2000.0
@@ -100,6 +104,32 @@ def tuned_times(own: Plan, chosen: Plan, speedup: float) -> tuple[float, ...]:
 def visible_keys(spec: KernelSpec) -> tuple[tuple[Any, Any], ...]:
     """Return the intervals of keys that a tile of queries may see, as manifests hold them; none if all."""
     return _written(bands_of(spec))
+
+
+def first_see_most(spec: KernelSpec) -> bool:
+    """Whether the first queries of a long sequence see more keys than the last ones, as lengths and scalars tell.
+
+    A scalar of the call is taken to be a part of the keys, as in predictions.
+    """
+    names: dict[str, Any] = {"seqlen_q": _LONG, "seqlen_k": _LONG}
+    names |= {name: [0, _LONG - 1] for name in ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi")}
+    names |= {scalar.name: _assumed(scalar) for scalar in spec.variant.scalars}
+    first, last = 0, 0
+    for interval in bands_of(spec).visible:
+        lo, hi = (evaluate(written(end), names, 2) for end in (interval.lo, interval.hi))
+        if (lo is None and interval.lo is not None) or (hi is None and interval.hi is not None):
+            return False
+        seen = [max(min(to, _LONG) - max(at, 0), 0) for at, to in zip(lo or [0, 0], hi or [_LONG] * 2, strict=True)]
+        first, last = first + seen[0], last + seen[1]
+    return first > last
+
+
+def _assumed(scalar: Scalar) -> Any:
+    value = scalar.default if scalar.const is None else scalar.const
+    if value is not None:
+        return value
+    low, high = (end if isinstance(end, int) else none for end, none in ((scalar.min, 0), (scalar.max, _LONG)))
+    return min(max(_LONG // KEYS_OF_SCALAR, low), high)
 
 
 def visible_queries(spec: KernelSpec) -> tuple[tuple[Any, Any], ...]:

@@ -198,6 +198,7 @@ class Kernel:
         structure = manifest.get("structure", {})
         #: Whether rows of a tile see different keys: consumers leave out what theirs do not see, or multiply in vain.
         self.skips = bool(structure.get("skips") or structure.get("anchor"))
+        self.from_first = bool(structure.get("from_first"))  # the first rows of a sequence see the most keys
         self.uneven = bool(structure.get("uneven"))  # data decide how long a tile takes
         self.tile_m: int = manifest["tile_m"]
         self.tile_n: int = manifest["tile_n"]

@@ -143,7 +143,7 @@ def _lengths(call: Call) -> tuple[int, int]:
 
 
 def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int]]:
-    """Return the tiles of keys of each tile of queries of a unit, from the last one on, and of how many it is so."""
+    """Return the tiles of keys of each tile of queries of a unit, in their order, and of how many it is so."""
     m, n = _together(kernel) * kernel.tile_m, kernel.tile_n
     every = -(-seqlen_k // n)
     visible = kernel.visible
@@ -169,7 +169,8 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
         seen = [found + max(end - begin, 0) for found, begin, end in zip(seen, low, high, strict=True)]
     rows: list[tuple[int, int]] = []
     lost = _LOST_STEPS if kernel.skips else 0
-    for found, width in zip(reversed(seen), reversed(widths), strict=True):
+    step = 1 if kernel.from_first else -1
+    for found, width in zip(seen[::step], widths[::step], strict=True):
         steps = min(found, every) + lost
         if rows and rows[-1][0] == steps:
             rows[-1] = steps, rows[-1][1] + width

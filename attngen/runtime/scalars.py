@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from attngen.errors import CallError
+from attngen.lang.host import KEYS_OF_SCALAR
 
 #: Largest finite float32.
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 Number = bool | int | float
-
-#: Of the keys, what a scalar that the call passes is taken to be: one part of so many.
-_KEYS_OF_SCALAR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ def assumed(rule: ScalarRule, seqlen_k: int) -> Number | None:
     knows, such as a window, a part of the keys, if it may be that."""
     if rule.const is not None or rule.default is not None:
         return rule.default if rule.const is None else rule.const
-    return min(max(seqlen_k // _KEYS_OF_SCALAR, rule.low), rule.high)
+    return min(max(seqlen_k // KEYS_OF_SCALAR, rule.low), rule.high)
 
 
 def _as_number(value: Any, dtype: str) -> Number | None:

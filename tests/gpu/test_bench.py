@@ -133,7 +133,7 @@ def test_a_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_masks_beside_flex_attention(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    cells = ("--cell", "sliding window", "--cell", "documents that come back", "--cell", "relative table, learned")
+    cells = ("--cell", "longformer", "--cell", "documents that come back", "--cell", "relative table, learned")
     sizes = ("--seqlen", "1024", "--head-dim", "64", "--rounds", "2", "--jobs", "3")
     registry.clear()
     done = CliRunner().invoke(cli.group, ["bench", "--suite", "masks", "--json", str(figures), *cells, *sizes])

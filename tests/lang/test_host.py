@@ -25,6 +25,8 @@ NAMES = {"q_lo": [0, 64, 128], "q_hi": [63, 127, 191], "q_pos_lo": [5, 69, 133],
         (["max", ["sub", "q_pos_lo", "w"], 0], [0, 0, 33]),
         (["mul", ["floordiv", "q_lo", 100], 100], [0, 0, 100]),
         (["neg", ["mod", "q_hi", 10]], [-3, -7, -1]),
+        (["select", ["lt", "q_lo", "w"], ["neg", 1], "q_hi"], [-1, -1, 191]),
+        (["select", ["and", ["ge", "q_lo", 64], ["not", ["eq", "q_hi", 127]]], 1, 0], [0, 0, 1]),
         (None, None),
         ("unknown", None),
         (["add", "unknown", 1], None),
@@ -38,7 +40,8 @@ def test_values_of_bounds(bound: Any, values: list[int] | None) -> None:
 
 @pytest.mark.parametrize(
     "bound",
-    [True, 1.5, 2**63, [], ["add", 1], ["neg", 1, 2], ["pow", 2, 9], ["add", None, 1], [["add"], 1, 2], {"add": 1},
+    [True, 1.5, 2**63, [], ["add", 1], ["neg", 1, 2], ["select", 1, 2], ["pow", 2, 9],
+     ["add", None, 1], [["add"], 1, 2], {"add": 1},
      ["add", "x", ["add", 1, 2.0]]],
 )  # fmt: skip
 def test_what_is_no_bound(bound: Any) -> None:

@@ -239,6 +239,26 @@ def test_heads_of_unmasked_attention_come_one_after_the_other() -> None:
         assert on_hopper(**fields).section_bytes == SECTION_BYTES
 
 
+@pytest.mark.parametrize(
+    ("mask", "from_first"),
+    [
+        ("q_pos >= kv", False),
+        ("kv >= q", True),
+        ("abs(q - kv) <= w or kv < n", False),
+        ("abs(q - kv) <= w or kv < n or q < n", True),
+        ("q_pos < n or q_pos >= kv", False),
+    ],
+)
+def test_the_queries_that_see_the_most_keys_come_first(mask: str, from_first: bool) -> None:
+    declared = (
+        f"variants:\n  own:\n    mask: '{mask}'\n    scalars: {{w: {{type: int32, max: 512}}, n: {{type: int32}}}}\n"
+    )
+    plan = on_hopper("own", declared=declared)
+    assert (plan.driver, roles_of(plan).from_first) == ("ranges", from_first)
+    assert ("q_tile = q_tiles - 1 - q_tile;" in render(plan).text) == from_first
+    assert not roles_of(on_hopper("own", declared=declared, order="natural")).from_first
+
+
 @pytest.mark.parametrize(("choice", "driver"), [("auto", "tile_map"), ("never", "classified")])
 def test_blocks_of_a_cluster_need_ranges_of_tiles(choice: str, driver: str) -> None:
     with pytest.raises(PlanError, match=rf"warps\.cluster: .* must be ranges, not {driver}; allowed: 1"):

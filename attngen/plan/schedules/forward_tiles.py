@@ -28,6 +28,7 @@ from attngen.plan.schedules.forward_memory import (
 from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, searches
 from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_reference
 from attngen.plan.schedules.structures import HopperForward
+from attngen.plan.times import first_see_most
 from attngen.plan.traits import bands_of, gathers, is_light, key_loads, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
 
@@ -232,6 +233,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         overlap=roles.overlap is not False,
         persistent=specialized and spec.persistent is not False and not spec.split_tiles,
         longest_first=spec.order != "natural",
+        from_first=ranges and spec.order != "natural" and roles.cluster in (None, 1) and first_see_most(spec),
         staged=staged,
         boxes_out=staged and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
         skips=skips,

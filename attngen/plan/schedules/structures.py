@@ -22,6 +22,7 @@ class HopperForward(Structure):
     keeps_turn: bool  # and pass theirs when the products of a step are done, not when these are issued
     overlap: bool  # O += P V runs under the softmax of the next tile
     longest_first: bool  # query tiles from the last to the first, head by head within a section
+    from_first: bool  # the other way round, since the first queries see the most keys
     staged: bool  # outputs leave through shared memory
     boxes_out: bool  # from there by TMA, where all rows of a box exist
     q_stages: int  # tiles of Q in flight

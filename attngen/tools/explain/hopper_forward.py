@@ -98,6 +98,8 @@ class HopperExplanation(ScheduleExplanation):
         rows, heads = ("seqlen_q x group", "kv_heads") if self.plan.pack_gqa else ("seqlen_q", "heads")
         tiles = f"ceil({rows} / {self.plan.tile_m}) x {heads} x batch"
         order = f"longest first; {section}" if self.hopper.longest_first else "head by head in natural order"
+        if self.hopper.from_first:
+            order = f"longest first, from the first queries on; {section}"
         if self.hopper.shares:
             return (
                 f"a cluster of up to {self.hopper.sharing} blocks for each of {tiles} tiles of work, whose keys they "
