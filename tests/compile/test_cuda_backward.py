@@ -12,8 +12,10 @@ from attngen.plan.attempts import attempts
 from attngen.render import render
 from tests.plan.specs import kernel_spec, planned
 
-DROPPED = "variants:\n  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropout: true}\n"
-
+OWN = """variants:
+  dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropout: true}
+  biased: {mask: q_pos >= kv, score: "s + bias[h, q, kv]", tensors: {bias: {dtype: bf16, shape: [h, rows, columns]}}}
+"""
 
 #: Masks whose loader has much to compute: products of scalars without a largest value, ranges that are searched.
 UNBOUNDED = """variants:
@@ -63,12 +65,14 @@ def test_masks_of_many_ranges_stay_in_cuda(variant: str, choice: str) -> None:
             marks=pytest.mark.exhaustive,
         ),
         ("softcap", {"head_dim": 128}),
+        ("biased", {"head_dim": 128}),  # whose biases come as tiles
+        pytest.param("biased", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),
         pytest.param("packed_documents", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),
         pytest.param("relative_bias", {"head_dim": 128, "dtype": "fp16"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:
-    plan = planned(variant, passes="backward", backward="{backend: cuda}", declared=DROPPED, **fields)
+    plan = planned(variant, passes="backward", backward="{backend: cuda}", declared=OWN, **fields)
     artifact = compile_source(plan, render(plan))
     resources = artifact.manifest["resources"]
     assert 0 <= resources["spills"] <= (plan.launch("dqkv").max_spills or 0)
