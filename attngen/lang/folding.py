@@ -215,6 +215,12 @@ def _slope_factors(slope: Expr) -> tuple[list[Expr], list[Expr]]:
     return _factors(slope)
 
 
+def split_slope_factors(slope: Expr) -> tuple[Expr, Expr]:
+    """Return a derivative as what is the same for all pairs of a head, times what varies."""
+    constant, varying = _slope_factors(slope)
+    return _product(constant), _product(varying)
+
+
 def is_finite(slope: Expr) -> bool:
     """Whether a derivative is finite wherever the product is: then zero times it is zero."""
     for node in walk(slope):

@@ -69,6 +69,8 @@ PINGPONG_SPILLS = Spills(
     "faster with turns and these spills than without turns",
     Measured("docs/notebook/hopper_backward.md", "551 at d 128"),
 )
+#: The warp that reads dS has the few registers of a producer, and waits for consumers most of the time.
+READER_SPILLS = Spills("backwards in CUDA with a warp that reads dS", 128, "spilled by a warp that mostly waits", None)
 CACHE_SPILLS = Spills("split-KV forwards of caches in 8 bits", 160, "stored before the loops and read after them", None)
 
 #: What the least of several refused backwards in CUDA may spill before another backend is taken: values that a step

@@ -1,9 +1,24 @@
-"""Gradients of a variant's own tensors: which of them kernels compute."""
+"""Gradients of a variant's own tensors: which of them kernels compute, and how a backward in CUDA adds them up."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from attngen.lang.biases import is_of_pair
+from attngen.lang.folding import ONE, PRODUCT, Slope, fold_logit, fold_slope, split_slope_factors
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own
+from attngen.lang.simplify import linear, mul
 from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
+
+#: A query's position less a key's: what indices of relative position tables are functions of.
+APART = own("apart")
+
+_ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
+_FEW = frozenset({"b", "h", "hk", "heads", "kv_heads", "batch"})  # extents that are never long
+_PREFIX = frozenset({"b", "h", "hk"})  # indices of a bias before those of query and key
 
 
 def differentiable(plan: Plan) -> tuple[str, ...]:
@@ -15,3 +30,133 @@ def differentiable_of(variant: Variant) -> tuple[str, ...]:
     """Return the variant's tensors that get a gradient through the score; sinks get theirs after the kernels."""
     read = variant.uses(variant.score)[1] if variant.score is not None else frozenset()
     return tuple(tensor.name for tensor in variant.tensors if tensor.grad and tensor.name in read)
+
+
+class Way(Enum):
+    """Where the sum over pairs that is an element's gradient is kept, by what its index depends on."""
+
+    HEAD = "head"  # neither query nor key: a register of each consumer thread
+    KEY = "key"  # the key: registers, one for each key of a thread
+    ROW = "row"  # the query: sums of rows of a tile of dS
+    DIAGONAL = "diagonal"  # query minus key: sums of diagonals of a tile of dS
+    PAIR = "pair"  # both, as [..., q, kv]: the tile of dS itself
+    EACH = "each"  # anything else: registers, for as long as pairs of a thread that follow each other share an entry
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGradient:
+    """The gradient of one element that the score reads.
+
+    The derivative of the logit is ``constant``, the same for all pairs of a head, times ``varying``. The indices of a
+    DIAGONAL, and its ``varying``, are functions of ``APART``.
+    """
+
+    load: Load
+    way: Way
+    constant: Expr
+    varying: Expr
+    indices: tuple[Expr, ...]
+
+    @property
+    def in_registers(self) -> bool:
+        """Whether consumers add it up; else a warp does so from tiles of dS."""
+        return self.way in (Way.HEAD, Way.KEY, Way.EACH)
+
+    @property
+    def of_product(self) -> bool:
+        """Whether the derivative depends on the product of query and key, which is gone when dS is there."""
+        return PRODUCT.name in names(self.varying)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """All names that index and derivative read."""
+        return frozenset[str]().union(*map(names, (self.constant, self.varying, *self.indices)))
+
+    @property
+    def prefix(self) -> frozenset[str]:
+        """The indices of a PAIR before those of query and key."""
+        return frozenset(index.name for index in self.indices[:-2] if isinstance(index, Var))
+
+
+def tensor_gradients(variant: Variant, slope: Slope, *, fast_math: bool) -> tuple[TensorGradient, ...]:
+    """Return how a backward in CUDA adds up the gradient of each element that the score reads.
+
+    ``slope`` is the derivative of the logit by the product. Tiles of dS serve where dS is the derivative by the logit.
+    """
+    wanted = differentiable_of(variant)
+    if not wanted:
+        return ()
+    loads = fold_slope(
+        fold_logit(variant.score, variant.ranges, fast_math=fast_math), wanted, fast_math=fast_math
+    ).loads
+    return tuple(_gradient(variant, load, by_load, by_tile=slope.varying is None) for load, by_load in loads)
+
+
+def _gradient(variant: Variant, load: Load, by_load: Expr, *, by_tile: bool) -> TensorGradient:
+    constant, varying = split_slope_factors(by_load)
+    used = frozenset[str]().union(*map(names, load.indices))
+    found = TensorGradient(load, Way.EACH, constant, varying, load.indices)
+    if not used & (_ROWS | _KEYS):
+        return replace(found, way=Way.HEAD)
+    if not used & _ROWS:
+        return replace(found, way=Way.KEY)
+    if not by_tile or found.of_product:
+        return found
+    if not used & _KEYS:
+        return found if names(varying) & _KEYS else replace(found, way=Way.ROW)
+    if is_of_pair(load) and varying == ONE and all(map(_comes_first, load.indices[:-2])):
+        return replace(found, way=Way.PAIR)
+    moved = [_along_diagonal(each) for each in (*load.indices, varying)]
+    if is_large(variant, load) or any(names(each) & (_ROWS | _KEYS) for each in moved):
+        return found
+    *indices, varying = moved
+    return replace(found, way=Way.DIAGONAL, varying=varying, indices=tuple(indices))
+
+
+def is_large(variant: Variant, load: Load) -> bool:
+    """Whether a tensor may have more entries than an int32 counts: two axes are as long as a call says."""
+    shape = variant.tensor(load.tensor).shape
+    return sum(isinstance(extent, str) and extent not in _FEW for extent in shape) > 1
+
+
+def _comes_first(index: Expr) -> bool:
+    return isinstance(index, Const) or (isinstance(index, Var) and index.name in _PREFIX)
+
+
+def _along_diagonal(node: Expr) -> Expr:
+    """Return an expression with each difference of a query and a key in terms of ``APART``, as far as it has any."""
+    if isinstance(node, Op) and node.type is Type.INT and node.op in ("add", "sub", "neg", "mul"):
+        total = linear(node)
+        queries, keys = (total.terms.get(Var(name, Type.INT), 0) for name in ("q", "kv"))
+        at = total.terms.get(Var("q_pos", Type.INT), 0)  # q + seqlen_k - seqlen_q, and so is APART
+        if queries + at and queries + at == -keys:
+            gone = {Var(name, Type.INT): total.terms.get(Var(name, Type.INT), 0) for name in ("q", "q_pos", "kv")}
+            total = total.plus(linear(_shifted(queries, at)))
+            total.terms = {term: c for term, c in total.terms.items() if term not in gone}
+            return _within(total.expr())
+    return _within(node)
+
+
+def _shifted(queries: int, at: int) -> Expr:
+    """Return the part of a sum that stands for so many ``q`` and ``q_pos``, as many keys taken from these."""
+    lengths = Op("sub", (Var("seqlen_q", Type.INT), Var("seqlen_k", Type.INT)), Type.INT)
+    apart: Expr = mul(APART, Const(queries + at, Type.INT))
+    return Op("add", (apart, mul(lengths, Const(queries, Type.INT))), Type.INT) if queries else apart
+
+
+def _within(node: Expr) -> Expr:
+    match node:
+        case Op(args=args):
+            return replace(node, args=tuple(map(_along_diagonal, args)))
+        case Load(indices=indices):
+            return replace(node, indices=tuple(map(_along_diagonal, indices)))
+    return node
+
+
+def stored(gradients: tuple[TensorGradient, ...], dtypes: dict[str, str], element: str) -> Iterator[TensorGradient]:
+    """Yield the biases of which a call may have the gradient stored as tiles of dS are, with no float32 sum: those of
+    the ``element`` of dS that are read once, if no two heads of the call share an entry."""
+    for each in gradients:
+        alone = sum(other.load.tensor == each.load.tensor for other in gradients) == 1
+        if each.way is Way.PAIR and alone and each.constant == ONE and dtypes[each.load.tensor] == element:
+            yield each

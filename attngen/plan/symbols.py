@@ -47,3 +47,9 @@ def extent_name(tensor: Tensor, axis: int) -> str:
 def gradient_pointer(tensor: str) -> str:
     """Return the name of the argument that holds the address of a tensor's gradient."""
     return f"gradient_{argument_name(tensor)}"
+
+
+def stored_name(tensor: str) -> str:
+    """Return the name of the argument that says whether a tensor's gradient is stored in the tensor's dtype, once for
+    each entry; else it is added to sums in float32."""
+    return f"stored_{argument_name(tensor)}"

@@ -9,6 +9,7 @@ from functools import lru_cache
 from attngen.dtypes import DTYPES
 from attngen.lang.bands import Axis, Bands, Heads, bands, has_short_bounds
 from attngen.lang.facts import Facts
+from attngen.lang.folding import PRODUCT
 from attngen.lang.ir import Expr, Load, Op, names, rewrite, walk
 from attngen.lang.literals import fold_literals
 from attngen.lang.rows import own_intervals
@@ -112,6 +113,11 @@ def packed_keys(variant: Variant) -> str | None:
     for scalar in variant.scalars:
         read |= {scalar.min, scalar.max}
     return next((name for name in ("kv_global", "total_k") if name in read), None)
+
+
+def varies_within_head(expr: Expr) -> bool:
+    """Whether an expression differs from pair to pair of a head."""
+    return bool(names(expr) & (_ROWS | _KEYS | {"s", PRODUCT.name}))
 
 
 def is_light(variant: Variant) -> bool:

@@ -40,6 +40,7 @@ from attngen.render.expressions import (
     start_bindings,
 )
 from attngen.render.key_values import HELD, fields_of, taken
+from attngen.render.tensor_gradients import weighted, weighted_slope, weights
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _ROW_NAMES = ("kv", "kv_packed", "row")
@@ -71,6 +72,7 @@ class Probabilities:
 
     dK and dQ are multiplied by ``factor`` at the end: what all pairs share of the derivative of the logit by the
     product. ``weighted`` is the probability times the rest of it, which elements call ``derivative``; None without.
+    ``kept`` are other products of the probability, by the arrays that hold them until dP is there.
     ``visible``: the steps that evaluate the mask of a partial tile into bits, where it is applied by these; else None.
     """
 
@@ -80,6 +82,7 @@ class Probabilities:
     exponent: Piece
     factor: Expr
     weighted: Piece | None
+    kept: tuple[tuple[str, Piece], ...]
     query_values: QueryValues | None
     visible: Steps | None
 
@@ -88,10 +91,12 @@ def probabilities(plan: Plan) -> Probabilities:
     """Return the lines of a step."""
     variant = plan.variant
     logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
-    slope = derivative(variant, fast_math=plan.fast_math)
+    slope = weighted_slope(plan, derivative(variant, fast_math=plan.fast_math))
+    kept = weights(plan)
     value = split_queries(logit.value) if plan.fast_math else logit.value
     varying = () if slope.varying is None else (with_biases(plan, slope.varying),)
     roots = [with_biases(plan, value), logit.multiplier, *varying]
+    roots += [with_biases(plan, varying) for _, varying in kept]
     block: dict[Statement, None] = {}  # statements that are the same for all steps
     found, multiplier = [], leaf("scale_log2e")
     for partial in (True, False):
@@ -100,6 +105,8 @@ def probabilities(plan: Plan) -> Probabilities:
         hoisted, body = list(scored.hoisted), list(scored.body)
         if slope.varying is not None:
             body.append(constant("float", "derivative", scored.results[2]))
+        for (number, _), result in zip(kept, scored.results[len(scored.results) - len(kept) :], strict=True):
+            body.append(constant("float", f"weight_{number}", result))
         if variant.score is not None:
             body.append(statement("{x} = {};", scored.results[0]))
         if partial and plan.mask_words:
@@ -126,6 +133,7 @@ def probabilities(plan: Plan) -> Probabilities:
         exponent=_exponent(multiplier),
         factor=slope.factor,
         weighted=_weighted(slope.varying),
+        kept=tuple((f"p_weighted_{number}", weighted(number, varying)) for number, varying in kept),
         query_values=query_values,
         visible=_visible(plan) if plan.mask_words else None,
     )
@@ -178,7 +186,8 @@ def factor(plan: Plan, expr: Expr) -> tuple[tuple[Statement, ...], Piece]:
 def _steps(hoisted: Sequence[Statement], body: Sequence[Statement]) -> Steps:
     """Return the statements of a tile, each where it runs least often: for the tile, a key, a query, or each pair."""
     row, tile = depending(hoisted, _ROW_NAMES)
-    element, column = depending(body, {"x", "derivative", *_ROW_NAMES, *declared(row)})
+    own = [name for name in declared(body) if name.startswith("weight_")]
+    element, column = depending(body, {"x", "derivative", *own, *_ROW_NAMES, *declared(row)})
     column, row = needed(column, element), needed(row, element)
     row = (*_key_lines(reads([*row, *element])), *row)
     tile = needed(tile, [*row, *column, *element])

@@ -14,8 +14,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from attngen.runtime.checked import Call, View, view
+from attngen.runtime.geometry import group_of
+from attngen.runtime.module import Kernel
 from attngen.runtime.paging import rows_view
 from attngen.runtime.sinks import add_gradients
+
+#: How a launch's arguments begin that say whether the gradient of a bias is stored as tiles of dS are.
+_STORED = "stored:"
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,21 @@ class GradientBuffers:
 def differentiable(call: Call) -> tuple[str, ...]:
     """Return the tensors of a call's variant that get a gradient."""
     return tuple(tensor.name for tensor in call.variant.tensors if tensor.grad)
+
+
+def stored_gradients(kernel: Kernel, call: Call) -> frozenset[str]:
+    """Return the tensors whose gradients a kernel stores in their own dtype: biases of which no two heads of the call
+    share an entry. Others are added up in float32."""
+    found = set()
+    for launch in kernel.launches:
+        for parameter in launch.entry.layout.parameters:
+            if parameter.kind == "present" and parameter.of and parameter.of.startswith(_STORED):
+                axes = {"b": call.batch, "h": call.heads}
+                if "hk" in str(parameter.axis) and group_of(call) == 1:
+                    axes.pop("h")
+                if all(extent == 1 for axis, extent in axes.items() if axis not in str(parameter.axis).split(",")):
+                    found.add(parameter.of.removeprefix(_STORED))
+    return frozenset(found)
 
 
 def gradient_shapes(call: Call) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from attngen.runtime.arguments import default_scale, softmax_scale_of
 from attngen.runtime.checked import Call, View, contiguous_view
 from attngen.runtime.driver import Driver
 from attngen.runtime.given import Given
-from attngen.runtime.gradients import differentiable, gradient_shapes
+from attngen.runtime.gradients import differentiable, gradient_shapes, stored_gradients
 from attngen.runtime.launch import PreparedLaunches, laid_out
 from attngen.runtime.module import Kernel
 from attngen.runtime.scalars import Scalars
@@ -66,11 +66,13 @@ class PreparedBackward:
         made = {name: contiguous_view(shape, call.order) for name, shape in shapes.items()}
         self._contiguous_dout = dout is None
         views = {"out": out, "dout": contiguous_view(call.out_shape(), call.order) if dout is None else dout, **made}
-        self._launch = PreparedLaunches(kernel, call, views, tensor_names, driver, device, absent={"dlse": not dlse})
+        stored = stored_gradients(kernel, call)
+        absent = {"dlse": not dlse, **{f"stored:{name}": False for name in stored}}
+        self._launch = PreparedLaunches(kernel, call, views, tensor_names, driver, device, absent=absent)
         # torch allocates a tensor faster that is like another one
         self._like = call.q == made["dq"], call.k == made["dk"], call.v == made["dv"]
         self._results = tuple(shapes.values())
-        self._gradients = differentiable(call)
+        self._gradients = tuple((name, None if name in stored else torch.float32) for name in differentiable(call))
         self._sinks = bool(learned(call.variant))
         sizes = self._launch.sizes
         self._maps = MapMaker(self._launch, call, call.device) if self._launch.maps else None
@@ -98,8 +100,9 @@ class PreparedBackward:
         workspace = lse.new_empty(self._floats)
         start = workspace.data_ptr()
         sums = {}
-        for name in self._gradients:
-            sums[name] = torch.zeros(arguments[name].shape, dtype=torch.float32, device=self._device)
+        for name, dtype in self._gradients:
+            own = arguments[name]
+            sums[name] = torch.zeros(own.shape, dtype=dtype or own.dtype, device=self._device)
             addresses.append(sums[name].data_ptr())
         addresses += [start + offset for offset in self._shared]
         maps = self._maps.append(given, addresses, scale, numbers) if self._maps else None

@@ -220,6 +220,39 @@ def test_gradients_of_the_variants_own_tensors() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("s", [150, 152])
+def test_gradients_of_a_bias_of_pairs(batch: int, s: int) -> None:
+    """Of one sequence they are stored as they are, in the bias's own dtype; of several, they are added up."""
+    kernels()
+    torch.manual_seed(batch + s)
+    q, k, v = (torch.randn(batch, n, 4, 64, device="cuda").bfloat16() for n in (s, s + 30, s + 30))
+    bias = torch.randn(4, s, s + 30, device="cuda").bfloat16()
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v, bias)]
+
+    def loss(**options: Any) -> Tensor:
+        return attention(q, k, v, variant="learned_pairs", bias=bias, **options).float().square().sum()
+
+    ours, theirs = (torch.autograd.grad(loss(**o), inputs) for o in ({}, {"backend": "reference"}))
+    assert [one.dtype for one in ours] == [torch.bfloat16] * 4
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "shape"),
+    [("learned_gate", "gate", (4,)), ("learned_decay", "total", (4, 180)), ("learned_window", "table", (4, 91))],
+)
+def test_gradients_of_gates_and_tables(variant: str, name: str, shape: tuple[int, ...]) -> None:
+    q, k, v = leaves()
+    own = torch.randn(shape, device="cuda").requires_grad_()
+
+    def loss(**options: Any) -> Tensor:
+        return attention(q, k, v, variant=variant, **{name: own}, **options).float().square().sum()
+
+    ours, theirs = (torch.autograd.grad(loss(**o), [q, k, v, own]) for o in ({}, {"backend": "reference"}))
+    close(ours, theirs)
+
+
 def test_tensors_that_were_kept_on_the_host() -> None:
     """They come back contiguous, whatever strides they had."""
     kernels()

@@ -35,6 +35,8 @@ class Rules:
     unused_before_turn: bool = True  # all warps know that dO which they do not need has landed before it is given back
     warps_release_biases: bool = True  # each for itself, when it has read them
     biases_of_steps: bool = True  # consumers wait for biases of steps alone, not for any after the last one
+    wait_for_reader: bool = True  # a warp that reads dS has done so before the step after the next one writes there
+    reader_before_rows: bool = True  # and before dK goes to that place
     mark_before_end: bool = True  # where the order of sums is fixed: consumers learn of the end when the adder may, too
 
 
@@ -48,6 +50,7 @@ class Case:
     overlap: str
     bias_stages: int = 0  # of each consumer, whose biases come after dO; 0: none
     hidden: frozenset[tuple[int, int, int]] = frozenset()  # consumer, tile of keys, step: where its keys are not seen
+    reads_ds: bool = False  # a warp adds up tiles of dS
 
     @classmethod
     def random(cls, random: Random) -> Case:
@@ -57,7 +60,15 @@ class Case:
         steps = [(c, work, step) for c in range(CONSUMERS) for work, count in enumerate(works) for step in range(count)]
         hidden = [each for each in steps if overlap == "pingpong" and random.random() < 0.3]
         stages = random.randint(2 if overlap == "pingpong" else 1, 3)
-        return cls(works, random.randint(2, 3), stages, overlap, random.choice((0, 1, 2)), frozenset(hidden))
+        return cls(
+            works,
+            random.randint(2, 3),
+            stages,
+            overlap,
+            random.choice((0, 1, 2)),
+            frozenset(hidden),
+            random.random() < 0.5,
+        )
 
 
 class Backward(Simulation):
@@ -66,7 +77,9 @@ class Backward(Simulation):
     def __init__(self, case: Case, rules: Rules, random: Random) -> None:
         super().__init__(random)
         self.case, self.rules = case, rules
-        found = declared.backward(case.q_stages, case.stages, WARPS, case.overlap, case.bias_stages)
+        found = declared.backward(
+            case.q_stages, case.stages, WARPS, case.overlap, case.bias_stages, reads_ds=case.reads_ds
+        )
         self.q, self.dout, self.kv = (Ring(found.ring(name)) for name in ("q", "dout", "kv"))
         if case.bias_stages:
             self.biases = Ring(found.ring("biases"))
@@ -82,10 +95,13 @@ class Backward(Simulation):
         self.dq_full, self.dq_empty = barriers(dq.full, dq.stages), barriers(dq.empty, dq.stages)
         self.dq: list[object] = [None] * CONSUMERS
         self.ds: list[list[object]] = [[None] * CONSUMERS for _ in range(2)]  # by buffer and consumer
-        self.ds_full = barriers(found.ring("ds").full, 2)
+        self.ds_full, self.ds_empty = (barriers(side, 2) for side in (found.ring("ds").full, found.ring("ds").empty))
+        self.ds_step: list[object] = [None] * 2
         self.turn, self.group = named(found, "turn"), named(found, "group")
         (self.all,) = named(found, "all")
         self.roles = {"loader": loader(self), "adder": adder(self)}
+        if case.reads_ds:
+            self.roles["tensor adder"] = tensor_adder(self)
         self.roles |= {f"warp {c}.{w}": consumer(self, c, w) for c in range(CONSUMERS) for w in range(WARPS)}
 
 
@@ -162,6 +178,26 @@ def adder(s: Backward) -> Role:
         phase ^= 1
 
 
+def tensor_adder(s: Backward) -> Role:
+    """``backward/_tensor_adder.cu.j2``."""
+    case: Case = s.case  # type: ignore[assignment]
+    buffer, phase = 1, 0
+    expected = [(work, step) for work, steps in enumerate(case.works) for step in range(steps)]
+    for wanted in (*expected, END_OF_ALL):
+        yield s.ds_full[buffer].done(phase)
+        for _ in range(3):
+            if s.ds_step[buffer] != wanted:
+                raise ProtocolError(f"read {s.ds_step[buffer]} where {wanted} should be")
+            if wanted == END_OF_ALL:
+                return
+            if s.ds[buffer] != [wanted] * CONSUMERS:
+                raise ProtocolError(f"read {s.ds[buffer]} where dS of {wanted} should be")
+            yield lambda: True
+        s.ds_empty[buffer].arrive()
+        phase ^= buffer ^ 1
+        buffer ^= 1
+
+
 def consumer(s: Backward, c: int, w: int) -> Role:
     """``backward/_consumer.cu.j2``: one warp of a consumer."""
     case: Case = s.case  # type: ignore[assignment]
@@ -211,11 +247,22 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         yield from s.all.sync()
 
     def store_ds(own: object) -> Role:
-        nonlocal buffer
+        nonlocal buffer, ds_phase
         buffer ^= rules.two_buffers
+        if case.reads_ds:
+            yield from begin_ds(own)
         if leader:
             s.ds[buffer][c] = own
         yield lambda: True
+        if case.reads_ds and case.overlap != "pingpong":
+            s.ds_full[buffer].arrive()
+            ds_phase ^= buffer ^ 1
+
+    def begin_ds(own: object) -> Role:
+        if rules.wait_for_reader:
+            yield s.ds_empty[buffer].done(ds_phase ^ 1)
+        if leader and c == 0:
+            s.ds_step[buffer] = own
 
     def store_dq(own: object) -> Role:
         nonlocal dq_phase
@@ -437,6 +484,9 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             q.release()
         if rules.wait_for_adder:
             yield s.dq_empty[c].done(dq_phase ^ 1)
+        if case.reads_ds and rules.reader_before_rows:
+            yield s.ds_empty[buffer ^ 1].done(ds_phase ^ 1)
+            yield s.ds_empty[buffer].done(ds_phase ^ buffer ^ 1)
         yield from sync_consumers()
         if leader and rules.release_end and rules.all_see_the_end:
             q.release()
@@ -456,4 +506,9 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         slot ^= 1
     if case.overlap == "pingpong" and c == 0:
         yield from s.turn[0].sync()
+    if case.reads_ds:
+        buffer ^= 1
+        yield from begin_ds(END_OF_ALL)
+        yield lambda: True
+        s.ds_full[buffer].arrive()
     s.dq_full[c].arrive()

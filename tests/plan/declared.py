@@ -33,12 +33,16 @@ def forward(
 
 
 @cache
-def backward(q_stages: int, stages: int, warps: int, overlap: str, bias_stages: int = 0) -> Pipes:
-    """Return the pipes of a backward by single blocks."""
+def backward(
+    q_stages: int, stages: int, warps: int, overlap: str, bias_stages: int = 0, *, reads_ds: bool = False
+) -> Pipes:
+    """Return the pipes of a backward by single blocks; ``reads_ds``: a warp adds up tiles of dS."""
     found = _plan("backward", 128)
     assert found.structure is not None
     biases = int(bias_stages > 0)
-    roles = replace(found.structure, q_stages=q_stages, overlap=overlap, biases=biases, bias_stages=bias_stages)
+    roles = replace(
+        found.structure, q_stages=q_stages, overlap=overlap, biases=biases, bias_stages=bias_stages, reads_ds=reads_ds
+    )
     return backward_pipes(
         roles, tile_m=found.tile_m, stages=stages, qk=128, v=128, operands=found.operands, warps=warps
     )

@@ -41,6 +41,8 @@ def test_the_rules_of_the_templates_hold(seed: int) -> None:
         ("mark_before_end", "another end"),
         ("warps_release_biases", "deadlock|read"),
         ("biases_of_steps", "deadlock|read"),
+        ("wait_for_reader", "deadlock|read"),
+        ("reader_before_rows", "read"),
     ],
 )
 def test_a_rule_that_is_broken_is_found(rule: str, becomes: str) -> None:

@@ -364,7 +364,16 @@ def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_shar
 @pytest.mark.parametrize(
     ("variant", "fields", "message"),
     [
-        ("own", {"declared": OWN.format(score="s + slope[h]", grad="true")}, r"backward: .*own tensors"),
+        (
+            "own",
+            {"head_dim": 256, "declared": OWN.format(score="s + slope[h]", grad="true")},
+            r"backward: .*own tensors .*beyond head dim 128; allowed: triton",
+        ),
+        (
+            "own",
+            {"declared": OWN.format(score="s + slope[h]", grad="true"), "deterministic": "true"},
+            r"backward: .*own tensors .*in a fixed order",
+        ),
         ("causal", {"fast_math": "false"}, r"fast_math: .*fused in cuda kernels; allowed: true"),
         (
             "own",

@@ -12,14 +12,16 @@ STEP_BYTES, SLOT_BYTES = 8, 8  # barriers follow, which need 8-byte alignment
 WORK_BYTES, CUT_WORK_BYTES = 32, 44  # the latter where tiles of keys may be cut into parts
 SUMS = 8  # steps whose place in the dQ accumulator is kept
 SUM_BYTES, CUT_SUM_BYTES, ORDERED_SUM_BYTES = 8, 12, 20
+#: Which step a tile of dS belongs to, where a warp reads it.
+DS_STEP_BYTES = 48
 #: A piece of the dQ accumulator that is rounded at once, 64 rows and 32 columns, and its record.
 PIECE_BYTES, PIECE_TAKEN_BYTES = 64 * 32 * 4, 32
 _KEYS = 64  # of a consumer
 
 #: Shared memory in its order: matrices first, which need the most alignment.
 _ORDER = (
-    "k", "v", "q", "dout", "ds", "dq", "piece", "biases", "lse", "delta", "query_values", "work", "step", "barriers",
-    "piece_taken", "sum_tile",
+    "k", "v", "q", "dout", "ds", "dq", "piece", "biases", "lse", "delta", "query_values", "work", "step", "ds_step",
+    "barriers", "piece_taken", "sum_tile",
 )  # fmt: skip
 
 
@@ -86,9 +88,14 @@ def backward_pipes(
         guards="dS of two steps in turn: both consumers' is there before either multiplies dQ; dK leaves through the "
         "same memory",
         full=Signal(warps * consumers, "each warp of both consumers", "dS of both is written")
-        if roles.pingpong
+        if roles.pingpong or roles.reads_ds
         else None,
-        stored=(("ds", tile_m * keys * operands.ds.bytes),),
+        empty=Signal(1, "the warp of tensor gradients", "dS of a step is added to gradients of the variant's tensors")
+        if roles.reads_ds
+        else None,
+        stored=(
+            ("ds", tile_m * keys * operands.ds.bytes), *([("ds_step", DS_STEP_BYTES)] if roles.reads_ds else []),
+        ),
         alternates=True,
     )  # fmt: skip
     biases = Ring(
@@ -132,13 +139,14 @@ def _named(roles: HopperBackward) -> tuple[NamedBarrier, ...]:
     )
 
 
-def backward_roles(consumers: int, producer: int, consumer: int) -> tuple[Role, ...]:
+def backward_roles(consumers: int, producer: int, consumer: int, *, reads_ds: bool = False) -> tuple[Role, ...]:
     """Return the warps with the registers of a thread of the producer and of a consumer: consumers first, then the
-    producer's, of which the third has nothing to do."""
+    producer's, of which the third has nothing to do unless it ``reads_ds``."""
     first = WARPGROUP * consumers
     return (
         Role("consumers", 0, first, consumer),
         Role("loader", first, 1, producer),
         Role("adder", first + 1, 1, producer),
+        *([Role("tensor_adder", first + 2, 1, producer)] if reads_ds else []),
         Role("rounder", first + 3, 1, producer),
     )

@@ -17,17 +17,23 @@ from attngen.lang.ir import Op, names, walk
 from attngen.lang.simplify import TRUE, mul
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, naming
-from attngen.plan.allowances import ALL_OF_DQ, PINGPONG_SPILLS, SPILLS, left_to_others
+from attngen.plan.allowances import ALL_OF_DQ, PINGPONG_SPILLS, READER_SPILLS, SPILLS, Spills, left_to_others
 from attngen.plan.choices import check_head_dims, driver_of, refuse
 from attngen.plan.draft import axes_of, drafted, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Workspace
 from attngen.plan.operands import Operands, operands_of
-from attngen.plan.own_gradients import differentiable_of
+from attngen.plan.own_gradients import (
+    TensorGradient,
+    differentiable_of,
+    stored,
+    tensor_gradients,
+)
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes_of, backward_roles
 from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import HopperBackward
+from attngen.plan.symbols import gradient_pointer, stored_name
 from attngen.plan.times import visible_queries
 from attngen.plan.traits import bands_of, divides, is_light, query_loads, reads_data_per_key, reads_positions
 from attngen.schema.expand import Backward, KernelSpec
@@ -180,8 +186,9 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         )
     driver = driver_of(spec, "q", by_bits=not wide)
     varlen = spec.layout == "varlen"  # its loader and its consumers keep more
+    reads_ds = not all(each.in_registers for each in gradients_of(spec.variant, fast_math=spec.fast_math))
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
-    narrow = max(qk, v) <= _NARROW and (tiled > 0 or not crowded)
+    narrow = max(qk, v) <= _NARROW and (tiled > 0 or reads_ds or not crowded)
     registers = _NARROW_REGISTERS if narrow else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
     own_spans = _has_own_spans(spec, choice, driver) and not given.lean
@@ -190,7 +197,7 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
     )
     draft = HopperBackward(
         consumers=_CONSUMERS,
-        warp_roles=backward_roles(_CONSUMERS, *registers),
+        warp_roles=backward_roles(_CONSUMERS, *registers, reads_ds=reads_ds),
         overlap=choice.overlap,
         packed=choice.packed,
         rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
@@ -209,6 +216,7 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         stripe=_STRIPE if cuts and not own_spans and _goes_by_stripes(spec, choice, driver) else 0,
         slots=driver == "tile_map" and not wide,
         biases=tiled,
+        reads_ds=reads_ds,
         shared=(),
     )
     if wide:
@@ -362,12 +370,9 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
     if spec.softmax_scale is not None:
         return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
-    if differentiable_of(spec.variant):
-        return refuse(
-            spec,
-            "backward",
-            "a backward in cuda gives no gradients of a variant's own tensors (grad: true); allowed: triton",
-        )
+    if differentiable_of(spec.variant) and (reason := _why_no_tensor_gradients(spec)):
+        own = "gradients of a variant's own tensors (grad: true)"
+        return refuse(spec, "backward", f"a backward in cuda gives no {own} {reason}; allowed: triton")
     if not spec.fast_math:
         return refuse(
             spec,
@@ -382,6 +387,26 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     if given.dkdv.num_warps is not None:
         return refuse(spec, "backward.dkdv.warps", "a backward in cuda has roles; leave it out")
     return None
+
+
+def _why_no_tensor_gradients(spec: KernelSpec) -> str | None:
+    """Say why a backward does not compute the gradients of a variant's tensors, or None if it does."""
+    if is_wide(spec):
+        return f"beyond head dim {_BLOCK_HEAD_DIM}"
+    if spec.deterministic:
+        return "in a fixed order (deterministic: true)"
+    return None
+
+
+def gradients_of(variant: Variant, *, fast_math: bool) -> tuple[TensorGradient, ...]:
+    """Return how the gradients of a variant's own tensors are added up."""
+    return tensor_gradients(variant, derivative(variant, fast_math=fast_math), fast_math=fast_math)
+
+
+def stored_gradients(plan: Plan) -> tuple[TensorGradient, ...]:
+    """Return the biases whose gradient a call may have stored as tiles of dS are."""
+    dtypes = {tensor.name: tensor.dtype for tensor in plan.variant.tensors}
+    return tuple(stored(gradients_of(plan.variant, fast_math=plan.fast_math), dtypes, plan.operands.ds.name))
 
 
 def _traits(spec: KernelSpec) -> frozenset[str]:
@@ -422,10 +447,16 @@ def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
     yield launch(
         "dqkv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, cluster=cluster,
         persistent=cluster == 1, arguments=_dqkv_arguments(plan, roles), shared_bytes=roles.shared_bytes,
-        max_spills=(PINGPONG_SPILLS if roles.pingpong else SPILLS).bytes, products=_products(plan, roles),
+        max_spills=_spills(roles).bytes, products=_products(plan, roles),
     )  # fmt: skip
     if cluster > 1:  # a block alone rounds dQ itself
         yield launch("postprocess", "queries", 4 * _CONSUMERS, arguments=_postprocess_arguments(plan))
+
+
+def _spills(roles: HopperBackward) -> Spills:
+    if roles.reads_ds:
+        return READER_SPILLS
+    return PINGPONG_SPILLS if roles.pingpong else SPILLS
 
 
 def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
@@ -461,6 +492,7 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     )  # fmt: skip
     return arguments.signature(
         plan, operands, tiles="kv_tiles", strided=written, counted=alone or roles.ordered,
+        own_gradients=_tensor_gradient_arguments(plan),
         more_sizes=(*(() if plan.varlen else ("q_tiles",)), *(_CUT_SIZES if roles.cuts else ())),
         max_seqlen_k=True,
     )  # fmt: skip
@@ -472,6 +504,23 @@ def _bias_maps(plan: Plan, roles: HopperBackward) -> Iterator[Argument]:
     for tensor in plan.variant.tensors:
         if tensor.name in read:
             yield arguments.bias_map(tensor, plan.tile_m, roles.bias_box_bytes)
+
+
+def _tensor_gradient_arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the addresses of the gradients of the variant's tensors, and whether those of biases are stored as tiles
+    of dS are."""
+    pointers = (
+        Argument(gradient_pointer(name), "pointer", "*fp32", of=f"gradient:{name}", divisibility=16)
+        for name in differentiable_of(plan.variant)
+    )
+    flags = (
+        Argument(
+            stored_name(each.load.tensor), "present", "i32", of=f"stored:{each.load.tensor}",
+            axis=",".join(sorted(each.prefix)),
+        )
+        for each in stored_gradients(plan)
+    )  # fmt: skip
+    return (*pointers, *flags)
 
 
 def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
@@ -570,6 +619,9 @@ def _family(spec: KernelSpec, tiled: int) -> str:
         variant = replace(variant, mask=TRUE)
     if is_light(variant):
         return "plain"
+    kept = any(each.of_product for each in gradients_of(spec.variant, fast_math=spec.fast_math))
+    if kept and not reads_positions(variant):
+        return "derived"
     if reads_positions(variant):
         return "valued" if _query_values(variant) and not is_wide(spec) and not mapped else "reading"
     if _varies(spec):

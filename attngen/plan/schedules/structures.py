@@ -105,6 +105,7 @@ class HopperBackward(Structure):
     slots: bool = False  # a step names the slot of its tile in a tile map, which has the mask as bits
     biases: int = 0  # elements that the score reads at [..., q, kv], of which tiles come with those of Q
     bias_stages: int = 0  # of the ring of these tiles, for each consumer
+    reads_ds: bool = False  # a warp of the producer adds up gradients of the variant's tensors from tiles of dS
 
     @property
     def pingpong(self) -> bool:

@@ -20,6 +20,7 @@ from attngen.render.cuda_math import CLASSIFIER_NODES, Steps, Tiles, tiles
 from attngen.render.expressions import OWN_QUERIES, QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
+from attngen.render.tensor_gradients import SumsView, TilesView, register_sums, tile_sums
 from attngen.render.views.hopper_forward import (
     SWIZZLED_ROWS,
     SWIZZLES,
@@ -38,6 +39,7 @@ _REGION_TEXTS = {
     "delta": "D of the rows of each stage",
     "work": "two tiles of work: the one that is computed and the next",
     "other_k": "half of the columns of the other block's K",
+    "ds_step": "the steps of both tiles of dS",
     "step": "the step of each stage of Q: its queries and its head", "sum_tile": "where dQ of the last steps goes",
     "piece": "two pieces of the dQ accumulator: the one that is rounded and the next", "piece_taken": "which these are",
 }  # fmt: skip
@@ -113,6 +115,9 @@ class CudaBackwardView:
     visible: Steps | None
     exponent: Piece
     weighted: Piece | None
+    kept: tuple[tuple[str, Piece], ...]  # other products of P, by the arrays that hold them until dP is there
+    tensor_sums: SumsView | None  # gradients of the variant's tensors that consumers add up
+    tensor_tiles: TilesView | None  # and those that a warp adds up from tiles of dS
     query_values: QueryValues | None
     biases: tuple[Bias, ...]
     waits_for_loads: bool  # of one query, before those of the next: all at once would take too many registers
@@ -208,6 +213,9 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         visible=code.visible,
         exponent=code.exponent,
         weighted=code.weighted,
+        kept=code.kept,
+        tensor_sums=register_sums(dqkv),
+        tensor_tiles=tile_sums(dqkv),
         query_values=code.query_values,
         biases=biases_of(plan),
         waits_for_loads=roles.cluster > 1 and plan.variant.dropout and reads_positions(plan.variant),
@@ -242,7 +250,8 @@ def _region_text(roles: HopperBackward, plan: Plan, name: str) -> str:
 
 
 def _lines(plan: Plan, part: Launch) -> tuple[str, ...]:
-    return argument_lines(plan, part.arguments, written=_WRITTEN[part.name])
+    own = {argument.of for argument in part.arguments if argument.of and argument.of.startswith("gradient:")}
+    return argument_lines(plan, part.arguments, written=_WRITTEN[part.name] | own)
 
 
 def _work_lines(plan: Plan, steps: frozenset[str]) -> tuple[str, ...]:

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from attngen.lang.printing import canonical
 from attngen.plan.model import Launch
-from attngen.plan.schedules.hopper_backward import first_stored
+from attngen.plan.own_gradients import Way
+from attngen.plan.schedules.hopper_backward import first_stored, gradients_of
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.tiles import padded_width
 from attngen.tools.explain.backward import describe
@@ -20,6 +22,17 @@ _OVERLAPS = {
     "roles": "runs under products of other warpgroups",
     "dv": "runs under dV of the one before, and products of other warpgroups",
     "dk": "runs under dK of the one before",
+}
+
+
+#: How gradients of tensors are added up.
+_WAYS = {
+    Way.HEAD: "in a register of each consumer thread, added once for each head of a tile of keys",
+    Way.KEY: "in registers of consumers, added once for each head of a tile of keys",
+    Way.ROW: "rows of tiles of dS, added up by a warp of the producer",
+    Way.DIAGONAL: "diagonals of tiles of dS, added up by a warp of the producer",
+    Way.PAIR: "tiles of dS, stored or added by a warp of the producer",
+    Way.EACH: "pair by pair, added where a thread's next pair has another entry: slower than the other ways",
 }
 
 
@@ -69,6 +82,8 @@ class BlockExplanation(ScheduleExplanation):
             yield f"tiles of biases come with those of Q: {stages} of {size} for each consumer"
         if roles.stripe:
             yield f"heads of a group go through queries by stripes of at most {roles.stripe} tiles, the last ones first"
+        for each in gradients_of(self.plan.variant, fast_math=self.plan.fast_math):
+            yield f"gradient of {canonical(each.load)}: {_WAYS[each.way]}"
         if roles.cuts:
             yield "where blocks would wait for a few, the last tiles of keys are cut into parts of their steps"
 

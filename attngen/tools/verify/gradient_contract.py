@@ -134,6 +134,7 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
     logit = largest_logit(wanted.forwards)
     plain = [wanted.plain] if measures(wanted.forwards, buffers.q.dtype) else []
     sums = units_of_sums(call)
+    products = _errors_of_products(call, wanted)
     for name, found in results.items():
         truth = wanted.truth[name]
         error = (found.double() - truth).abs()
@@ -144,6 +145,7 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
             factor * max(largest(one.abs()) for one in peers)
             + rounding * largest(truth.abs())
             + wanted.row_errors.get(name, 0.0)
+            + (0.0 if name in "qkv" else products)
         )
         pair = (largest(error), allowed)
         if pair[0] * worst[1] >= worst[0] * pair[1]:
@@ -165,6 +167,14 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
         dead_rows=int(wanted.dead.sum()),
         wrong=_inexact(call, results, wanted.dead),
     )
+
+
+def _errors_of_products(call: Call, wanted: ExpectedGradients) -> float:
+    """Return by how much the sum of dP - D over the rows of all heads of a group may be off where it should be 0, as
+    for the bias of a single key: matrix products round toward zero, so that errors of dP have one sign."""
+    terms = (wanted.dout.double() * wanted.out.double()).abs().sum(-1)
+    rows = max((rows for rows, *_ in lengths(call)), default=0) * call.heads // call.kv_heads
+    return rows * _FLOAT32_UNIT * largest(terms)
 
 
 def units_of_sums(call: Call) -> float:

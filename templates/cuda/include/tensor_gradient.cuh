@@ -1,0 +1,136 @@
+// Gradients of tensors that a score reads: sums over a tile of dS in shared memory, and additions to global memory.
+//
+// The tile has rows of queries, in boxes of 64 keys side by side, swizzled over the 128 bytes of a row: chunk c of 8
+// keys of row q lies at place c ^ q % 8.
+#pragma once
+
+#include "types.cuh"
+
+// Adds to global memory, in no fixed order; nobody waits for it.
+__device__ __forceinline__ void add_float(float* to, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+
+__device__ __forceinline__ void add_floats(float* to, float4 x) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+
+__device__ __forceinline__ float sum_of_warp(float x) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
+  return x;
+}
+
+// The sum of a row of a tile of kRows queries and 128 keys. (By MMAs a warp would need more registers than it has.)
+template <typename Element, int kRows>
+__device__ __forceinline__ float sum_of_row(uint32_t tile, int row) {
+  float2 sum = {};
+#pragma unroll 2
+  for (int chunk = 0; chunk < 16; ++chunk) {
+    const uint32_t from = tile + chunk / 8 * (128 * kRows) + 128 * row + 16 * (chunk % 8 ^ row % 8);
+    uint4 eight;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(eight.x), "=r"(eight.y), "=r"(eight.z), "=r"(eight.w) : "r"(from) : "memory");
+    const float2 a = unpack<Element>(eight.x), b = unpack<Element>(eight.y), c = unpack<Element>(eight.z), d = unpack<Element>(eight.w);
+    sum.x += (a.x + b.x) + (c.x + d.x);
+    sum.y += (a.y + b.y) + (c.y + d.y);
+  }
+  return sum.x + sum.y;
+}
+
+// The sum of all of it, in all lanes.
+template <typename Element, int kRows>
+__device__ __forceinline__ float sum_of_tile(uint32_t tile, int lane) {
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int row = lane; row < kRows; row += 32) sum += sum_of_row<Element, kRows>(tile, row);
+  return sum_of_warp(sum);
+}
+
+template <typename Element>
+__device__ __forceinline__ float2 load_pair(uint32_t from) {
+  uint32_t both;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(both) : "r"(from) : "memory");
+  return unpack<Element>(both);
+}
+
+// Calls `add(row - key, sum)` for the sum of each diagonal of a tile of kRows queries and 128 keys; those of odd numbers
+// come in two parts. A lane goes along an even diagonal from row to row, and where it leaves the tile goes on with the
+// one that is 128 higher. In 8 rows it passes two chunks of keys.
+template <typename Element, int kRows, typename Add>
+__device__ __forceinline__ void add_diagonals(uint32_t tile, int lane, const Add& add) {
+  const auto chunk_at = [&](uint32_t chunk) { return tile + chunk % 16 / 8 * (128 * kRows) + 16 * (chunk % 8); };
+#pragma unroll 1
+  for (uint32_t half = 0; half < 128; half += 64) {
+    const uint32_t diagonal = half + 2 * lane, first = 128 - diagonal;  // the key in row 0
+    float before[3] = {}, after[3] = {};  // of the lower and of the higher one: of the odd one below, itself, the odd one above
+    uint32_t chunk = first / 8, next = chunk_at(chunk);
+#pragma unroll 1
+    for (uint32_t rows = 0; rows < kRows; rows += 8) {
+      const uint32_t own = next;
+      next = chunk_at(++chunk) + 128 * rows;
+#pragma unroll
+      for (uint32_t i = 0; i < 8; i += 2) {
+        const uint32_t from = ((first % 8 + i < 8 ? own : next) ^ 16 * i) | 2 * ((first + i) % 8);
+        const float2 upper = load_pair<Element>(from + 128 * i), lower = load_pair<Element>((from ^ 16) + 128 * (i + 1));
+        const float middle = upper.x + lower.y;
+        if (rows + i < diagonal) {
+          before[0] += upper.y, before[1] += middle, before[2] += lower.x;
+        } else {
+          after[0] += upper.y, after[1] += middle, after[2] += lower.x;
+        }
+      }
+      next += 1024;
+    }
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      add(static_cast<int>(diagonal) - 128 + i - 1, before[i]);
+      add(static_cast<int>(diagonal) + i - 1, after[i]);
+    }
+  }
+}
+
+// Adds a term to a sum of terms that share an entry; where the entry changes, the sum is added to the old one first. An
+// entry of -1 is nowhere. Without branches, which would come between matrix products.
+template <typename Entry>
+__device__ __forceinline__ void add_to_run(float* to, Entry& run, float& sum, Entry entry, float term) {
+  const bool ends = entry != run && run >= 0 && sum != 0.0f;
+  asm volatile(
+      "{.reg .pred p; setp.ne.s32 p, %2, 0; @p red.relaxed.gpu.global.add.f32 [%0], %1;}"
+      ::"l"(to + run), "f"(sum), "r"(static_cast<int>(ends))
+      : "memory");
+  sum = (entry == run ? sum : 0.0f) + term;
+  run = entry;
+}
+
+// Eight neighbouring numbers of dS as they are, of which `count` are wanted; `aligned`: at a multiple of 16 bytes.
+template <typename Element>
+__device__ __forceinline__ void store_eight(Element* to, const uint4& eight, int count, bool aligned) {
+  if (aligned && count >= 8) {
+    *reinterpret_cast<uint4*>(to) = eight;
+    return;
+  }
+  const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i < count) to[i] = Element{static_cast<uint16_t>(pairs[i / 2] >> 16 * (i % 2))};
+  }
+}
+
+// The same, times a factor, added to sums in float32.
+template <typename Element>
+__device__ __forceinline__ void add_eight(float* to, const uint4& eight, float factor, int count, bool aligned) {
+  const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    const float2 first = unpack<Element>(pairs[i / 2]), second = unpack<Element>(pairs[i / 2 + 1]);
+    const float4 four = {factor * first.x, factor * first.y, factor * second.x, factor * second.y};
+    if (aligned && i + 4 <= count) {
+      add_floats(to + i, four);
+    } else {
+      if (i < count) add_float(to + i, four.x);
+      if (i + 1 < count) add_float(to + i + 1, four.y);
+      if (i + 2 < count) add_float(to + i + 2, four.z);
+      if (i + 3 < count) add_float(to + i + 3, four.w);
+    }
+  }
+}

@@ -1,0 +1,126 @@
+"""How a backward in CUDA adds up the gradients of a variant's tensors."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from attngen.lang.ir import Const, Expr, Op, Var
+from attngen.lang.simplify import FOLD
+from attngen.plan import Plan
+from attngen.plan.own_gradients import APART, Way
+from attngen.plan.schedules.hopper_backward import gradients_of, stored_gradients
+from attngen.plan.schedules.structures import HopperBackward
+from attngen.render import render
+from tests.plan.specs import planned
+
+DECLARED = """variants:
+  own:
+    mask: "q_pos >= kv"
+    score: "{score}"
+    tensors:
+      gate: {{dtype: float32, shape: [h], grad: true}}
+      table: {{dtype: float32, shape: [h, 257], grad: true}}
+      grid: {{dtype: float32, shape: [15, 15], grad: true}}
+      keys: {{dtype: bf16, shape: [b, seqlen_k], grad: true}}
+      rows: {{dtype: float32, shape: [h, seqlen_q], grad: true}}
+      bias: {{dtype: bf16, shape: [h, seqlen_q, seqlen_k], grad: true}}
+      wide: {{dtype: float32, shape: [b, h, seqlen_q, seqlen_k], grad: true}}
+      bucket: {{dtype: int32, shape: [512]}}
+"""
+
+
+def backward(score: str, **fields: object) -> Plan:
+    """Return the backward of a score, in the backend that is the fastest."""
+    return planned("own", passes="backward", backward=None, declared=DECLARED.format(score=score), **fields)
+
+
+@pytest.mark.parametrize(
+    ("score", "ways"),
+    [
+        ("s + gate[h]", [Way.HEAD]),
+        ("s * sigmoid(gate[h])", [Way.HEAD]),
+        ("s + gate[h] * (kv - q_pos)", [Way.HEAD]),
+        ("s + keys[b, kv]", [Way.KEY]),
+        ("s + rows[h, q]", [Way.ROW]),
+        ("s + rows[h, q] - rows[h, kv]", [Way.ROW, Way.KEY]),
+        ("s + table[h, clamp(q_pos - kv + 128, 0, 256)]", [Way.DIAGONAL]),
+        ("s + table[h, min(abs(q - kv), 256)]", [Way.DIAGONAL]),
+        ("s + table[h, bucket[clamp(2 * kv - 2 * q_pos + 255, 0, 511)]] / (1 + abs(q_pos - kv))", [Way.DIAGONAL]),
+        ("s + grid[clamp(q // 8 - kv // 8, -7, 7) + 7, clamp(q % 8 - kv % 8, -7, 7) + 7]", [Way.EACH]),
+        ("s + table[h, clamp(q + kv, 0, 256)]", [Way.EACH]),
+        ("s + table[h, clamp(q_pos - kv, 0, 256)] * q", [Way.EACH]),
+        ("s + bias[h, q, kv]", [Way.PAIR]),
+        ("s + 0.5 * wide[b, h, q, kv]", [Way.PAIR]),
+        ("s + wide[b, h, q, kv] * wide[b, h, q, kv]", [Way.EACH]),
+        ("s * table[h, clamp(q_pos - kv, 0, 256)]", [Way.EACH]),
+        ("s * gate[h] + bias[h, q, kv]", [Way.HEAD, Way.EACH]),
+        ("tanh(s + rows[h, q])", [Way.EACH]),
+    ],
+)
+def test_ways(score: str, ways: list[Way]) -> None:
+    found = backward(score, head_dim=64)
+    assert found.backend == "cuda"
+    gradients = gradients_of(found.variant, fast_math=True)
+    assert [each.way for each in gradients] == ways
+    assert isinstance(found.structure, HopperBackward)
+    assert found.structure.reads_ds == any(not each.in_registers for each in gradients)
+    text = render(found).text
+    assert ("tensor_sum_0" in text) == any(each.in_registers for each in gradients)
+    assert ("ds_ring.wait();" in text) == found.structure.reads_ds
+    assert render(backward(score, head_dim=64)).text == text
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "q_pos - kv", "q - kv", "3 * (kv - q_pos) + 7 * h", "q - kv + (q_pos - kv)",
+        "abs(q - kv) // 3 + seqlen_k - q + kv",
+        "min(2 * kv + 5 - q - q_pos, kv - q) % 17", "-(q - (kv + h)) * 4",
+    ],
+)  # fmt: skip
+def test_differences_of_query_and_key(index: str) -> None:
+    """The index as a function of the difference has the values of the index."""
+    (found,) = gradients_of(backward(f"s + table[h, clamp({index}, 0, 256)]").variant, fast_math=True)
+    assert found.way is Way.DIAGONAL
+    random = Random(index)
+    for _ in range(200):
+        seqlen_q, seqlen_k = random.randint(1, 90), random.randint(1, 90)
+        q, kv, h = random.randrange(seqlen_q), random.randrange(seqlen_k), random.randrange(4)
+        q_pos = q + seqlen_k - seqlen_q
+        values = {"q": q, "q_pos": q_pos, "kv": kv, "h": h, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        moved = value_of(found.indices[1], {APART.name: q_pos - kv, "h": h, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k})
+        assert moved == value_of(found.load.indices[1], values)
+
+
+def value_of(node: Expr, values: dict[str, int]) -> int:
+    """Return the value of an integer expression."""
+    if isinstance(node, Const):
+        return int(node.value)
+    if isinstance(node, Var):
+        return values[node.name]
+    assert isinstance(node, Op)
+    return int(FOLD[node.op](*(value_of(argument, values) for argument in node.args)))
+
+
+def test_what_is_left_to_triton() -> None:
+    found = backward("s + gate[h]", head_dim=192)
+    assert found.backend == "triton"
+    assert "own tensors (grad: true) beyond head dim 128" in found.backend_reason
+
+
+def test_which_biases_may_be_stored_as_they_are() -> None:
+    (bias,) = stored_gradients(backward("s + bias[h, q, kv]"))
+    assert bias.prefix == {"h"}
+    for score in ("s + wide[b, h, q, kv]", "s + 2.0 * bias[h, q, kv]", "s + bias[0, q, kv] + bias[1, q, kv]"):
+        assert stored_gradients(backward(score)) == ()
+    assert stored_gradients(backward("s + bias[h, q, kv]", dtype="fp16")) == ()
+    arguments = {one.name: one for one in backward("s + bias[h, q, kv]").arguments}
+    assert arguments["stored_u_bias"].axis == "h"
+
+
+def test_kernels_without_gradients_of_tensors_have_none_of_it() -> None:
+    text = render(planned("causal", passes="backward")).text
+    for word in ("tensor", "DsStep", "dlogit"):
+        assert word not in text
