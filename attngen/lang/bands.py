@@ -18,6 +18,7 @@ from attngen.lang.overflow import widen
 from attngen.lang.proof import larger
 from attngen.lang.simplify import COMPLEMENT, FALSE, TRUE, Linear, ceildiv, integer, linear, make, neg, not_
 from attngen.lang.spans import LIMIT, Interval, Span, Spans
+from attngen.lang.statistics import Separated, Statistic
 from attngen.lang.symbols import NODES, Symbols
 
 __all__ = ["Bands", "Facts", "Interval", "bands", "classify"]
@@ -70,12 +71,15 @@ def _bands(mask: Expr, facts: Facts, over: Axis, heads: Heads) -> Bands:
     return Bands(visible, full, region.exact and len(region.visible) <= LIMIT)
 
 
-def classify(mask: Expr, facts: Facts | None = None, heads: Heads = "single", nodes: int = NODES) -> tuple[Expr, Expr]:
+def classify(
+    mask: Expr, facts: Facts | None = None, heads: Heads = "single", nodes: int = NODES,
+    statistics: tuple[Statistic, ...] = (),
+) -> tuple[Expr, Expr]:  # fmt: skip
     """Return (may, must) over the corners of a tile: if not ``may``, no row sees any key; if ``must``, all see all.
 
-    A condition whose bounds have more than ``nodes`` tells nothing.
+    A condition whose bounds have more than ``nodes`` tells nothing. ``statistics`` are those that the mask names.
     """
-    may, must, _ = _classes(mask, facts or Facts(), heads, nodes)
+    may, must, _ = _classes(mask, facts or Facts(), heads, nodes, statistics)
     return may, must
 
 
@@ -85,10 +89,15 @@ def has_short_bounds(mask: Expr, facts: Facts | None = None, heads: Heads = "sin
 
 
 @lru_cache(maxsize=256)  # the kernels of a spec share a few masks
-def _classes(mask: Expr, facts: Facts, heads: Heads, nodes: int) -> tuple[Expr, Expr, bool]:
+def _classes(
+    mask: Expr, facts: Facts, heads: Heads, nodes: int, statistics: tuple[Statistic, ...] = ()
+) -> tuple[Expr, Expr, bool]:
     facts = facts.of_tiles()
+    if statistics:
+        facts = Facts({**facts.ranges, **Separated(mask, statistics).ranges}, facts.tensors)
     mask = _plain(local(mask), facts)
-    symbols = Symbols(facts, _corners(mask, "qk", heads), nodes)
+    corners = _corners(mask, "qk", heads) | {each.name.name: each.ends for each in statistics}
+    symbols = Symbols(facts, corners, nodes)
     must, may = evaluate(mask, symbols)
     return widen(may, facts) or TRUE, widen(must, facts) or FALSE, not symbols.dropped
 

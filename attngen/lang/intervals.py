@@ -7,7 +7,7 @@ comparison that NaN could decide is never known.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from attngen.lang.facts import Facts, aligned
@@ -102,7 +102,7 @@ def _comparison(op: str, a: Expr, b: Expr, algebra: Any) -> Interval:
         unequal = RULES["xor"](algebra, evaluate(a, algebra), evaluate(b, algebra))
         return unequal if op == "ne" else RULES["not"](algebra, unequal)
     if Type.FLOAT in (a.type, b.type):
-        if not (exact(a) and exact(b)):
+        if not (algebra.exact(a) and algebra.exact(b)):
             return (algebra.false, algebra.true)
     elif algebra.related(a, b):
         apart = evaluate(make("sub", a, b), algebra)
@@ -110,17 +110,20 @@ def _comparison(op: str, a: Expr, b: Expr, algebra: Any) -> Interval:
     return RULES[op](algebra, evaluate(a, algebra), evaluate(b, algebra))
 
 
-def exact(expr: Expr) -> bool:
-    """Whether a float is never NaN by its form alone; it is then not rounded, either."""
+def exact(expr: Expr, numbers: Collection[str] = ()) -> bool:
+    """Whether a float is never NaN by its form alone; it is then not rounded, either. ``numbers`` are names that are
+    known not to be NaN."""
     match expr:
         case Const(value=value):
             return value == value
+        case Var(name=name) if name in numbers:
+            return True
         case Op(op="to_float"):
             return True
         case Op(op=op, args=args) if op in _NAN_PRESERVING:
-            return all(exact(a) for a in args)
+            return all(exact(a, numbers) for a in args)
         case Op(op="select", args=(_, a, b)):
-            return exact(a) and exact(b)
+            return exact(a, numbers) and exact(b, numbers)
     return expr.type is not Type.FLOAT
 
 
@@ -168,6 +171,11 @@ class Numbers:
     def related(self, a: Expr, b: Expr) -> bool:
         """Return True: subtracting numbers loses nothing."""
         return True
+
+    @staticmethod
+    def exact(expr: Expr) -> bool:
+        """Whether a float is never NaN by its form."""
+        return exact(expr)
 
     def leaf(self, node: Expr) -> Interval | None:
         """Return the declared range of a name or of the elements of a tensor."""

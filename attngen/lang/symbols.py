@@ -30,8 +30,8 @@ _ORDERS = ("lt", "le", "gt", "ge")
 class Symbols:
     """Endpoints are expressions over the corners of a box; ``_LOWEST`` and ``_HIGHEST`` mean unbounded.
 
-    ``corners`` maps the names that vary over the box to their least and greatest value; an endpoint of more than
-    ``nodes`` is given up.
+    ``corners`` maps the names that vary over the box to their least and greatest value; floats among them are not NaN.
+    An endpoint of more than ``nodes`` is given up.
     """
 
     unbounded: Interval = (_LOWEST, _HIGHEST)
@@ -53,6 +53,10 @@ class Symbols:
     def related(self, a: Expr, b: Expr) -> bool:
         """Return whether two expressions vary together."""
         return bool(self.varies(a) & self.varies(b))
+
+    def exact(self, expr: Expr) -> bool:
+        """Whether a float is never NaN, by its form and that of the corners."""
+        return exact(expr, self._corners.keys())
 
     def varies(self, node: Expr) -> frozenset[str]:
         """Return the names in an expression that vary over the box."""
@@ -108,7 +112,7 @@ class Symbols:
 
     def truncation(self, value: Expr) -> Interval:
         """Return the int32 of both ends of a float that is not rounded, else numbers."""
-        if exact(value):
+        if self.exact(value):
             ends = evaluate(value, self)
             if not any(end in self.unbounded for end in ends):
                 return make("to_int", ends[0]), make("to_int", ends[1])

@@ -11,6 +11,10 @@ from attngen.plan.model import Argument, Launch, Plan, TileMapAxes, Workspace
 from attngen.plan.operands import operands_of
 from attngen.schema.expand import KernelSpec
 
+#: Warps of a block that makes a word of a tile map: each has tiles of its own, so that half as many as tiles keep a
+#: multiprocessor busy where a map has few words.
+CLASSIFIER_WARPS = 16
+
 
 def drafted(
     spec: KernelSpec, *, label: str, width: str, tile_map: bool, alignment: int, choices: tuple[str, ...] = (),
@@ -92,7 +96,7 @@ def forward_launches(
     if axes is None:
         return planned.with_launches(own)
     classifier = Launch(
-        "classify", naming.classifier_name(planned.name), "query_words", planned.tile_m, planned.tile_n, 1, 4,
-        "tile_map", axes, classify(),
+        "classify", naming.classifier_name(planned.name), "query_words", planned.tile_m, planned.tile_n, 1,
+        CLASSIFIER_WARPS if planned.backend == "cuda" else 4, "tile_map", axes, classify(),
     )  # fmt: skip
     return planned.with_launches(classifier, own)

@@ -8,19 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from attngen.lang.bands import classify
 from attngen.lang.emit import Binding
 from attngen.lang.folding import KV_FIRST, PRODUCT, Q_FIRST, Q_POS_FIRST, QUERY, fold_logit, is_finite, split_queries
 from attngen.lang.ir import Expr, names
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Piece, Statement, declared, depending, leaf, needed, reads, statement, written
-from attngen.lang.symbols import NODES
 from attngen.plan.model import Plan
 from attngen.plan.schedules.hopper_backward import derivative
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.symbols import pointer_name
 from attngen.render.biases import bias_bindings, go_beyond_queries, with_biases
-from attngen.render.cuda_math import Steps, bit_of, hide, masking, row_values, with_corners
+from attngen.render.cuda_math import Steps, TileBounds, bit_of, hide, masking, row_values, with_corners
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
@@ -33,9 +31,7 @@ from attngen.render.cuda_statements import (
 from attngen.render.expressions import (
     CUDA,
     QUERIES,
-    corner_bindings,
     emit_for,
-    facts_of,
     scalar_bindings,
     start_bindings,
 )
@@ -249,10 +245,9 @@ def query_word(plan: Plan) -> tuple[Statement, ...]:
     return classified_query_word(plan)
 
 
-def classified_query_word(plan: Plan, nodes: int = NODES) -> tuple[Statement, ...]:
-    """Return the statements that make the bits of 32 tiles by their bounds, of at most so many ``nodes``."""
-    may, must = classify(plan.variant.mask, facts_of(plan), nodes=nodes)
-    code = emit_for(plan, CUDA, [may, must], corner_bindings(plan, CUDA, QUERIES), prefix="tiles_", inner="q")
+def classified_query_word(plan: Plan, by: TileBounds | None = None) -> tuple[Statement, ...]:
+    """Return the statements that make the bits of 32 tiles by their bounds."""
+    code, may, must = (by or TileBounds(plan.variant.mask)).emitted(plan, QUERIES)
     asked = names(may) | names(must)
     lines = [int_constant("candidate", "32 * {word} + {lane}")]
     if asked & {"q_lo", "q_hi", "q_pos_lo", "q_pos_hi"}:
@@ -265,4 +260,6 @@ def classified_query_word(plan: Plan, nodes: int = NODES) -> tuple[Statement, ..
     behind = written("({candidate} + 1) * kBlockM > {seqlen_q}")
     seen = inside if may == TRUE else written("{} && (({}) || {})", inside, code.results[0], behind)
     whole = Piece("false") if must == FALSE else written("({}) && !({})", code.results[1], behind)
+    if by is not None and must != FALSE:  # a map says so only of whole tiles of keys
+        whole = written("{} && {kv_start} + kBlockN <= {seqlen_k}", whole)
     return with_corners([*lines, *code.hoisted, *code.body, *words_of_votes(seen, whole)], along=QUERIES)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from attngen.lang.bands import Bands, bands, classify
-from attngen.lang.emit import Binding
+from attngen.lang.emit import Binding, EmittedMany
 from attngen.lang.folding import KEY, KV_FIRST, PRODUCT, cap_scale, fold_logit, less, split_keys, split_slope
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, own, spelled, tensors, walk
@@ -26,6 +26,7 @@ from attngen.lang.statements import (
     statement,
     written,
 )
+from attngen.lang.statistics import Separated, Statistic
 from attngen.lang.symbols import NODES
 from attngen.plan.model import Plan
 from attngen.plan.schedules.structures import HopperForward
@@ -60,9 +61,6 @@ from attngen.render.expressions import (
     settled,
     start_bindings,
 )
-
-#: Most nodes in a bound of a tile, where a classifier finds it once for each tile of a map.
-CLASSIFIER_NODES = 3000
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed")
@@ -155,7 +153,7 @@ def logits(plan: Plan) -> Logits:
     steps = []
     multiplier = leaf("scale_log2e")
     for partial in (True, False):
-        bound = _elements(plan, ragged=partial)
+        bound = element_bindings(plan, ragged=partial)
         scored = emit_for(plan, CUDA, [with_biases(plan, value), folded.multiplier, *more], bound)
         hoisted, body = list(scored.hoisted), list(scored.body)
         of_mask: frozenset[str] = frozenset()
@@ -188,7 +186,7 @@ def logits(plan: Plan) -> Logits:
 
 def _visible(plan: Plan) -> Steps:
     """Return the steps that evaluate the mask of a partial tile, from what a tile of work has, into ``bits``."""
-    mask = masking(plan, _elements(plan, ragged=True), ())
+    mask = masking(plan, element_bindings(plan, ragged=True), ())
     row, tile, work = _split(plan, [*mask.hoisted, *mask.ends])
     return _steps(plan, (*work, *tile), row, [*mask.body, bit_of(mask.hidden, _ELEMENT)])
 
@@ -311,7 +309,7 @@ def from_zero(plan: Plan, end: Expr) -> Expr:
     return end if lowest - MAX_SEQLEN >= INT32[0] else maximum(end, integer(0))
 
 
-def _elements(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
+def element_bindings(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
     """Return the bindings of an element. Rows beyond the end repeat the last one; keys may lie beyond it if ragged."""
     keys = frozenset() if ragged else frozenset({"seqlen_k", "total_k"})
     heads = {"h": Binding("h", _Q)} if plan.pack_gqa else {}
@@ -381,33 +379,6 @@ def _split(
     that are the same for a tile of work."""
     row, rest = depending(statements, row_names(plan))
     return row, *depending(rest, {spelled(KV_FIRST.name)})
-
-
-@dataclass(frozen=True, slots=True)
-class Elements:
-    """The mask of one element of the classifier: what comes before all, statements for the element, and the test."""
-
-    hoisted: tuple[Statement, ...]
-    lines: tuple[Statement, ...]
-    visible: Piece
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """All names that the mask reads."""
-        return reads([*self.hoisted, *self.lines, self.visible])
-
-
-def elements(plan: Plan) -> Elements:
-    """Return the mask of one pair of row and key, neither of which need be inside the sequence."""
-    bound = _elements(plan, ragged=True)
-    masked = emit_for(plan, CUDA, [plan.variant.mask], bound)
-    row, _, work = _split(plan, masked.hoisted)
-    (visible,) = masked.results
-    read = reads([*row, *masked.body, visible])
-    lines = number_queries(read)
-    if "kv_packed" in read:
-        lines.append(int_constant("kv_packed", "{k_begin} + {kv}"))
-    return Elements(work, (*lines, *row, *masked.body), visible)
 
 
 # --- which tiles a box of rows sees -------------------------------------------------------------------------
@@ -499,10 +470,9 @@ def word(plan: Plan) -> Word:
     return Word(classified_word(plan))
 
 
-def classified_word(plan: Plan, nodes: int = NODES) -> tuple[Statement, ...]:
-    """Return the statements that make the bits of 32 tiles by their bounds, of at most so many ``nodes``."""
-    may, must = classify(plan.variant.mask, facts_of(plan), plan.box_heads, nodes)
-    code = emit_for(plan, CUDA, [may, must], corner_bindings(plan, CUDA), prefix="tiles_")
+def classified_word(plan: Plan, by: TileBounds | None = None) -> tuple[Statement, ...]:
+    """Return the statements that make the bits of 32 tiles by their bounds."""
+    code, may, must = (by or TileBounds(plan.variant.mask)).emitted(plan, KEYS)
     lines = [int_constant("candidate", "32 * {word} + {lane}")]
     if {"kv_lo", "kv_hi"} & (names(may) | names(must)):
         last = "{kv_lo} + (kBlockN - 1)"
@@ -515,3 +485,22 @@ def classified_word(plan: Plan, nodes: int = NODES) -> tuple[Statement, ...]:
     inside = "({}) && ({candidate} + 1) * kBlockN <= {seqlen_k}"
     whole = Piece("false") if must == FALSE else written(inside, code.results[1])
     return with_corners([*lines, *code.hoisted, *words_of_votes(seen, whole)])
+
+
+@dataclass(frozen=True, slots=True)
+class TileBounds:
+    """A mask as bounds of tiles follow from it: they have at most so many ``nodes``, and ``statistics`` are those that
+    the mask names, each with what its ends and the condition on it are bound to."""
+
+    mask: Expr
+    nodes: int = NODES
+    statistics: tuple[Statistic, ...] = ()
+    bindings: Mapping[str, Binding] = field(default_factory=dict)
+
+    def emitted(self, plan: Plan, along: Along) -> tuple[EmittedMany, Expr, Expr]:
+        """Return whether a tile may be seen, and whether it must be seen whole, as text and as expressions."""
+        may, must = classify(self.mask, facts_of(plan), plan.box_heads, self.nodes, self.statistics)
+        bound = {**corner_bindings(plan, CUDA, along), **self.bindings}
+        ranges = Separated(self.mask, self.statistics).ranges
+        code = emit_for(plan, CUDA, [may, must], bound, prefix="tiles_", inner=along.axis, ranges=ranges)
+        return code, may, must

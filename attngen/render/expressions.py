@@ -145,13 +145,15 @@ def emit_for(
     taken: Iterable[str] = (),
     labels: Mapping[Expr, str] | None = None,
     inner: str = "kv",
+    ranges: Mapping[str, Range] | None = None,
 ) -> EmittedMany:
     """Return expressions as text of a kernel; temporaries are names of the user, save those that ``labels`` gives.
 
-    They avoid ``taken``. ``inner`` is the axis along which the kernel loops.
+    They avoid ``taken``. ``inner`` is the axis along which the kernel loops; ``ranges`` are those of names that the
+    variant does not have.
     """
     # what does not depend on the key is computed for sequences without keys, too, and the other way round
-    ranges = known_ranges(plan) | dict.fromkeys(_LENGTHS[inner], (0, MAX_SEQLEN))
+    ranges = known_ranges(plan) | dict(ranges or {}) | dict.fromkeys(_LENGTHS[inner], (0, MAX_SEQLEN))
     named = {expr: f"{PREFIX}{prefix}{name}" for expr, name in plan.variant.labels.items()} | dict(labels or {})
     if language.target is Target.CUDA and any(map(_divides_by_int64, exprs)):
         facts = Facts(ranges, Facts.of(plan.variant).tensors)
@@ -270,14 +272,14 @@ def emit_named(
     values = {name: _reachable(plan, value, along) for name, value in values.items()}
     labels: dict[Expr, str] = {}
     for name, value in values.items():
-        if language.target is not Target.CUDA or not _is_wide(plan, value):  # there a name has one type
+        if language.target is not Target.CUDA or not is_wide(plan, value):  # there a name has one type
             labels.setdefault(value, name)
     code = emit_for(plan, language, list(values.values()), corner_bindings(plan, language, along), labels=labels)
     dialect = language.target.dialect
     statements = list(code.hoisted)
     found = {}
     for (name, value), piece in zip(values.items(), code.results, strict=True):
-        if _is_wide(plan, value):
+        if is_wide(plan, value):
             piece = language.narrow(piece)
         if not (piece.text.isidentifier() or piece.text.isdecimal()):
             statements.append(dialect.declare(name, Type.INT, False, piece))
@@ -293,7 +295,7 @@ def _reachable(plan: Plan, tile: Expr, along: Along) -> Expr:
     return tile if low >= INT32[0] else maximum(tile, integer(0))
 
 
-def _is_wide(plan: Plan, value: Expr) -> bool:
+def is_wide(plan: Plan, value: Expr) -> bool:
     """Whether a value is an int64: as it was widened, or since a scalar or a tensor of int64 is part of it."""
     wide = {scalar.name for scalar in plan.variant.scalars if scalar.dtype == "int64"}
     wide |= {tensor.name for tensor in plan.variant.tensors if tensor.dtype == "int64"}

@@ -44,7 +44,7 @@ from attngen.runtime.prepared import PREPARED_CALLS, PreparedCall
 from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, Selection, card_of, foreseen, no_kernel, preferred, reason_against, select
 from attngen.runtime.sinks import without_keys
-from attngen.runtime.tile_map import TileMap
+from attngen.runtime.tile_map import TileMap, kept_map
 from attngen.runtime.training import asks_for_determinism, attend, carries_tangent, differentiate
 from attngen.runtime.widen import WidenedCall, route_of
 
@@ -364,7 +364,8 @@ def explain(
     out_dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> Explanation:
-    """Say what a call with these arguments would run, and why not something else. Launches nothing.
+    """Say what a call with these arguments would run, and why not something else. Launches nothing; it reads a tile map
+    that is kept for the call, for which it waits for the GPU.
 
     While ``attngen.jit`` is on, a missing kernel is compiled, as by the call.
 
@@ -427,7 +428,10 @@ def explain(
     route = route_of(request, found.kernels, driver)
     if route is not None:
         widened, selection, request = route.kernel, route.selection, replace(request, call=route.call)
+    kernel = selection.kernel
+    kept = kept_map(kernel, request.call, given) if kernel is not None and kernel.needs_tile_map else None
     return Explanation(
         call, found, "kernel", "the first that takes the call", selection, direction,
         foreseen(found.kernels, request, driver, card_of(driver, request.device)), widened, expanded,
+        kept,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -14,6 +14,12 @@ from attngen.runtime.module import Kernel
 from attngen.runtime.prediction import Prediction
 from attngen.runtime.registry import Found
 from attngen.runtime.select import Selection, describe
+from attngen.runtime.tile_map import KeptMap
+
+_MAP_TO_MAKE = (
+    "  visits the tiles of a tile map that is yet to be made: the ranges of what the mask reads over tiles decide most "
+    "tiles, its pairs the others"
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class Explanation:
     foreseen: tuple[tuple[Kernel, Prediction], ...] = ()  # of all kernels that take the call, by preference
     widened: Kernel | None = None  # what writes a cache in 8 bits in 16 first, for a kernel that reads these
     expanded: str = ""  # what is done to q, k and v that are expanded
+    kept_map: KeptMap | None = None  # the tile map that the call would take
 
     @property
     def kernel(self) -> Kernel | None:
@@ -53,6 +60,7 @@ class Explanation:
             "grid": self._blocks(),
             "pack_gqa": bool(self.kernel and self.kernel.pack_gqa),
             "rejected": [{"kernel": name, "reason": reason} for name, reason in self.rejected],
+            **({"tile_map": {**asdict(self.kept_map), "kept": True}} if self.kept_map else {}),
             "predicted": [
                 {"kernel": kernel.full_name, "microseconds": round(found.microseconds, 2), "tiles": found.tiles}
                 for kernel, found in self.foreseen
@@ -98,6 +106,10 @@ class Explanation:
                 lines.append(f"  k and v are widened to {self.call.dtype} first, by {self.widened.full_name}")
             if kernel.pack_gqa:
                 lines.append(f"  {self._packing(kernel)}")
+            if self.kept_map is not None:
+                lines.append(f"  {self.kept_map}")
+            elif kernel.needs_tile_map:
+                lines.append(_MAP_TO_MAKE)
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
         lines += [
             f"  {'' if each is kernel else f'{each.full_name}: '}predicted {found.microseconds:.1f} µs, {found}"

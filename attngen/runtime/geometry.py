@@ -25,7 +25,7 @@ class MapShape:
     the visible pairs of its tile.
     """
 
-    __slots__ = ("batch", "heads", "rows", "slots", "tile_words", "words")
+    __slots__ = ("batch", "heads", "rows", "slots", "tile_words", "tiles", "words")
 
     def __init__(self, launch: Tiled, call: Call, *, by_keys: bool = False) -> None:
         per_batch, per_head = launch.map_axes
@@ -36,6 +36,7 @@ class MapShape:
         q_tiles, kv_tiles = -(-call.seqlen_q // launch.tile_m), -(-call.seqlen_k // launch.tile_n)
         self.rows, listed = (kv_tiles, q_tiles) if by_keys else (q_tiles, kv_tiles)
         self.words = -(-listed // 32)
+        self.tiles = self.batch * self.heads * self.rows * listed
         self.slots = 32 * self.words * self.rows * self.heads * self.batch if launch.map_slots else 0
         consumers = (launch.tile_n if by_keys else launch.tile_m) // 64
         self.tile_words = 128 * consumers * launch.map_bits

@@ -85,7 +85,7 @@ class PreparedCall:
         self._like_q = call.q == call.out_view() and call.dtype not in QUANTIZED_DTYPES
         self._launch = launch = PreparedLaunches(kernel, call, {}, tensor_names, driver, device)
         self._enqueue = launch.direct or launch
-        self._maps = MapMaker(launch, call, call.device) if launch.maps else None
+        self._maps = MapMaker(launch, kernel, call, call.device) if launch.maps else None
         offsets, self._workspace_words = laid_out(launch.sizes)
         self._workspaces = tuple(4 * offset for offset in offsets.values())
 

@@ -75,7 +75,7 @@ class PreparedBackward:
         self._gradients = tuple((name, None if name in stored else torch.float32) for name in differentiable(call))
         self._sinks = bool(learned(call.variant))
         sizes = self._launch.sizes
-        self._maps = MapMaker(self._launch, call, call.device) if self._launch.maps else None
+        self._maps = MapMaker(self._launch, kernel, call, call.device) if self._launch.maps else None
         offsets, self._floats = laid_out(sizes)
         self._shared = tuple(_FLOAT32 * offset for offset in offsets.values())
         self._rows = slice(offsets["delta"], offsets["delta"] + sizes["delta"])

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,17 +81,35 @@ class TileMap:
         return self.words
 
 
+@dataclass(frozen=True, slots=True)
+class KeptMap:
+    """What is known of a map that is kept for a call: its tiles, how many of them are visited with mask code and
+    without, whether it has the visible pairs of partial tiles, and how long making took on the GPU, with those."""
+
+    tiles: int
+    full: int
+    partial: int
+    has_bits: bool
+    milliseconds: float
+
+    def __str__(self) -> str:
+        pairs = "their pairs as bits" if self.has_bits else "their pairs by the mask's expression"
+        return (
+            f"visits {self.full + self.partial} of {self.tiles} tiles, {self.partial} of them partial, {pairs}; "
+            f"by a tile map, made in {self.milliseconds:.2f} ms, kept"
+        )
+
+
 class MapMaker:
     """Makes the tile maps of one prepared call, and keeps them while what decides them stays the same."""
 
-    __slots__ = ("_call", "_device", "_launches", "_scalars", "_tensors")
+    __slots__ = ("_device", "_launches", "_of", "_scalars", "_tensors")
 
-    def __init__(self, launches: PreparedLaunches, call: Call, device: torch.device) -> None:
-        mask = call.variant.mask
-        read = names(mask)
+    def __init__(self, launches: PreparedLaunches, kernel: Kernel, call: Call, device: torch.device) -> None:
         self._launches, self._device = launches, device
-        self._tensors = tuple(sorted(tensors(mask)))
-        self._scalars = tuple(place for place, rule in enumerate(call.rules) if rule.name in read)
+        self._of = _served(kernel, call)
+        self._tensors = _tensors_of(call)
+        self._scalars = tuple(place for place, rule in enumerate(call.rules) if rule.name in names(call.variant.mask))
 
     def append(self, given: Given, addresses: list[int], scale: float, scalars: Sequence[Number]) -> list[Tensor]:
         """Append the addresses of all maps, and return these; they must live until the launches are enqueued."""
@@ -102,17 +121,18 @@ class MapMaker:
         for number, (owner, shape) in enumerate(launches.maps.items()):
             place = launches.first_map + number
 
-            def make(bits: bool, owner: str = owner, shape: MapShape = shape, place: int = place) -> Tensor:
-                return self._made(owner, shape, place, addresses, scale, scalars, bits)
+            def make(
+                bits: bool, words: Tensor | None = None, owner: str = owner, shape: MapShape = shape, place: int = place
+            ) -> Tensor:
+                return self._made(owner, shape, place, addresses, scale, scalars, bits, words)
 
             words: Tensor | None = None
             if decide is not None:
                 sizes = (id(launches), owner, *(scalars[place] for place in self._scalars))
                 words = _KEPT.lasting(sizes, capturing) if not decide else None
                 if words is None and not capturing:
-                    read = ((id(_base(one)), one.data_ptr(), one.shape, one.stride()) for one in decide)
-                    key = (sizes, launches.stream(), *read)
-                    words = _KEPT.get(key, decide, make, shape.tile_words > 0, launches)
+                    key = (sizes, launches.stream(), *_places(decide))
+                    words = _KEPT.get(key, decide, make, partial(_Entry, launches, shape, self._of, self._device))
             if words is None:
                 words = make(False)
             addresses[place] = words.data_ptr()
@@ -140,27 +160,24 @@ class MapMaker:
         return next(iter(self._launches.maps.values()))
 
     def _decisive(self, given: Given) -> list[Tensor] | None:
-        """Return the tensors that decide the map; None if one's writes are not counted, as in inference mode, or are
-        often those of a server's own kernels, as of the lengths of caches in pages."""
-        if given.form == "paged":
-            return None
-        found = [given.arguments[name] for name in self._tensors]
-        lengths = (given.seqused_k, given.cu_seqlens_q, given.cu_seqlens_k)
-        found += [one for one in lengths if one is not None]
-        return None if any(one.is_inference() for one in found) else found
+        """Return the tensors that decide the map, or None; see ``_decisive``."""
+        return _decisive(given, self._tensors)
 
     def _made(
         self, owner: str, shape: MapShape, place: int, addresses: list[int], scale: float, scalars: Sequence[Number],
-        bits: bool,
+        bits: bool, words: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return a map, made on the current stream. With visible pairs, this waits for the GPU."""
+        """Return a map, made on the current stream, or the map ``words`` with visible pairs: for these, this waits for
+        the GPU."""
         launches, maps = self._launches, len(self._launches.maps)
         hashes_place, list_place = place + maps, place + 2 * maps
-        words = torch.empty(shape.tensor_shape(), dtype=torch.int32, device=self._device)
-        addresses[place] = words.data_ptr()
-        if not bits or not 0 < shape.slots <= _MAX_SLOTS:
+        if words is None:
+            words = torch.empty(shape.tensor_shape(), dtype=torch.int32, device=self._device)
+            addresses[place] = words.data_ptr()
             launches.classify(owner, addresses, scale, scalars)
+        if not bits or not 0 < shape.slots <= _MAX_SLOTS:
             return words
+        addresses[place] = words.data_ptr()
         hashes = torch.zeros(shape.slots, dtype=torch.int64, device=self._device)
         addresses[hashes_place] = hashes.data_ptr()
         launches.classify(owner, addresses, scale, scalars)
@@ -182,6 +199,47 @@ class MapMaker:
         return complete
 
 
+def _tensors_of(call: Call) -> tuple[str, ...]:
+    """The tensors that the mask reads, in the order of keys of maps."""
+    return tuple(sorted(tensors(call.variant.mask)))
+
+
+def _served(kernel: Kernel, call: Call) -> tuple[Any, ...]:
+    """The kernel that a map is for, and the sizes that decide it."""
+    return kernel.full_name, call.batch, call.heads, call.seqlen_q, call.seqlen_k
+
+
+def _decisive(given: Given, own: Sequence[str]) -> list[Tensor] | None:
+    """Return the tensors that decide the map, the mask's ``own`` and lengths; None if one's writes are not counted, as
+    in inference mode, or are often those of a server's own kernels, as of the lengths of caches in pages."""
+    if given.form == "paged":
+        return None
+    decide = [given.arguments[name] for name in own]
+    decide += [one for one in (given.seqused_k, given.cu_seqlens_q, given.cu_seqlens_k) if one is not None]
+    return None if any(one.is_inference() for one in decide) else decide
+
+
+def _places(decide: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The part of a map's key that says which memory decides it."""
+    return tuple((id(_base(one)), one.data_ptr(), one.shape, one.stride()) for one in decide)
+
+
+def kept_map(kernel: Kernel, call: Call, given: Given) -> KeptMap | None:
+    """Return what is known of the map that is kept for a call, on whatever stream; None if none is. Waits for the
+    GPU."""
+    decide = _decisive(given, _tensors_of(call))
+    if decide is None:
+        return None
+    read = names(call.variant.mask)
+    numbers = tuple(call.scalars[rule.name] for rule in call.rules if rule.name in read)
+    versions, places = tuple(one._version for one in decide), _places(decide)
+    for key, entry in reversed(list(kept_maps().items())):
+        same = key[0][2:] == numbers and key[2:] == places and entry.of == _served(kernel, call)
+        if same and entry.is_of(decide, versions):
+            return entry.summary()
+    return None
+
+
 def _base(tensor: Tensor) -> Tensor:
     """The tensor that a view is of, which counts writes for both; else the tensor itself."""
     base: Tensor | None = tensor._base
@@ -191,10 +249,13 @@ def _base(tensor: Tensor) -> Tensor:
 class _Entry:
     """A kept map: the version of each tensor that decides it, and what proves that these tensors are still the same."""
 
-    __slots__ = ("captured", "complete", "launches", "owners", "versions", "words")
+    __slots__ = ("captured", "complete", "device", "launches", "of", "owners", "shape", "times", "versions", "words")
 
-    def __init__(self, launches: PreparedLaunches) -> None:
+    def __init__(self, launches: PreparedLaunches, shape: MapShape, of: tuple[Any, ...], device: torch.device) -> None:
+        """``of``: as of ``_served``."""
         self.launches = launches  # alive, so that no other has its identity
+        self.shape, self.of, self.device = shape, of, device
+        self.times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # around what made it
         self.owners: tuple[weakref.ref[Tensor], ...] = ()
         self.versions: tuple[int, ...] = ()
         self.words: Tensor | None = None
@@ -205,6 +266,30 @@ class _Entry:
         """Whether the map is that of these tensors, with what they hold now."""
         same = all(owner() is _base(one) for owner, one in zip(self.owners, decide, strict=True))
         return same and self.versions == versions
+
+    def timed(self, make: Callable[..., Tensor], *given: Any) -> Tensor:
+        """Return what ``make`` returns, and note how long it takes the GPU."""
+        if self.device.type != "cuda":
+            return make(*given)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        words = make(*given)
+        end.record()
+        self.times.append((begin, end))
+        return words
+
+    def summary(self) -> KeptMap:
+        """Count the tiles; waits for the GPU."""
+        assert self.words is not None
+        words = self.words[: self.shape.map_words] if self.shape.slots else self.words
+        places = torch.arange(32, dtype=torch.int32)
+        bits = words.cpu().reshape(-1, 2, self.shape.words)[..., None] >> places & 1
+        full, partial = bits.sum((0, 2, 3)).tolist()
+        for _, end in self.times:
+            end.synchronize()
+        took = sum(begin.elapsed_time(end) for begin, end in self.times)
+        has_bits = self.words.numel() > self.shape.map_words + self.shape.slots
+        return KeptMap(self.shape.tiles, full, partial, bool(self.shape.slots) and has_bits, took)
 
 
 class _KeptMaps:
@@ -228,18 +313,16 @@ class _KeptMaps:
         self._touch((sizes,))
         return entry.words
 
-    def get(
-        self, key: Any, decide: Sequence[Tensor], make: Callable[[bool], Tensor], has_bits: bool,
-        launches: PreparedLaunches,
-    ) -> Tensor:  # fmt: skip
+    def get(self, key: Any, decide: Sequence[Tensor], make: Callable[..., Tensor], new: Callable[[], _Entry]) -> Tensor:
         """Return the map of a key and its tensors: the kept one if nothing was written since, with visible pairs from
-        the second use on."""
+        the second use on. ``make`` is told whether to add these, and to which map if not to a new one, which the entry
+        that ``new`` returns then holds."""
         versions = tuple(one._version for one in decide)
         entry = self._entries.get(key)
         if entry is not None and entry.words is not None and entry.is_of(decide, versions):
             if not entry.complete:
-                entry.words, entry.complete = make(has_bits), True
-            elif debug.active() and not torch.equal(entry.words, make(has_bits)):
+                entry.words, entry.complete = entry.timed(make, entry.shape.tile_words > 0, entry.words), True
+            elif debug.active() and not torch.equal(entry.words, make(entry.shape.tile_words > 0)):
                 raise CallError(
                     "a tensor of the mask was written without torch counting it (through .data, DLPack or another "
                     "library's kernel), so that calls take the tile map of its old values; write through torch, or "
@@ -253,13 +336,13 @@ class _KeptMaps:
             self._entries.pop(key, None)
             self._entries[key[:1]] = entry
             return entry.words
-        entry = _Entry(launches)
+        entry = new()
 
         def drop(_: object) -> None:
             self._entries.pop(key, None)
 
         entry.owners = tuple(weakref.ref(_base(one), drop) for one in decide)
-        entry.versions, entry.words, entry.complete = versions, make(False), not has_bits
+        entry.versions, entry.words, entry.complete = versions, entry.timed(make, False), not entry.shape.tile_words
         self._entries[key] = entry
         self._touch(key)
         self._shrink()

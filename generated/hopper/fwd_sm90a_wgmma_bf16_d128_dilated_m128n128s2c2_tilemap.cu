@@ -557,101 +557,129 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
   }
 }
-// Makes the tile map. Without a list, a block classifies 32 tiles: a bit says that a tile is full, since every query sees every
-// key, another that it is partial, since some query sees some key; and tiles with the same visible pairs have the same hash.
-// With a list of slots, blocks write the visible pairs of their tiles, a bit for each element of a lane of a consumer.
-extern "C" __global__ void __launch_bounds__(128) classify_fwd_sm90a_wgmma_bf16_d128_dilated_m128n128s2c2_tilemap(
+// Makes the tile map, in up to three launches. The first one classifies: a block has 32 tiles, of which a bit says that a tile is
+// full, since every query sees every key, another that it is partial, since some query sees some key. Given hashes to write, a
+// block hashes its partial tiles: those with the same visible pairs have the same hash. Given a list of slots, blocks write the
+// visible pairs of their tiles, a bit for each element of a lane of a consumer.
+extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_d128_dilated_m128n128s2c2_tilemap(
     int* tile_map_ptr, long long* tile_hashes_ptr, const int* tile_list_ptr, const int* seqused_k_ptr,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int words, long long map_words, int map_heads,
     int u_window, int u_dilation,
     int has_seqused_k
 ) {
-  static_assert(kBlockM == 64 * 2 && 128 == 128);
+  constexpr int kWarps = 16;
+  constexpr int kKeyParts = (kBlockN + 31) / 32, kQueryParts = (kBlockM + 31) / 32;  // a lane has a key, and a bit for each query
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool listed = tile_list_ptr != nullptr;
   const int items = listed ? tile_list_ptr[0] : 32;
-  const long long slots = 32LL * words;  // of a row of the map
-  __shared__ unsigned long long hash;
-  uint32_t full_word = 0, partial = 0;  // a bit for each tile
-  uint32_t undecided = ~0u;
-  if (!listed) {  // bounds of the mask decide most tiles
-    const int word = blockIdx.x % words, q_tile = blockIdx.x / words % q_tiles;
-    const int h = blockIdx.x / words / q_tiles % map_heads, b = blockIdx.x / words / q_tiles / map_heads;
+  const int own_row = blockIdx.x / words, word = blockIdx.x % words;
+  int* const map_row = tile_map_ptr + 2LL * words * own_row;
+  __shared__ uint32_t seen_bits[kBlockN * kQueryParts];
+  __shared__ uint32_t undecided, full_word, partial_tiles;  // a bit for each tile
+  __shared__ int taken;
+  if (!listed && tile_hashes_ptr) {
+    if (threadIdx.x == 0) undecided = map_row[words + word];
+  } else if (!listed) {  // bounds of the mask decide most tiles
+    const int q_tile = own_row % q_tiles, h = own_row / q_tiles % map_heads, b = own_row / q_tiles / map_heads;
     const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
     const int q_start = q_tile * kBlockM;
     const int visible_lo = 0, visible_hi = q_start < seqlen_q ? (seqlen_k + kBlockN - 1) / kBlockN : 0;
-    const int q_hi = min(q_start + kBlockM, seqlen_q) - 1;
-    const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
-    const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-    const int candidate = 32 * word + lane;
-    const int kv_lo = candidate * kBlockN, kv_hi = kv_lo + (kBlockN - 1);
-    const int u_tiles_q_pos_hi_minus_kv_lo = q_pos_hi - kv_lo;
-    const int u_tiles_q_pos_lo_minus_kv_hi = q_pos_lo - kv_hi;
-    const int u_tiles_window_times_dilation = u_window * u_dilation;
-    const bool u_tiles_condition = floor_div(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) == floor_div(u_tiles_q_pos_hi_minus_kv_lo, u_dilation);
-    const bool seen = candidate >= visible_lo && candidate < visible_hi && (0 <= u_tiles_q_pos_hi_minus_kv_lo && u_tiles_q_pos_lo_minus_kv_hi < u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) : 0) <= 0);
-    const uint32_t visible_word = __ballot_sync(~0u, seen);
-    const uint32_t partial_word = __ballot_sync(~0u, !((0 <= u_tiles_q_pos_lo_minus_kv_hi && u_tiles_q_pos_hi_minus_kv_lo < u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_hi_minus_kv_lo, u_dilation) : u_dilation - 1) <= 0) && (candidate + 1) * kBlockN <= seqlen_k));
-    full_word = visible_word & ~partial_word;
-    undecided = visible_word & partial_word;
+    if (warp == 0) {  // a lane has a tile
+      const int q_hi = min(q_start + kBlockM, seqlen_q) - 1;
+      const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
+      const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
+      const int candidate = 32 * word + lane;
+      const int kv_lo = candidate * kBlockN, kv_hi = kv_lo + (kBlockN - 1);
+      const int u_tiles_window_times_dilation = u_window * u_dilation;
+      const int u_tiles_q_pos_lo_minus_kv_hi = q_pos_lo - kv_hi;
+      const int u_tiles_q_pos_hi_minus_kv_lo = q_pos_hi - kv_lo;
+      const bool u_tiles_condition = floor_div(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) == floor_div(u_tiles_q_pos_hi_minus_kv_lo, u_dilation);
+      const bool seen = candidate >= visible_lo && candidate < visible_hi && (kv_lo <= q_pos_hi && q_pos_lo < kv_hi + u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) : 0) <= 0);
+      const uint32_t visible_word = __ballot_sync(~0u, seen);
+      const uint32_t partial_word = __ballot_sync(~0u, !((kv_hi <= q_pos_lo && q_pos_hi < kv_lo + u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_hi_minus_kv_lo, u_dilation) : u_dilation - 1) <= 0) && (candidate + 1) * kBlockN <= seqlen_k));
+      if (lane == 0) full_word = visible_word & ~partial_word, undecided = visible_word & partial_word;
+    }
   }
-  for (int item = listed ? blockIdx.x : 0; item < items; item += listed ? gridDim.x : 1) {
-    if (!listed && !(undecided >> item & 1)) continue;
-    const long long tile = listed ? tile_list_ptr[1 + item] : 32LL * blockIdx.x + item;  // among all of the map
-    const int kv_tile = tile % slots;
-    const int q_tile = tile / slots % q_tiles;
-    const int h = tile / slots / q_tiles % map_heads;
-    const int b = tile / slots / q_tiles / map_heads;
+  const int first_part = listed ? warp : 0, parts_apart = listed ? kWarps : 1;  // a tile of the list is the whole block's
+  if (threadIdx.x == 0) partial_tiles = taken = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int item = blockIdx.x;; item += gridDim.x) {
+    if (listed) {
+      if (item >= items) return;
+    } else {
+      int before = __shfl_sync(~0u, lane == 0 ? atomicAdd(&taken, 1) : 0, 0);
+      if (before >= __popc(undecided)) break;
+      uint32_t left = undecided;
+#pragma unroll 1
+      while (before-- > 0) left &= left - 1;
+      item = __ffs(left) - 1;
+    }
+    const int slot = listed ? tile_list_ptr[1 + item] : 0;  // among all of the map
+    const int row = listed ? slot / (32 * words) : own_row, kv_tile = listed ? slot % (32 * words) : 32 * word + item;
+    const int q_tile = row % q_tiles, h = row / q_tiles % map_heads, b = row / q_tiles / map_heads;
     const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
     const int q_start = q_tile * kBlockM, kv_start = kv_tile * kBlockN;
     const int u_window_times_dilation = u_window * u_dilation;
     bool some = false, all = true;
-    unsigned long long own_hash = 0;
+    unsigned long long hash = 0;
 #pragma unroll 1
-    for (int part = 0; part < 4; ++part) {  // a word of bits for each lane of a consumer
-      const int consumer = part / 2, first_column = 64 * (part % 2);
+    for (int part = first_part; part < kKeyParts * kQueryParts; part += parts_apart) {
+      const int key = 32 * (part % kKeyParts) + lane, query_part = part / kKeyParts, q_first = q_start + 32 * query_part;
+      const int kv = kv_start + key;
+      const int queries = max(min(min(kBlockM - 32 * query_part, seqlen_q - q_first), 32), 0);
       uint32_t bits = 0;
-#pragma unroll 1
-      for (int i = 0; i < 8 && first_column + 8 * i < kBlockN; ++i) {
-#pragma unroll
-        for (int element = 0; element < 4; ++element) {
-          const int row = 64 * consumer + 16 * warp + lane / 4 + 8 * (element / 2);
-          const int column = first_column + 8 * i + 2 * (lane % 4) + element % 2;
-          const int q = q_start + row, kv = kv_start + column;
-          const int q_row = min(q, seqlen_q - 1);
-          const int q_pos = q_row + (seqlen_k - seqlen_q);
-          const int u_q_pos_minus_kv = q_pos - kv;
-          const bool seen = q < seqlen_q && kv < seqlen_k && (0 <= u_q_pos_minus_kv && u_q_pos_minus_kv < u_window_times_dilation && floor_mod(u_q_pos_minus_kv, u_dilation) == 0);
-          bits |= static_cast<uint32_t>(seen) << (4 * i + element);
-          all = all && (seen || q >= seqlen_q);  // only a whole tile of keys is full
-        }
+#pragma unroll 4
+      for (int i = 0; i < queries; ++i) {
+        const int q_row = q_first + i;
+        const int q_pos = q_row + (seqlen_k - seqlen_q);
+        const int u_q_pos_minus_kv = q_pos - kv;
+        bits |= static_cast<uint32_t>(0 <= u_q_pos_minus_kv && u_q_pos_minus_kv < u_window_times_dilation && floor_mod(u_q_pos_minus_kv, u_dilation) == 0) << i;
       }
-      some = some || bits != 0;
+      if (kv >= seqlen_k) bits = 0;
+      const uint32_t inside = queries == 32 ? ~0u : (1u << queries) - 1;
+      const bool own = kBlockN % 32 == 0 || key < kBlockN;
       if (listed) {
-        tile_map_ptr[(1 + kSlotsOfWord) * map_words + (static_cast<long long>(item) * 4 + part) * 128 + threadIdx.x] = bits;
-      } else if (tile_hashes_ptr) {
-        own_hash += mixed(static_cast<unsigned long long>(128 * part + threadIdx.x) << 32 | bits);
+        if (own) seen_bits[kQueryParts * key + query_part] = bits;
+        continue;
       }
+      if (own && bits) hash += mixed(static_cast<unsigned long long>(kQueryParts * key + query_part) << 32 | bits);
+      some = some || __any_sync(~0u, own && bits);
+      all = all && __all_sync(~0u, !own || bits == inside);  // only a whole tile of keys is full
+      if (some && !all && !tile_hashes_ptr) break;
     }
-    if (listed) continue;
-    if (threadIdx.x == 0) hash = 0;
-    const bool seen = __syncthreads_or(some), whole = __syncthreads_and(all);
-    if (seen && whole) full_word |= 1u << item;
-    if (seen && !whole) {
-      partial |= 1u << item;
-      if (tile_hashes_ptr) {
-        atomicAdd(&hash, own_hash);
-        __syncthreads();
-        if (threadIdx.x == 0) tile_hashes_ptr[tile] = hash ? hash : 1;  // 0: not partial
+    if (listed) {
+      __syncthreads();
+#pragma unroll 1
+      for (int place = threadIdx.x; place < 128 * 4; place += 32 * kWarps) {  // a lane of a consumer's word
+        const int part = place / 128, own = 64 * (part / 2) + 16 * (place % 128 / 32) + place % 32 / 4;
+        uint32_t bits = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int other = 64 * (part % 2) + 8 * i + 2 * (place % 4);
+          if (other >= kBlockN) break;
+#pragma unroll
+          for (int second = 0; second < 2; ++second) {
+            const uint32_t pair = seen_bits[kQueryParts * (other + second) + own / 32] >> own % 32;
+            bits |= ((pair & 1) | (pair >> 8 & 1) << 2) << (4 * i + second);
+          }
+        }
+        tile_map_ptr[(1 + kSlotsOfWord) * map_words + static_cast<long long>(item) * 512 + place] = bits;
       }
+      __syncthreads();
+    } else if (tile_hashes_ptr) {
+      hash = sum_of_lanes(hash);
+      if (lane == 0) tile_hashes_ptr[32LL * blockIdx.x + item] = hash ? hash : 1;  // 0: not partial
+    } else if (lane == 0 && some) {
+      atomicOr(all ? &full_word : &partial_tiles, 1u << item);
     }
   }
-  if (listed) return;
+  if (tile_hashes_ptr) return;
+  __syncthreads();
   if (threadIdx.x < 32) tile_map_ptr[map_words + 32LL * blockIdx.x + threadIdx.x] = -1;
   if (threadIdx.x == 0) {
-    const long long row = blockIdx.x / words, word = blockIdx.x % words;
-    tile_map_ptr[2 * words * row + word] = full_word;
-    tile_map_ptr[2 * words * row + words + word] = partial;
+    map_row[word] = full_word;
+    map_row[words + word] = partial_tiles;
   }
 }

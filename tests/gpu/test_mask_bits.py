@@ -110,7 +110,8 @@ def check(found: list[Tensor], wanted: list[Tensor], plain: list[Tensor]) -> Non
     """The error is at most a small multiple of that of plain arithmetic in the same dtype."""
     for number, (one, right, usual) in enumerate(zip(found, wanted, plain, strict=True)):
         error, limit = (one.double() - right).abs().max(), (usual.double() - right).abs().max()
-        assert error <= (3 if number else 2) * limit + 0.01 * right.abs().max(), f"result {number}: {error} > {limit}"
+        least = 0.01 * right.abs().max() + 1e-6  # one key alone has gradients of 0
+        assert error <= (3 if number else 2) * limit + least, f"result {number}: {error} > {limit}"
 
 
 def inputs_of(head_dim: int, tokens: int, batch: int, heads: int, kv_heads: int) -> tuple[list[Tensor], Tensor]:

@@ -15,6 +15,7 @@ from attngen.lang.facts import KV_START, Q_START, Facts
 from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var, walk
 from attngen.lang.segments import Segments, segments
 from attngen.lang.simplify import FOLD, result_type
+from attngen.lang.statistics import Statistic, separated
 from attngen.lang.variant import Monotone, Scalar, Tensor
 
 Env = Mapping[str, float]
@@ -370,6 +371,43 @@ def check_classify(mask: Expr, world: World, r: random.Random, facts: Facts = FA
                     found[1] += 1
                     assert tile.all(), "a wrong full"
     return found[0], found[1]
+
+
+def check_statistics(mask: Expr, world: World, r: random.Random, facts: Facts = FACTS) -> tuple[int, int]:
+    """Check every tile of a random tiling by statistics of its queries and keys; return how many were empty, full."""
+    truth = mask_of(mask, world.env, world.arrays, world.heads)
+    parts = separated(mask, facts)
+    may, must = classify(parts.mask, facts, statistics=parts.statistics)
+    check_types(may, must)
+    found = [0, 0]
+    kvs = list(world.boxes("kv", "seqlen_k", r))
+    for q, kv in itertools.product(world.boxes("q", "seqlen_q", r), kvs):
+        for h in range(world.heads):
+            env = {**world.corners(q, kv, h)}
+            for each in parts.statistics:
+                first, last = q if each.axis == "q" else kv
+                env |= _statistic(each, env, world, range(first, last + 1))
+            tile = truth[h, q[0] : q[1] + 1, kv[0] : kv[1] + 1]
+            if not evaluate(may, env, world.arrays):
+                found[0] += 1
+                assert not tile.any(), "a wrong empty"
+            if evaluate(must, env, world.arrays):
+                found[1] += 1
+                assert tile.all(), "a wrong full"
+    return found[0], found[1]
+
+
+def _statistic(each: Statistic, env: Env, world: World, positions: range) -> dict[str, float]:
+    """Return the ends of a statistic over these queries or keys, as a kernel finds them: it ignores NaN and says so."""
+    shift = env["seqlen_k"] - env["seqlen_q"]
+    values = []
+    for at in positions:
+        own = {"q": at, "q_pos": at + shift, "q_global": at + env[Q_START.name]} if each.axis == "q" else {
+            "kv": at, "kv_global": at + env[KV_START.name]}  # fmt: skip
+        values.append(evaluate(each.value, {**env, **own}, world.arrays))
+    numbers = [value for value in values if value == value] or [0.0]
+    ends = dict(zip((end.name for end in each.ends), (min(numbers), max(numbers)), strict=True))
+    return {**ends, each.numbers.name: all(value == value for value in values)}
 
 
 def check_types(*results: Expr | None) -> None:

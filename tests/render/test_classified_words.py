@@ -26,4 +26,4 @@ def test_the_last_key_of_a_tile_exists_where_a_tensor_is_read_there(
         f"variants:\n  own: {{mask: '{mask}', tensors: {{{tensors}}}, scalars: {{n: {{type: int32, min: 1}}}}}}\n"
     )
     plan = planned("own", declared=declared, backend="cuda", arch="sm90a", dtype="bf16", tile_map=tile_map)
-    assert (CLIPPED in render(plan).text) == clipped
+    assert (CLIPPED in render(plan).text) == (clipped and tile_map == "never")  # a map is made by statistics

@@ -18,7 +18,7 @@ from attngen.lang.simplify import integer, make
 from attngen.plan import plan
 from attngen.plan.schedules import named
 from attngen.render import render
-from attngen.render.cuda_math import _elements
+from attngen.render.cuda_math import element_bindings
 from attngen.render.expressions import CUDA, corner_bindings
 from attngen.render.source import headers
 from attngen.resources import root
@@ -276,7 +276,7 @@ def test_a_tensor_may_have_a_name_of_the_kernel(name: str) -> None:
 def test_symbols_of_the_analysis_are_no_names_of_a_variant() -> None:
     """Else a scalar would stand for where a sequence begins, or for the number of its tiles."""
     found = planned("causal", backend="cuda")
-    for bound in (corner_bindings(found, CUDA), _elements(found, ragged=True)):
+    for bound in (corner_bindings(found, CUDA), element_bindings(found, ragged=True)):
         assert not [name for name in bound if is_legal(name)]
 
 

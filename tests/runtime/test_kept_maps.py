@@ -36,7 +36,7 @@ DIAGONAL = variant("diagonal", "(q - kv) % 7 <= least", scalars=[Scalar("least",
 
 
 class Shape:
-    slots, map_words, tile_words = SLOTS, MAP_WORDS, TILE_WORDS
+    slots, map_words, tile_words, words, tiles = SLOTS, MAP_WORDS, TILE_WORDS, WORDS, ROWS * TILES
 
     @staticmethod
     def tensor_shape() -> tuple[int]:
@@ -74,21 +74,22 @@ class Launches:
                 for word in range(TILE_WORDS):
                     bits[slot * TILE_WORDS + word] = content[row][column]
             return
-        self.calls.append("classify")
+        self.calls.append("hash" if hashes_at else "classify")
         words = memory(map_at, ctypes.c_uint32, MAP_WORDS)
         slots = memory(map_at + 4 * MAP_WORDS, ctypes.c_int32, SLOTS)
-        for i in range(MAP_WORDS):
-            words[i] = 0
-        for i in range(SLOTS):
-            slots[i] = -1
+        if not hashes_at:
+            for i in range(MAP_WORDS):
+                words[i] = 0
+            for i in range(SLOTS):
+                slots[i] = -1
         for row in range(ROWS):
             for column in range(TILES):
-                kind = content[row][column]
-                if kind:
-                    words[row * 2 * WORDS + (kind > 1) * WORDS + column // 32] |= 1 << column % 32
-                if kind > 1 and hashes_at:
+                kind, place = content[row][column], row * 2 * WORDS + column // 32
+                if hashes_at and words[place + WORDS] >> column % 32 & 1:
                     hashes = memory(hashes_at, ctypes.c_int64, SLOTS)
                     hashes[row * 32 * WORDS + column] = (kind * 0x9E3779B97F4A7C15 + 1) % 2**63 - 2**62
+                elif not hashes_at and kind:
+                    words[place + (kind > 1) * WORDS] |= 1 << column % 32
 
 
 def partial_pairs(words: torch.Tensor) -> dict[tuple[int, int], int]:
@@ -115,8 +116,10 @@ class Calls:
 
     def __init__(self, variant: Variant = SEEN) -> None:
         self.launches = Launches()
-        call = SimpleNamespace(variant=variant, rules=(SimpleNamespace(name="least"),))
-        self.maker = MapMaker(self.launches, call, torch.device("cpu"))  # type: ignore[arg-type]
+        sizes = {"batch": 1, "heads": 1, "seqlen_q": 128 * ROWS, "seqlen_k": 128 * TILES}
+        call = SimpleNamespace(variant=variant, rules=(SimpleNamespace(name="least"),), **sizes)
+        self.call, self.kernel = call, SimpleNamespace(full_name="tests/seen")
+        self.maker = MapMaker(self.launches, self.kernel, call, torch.device("cpu"))  # type: ignore[arg-type]
 
     def __call__(self, seen: torch.Tensor, least: int = 0, form: str = "dense") -> torch.Tensor:
         self.launches.content = seen.reshape(ROWS, TILES)
@@ -145,7 +148,7 @@ def test_pairs_come_with_the_second_use(calls: Calls) -> None:
     assert partial_pairs(words) == expected(seen)
     assert len(words) == MAP_WORDS + SLOTS + 4 * TILE_WORDS  # tiles of one kind share their pairs
     assert calls(seen) is words
-    assert calls.launches.calls == ["classify", "classify", "bits"]
+    assert calls.launches.calls == ["classify", "hash", "bits"]
 
 
 def test_a_write_makes_a_new_map(calls: Calls) -> None:
@@ -213,7 +216,7 @@ def test_a_map_without_partial_tiles_gets_none(calls: Calls) -> None:
     calls(seen)
     assert len(calls(seen)) == MAP_WORDS + SLOTS
     calls(seen)
-    assert calls.launches.calls == ["classify", "classify"]
+    assert calls.launches.calls == ["classify", "hash"]
 
 
 def test_pairs_beyond_the_limit_are_left_out(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +236,26 @@ def test_the_oldest_maps_are_dropped(calls: Calls, monkeypatch: pytest.MonkeyPat
     before = list(calls.launches.calls)
     calls(tensors[0])
     assert calls.launches.calls == before
+
+
+def test_what_is_known_of_a_kept_map(calls: Calls) -> None:
+    seen = content(14)
+    given = Given(seen, seen, seen, arguments={"seen": seen, "least": 1})
+    calls.call.scalars = {"least": 1}
+
+    def known() -> tile_map.KeptMap | None:
+        return tile_map.kept_map(calls.kernel, calls.call, given)  # type: ignore[arg-type]
+
+    calls(seen, least=2)
+    assert known() is None  # that of another scalar
+    for has_bits in (False, True):
+        calls(seen, least=1)
+        partial = int((seen > 1).sum())
+        assert known() == tile_map.KeptMap(ROWS * TILES, 0, partial, has_bits, 0.0)
+    visits = f"visits {partial} of {ROWS * TILES} tiles, {partial} of them partial, their pairs as bits"
+    assert str(known()) == f"{visits}; by a tile map, made in 0.00 ms, kept"
+    seen[0, 0] = 5
+    assert known() is None
 
 
 def test_a_map_made_on_demand_has_pairs_at_once(calls: Calls) -> None:

@@ -19,7 +19,7 @@ from attngen.lang.variant import Variant
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import ALL_OF_DQ, PINGPONG_SPILLS, READER_SPILLS, SPILLS, Spills, left_to_others
 from attngen.plan.choices import check_head_dims, driver_of, refuse
-from attngen.plan.draft import axes_of, drafted, row_workspaces
+from attngen.plan.draft import CLASSIFIER_WARPS, axes_of, drafted, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Workspace
 from attngen.plan.operands import Operands, operands_of
 from attngen.plan.own_gradients import (
@@ -442,7 +442,7 @@ def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
     axes = axes_of(plan, "dqkv") if plan.driver == "tile_map" else None
     if axes is not None:
         own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
-        yield launch("classify_dqkv", "key_words", 4, driver="tile_map", tile_map=axes, arguments=own)
+        yield launch("classify_dqkv", "key_words", CLASSIFIER_WARPS, driver="tile_map", tile_map=axes, arguments=own)
     cluster = roles.cluster
     yield launch(
         "dqkv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, cluster=cluster,

@@ -15,8 +15,9 @@ from attngen.plan.schedules.hopper_backward import by_head, first_stored, row_la
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import reads_positions
 from attngen.render.biases import Bias, biases_of
+from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_gradients import QueryValues, classified_query_word, factor, probabilities, query_word
-from attngen.render.cuda_math import CLASSIFIER_NODES, Steps, Tiles, tiles
+from attngen.render.cuda_math import Steps, Tiles, tiles
 from attngen.render.expressions import OWN_QUERIES, QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
@@ -24,10 +25,9 @@ from attngen.render.tensor_gradients import SumsView, TilesView, register_sums, 
 from attngen.render.views.hopper_forward import (
     SWIZZLED_ROWS,
     SWIZZLES,
-    ClassifierView,
     RegionView,
     argument_lines,
-    classifier_view,
+    classifier_lines,
     padding,
 )
 
@@ -321,7 +321,8 @@ def _counters(plan: Plan) -> str:
 
 
 def _classifier(plan: Plan) -> ClassifierView:
-    return classifier_view(plan, plan.launch("classify_dqkv"), classified_query_word(plan, CLASSIFIER_NODES))
+    own = plan.launch("classify_dqkv")
+    return classifier_view(plan, own, classifier_lines(plan, own), QUERIES, classified_query_word)
 
 
 # --- ranges of tiles ----------------------------------------------------------------------------------------

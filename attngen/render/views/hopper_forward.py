@@ -14,13 +14,12 @@ from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.forward_tiles import place_bits
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.biases import Bias, biases_of
+from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_math import (
-    CLASSIFIER_NODES,
     Sink,
     Steps,
     Tiles,
     classified_word,
-    elements,
     logits,
     queries,
     sink,
@@ -28,7 +27,7 @@ from attngen.render.cuda_math import (
     word,
 )
 from attngen.render.cuda_statements import int_constant
-from attngen.render.expressions import CUDA, in_product
+from attngen.render.expressions import CUDA, KEYS, in_product
 from attngen.render.header import argument_groups, command, summary
 from attngen.render.key_values import KeyValues, with_key_values
 from attngen.render.pipes import PipesView, constant, pipes_view
@@ -59,22 +58,6 @@ class RegionView:
     constant: str
     offset: int
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ClassifierView:
-    """The kernel that computes the tile map."""
-
-    symbol: str
-    threads: int
-    argument_lines: tuple[str, ...]
-    uses_packed: bool
-    uses_hk: bool
-    hoisted: tuple[Statement, ...]
-    element_lines: tuple[Statement, ...]
-    visible: Piece
-    bounds: tuple[Statement, ...]  # that make the bits of 32 tiles, as far as bounds tell what they are
-    uses_q_hi: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,25 +278,13 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
 
 
 def _classifier(plan: Plan) -> ClassifierView:
-    return classifier_view(plan, plan.launch("classify"), classified_word(plan, CLASSIFIER_NODES))
+    own = plan.launch("classify")
+    return classifier_view(plan, own, classifier_lines(plan, own), KEYS, classified_word)
 
 
-def classifier_view(plan: Plan, own: Launch, bounds: tuple[Statement, ...]) -> ClassifierView:
-    """View of the kernel that makes a tile map. ``bounds``: the statements that make the bits of 32 tiles by bounds."""
-    code = elements(plan)
-    read = code.reads | reads(bounds)
-    return ClassifierView(
-        symbol=own.symbol,
-        threads=32 * own.num_warps,
-        argument_lines=argument_lines(plan, own.arguments, written=frozenset({"tile_map", "tile_hashes"})),
-        uses_packed=not read.isdisjoint(("q_begin", "k_begin")),
-        uses_hk="hk" in read,
-        hoisted=code.hoisted,
-        element_lines=code.lines,
-        visible=code.visible,
-        bounds=bounds,
-        uses_q_hi="q_hi" in reads(bounds),
-    )
+def classifier_lines(plan: Plan, own: Launch) -> tuple[str, ...]:
+    """Return the parameter list of a kernel that makes a tile map."""
+    return argument_lines(plan, own.arguments, written=frozenset({"tile_map", "tile_hashes"}))
 
 
 def _room(hopper: HopperForward) -> int:

@@ -17,6 +17,7 @@ from attngen.lang.parser import FLOAT32_MAX
 from attngen.lang.printing import canonical
 from attngen.lang.ranges import DTYPE_RANGES
 from attngen.lang.spans import Interval
+from attngen.lang.statistics import separated
 from attngen.plan.budget import SharedMemory, shared_memory
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.tiles import padded_width
@@ -41,7 +42,7 @@ SEQLENS, SEQLENS_OF_MANY = (1024, 4096, 8192), (2048,)
 _DRIVERS = {
     "ranges": "loops over ranges of tiles whose ends are formulas; full tiles run without mask code",
     "classified": "lists 32 tiles at a time inside the kernel, as full or partial, within the hull of the bands",
-    "tile_map": "visits the tiles of a map that {classifier} makes on the GPU before it, and that calls keep",
+    "tile_map": "visits the tiles of a map that {classifier} makes on the GPU before it, and that calls keep{known}",
 }
 
 
@@ -198,7 +199,7 @@ class PlanExplanation:
             *_labelled("shared memory", told.get("shared memory", [operands])),
             *self._pipes(),
             ("softmax", f"{plan.softmax}{', approximate functions' if plan.approximate else ', exact functions'}"),
-            ("loop", f"{plan.driver}: {_DRIVERS[plan.driver].format(classifier=classifier)}"),
+            ("loop", f"{plan.driver}: {_DRIVERS[plan.driver].format(classifier=classifier, known=_known(plan))}"),
             *_labelled("steps", told.get("steps", [])),
             *([("time", times_text(plan))] if plan.times else []),
             ("grid", self.schedule.grid(_section(plan))),
@@ -210,6 +211,14 @@ class PlanExplanation:
         if pipes is None:
             return []
         return [*_labelled("rings", ring_lines(pipes)), *_labelled("barriers", barrier_lines(pipes))]
+
+
+def _known(plan: Plan) -> str:
+    """Say by what the kernel that makes a tile map knows its tiles, if by statistics."""
+    values = [canonical(each.value) for each in separated(plan.variant.mask, Facts.of(plan.variant)).statistics]
+    if plan.backend != "cuda" or not values:
+        return ""
+    return f"; the ranges of {', '.join(values)} over tiles decide most of them, pairs the others"
 
 
 def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:

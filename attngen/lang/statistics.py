@@ -1,0 +1,183 @@
+"""Statistics of tiles: the least and the greatest value, over the queries or over the keys of a tile, of what a mask
+computes of a query alone or of a key alone.
+
+``id[q] == id[kv]`` reads tensors of which no declaration says what they hold in a tile. Where both ranges of values
+over a tile are known, the interval rules decide most tiles all the same. Whatever depends on one side only is one
+value, however long its expression is: ``start[id[kv]]``, ``q_pos - width[q]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from attngen.lang.facts import Facts
+from attngen.lang.intervals import EXACT, bounds
+from attngen.lang.ir import Expr, Load, Op, Type, Var, children, names, own, walk
+from attngen.lang.overflow import widen
+from attngen.lang.ranges import Range
+from attngen.lang.simplify import COMPLEMENT, TRUE, Linear, linear, make
+
+#: The names that differ from query to query, and from key to key.
+_SIDES: Mapping[Literal["q", "kv"], frozenset[str]] = {
+    "q": frozenset({"q", "q_pos", "q_global"}),
+    "kv": frozenset({"kv", "kv_global"}),
+}
+_LABELS = {"q": "of_queries", "kv": "of_keys"}
+
+#: Most statistics of one mask: each takes a pass over the queries or the keys of every tile.
+_MOST = 16
+
+#: Begins the name of a condition that NaN decides, as opaque as those of ``bands``.
+_NAN = "?nan"
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """An expression of a query alone (``axis`` is q) or of a key alone, and its name in the mask.
+
+    Of a condition, the least value says whether it holds for all, the greatest whether it does for any. Those of floats
+    count only if no value is NaN, as ``numbers`` says.
+    """
+
+    axis: Literal["q", "kv"]
+    value: Expr
+    name: Var
+    range: Range  # of all values
+
+    @property
+    def ends(self) -> tuple[Var, Var]:
+        """The least and the greatest value over a tile."""
+        return replace(self.name, name=f"{self.name.name}.least"), replace(self.name, name=f"{self.name.name}.greatest")
+
+    @property
+    def numbers(self) -> Var:
+        """Whether no value over a tile is NaN."""
+        return Var(f"{self.name.name}.numbers", Type.BOOL)
+
+
+@dataclass(frozen=True, slots=True)
+class Separated:
+    """A mask in which names stand for what depends on queries alone or on keys alone, and what these stand for."""
+
+    mask: Expr
+    statistics: tuple[Statistic, ...] = ()
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """The ranges of all names that stand for statistics or their ends."""
+        return {name.name: each.range for each in self.statistics for name in (each.name, *each.ends)}
+
+
+def separated(mask: Expr, facts: Facts) -> Separated:
+    """Return a mask whose one-sided parts are statistics, if they read a tensor."""
+    return _separated(mask, facts)
+
+
+@lru_cache(maxsize=256)  # the launches of a kernel, and kernels of one variant, share a mask
+def _separated(mask: Expr, facts: Facts) -> Separated:
+    separation = _Separation(facts)
+    rest = separation.rewritten(mask)
+    return Separated(rest, tuple(separation.statistics.values()))
+
+
+def one_sided(expr: Expr, side: Literal["q", "kv"]) -> tuple[Expr, ...]:
+    """Return the largest parts of an expression that are computed of queries alone, or of keys alone."""
+    if _side(expr) == side:
+        return () if isinstance(expr, Var) else (expr,)
+    return tuple(dict.fromkeys(part for child in children(expr) for part in one_sided(child, side)))
+
+
+class _Separation:
+    """Finds the largest one-sided parts of a mask, from the outside in."""
+
+    def __init__(self, facts: Facts) -> None:
+        # a load outside of its tensor is 0, which may happen where the mask's guard is left out
+        read = {name: facts.ranges[name] for name in facts.tensors if name in facts.ranges}
+        zeros = {name: (min(low, 0), max(high, 0)) for name, (low, high) in read.items()}
+        self._facts = Facts({**facts.ranges, **zeros}, facts.tensors)
+        self.statistics: dict[tuple[str, Expr], Statistic] = {}
+        self._opaque = 0
+
+    def rewritten(self, node: Expr) -> Expr:
+        """Return an expression in which names stand for its one-sided parts."""
+        side = _side(node)
+        if side is not None and _reads(node):
+            name = self._named(side, node)
+            if name is not None:
+                return name
+        match node:
+            case Op(op=op, args=(a, b)) if op in COMPLEMENT and a.type is b.type is Type.INT:
+                return self._comparison(op, a, b)
+            case Op(op=op, args=args) if node.type is not Type.FLOAT and any(a.type is Type.FLOAT for a in args):
+                return self._of_floats(node) if op in COMPLEMENT else node
+            case Op(op=op, args=args):
+                return Op(op, tuple(map(self.rewritten, args)), node.type, node.wide)
+        return node
+
+    def _comparison(self, op: str, a: Expr, b: Expr) -> Expr:
+        """Compare integers: terms of one side are one sum, of which the statistic is."""
+        total = linear(a).plus(linear(b), -1)
+        sums = {side: {t: c for t, c in total.terms.items() if _side(t) == side} for side in _SIDES}
+        parts: dict[Expr, int] = {}
+        for term, coefficient in total.terms.items():
+            side = _side(term)
+            if side is None or not any(map(_reads, sums[side])):
+                parts[term if side is not None else self.rewritten(term)] = coefficient
+        for side, terms in sums.items():
+            if not any(map(_reads, terms)):
+                continue
+            sign = 1 if next(iter(terms.values())) > 0 else -1
+            whole = Linear(terms).scaled(sign)
+            name = self._named(side, whole.expr())
+            added = Linear({name: sign}) if name is not None else Linear(terms)
+            parts = Linear(parts).plus(added).terms
+        left = Linear({t: c for t, c in parts.items() if c > 0}, max(total.constant, 0))
+        right = Linear({t: -c for t, c in parts.items() if c < 0}, max(-total.constant, 0))
+        return make(op, left.expr(), right.expr())
+
+    def _of_floats(self, node: Op) -> Expr:
+        """Compare floats: NaN makes the comparison false, whatever the ends are."""
+        compared = Op(node.op, tuple(map(self.rewritten, node.args)), node.type)
+        read = names(compared)
+        known: Expr = TRUE
+        for each in self.statistics.values():
+            if each.name.name in read and each.name.type is Type.FLOAT:
+                known = each.numbers if known is TRUE else Op("and", (known, each.numbers), Type.BOOL)
+        if known is TRUE:
+            return compared
+        opaque = Var(f"{_NAN}{self._opaque}", Type.BOOL)
+        self._opaque += 1
+        return Op("select", (known, compared, opaque), Type.BOOL)
+
+    def _named(self, side: Literal["q", "kv"], value: Expr) -> Var | None:
+        """Return the name of a statistic; None for a value that must not be computed by itself."""
+        known = self.statistics.get((side, value))
+        if known is not None:
+            return known.name
+        rounds = any(isinstance(n, Op) and n.type is Type.FLOAT and n.op not in EXACT for n in walk(value))
+        if (value.type is Type.FLOAT and rounds) or len(self.statistics) == _MOST:
+            return None  # the last bit of what is rounded depends on what it is computed for
+        exact = widen(value, self._facts)
+        if exact is None:
+            return None
+        number = sum(1 for each in self.statistics.values() if each.axis == side)
+        name = own(f"{_LABELS[side]}_{number}", value.type)
+        low, high = bounds(value, self._facts)
+        self.statistics[side, value] = Statistic(side, exact, name, (low, high))
+        return name
+
+
+def _side(node: Expr) -> Literal["q", "kv"] | None:
+    """Return on which side alone an expression depends; None if on both or on neither."""
+    read = names(node)
+    sides = [side for side, positions in _SIDES.items() if read & positions]
+    return sides[0] if len(sides) == 1 else None
+
+
+def _reads(node: Expr) -> bool:
+    """Whether a one-sided expression reads a tensor at a position: arithmetic alone has bounds in closed form."""
+    positions = frozenset[str]().union(*_SIDES.values())
+    return any(isinstance(each, Load) and names(each) & positions for each in walk(node))

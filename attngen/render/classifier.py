@@ -1,0 +1,214 @@
+"""The kernel that makes the tile map of a CUDA kernel: bounds of the mask decide most tiles, by the statistics of what
+it reads; in the others it is evaluated for each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from attngen.lang.emit import Binding
+from attngen.lang.facts import index
+from attngen.lang.ir import Const, Load, Type, Var, names, rewrite, spelled, walk
+from attngen.lang.simplify import FALSE, TRUE
+from attngen.lang.statements import Piece, Statement, declared, depending, joined, leaf, reads, written
+from attngen.lang.statistics import Statistic, one_sided, separated
+from attngen.plan.model import Launch, Plan
+from attngen.render.cuda_math import TileBounds, element_bindings, row_values
+from attngen.render.cuda_statements import int_constant, number_queries
+from attngen.render.expressions import CUDA, Along, emit_for, facts_of, is_wide, tensor_bindings
+
+#: Most nodes in a bound of a tile, which is found once for each tile of a map.
+_NODES = 3000
+
+#: Returns the statements that make the bits of 32 tiles by bounds.
+Word = Callable[[Plan, TileBounds], tuple[Statement, ...]]
+
+#: What differs from query to query of a tile.
+_QUERY_NAMES = ("q_row", "q_pos", "q_packed")
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticView:
+    """A statistic in the kernel: the range of its values over a tile, their type, and the value of one position."""
+
+    name: str
+    type: str
+    value: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class SideView:
+    """The statistics of queries or of keys: what comes before all, and what computes the values of one position."""
+
+    statistics: tuple[StatisticView, ...]
+    hoisted: tuple[Statement, ...]
+    lines: tuple[Statement, ...]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """All names that the values read."""
+        return reads([*self.hoisted, *self.lines, *(each.value for each in self.statistics)])
+
+
+@dataclass(frozen=True, slots=True)
+class PairsView:
+    """A tensor of bools that the mask reads at each pair: how a row of a tile is found, and the bits of 32 tiles for
+    where all of a tile is false, and for where all of it is true."""
+
+    lines: tuple[Statement, ...]
+    inside: Piece  # whether the tensor has the row
+    address: Piece  # of the row's first key
+    extent: str  # keys of a row
+    if_none: tuple[Statement, ...]
+    if_every: tuple[Statement, ...]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """All names that are read."""
+        return reads([*self.lines, self.inside, self.address, *self.if_none, *self.if_every])
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierView:
+    """The kernel that makes a tile map. ``bounds`` make the bits of 32 tiles, as far as bounds tell what they are;
+    ``own`` and ``listed`` are the statistics of the tile of a row of the map, and of the tiles that a row lists.
+
+    The mask of a pair: what comes before all, the lines of a query and those of a key, and those of the pair."""
+
+    symbol: str
+    threads: int
+    argument_lines: tuple[str, ...]
+    uses_packed: bool
+    uses_hk: bool
+    uses_q_hi: bool
+    uses_q_row: bool  # in the lines of a pair
+    own: SideView
+    listed: SideView
+    pairs: PairsView | None
+    bounds: tuple[Statement, ...]
+    hoisted: tuple[Statement, ...]
+    query_values: tuple[tuple[str, str], ...]  # of a query, which pairs use: the type and the name of each
+    query_lines: tuple[Statement, ...]
+    key_lines: tuple[Statement, ...]
+    pair_lines: tuple[Statement, ...]
+    visible: Piece
+
+
+def classifier_view(
+    plan: Plan, own: Launch, argument_lines: tuple[str, ...], along: Along, word: Word
+) -> ClassifierView:
+    """Return the view of the launch ``own``, for a map whose rows go ``along`` an axis."""
+    parts = separated(plan.variant.mask, facts_of(plan))
+    bindings: dict[str, Binding] = {}
+    for each in parts.statistics:
+        bindings |= _bindings(plan, each)
+    by = TileBounds(parts.mask, _NODES, parts.statistics, bindings)
+    bounds, pairs = word(plan, by), _pairs(plan, by, word)
+    used = reads(bounds) | (pairs.reads if pairs is not None else frozenset())
+    queries, keys = (
+        _side(plan, [each for each in parts.statistics if each.axis == axis and spelled(each.name.name) in used])
+        for axis in ("q", "kv")
+    )
+    of_keys = {expr: f"of_key_{number}" for number, expr in enumerate(one_sided(plan.variant.mask, "kv"))}
+    masked = emit_for(plan, CUDA, [plan.variant.mask], element_bindings(plan, ragged=True), labels=of_keys)
+    row, hoisted = depending(masked.hoisted, _QUERY_NAMES)
+    (visible,) = masked.results
+    pair, key = depending([*_named(masked.body, visible), *masked.body], (*_QUERY_NAMES, *declared(row)))
+    query_values = row_values(row, [*pair, Statement("", visible.reads)])
+    query_lines = (*_named(row), *row)
+    read = reads([*hoisted, *query_lines, *key, *pair, visible]) | used | queries.reads | keys.reads
+    return ClassifierView(
+        symbol=own.symbol,
+        threads=32 * own.num_warps,
+        argument_lines=argument_lines,
+        uses_packed=not read.isdisjoint(("q_begin", "k_begin")),
+        uses_hk="hk" in read,
+        uses_q_hi="q_hi" in used,
+        uses_q_row="q_row" in reads([*pair, visible]),
+        own=queries if along.axis == "kv" else keys,
+        listed=keys if along.axis == "kv" else queries,
+        pairs=pairs,
+        bounds=bounds,
+        hoisted=hoisted,
+        query_values=query_values,
+        query_lines=query_lines,
+        key_lines=key,
+        pair_lines=pair,
+        visible=visible,
+    )
+
+
+def _pairs(plan: Plan, by: TileBounds, word: Word) -> PairsView | None:
+    """Return the code that looks at a tensor of bools over queries and keys, if the mask reads one such."""
+    loads = {node for node in walk(by.mask) if isinstance(node, Load) and _is_of_pairs(plan, node)}
+    if len(loads) != 1 or plan.tile_n % 16:
+        return None
+    (load,) = loads
+    bound = tensor_bindings(plan)[load.tensor]
+    *indices, _ = load.indices
+    code = emit_for(plan, CUDA, indices, element_bindings(plan, ragged=True))
+    lines = [*code.hoisted, *code.body]
+    tests, address = [], leaf(bound.pointer)
+    for at, place, extent, stride in zip(indices, code.results, bound.extents, bound.strides, strict=False):
+        if not (isinstance(at, Var) and at.name in ("b", "h", "hk")):
+            tests.append(written("({}) >= 0 && ({}) < {}", place, place, leaf(extent)))
+        address = written("{} + static_cast<long long>({}) * {}", address, place, leaf(stride))
+
+    def bits(value: Const) -> tuple[Statement, ...]:
+        return word(plan, replace(by, mask=rewrite(by.mask, lambda node: value if node == load else None)))
+
+    return PairsView(
+        lines=(*_named(lines, *code.results), *lines),
+        inside=joined(" && ", tests),
+        address=address,
+        extent=bound.extents[-1],
+        if_none=bits(FALSE),
+        if_every=bits(TRUE),
+    )
+
+
+def _is_of_pairs(plan: Plan, load: Load) -> bool:
+    """Whether a load is of a bool, at a query and the key."""
+    *indices, last = load.indices
+    read = frozenset[str]().union(*map(names, indices))
+    dtype = next(one.dtype for one in plan.variant.tensors if one.name == load.tensor)
+    of_queries = bool(read & {"q", "q_pos", "q_global"}) and not read & {"kv", "kv_global"}
+    return dtype == "bool" and last == index("kv") and of_queries
+
+
+def _bindings(plan: Plan, each: Statistic) -> dict[str, Binding]:
+    """Return what the ends of a statistic are in the kernel, and whether all its values are numbers."""
+    name, wide = spelled(each.name.name), _is_wide(plan, each)
+    pattern = f"({{{name}}}.{{}} != 0)" if each.value.type is Type.BOOL else f"{{{name}}}.{{}}"
+    least, greatest = (end.name for end in each.ends)
+    return {
+        least: Binding(pattern.replace("{}", "least"), wide=wide),
+        greatest: Binding(pattern.replace("{}", "greatest"), wide=wide),
+        each.numbers.name: Binding(f"{{{name}}}.numbers"),
+    }
+
+
+def _is_wide(plan: Plan, each: Statistic) -> bool:
+    return each.value.type is Type.INT and is_wide(plan, each.value)
+
+
+def _side(plan: Plan, statistics: list[Statistic]) -> SideView:
+    """Return the code of the statistics of one side, whose positions all lie inside the sequence."""
+    if not statistics:
+        return SideView((), (), ())
+    code = emit_for(plan, CUDA, [each.value for each in statistics], element_bindings(plan, ragged=False))
+    lines, hoisted = depending([*code.hoisted, *code.body], (*_QUERY_NAMES, "kv", "kv_packed"))
+    views = []
+    for each, value in zip(statistics, code.results, strict=True):
+        kind = "float" if each.value.type is Type.FLOAT else "long long" if _is_wide(plan, each) else "int"
+        views.append(StatisticView(spelled(each.name.name), kind, value))
+    return SideView(tuple(views), hoisted, (*_named(lines, *code.results), *lines))
+
+
+def _named(lines: Sequence[Statement], *results: Piece) -> list[Statement]:
+    """Return the statements that number a query and a key in the ways that ``lines`` and results read."""
+    read = reads([*lines, *results])
+    numbered = number_queries(read)
+    if "kv_packed" in read:
+        numbered.append(int_constant("kv_packed", written("{k_begin} + {kv}")))
+    return numbered

@@ -1,0 +1,75 @@
+"""Statistics of tiles: what becomes one, what they decide, and that no tile is called empty or full wrongly."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attngen.lang.check import compile_variant
+from attngen.lang.facts import Facts
+from attngen.lang.ir import spelled
+from attngen.lang.printing import canonical
+from attngen.lang.statistics import separated
+from attngen.lang.variant import Scalar, Tensor
+from tests.lang.bruteforce import Masks, UnguardedError, World, check_statistics
+from tests.sampling import seeds
+
+TENSORS = (
+    Tensor("id", "int32", ("b", "seqlen_k")), Tensor("long", "int64", ("seqlen_k",)),
+    Tensor("width", "int32", ("seqlen_q",)), Tensor("start", "int32", ("n",)), Tensor("image", "bool", ("seqlen_k",)),
+    Tensor("time", "fp32", ("seqlen_k",)),
+    Tensor("allowed", "bool", ("seqlen_q", "seqlen_k")), Tensor("used", "int32", ("b",)),
+)  # fmt: skip
+SCALARS = (Scalar("nx", "int32", min=1),)
+
+
+@pytest.mark.parametrize(
+    ("mask", "rest", "values"),
+    [
+        ("q_pos >= kv", "q_pos >= kv", []),
+        ("kv < used[b] and q_pos - kv < 9", None, []),
+        ("allowed[q, kv]", "allowed[q, kv]", []),
+        ("id[b, q_pos] == id[b, kv]", "Q0 == K0", ["id[b, q_pos]", "id[b, kv]"]),
+        ("long[q] == long[kv]", "Q0 == K0", ["long[q]", "long[kv]"]),
+        ("q_pos >= kv and q_pos - kv < width[q]", "q_pos >= kv and Q0 < kv", ["q_pos - width[q]"]),
+        ("start[id[b, kv + 1]] <= q_pos", "K0 <= q_pos", ["start[id[b, kv + 1]]"]),
+        ("image[q] and image[kv] or q == kv", "Q0 and K0 or q == kv", ["image[q]", "image[kv]"]),
+        ("q // nx == kv // nx", "q // nx == kv // nx", []),
+        ("abs(id[b, q] // nx - kv // nx) < 3", "abs(Q0 - kv // nx) < 3", ["id[b, q] // nx"]),
+        ("time[q] > time[kv]", "Q0 > K0 if Q0.numbers and K0.numbers else ?", ["time[q]", "time[kv]"]),
+        ("time[q] * 2 > time[kv]", None, ["time[q]", "time[kv]"]),
+    ],
+)  # fmt: skip
+def test_what_depends_on_one_side_is_one_statistic(mask: str, rest: str | None, values: list[str]) -> None:
+    variant = compile_variant("test", mask, None, SCALARS, TENSORS)
+    parts = separated(variant.mask, Facts.of(variant))
+    assert [canonical(each.value) for each in parts.statistics] == values
+    text = spelled(canonical(parts.mask)).replace(".of_queries_", "Q").replace("of_queries_", "Q")
+    text = text.replace(".of_keys_", "K").replace("of_keys_", "K").replace("?nan0", "?")
+    if rest is not None:
+        assert text == rest
+
+
+@seeds(1000, always=60)
+def test_no_wrong_empty_and_no_wrong_full(seed: int) -> None:
+    source = random.Random(seed)
+    mask = Masks(source).boolean(seed % 4)
+    for _ in range(2):
+        try:
+            check_statistics(mask, World.random(source), source)
+        except UnguardedError:
+            continue
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32), st.integers(0, 3))
+def test_no_wrong_empty_and_no_wrong_full_found_by_search(seed: int, depth: int) -> None:
+    source = random.Random(seed)
+    mask, world = Masks(source).boolean(depth), World.random(source)
+    try:
+        check_statistics(mask, world, source)
+    except UnguardedError:
+        return
