@@ -622,13 +622,15 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
     const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
     const int q_start = q_tile * kBlockM, kv_start = kv_tile * kBlockN;
     const int u_window_times_dilation = u_window * u_dilation;
+    // A list asks for all of a tile, a map for the queries that exist.
+    const int parts = kKeyParts * (listed ? kQueryParts : (min(kBlockM, seqlen_q - q_start) + 31) / 32);
     bool some = false, all = true;
     unsigned long long hash = 0;
 #pragma unroll 1
-    for (int part = first_part; part < kKeyParts * kQueryParts; part += parts_apart) {
+    for (int part = first_part; part < parts; part += parts_apart) {
       const int key = 32 * (part % kKeyParts) + lane, query_part = part / kKeyParts, q_first = q_start + 32 * query_part;
       const int kv = kv_start + key;
-      const int queries = max(min(min(kBlockM - 32 * query_part, seqlen_q - q_first), 32), 0);
+      const int queries = min(min(kBlockM - 32 * query_part, seqlen_q - q_first), 32);
       uint32_t bits = 0;
 #pragma unroll 4
       for (int i = 0; i < queries; ++i) {
@@ -638,12 +640,12 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
         bits |= static_cast<uint32_t>(0 <= u_q_pos_minus_kv && u_q_pos_minus_kv < u_window_times_dilation && floor_mod(u_q_pos_minus_kv, u_dilation) == 0) << i;
       }
       if (kv >= seqlen_k) bits = 0;
-      const uint32_t inside = queries == 32 ? ~0u : (1u << queries) - 1;
       const bool own = kBlockN % 32 == 0 || key < kBlockN;
       if (listed) {
         if (own) seen_bits[kQueryParts * key + query_part] = bits;
         continue;
       }
+      const uint32_t inside = ~0u >> (32 - queries);
       if (own && bits) hash += mixed(static_cast<unsigned long long>(kQueryParts * key + query_part) << 32 | bits);
       some = some || __any_sync(~0u, own && bits);
       all = all && __all_sync(~0u, !own || bits == inside);  // only a whole tile of keys is full

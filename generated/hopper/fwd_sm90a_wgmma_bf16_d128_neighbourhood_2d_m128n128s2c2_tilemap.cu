@@ -626,10 +626,12 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
     const int q_tile = row % q_tiles, h = row / q_tiles % map_heads, b = row / q_tiles / map_heads;
     const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
     const int q_start = q_tile * kBlockM, kv_start = kv_tile * kBlockN;
+    // A list asks for all of a tile, a map for the queries that exist.
+    const int parts = kKeyParts * (listed ? kQueryParts : (min(kBlockM, seqlen_q - q_start) + 31) / 32);
     bool some = false, all = true;
     unsigned long long hash = 0;
 #pragma unroll 1
-    for (int part = first_part; part < kKeyParts * kQueryParts; part += parts_apart) {
+    for (int part = first_part; part < parts; part += parts_apart) {
       const int key = 32 * (part % kKeyParts) + lane, query_part = part / kKeyParts, q_first = q_start + 32 * query_part;
       const int kv = kv_start + key;
       const int of_key_0 = kv / u_width;
@@ -644,7 +646,7 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
         lane_u_q_div_width = u_q_div_width;
         lane_u_q_mod_width = u_q_mod_width;
       }
-      const int queries = max(min(min(kBlockM - 32 * query_part, seqlen_q - q_first), 32), 0);
+      const int queries = min(min(kBlockM - 32 * query_part, seqlen_q - q_first), 32);
       uint32_t bits = 0;
 #pragma unroll 4
       for (int i = 0; i < queries; ++i) {
@@ -653,12 +655,12 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
         bits |= static_cast<uint32_t>(abs(u_q_div_width - of_key_0) <= u_radius && abs(u_q_mod_width - of_key_1) <= u_radius) << i;
       }
       if (kv >= seqlen_k) bits = 0;
-      const uint32_t inside = queries == 32 ? ~0u : (1u << queries) - 1;
       const bool own = kBlockN % 32 == 0 || key < kBlockN;
       if (listed) {
         if (own) seen_bits[kQueryParts * key + query_part] = bits;
         continue;
       }
+      const uint32_t inside = ~0u >> (32 - queries);
       if (own && bits) hash += mixed(static_cast<unsigned long long>(kQueryParts * key + query_part) << 32 | bits);
       some = some || __any_sync(~0u, own && bits);
       all = all && __all_sync(~0u, !own || bits == inside);  // only a whole tile of keys is full

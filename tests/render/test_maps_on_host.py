@@ -1,0 +1,147 @@
+"""Kernels that make tile maps, on the CPU: threads are fibers. Every tile and every visible pair is compared with the
+mask; for forward and backward kernels, ragged lengths, and values at the ends of their types."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.plan import Plan
+from attngen.render.source import headers
+from attngen.resources import root
+from attngen.runtime.binding import bind_call
+from attngen.runtime.checked import Call
+from attngen.runtime.driver import Launch
+from attngen.runtime.geometry import MapShape
+from attngen.runtime.given import Given
+from attngen.runtime.prepared import PreparedCall
+from attngen.runtime.prepared_backward import PreparedBackward
+from attngen.schema import load_spec
+from attngen.tools.build.pipeline import Prepared, prepare
+from tests.map_oracle import VARIANTS, check_map, values
+from tests.runtime.host_kernels import COMPILER, HOST, HostDriver, as_kernels
+from tests.sampling import some
+
+SPEC = root() / "tests" / "gpu" / "maps.yaml"
+#: Batch, heads, queries and keys.
+SHAPES = ((1, 1, 70, 4200), (2, 2, 330, 330), (2, 1, 1, 259))
+
+#: What the host lacks of CUDA.
+LACKING = """
+inline int atomicAdd(int* place, int value) { return std::exchange(*place, *place + value); }
+inline void atomicOr(uint32_t* place, uint32_t value) { *place |= value; }
+"""
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+@cache
+def prepared() -> dict[tuple[str, int, str, str], Prepared]:
+    made = {}
+    for one in prepare(load_spec(SPEC)):
+        plan = one.plan
+        made[plan.variant.name, plan.head_dim_qk, plan.layout, plan.direction] = one
+    return made
+
+
+@cache
+def library(symbol: str) -> ctypes.CDLL:
+    """Return the kernel of a symbol for this machine, by itself."""
+    (one,) = (one for one in prepared().values() if symbol in [launch.symbol for launch in one.plan.launches])
+    (launch,) = (launch for launch in one.plan.launches if launch.symbol == symbol)
+    text = one.source.text
+    constants = "".join(
+        f"constexpr int kBlock{axis} = {size};\n" for axis, size in (("M", launch.tile_m), ("N", launch.tile_n))
+    )
+    folder = Path(mkdtemp(prefix="attngen-host-"))
+    helpers = "".join(f'#include "{name}"\n' for name in re.findall(r'#include "(expression\.cuh|search\.cuh)"', text))
+    (folder / "kernel.inc").write_text(
+        f'#include "types.cuh"\n{LACKING}#include "tile_map.cuh"\n{helpers}{constants}'
+        f"constexpr int kThreads = {32 * launch.num_warps};\n{text[text.index('// Makes the tile map') :]}"
+    )
+    for name in ("tile_map.cuh", "expression.cuh", "search.cuh"):
+        (folder / name).write_text(headers()[name])
+    made = folder / "kernel.so"
+    assert COMPILER is not None
+    subprocess.run(
+        [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-shared", "-fPIC",
+         f"-I{folder}", f"-I{HOST}", f"-DKERNEL={symbol}", str(HOST / "blocks.cpp"), "-o", str(made)],
+        check=True,
+    )  # fmt: skip
+    loaded = ctypes.CDLL(str(made))
+    shutil.rmtree(folder)
+    return loaded
+
+
+class Driver(HostDriver):
+    """Runs the kernels that make maps, on few blocks where they go through a list."""
+
+    def stream(self, device: int) -> int:
+        return 0
+
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
+        for symbol, grid, threads, *_, parameters in kernels:
+            library(symbol).run_blocks(grid, threads, ctypes.c_void_p(parameters))
+
+
+def made(plan: Plan, given: Given, call: Call) -> tuple[list[torch.Tensor], MapShape]:
+    """Return the map of a call on its first use and on its second, and its shape."""
+    (kernel,) = as_kernels([plan])
+    tensors = [tensor.name for tensor in plan.variant.tensors]
+    if plan.direction == "forward":
+        ready: Any = PreparedCall(call, kernel, tensors, Driver(), 0)
+    else:
+        ready = PreparedBackward(kernel, call, tensors, call.out_view(), None, Driver(), 0, dlse=False)
+    launches, maker = ready._launch, ready._maps
+    held = {f"tensor:{name}": given.arguments[name].data_ptr() for name in tensors}
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+        if getattr(given, name) is not None:
+            held[name] = getattr(given, name).data_ptr()
+    numbers = [call.scalars[rule.name] for rule in call.rules]
+    maps = []
+    for _ in range(2):
+        addresses = [held.get(name, 0) for name in launches.names[: launches.first_map]]
+        maps += maker.append(given, addresses, 1.0, numbers)
+    (shape,) = launches.maps.values()
+    return maps, shape
+
+
+def check(name: str, head_dim: int, layout: str, given: Given) -> None:
+    call, _ = bind_call(given)
+    for direction in ("forward", "backward"):
+        plan = prepared()[name, head_dim, layout, direction].plan
+        launch = plan.launch("forward" if direction == "forward" else "dqkv")
+        maps, shape = made(plan, given, call)
+        assert len(maps[1]) >= len(maps[0])
+        for words in maps:
+            check_map(words, shape, (launch.tile_m, launch.tile_n), call, by_keys=direction == "backward")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", some(VARIANTS, ("ids_of_64_bits", "windows", "not_earlier", "pairs_and_ids")))
+def test_every_tile_and_every_pair(name: str, shape: tuple[int, int, int, int]) -> None:
+    batch, heads, queries, keys = shape
+    variant = prepared()[name, 64, "dense", "forward"].plan.variant
+    q, k = (torch.zeros(batch, n, heads, 64, dtype=torch.bfloat16) for n in (queries, keys))
+    arguments = values(name, batch, heads, queries, keys, seed=SHAPES.index(shape))
+    check(name, 64, "dense", Given(q, k, k, variant=variant, arguments=arguments))
+
+
+def test_packed_sequences() -> None:
+    sizes = (130, 1, 0, 200)
+    bounds = torch.tensor([0, *sizes]).cumsum(0).int()
+    q = torch.zeros(sum(sizes), 1, 64, dtype=torch.bfloat16)
+    variant = prepared()["ids", 64, "varlen", "forward"].plan.variant
+    packing = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 200, "max_seqlen_k": 200}
+    arguments = values("ids", len(sizes), 1, 200, 200, seed=4)
+    check("ids", 64, "varlen", Given(q, q, q, variant=variant, arguments=arguments, form="varlen", **packing))
