@@ -11,7 +11,7 @@ from attngen.lang.bands import Bands
 from attngen.lang.facts import Facts
 from attngen.lang.ir import Const, Expr, Op, names
 from attngen.lang.overflow import widen
-from attngen.lang.simplify import ceildiv, floordiv, integer, select
+from attngen.lang.simplify import add, ceildiv, floordiv, integer, select, sub
 from attngen.lang.spans import Interval
 from attngen.lang.symbols import Symbols
 
@@ -132,8 +132,16 @@ class _Cutter:
 
     def _outward(self, interval: Interval) -> Range:
         """Return the tiles that an interval touches: ``lo >= 0``, ``hi <= tiles``."""
-        lo = _ZERO if interval.lo is None else self._max(floordiv(interval.lo, self._tile), _ZERO)
+        lo = _ZERO if interval.lo is None else self._max(self._first(interval.lo), _ZERO)
         return lo, self._last(interval.hi, ceildiv)
+
+    def _first(self, position: Expr) -> Expr:
+        """The tile that a position lies in; one beyond the extent is clipped if rounding it could overflow int64."""
+        first = floordiv(position, self._tile)
+        if widen(first, self._facts) is None:
+            beyond = sub(add(self._extent, self._tile), integer(1))
+            first = floordiv(self._min(position, beyond), self._tile)
+        return first
 
     def _inward(self, interval: Interval) -> Range:
         """Return the tiles that lie in an interval as far as the extent reaches: ``lo >= 0``, ``hi <= tiles``."""

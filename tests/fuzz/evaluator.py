@@ -136,7 +136,8 @@ class Evaluator:
 
     def binary(self, op: ast.operator, left: Tensor, right: Tensor) -> Tensor:
         if isinstance(op, ast.Div):
-            return self.to_real(left) / self.to_real(right)
+            # torch on a GPU multiplies by the reciprocal of a number that lies on the CPU
+            return self.to_real(left) / self.to_real(right).to(left.device)
         if isinstance(op, ast.FloorDiv | ast.Mod):
             divisor = torch.where(right == 0, 1, right.long())  # 0 only where a guard drops it
             if isinstance(op, ast.Mod):

@@ -62,7 +62,7 @@ FAMILIES = {
         "integrations", "integration_gradients", "integration_more", "integration_dropout", "caches", "compiled",
         "sharded", "flex_attention", "flex_looks", "models_first_call", "model_spec", "flash_grids", "flash_attn_4",
     ),
-    "generated specs": ("fuzzed", "generated"),
+    "generated specs": ("fuzzed", "generated", "random_masks"),
     "commands, packages and examples": ("bench", "examples", "first_call", "package"),
 }  # fmt: skip
 _FAMILY = {name: family for family, names in FAMILIES.items() for name in names}

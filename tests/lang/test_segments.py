@@ -155,6 +155,21 @@ def _end(source: random.Random) -> Expr | None:
     return source.choice([minimum, maximum])(end, var(source.choice(_NAMES))) if kind == 3 else end
 
 
+def test_a_start_near_the_end_of_int64_is_clipped_before_it_is_rounded() -> None:
+    """``(x - 3) // 128`` is written as ``(x + 125) // 128 - 1``, which ``x`` may be too large for."""
+    variant = compile_variant(
+        "test", "max(kv + 3, w) // 3 * 3 >= max(q, w) // 3 * 3", None, [Scalar("w", "int64", min=0)]
+    )
+    facts = Facts.of(variant)
+    found = bands(variant.mask, facts)
+    for tile in (8, 128):
+        cut = segments(found, tile, var("seqlen_k"), facts)
+        for w in (0, 5, 2**63 - 1):
+            for q_lo in (0, 7, 150, 400):
+                env = {"w": w, "q_lo": q_lo, "q_hi": q_lo + 9, "seqlen_k": 300}
+                check_segments(replace(found, full=()), cut, tile, env, {}, 300)
+
+
 def _pairs(source: random.Random) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
     """Return visible intervals and full ones, each inside a visible one."""
     visible = [Interval(_end(source), _end(source)) for _ in range(source.randrange(LIMIT + 1))]
