@@ -37,6 +37,7 @@ _NOT_OF_A_SINK = frozenset((
 ))  # fmt: skip
 
 _HIDDEN, _ZERO = Const(-math.inf, Type.FLOAT), Const(0.0, Type.FLOAT)
+_SHOWN = Const(True, Type.BOOL)
 
 #: Canonical text of an inlined expression may be longer than what a user may write.
 _RESTORED_LENGTH = 2**20
@@ -280,16 +281,20 @@ def split_hidden(score: Expr, rules: Rules) -> tuple[Expr | None, Expr]:
     """Split a score into where it is not −inf by its form, and what it is there.
 
     ``x if c else -inf`` shows a pair where ``c`` holds, if that does not ask for the logit; then c is a mask, which
-    bounds the loops of kernels. None: the form hides nothing.
+    bounds the loops of kernels. Each arm of a choice may hide on its own. None: the form hides nothing.
     """
     match score:
         case Op(op="select", args=(condition, shown, other)) if "s" not in names(condition):
             if shown == _HIDDEN:
                 condition, shown, other = rules.build("not", (condition,)), other, shown
-            if other != _HIDDEN:
-                return None, score
             inner, shown = split_hidden(shown, rules)
-            return condition if inner is None else rules.build("and", (condition, inner)), shown
+            if other == _HIDDEN:
+                return condition if inner is None else rules.build("and", (condition, inner)), shown
+            outer, other = split_hidden(other, rules)
+            if inner is None and outer is None:
+                return None, score
+            visible = rules.build("select", (condition, inner or _SHOWN, outer or _SHOWN))
+            return visible, shown if shown == other else rules.build("select", (condition, shown, other))
         case Op(op="add", args=(a, b)):  # s + (0 if c else -inf); data beside it might be +inf, and the sum NaN
             for one, other in ((a, b), (b, a)):
                 seen, shown = split_hidden(one, rules)

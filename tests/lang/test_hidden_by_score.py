@@ -25,6 +25,13 @@ def variant(mask: str | None, score: str) -> Variant:
         (None, "(0.5 if q >= kv else -inf) + s", "q >= kv", "0.5 + s"),
         (None, "(s if kv < w else -inf) if q >= kv else -inf", "q >= kv and kv < w", None),
         (None, "bias[kv] if kv < w else -inf", "kv < w", "bias[kv]"),
+        (None, "(-inf if q < kv else s) if h == 0 else s", "not q < kv if h == 0 else True", None),
+        (
+            "q >= kv",
+            "(s * 2 if kv < w else -inf) if h == 0 else s + (0 if q - kv < w else -inf)",
+            "q >= kv and (kv < w if h == 0 else q - kv < w)",
+            "s * 2.0 if h == 0 else s",
+        ),
     ],
 )
 def test_a_condition_becomes_the_mask(mask: str | None, score: str, seen: str, rest: str | None) -> None:
@@ -38,6 +45,7 @@ def test_a_condition_becomes_the_mask(mask: str | None, score: str, seen: str, r
     [
         "s if s > 0 else -inf",  # the logit decides
         "s if q >= kv else -1000.0",
+        "(s if s > 0 else -inf) if h == 0 else s",
         "s if q >= kv else inf",
         "bias[kv] + (0 if q >= kv else -inf)",  # bias may be inf: the sum is NaN then
         "(0 if q >= kv else -inf) * s",
