@@ -55,13 +55,14 @@ def kernels() -> Iterator[None]:
         registry.add(other)
 
 
-def tiles_of(name: str, head_dim: int, layout: str, direction: str) -> tuple[int, int]:
-    """Return the tile of the launch that reads the map."""
+@cache
+def tiles() -> dict[tuple[str, int, str, str], tuple[int, int]]:
+    """The tile of the launch that reads the map, by variant, head dim, layout and direction."""
+    read = {}
     for one in (for_this_gpu(kernel).plan for kernel in to_build()):
-        if (one.variant.name, one.head_dim_qk, one.layout, one.direction) == (name, head_dim, layout, direction):
-            launch = one.launch("forward" if direction == "forward" else "dqkv")
-            return launch.tile_m, launch.tile_n
-    raise LookupError(name)
+        launch = one.launch("forward" if one.direction == "forward" else "dqkv")
+        read[one.variant.name, one.head_dim_qk, one.layout, one.direction] = launch.tile_m, launch.tile_n
+    return read
 
 
 def check_kept(call: Call, name: str, head_dim: int, layout: str, before: set[Any]) -> int:
@@ -71,8 +72,8 @@ def check_kept(call: Call, name: str, head_dim: int, layout: str, before: set[An
         if key in before:
             continue
         backward = key[0][1] == "dqkv"
-        tiles = tiles_of(name, head_dim, layout, "backward" if backward else "forward")
-        check_map(entry.words, entry.shape, tiles, call, by_keys=backward)
+        tile = tiles()[name, head_dim, layout, "backward" if backward else "forward"]
+        check_map(entry.words, entry.shape, tile, call, by_keys=backward)
         count += 1
     return count
 
@@ -84,7 +85,7 @@ def test_every_tile_and_every_pair(name: str, shape: tuple[int, int, int, int], 
     if head_dim == 256 and name not in ("ids_of_64_bits", "later"):
         pytest.skip("the spec has no such kernel")
     batch, heads, queries, keys = shape
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         sizes = [(batch, n, heads, head_dim) for n in (queries, keys, keys)]
         inputs = [torch.randn(size, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
@@ -95,9 +96,9 @@ def test_every_tile_and_every_pair(name: str, shape: tuple[int, int, int, int], 
             torch.autograd.grad(out, inputs, torch.ones_like(out))
             call = attngen.explain(*inputs, variant=name, **given).call
             assert check_kept(call, name, head_dim, "dense", before) == 2
-        tiles = attngen.tile_map(*inputs[:2], variant=name, **given)
+        made = attngen.tile_map(*inputs[:2], variant=name, **given)
         (forward,) = (entry for key, entry in kept_maps().items() if key not in before and key[0][1] == "forward")
-        assert torch.equal(tiles.words, forward.words)
+        assert torch.equal(made.words, forward.words)
 
 
 def test_packed_sequences() -> None:
