@@ -42,6 +42,12 @@ class MapShape:
         self.tile_words = 128 * consumers * launch.map_bits
 
     @property
+    def keeps_pairs(self) -> bool:
+        """Whether a map that is kept should get visible pairs, for which the host waits: not for a single row of tiles,
+        as in a step of decoding, whose number of keys is that of one call alone."""
+        return self.tile_words > 0 and self.rows > 1
+
+    @property
     def map_words(self) -> int:
         """Words of all rows: the bits of full tiles, then those of partial tiles."""
         return 2 * self.words * self.rows * self.heads * self.batch

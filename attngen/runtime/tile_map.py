@@ -295,7 +295,7 @@ class _Entry:
 class _KeptMaps:
     """The maps that plain calls used last, by prepared call, scalars, stream and tensors.
 
-    From its second use on, that of a mask that reads no tensor goes by prepared call and scalars alone.
+    Once it has its visible pairs, that of a mask that reads no tensor goes by prepared call and scalars alone.
 
     A map is that of its tensors as long as they live, and as torch counts no write to them. A write that torch does not
     count (through ``.data``, DLPack or another library's kernel) goes unnoticed.
@@ -321,20 +321,20 @@ class _KeptMaps:
         entry = self._entries.get(key)
         if entry is not None and entry.words is not None and entry.is_of(decide, versions):
             if not entry.complete:
-                entry.words, entry.complete = entry.timed(make, entry.shape.tile_words > 0, entry.words), True
-            elif debug.active() and not torch.equal(entry.words, make(entry.shape.tile_words > 0)):
+                entry.words, entry.complete = entry.timed(make, True, entry.words), True
+                if not decide:
+                    if entry.words.is_cuda:
+                        torch.cuda.current_stream(entry.words.device).synchronize()  # for other streams
+                    self._entries.pop(key, None)
+                    key = key[:1]
+                    self._entries[key] = entry
+            elif debug.active() and not torch.equal(entry.words, make(entry.shape.keeps_pairs)):
                 raise CallError(
                     "a tensor of the mask was written without torch counting it (through .data, DLPack or another "
                     "library's kernel), so that calls take the tile map of its old values; write through torch, or "
                     "pass tile_map=attngen.tile_map(...) after such a write"
                 )
-            if decide:
-                self._touch(key)
-                return entry.words
-            if entry.words.is_cuda:
-                torch.cuda.current_stream(entry.words.device).synchronize()  # for other streams
-            self._entries.pop(key, None)
-            self._entries[key[:1]] = entry
+            self._touch(key)
             return entry.words
         entry = new()
 
@@ -342,7 +342,7 @@ class _KeptMaps:
             self._entries.pop(key, None)
 
         entry.owners = tuple(weakref.ref(_base(one), drop) for one in decide)
-        entry.versions, entry.words, entry.complete = versions, entry.timed(make, False), not entry.shape.tile_words
+        entry.versions, entry.words, entry.complete = versions, entry.timed(make, False), not entry.shape.keeps_pairs
         self._entries[key] = entry
         self._touch(key)
         self._shrink()

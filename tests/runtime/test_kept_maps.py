@@ -37,6 +37,7 @@ DIAGONAL = variant("diagonal", "(q - kv) % 7 <= least", scalars=[Scalar("least",
 
 class Shape:
     slots, map_words, tile_words, words, tiles = SLOTS, MAP_WORDS, TILE_WORDS, WORDS, ROWS * TILES
+    keeps_pairs = True
 
     @staticmethod
     def tensor_shape() -> tuple[int]:
@@ -299,3 +300,14 @@ def test_a_capture_before_the_second_use_makes_its_map(calls: Calls, monkeypatch
     capturing[0] = True
     assert of_positions(seen) is not first
     assert of_positions.launches.calls == ["classify", "classify"]
+
+
+@pytest.mark.parametrize("read", [SEEN, DIAGONAL])
+def test_a_map_of_a_single_row_waits_for_nothing(calls: Calls, read: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shape, "keeps_pairs", False)
+    of_one = Calls(read)
+    seen = content(18)
+    words = of_one(seen)
+    assert of_one(seen) is words
+    assert of_one.launches.calls == ["classify"]
+    assert set(partial_pairs(words).values()) == {-1}
