@@ -110,6 +110,13 @@ def test_what_is_left_to_triton() -> None:
     assert "own tensors (grad: true) beyond head dim 128" in found.backend_reason
 
 
+@pytest.mark.parametrize(("head_dim", "overlap"), [(64, "pingpong"), (96, "pingpong"), (128, "dk")])
+def test_a_derivative_that_is_kept_until_dp_is_there_takes_registers(head_dim: int, overlap: str) -> None:
+    structure = backward("s * sigmoid(gate[h])", head_dim=head_dim).structure
+    assert isinstance(structure, HopperBackward)
+    assert structure.overlap == overlap
+
+
 def test_which_biases_may_be_stored_as_they_are() -> None:
     (bias,) = stored_gradients(backward("s + bias[h, q, kv]"))
     assert bias.prefix == {"h"}

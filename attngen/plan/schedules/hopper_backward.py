@@ -620,8 +620,8 @@ def _family(spec: KernelSpec, tiled: int) -> str:
     if is_light(variant):
         return "plain"
     kept = any(each.of_product for each in gradients_of(spec.variant, fast_math=spec.fast_math))
-    if kept and not reads_positions(variant):
-        return "derived"
+    if kept and not reads_positions(variant):  # beyond, turns leave too few registers for P times a derivative
+        return "derived" if max(spec.head_dim_qk, spec.head_dim_v) <= _NARROW else "reading"
     if reads_positions(variant):
         return "valued" if _query_values(variant) and not is_wide(spec) and not mapped else "reading"
     if _varies(spec):
