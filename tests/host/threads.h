@@ -160,6 +160,14 @@ inline unsigned __reduce_max_sync(unsigned, unsigned own) {
   const uint64_t(&all)[32] = exchange(own);
   return static_cast<unsigned>(*std::max_element(all, all + 32));
 }
+inline int __reduce_max_sync(unsigned, int own) {
+  const uint64_t(&all)[32] = exchange(own);
+  return *std::max_element(all, all + 32, [](uint64_t a, uint64_t b) { return static_cast<int>(a) < static_cast<int>(b); });
+}
+inline int __reduce_min_sync(unsigned, int own) {
+  const uint64_t(&all)[32] = exchange(own);
+  return *std::min_element(all, all + 32, [](uint64_t a, uint64_t b) { return static_cast<int>(a) < static_cast<int>(b); });
+}
 inline bool __any_sync(unsigned, bool own) { return __ballot_sync(~0u, own) != 0; }
 inline bool __all_sync(unsigned, bool own) { return __ballot_sync(~0u, own) == ~0u; }
 

@@ -1,0 +1,100 @@
+// The warp of a backward that adds up gradients from tiles of dS, on the host. `role.inc` is what the kernel has, and
+// `given.inc` what it is given: its arguments, the steps, and a number of 16 bits for each pair of each step.
+#include <vector>
+
+#include "types.cuh"
+
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+#include "tensor_gradient.inc"
+
+Thread* current;
+int blocks_of_grid;
+bool moved;
+jmp_buf scheduler;
+
+constexpr uint32_t kDs = 4096, kDsStep = 1024, kDsBoxBytes = 128;
+struct DsStep {
+  int tile, h, b, hk, kv_start;
+  int q_begin, k_begin, seqlen_q, seqlen_k;
+};
+
+#include "given.inc"
+
+constexpr int kBlockN = 128;
+constexpr uint32_t kDsBytes = kBlockM * kBlockN * 2;
+
+template <typename Value>
+Value& shared_at(uint32_t address) {
+  return *reinterpret_cast<Value*>(place_of_address(address));
+}
+
+static int taken = 0;  // steps
+struct DsRing {
+  int stage;
+  uint32_t phase;
+  DsRing(int stage, uint32_t phase) : stage(stage), phase(phase) {}
+  void wait() const {
+    if (stage != (taken + 1) % 2 || phase != (taken / 2 & 1)) fail("waits for another tile", taken);
+    __syncwarp();
+    if (current->lane == 0) {
+      std::memset(&shared_at<char>(kDs + (stage ^ 1) * kDsBytes), 0xff, kDsBytes);  // NaN: the other tile is written again
+      shared_at<DsStep>(kDsStep + stage * sizeof(DsStep)) = taken < kSteps ? steps[taken] : DsStep{-1};
+      for (int row = 0; taken < kSteps && row < kBlockM; ++row) {
+        for (int key = 0; key < kBlockN; ++key) {
+          const uint32_t chunk = key / 8 % 8 ^ row % 8;
+          const uint32_t to = kDs + stage * kDsBytes + key / 64 * kBlockM * kDsBoxBytes + row * kDsBoxBytes + 16 * chunk + 2 * (key % 8);
+          shared_at<uint16_t>(to) = pairs[(taken * kBlockM + row) * kBlockN + key];
+        }
+      }
+    }
+    __syncwarp();
+    if (current->lane == 31) ++taken;
+    __syncwarp();
+  }
+  void release() const {}
+};
+inline uint32_t not_hoisted(uint32_t x) { return x; }
+
+static void role() {
+  const int lane = current->lane;
+#include "role.inc"
+}
+
+static void run_thread() {
+  role();
+  current->done = moved = true;
+  for (;;) yield();
+}
+
+int main() {
+  Cluster cluster{{}, 32};
+  Block* block = new Block{0, 0, &cluster, static_cast<char*>(std::aligned_alloc(1024, kSharedBytes))};
+  block->warps.resize(1);
+  cluster.blocks.push_back(block);
+  std::vector<Thread*> threads;
+  for (int i = 0; i < 32; ++i) {
+    Thread* thread = new Thread{};
+    getcontext(&thread->context);
+    thread->context.uc_stack.ss_sp = std::malloc(96 << 10);
+    thread->context.uc_stack.ss_size = 96 << 10;
+    makecontext(&thread->context, run_thread, 0);
+    thread->index = {i, 0, 0};
+    thread->block = block;
+    thread->warp = &block->warps[0];
+    thread->lane = i;
+    threads.push_back(thread);
+  }
+  for (bool all = false; !all;) {
+    all = true;
+    moved = false;
+    for (Thread* thread : threads) {
+      if (thread->done) continue;
+      all = false;
+      resume(thread);
+    }
+    if (!all && !moved) fail("all wait");
+  }
+  print_gradients();
+}
