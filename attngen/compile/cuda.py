@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from attngen.compile.artifact import Artifact
+from attngen.compile.hazards import misjudged_clamps
 from attngen.compile.inspect import Resources, parameter_places, resources_of_log
 from attngen.compile.machine import count_products
 from attngen.compile.nvrtc import NVRTCError, broken, load
@@ -22,6 +23,10 @@ from attngen.lang.settle import reads_products
 if TYPE_CHECKING:
     from attngen.plan.model import Launch, Plan
     from attngen.render import Source
+
+
+#: Why a kernel is refused whose code shows a known fault.
+WRONG_CODE = "NVRTC compiled it wrongly; NVRTC 13 or later may help"
 
 
 def compile_cuda(plan: Plan, source: Source) -> Artifact:
@@ -107,7 +112,10 @@ def _resources_of(symbol: str, log: str) -> Resources:
 
 
 def _check(plan: Plan, cubin: bytes, found: Mapping[str, Resources]) -> None:
-    """Refuse what silently costs a kernel its speed, unless the spec allows it, and products that were not planned."""
+    """Refuse code that is known to be wrong, products that were not planned, and, unless the spec allows it, what
+    silently costs a kernel its speed."""
+    if plan.arch.wgmma and (clamps := misjudged_clamps(cubin)):
+        raise ChoiceError(f"{plan.name}: {WRONG_CODE}: {clamps}")
     for launch in plan.launches:
         if launch.max_spills is not None:
             require_fast(plan, plan.name, found[launch.name], launch.max_spills)

@@ -1,4 +1,7 @@
-"""A check of machine code for a fault of ptxas, which compiled correct PTX wrongly, without a warning.
+"""Checks of machine code for faults of ptxas, which compiled correct PTX wrongly, without a warning.
+
+ptxas 12.9 asks whether ``max(min(x, y), 0)`` is y by a predicate of VIMNMX.RELU, which computes it. On an H100 the
+answer was seen to be wrong where x is negative; ptxas 13 compares. Few kernels ask that, and none that is shipped.
 
 A matrix product must not find its operand overwritten by an earlier iteration of its loop. ``wgmma`` may take its A
 operand from registers. ptxas 12.8 and 12.9 were seen to compile a loop wrongly in which two products do: Q, loaded
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attngen.compile.inspect import disassemble
-from attngen.compile.machine import Instruction, decode, parse
+from attngen.compile.machine import Instruction, count_judged_clamps, decode, parse
 
 
 def overwritten_operands(cubin: bytes) -> list[str]:
@@ -25,6 +28,12 @@ def overwritten_operands(cubin: bytes) -> list[str]:
     if any(instruction.product for instruction in code) and not overwritten(code):
         return []
     return overwritten(parse(disassemble(cubin)))
+
+
+def misjudged_clamps(cubin: bytes) -> str | None:
+    """Return a line about integers that a cubin clamps and compares in one instruction; None if there is none."""
+    count = count_judged_clamps(cubin)
+    return f"{count} VIMNMX.RELU with predicates, for max(min(x, y), 0) == y" if count else None
 
 
 def overwritten(code: Sequence[Instruction]) -> list[str]:

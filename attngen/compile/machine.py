@@ -34,8 +34,11 @@ _WIDE = {"128": 4, "64": 2, "WIDE": 2}
 #: Bits 0 to 8 are the operation, 9 to 11 the form of its operands, 16 to 23 the register that it writes, 24 to 31
 #: the first that it reads.
 _OPERATION, _OPERATION_AND_FORM = 0x1FF, 0xFFF
-_BRA, _HGMMA, _QGMMA, _HGMMA_OF_SHARED_MEMORY = 0x147, 0x1F0, 0x1F3, 0x9F0
+_BRA, _HGMMA, _QGMMA, _HGMMA_OF_SHARED_MEMORY, _VIMNMX = 0x147, 0x1F0, 0x1F3, 0x9F0, 0x048
 _NO_REGISTER = 255
+
+#: In the second word of VIMNMX: the bit of .RELU, and from bit 17 on the two predicates that it writes; all ones: none.
+_RELU, _PREDICATES = 1 << 12, 0x3F
 _INSTRUCTION_BYTES = 16
 
 #: Operations on uniform registers, which are not those of threads.
@@ -151,6 +154,14 @@ def decode(cubin: bytes) -> list[Instruction]:
 def count_products(cubin: bytes) -> int:
     """Return how many warpgroup products a cubin has: HGMMA with operands of 16 bits, QGMMA with operands of 8."""
     return sum(low & _OPERATION in (_HGMMA, _QGMMA) for low, _ in _words(cubin))
+
+
+def count_judged_clamps(cubin: bytes) -> int:
+    """Return how many VIMNMX.RELU, which are ``max(min(x, y), 0)``, also write predicates."""
+    return sum(
+        low & _OPERATION == _VIMNMX and high & _RELU > 0 and high >> 17 & _PREDICATES != _PREDICATES
+        for low, high in _words(cubin)
+    )
 
 
 def _words(cubin: bytes) -> Iterator[tuple[int, int]]:

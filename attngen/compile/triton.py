@@ -20,7 +20,7 @@ from attngen.compile.artifact import Artifact
 from attngen.compile.emulate.differential import wrong_products
 from attngen.compile.emulate.program import CannotDecide
 from attngen.compile.environment import scrubbed
-from attngen.compile.hazards import overwritten_operands
+from attngen.compile.hazards import misjudged_clamps, overwritten_operands
 from attngen.compile.inspect import (
     Resources,
     disassemble,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 #: What the error says about a cubin that ptxas compiled wrongly.
 WRONG_CODE = "ptxas compiled the loop wrongly; another tile, or a newer Triton, may help"
+WRONG_CLAMPS = "ptxas compiled a comparison wrongly; a newer Triton may help"
 
 #: What the error says about a kernel whose operands Triton laid out wrongly.
 WRONG_LAYOUT = "Triton multiplies some elements twice; another tile, or a newer Triton, may help"
@@ -353,6 +354,8 @@ def _check_hopper(plan: Plan, kernel: CompiledFunction, launch: Launch) -> None:
     """Refuse wrong machine code, and, for a launch whose speed matters, what silently makes it slow."""
     if not plan.arch.wgmma:
         return
+    if clamps := misjudged_clamps(kernel.cubin):
+        raise ChoiceError(f"{launch.symbol}: {WRONG_CLAMPS}: {clamps}")
     if "wgmma" in kernel.ptx:
         _check_products(kernel, launch.symbol)
     if launch.max_spills is not None:

@@ -1,7 +1,11 @@
 """The check of machine code for what ptxas compiled wrongly."""
 
-from attngen.compile.hazards import overwritten
+import pytest
+
+from attngen.compile.cuda import compile_text
+from attngen.compile.hazards import misjudged_clamps, overwritten
 from attngen.compile.machine import parse
+from attngen.compile.toolchain import nvrtc_for
 
 _LOOP = """
         /*0100*/                   LDSM.16.M88.4 R100, [R6+UR32] ;
@@ -35,3 +39,20 @@ def test_registers_of_their_own_are_right() -> None:
 def test_an_operand_in_shared_memory_reads_no_registers() -> None:
     code = _LOOP.replace("{p}", "R102").replace("R24, R100, gdesc", "R24, gdesc[UR20], gdesc")
     assert overwritten(parse(code)) == []
+
+
+_CLAMPS = """
+extern "C" __global__ void clamps(const int* x, int* out) {
+  const int clamped = max(min(x[threadIdx.x], 32), 0);
+  out[threadIdx.x] = %s;
+}
+"""
+
+
+@pytest.mark.parametrize(("stored", "compares"), [("clamped", False), ("clamped == 32 ? 7 : clamped", True)])
+def test_integers_that_are_clamped_and_compared_at_once_are_found(stored: str, compares: bool) -> None:
+    """NVRTC 12.9 does so, and no later one."""
+    nvrtc = nvrtc_for("sm90a")
+    assert nvrtc is not None
+    cubin, _ = compile_text("clamps", _CLAMPS % stored, {}, "sm90a")
+    assert (misjudged_clamps(cubin) is not None) == (compares and nvrtc.release < (13, 0))
