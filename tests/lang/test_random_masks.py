@@ -1,4 +1,4 @@
-"""Bounds of random masks of the whole language: those of bands, of segments and of single tiles, against all pairs.
+"""Bounds of random masks of the whole language against all pairs: bands, segments, single tiles, statistics of tiles.
 
 The pairs come twice: from the checked expression, and from the text by an evaluator that shares no code with it.
 """
@@ -21,7 +21,7 @@ from attngen.tools.cases import Case
 from attngen.tools.values import arguments_of
 from tests.fuzz.evaluator import Evaluator, names_of_sequence
 from tests.fuzz.language import Drawn, drawn, fill
-from tests.lang.bruteforce import UnguardedError, World, check_bands, check_classify, mask_of
+from tests.lang.bruteforce import UnguardedError, World, check_bands, check_classify, check_statistics, mask_of
 from tests.sampling import seeds
 
 _HEADS = 3
@@ -75,7 +75,8 @@ def check(seed: int, *, worlds: int = 3) -> Counter[str]:
         counts["calls"] += 1
         empty, full = check_classify(variant.mask, world, chance, facts)
         check_bands(variant.mask, world, chance, facts)
-        counts.update(empty=empty, full=full)
+        more_empty, more_full = check_statistics(variant.mask, world, chance, facts)
+        counts.update(empty=empty + more_empty, full=full + more_full)
     return counts
 
 

@@ -1,0 +1,46 @@
+"""Kernels that make the tile maps of random masks, forward and backward, on the CPU: every tile and every pair."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attngen.runtime.binding import bind_call
+from attngen.runtime.given import Given
+from attngen.tools.build.pipeline import prepare
+from attngen.tools.cases import Case
+from attngen.tools.values import arguments_of
+from tests.fuzz.language import drawn, fill
+from tests.map_oracle import check_map
+from tests.render.test_maps_on_host import OTHERS, made
+from tests.runtime.host_kernels import COMPILER
+from tests.sampling import some
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+#: Batch, query heads, KV heads, queries and keys.
+_SIZES = ((2, 2, 1, 250, 333), (1, 3, 1, 70, 700))
+
+
+@pytest.mark.parametrize("seed", some(range(200), (8, 9, 16, 78)))
+def test_random_maps(seed: int) -> None:
+    mask = drawn(seed)
+    kernels = [one for one in prepare(mask.spec) if one.plan.driver == "tile_map" and one.plan.backend == "cuda"]
+    for one in kernels:
+        plan = one.plan
+        if plan.layout == "dense":
+            OTHERS[:] = [one]
+            launch = plan.launch("forward" if plan.direction == "forward" else "dqkv")
+            for number, (batch, heads, kv_heads, rows, keys) in enumerate(_SIZES):
+                case = Case("maps", (rows,) * batch, (keys,) * batch, heads, kv_heads)
+                generator = torch.Generator().manual_seed(seed + number)
+                arguments = fill(mask, arguments_of(plan.variant, case, "dense", generator), seed + number)
+                dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[mask.dtype]
+                q = torch.zeros(batch, rows, heads, mask.head_dim, dtype=dtype)
+                k = torch.zeros(batch, keys, kv_heads, mask.head_dim, dtype=dtype)
+                given = Given(q, k, k, variant=plan.variant, arguments=arguments)
+                call, _ = bind_call(given)
+                maps, shape = made(plan, given, call)
+                for words in maps:
+                    tiles = (launch.tile_m, launch.tile_n)
+                    check_map(words, shape, tiles, call, by_keys=plan.direction == "backward")
