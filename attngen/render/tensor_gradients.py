@@ -250,11 +250,13 @@ def _located(
 ) -> tuple[Piece, Piece | None]:
     """Return the place of an entry with these indices, as their ``values`` are in the kernel, and when it is inside."""
     tensor = plan.variant.tensor(each.load.tensor)
+    # what is placed for each pair or diagonal is an int32 where that is enough
+    wide = is_large(plan.variant, each.load) or each.way not in (Way.EACH, Way.DIAGONAL)
     place, tests = leaf("0"), []
     for axis, (index, node) in enumerate(zip(values, indices, strict=True)):
         factor, extent = in_product(index, CUDA), leaf(extent_name(tensor, axis))
         if axis == 0:
-            place = written("static_cast<long long>({})", factor) if is_large(plan.variant, each.load) else factor
+            place = written("static_cast<long long>({})", factor) if wide and len(indices) > 1 else factor
         else:
             place = written("({}) * {} + {}" if axis > 1 else "{} * {} + {}", place, extent, factor)
         tests += _tests(plan, node, factor, extent, tensor.shape[axis])

@@ -117,6 +117,14 @@ def test_a_derivative_that_is_kept_until_dp_is_there_takes_registers(head_dim: i
     assert structure.overlap == overlap
 
 
+def test_places_of_large_gradients_are_counted_in_64_bits() -> None:
+    keys = render(backward("s + keys[b, kv]")).text
+    assert "gradient_u_keys + static_cast<long long>(b) * extent_u_keys_1 + kv" in keys
+    each = render(backward("s * wide[b, h, q, kv]")).text
+    assert "const long long entry = " in each
+    assert "const int entry = " in render(backward("s * table[h, clamp(q_pos - kv, 0, 256)]")).text
+
+
 def test_which_biases_may_be_stored_as_they_are() -> None:
     (bias,) = stored_gradients(backward("s + bias[h, q, kv]"))
     assert bias.prefix == {"h"}
