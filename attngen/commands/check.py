@@ -38,6 +38,14 @@ class Report:
         """The errors, each once: one entry may ask for many kernels that fail for the same reason."""
         return list({str(failure.error): failure.error for failure in self.failures}.values())
 
+    @property
+    def notes(self) -> list[str]:
+        """What makes kernels in CUDA slower than they need be."""
+        from attngen.lang.divisors import wide_divisions
+
+        variants = {plan.variant.name: plan.variant for plan in self.plans if plan.backend == "cuda"}
+        return [f"{name}: {note}" for name, variant in variants.items() for note in wide_divisions(variant)]
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as ``--json`` prints it."""
         return {
@@ -47,6 +55,7 @@ class Report:
             "warnings": [_remark(warning) for warning in self.warnings],
             "kernels": [_row(plan) for plan in self.plans],
             "never_compiled": self.unseen,
+            "notes": self.notes,
         }
 
 
@@ -133,6 +142,8 @@ def _print(report: Report) -> None:
             f"{counted(report.unseen, 'kernel')} in cuda not compiled yet: only the compiler sees registers, and a "
             "build may take another tile or backend"
         )
+    for note in report.notes:
+        click.echo(note)
     for warning in report.warnings:
         warn(str(warning))
     for error in report.errors:

@@ -21,6 +21,7 @@ _SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8}
 _SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}
 
 _TENSOR_MAP = PtxParameter("b8", 128, 64)
+_DIVISOR = PtxParameter("b8", 12, 4)
 
 
 def triton_parameters(
@@ -65,6 +66,8 @@ def triton_parameters(
 def _expected(parameter: Parameter) -> PtxParameter:
     if parameter["kind"] == "descriptor":
         return _TENSOR_MAP
+    if parameter["kind"] == "divisor":
+        return _DIVISOR
     type_ = parameter["type"]
     if type_.startswith("*"):
         return PtxParameter("u64", 8, 8)

@@ -69,6 +69,8 @@ class Var(_Node):
 
 #: Prefix of the names of the analysis's own symbols; no name of a spec can have it.
 _OWN = "."
+#: Prefix, after that, of those that stand for divisors.
+DIVISOR = "by_"
 
 
 def own(name: str, type: Type = Type.INT) -> Var:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, spelled
+from attngen.lang.ir import DIVISOR, Const, Expr, Load, Op, Search, Type, Var, own, spelled
 
 _LONGEST = 32
 
@@ -38,7 +38,7 @@ def label(node: Expr) -> str | None:
 def _words(node: Expr) -> str | None:
     match node:
         case Var(name=name):
-            return spelled(name)
+            return spelled(name).removeprefix(DIVISOR) if name.startswith(own(DIVISOR).name) else spelled(name)
         case Const(value=value, type=Type.INT):
             return str(value) if value >= 0 else f"minus_{-value}"
         case Const():

@@ -101,10 +101,10 @@ def narrow_divisors(expr: Expr, facts: Facts) -> Expr:
 
     def rule(node: Expr) -> Expr | None:
         if not isinstance(node, Op) or node.op not in ("floordiv", "mod") or node.type is not Type.INT:
-            return _unmarked(node, numbers)
+            return unmarked(node, numbers)
         x, divisor = node.args
         if not holds_int64(divisor) or holds_int64(x) or evaluate(divisor, numbers)[0] <= 0:
-            return _unmarked(node, numbers)
+            return unmarked(node, numbers)
         low, high = evaluate(x, numbers)
         beyond = max(-low, high) + 1
         if beyond > INT32[1] or (node.op == "mod" and low < 0):
@@ -115,7 +115,7 @@ def narrow_divisors(expr: Expr, facts: Facts) -> Expr:
     return rewrite(expr, rule)
 
 
-def _unmarked(node: Expr, numbers: Numbers) -> Expr | None:
+def unmarked(node: Expr, numbers: Numbers) -> Expr | None:
     """Return an operator without the mark that it had from an argument which is an int32 now; None for any other."""
     if not isinstance(node, Op) or not node.wide or any(map(holds_int64, node.args)):
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attngen.lang.bands import bands
 from attngen.lang.facts import Facts, index
 from attngen.lang.ir import Expr, Op, Search, Var, rewrite, walk
@@ -12,19 +14,28 @@ from attngen.lang.spans import Interval
 _CORNERS = {"q_lo": index("q"), "q_hi": index("q"), "q_pos_lo": index("q_pos"), "q_pos_hi": index("q_pos")}
 
 
-def own_intervals(mask: Expr, facts: Facts) -> tuple[tuple[Interval, ...], Expr]:
+def own_intervals(
+    mask: Expr, facts: Facts, accepts: Callable[[Expr], bool] = lambda end: True
+) -> tuple[tuple[Interval, ...], Expr]:
     """Return one or two intervals of keys over ``q`` and ``q_pos``, and a condition on the keys in them.
 
     The condition is TRUE where the intervals are the whole mask. It may reach a load outside its extent that a term of
-    the mask guarded which is now an interval: there the load must give some value, and not fault.
+    the mask guarded which is now an interval: there the load must give some value, and not fault. Terms with an end
+    that the caller does not accept stay in the condition.
     """
-    whole = _closed(mask, facts)
+
+    def closed_by(mask: Expr) -> tuple[Interval, ...] | None:
+        found = _closed(mask, facts)
+        ends = (end for each in found or () for end in (each.lo, each.hi) if end is not None)
+        return found if all(map(accepts, ends)) else None
+
+    whole = closed_by(mask)
     if whole is not None:
         return whole, TRUE
     closed: Expr = TRUE
     rest: Expr = TRUE
     for term in _terms(mask):
-        found = _closed(and_(closed, term), facts)
+        found = closed_by(and_(closed, term))
         if found is not None and len(found) == 1:
             closed = and_(closed, term)
         else:

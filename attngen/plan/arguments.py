@@ -9,7 +9,7 @@ from attngen.dtypes import DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES, dtype
 from attngen.lang.variant import Tensor, Variant
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Plan
-from attngen.plan.symbols import argument_name, extent_name, map_name, pointer_name, strides
+from attngen.plan.symbols import argument_name, divisor_name, extent_name, map_name, pointer_name, strides
 
 #: Tensors whose rows are keys, whatever a launch calls them.
 _OF_KEYS = frozenset({"k", "v", "dk", "dv"})
@@ -53,7 +53,7 @@ def signature(
         *([size("words")] if mapped else []),
         *([map_words()] if plan.mask_words else []),
         scale(),
-        *scalar_arguments(plan.variant),
+        *scalar_arguments(plan),
         *presence(plan, present),
     )
 
@@ -72,7 +72,7 @@ def classifier_signature(plan: Plan, tiles: str, *, max_seqlen_k: bool = False) 
         size("words"),
         *([map_words()] if with_slots else []),
         size("map_heads"),
-        *scalar_arguments(plan.variant),
+        *scalar_arguments(plan),
         *presence(plan, ("seqused_k",)),
     )
 
@@ -289,8 +289,9 @@ def tensor_shapes(variant: Variant) -> Iterator[Argument]:
             yield Argument(extent_name(tensor, axis), "extent", "i32", of=of, axis=axis)
 
 
-def scalar_arguments(variant: Variant) -> Iterator[Argument]:
-    """Yield the scalars that a variant takes at the call."""
-    for scalar in variant.scalars:
-        if scalar.const is None:
-            yield Argument(argument_name(scalar.name), "scalar", _SCALAR_TYPES[scalar.dtype], of=scalar.name)
+def scalar_arguments(plan: Plan) -> Iterator[Argument]:
+    """Yield the scalars that a variant takes at the call, and what a CUDA kernel divides by."""
+    for scalar in plan.variant.arguments:
+        yield Argument(argument_name(scalar.name), "scalar", _SCALAR_TYPES[scalar.dtype], of=scalar.name)
+    for divisor in plan.divisors:
+        yield Argument(divisor_name(divisor), "divisor", "divisor", of=divisor.text)

@@ -9,6 +9,7 @@ from attngen.arch import ARCHES, Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.bands import Heads
+from attngen.lang.divisors import Divisor, divisors
 from attngen.lang.variant import Variant
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.operands import Operands
@@ -285,6 +286,11 @@ class Plan:
     def approximate(self) -> bool:
         """Whether functions of mask and score may be the hardware's, which are coarser than float32."""
         return self.fast_math and self.operands.out.bytes < self.operands.accumulator.bytes
+
+    @property
+    def divisors(self) -> tuple[Divisor, ...]:
+        """What the kernel's integer divisions are multiplications for: divisors that scalars decide. Triton divides."""
+        return divisors(self.variant) if self.backend == "cuda" else ()
 
     @property
     def mask_words(self) -> int:

@@ -9,6 +9,7 @@ spec names, and templates do: these keep the names that kernels give to their ow
 
 from __future__ import annotations
 
+from attngen.lang.divisors import Divisor
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Tensor
 
@@ -21,6 +22,11 @@ _OF_KERNELS = frozenset({DROPOUT_P.name, RNG_STATE.name})
 def argument_name(name: str) -> str:
     """Return the name of a variant's scalar in the kernel."""
     return name if name in _OF_KERNELS else f"{PREFIX}{name}"
+
+
+def divisor_name(divisor: Divisor) -> str:
+    """Return the name of the argument by which a kernel divides: ``by_u_chunk``."""
+    return f"by_{PREFIX}{divisor.name}"
 
 
 def pointer_name(tensor: str) -> str:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from attngen.dtypes import DTYPES
 from attngen.lang.bands import Axis, Bands, Heads, bands, has_short_bounds
+from attngen.lang.divisors import prepared, wide_names
 from attngen.lang.facts import Facts
 from attngen.lang.folding import PRODUCT
-from attngen.lang.ir import Expr, Load, Op, names, rewrite, walk
+from attngen.lang.ir import Expr, Load, Op, children, names, rewrite, walk
 from attngen.lang.literals import fold_literals
-from attngen.lang.rows import own_intervals
+from attngen.lang.separate import KEYS, ROWS, asked, costly_values, narrow_tensors
 from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
 from attngen.schema.expand import KernelSpec
-
-_WORD = 4  # bytes
-_ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
 
 
 def bands_of(spec: KernelSpec, over: Axis = "kv") -> Bands:
@@ -33,7 +30,7 @@ def _bands(variant: Variant, over: Axis, heads: Heads) -> Bands:
 
 def reads_data_per_key(variant: Variant) -> bool:
     """Whether the mask reads a tensor at an index that depends on the key: no interval rule can bound that."""
-    return any(names(index) & _KEYS for node in walk(variant.mask) if isinstance(node, Load) for index in node.indices)
+    return any(names(index) & KEYS for node in walk(variant.mask) if isinstance(node, Load) for index in node.indices)
 
 
 def reads_data_per_query(variant: Variant) -> bool:
@@ -41,7 +38,7 @@ def reads_data_per_query(variant: Variant) -> bool:
     read any of its values, so that a bound of all is seldom a bound of the tile."""
     monotone = {tensor.name for tensor in variant.tensors if tensor.monotone is not None}
     loads = (load for load in _mask_loads(variant) if load.tensor not in monotone)
-    return any(names(index) & _ROWS for load in loads for index in load.indices)
+    return any(names(index) & ROWS for load in loads for index in load.indices)
 
 
 def has_short_bounds_of(spec: KernelSpec) -> bool:
@@ -55,34 +52,69 @@ def key_loads(variant: Variant, heads: Heads = "single") -> frozenset[Load]:
 
     A forward with warp roles has room for as many, and its loader loads these.
     """
-    varying = _ROWS | {"h"} if heads == "packed" else _ROWS
+    varying = ROWS | {"h"} if heads == "packed" else ROWS
     loads = _mask_loads(variant)
     if any(isinstance(inner, Load) for load in loads for index in load.indices for inner in walk(index)):
         return frozenset()
-    narrow = {tensor.name for tensor in variant.tensors if DTYPES[tensor.dtype].bytes <= _WORD}
+    narrow = narrow_tensors(variant)
     used = [(load, frozenset[str]().union(*map(names, load.indices))) for load in loads]
-    return frozenset(load for load, read in used if load.tensor in narrow and read & _KEYS and not read & varying)
+    return frozenset(load for load, read in used if load.tensor in narrow and read & KEYS and not read & varying)
+
+
+def key_values(variant: Variant, heads: Heads = "single") -> tuple[Expr, ...]:
+    """Return the values of a key that the loader of a forward may find, the same for all rows of a tile: those that the
+    mask loads (``key_loads``), which all have room, then those that it divides for, the most costly first."""
+    others = wide_names(variant) | ROWS | ({"h"} if heads == "packed" else set())
+    costly = costly_values(_asked(variant), KEYS, others, narrow_tensors(variant))
+    loads = key_loads(variant, heads)
+    if costly:
+        loads &= frozenset(_loads_outside(_asked(variant), frozenset(costly)))
+    return tuple(sorted((*loads, *costly), key=lambda value: not isinstance(value, Load)))  # stable
+
+
+def costly_query_values(variant: Variant) -> tuple[Expr, ...]:
+    """Return the values of a query that the mask divides for, the same for all keys of a tile; none if it loads some
+    (``query_loads``), which have their place."""
+    if query_loads(variant):
+        return ()
+    return costly_values(_asked(variant, "q"), ROWS, KEYS | wide_names(variant), narrow_tensors(variant))
+
+
+def _loads_outside(exprs: Iterable[Expr], values: frozenset[Expr]) -> Iterator[Load]:
+    """Yield what expressions load, but for what they load for some values alone."""
+    for each in exprs:
+        if each not in values:
+            if isinstance(each, Load):
+                yield each
+            yield from _loads_outside(children(each), values)
 
 
 @lru_cache(maxsize=256)
-def _mask_loads(variant: Variant) -> frozenset[Load]:
-    """Return what a mask loads, as kernels ask for it: by the ends of the keys that a query sees, and what is left."""
-    intervals, rest = own_intervals(variant.mask, Facts.of(variant))
-    asked = [rest, *(end for each in intervals for end in (each.lo, each.hi) if end is not None)]
-    return frozenset(node for each in asked for node in walk(rewrite(each, fold_literals)) if isinstance(node, Load))
+def _asked(variant: Variant, along: Axis = "kv") -> tuple[Expr, ...]:
+    """Return what kernels evaluate of a mask: what is left of it, and the ends of the keys that a query sees."""
+    facts = Facts.of(variant)
+    intervals, rest = asked(variant, facts, along)
+    ends = (end for each in intervals for end in (each.lo, each.hi) if end is not None)
+    return tuple(rewrite(prepared(each, variant, facts), fold_literals) for each in (rest, *ends))
+
+
+@lru_cache(maxsize=256)
+def _mask_loads(variant: Variant, along: Axis = "kv") -> frozenset[Load]:
+    """Return what a mask loads, as kernels ask for it."""
+    return frozenset(node for each in _asked(variant, along) for node in walk(each) if isinstance(node, Load))
 
 
 def query_loads(variant: Variant) -> int:
     """Return how many values of 4 bytes or less a mask loads for each query, the same for all keys; 0 if it loads one
     for each pair, or finds one by means of another, or if the score loads anything by position."""
-    loads = _mask_loads(variant)
-    narrow = {tensor.name for tensor in variant.tensors if DTYPES[tensor.dtype].bytes <= _WORD}
+    loads = _mask_loads(variant, "q")
+    narrow = narrow_tensors(variant)
     used = [frozenset[str]().union(*map(names, load.indices)) for load in loads]
     nested = any(isinstance(inner, Load) for load in loads for index in load.indices for inner in walk(index))
     scored = replace(variant, mask=TRUE)
-    if nested or reads_positions(scored) or any(read & _ROWS and read & _KEYS for read in used):
+    if nested or reads_positions(scored) or any(read & ROWS and read & KEYS for read in used):
         return 0
-    by_query = [load for load, read in zip(loads, used, strict=True) if read & _ROWS]
+    by_query = [load for load, read in zip(loads, used, strict=True) if read & ROWS]
     return len(by_query) if all(load.tensor in narrow for load in by_query) else 0
 
 
@@ -91,7 +123,7 @@ def gathers(variant: Variant) -> bool:
     for node in _nodes(variant):
         if isinstance(node, Load):
             used = frozenset[str]().union(*(names(index) for index in node.indices))
-            if used & _ROWS and used & _KEYS:
+            if used & ROWS and used & KEYS:
                 return True
     return False
 
@@ -99,7 +131,7 @@ def gathers(variant: Variant) -> bool:
 def reads_positions(variant: Variant) -> bool:
     """Whether mask or score read a tensor at an index that depends on the query or the key."""
     loads = (node for node in _nodes(variant) if isinstance(node, Load))
-    return any(names(index) & (_ROWS | _KEYS) for load in loads for index in load.indices)
+    return any(names(index) & (ROWS | KEYS) for load in loads for index in load.indices)
 
 
 def packed_keys(variant: Variant) -> str | None:
@@ -117,7 +149,7 @@ def packed_keys(variant: Variant) -> str | None:
 
 def varies_within_head(expr: Expr) -> bool:
     """Whether an expression differs from pair to pair of a head."""
-    return bool(names(expr) & (_ROWS | _KEYS | {"s", PRODUCT.name}))
+    return bool(names(expr) & (ROWS | KEYS | {"s", PRODUCT.name}))
 
 
 def is_light(variant: Variant) -> bool:

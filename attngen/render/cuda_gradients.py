@@ -55,11 +55,12 @@ _VARYING = (
 
 @dataclass(frozen=True, slots=True)
 class QueryValues:
-    """The values of a query that the mask reads, each with the type that it is held in, and the lines that load them
-    for the query ``q_row``: these come with a tile of Q."""
+    """The values of a query that the mask reads or divides for, each with the type that it is held in, and the lines
+    that find them for the query ``q_row``: these come with a tile of Q. ``loads``: the lines load."""
 
     fields: tuple[tuple[str, str], ...]
     lines: tuple[Statement, ...]
+    loads: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +117,12 @@ def probabilities(plan: Plan) -> Probabilities:
             body.append(_HIDE_BEYOND)
         moving, once = depending(hoisted, _VARYING)
         block |= dict.fromkeys(once)
-        found.append(_steps(moving, body))
+        found.append(replace(_steps(moving, body), costly=mask.costly if partial and not plan.mask_words else ()))
         if variant.score is not None:
             multiplier = scored.results[1]
     if variant.score is None:
         block = {SCALE: None, **block}
-    partial_steps, query_values = _with_query_values(plan, found[0])
+    partial_steps, query_values = _with_query_values(plan, found[0], tuple(block))
     return Probabilities(
         block=tuple(block),
         partial=partial_steps,
@@ -141,19 +142,26 @@ def _visible(plan: Plan) -> Steps:
     return _steps(mask.hoisted, [*mask.body, *mask.ends, bit_of(mask.hidden, _ELEMENT)])
 
 
-def _with_query_values(plan: Plan, steps: Steps) -> tuple[Steps, QueryValues | None]:
+def _with_query_values(plan: Plan, steps: Steps, block: Sequence[Statement]) -> tuple[Steps, QueryValues | None]:
     """Return the steps of a partial tile that take the values of queries from where their loader put them, and how they
-    come there; the same steps, and None, if the plan has no room for them."""
+    come there; the same steps, and None, if the plan has no room for them. ``block``: lines before all steps."""
     assert isinstance(plan.structure, HopperBackward)
     if not plan.structure.query_values:
         return steps, None
     before = {name for each in steps.tile if each.type == "const auto*" for name in each.names}
     loaded = before | {pointer_name(tensor.name) for tensor in plan.variant.tensors}
-    by_query = [each for each in steps.key if each.type in HELD and each.reads & loaded]
+    divided = {*steps.costly[: plan.structure.query_values]}
+    by_query = [
+        each
+        for each in steps.key
+        if each.type in HELD and ({*each.names} & divided if divided else each.reads & loaded)
+    ]
     assert len(by_query) == plan.structure.query_values, f"{plan.name}: other loads than planned"
     others = [each for each in steps.key if not {*each.names} & {*_COLUMN_NAMES} and each not in by_query]
     lines = (*needed(others, by_query), *by_query)
-    values = QueryValues(fields_of(by_query), (*needed(steps.tile, lines), *number_queries(reads(lines)), *lines))
+    tile = needed(steps.tile, lines)
+    shared = needed(block, [*tile, *lines]) if divided else ()
+    values = QueryValues(fields_of(by_query), (*shared, *tile, *number_queries(reads(lines)), *lines), not divided)
     key = [each for each in steps.key if each not in by_query]
     used = needed([*taken("of_query(8 * {i} + {j})", by_query), *key], steps.element)
     tile = needed(steps.tile, [*steps.row, *used, *steps.element])

@@ -9,10 +9,10 @@ from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding, EmittedMany
 from attngen.lang.folding import KEY, KV_FIRST, PRODUCT, cap_scale, fold_logit, less, split_keys, split_slope
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, names, own, spelled, tensors, walk
+from attngen.lang.ir import MAX_SEQLEN, Expr, Load, Op, Type, names, own, spelled, tensors, walk
 from attngen.lang.ranges import INT32
-from attngen.lang.rows import own_intervals
 from attngen.lang.segments import segments
+from attngen.lang.separate import asked
 from attngen.lang.simplify import FALSE, TRUE, integer, maximum, minimum
 from attngen.lang.statements import (
     Piece,
@@ -30,6 +30,7 @@ from attngen.lang.statistics import Separated, Statistic
 from attngen.lang.symbols import NODES
 from attngen.plan.model import Plan
 from attngen.plan.schedules.structures import HopperForward
+from attngen.plan.traits import costly_query_values, key_values
 from attngen.render.biases import bias_bindings, with_biases
 from attngen.render.cuda_statements import (
     SCALE,
@@ -78,7 +79,8 @@ class Steps:
     """What happens to the elements ``x`` of a tile: lines for the tile, for each row, each key, and each element.
 
     ``row_values`` are the values of a row that its elements use, each with its type. No lines for elements: nothing
-    happens to them. ``of_mask`` are the names that the mask declares.
+    happens to them. ``of_mask`` are the names that the mask declares, ``costly`` those of values of a key (of a query,
+    in a backward) that it divides for.
     """
 
     tile: tuple[Statement, ...]
@@ -87,6 +89,7 @@ class Steps:
     key: tuple[Statement, ...]
     element: tuple[Statement, ...]
     of_mask: frozenset[str] = frozenset()
+    costly: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[Statement, ...]:
@@ -157,6 +160,7 @@ def logits(plan: Plan) -> Logits:
         scored = emit_for(plan, CUDA, [with_biases(plan, value), folded.multiplier, *more], bound)
         hoisted, body = list(scored.hoisted), list(scored.body)
         of_mask: frozenset[str] = frozenset()
+        costly: tuple[str, ...] = ()
         if slope is not None:
             body.append(statement("{x} = fmaf(float({key}), {}, {});", scored.results[-1], scored.results[0]))
         elif variant.score is not None:
@@ -167,10 +171,10 @@ def logits(plan: Plan) -> Logits:
             mask = masking(plan, bound, declared([*hoisted, *body]))
             hoisted += [each for each in (*mask.hoisted, *mask.ends) if each not in hoisted]
             body += [*mask.body, hide(mask.hidden)]
-            of_mask = frozenset(declared([*mask.hoisted, *mask.body]))
+            of_mask, costly = frozenset(declared([*mask.hoisted, *mask.body])), mask.costly
         row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
-        steps.append(replace(_steps(plan, tile, row, body), of_mask=of_mask))
+        steps.append(replace(_steps(plan, tile, row, body), of_mask=of_mask, costly=costly))
         if variant.score is not None:
             multiplier = scored.results[1]
     statements = list(work)
@@ -243,12 +247,13 @@ def row_values(row: Sequence[Statement], element: Sequence[Statement]) -> tuple[
 @dataclass(frozen=True, slots=True)
 class Masking:
     """Lines that stand before the loop over keys or queries; those of what it goes along; those that say, by ``ends``,
-    which keys a query sees; and whether an element is hidden."""
+    which keys a query sees; and whether an element is hidden. ``costly``: the names of values that it divides for."""
 
     hoisted: Sequence[Statement]
     body: Sequence[Statement]
     ends: Sequence[Statement]
     hidden: Piece
+    costly: tuple[str, ...]
 
 
 def hide(hidden: Piece) -> Statement:
@@ -271,7 +276,7 @@ def masking(
     Ends are counted from the first key of a lane, so that an element compares them with constants: ``key`` is its
     distance from that.
     """
-    intervals, rest = own_intervals(plan.variant.mask, facts_of(plan))
+    intervals, rest = asked(plan.variant, facts_of(plan), along.axis)
     ends: dict[str, Expr] = {}
     seen: list[Piece] = []
     hidden: list[Piece] = []
@@ -286,8 +291,9 @@ def masking(
         seen.append(written(f"{low} && {high}" if below in ends else high))
         hidden.append(written(f"{before} || {behind}" if below in ends else behind))
     exprs = [Op("sub", (from_zero(plan, end), KV_FIRST), Type.INT) for end in ends.values()]
-    code = emit_for(plan, CUDA, [*exprs, rest], bound, taken=taken, inner=along.axis)
-    *values, condition = code.results
+    costly = costly_values_of(plan, along)
+    code = emit_for(plan, CUDA, [*exprs, rest, *costly], bound, taken=taken, inner=along.axis)
+    values, condition, named = code.results[: len(exprs)], code.results[len(exprs)], code.results[len(exprs) + 1 :]
     declarations = [int_constant(name, value) for name, value in zip(ends, values, strict=True)]
     if len(seen) == 1 and rest == TRUE:
         test = hidden[0]
@@ -295,10 +301,17 @@ def masking(
         if len(seen) > 1:
             seen = [joined(" || ", (written("({})", each) if "&&" in each.text else each for each in seen))]
         if rest != TRUE:
-            open_ended = "||" in condition.text or "?" in condition.text
+            open_ended = "|" in condition.text or "?" in condition.text
             seen.append(written("({})", condition) if open_ended else condition)
         test = written("!({})", joined(" && ", seen))
-    return Masking(code.hoisted, code.body, declarations, test)
+    return Masking(code.hoisted, code.body, declarations, test, tuple(value.text for value in named))
+
+
+def costly_values_of(plan: Plan, along: Along) -> tuple[Expr, ...]:
+    """Return the values of a key, or of a query for a block that goes along queries, which the mask divides for."""
+    if along.axis == "q":
+        return costly_query_values(plan.variant)
+    return tuple(each for each in key_values(plan.variant, plan.box_heads) if not isinstance(each, Load))
 
 
 def from_zero(plan: Plan, end: Expr) -> Expr:

@@ -8,6 +8,7 @@ from functools import reduce
 from typing import Literal
 
 from attngen.lang.bands import Bands, Interval
+from attngen.lang.divisors import prepared, wide_names
 from attngen.lang.emit import Binding, EmittedMany, TensorBinding, emit_many
 from attngen.lang.facts import KV_START, Q_START, Facts
 from attngen.lang.folding import LOG2E, SOFTMAX_SCALE
@@ -19,7 +20,7 @@ from attngen.lang.ranges import INT32, Range
 from attngen.lang.simplify import add, ceildiv, floordiv, integer, make, maximum, minimum, sub
 from attngen.lang.statements import Piece, Statement, leaf, written
 from attngen.plan.model import Plan
-from attngen.plan.symbols import PREFIX, argument_name, extent_name, pointer_name, strides
+from attngen.plan.symbols import PREFIX, argument_name, divisor_name, extent_name, pointer_name, strides
 
 TILE_N, WHOLE_TILES, KV_TILES = own("BLOCK_N"), own("whole_tiles"), own("kv_tiles")
 SEQLEN_K = Var("seqlen_k", Type.INT)
@@ -99,6 +100,7 @@ def scalar_bindings(plan: Plan, language: Language) -> dict[str, Binding]:
         name = argument_name(scalar.name)
         pattern = f"({{{name}}} != 0)" if scalar.dtype == "bool" else name
         bound[scalar.name] = Binding(pattern, wide=scalar.dtype == "int64")
+    bound |= {each.symbol.name: Binding(divisor_name(each)) for each in plan.divisors}
     return bound
 
 
@@ -155,10 +157,13 @@ def emit_for(
     # what does not depend on the key is computed for sequences without keys, too, and the other way round
     ranges = known_ranges(plan) | dict(ranges or {}) | dict.fromkeys(_LENGTHS[inner], (0, MAX_SEQLEN))
     named = {expr: f"{PREFIX}{prefix}{name}" for expr, name in plan.variant.labels.items()} | dict(labels or {})
-    if language.target is Target.CUDA and any(map(_divides_by_int64, exprs)):
+    if language.target is Target.CUDA:
         facts = Facts(ranges, Facts.of(plan.variant).tensors)
-        exprs = [narrow_divisors(expr, facts) for expr in exprs]
-        named = {narrow_divisors(expr, facts): name for expr, name in named.items()}
+        exprs = [_with_divisors(plan, expr, facts) for expr in exprs]
+        named = {_with_divisors(plan, expr, facts): name for expr, name in named.items()}
+        if any(map(_divides_by_int64, exprs)):
+            exprs = [narrow_divisors(expr, facts) for expr in exprs]
+            named = {narrow_divisors(expr, facts): name for expr, name in named.items()}
     return emit_many(
         exprs,
         language.target,
@@ -174,6 +179,10 @@ def emit_for(
     )
 
 
+def _with_divisors(plan: Plan, expr: Expr, facts: Facts) -> Expr:
+    return prepared(expr, plan.variant, facts) if plan.divisors else expr
+
+
 def _divides_by_int64(expr: Expr) -> bool:
     """Whether an expression has an integer division whose divisor is an int64."""
     return any(isinstance(n, Op) and n.op in ("floordiv", "mod") and holds_int64(n.args[1]) for n in walk(expr))
@@ -183,6 +192,7 @@ def known_ranges(plan: Plan) -> dict[str, Range]:
     """Return the ranges of all names of a kernel's expressions."""
     return {
         **plan.variant.ranges,
+        **{each.symbol.name: each.range for each in plan.divisors},
         TILE_N.name: (plan.tile_n, plan.tile_n),
         WHOLE_TILES.name: (0, MAX_SEQLEN // plan.tile_n),
         KV_TILES.name: (0, MAX_SEQLEN // plan.tile_n + 1),
@@ -297,9 +307,7 @@ def _reachable(plan: Plan, tile: Expr, along: Along) -> Expr:
 
 def is_wide(plan: Plan, value: Expr) -> bool:
     """Whether a value is an int64: as it was widened, or since a scalar or a tensor of int64 is part of it."""
-    wide = {scalar.name for scalar in plan.variant.scalars if scalar.dtype == "int64"}
-    wide |= {tensor.name for tensor in plan.variant.tensors if tensor.dtype == "int64"}
-    return holds_int64(value) or not wide.isdisjoint(names(value) | tensors(value))
+    return holds_int64(value) or not wide_names(plan.variant).isdisjoint(names(value) | tensors(value))
 
 
 def in_product(value: Piece, language: Language) -> Piece:

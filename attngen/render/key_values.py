@@ -1,5 +1,5 @@
-"""What a mask loads for keys and for rows, when that is done once: values of keys come with a tile of K, by its loader,
-and those of rows stay for a tile of work."""
+"""What a mask loads or divides for keys, and loads for rows, when that is done once: values of keys come with a tile of
+K, by its loader, and those of rows stay for a tile of work."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from attngen.lang.folding import KV_FIRST
-from attngen.lang.ir import spelled
+from attngen.lang.ir import Load, spelled
 from attngen.lang.statements import Statement, declared, depending, needed, reads, statement
 from attngen.plan.model import Plan
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.symbols import pointer_name
-from attngen.plan.traits import key_loads
+from attngen.plan.traits import key_values
 from attngen.render.cuda_math import Steps, row_names
 from attngen.render.cuda_statements import int_constant
 
@@ -40,7 +40,9 @@ def with_key_values(plan: Plan, steps: Steps, work: Sequence[Statement]) -> tupl
     of work."""
     if not isinstance(plan.structure, HopperForward) or not plan.structure.key_values:
         return steps, None
-    loads = key_loads(plan.variant, plan.box_heads)
+    count = plan.structure.key_values
+    wanted = key_values(plan.variant, plan.box_heads)[:count]
+    divided = steps.costly[: sum(not isinstance(each, Load) for each in wanted)]
     pointers = {pointer_name(tensor.name) for tensor in plan.variant.tensors}
     pointers |= {name for each in work if each.type == "const auto*" for name in each.names}
     _, fixed = depending(steps.row, {spelled(KV_FIRST.name)})
@@ -48,8 +50,10 @@ def with_key_values(plan: Plan, steps: Steps, work: Sequence[Statement]) -> tupl
     numbers = [each for each in steps.key if {*each.names} & _NUMBERS]
     computed = [each for each in steps.key if each not in numbers]
     _, of_key = depending(computed, {"key", "x", *row_names(plan), *declared([*steps.tile, *steps.row])})
-    by_key = [each for each in of_key if each.type in HELD and each.reads & pointers and {*each.names} & steps.of_mask]
-    assert len(by_key) == len(loads) == plan.structure.key_values, f"{plan.name}: other loads than planned"
+    others = needed([each for each in computed if not {*each.names} & {*divided}], steps.element)
+    loads = [each for each in others if each.reads & pointers and {*each.names} & steps.of_mask]
+    by_key = [each for each in of_key if each.type in HELD and (each in loads or {*each.names} & {*divided})]
+    assert len(by_key) == count, f"{plan.name}: other values of keys than planned"
     lines = needed(of_key, [_user(declared(by_key))])
     packed = [int_constant("kv_packed", "{k_begin} + {kv}")] if "kv_packed" in reads(lines) else []
     values = KeyValues(

@@ -12,6 +12,7 @@ from struct import Struct
 from typing import Any
 
 from attngen.errors import LoadError
+from attngen.lang.divisors import division, divisors
 from attngen.runtime import counters
 from attngen.runtime.addresses import BACKWARD, FORWARD, SPLIT_COUNTERS, TILE_COUNTER
 from attngen.runtime.cache import RecentCache
@@ -36,10 +37,27 @@ MAP_PARTS = ("tile_map", "tile_hashes", "tile_list")
 _WRITERS = {"i1": ("int8", 1), "i8": ("int8", 1), "i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
 
 
+class Division:
+    """What a kernel divides by in a call, from the scalars in order of declaration."""
+
+    __slots__ = ("_divisor", "_names")
+
+    def __init__(self, call: Call, parameter: Parameter) -> None:
+        """Raises LoadError if the variant does not divide by what the parameter is of."""
+        known = {divisor.text: divisor for divisor in divisors(call.variant)}
+        if parameter.of not in known:
+            raise LoadError(f"parameter '{parameter.name}': the variant does not divide by '{parameter.of}'")
+        self._divisor = known[parameter.of]
+        self._names = [rule.name for rule in call.rules]
+
+    def __call__(self, scalars: Sequence[Any]) -> tuple[int, int, int]:
+        return division(self._divisor.value(dict(zip(self._names, scalars, strict=True))))
+
+
 class PreparedKernel:
     """One kernel with one geometry on one device: what of its parameters stays the same, and where the rest stands."""
 
-    __slots__ = ("addresses", "descriptors", "function", "offsets", "scalars", "scales", "template")
+    __slots__ = ("addresses", "descriptors", "divisors", "function", "offsets", "scalars", "scales", "template")
 
     def __init__(
         self, entry: Entry, blocks: int, geometry: Geometry, position: Mapping[str, int], driver: Driver, device: int
@@ -55,6 +73,7 @@ class PreparedKernel:
         self.descriptors: list[tuple[int, TensorMap, int]] = []
         self.scales: list[int] = []
         self.scalars: list[tuple[str, int, int, int]] = []
+        self.divisors: list[tuple[int, Division]] = []
         for index, parameter in enumerate(entry.layout.parameters):
             match parameter.kind:
                 case "pointer":
@@ -73,6 +92,8 @@ class PreparedKernel:
                     if name not in scalar_position:
                         raise LoadError(f"parameter '{parameter.name}': the variant has no scalar '{name}'")
                     self.scalars.append((writer, size, parameter.offset, scalar_position[name]))
+                case "divisor":
+                    self.divisors.append((parameter.offset, Division(geometry.call, parameter)))
                 case _:
                     _write(packed, parameter, geometry.number(parameter))
         self.offsets, self.template = entry.layout.offsets, bytes(packed.bytes)
@@ -113,6 +134,10 @@ class PreparedLaunch:
             numbers[index] = scale
         for numbers, index, position in block.scalars:
             numbers[index] = scalars[position]
+        if block.divisors and block.divided_by != (known := tuple(scalars)):
+            for words, index, divide in block.divisors:
+                words[index], words[index + 1], words[index + 2] = divide(known)
+            block.divided_by = known
         self._driver.launch(block.launches, self._device)
         self._free.append(block)
 
@@ -213,7 +238,7 @@ class PreparedLaunches:
 class _Block:
     """The parameters of some kernels, which keep their values until the next launch: most are the same then."""
 
-    __slots__ = ("_frame", "bytes", "key", "launches", "scalars", "scales")
+    __slots__ = ("_frame", "bytes", "divided_by", "divisors", "key", "launches", "scalars", "scales")
 
     def __init__(self, kernels: Sequence[PreparedKernel], moving: int) -> None:
         """``moving``: bytes of the addresses and descriptors of all kernels."""
@@ -222,6 +247,8 @@ class _Block:
         self.key: tuple[int, ...] = ()  # what the launch before was given
         self.scales: list[tuple[memoryview[float], int]] = []
         self.scalars: list[tuple[memoryview[Any], int, int]] = []
+        self.divisors: list[tuple[memoryview[int], int, Division]] = []
+        self.divided_by: tuple[Any, ...] = ()  # the scalars of the launch before
         self.launches: list[Launch] = []
         start, described = moving, moving - DESCRIPTOR_BYTES * sum(len(kernel.descriptors) for kernel in kernels)
         for kernel in kernels:
@@ -237,6 +264,7 @@ class _Block:
                 (getattr(frame, writer), (start + offset) // size, position)
                 for writer, size, offset, position in kernel.scalars
             ]
+            self.divisors += [(frame.int32, (start + offset) // 4, divide) for offset, divide in kernel.divisors]
             self.launches.append((*kernel.function, frame.pointers(offsets)))
             start += len(kernel.template)
 

@@ -18,10 +18,13 @@ TYPE_BYTES: dict[str, int] = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "f
 #: Bytes and alignment of a TMA descriptor (CUtensorMap), passed by value.
 DESCRIPTOR_BYTES, DESCRIPTOR_ALIGNMENT = 128, 64
 
+#: Bytes and alignment of a divisor, its reciprocal and the shift after it (divisor.cuh).
+DIVISOR_BYTES, DIVISOR_ALIGNMENT = 12, 4
+
 POINTER_KINDS = ("pointer", "scratch")
 KINDS = (
     *POINTER_KINDS, "stride", "extent", "size", "scalar", "scale", "present", "descriptor", "descriptor_shape",
-    "descriptor_stride",
+    "descriptor_stride", "divisor",
 )  # fmt: skip
 
 
@@ -80,6 +83,8 @@ def _form(row: Mapping[str, Any]) -> tuple[int, int]:
     """Return size and alignment of a parameter in bytes."""
     if row["kind"] == "descriptor":
         return DESCRIPTOR_BYTES, DESCRIPTOR_ALIGNMENT
+    if row["kind"] == "divisor":
+        return DIVISOR_BYTES, DIVISOR_ALIGNMENT
     if row["kind"] in POINTER_KINDS:
         return 8, 8
     size = TYPE_BYTES[row["type"]]

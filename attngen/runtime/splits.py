@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from attngen.lang.divisors import reciprocal
+
 if TYPE_CHECKING:
     from attngen.runtime.checked import Call
 
@@ -102,14 +104,3 @@ def _clustered(units: int, kv_tiles: int, cluster: int, capacity: Capacity) -> b
     if cluster == 1 or units > capacity.clusters:
         return False
     return units * cluster >= _BUSY_BLOCKS or kv_tiles <= _SHORT_TILES
-
-
-def reciprocal(divisor: int) -> int:
-    """Return what the kernel's ``Divisor`` multiplies by, as a signed number of 32 bits; 0 if nothing is divided.
-
-    It is ceil(2^(31 + s) / divisor) for the least s with 2^s >= divisor (Granlund and Montgomery, 1994).
-    """
-    if divisor <= 0:
-        return 0
-    multiplier = -(-(1 << (31 + (divisor - 1).bit_length())) // divisor)
-    return multiplier - (1 << 32)  # at least 2^31: its sign bit is set

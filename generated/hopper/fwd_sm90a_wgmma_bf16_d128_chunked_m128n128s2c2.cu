@@ -6,6 +6,7 @@
 // A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
+#include "division.cuh"
 #include "expression.cuh"
 #include "pdl.cuh"
 #include "ring.cuh"
@@ -122,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int total_q, int total_k,
     float softmax_scale,
     int u_chunk,
+    const Divisor by_u_chunk,
     int write_lse, int has_seqused_k
 ) {
   launch_dependents();
@@ -176,9 +178,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
           const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
           const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-          const int visible_lo = max(floor_div(q_pos_lo, u_chunk) * u_chunk, 0) / kBlockN;
+          const int visible_lo = max(floor_div(q_pos_lo, by_u_chunk) * u_chunk, 0) / kBlockN;
           const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_lo = (max(floor_div(q_pos_hi, u_chunk) * u_chunk, 0) + kBlockN - 1) / kBlockN;
+          const int full_lo = (max(floor_div(q_pos_hi, by_u_chunk) * u_chunk, 0) + kBlockN - 1) / kBlockN;
           const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
           spans = {visible_lo, visible_hi, full_lo, full_hi};
           if (q_start >= seqlen_q) spans = {};
@@ -402,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           for (int row = 0; row < 2; ++row) {
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_from = max(floor_div(q_pos, u_chunk) * u_chunk, 0) - kv_first;
+            const int visible_from = max(floor_div(q_pos, by_u_chunk) * u_chunk, 0) - kv_first;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
             rows[row] = {visible_from, visible_to};
           }

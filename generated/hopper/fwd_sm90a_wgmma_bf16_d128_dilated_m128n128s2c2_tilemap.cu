@@ -6,6 +6,7 @@
 // A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
+#include "division.cuh"
 #include "expression.cuh"
 #include "pdl.cuh"
 #include "ring.cuh"
@@ -118,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int total_q, int total_k, int words, long long map_words,
     float softmax_scale,
     int u_window, int u_dilation,
+    const Divisor by_u_dilation,
     int write_lse, int has_seqused_k
 ) {
   launch_dependents();
@@ -401,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const auto find_visible = [&] {
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         struct Row {
-          int q_pos;
+          int u_q_pos_mod_dilation;
           int visible_from;
           int visible_to;
         };
@@ -410,9 +412,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         for (int row = 0; row < 2; ++row) {
           const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
           const int q_pos = q_row + (seqlen_k - seqlen_q);
+          const int u_q_pos_mod_dilation = floor_mod(q_pos, by_u_dilation);
           const int visible_from = max(q_pos - u_window * u_dilation + 1, 0) - kv_first;
           const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-          rows[row] = {q_pos, visible_from, visible_to};
+          rows[row] = {u_q_pos_mod_dilation, visible_from, visible_to};
         }
 #pragma unroll
         for (int word = 0; word < kMaskWords; ++word) {
@@ -421,10 +424,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           for (int i = 16 * word; i < min(16 * word + 16, kBlockN / 4); ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
             const int kv = kv_first + key;
+            const int u_kv_mod_dilation = kv % by_u_dilation;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
-              const auto [q_pos, visible_from, visible_to] = rows[row];
-              bits |= static_cast<uint32_t>(!(!(key >= visible_from && key < visible_to && floor_mod(q_pos - kv, u_dilation) == 0))) << (4 * (i % 16 / 2) + 2 * row + i % 2);
+              const auto [u_q_pos_mod_dilation, visible_from, visible_to] = rows[row];
+              bits |= static_cast<uint32_t>(!(!(key >= visible_from && key < visible_to && u_q_pos_mod_dilation == u_kv_mod_dilation))) << (4 * (i % 16 / 2) + 2 * row + i % 2);
             }
           }
           visible[word] = bits;
@@ -566,6 +570,7 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int words, long long map_words, int map_heads,
     int u_window, int u_dilation,
+    const Divisor by_u_dilation,
     int has_seqused_k
 ) {
   constexpr int kWarps = 16;
@@ -594,10 +599,10 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
       const int u_tiles_window_times_dilation = u_window * u_dilation;
       const int u_tiles_q_pos_lo_minus_kv_hi = q_pos_lo - kv_hi;
       const int u_tiles_q_pos_hi_minus_kv_lo = q_pos_hi - kv_lo;
-      const bool u_tiles_condition = floor_div(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) == floor_div(u_tiles_q_pos_hi_minus_kv_lo, u_dilation);
-      const bool seen = candidate >= visible_lo && candidate < visible_hi && (kv_lo <= q_pos_hi && q_pos_lo < kv_hi + u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_lo_minus_kv_hi, u_dilation) : 0) <= 0);
+      const bool u_tiles_condition = floor_div(u_tiles_q_pos_lo_minus_kv_hi, by_u_dilation) == floor_div(u_tiles_q_pos_hi_minus_kv_lo, by_u_dilation);
+      const bool seen = candidate >= visible_lo && candidate < visible_hi && (kv_lo <= q_pos_hi && q_pos_lo < kv_hi + u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_lo_minus_kv_hi, by_u_dilation) : 0) <= 0);
       const uint32_t visible_word = __ballot_sync(~0u, seen);
-      const uint32_t partial_word = __ballot_sync(~0u, !((kv_hi <= q_pos_lo && q_pos_hi < kv_lo + u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_hi_minus_kv_lo, u_dilation) : u_dilation - 1) <= 0) && (candidate + 1) * kBlockN <= seqlen_k));
+      const uint32_t partial_word = __ballot_sync(~0u, !((kv_hi <= q_pos_lo && q_pos_hi < kv_lo + u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_hi_minus_kv_lo, by_u_dilation) : u_dilation - 1) <= 0) && (candidate + 1) * kBlockN <= seqlen_k));
       if (lane == 0) full_word = visible_word & ~partial_word, undecided = visible_word & partial_word;
     }
   }
@@ -637,7 +642,7 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
         const int q_row = q_first + i;
         const int q_pos = q_row + (seqlen_k - seqlen_q);
         const int u_q_pos_minus_kv = q_pos - kv;
-        bits |= static_cast<uint32_t>(0 <= u_q_pos_minus_kv && u_q_pos_minus_kv < u_window_times_dilation && floor_mod(u_q_pos_minus_kv, u_dilation) == 0) << i;
+        bits |= static_cast<uint32_t>(0 <= u_q_pos_minus_kv && u_q_pos_minus_kv < u_window_times_dilation && floor_mod(u_q_pos_minus_kv, by_u_dilation) == 0) << i;
       }
       if (kv >= seqlen_k) bits = 0;
       const bool own = kBlockN % 32 == 0 || key < kBlockN;

@@ -6,6 +6,7 @@
 // A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
+#include "division.cuh"
 #include "expression.cuh"
 #include "pdl.cuh"
 #include "ring.cuh"
@@ -118,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int total_q, int total_k, int words, long long map_words,
     float softmax_scale,
     int u_width, int u_radius,
+    const Divisor by_u_width,
     int write_lse, int has_seqused_k
 ) {
   launch_dependents();
@@ -168,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int kv_tiles = (seqlen_k + kBlockN - 1) / kBlockN;
           const int q_start = q_tile * kBlockM;
           const int q_hi = min(q_start + kBlockM, seqlen_q) - 1;
-          const int visible_lo = static_cast<int>(min(static_cast<long long>(static_cast<long long>(max(static_cast<long long>(static_cast<long long>(q_start / u_width - u_radius) * u_width), static_cast<long long>(0))) / static_cast<long long>(kBlockN)), static_cast<long long>(kv_tiles + 1)));
-          const int visible_hi = static_cast<int>(static_cast<long long>(min(static_cast<long long>(static_cast<long long>(static_cast<long long>(static_cast<long long>(q_hi / u_width) + u_radius) * u_width) + u_width), static_cast<long long>(seqlen_k)) + kBlockN - 1) / static_cast<long long>(kBlockN));
+          const int visible_lo = static_cast<int>(min(static_cast<long long>(static_cast<long long>(max(static_cast<long long>(static_cast<long long>(q_start / by_u_width - u_radius) * u_width), static_cast<long long>(0))) / static_cast<long long>(kBlockN)), static_cast<long long>(kv_tiles + 1)));
+          const int visible_hi = static_cast<int>(static_cast<long long>(min(static_cast<long long>(static_cast<long long>(static_cast<long long>(static_cast<long long>(q_hi / by_u_width) + u_radius) * u_width) + u_width), static_cast<long long>(seqlen_k)) + kBlockN - 1) / static_cast<long long>(kBlockN));
           int tiles = 0;
           for (int word = visible_lo / 32; word < (visible_hi + 31) / 32; ++word) {
             const int* tile_map = tile_map_ptr + b * stride_tile_map_b + h * stride_tile_map_h + q_start / kBlockM * stride_tile_map_q;
@@ -401,6 +403,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         struct Row {
           int u_q_mod_width;
+          int u_q_mod_width_minus_radius;
           int visible_from;
           int visible_to;
         };
@@ -408,11 +411,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-          const int u_q_div_width = q_row / u_width;
-          const int u_q_mod_width = q_row % u_width;
+          const int u_q_div_width = q_row / by_u_width;
+          const int u_q_mod_width = q_row % by_u_width;
+          const int u_q_mod_width_minus_radius = u_q_mod_width - u_radius;
           const int visible_from = max(static_cast<long long>(min(static_cast<long long>(static_cast<long long>(u_q_div_width - u_radius) * u_width), static_cast<long long>(seqlen_k))), static_cast<long long>(0)) - kv_first;
           const int visible_to = min(static_cast<long long>(static_cast<long long>(static_cast<long long>(static_cast<long long>(u_q_div_width) + u_radius) * u_width) + u_width), static_cast<long long>(seqlen_k)) - kv_first;
-          rows[row] = {u_q_mod_width, visible_from, visible_to};
+          rows[row] = {u_q_mod_width, u_q_mod_width_minus_radius, visible_from, visible_to};
         }
 #pragma unroll
         for (int word = 0; word < kMaskWords; ++word) {
@@ -421,10 +425,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           for (int i = 16 * word; i < min(16 * word + 16, kBlockN / 4); ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
             const int kv = kv_first + key;
+            const int u_kv_mod_width = kv % by_u_width;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
-              const auto [u_q_mod_width, visible_from, visible_to] = rows[row];
-              bits |= static_cast<uint32_t>(!(!(key >= visible_from && key < visible_to && abs(u_q_mod_width - kv % u_width) <= u_radius))) << (4 * (i % 16 / 2) + 2 * row + i % 2);
+              const auto [u_q_mod_width, u_q_mod_width_minus_radius, visible_from, visible_to] = rows[row];
+              bits |= static_cast<uint32_t>(!(!(key >= visible_from && key < visible_to && u_kv_mod_width >= u_q_mod_width_minus_radius && u_q_mod_width - u_kv_mod_width >= -u_radius))) << (4 * (i % 16 / 2) + 2 * row + i % 2);
             }
           }
           visible[word] = bits;
@@ -566,6 +571,7 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int words, long long map_words, int map_heads,
     int u_width, int u_radius,
+    const Divisor by_u_width,
     int has_seqused_k
 ) {
   constexpr int kWarps = 16;
@@ -589,17 +595,17 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
       const int q_hi = min(q_start + kBlockM, seqlen_q) - 1;
       const int candidate = 32 * word + lane;
       const int kv_lo = candidate * kBlockN, kv_hi = kv_lo + (kBlockN - 1);
-      const int u_tiles_q_lo_div_width = q_start / u_width;
-      const int u_tiles_kv_hi_div_width = kv_hi / u_width;
-      const int u_tiles_kv_lo_div_width = kv_lo / u_width;
-      const int u_tiles_q_hi_div_width = q_hi / u_width;
+      const int u_tiles_q_lo_div_width = q_start / by_u_width;
+      const int u_tiles_kv_hi_div_width = kv_hi / by_u_width;
+      const int u_tiles_kv_lo_div_width = kv_lo / by_u_width;
+      const int u_tiles_q_hi_div_width = q_hi / by_u_width;
       const bool u_tiles_q_lo_div_width_eq_q_hi_div_width = u_tiles_q_lo_div_width == u_tiles_q_hi_div_width;
-      const int u_tiles_value = u_tiles_q_lo_div_width_eq_q_hi_div_width ? q_start % u_width : 0;
+      const int u_tiles_value = u_tiles_q_lo_div_width_eq_q_hi_div_width ? q_start % by_u_width : 0;
       const bool u_tiles_condition = u_tiles_kv_lo_div_width == u_tiles_kv_hi_div_width;
       const int u_tiles_width_minus_1 = u_width - 1;
-      const int u_tiles_value_2 = u_tiles_condition ? kv_hi % u_width : u_tiles_width_minus_1;
-      const int u_tiles_value_3 = u_tiles_condition ? kv_lo % u_width : 0;
-      const int u_tiles_value_4 = u_tiles_q_lo_div_width_eq_q_hi_div_width ? q_hi % u_width : u_tiles_width_minus_1;
+      const int u_tiles_value_2 = u_tiles_condition ? kv_hi % by_u_width : u_tiles_width_minus_1;
+      const int u_tiles_value_3 = u_tiles_condition ? kv_lo % by_u_width : 0;
+      const int u_tiles_value_4 = u_tiles_q_lo_div_width_eq_q_hi_div_width ? q_hi % by_u_width : u_tiles_width_minus_1;
       const bool seen = candidate >= visible_lo && candidate < visible_hi && (max(max(u_tiles_q_lo_div_width - u_tiles_kv_hi_div_width, u_tiles_kv_lo_div_width - u_tiles_q_hi_div_width), 0) <= u_radius && max(max(u_tiles_value - u_tiles_value_2, u_tiles_value_3 - u_tiles_value_4), 0) <= u_radius);
       const uint32_t visible_word = __ballot_sync(~0u, seen);
       const uint32_t partial_word = __ballot_sync(~0u, !((max(u_tiles_q_hi_div_width - u_tiles_kv_lo_div_width, u_tiles_kv_hi_div_width - u_tiles_q_lo_div_width) <= u_radius && max(u_tiles_value_4 - u_tiles_value_3, u_tiles_value_2 - u_tiles_value) <= u_radius) && (candidate + 1) * kBlockN <= seqlen_k));
@@ -634,15 +640,15 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
     for (int part = first_part; part < parts; part += parts_apart) {
       const int key = 32 * (part % kKeyParts) + lane, query_part = part / kKeyParts, q_first = q_start + 32 * query_part;
       const int kv = kv_start + key;
-      const int of_key_0 = kv / u_width;
-      const int of_key_1 = kv % u_width;
+      const int of_key_0 = kv / by_u_width;
+      const int of_key_1 = kv % by_u_width;
       // What the mask computes of a query alone; a lane has one query.
       int lane_u_q_div_width;
       int lane_u_q_mod_width;
       {
         const int q_row = min(q_first + lane, seqlen_q - 1);
-        const int u_q_div_width = q_row / u_width;
-        const int u_q_mod_width = q_row % u_width;
+        const int u_q_div_width = q_row / by_u_width;
+        const int u_q_mod_width = q_row % by_u_width;
         lane_u_q_div_width = u_q_div_width;
         lane_u_q_mod_width = u_q_mod_width;
       }

@@ -108,7 +108,7 @@ def check_parameters(plan: Plan, artifact: Artifact) -> None:
         for parameter, (offset, size) in zip(parameters, places, strict=True):
             kind = parameter["kind"]
             wide = kind == "pointer" or parameter["type"] == "i64"
-            assert size == (128 if kind == "descriptor" else 8 if wide else 4), parameter["name"]
+            assert size == {"descriptor": 128, "divisor": 12}.get(kind, 8 if wide else 4), parameter["name"]
             assert offset >= end, "parameters overlap"
             end = offset + size
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from attngen.plan.model import Plan
 from attngen.plan.schedules.structures import HopperBackward, HopperForward
 from attngen.render import render
 from tests.plan.specs import planned
@@ -119,7 +122,7 @@ def test_values_of_at_most_a_word_that_all_rows_share(mask: str, tensors: str, c
         (
             "y[kv] < q_pos if kv % 3 == 0 and seqlen_q > 5 else x[b, kv_global // 4] > q",
             "x: {dtype: int32, shape: [b, total_k]}, y: {dtype: int32, shape: [seqlen_k]}",
-            2,
+            3,  # and whether 3 divides the key
             "kv_packed",
         ),
     ],
@@ -147,3 +150,82 @@ def test_those_of_a_head_differ_between_rows_of_packed_heads() -> None:
     own = "of_head[h, kv] > 0", "of_head: {dtype: int32, shape: [h, seqlen_k]}"
     assert masked(*own, tile_map="never")[0] == 1
     assert masked(*own, pack_gqa="true", tile_map="never")[0] == 0
+
+
+def divided(mask: str, **fields: object) -> Plan:
+    """Return the plan of a mask over three sizes that the call gives."""
+    sizes = ", ".join(f"{name}: {{type: int32, min: 1, max: 4096}}" for name in ("n", "m", "w") if name in mask)
+    declared = f"variants:\n  own: {{mask: '{mask}', scalars: {{{sizes}}}}}\n"
+    given = {"backend": "cuda"} if fields.get("passes") != "backward" else {"backward": "{backend: cuda}"}
+    return planned("own", declared=declared, dtype="bf16", tile_map="never", **given, **fields)
+
+
+@pytest.mark.parametrize(
+    ("mask", "head_dim", "values"),
+    [
+        ("(q_pos - kv) % n == 0", 128, ["u_kv_mod_n"]),
+        ("abs(q % n - kv % n) <= w and abs(q // n % m - kv // n % m) <= w", 64,
+         ["u_kv_mod_n", "u_kv_div_n_mod_m"]),
+        # the costlier one has room
+        ("abs(q % n - kv % n) <= w and abs(q // n % m - kv // n % m) <= w", 128, ["u_kv_div_n_mod_m"]),
+        ("q_pos // n == kv // n", 128, []),  # a range of keys, which rows know
+        ("kv // 64 % 4 == q % 4", 128, []),
+    ],
+)  # fmt: skip
+def test_the_loader_divides_for_keys(mask: str, head_dim: int, values: list[str]) -> None:
+    plan = divided(mask, head_dim=head_dim)
+    loader, consumer = render(plan).text.split("// A consumer: 64 query rows.")
+    assert isinstance(plan.structure, HopperForward)
+    assert plan.structure.key_values == len(values)
+    if values:
+        assert f"key_values[i] = {{{', '.join(values)}}};" in loader
+        assert f"const auto [{', '.join(values)}] = of_key(key);" in consumer
+        assert not any(f"{name} =" in consumer for name in values)
+
+
+@pytest.mark.parametrize(
+    ("mask", "values"),
+    [
+        ("(q_pos - kv) % n == 0", ["u_q_pos_mod_n"]),
+        ("q_pos >= kv and q_pos // n == kv // n", ["u_q_pos_div_n_times_n"]),
+        ("abs(q // n - kv // n) <= w", ["u_q_div_n"]),  # a comparison costs less than the ends of its keys
+        ("q_pos >= kv", []),
+    ],
+)
+def test_in_a_backward_the_loader_divides_for_queries(mask: str, values: list[str]) -> None:
+    plan = divided(mask, head_dim=64, passes="backward")
+    loader, consumer = render(plan).text.split("// A consumer: 64 keys.")
+    assert isinstance(plan.structure, HopperBackward)
+    assert plan.structure.query_values == len(values)
+    if values:
+        assert f" = {{{', '.join(values)}}};" in loader
+        assert f"const auto [{', '.join(values)}] = of_query(8 * i + j);" in consumer
+
+
+@pytest.mark.parametrize(
+    ("mask", "score", "values"),
+    [
+        ("q_pos >= kv and q_pos // n == kv // n", "s + x[q] + y[kv]", ["u_q_pos_div_n_times_n"]),
+        ("x[q] > kv and (q - kv) % n == 0", "s", ["u_x_q"]),  # what is loaded comes first
+        ("x[q] // n == kv // n", "s", ["u_x_q"]),
+    ],
+)
+def test_in_a_backward_with_tensors(mask: str, score: str, values: list[str]) -> None:
+    tensors = "x: {dtype: int32, shape: [seqlen_q]}, y: {dtype: fp32, shape: [seqlen_k]}"
+    declared = (
+        f"variants:\n  own: {{mask: '{mask}', score: '{score}', tensors: {{{tensors}}}, "
+        "scalars: {n: {type: int32, min: 1}}}\n"
+    )
+    plan = planned(
+        "own", declared=declared, passes="backward", backward="{backend: cuda}", dtype="bf16", tile_map="never"
+    )
+    assert f" = {{{', '.join(values)}}};" in render(plan).text
+
+
+def test_no_kernel_divides_by_scalars() -> None:
+    """They take reciprocals instead, in all roles."""
+    for mask in ("(q_pos - kv) % n == 0", "abs(q // (n * m) - kv // (n * m)) <= w", "q_pos // n == kv // n"):
+        for fields in ({}, {"passes": "backward"}, {"layout": "varlen"}, {"split_kv": True, "passes": "forward"}):
+            text = render(divided(mask, head_dim=64, **fields)).text
+            assert "const Divisor by_u_n" in text
+            assert not re.search(r"[/%] \(?u_[nm]\b|floor_(div|mod)\([^;]*, u_|floor_(div|mod)\(static_cast", text)

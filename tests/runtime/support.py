@@ -21,6 +21,7 @@ import torch
 from attngen.dtypes import dtype as dtype_row
 from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.check import compile_variant, restore_variant
+from attngen.lang.divisors import divisors
 from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments import bind
@@ -133,6 +134,8 @@ def parameters_of(
         add("softmax_scale", "scale", "fp32")
     for scalar in chosen.arguments:
         add(scalar.name, "scalar", _SCALAR_TYPES[scalar.dtype], of=scalar.name)
+    for divisor in divisors(chosen):
+        add(f"by_{divisor.name}", "divisor", "divisor", of=divisor.text)
     if not classifier:
         add("write_lse", "present", "i32", of="lse")
     absent = "cu_seqlens_q" if layout == "paged" else "seqused_k"
@@ -328,6 +331,8 @@ def code_of(row: Mapping[str, Any]) -> str:
     """Return the struct code of a parameter."""
     if row["kind"] == "descriptor":
         return "128s"
+    if row["kind"] == "divisor":
+        return "12s"
     if row["kind"] in ("pointer", "scratch"):
         return "Q"
     return {"i1": "b", "i8": "b", "i32": "i", "i64": "q", "fp32": "f"}[row["type"]]
@@ -343,7 +348,7 @@ def decode(rows: Sequence[Mapping[str, Any]], parameters: int) -> dict[str, Any]
     pointers = (ctypes.c_uint64 * len(rows)).from_address(parameters)
     values: dict[str, Any] = {}
     for row, pointer in zip(rows, pointers, strict=True):
-        assert pointer % min(size_of(row), 64) == 0
+        assert pointer % (4 if row["kind"] == "divisor" else min(size_of(row), 64)) == 0
         value = struct.unpack("<" + code_of(row), ctypes.string_at(pointer, size_of(row)))[0]
         divisibility = row.get("divisibility") or 1
         assert not isinstance(value, int) or value % divisibility == 0, f"{row['name']} = {value}"

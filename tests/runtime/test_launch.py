@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import attngen
 from attngen.errors import CallError, LoadError, NoKernelError
+from attngen.lang.declared import Scalar
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime import dispatch
 from attngen.runtime import launch as launches
@@ -109,6 +111,30 @@ def test_scalars_change_without_preparing_again(gpu: FakeDriver) -> None:
     with pytest.raises(CallError, match="softmax_scale must be"):
         attngen.attention(q, k, v, variant="window", window=2, softmax_scale=math.nan)
     assert len(gpu.launches) == 3
+
+
+def test_divisors_follow_the_scalars(gpu: FakeDriver) -> None:
+    scalars = [Scalar("chunk", "int32", min=1), Scalar("rows", "int32", min=1), Scalar("far", "int32", default=3)]
+    mask = "q // chunk == kv // chunk or q // (chunk * rows) < kv - far"
+    install(kernel(variant("tiles", mask, scalars=scalars)))
+    q, k, v = tensors()
+    for chunk, rows in ((7, 3), (1, 1), (1, 1), (2**31 - 1, 2), (7, 2)):
+        both(q, k, v, variant="tiles", chunk=chunk, rows=rows)
+        values = gpu.launches[-1].values
+        for of, divisor in (("chunk", chunk), ("chunk * rows", min(chunk * rows, 2**31 - 1))):
+            held, multiplier, shift = struct.unpack("<iIi", values[f"divisor_{of}_None"])
+            assert held == divisor
+            for number in (0, 1, divisor - 1, divisor, 123_456_789, 2**31 - 1):
+                assert ((2 * number * multiplier) % 2**64 >> 32) >> shift == number // divisor
+
+
+def test_a_divisor_that_the_variant_does_not_have(gpu: FakeDriver) -> None:
+    chosen = variant("tiles", "q // chunk == kv // chunk", scalars=[Scalar("chunk", "int32", min=1)])
+    manifest = manifest_of(chosen)
+    next(row for row in main_of(manifest)["parameters"] if row["kind"] == "divisor")["of"] = "chunk + 1"
+    install(kernel_of(manifest))
+    with pytest.raises(LoadError, match=r"'by_chunk': the variant does not divide by 'chunk \+ 1'"):
+        attngen.attention(*tensors(), variant="tiles", chunk=5)
 
 
 def test_a_call_without_a_scale_takes_its_own_default(gpu: FakeDriver) -> None:

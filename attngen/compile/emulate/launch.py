@@ -16,6 +16,7 @@ from typing import Any
 from attngen.compile.emulate.memory import Memory
 from attngen.compile.emulate.program import Machine
 from attngen.compile.emulate.values import UNKNOWN, WORD
+from attngen.lang.divisors import division
 
 #: The rank of a block in its cluster, which machine code puts above the addresses of its shared memory. It is not 0, so
 #: that the bits of an address that a descriptor must leave out are not 0.
@@ -79,6 +80,8 @@ class Launch:
         kind, type_ = parameter["kind"], parameter["type"]
         if kind == "descriptor":
             return bytes(128)
+        if kind == "divisor":
+            return struct.pack("<3i", *division(max(integer, 1)))
         if type_.startswith("*"):
             return struct.pack("<Q", region << _REGION_BITS)
         if type_ == "fp32":

@@ -11,7 +11,7 @@ from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.biases import BIAS_BYTES, biases, without_biases
-from attngen.lang.ir import MAX_SEQLEN
+from attngen.lang.ir import MAX_SEQLEN, Load
 from attngen.lang.simplify import TRUE
 from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
@@ -29,7 +29,7 @@ from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, sear
 from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_reference
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import first_see_most
-from attngen.plan.traits import bands_of, gathers, is_light, key_loads, reads_data_per_key
+from attngen.plan.traits import bands_of, gathers, is_light, key_values, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
 
 SOFTMAXES = ("fixed_reference", "lazy", "exact_max", "bounded")
@@ -224,6 +224,9 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not together
     skips = ranges and tile_n < tile_m - ROWS
     staged = spec.epilogue != "direct" and not spec.split_tiles
+    values = key_values(spec.variant, "packed" if spec.pack_gqa else "single")
+    if not specialized or is_paged(spec) or driver == "tile_map":
+        values = ()
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
@@ -243,9 +246,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         out_columns=v,
         lookahead=6 if searches(spec) else 2,
         value_loader=is_paged(spec) and not form.transposes,  # pages take many small copies
-        key_values=len(key_loads(spec.variant, "packed" if spec.pack_gqa else "single"))
-        if specialized and not is_paged(spec) and driver != "tile_map"
-        else 0,
+        key_values=sum(isinstance(value, Load) for value in values),  # others if there is room
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
         redo_above=numbers.redo_above,
@@ -282,6 +283,12 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
                 if roles.out_columns == v:
                     return HopperTile(tile_m, tile_n, stages, roles)
         roles = with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
+        for count in range(len(values), draft.key_values, -1):
+            with suppress(PlanError):
+                valued = replace(draft, key_values=count)
+                valued = with_memory(spec, arch, valued, driver, tile_m, tile_n, stages, qk, v, operands)
+                if replace(valued, key_values=draft.key_values, shared=roles.shared) == roles:  # nothing gives way
+                    return HopperTile(tile_m, tile_n, stages, valued)
         return HopperTile(tile_m, tile_n, stages, roles)
 
     for more in () if spec.stages else usual[:-1]:

@@ -35,7 +35,15 @@ from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.symbols import gradient_pointer, stored_name
 from attngen.plan.times import visible_queries
-from attngen.plan.traits import bands_of, divides, is_light, query_loads, reads_data_per_key, reads_positions
+from attngen.plan.traits import (
+    bands_of,
+    costly_query_values,
+    divides,
+    is_light,
+    query_loads,
+    reads_data_per_key,
+    reads_positions,
+)
 from attngen.schema.expand import Backward, KernelSpec
 
 #: P and dS pass from products to products in pairs that fill a register, and by stmatrix, which moves 16 bits.
@@ -61,6 +69,8 @@ _LABELS = {
 
 #: Values of each query that come with its tile, at most: no more fit into shared memory at head dim 128.
 _QUERY_VALUES = 1
+#: The same of values that the mask divides for, where there is room.
+_COSTLY_VALUES = 2
 
 #: What a kernel that cuts the last tiles of keys is told: how many are whole, the parts of one that is cut, what blocks
 #: take of both, and the states of dQ, behind which the counters of parts stand.
@@ -223,6 +233,15 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         heavy = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
         draft = _clustered(draft, qk, v, element, divides=heavy and family in ("light", "divided", "tight"))
     roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v, operands)
+    if not (wide or driver == "tile_map" or roles.query_values or given.divides or given.lean):
+        costly = min(len(costly_query_values(spec.variant)), _COSTLY_VALUES)
+        for count in range(costly, 0, -1):
+            with suppress(PlanError):
+                valued = replace(draft, query_values=count)
+                valued = _with_memory(spec, arch, valued, choice.tile_m, stages, qk, v, operands)
+                if replace(valued, query_values=0, shared=roles.shared) == roles:  # nothing else gives way
+                    roles = valued
+                    break
     planned = drafted(
         spec,
         label=label,
@@ -234,6 +253,7 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
             *(["deterministic"] if roles.ordered else []),
             *(["lean"] if given.lean else []),
             *(["gathers"] if given.gathers else []),
+            *(["divides"] if given.divides else []),
         ),
         columns_qk=(columns_qk,),
         columns_v=(columns_v,),
@@ -261,11 +281,14 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
 
 
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
-    """Yield the spec of a backward as families get it whose masks and scores take more registers than its own; then
-    those of a single block with a lean loader, whose few registers a mask of many ranges or searches exceeds; and the
-    same without tiles of biases, if the ``first`` plan has these."""
+    """Yield the spec of a backward whose loader leaves divisions to the consumers, if it had any; then as families get
+    it whose masks and scores take more registers than its own; then those of a single block with a lean loader, whose
+    few registers a mask of many ranges or searches exceeds; and the same without tiles of biases, if the ``first`` plan
+    has these."""
     assert isinstance(first.structure, HopperBackward)
     given, tiled = spec.backward or Backward(), first.structure.biases
+    if first.structure.query_values and costly_query_values(spec.variant):
+        yield replace(spec, backward=replace(given, dkdv=replace(given.dkdv, divides=True)))
     of_tiles, of_elements = (_families_from(_family(spec, count), count) for count in (tiled, 0))
     others = [*((each, False, False) for each in of_tiles[1:]), *((each, True, False) for each in of_tiles)]
     if tiled:
@@ -533,7 +556,7 @@ def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
         *arguments.tensor_shapes(plan.variant),
         *arguments.sizes(plan, "q_tiles", max_seqlen_k=True),
         arguments.scale(),
-        *arguments.scalar_arguments(plan.variant),
+        *arguments.scalar_arguments(plan),
     )  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
         *arguments.page_sizes(plan),
         *(arguments.reciprocals("page_size") if plan.key_access == "paged" else ()),
         arguments.scale(),
-        *arguments.scalar_arguments(plan.variant),
+        *arguments.scalar_arguments(plan),
         *arguments.presence(plan, ("lse", "seqused_k")),
     )
 

@@ -48,7 +48,10 @@ _FROM_HERE = "here + "
 #: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
 SWIZZLES = {128: 1, 64: 2, 32: 3}
 SWIZZLED_ROWS = {128: "(row % 8)", 64: "(row / 2 % 4)"}
-_TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t", "fp32x4": "float4"}
+_TYPES = {
+    "i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t", "fp32x4": "float4",
+    "divisor": "const Divisor",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
