@@ -17,7 +17,7 @@ from attngen.errors import Gathered, Location, SpecError
 from attngen.lang.declarations import check_declarations, check_let_name
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, tensors, walk
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, rewrite, tensors, walk
 from attngen.lang.parser import Function, Scope, Written, lower, parse_syntax
 from attngen.lang.promotion import to_float, typed
 from attngen.lang.ranges import INT32, INT64, declared_ranges
@@ -37,6 +37,8 @@ _NOT_OF_A_SINK = frozenset((
 ))  # fmt: skip
 
 _HIDDEN, _ZERO = Const(-math.inf, Type.FLOAT), Const(0.0, Type.FLOAT)
+#: The least values of float32 and of bfloat16: ``torch.finfo(dtype).min``.
+_LEAST = (Const(-(2.0**128 - 2.0**104), Type.FLOAT), Const(-(2.0**128 - 2.0**120), Type.FLOAT))
 _SHOWN = Const(True, Type.BOOL)
 
 #: Canonical text of an inlined expression may be longer than what a user may write.
@@ -242,6 +244,8 @@ def _compile(
             if logit.type is Type.BOOL:
                 raise snippet.error("must be a number, got a condition", 0, len(snippet.text))
             seen, logit = split_hidden(to_float(logit), rules)
+            if seen is None:
+                seen, logit = split_least(logit, visible, rules)
             if seen is not None:  # whose texts would no longer say what is computed
                 visible = seen if visible == VISIBLE else rules.build("and", (visible, seen))
                 mask = score = None
@@ -301,6 +305,29 @@ def split_hidden(score: Expr, rules: Rules) -> tuple[Expr | None, Expr]:
                 if seen is not None and not tensors(other):
                     args = (shown, other) if one is a else (other, shown)
                     return seen, rules.build("add", args) if shown != _ZERO else other
+    return None, score
+
+
+def split_least(score: Expr, visible: Expr, rules: Rules) -> tuple[Expr | None, Expr]:
+    """Split a score into where it is not the least value of a dtype by its form, and what it is there.
+
+    ``x if c else least`` hides like −inf only in rows that see something: in others, softmax gives all keys the same
+    weight. So it is taken for a mask where the first key is known to be seen by every row, and x is a number there
+    whenever the logit is: it reads no tensor. None: it stays a score.
+    """
+    match score:
+        case Op(op="select", args=(condition, shown, other)) if "s" not in names(condition):
+            if shown in _LEAST:
+                condition, shown, other = rules.build("not", (condition,)), other, shown
+            infinite = any(
+                isinstance(n, Const) and isinstance(n.value, float) and math.isinf(n.value) for n in walk(shown)
+            )
+            if other not in _LEAST or infinite or tensors(shown) or any(least in walk(shown) for least in _LEAST):
+                return None, score
+            asked = condition if visible == VISIBLE else rules.build("and", (visible, condition))
+            first = rewrite(asked, lambda node: Const(0, Type.INT) if node == Var("kv", Type.INT) else None)
+            if "kv_global" not in names(asked) and bounds(first, rules.ranges)[0] >= 1:
+                return condition, shown
     return None, score
 
 
