@@ -114,11 +114,11 @@ def _resources_of(symbol: str, log: str) -> Resources:
 def _check(plan: Plan, cubin: bytes, found: Mapping[str, Resources]) -> None:
     """Refuse code that is known to be wrong, products that were not planned, and, unless the spec allows it, what
     silently costs a kernel its speed."""
-    if plan.arch.wgmma and (clamps := misjudged_clamps(cubin)):
-        raise ChoiceError(f"{plan.name}: {WRONG_CODE}: {clamps}")
     for launch in plan.launches:
         if launch.max_spills is not None:
             require_fast(plan, plan.name, found[launch.name], launch.max_spills)
+    if plan.arch.wgmma and (clamps := misjudged_clamps(cubin)):
+        raise ChoiceError(f"{plan.name}: {WRONG_CODE}: {clamps}")
     planned = sum(launch.products or 0 for launch in plan.launches)
     counted = count_products(cubin)
     # where no logit depends on products of Q and K, ptxas may drop them

@@ -1,7 +1,8 @@
 """Checks of machine code for faults of ptxas, which compiled correct PTX wrongly, without a warning.
 
 ptxas 12.9 asks whether ``max(min(x, y), 0)`` is y by a predicate of VIMNMX.RELU, which computes it. On an H100 the
-answer was seen to be wrong where x is negative; ptxas 13 compares. Few kernels ask that, and none that is shipped.
+answer was wrong for 0, 1 and 31, and for 33 and beyond, where y was 32; ptxas 13 compares. Few kernels ask that, and
+none that is shipped.
 
 A matrix product must not find its operand overwritten by an earlier iteration of its loop. ``wgmma`` may take its A
 operand from registers. ptxas 12.8 and 12.9 were seen to compile a loop wrongly in which two products do: Q, loaded

@@ -170,7 +170,8 @@ class _Evaluation:
         shape = self.torch.broadcast_shapes(value.shape, wanted.shape)
         gated = value.expand(shape).clone()
         # autograd passes None where no gradient arrives at all
-        gated.register_hook(lambda g: None if g is None else self.torch.where(wanted, g, 0.0))
+        torch = self.torch  # the hook must not keep self, which has the tensor: no garbage collector sees that cycle
+        gated.register_hook(lambda g: None if g is None else torch.where(wanted, g, 0.0))
         return gated
 
     def _guarded(self, node: Expr) -> bool:

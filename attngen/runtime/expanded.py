@@ -123,9 +123,14 @@ def with_copies(given: Given) -> Given:
     changed: dict[str, Any] = {name: _copied(getattr(given, name)) for name in _NAMES}
     variant = given.variant if isinstance(given.variant, Variant) else find(given.variant, given.package).variant
     own = {name: value for name, value in given.arguments.items() if isinstance(value, Tensor)}
-    if odd := _odd_biases(variant, own):
-        changed["arguments"] = {**given.arguments, **{name: _in_whole_rows(own[name]) for name in odd}}
+    if copies := biases_in_whole_rows(variant, own):
+        changed["arguments"] = {**given.arguments, **copies}
     return given._replace(**changed)
+
+
+def biases_in_whole_rows(variant: Variant, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the biases that have no descriptor as they are, by name; the copies have one."""
+    return {name: _in_whole_rows(tensors[name]) for name in _odd_biases(variant, tensors)}
 
 
 def _in_whole_rows(tensor: Tensor) -> Tensor:

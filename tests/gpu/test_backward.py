@@ -368,7 +368,7 @@ def test_memory_beside_inputs_and_gradients(name: str, kv_heads: int) -> None:
     assert held <= maps + workspace_bound(
         plan, batch=2, seqlen_q=rows, seqlen_k=keys, heads=4, kv_heads=kv_heads
     )  # fmt: skip
-    for (_, owner, *_), entry in kept_maps().items():
+    for ((_, owner, *_), *_), entry in kept_maps().items():
         shape = entry.launches.maps[owner]
         assert entry.words is not None
         assert entry.words.numel() <= math.prod(shape.tensor_shape()) + shape.slots * shape.tile_words

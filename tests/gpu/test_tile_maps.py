@@ -98,7 +98,7 @@ def test_every_tile_and_every_pair(name: str, shape: tuple[int, int, int, int], 
             assert check_kept(call, name, head_dim, "dense", before) == 2
         made = attngen.tile_map(*inputs[:2], variant=name, **given)
         (forward,) = (entry for key, entry in kept_maps().items() if key not in before and key[0][1] == "forward")
-        assert torch.equal(made.words, forward.words)
+        assert not forward.shape.keeps_pairs or torch.equal(made.words, forward.words)
 
 
 def test_packed_sequences() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -222,6 +224,19 @@ def test_no_gradient_passes_a_branch_that_is_not_taken(text: str) -> None:
     found = gradient(text, [0.0, -1.0, 2.0])
     assert found[:2] == [0.0, 0.0]
     assert math.isfinite(found[2])
+
+
+def test_nothing_stays_alive_after_a_gradient() -> None:
+    """Seen: what keeps gradients out of branches held all values of a score; no collector sees hooks of autograd."""
+    variant = compile_variant("v", None, "sqrt(s) if s > 0 else 3.0")
+    assert variant.score is not None
+    s = torch.tensor([4.0, -1.0], requires_grad=True)
+    scaled = 2 * s
+    held = weakref.ref(scaled)
+    evaluate(variant.score, {"s": scaled}).sum().backward()
+    del scaled
+    gc.collect()
+    assert held() is None
 
 
 def test_a_masked_position_has_no_gradient() -> None:

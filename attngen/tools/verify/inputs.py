@@ -21,6 +21,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments import bind
 from attngen.runtime.checked import Call, Packing
 from attngen.runtime.descales import check_descales
+from attngen.runtime.expanded import biases_in_whole_rows
 from attngen.runtime.paging import Paging, bind_paged
 from attngen.tools.cases import Case
 from attngen.tools.values import arguments_of
@@ -146,6 +147,8 @@ def make_inputs(
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in arguments_of(variant, case, layout, generator, calm).items()
     }
+    own = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    arguments |= biases_in_whole_rows(variant, own)  # as calls pass them on
     return Inputs(
         **cut,
         packing=_packing(case, device) if layout == "varlen" else None,
