@@ -49,8 +49,9 @@ _REST_SECONDS, _REST_TESTS = 45.0, 100
 #: What the files of tests are about.
 FAMILIES = {
     "forward": (
-        "accuracy", "hidden", "memory", "stress", "narrow", "attempts", "constants", "divisions", "bounds", "looking",
-        "calls", "waves", "shared_tiles", "mask_bits", "tile_maps", "biases", "outside", "transforms", "columns",
+        "accuracy", "hidden", "memory", "stress", "narrow", "attempts", "constants", "divisions", "divisors", "bounds",
+        "looking", "calls", "waves", "shared_tiles", "mask_bits", "tile_maps", "biases", "outside", "transforms",
+        "columns",
     ),
     "backward": ("backward", "backward_stress", "cut_tiles"),
     "decode": ("decode", "decode_stress", "dependent_launches"),
