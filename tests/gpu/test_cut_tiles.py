@@ -77,7 +77,7 @@ def test_dk_and_dv_have_the_same_bits_on_every_run(name: str, cut: int) -> None:
     first = launch()
     for _ in range(20):
         dq, *others = launch()
-        torch.testing.assert_close(dq, first[0], rtol=0, atol=4e-3 * (1e-6 + float(first[0].abs().max())))
+        close((dq,), first[:1])
         assert all(torch.equal(bits(one), bits(other)) for one, other in zip(first[1:], others, strict=True))
 
 
@@ -115,5 +115,6 @@ def test_the_rule_cuts_a_call_of_few_tiles_and_graphs_can_be_replayed(monkeypatc
 
 
 def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    """Sums of dQ in another order may round to the next number in bf16, which is up to 2^-7 of the largest away."""
     for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=8e-3 * float(other.abs().max()))
+        torch.testing.assert_close(one, other, rtol=0, atol=8e-3 * (1e-6 + float(other.abs().max())))
