@@ -131,6 +131,9 @@ def test_which_biases_may_be_stored_as_they_are() -> None:
     for score in ("s + wide[b, h, q, kv]", "s + 2.0 * bias[h, q, kv]", "s + bias[0, q, kv] + bias[1, q, kv]"):
         assert stored_gradients(backward(score)) == ()
     assert stored_gradients(backward("s + bias[h, q, kv]", dtype="fp16")) == ()
+    with_sink = DECLARED.replace("    tensors:", "    sink: bias[h, 0, 0]\n    tensors:")
+    with_sink = with_sink.format(score="s + bias[h, q, kv]")
+    assert stored_gradients(planned("own", passes="backward", backward=None, declared=with_sink)) == ()
     arguments = {one.name: one for one in backward("s + bias[h, q, kv]").arguments}
     assert arguments["stored_u_bias"].axis == "h"
 

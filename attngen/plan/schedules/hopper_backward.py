@@ -427,9 +427,12 @@ def gradients_of(variant: Variant, *, fast_math: bool) -> tuple[TensorGradient, 
 
 
 def stored_gradients(plan: Plan) -> tuple[TensorGradient, ...]:
-    """Return the biases whose gradient a call may have stored as tiles of dS are."""
-    dtypes = {tensor.name: tensor.dtype for tensor in plan.variant.tensors}
-    return tuple(stored(gradients_of(plan.variant, fast_math=plan.fast_math), dtypes, plan.operands.ds.name))
+    """Return the biases whose gradient a call may have stored as tiles of dS are; to that of a sink more is added."""
+    variant = plan.variant
+    of_sink = variant.uses(variant.sink)[1] if variant.sink is not None else frozenset()
+    dtypes = {tensor.name: tensor.dtype for tensor in variant.tensors}
+    once = stored(gradients_of(variant, fast_math=plan.fast_math), dtypes, plan.operands.ds.name)
+    return tuple(each for each in once if each.load.tensor not in of_sink)
 
 
 def _traits(spec: KernelSpec) -> frozenset[str]:
