@@ -364,8 +364,16 @@ class _KeptMaps:
             if len(entries) <= _KEPT_MAPS and size <= _KEPT_BYTES:
                 return
             self._entries.pop(key, None)
-            size -= 4 * entry.words.numel() if entry.words is not None else 0
+            if entry.words is not None:
+                size -= 4 * entry.words.numel()
+                if len(key) == 1:  # other streams may still read it than the one whose memory it becomes
+                    _wait_for_all_streams(entry.words)
             entries = entries[1:]
+
+
+def _wait_for_all_streams(words: Tensor) -> None:
+    if words.is_cuda:
+        torch.cuda.synchronize(words.device)
 
 
 _KEPT = _KeptMaps()

@@ -290,6 +290,22 @@ def test_a_map_of_positions_serves_all_streams_and_captures(calls: Calls, monkey
     assert len(kept_maps()) == 2
 
 
+def test_a_map_that_all_streams_read_is_dropped_when_they_have(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    waited: list[torch.Tensor] = []
+    monkeypatch.setattr(tile_map, "_wait_for_all_streams", waited.append)
+    monkeypatch.setattr(tile_map, "_KEPT_MAPS", 2)
+    of_positions, seen = Calls(DIAGONAL), content(18)
+    of_positions(seen)
+    words = of_positions(seen)
+    calls(content(19))
+    assert not waited
+    tensors = [content(20), content(21)]
+    for each in tensors:
+        calls(each)
+    assert len(waited) == 1
+    assert waited[0] is words
+
+
 def test_a_capture_before_the_second_use_makes_its_map(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     capturing = [False]
