@@ -134,7 +134,7 @@ def register_sums(plan: Plan) -> SumsView | None:
             place, inside = _located(plan, each, each.indices, own)
             entry = Entry((), place, inside, (), None)
         else:
-            entry = _entry(plan, each, {"kv": Binding("kv", _KEY, below=frozenset({"seqlen_k", "total_k"}))})
+            entry = _entry(plan, each, _bindings_of_keys())
         if each.way is Way.KEY:
             first = "{work.kv_start} + 64 * {warpgroup} + 16 * ({warp} % 4) + {lane} / 4 + 8 * {row}"
             entry = replace(entry, lines=(*_number_keys(first, entry.reads), *entry.lines))
@@ -285,10 +285,13 @@ def _bindings_of_pairs(plan: Plan) -> dict[str, Binding]:
         "q": Binding("q_row", _QUERY, below=frozenset({"seqlen_q"})),
         "q_pos": Binding("q_pos", _QUERY, below=frozenset({"seqlen_k"})),
         "q_global": Binding("q_packed", _QUERY, below=frozenset({"total_q"})),
-        "kv": Binding("kv", _KEY, below=frozenset({"seqlen_k", "total_k"})),
-        "kv_global": Binding("kv_packed", _KEY, below=frozenset({"seqlen_k", "total_k"})),
     }
-    return scalar_bindings(plan, CUDA) | rows
+    return scalar_bindings(plan, CUDA) | rows | _bindings_of_keys()
+
+
+def _bindings_of_keys() -> dict[str, Binding]:
+    below = frozenset({"seqlen_k", "total_k"})
+    return {"kv": Binding("kv", _KEY, below=below), "kv_global": Binding("kv_packed", _KEY, below=below)}
 
 
 def _number_pairs(read: frozenset[str]) -> list[Statement]:

@@ -24,6 +24,7 @@ DECLARED = """variants:
       table: {{dtype: float32, shape: [h, 257], grad: true}}
       grid: {{dtype: float32, shape: [15, 15], grad: true}}
       keys: {{dtype: bf16, shape: [b, seqlen_k], grad: true}}
+      packed: {{dtype: float32, shape: [total_k], grad: true}}
       rows: {{dtype: float32, shape: [h, seqlen_q], grad: true}}
       bias: {{dtype: bf16, shape: [h, seqlen_q, seqlen_k], grad: true}}
       wide: {{dtype: float32, shape: [b, h, seqlen_q, seqlen_k], grad: true}}
@@ -43,6 +44,7 @@ def backward(score: str, **fields: object) -> Plan:
         ("s * sigmoid(gate[h])", [Way.HEAD]),
         ("s + gate[h] * (kv - q_pos)", [Way.HEAD]),
         ("s + keys[b, kv]", [Way.KEY]),
+        ("s + packed[kv_global] - packed[total_k - 1 - kv_global]", [Way.KEY, Way.KEY]),
         ("s + rows[h, q]", [Way.ROW]),
         ("s + rows[h, q] - rows[h, kv]", [Way.ROW, Way.KEY]),
         ("s + table[h, clamp(q_pos - kv + 128, 0, 256)]", [Way.DIAGONAL]),
