@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attngen.render import Source
 
 
-#: Why a kernel is refused whose code shows a known fault.
+#: The error of a kernel whose machine code has a known fault of ptxas.
 WRONG_CODE = "NVRTC compiled it wrongly; NVRTC 13 or later may help"
 
 

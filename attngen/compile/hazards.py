@@ -1,8 +1,8 @@
-"""Checks of machine code for faults of ptxas, which compiled correct PTX wrongly, without a warning.
+"""Checks of machine code for two faults of ptxas: it compiles correct PTX to wrong code, without a warning.
 
-ptxas 12.9 asks whether ``max(min(x, y), 0)`` is y by a predicate of VIMNMX.RELU, which computes it. On an H100 the
-answer was wrong for 0, 1 and 31, and for 33 and beyond, where y was 32; ptxas 13 compares. Few kernels ask that, and
-none that is shipped.
+Clamps that are compared: for ``max(min(x, y), 0) == y``, ptxas 12.9 takes the predicate that VIMNMX.RELU writes beside
+the clamped value. On an H100 with y = 32 this predicate was wrong for x = 0, 1, 31, 33 and 100; ptxas 13 emits a
+comparison. Few kernels have this expression, and no shipped one does.
 
 A matrix product must not find its operand overwritten by an earlier iteration of its loop. ``wgmma`` may take its A
 operand from registers. ptxas 12.8 and 12.9 were seen to compile a loop wrongly in which two products do: Q, loaded
@@ -32,7 +32,7 @@ def overwritten_operands(cubin: bytes) -> list[str]:
 
 
 def misjudged_clamps(cubin: bytes) -> str | None:
-    """Return a line about integers that a cubin clamps and compares in one instruction; None if there is none."""
+    """A line that counts the clamps whose predicate a cubin uses as a comparison; None if there are none."""
     count = count_judged_clamps(cubin)
     return f"{count} VIMNMX.RELU with predicates, for max(min(x, y), 0) == y" if count else None
 

@@ -37,7 +37,7 @@ _OPERATION, _OPERATION_AND_FORM = 0x1FF, 0xFFF
 _BRA, _HGMMA, _QGMMA, _HGMMA_OF_SHARED_MEMORY, _VIMNMX = 0x147, 0x1F0, 0x1F3, 0x9F0, 0x048
 _NO_REGISTER = 255
 
-#: In the second word of VIMNMX: the bit of .RELU, and from bit 17 on the two predicates that it writes; all ones: none.
+#: In the second word of VIMNMX: the bit of .RELU, and, from bit 17 on, two predicates to write; all ones mean none.
 _RELU, _PREDICATES = 1 << 12, 0x3F
 _INSTRUCTION_BYTES = 16
 
@@ -157,7 +157,7 @@ def count_products(cubin: bytes) -> int:
 
 
 def count_judged_clamps(cubin: bytes) -> int:
-    """Return how many VIMNMX.RELU, which are ``max(min(x, y), 0)``, also write predicates."""
+    """Count the VIMNMX.RELU, each a ``max(min(x, y), 0)``, that also write a predicate."""
     return sum(
         low & _OPERATION == _VIMNMX and high & _RELU > 0 and high >> 17 & _PREDICATES != _PREDICATES
         for low, high in _words(cubin)

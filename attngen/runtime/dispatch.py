@@ -44,7 +44,7 @@ from attngen.runtime.prepared import PREPARED_CALLS, PreparedCall
 from attngen.runtime.registry import Found, registry
 from attngen.runtime.select import Request, Selection, card_of, foreseen, no_kernel, preferred, reason_against, select
 from attngen.runtime.sinks import without_keys
-from attngen.runtime.tile_map import TileMap, kept_map
+from attngen.runtime.tile_map import TileMap, kept_map, where_from
 from attngen.runtime.training import asks_for_determinism, attend, carries_tangent, differentiate
 from attngen.runtime.widen import WidenedCall, route_of
 
@@ -364,14 +364,14 @@ def explain(
     out_dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> Explanation:
-    """Say what a call with these arguments would run, and why not something else. Launches nothing; it reads a tile map
-    that is kept for the call, for which it waits for the GPU.
+    """Say what a call with these arguments would run, and why not something else. Launches nothing. If a tile map is
+    kept for the call, this counts its tiles, for which it waits for the GPU.
 
     While ``attngen.jit`` is on, a missing kernel is compiled, as by the call.
 
     With ``cu_seqlens_q`` it explains ``attention_varlen``, with ``page_table`` ``attention_paged``, whose pages are k
-    and v. ``page_layout``, ``num_splits`` and ``split_size`` are for the latter only. A ``tile_map`` changes nothing of
-    what is explained.
+    and v. ``page_layout``, ``num_splits`` and ``split_size`` are for the latter only. A ``tile_map`` changes only what
+    is said of the map.
 
     ``direction='backward'`` explains what would compute the gradients, given contiguous gradients of the result. Raises
     what the call would raise, except that a call which no kernel takes is explained, too.
@@ -429,9 +429,13 @@ def explain(
     if route is not None:
         widened, selection, request = route.kernel, route.selection, replace(request, call=route.call)
     kernel = selection.kernel
-    kept = kept_map(kernel, request.call, given) if kernel is not None and kernel.needs_tile_map else None
+    kept, tiles = None, ""
+    if kernel is not None and kernel.needs_tile_map:
+        if tile_map is None or direction == "backward":
+            kept = kept_map(kernel, request.call, given)
+        tiles = "" if kept else where_from(request.call, given, direction)
     return Explanation(
         call, found, "kernel", "the first that takes the call", selection, direction,
         foreseen(found.kernels, request, driver, card_of(driver, request.device)), widened, expanded,
-        kept,
+        kept, tiles,
     )  # fmt: skip

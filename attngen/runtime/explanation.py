@@ -16,11 +16,6 @@ from attngen.runtime.registry import Found
 from attngen.runtime.select import Selection, describe
 from attngen.runtime.tile_map import KeptMap
 
-_MAP_TO_MAKE = (
-    "  visits the tiles of a tile map that is yet to be made: the ranges of what the mask reads over tiles decide most "
-    "tiles, its pairs the others"
-)
-
 
 @dataclass(frozen=True)
 class Explanation:
@@ -36,6 +31,7 @@ class Explanation:
     widened: Kernel | None = None  # what writes a cache in 8 bits in 16 first, for a kernel that reads these
     expanded: str = ""  # what is done to q, k and v that are expanded
     kept_map: KeptMap | None = None  # the tile map that the call would take
+    tile_map: str = ""  # if none is kept: whose it is, or when it is made
 
     @property
     def kernel(self) -> Kernel | None:
@@ -108,8 +104,8 @@ class Explanation:
                 lines.append(f"  {self._packing(kernel)}")
             if self.kept_map is not None:
                 lines.append(f"  {self.kept_map}")
-            elif kernel.needs_tile_map:
-                lines.append(_MAP_TO_MAKE)
+            elif self.tile_map:
+                lines.append(f"  visits the tiles of {self.tile_map}")
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
         lines += [
             f"  {'' if each is kernel else f'{each.full_name}: '}predicted {found.microseconds:.1f} µs, {found}"

@@ -6,12 +6,13 @@ t // 32 stands for KV tile t. A generated classifier kernel computes it; a calle
 
 Maps of CUDA kernels also hold the mask of partial tiles, a bit for each pair, so that a kernel need not evaluate it.
 Tiles with the same visible pairs share these bits. Finding them takes a look at the GPU's results, which waits for it;
-so a plain call gets them only when it uses a map for the second time. From then on, the map of a mask that reads no
-tensor serves all streams, and captures, which may not wait.
+so a plain call gets them only when it uses a map for the second time. From then on, the map of a mask that depends on
+positions and scalars alone serves all streams, and captures, which may not wait.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -83,8 +84,8 @@ class TileMap:
 
 @dataclass(frozen=True, slots=True)
 class KeptMap:
-    """What is known of a map that is kept for a call: its tiles, how many of them are visited with mask code and
-    without, whether it has the visible pairs of partial tiles, and how long making took on the GPU, with those."""
+    """Counts and times of a map that is kept for a call: all tiles, full and partial ones, whether it has the visible
+    pairs of partial tiles, and how long the GPU took to make it, these pairs included."""
 
     tiles: int
     full: int
@@ -101,7 +102,7 @@ class KeptMap:
 
 
 class MapMaker:
-    """Makes the tile maps of one prepared call, and keeps them while what decides them stays the same."""
+    """Makes the tile maps of one prepared call, and keeps them while the mask's tensors and scalars stay the same."""
 
     __slots__ = ("_device", "_launches", "_of", "_scalars", "_tensors")
 
@@ -129,9 +130,10 @@ class MapMaker:
             words: Tensor | None = None
             if decide is not None:
                 sizes = (id(launches), owner, *(scalars[place] for place in self._scalars))
-                words = _KEPT.lasting(sizes, capturing) if not decide else None
-                if words is None and not capturing:
-                    key = (sizes, launches.stream(), *_places(decide))
+                stream = launches.stream()
+                words = _KEPT.lasting(sizes, stream, capturing) if not decide else None
+                if words is None and not capturing and not _in_graph_pool(self._device, stream):
+                    key = (sizes, stream, *_places(decide))
                     words = _KEPT.get(key, decide, make, partial(_Entry, launches, shape, self._of, self._device))
             if words is None:
                 words = make(False)
@@ -167,7 +169,7 @@ class MapMaker:
         self, owner: str, shape: MapShape, place: int, addresses: list[int], scale: float, scalars: Sequence[Number],
         bits: bool, words: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return a map, made on the current stream, or the map ``words`` with visible pairs: for these, this waits for
+        """Return a map, made on the current stream, or the map ``words`` with visible pairs, for which this waits for
         the GPU."""
         launches, maps = self._launches, len(self._launches.maps)
         hashes_place, list_place = place + maps, place + 2 * maps
@@ -210,8 +212,11 @@ def _served(kernel: Kernel, call: Call) -> tuple[Any, ...]:
 
 
 def _decisive(given: Given, own: Sequence[str]) -> list[Tensor] | None:
-    """Return the tensors that decide the map, the mask's ``own`` and lengths; None if one's writes are not counted, as
-    in inference mode, or are often those of a server's own kernels, as of the lengths of caches in pages."""
+    """Return the tensors that decide the map: those of the mask (``own``) and lengths.
+
+    None if torch does not count the writes to one of them, as in inference mode, or often cannot: the lengths of caches
+    in pages are written by kernels of servers.
+    """
     if given.form == "paged":
         return None
     decide = [given.arguments[name] for name in own]
@@ -220,13 +225,20 @@ def _decisive(given: Given, own: Sequence[str]) -> list[Tensor] | None:
 
 
 def _places(decide: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The part of a map's key that says which memory decides it."""
+    """The part of a map's key that identifies the memory of these tensors."""
     return tuple((id(_base(one)), one.data_ptr(), one.shape, one.stride()) for one in decide)
 
 
+def where_from(call: Call, given: Given, direction: str) -> str:
+    """The map of a call for which none is kept: whose it is, or when it is made."""
+    if given.tile_map is not None and direction == "forward":
+        return "the caller's tile map"
+    kept = _decisive(given, _tensors_of(call)) is not None
+    return f"a tile map that {'the first' if kept else 'each'} call makes"
+
+
 def kept_map(kernel: Kernel, call: Call, given: Given) -> KeptMap | None:
-    """Return what is known of the map that is kept for a call, on whatever stream; None if none is. Waits for the
-    GPU."""
+    """Count the tiles of the map that is kept for a call, on any stream; None if none is. Waits for the GPU."""
     decide = _decisive(given, _tensors_of(call))
     if decide is None:
         return None
@@ -246,15 +258,37 @@ def _base(tensor: Tensor) -> Tensor:
     return tensor if base is None else base
 
 
-class _Entry:
-    """A kept map: the version of each tensor that decides it, and what proves that these tensors are still the same."""
+def _hold_for_current_stream(words: Tensor) -> None:
+    """Keep torch from reusing the memory of a map before the current stream has read it."""
+    if words.is_cuda:
+        words.record_stream(torch.cuda.current_stream(words.device))
 
-    __slots__ = ("captured", "complete", "device", "launches", "of", "owners", "shape", "times", "versions", "words")
+
+def _in_graph_pool(device: torch.device, stream: int) -> bool:
+    """Whether torch's compiler is about to record a CUDA graph (``mode="reduce-overhead"``): it then runs the program
+    once on a stream of its own, with allocations in the graph's pool, where nothing may outlive the program."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or device.type != "cuda":
+        return False
+    try:
+        manager = trees.get_manager(device.index, create_if_none_exists=False)
+        return manager is not None and manager.stream.cuda_stream == stream
+    except (AssertionError, AttributeError):  # a thread without graphs, or another version of torch
+        return False
+
+
+class _Entry:
+    """A kept map, with the tensors that decide it, by weak references, and their versions at the time."""
+
+    __slots__ = (
+        "captured", "complete", "device", "launches", "of", "owners", "shape", "streams", "times", "versions", "words",
+    )  # fmt: skip
 
     def __init__(self, launches: PreparedLaunches, shape: MapShape, of: tuple[Any, ...], device: torch.device) -> None:
         """``of``: as of ``_served``."""
         self.launches = launches  # alive, so that no other has its identity
         self.shape, self.of, self.device = shape, of, device
+        self.streams = {launches.stream()}  # that may read it: torch keeps its memory until they have
         self.times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # around what made it
         self.owners: tuple[weakref.ref[Tensor], ...] = ()
         self.versions: tuple[int, ...] = ()
@@ -272,9 +306,10 @@ class _Entry:
         if self.device.type != "cuda":
             return make(*given)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        stream = torch.cuda.current_stream(self.device)  # of the tensors' device, which need not be the current one
+        begin.record(stream)
         words = make(*given)
-        end.record()
+        end.record(stream)
         self.times.append((begin, end))
         return words
 
@@ -295,21 +330,29 @@ class _Entry:
 class _KeptMaps:
     """The maps that plain calls used last, by prepared call, scalars, stream and tensors.
 
-    Once it has its visible pairs, that of a mask that reads no tensor goes by prepared call and scalars alone.
+    Once complete, the map of a mask that depends on positions and scalars alone has prepared call and scalars as its
+    key: all streams share it.
 
-    A map is that of its tensors as long as they live, and as torch counts no write to them. A write that torch does not
-    count (through ``.data``, DLPack or another library's kernel) goes unnoticed.
+    A map is valid as long as its tensors live and torch counts no write to them. A write that torch does not count
+    (through ``.data``, DLPack or another library's kernel) goes unnoticed.
     """
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Any, _Entry] = OrderedDict()
 
-    def lasting(self, sizes: tuple[Any, ...], capturing: bool) -> Tensor | None:
-        """Return the map of a mask that reads no tensor, if all streams may read it. A graph keeps it for good."""
+    def lasting(self, sizes: tuple[Any, ...], stream: int, capturing: bool) -> Tensor | None:
+        """Return the complete map of a mask that reads no tensor, for any stream; None if there is none yet.
+
+        A graph may be replayed at any time, so that a map which a capture takes is never dropped.
+        """
         entry = self._entries.get((sizes,))
-        if entry is None:
+        if entry is None or entry.words is None:
             return None
-        entry.captured |= capturing
+        if capturing:
+            entry.captured = True
+        elif stream not in entry.streams:
+            entry.streams.add(stream)
+            _hold_for_current_stream(entry.words)
         self._touch((sizes,))
         return entry.words
 
@@ -327,7 +370,7 @@ class _KeptMaps:
                         torch.cuda.current_stream(entry.words.device).synchronize()  # for other streams
                     self._entries.pop(key, None)
                     key = key[:1]
-                    self._entries[key] = entry
+                    self._entries.setdefault(key, entry)  # a graph may already read that of another stream
             elif debug.active() and not torch.equal(entry.words, make(entry.shape.keeps_pairs)):
                 raise CallError(
                     "a tensor of the mask was written without torch counting it (through .data, DLPack or another "
@@ -364,16 +407,8 @@ class _KeptMaps:
             if len(entries) <= _KEPT_MAPS and size <= _KEPT_BYTES:
                 return
             self._entries.pop(key, None)
-            if entry.words is not None:
-                size -= 4 * entry.words.numel()
-                if len(key) == 1:  # other streams may still read it than the one whose memory it becomes
-                    _wait_for_all_streams(entry.words)
+            size -= 4 * entry.words.numel() if entry.words is not None else 0
             entries = entries[1:]
-
-
-def _wait_for_all_streams(words: Tensor) -> None:
-    if words.is_cuda:
-        torch.cuda.synchronize(words.device)
 
 
 _KEPT = _KeptMaps()

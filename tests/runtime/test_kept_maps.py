@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -247,6 +248,14 @@ def test_what_is_known_of_a_kept_map(calls: Calls) -> None:
     def known() -> tile_map.KeptMap | None:
         return tile_map.kept_map(calls.kernel, calls.call, given)  # type: ignore[arg-type]
 
+    assert tile_map.where_from(calls.call, given, "forward") == "a tile map that the first call makes"  # type: ignore[arg-type]
+    for changes, direction, wanted in (
+        ({"form": "paged"}, "forward", "a tile map that each call makes"),
+        ({"tile_map": tile_map.TileMap(None)}, "forward", "the caller's tile map"),
+        ({"tile_map": tile_map.TileMap(None)}, "backward", "a tile map that the first call makes"),
+    ):
+        other = given._replace(**changes)
+        assert tile_map.where_from(calls.call, other, direction) == wanted  # type: ignore[arg-type]
     calls(seen, least=2)
     assert known() is None  # that of another scalar
     for has_bits in (False, True):
@@ -290,20 +299,33 @@ def test_a_map_of_positions_serves_all_streams_and_captures(calls: Calls, monkey
     assert len(kept_maps()) == 2
 
 
-def test_a_map_that_all_streams_read_is_dropped_when_they_have(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
-    waited: list[torch.Tensor] = []
-    monkeypatch.setattr(tile_map, "_wait_for_all_streams", waited.append)
-    monkeypatch.setattr(tile_map, "_KEPT_MAPS", 2)
-    of_positions, seen = Calls(DIAGONAL), content(18)
-    of_positions(seen)
-    words = of_positions(seen)
-    calls(content(19))
-    assert not waited
-    tensors = [content(20), content(21)]
-    for each in tensors:
-        calls(each)
-    assert len(waited) == 1
-    assert waited[0] is words
+def test_a_map_that_streams_share_outlives_what_they_enqueued(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[torch.Tensor] = []
+    monkeypatch.setattr(tile_map, "_hold_for_current_stream", held.append)
+    stream = [7]
+    of_positions = Calls(DIAGONAL)
+    monkeypatch.setattr(of_positions.launches, "stream", lambda: stream[0])
+    seen = content(19)
+    words = [of_positions(seen) for _ in range(3)][-1]
+    assert not held  # torch knows of the stream that made it
+    for stream[0] in (8, 9, 8):
+        assert of_positions(seen) is words
+    assert list(map(id, held)) == [id(words)] * 2
+
+
+def test_what_the_compiler_runs_before_a_graph_keeps_no_map(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory comes from the graph's pool, where nothing may outlive the program."""
+    stream = SimpleNamespace(cuda_stream=7)
+    trees = SimpleNamespace(get_manager=lambda _, create_if_none_exists: SimpleNamespace(stream=stream))
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)  # type: ignore[arg-type]
+    device = torch.device("cuda", 0)
+    assert tile_map._in_graph_pool(device, 7)
+    assert not tile_map._in_graph_pool(device, 8)
+    monkeypatch.setattr(tile_map, "_in_graph_pool", lambda *_: True)
+    seen = content(20)
+    assert calls(seen) is not calls(seen)
+    assert calls.launches.calls == ["classify", "classify"]
+    assert not kept_maps()
 
 
 def test_a_capture_before_the_second_use_makes_its_map(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

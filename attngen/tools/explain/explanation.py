@@ -214,11 +214,11 @@ class PlanExplanation:
 
 
 def _known(plan: Plan) -> str:
-    """Say by what the kernel that makes a tile map knows its tiles, if by statistics."""
+    """Name the statistics by which the kernel that makes a tile map decides tiles, if it has any."""
     values = [canonical(each.value) for each in separated(plan.variant.mask, Facts.of(plan.variant)).statistics]
     if plan.backend != "cuda" or not values:
         return ""
-    return f"; the ranges of {', '.join(values)} over tiles decide most of them, pairs the others"
+    return f"; it decides tiles by the ranges of {', '.join(values)} over them, and the others pair by pair"
 
 
 def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
