@@ -40,7 +40,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """What makes kernels in CUDA slower than they need be."""
+        """Remarks on what makes CUDA kernels slower than necessary."""
         from attngen.lang.divisors import wide_divisions
 
         variants = {plan.variant.name: plan.variant for plan in self.plans if plan.backend == "cuda"}

@@ -1,9 +1,9 @@
-"""Statistics of tiles: the least and the greatest value, over the queries or over the keys of a tile, of what a mask
-computes of a query alone or of a key alone.
+"""Statistics of tiles: the least and the greatest value that a subexpression of a query alone takes over the queries of
+a tile, or one of a key alone over its keys.
 
 ``id[q] == id[kv]`` reads tensors of which no declaration says what they hold in a tile. Where both ranges of values
-over a tile are known, the interval rules decide most tiles all the same. Whatever depends on one side only is one
-value, however long its expression is: ``start[id[kv]]``, ``q_pos - width[q]``.
+over a tile are known, the interval rules still classify most tiles. An expression of one side alone counts as one
+value, however long it is: ``start[id[kv]]``, ``q_pos - width[q]``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _NAN = "?nan"
 class Statistic:
     """An expression of a query alone (``axis`` is q) or of a key alone, and its name in the mask.
 
-    Of a condition, the least value says whether it holds for all, the greatest whether it does for any. Those of floats
-    count only if no value is NaN, as ``numbers`` says.
+    The least value of a condition says whether it holds for all positions, the greatest whether it holds for any. Ends
+    of floats are valid only if no value is NaN, which ``numbers`` says.
     """
 
     axis: Literal["q", "kv"]
@@ -60,19 +60,19 @@ class Statistic:
 
 @dataclass(frozen=True, slots=True)
 class Separated:
-    """A mask in which names stand for what depends on queries alone or on keys alone, and what these stand for."""
+    """A mask in which names replace its one-sided parts, and the statistics that these names stand for."""
 
     mask: Expr
     statistics: tuple[Statistic, ...] = ()
 
     @property
     def ranges(self) -> dict[str, Range]:
-        """The ranges of all names that stand for statistics or their ends."""
+        """Ranges of the names of statistics and of their ends."""
         return {name.name: each.range for each in self.statistics for name in (each.name, *each.ends)}
 
 
 def separated(mask: Expr, facts: Facts) -> Separated:
-    """Return a mask whose one-sided parts are statistics, if they read a tensor."""
+    """Replace the one-sided parts of a mask that read a tensor by statistics."""
     return _separated(mask, facts)
 
 
@@ -84,7 +84,7 @@ def _separated(mask: Expr, facts: Facts) -> Separated:
 
 
 def one_sided(expr: Expr, side: Literal["q", "kv"]) -> tuple[Expr, ...]:
-    """Return the largest parts of an expression that are computed of queries alone, or of keys alone."""
+    """The largest parts of an expression that depend on queries alone, or on keys alone."""
     if _side(expr) == side:
         return () if isinstance(expr, Var) else (expr,)
     return tuple(dict.fromkeys(part for child in children(expr) for part in one_sided(child, side)))
@@ -102,7 +102,7 @@ class _Separation:
         self._opaque = 0
 
     def rewritten(self, node: Expr) -> Expr:
-        """Return an expression in which names stand for its one-sided parts."""
+        """Replace the one-sided parts of an expression by names."""
         side = _side(node)
         if side is not None and _reads(node):
             name = self._named(side, node)
@@ -118,7 +118,7 @@ class _Separation:
         return node
 
     def _comparison(self, op: str, a: Expr, b: Expr) -> Expr:
-        """Compare integers: terms of one side are one sum, of which the statistic is."""
+        """Compare integers: the terms of one side are summed into one statistic."""
         total = linear(a).plus(linear(b), -1)
         sums = {side: {t: c for t, c in total.terms.items() if _side(t) == side} for side in _SIDES}
         parts: dict[Expr, int] = {}
@@ -153,13 +153,13 @@ class _Separation:
         return Op("select", (known, compared, opaque), Type.BOOL)
 
     def _named(self, side: Literal["q", "kv"], value: Expr) -> Var | None:
-        """Return the name of a statistic; None for a value that must not be computed by itself."""
+        """The name of the statistic of a value; None if the value must not be computed apart from the mask."""
         known = self.statistics.get((side, value))
         if known is not None:
             return known.name
         rounds = any(isinstance(n, Op) and n.type is Type.FLOAT and n.op not in EXACT for n in walk(value))
         if (value.type is Type.FLOAT and rounds) or len(self.statistics) == _MOST:
-            return None  # the last bit of what is rounded depends on what it is computed for
+            return None  # a rounded result may differ in its last bit between the two places that compute it
         exact = widen(value, self._facts)
         if exact is None:
             return None
@@ -171,13 +171,13 @@ class _Separation:
 
 
 def _side(node: Expr) -> Literal["q", "kv"] | None:
-    """Return on which side alone an expression depends; None if on both or on neither."""
+    """The one side that an expression depends on; None if it depends on both or on neither."""
     read = names(node)
     sides = [side for side, positions in _SIDES.items() if read & positions]
     return sides[0] if len(sides) == 1 else None
 
 
 def _reads(node: Expr) -> bool:
-    """Whether a one-sided expression reads a tensor at a position: arithmetic alone has bounds in closed form."""
+    """Whether a one-sided expression reads a tensor at a position; pure arithmetic has bounds in closed form."""
     positions = frozenset[str]().union(*_SIDES.values())
     return any(isinstance(each, Load) and names(each) & positions for each in walk(node))

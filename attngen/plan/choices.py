@@ -55,11 +55,11 @@ def check_sizes(spec: KernelSpec, sizes: Sequence[tuple[str, int | None, Sequenc
 
 
 def driver_of(spec: KernelSpec, over: Axis = "kv", *, by_bits: bool = False) -> str:
-    """Return how a kernel finds its tiles: ranges from bands, classification in the kernel, or a tile map.
+    """The driver of a kernel: ranges from bands, classification in the kernel, or a tile map.
 
-    ``by_bits``: the kernel takes the mask of a partial tile as bits of a tile map. Where the keys of dense sequences
-    are no ranges, it is faster so than with the mask's expression, and a map of positions and scalars alone lasts. A
-    backward then takes a map wherever the forward does.
+    ``by_bits``: the kernel can read the mask of a partial tile as bits of a tile map. If the keys of a dense sequence
+    form no ranges, that is faster than evaluating the mask, and a map of positions and scalars alone is made only once.
+    The backward then takes a map wherever the forward does.
     """
     if spec.tile_map == "always":
         return "tile_map"

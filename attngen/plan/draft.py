@@ -11,8 +11,8 @@ from attngen.plan.model import Argument, Launch, Plan, TileMapAxes, Workspace
 from attngen.plan.operands import operands_of
 from attngen.schema.expand import KernelSpec
 
-#: Warps of a block that makes a word of a tile map: each has tiles of its own, so that half as many as tiles keep a
-#: multiprocessor busy where a map has few words.
+#: Warps of a classifier block, which makes one word (32 tiles) of a tile map. Each warp takes whole tiles, so that 16
+#: warps keep a multiprocessor busy even if the map has few words.
 CLASSIFIER_WARPS = 16
 
 

@@ -52,7 +52,7 @@ TABLE = (
     Measured(3, 64, 128, 3595.0, 1004.0),
 )
 
-#: Tokens of a long sequence.
+#: Tokens of the long sequence by which ``first_see_most`` compares first and last queries.
 _LONG = 16384
 
 #: What the blocks of a cluster add to a tile of work whose keys they share: they wait for each other and add up.
@@ -107,9 +107,9 @@ def visible_keys(spec: KernelSpec) -> tuple[tuple[Any, Any], ...]:
 
 
 def first_see_most(spec: KernelSpec) -> bool:
-    """Whether the first queries of a long sequence see more keys than the last ones, as lengths and scalars tell.
+    """Whether the first queries of a long sequence see more keys than the last ones; False if bounds do not tell.
 
-    A scalar of the call is taken to be a part of the keys, as in predictions.
+    A scalar without a default is assumed to be a fixed share of the keys, as in predictions.
     """
     names: dict[str, Any] = {"seqlen_q": _LONG, "seqlen_k": _LONG}
     names |= {name: [0, _LONG - 1] for name in ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi")}

@@ -62,8 +62,8 @@ def key_loads(variant: Variant, heads: Heads = "single") -> frozenset[Load]:
 
 
 def key_values(variant: Variant, heads: Heads = "single") -> tuple[Expr, ...]:
-    """Return the values of a key that the loader of a forward may find, the same for all rows of a tile: those that the
-    mask loads (``key_loads``), which all have room, then those that it divides for, the most costly first."""
+    """Values of a key, the same for all rows of a tile, that the loader of a forward may compute: first those that the
+    mask loads (``key_loads``), which always fit, then those that take divisions, the most costly first."""
     others = wide_names(variant) | ROWS | ({"h"} if heads == "packed" else set())
     costly = costly_values(_asked(variant), KEYS, others, narrow_tensors(variant))
     loads = key_loads(variant, heads)
@@ -73,15 +73,15 @@ def key_values(variant: Variant, heads: Heads = "single") -> tuple[Expr, ...]:
 
 
 def costly_query_values(variant: Variant) -> tuple[Expr, ...]:
-    """Return the values of a query that the mask divides for, the same for all keys of a tile; none if it loads some
-    (``query_loads``), which have their place."""
+    """Values of a query, the same for all keys of a tile, that take divisions; none if the mask loads values of queries
+    (``query_loads``), which take their place."""
     if query_loads(variant):
         return ()
     return costly_values(_asked(variant, "q"), ROWS, KEYS | wide_names(variant), narrow_tensors(variant))
 
 
 def _loads_outside(exprs: Iterable[Expr], values: frozenset[Expr]) -> Iterator[Load]:
-    """Yield what expressions load, but for what they load for some values alone."""
+    """Yield the loads of expressions, except those inside ``values``."""
     for each in exprs:
         if each not in values:
             if isinstance(each, Load):
@@ -91,7 +91,7 @@ def _loads_outside(exprs: Iterable[Expr], values: frozenset[Expr]) -> Iterator[L
 
 @lru_cache(maxsize=256)
 def _asked(variant: Variant, along: Axis = "kv") -> tuple[Expr, ...]:
-    """Return what kernels evaluate of a mask: what is left of it, and the ends of the keys that a query sees."""
+    """Expressions that kernels evaluate for a mask: the condition beside the intervals of keys, and their ends."""
     facts = Facts.of(variant)
     intervals, rest = asked(variant, facts, along)
     ends = (end for each in intervals for end in (each.lo, each.hi) if end is not None)
@@ -100,7 +100,7 @@ def _asked(variant: Variant, along: Axis = "kv") -> tuple[Expr, ...]:
 
 @lru_cache(maxsize=256)
 def _mask_loads(variant: Variant, along: Axis = "kv") -> frozenset[Load]:
-    """Return what a mask loads, as kernels ask for it."""
+    """Loads in the expressions that kernels evaluate for a mask."""
     return frozenset(node for each in _asked(variant, along) for node in walk(each) if isinstance(node, Load))
 
 

@@ -1,5 +1,5 @@
-"""The kernel that makes the tile map of a CUDA kernel: bounds of the mask decide most tiles, by the statistics of what
-it reads; in the others it is evaluated for each pair."""
+"""The classifier, a kernel that makes the tile map of a CUDA kernel: interval bounds and statistics classify most
+tiles; in the rest, the mask is evaluated for each pair."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from attngen.render.cuda_math import TileBounds, element_bindings, row_values
 from attngen.render.cuda_statements import int_constant, number_queries
 from attngen.render.expressions import CUDA, Along, emit_for, facts_of, is_wide, tensor_bindings
 
-#: Most nodes in a bound of a tile, which is found once for each tile of a map.
+#: Most nodes in a bound of a tile, which is computed once for each tile of a map.
 _NODES = 3000
 
-#: Returns the statements that make the bits of 32 tiles by bounds.
+#: Emits the statements that classify 32 tiles by bounds.
 Word = Callable[[Plan, TileBounds], tuple[Statement, ...]]
 
-#: What differs from query to query of a tile.
+#: Names that differ from query to query of a tile.
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed")
 
 
@@ -38,7 +38,7 @@ class StatisticView:
 
 @dataclass(frozen=True, slots=True)
 class SideView:
-    """The statistics of queries or of keys: what comes before all, and what computes the values of one position."""
+    """The statistics of queries or of keys: statements before the loop over positions, and those of one position."""
 
     statistics: tuple[StatisticView, ...]
     hoisted: tuple[Statement, ...]
@@ -46,14 +46,14 @@ class SideView:
 
     @property
     def reads(self) -> frozenset[str]:
-        """All names that the values read."""
+        """Names that the values read."""
         return reads([*self.hoisted, *self.lines, *(each.value for each in self.statistics)])
 
 
 @dataclass(frozen=True, slots=True)
 class PairsView:
-    """A tensor of bools that the mask reads at each pair: how a row of a tile is found, and the bits of 32 tiles for
-    where all of a tile is false, and for where all of it is true."""
+    """A tensor of bools that the mask reads at each pair: the address of a row of a tile, and the statements that
+    classify 32 tiles if all elements of a tile are false, and if all are true."""
 
     lines: tuple[Statement, ...]
     inside: Piece  # whether the tensor has the row
@@ -64,16 +64,16 @@ class PairsView:
 
     @property
     def reads(self) -> frozenset[str]:
-        """All names that are read."""
+        """Names that the code reads."""
         return reads([*self.lines, self.inside, self.address, *self.if_none, *self.if_every])
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifierView:
-    """The kernel that makes a tile map. ``bounds`` make the bits of 32 tiles, as far as bounds tell what they are;
-    ``own`` and ``listed`` are the statistics of the tile of a row of the map, and of the tiles that a row lists.
+    """The kernel that makes a tile map. ``bounds`` classify 32 tiles as far as bounds can; ``own`` holds the statistics
+    of a map row's own tile, ``listed`` those of the tiles that the row lists.
 
-    The mask of a pair: what comes before all, the lines of a query and those of a key, and those of the pair."""
+    The mask of a pair is in parts: statements before all loops (``hoisted``), of a query, of a key, and of the pair."""
 
     symbol: str
     threads: int
@@ -97,7 +97,7 @@ class ClassifierView:
 def classifier_view(
     plan: Plan, own: Launch, argument_lines: tuple[str, ...], along: Along, word: Word
 ) -> ClassifierView:
-    """Return the view of the launch ``own``, for a map whose rows go ``along`` an axis."""
+    """Build the view of the launch ``own``, for a map whose rows list tiles ``along`` an axis."""
     parts = separated(plan.variant.mask, facts_of(plan))
     bindings: dict[str, Binding] = {}
     for each in parts.statistics:
@@ -139,7 +139,7 @@ def classifier_view(
 
 
 def _pairs(plan: Plan, by: TileBounds, word: Word) -> PairsView | None:
-    """Return the code that looks at a tensor of bools over queries and keys, if the mask reads one such."""
+    """The scan of a tensor of bools over queries and keys, if the mask reads exactly one; else None."""
     loads = {node for node in walk(by.mask) if isinstance(node, Load) and _is_of_pairs(plan, node)}
     if len(loads) != 1 or plan.tile_n % 16:
         return None
@@ -168,7 +168,7 @@ def _pairs(plan: Plan, by: TileBounds, word: Word) -> PairsView | None:
 
 
 def _is_of_pairs(plan: Plan, load: Load) -> bool:
-    """Whether a load is of a bool, at a query and the key."""
+    """Whether a load reads a bool at a query and at the key, the last axis."""
     *indices, last = load.indices
     read = frozenset[str]().union(*map(names, indices))
     dtype = next(one.dtype for one in plan.variant.tensors if one.name == load.tensor)
@@ -177,7 +177,7 @@ def _is_of_pairs(plan: Plan, load: Load) -> bool:
 
 
 def _bindings(plan: Plan, each: Statistic) -> dict[str, Binding]:
-    """Return what the ends of a statistic are in the kernel, and whether all its values are numbers."""
+    """Kernel names of the ends of a statistic, and of the flag that says whether all its values are numbers."""
     name, wide = spelled(each.name.name), _is_wide(plan, each)
     pattern = f"({{{name}}}.{{}} != 0)" if each.value.type is Type.BOOL else f"{{{name}}}.{{}}"
     least, greatest = (end.name for end in each.ends)
@@ -193,7 +193,7 @@ def _is_wide(plan: Plan, each: Statistic) -> bool:
 
 
 def _side(plan: Plan, statistics: list[Statistic]) -> SideView:
-    """Return the code of the statistics of one side, whose positions all lie inside the sequence."""
+    """The code of the statistics of one side; all positions lie inside the sequence."""
     if not statistics:
         return SideView((), (), ())
     code = emit_for(plan, CUDA, [each.value for each in statistics], element_bindings(plan, ragged=False))
@@ -206,7 +206,7 @@ def _side(plan: Plan, statistics: list[Statistic]) -> SideView:
 
 
 def _named(lines: Sequence[Statement], *results: Piece) -> list[Statement]:
-    """Return the statements that number a query and a key in the ways that ``lines`` and results read."""
+    """Statements that define the query and key positions which ``lines`` and results read."""
     read = reads([*lines, *results])
     numbered = number_queries(read)
     if "kv_packed" in read:

@@ -129,7 +129,7 @@ def with_copies(given: Given) -> Given:
 
 
 def biases_in_whole_rows(variant: Variant, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of the biases that have no descriptor as they are, by name; the copies have one."""
+    """Copies, by name, of the biases whose strides no TMA descriptor can express; those of the copies can be."""
     return {name: _in_whole_rows(tensors[name]) for name in _odd_biases(variant, tensors)}
 
 

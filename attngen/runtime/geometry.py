@@ -43,8 +43,8 @@ class MapShape:
 
     @property
     def keeps_pairs(self) -> bool:
-        """Whether a map that is kept should get visible pairs, for which the host waits: not for a single row of tiles,
-        as in a step of decoding, whose number of keys is that of one call alone."""
+        """Whether a kept map should get visible pairs, for which the host waits. A single row of tiles, as in a step of
+        decoding, is not worth it: the next step has another number of keys."""
         return self.tile_words > 0 and self.rows > 1
 
     @property

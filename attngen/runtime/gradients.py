@@ -19,7 +19,7 @@ from attngen.runtime.module import Kernel
 from attngen.runtime.paging import rows_view
 from attngen.runtime.sinks import add_gradients
 
-#: How a launch's arguments begin that say whether the gradient of a bias is stored as tiles of dS are.
+#: Prefix of the arguments that say whether the gradient of a bias is stored tile by tile, in the dtype of dS.
 _STORED = "stored:"
 
 
@@ -65,9 +65,9 @@ def differentiable(call: Call) -> tuple[str, ...]:
 
 
 def stored_gradients(kernel: Kernel, call: Call) -> frozenset[str]:
-    """Return the tensors whose gradients a kernel stores in their own dtype: biases of which no two heads of the call
-    share an entry. Others are added up in float32."""
-    found = set()
+    """Names of the biases whose gradients a kernel stores in their own dtype, since no two heads of the call share an
+    entry. Other gradients are summed in float32."""
+    stored = set()
     for launch in kernel.launches:
         for parameter in launch.entry.layout.parameters:
             if parameter.kind == "present" and parameter.of and parameter.of.startswith(_STORED):
@@ -75,8 +75,8 @@ def stored_gradients(kernel: Kernel, call: Call) -> frozenset[str]:
                 if "hk" in str(parameter.axis) and group_of(call) == 1:
                     axes.pop("h")
                 if all(extent == 1 for axis, extent in axes.items() if axis not in str(parameter.axis).split(",")):
-                    found.add(parameter.of.removeprefix(_STORED))
-    return frozenset(found)
+                    stored.add(parameter.of.removeprefix(_STORED))
+    return frozenset(stored)
 
 
 def gradient_shapes(call: Call) -> dict[str, tuple[int, ...]]:

@@ -38,7 +38,7 @@ _WRITERS = {"i1": ("int8", 1), "i8": ("int8", 1), "i32": ("int32", 4), "i64": ("
 
 
 class Division:
-    """What a kernel divides by in a call, from the scalars in order of declaration."""
+    """A divisor of a kernel, computed from the scalars of a call in order of declaration."""
 
     __slots__ = ("_divisor", "_names")
 

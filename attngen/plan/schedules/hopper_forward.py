@@ -44,7 +44,7 @@ _ONE_HEAD_COLUMNS = 192
 #: three consumers hide better than two, and "scored" says that nothing asks for tiles of few keys beside that; a
 #: "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much;
 #: "plain" ones are light, too, and have no such end, and with a "narrow_v" there is room for more keys; for a "biased"
-#: score the tiles of biases come with those of K, and take room beside them; a "mapped" mask is a tile map's, whose
+#: score the tiles of biases come with those of K, and take room beside them; a "mapped" mask comes as a tile map, whose
 #: blocks (documents, images) seldom begin at a multiple of 96 or 192, and the score does not gather.
 #: Measured on an H200 or an H100 where docs/performance.md says so; the rest follows from budgets.
 TABLE = (

@@ -218,7 +218,7 @@ def _known(plan: Plan) -> str:
     values = [canonical(each.value) for each in separated(plan.variant.mask, Facts.of(plan.variant)).statistics]
     if plan.backend != "cuda" or not values:
         return ""
-    return f"; it decides tiles by the ranges of {', '.join(values)} over them, and the others pair by pair"
+    return f"; tiles are classified by the ranges of {', '.join(values)} over them, the rest pair by pair"
 
 
 def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:

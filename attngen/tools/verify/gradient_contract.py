@@ -170,9 +170,11 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
 
 
 def _errors_of_products(call: Call, wanted: ExpectedGradients) -> float:
-    """Return by how much the sum of dP - D over the rows of all heads of a group may be off where it should be 0, as
-    for the bias of a single key: matrix products round toward zero, once for each 16 columns, so that errors of dP have
-    one sign."""
+    """Bound of the error of the sum of dP - D over the rows of all heads of a group, where the exact sum is 0.
+
+    That is so for the bias of a single key. Matrix products round toward zero once for each 16 columns, so that the
+    errors of dP have one sign and add up.
+    """
     terms = (wanted.dout.double() * wanted.out.double()).abs().sum(-1)
     rows = max((rows for rows, *_ in lengths(call)), default=0) * call.heads // call.kv_heads
     return rows * -(-call.head_dim_v // 16) * _FLOAT32_UNIT * largest(terms)
