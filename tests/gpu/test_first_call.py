@@ -105,6 +105,20 @@ def test_a_compiled_program_finds_its_kernels_when_it_first_runs() -> None:
     torch.testing.assert_close(q.grad.float(), wanted.grad.float(), rtol=5e-2, atol=5e-2)
 
 
+def test_a_tile_map_of_a_program_that_is_recorded() -> None:
+    """Before torch records a CUDA graph, it runs the program with the graph's memory, in which no map may stay."""
+    torch._dynamo.reset()
+    q = torch.randn(1, 512, 4, 64, device="cuda", dtype=torch.bfloat16)
+    mask: dict[str, Any] = {"variant": "dilated", "window": 200, "dilation": 3}
+    wanted = attngen.attention(q * 2, q, q, backend="reference", **mask)
+    program = torch.compile(lambda q: attngen.attention(q * 2, q, q, **mask), fullgraph=True, mode="reduce-overhead")
+    for plain in (0, 0, 0, 2, 0):
+        torch.compiler.cudagraph_mark_step_begin()
+        close(program(q), wanted)
+        for _ in range(plain):
+            close(attngen.attention(q * 2, q, q, **mask), wanted)
+
+
 def _flex_documents(b: Any, h: Any, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     return (q >= kv) & (q // 100 == kv // 100)
 
