@@ -1,4 +1,4 @@
-"""Divisors that scalars of a call decide: the host computes their reciprocals, by which kernels multiply."""
+"""Divisors that depend on scalars of a call alone: the host computes their reciprocals, by which kernels multiply."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _DIVISIONS = ("floordiv", "mod")
 class Divisor:
     """A divisor of a variant: an expression over scalars, at least 1.
 
-    ``symbol`` stands for it in a division that is a multiplication; its value is that of the expression, or the largest
-    int32 if that is less. ``name`` is made from the words of the expression.
+    ``symbol`` replaces it in divisions that become multiplications; its value is that of the expression, capped at the
+    largest int32. ``name`` is made from the words of the expression.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Divisor:
         return canonical(self.expr)
 
     def value(self, scalars: Mapping[str, int]) -> int:
-        """Return the value of the symbol in a call."""
+        """The value of the symbol in a call."""
 
         def rule(node: Expr) -> Expr | None:
             match node:
@@ -50,13 +50,13 @@ class Divisor:
                     return Const(int(FOLD[op](*numbers)), Type.INT)
             return None
 
-        found = rewrite(self.expr, rule)
-        assert isinstance(found, Const)
-        return min(int(found.value), int(INT32[1]))
+        number = rewrite(self.expr, rule)
+        assert isinstance(number, Const)
+        return min(int(number.value), int(INT32[1]))
 
 
 def reciprocal(divisor: int) -> int:
-    """Return what the kernel's ``Divisor`` multiplies by, as a signed number of 32 bits; 0 if nothing is divided.
+    """The reciprocal in a kernel's ``Divisor``, as a signed number of 32 bits; 0 for a divisor below 1 (unused).
 
     It is ceil(2^(31 + s) / divisor) for the least s with 2^s >= divisor (Granlund and Montgomery, 1994).
     """
@@ -67,13 +67,13 @@ def reciprocal(divisor: int) -> int:
 
 
 def division(divisor: int) -> tuple[int, int, int]:
-    """Return what the kernel's ``Divisor`` holds: the divisor, its reciprocal and the shift after the product."""
+    """The fields of a kernel's ``Divisor``: the divisor, its reciprocal, and the shift after the product."""
     return divisor, reciprocal(divisor), (divisor - 1).bit_length()
 
 
 @lru_cache(maxsize=256)  # the kernels of a spec share a few variants
 def divisors(variant: Variant) -> tuple[Divisor, ...]:
-    """Return what mask and score divide integers by, where scalars alone decide it and it is positive."""
+    """The positive divisors of integers in mask and score that depend on scalars of the call alone."""
     known = {scalar.name for scalar in variant.arguments if scalar.dtype in ("int32", "int64")}
     facts = Facts.of(variant)
     found: dict[Expr, Divisor] = {}
@@ -96,10 +96,10 @@ def divisors(variant: Variant) -> tuple[Divisor, ...]:
 
 
 def prepared(expr: Expr, variant: Variant, facts: Facts) -> Expr:
-    """Return an expression in which symbols stand for the divisors of int32 dividends.
+    """Replace the divisors of int32 dividends by their symbols.
 
-    The results are the same although a symbol is at most the largest int32: a dividend that could tell the difference
-    keeps its division.
+    Symbols are capped at the largest int32. Where a dividend could reach the cap, the division stays as it is, so that
+    results are the same.
     """
     known = {each.expr: each for each in divisors(variant)}
     if not known:
@@ -123,11 +123,11 @@ def prepared(expr: Expr, variant: Variant, facts: Facts) -> Expr:
 
 
 def wide_divisions(variant: Variant) -> Iterator[str]:
-    """Yield, in words, each division that kernels do in 64 bits, and what to declare so that 32 may be enough."""
+    """Yield a remark on each division in 64 bits: what to declare so that it may fit in 32."""
     facts = with_symbols(Facts.of(variant), variant)
     originals: dict[Expr, Expr] = {each.symbol: each.expr for each in divisors(variant)}
     int64 = wide_names(variant)
-    found: dict[str, None] = {}
+    remarks: dict[str, None] = {}
 
     for root in (variant.mask, variant.score):
         if root is None:
@@ -138,17 +138,17 @@ def wide_divisions(variant: Variant) -> Iterator[str]:
             wide = next((part for part in node.args if is_int64(part, int64)), None)
             if wide is not None:
                 text = canonical(rewrite(node, lambda part: originals.get(part)))
-                told = [
+                limits = [
                     *(f"min and max of '{each.name}'" for each in variant.arguments if each.name in names(wide)),
                     *(f"the range of '{each.name}'" for each in variant.tensors if each.name in tensors(wide)),
                 ]
-                if told:
-                    found[f"'{text}' divides in 64 bits; with {' and '.join(told)} it may fit 32"] = None
-    yield from found
+                if limits:
+                    remarks[f"'{text}' divides in 64 bits; 32 may do with {' and '.join(limits)} declared"] = None
+    yield from remarks
 
 
 def with_symbols(facts: Facts, variant: Variant) -> Facts:
-    """Return facts that hold the ranges of the symbols of a variant's divisors."""
+    """Add the ranges of the symbols of a variant's divisors to facts."""
     return Facts({**facts.ranges, **{each.symbol.name: each.range for each in divisors(variant)}}, facts.tensors)
 
 
@@ -161,13 +161,13 @@ def is_int64(node: Expr, wide: frozenset[str]) -> bool:
 
 
 def wide_names(variant: Variant) -> frozenset[str]:
-    """Return the scalars and tensors of a variant that are int64."""
+    """Names of the int64 scalars and tensors of a variant."""
     dtypes = {each.name: each.dtype for each in variant.scalars} | {each.name: each.dtype for each in variant.tensors}
     return frozenset(name for name, dtype in dtypes.items() if dtype == "int64")
 
 
 def _is_of_scalars(expr: Expr, known: set[str]) -> bool:
-    """Whether scalars alone decide an integer, by operators over integers."""
+    """Whether an integer expression has scalars of the call and operators over integers alone."""
     nodes = list(walk(expr))
     integers = all(node.type is Type.INT and (not isinstance(node, Op) or node.op in FOLD) for node in nodes)
     return (
@@ -176,7 +176,7 @@ def _is_of_scalars(expr: Expr, known: set[str]) -> bool:
 
 
 def _plain(expr: Expr) -> Expr:
-    """Return an expression without the marks of int64, which say nothing about its value."""
+    """Remove the marks of int64 from an expression, which do not change its value."""
     if not holds_int64(expr):
         return expr
     return rewrite(expr, lambda node: Op(node.op, node.args, node.type) if isinstance(node, Op) and node.wide else None)

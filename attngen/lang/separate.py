@@ -1,7 +1,7 @@
-"""Conditions on pairs as comparisons of a value of the row with a value of the key, and what these cost to compute.
+"""Separation of conditions on pairs into comparisons of a value of the row with a value of the key.
 
-A remainder of ``q - kv`` is one of ``q`` and one of ``kv``; in a sum that is compared, what the row decides goes to one
-side. What is left for each pair is a comparison, and each value can be computed once for its row or key.
+A remainder of ``q - kv`` becomes one of ``q`` and one of ``kv``, and in a compared sum all terms of the row move to one
+side. Each pair then takes only a comparison, and each value can be computed once for its row or key.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ROWS, KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"
 _MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq", "ne": "ne"}
 _UPPER = ("le", "lt")
 _WORD = 4  # bytes
-#: Most operators by which an end of an interval is computed from what is found once for each query.
+#: Most operators that an end of an interval may take beyond the values that are computed once for each query.
 _OPERATORS_OF_END = 3
 
 
 def asked(variant: Variant, facts: Facts, along: Axis = "kv") -> tuple[tuple[Interval, ...], Expr]:
-    """Return the intervals of keys that a row sees, and the condition on the keys in them (``own_intervals``).
+    """The intervals of keys that a row sees, and the condition on the keys in them (``own_intervals``).
 
-    Where that divides by means of the key, symbols stand for divisors, and remainders and comparisons are separated. A
+    If a dividend or divisor there depends on the key, symbols replace divisors, and the condition is separated. A
     block that goes along queries has few keys: it takes no interval whose ends cost more than the comparison.
     """
 
@@ -66,12 +66,12 @@ def _without_branches(node: Expr) -> Expr | None:
 
 
 def narrow_tensors(variant: Variant) -> frozenset[str]:
-    """Return the tensors of a variant whose elements have at most 4 bytes."""
+    """Names of the tensors of a variant whose elements have at most 4 bytes."""
     return frozenset(tensor.name for tensor in variant.tensors if DTYPES[tensor.dtype].bytes <= _WORD)
 
 
 def _outside(node: Expr, values: frozenset[Expr]) -> Iterator[Expr]:
-    """Yield a node and what is below it, but for some values and what is below these."""
+    """Yield a node and its descendants, except ``values`` and theirs."""
     if node not in values:
         yield node
         for child in children(node):
@@ -79,7 +79,7 @@ def _outside(node: Expr, values: frozenset[Expr]) -> Iterator[Expr]:
 
 
 def is_costly(node: Expr) -> bool:
-    """Whether an operator is an integer division of more than a shift."""
+    """Whether a node is an integer division or remainder that is no shift or mask of bits."""
     divides = isinstance(node, Op) and node.op in ("floordiv", "mod") and node.type is Type.INT
     return divides and power_of_two(children(node)[1]) is None
 
@@ -87,8 +87,8 @@ def is_costly(node: Expr) -> bool:
 def costly_values(
     exprs: Iterable[Expr], of: frozenset[str], others: frozenset[str], narrow: frozenset[str]
 ) -> tuple[Expr, ...]:
-    """Return the values of 4 bytes that divide, and depend on the names ``of`` and none of the ``others``, the most
-    costly first: divisions, with all that is computed from each of them alone.
+    """Values of 4 bytes that take a division and depend on the names ``of`` but none of the ``others``, the most costly
+    first: each is a division, with all operators whose only such operand it is.
 
     ``narrow``: tensors of at most 4 bytes.
     """
@@ -154,7 +154,7 @@ class _Separation:
         return None
 
     def _halves(self, total: Linear) -> tuple[Linear, Linear] | None:
-        """Return the part of a sum that rows decide, with its constant, and that of keys; None if it has not both, or a
+        """Split a sum into terms of rows, with the constant, and terms of keys; None if it lacks one of these, or has a
         term of both."""
         row, key = Linear({}, total.constant), Linear()
         for term, coefficient in total.terms.items():
@@ -166,7 +166,7 @@ class _Separation:
         return (row, key) if key.terms and depends else None
 
     def _narrow(self, total: Linear) -> Expr | None:
-        """Return a sum of which nothing is an int64, else None."""
+        """A sum no part of which is an int64, else None."""
         found = widen(total.expr(), self._facts)
         return None if found is None or any(isinstance(n, Op) and n.wide for n in walk(found)) else found
 
@@ -204,7 +204,7 @@ class _Separation:
         return make("select", make("lt", apart, integer(0)), make("add", apart, divisor), apart)
 
     def _comparison(self, op: str, a: Expr, b: Expr) -> Expr | None:
-        """Take absolute values and extrema apart, and move what rows decide to one side."""
+        """Split absolute values and extrema into comparisons, and move the terms of rows to one side."""
         for x, y, each in ((a, b, op), (b, a, _MIRRORED[op])):
             match x:
                 case Op(op="abs", args=(u,)) if each not in ("eq", "ne") and self._halves(linear(u)) is not None:

@@ -1,4 +1,4 @@
-"""Gradients of a variant's own tensors: which of them kernels compute, and how a backward in CUDA adds them up."""
+"""Gradients of a variant's own tensors: which ones kernels compute, and how a CUDA backward sums them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attngen.lang.simplify import linear, mul
 from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
 
-#: A query's position less a key's: what indices of relative position tables are functions of.
+#: The position of a query minus that of a key, which indices of relative position tables are functions of.
 APART = own("apart")
 
 _ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
@@ -33,14 +33,14 @@ def differentiable_of(variant: Variant) -> tuple[str, ...]:
 
 
 class Way(Enum):
-    """Where the sum over pairs that is an element's gradient is kept, by what its index depends on."""
+    """Place of the sum over pairs that is an element's gradient, by what the element's index depends on."""
 
     HEAD = "head"  # neither query nor key: a register of each consumer thread
     KEY = "key"  # the key: registers, one for each key of a thread
     ROW = "row"  # the query: sums of rows of a tile of dS
     DIAGONAL = "diagonal"  # query minus key: sums of diagonals of a tile of dS
     PAIR = "pair"  # both, as [..., q, kv]: the tile of dS itself
-    EACH = "each"  # anything else: registers, for as long as pairs of a thread that follow each other share an entry
+    EACH = "each"  # anything else: registers, as long as consecutive pairs of a thread share an entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class TensorGradient:
 
     @property
     def reads(self) -> frozenset[str]:
-        """All names that index and derivative read."""
+        """Names that index and derivative read."""
         return frozenset[str]().union(*map(names, (self.constant, self.varying, *self.indices)))
 
     @property
@@ -79,9 +79,10 @@ class TensorGradient:
 
 
 def tensor_gradients(variant: Variant, slope: Slope, *, fast_math: bool) -> tuple[TensorGradient, ...]:
-    """Return how a backward in CUDA adds up the gradient of each element that the score reads.
+    """The gradients of all elements that the score reads, with the way in which a CUDA backward sums each.
 
-    ``slope`` is the derivative of the logit by the product. Tiles of dS serve where dS is the derivative by the logit.
+    ``slope`` is the derivative of the logit by the product. Tiles of dS are used only if dS is the derivative by the
+    logit.
     """
     wanted = differentiable_of(variant)
     if not wanted:
@@ -114,7 +115,7 @@ def _gradient(variant: Variant, load: Load, by_load: Expr, *, by_tile: bool) -> 
 
 
 def is_large(variant: Variant, load: Load) -> bool:
-    """Whether a tensor may have more entries than an int32 counts: two axes are as long as a call says."""
+    """Whether a tensor may have more entries than an int32 counts: the call decides the extents of two axes."""
     shape = variant.tensor(load.tensor).shape
     return sum(isinstance(extent, str) and extent not in _FEW for extent in shape) > 1
 
@@ -124,7 +125,7 @@ def _comes_first(index: Expr) -> bool:
 
 
 def _along_diagonal(node: Expr) -> Expr:
-    """Return an expression with each difference of a query and a key in terms of ``APART``, as far as it has any."""
+    """Write differences of a query and a key in terms of ``APART``."""
     if isinstance(node, Op) and node.type is Type.INT and node.op in ("add", "sub", "neg", "mul"):
         total = linear(node)
         queries, keys = (total.terms.get(Var(name, Type.INT), 0) for name in ("q", "kv"))
@@ -154,8 +155,8 @@ def _within(node: Expr) -> Expr:
 
 
 def stored(gradients: tuple[TensorGradient, ...], dtypes: dict[str, str], element: str) -> Iterator[TensorGradient]:
-    """Yield the biases of which a call may have the gradient stored as tiles of dS are, with no float32 sum: those of
-    the ``element`` of dS that are read once, if no two heads of the call share an entry."""
+    """Yield the biases whose gradients a call may store tile by tile as dS, without a float32 sum: those of the dtype
+    ``element`` that are read once. No two heads of the call may share an entry."""
     for each in gradients:
         alone = sum(other.load.tensor == each.load.tensor for other in gradients) == 1
         if each.way is Way.PAIR and alone and each.constant == ONE and dtypes[each.load.tensor] == element:

@@ -1,5 +1,5 @@
-"""Gradients of a variant's own tensors in a CUDA backward: what consumers add up in registers, and what a warp adds up
-from tiles of dS."""
+"""Gradients of a variant's own tensors in a CUDA backward: sums of consumers in registers, and sums of a producer warp
+over tiles of dS."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Entry:
 
     @property
     def reads(self) -> frozenset[str]:
-        """All names that it reads."""
+        """Names that it reads."""
         given = [part for part in (self.place, self.inside, self.factor) if part is not None]
         return reads([*self.lines, *self.factor_lines, *given])
 
@@ -113,7 +113,7 @@ class TilesView:
 
 
 def register_sums(plan: Plan) -> SumsView | None:
-    """Return what consumers add up, or None without such a gradient."""
+    """The sums of consumers; None if no gradient has one."""
     mine = [each for each in _gradients(plan) if each.in_registers]
     if not mine:
         return None
@@ -162,7 +162,7 @@ def register_sums(plan: Plan) -> SumsView | None:
 
 
 def _of_pair(each: TensorGradient) -> list[Expr]:
-    """Return what consumers compute of each pair for a gradient."""
+    """Expressions that consumers evaluate for each pair of a gradient."""
     if each.way is not Way.EACH:
         return [] if each.of_product or each.varying == ONE else [each.varying]
     factor = each.constant if each.of_product else mul(each.varying, each.constant)
@@ -170,7 +170,7 @@ def _of_pair(each: TensorGradient) -> list[Expr]:
 
 
 def weights(plan: Plan) -> tuple[tuple[int, Expr], ...]:
-    """Return the derivatives that depend on the product, by the number of their sum: P times these is kept."""
+    """The derivatives that depend on the product, by the number of their sum; P times these is kept."""
     mine = [each for each in _gradients(plan) if each.in_registers]
     return tuple((number, each.varying) for number, each in enumerate(mine) if each.of_product)
 
@@ -195,7 +195,7 @@ def weighted_slope(plan: Plan, slope: Slope) -> Slope:
 
 
 def tile_sums(plan: Plan) -> TilesView | None:
-    """Return what a warp adds up from tiles of dS, or None without such a gradient."""
+    """The sums of the warp that reads tiles of dS; None if no gradient has one."""
     mine = [each for each in _gradients(plan) if not each.in_registers]
     if not mine:
         return None
@@ -232,7 +232,7 @@ def _tile_sum(plan: Plan, each: TensorGradient) -> TileSum:
 def _entry(
     plan: Plan, each: TensorGradient, bound: Mapping[str, Binding], *, indices: Sequence[Expr] | None = None
 ) -> Entry:
-    """Return where an element lies in its gradient, which is contiguous, and the factor of its sum."""
+    """The place of an element in its gradient, which is contiguous, and the factor of its sum."""
     indices = each.indices if indices is None else indices
     named = {**scalar_bindings(plan, CUDA), **bound}
     code = emit_for(plan, CUDA, indices, named, inner="q")
@@ -304,7 +304,7 @@ def _number_pairs(read: frozenset[str]) -> list[Statement]:
 
 
 def _number_keys(place: str, read: frozenset[str]) -> list[Statement]:
-    """Return the statements that number a key; those after the end repeat the last one, and add nothing."""
+    """Statements that number a key; keys beyond the end repeat the last one, and add nothing."""
     lines = [int_constant("kv", f"min({place}, {{seqlen_k}} - 1)")]
     if "kv_packed" in read:
         lines.append(int_constant("kv_packed", "{k_begin} + {kv}"))

@@ -29,10 +29,10 @@ _OVERLAPS = {
 _WAYS = {
     Way.HEAD: "in a register of each consumer thread, added once for each head of a tile of keys",
     Way.KEY: "in registers of consumers, added once for each head of a tile of keys",
-    Way.ROW: "rows of tiles of dS, added up by a warp of the producer",
-    Way.DIAGONAL: "diagonals of tiles of dS, added up by a warp of the producer",
+    Way.ROW: "rows of tiles of dS, summed by a warp of the producer",
+    Way.DIAGONAL: "diagonals of tiles of dS, summed by a warp of the producer",
     Way.PAIR: "tiles of dS, stored or added by a warp of the producer",
-    Way.EACH: "pair by pair, added where a thread's next pair has another entry: slower than the other ways",
+    Way.EACH: "pair by pair in registers of consumers, added when a thread comes to another entry: the slowest way",
 }
 
 
