@@ -76,14 +76,14 @@ def divisors(variant: Variant) -> tuple[Divisor, ...]:
     """The positive divisors of integers in mask and score that depend on scalars of the call alone."""
     known = {scalar.name for scalar in variant.arguments if scalar.dtype in ("int32", "int64")}
     facts = Facts.of(variant)
-    found: dict[Expr, Divisor] = {}
+    by_expr: dict[Expr, Divisor] = {}
     taken: set[str] = set()
     for root in (variant.mask, variant.score):
         for node in walk(rewrite(root, fold_literals)) if root is not None else ():
             if not isinstance(node, Op) or node.op not in _DIVISIONS or node.type is not Type.INT:
                 continue
             expr = _plain(node.args[1])
-            if expr in found or isinstance(expr, Const) or not _is_of_scalars(expr, known):
+            if expr in by_expr or isinstance(expr, Const) or not _is_of_scalars(expr, known):
                 continue
             low, high = bounds(expr, facts)
             if low < 1:
@@ -91,8 +91,8 @@ def divisors(variant: Variant) -> tuple[Divisor, ...]:
             wanted = label(expr) or "divisor"
             name = next(each for each in (wanted, *(f"{wanted}_{n}" for n in range(2, 99))) if each not in taken)
             taken.add(name)
-            found[expr] = Divisor(name, expr, own(f"{DIVISOR}{name}"), (low, min(high, INT32[1])))
-    return tuple(found.values())
+            by_expr[expr] = Divisor(name, expr, own(f"{DIVISOR}{name}"), (low, min(high, INT32[1])))
+    return tuple(by_expr.values())
 
 
 def prepared(expr: Expr, variant: Variant, facts: Facts) -> Expr:

@@ -111,9 +111,9 @@ def costly_values(
             for child in children(node):
                 yield from divisions(child, node)
 
-    found = {each for expr in exprs for each in [*divisions(expr, None)]}
+    costly = {each for expr in exprs for each in [*divisions(expr, None)]}
     values = set()
-    for division in found:
+    for division in costly:
         value = division
         while len(parents[value]) == 1:
             (parent,) = parents[value]
@@ -167,8 +167,8 @@ class _Separation:
 
     def _narrow(self, total: Linear) -> Expr | None:
         """A sum no part of which is an int64, else None."""
-        found = widen(total.expr(), self._facts)
-        return None if found is None or any(isinstance(n, Op) and n.wide for n in walk(found)) else found
+        widened = widen(total.expr(), self._facts)
+        return None if widened is None or any(isinstance(n, Op) and n.wide for n in walk(widened)) else widened
 
     def _divides(self, d: Expr) -> bool:
         return not names(d) & (ROWS | KEYS) and evaluate(d, self._numbers)[0] >= 1
@@ -222,8 +222,8 @@ class _Separation:
         return bool(read & ROWS and read & KEYS)
 
     def _compared(self, op: str, a: Expr, b: Expr) -> Expr:
-        found = self._comparison(op, a, b)
-        return make(op, a, b) if found is None else found
+        separated = self._comparison(op, a, b)
+        return make(op, a, b) if separated is None else separated
 
     def _moved(self, op: str, a: Expr, b: Expr) -> Expr | None:
         if not (self._is_pair(a) or self._is_pair(b)):

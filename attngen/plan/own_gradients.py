@@ -96,22 +96,22 @@ def tensor_gradients(variant: Variant, slope: Slope, *, fast_math: bool) -> tupl
 def _gradient(variant: Variant, load: Load, by_load: Expr, *, by_tile: bool) -> TensorGradient:
     constant, varying = split_slope_factors(by_load)
     used = frozenset[str]().union(*map(names, load.indices))
-    found = TensorGradient(load, Way.EACH, constant, varying, load.indices)
+    gradient = TensorGradient(load, Way.EACH, constant, varying, load.indices)
     if not used & (_ROWS | _KEYS):
-        return replace(found, way=Way.HEAD)
+        return replace(gradient, way=Way.HEAD)
     if not used & _ROWS:
-        return replace(found, way=Way.KEY)
-    if not by_tile or found.of_product:
-        return found
+        return replace(gradient, way=Way.KEY)
+    if not by_tile or gradient.of_product:
+        return gradient
     if not used & _KEYS:
-        return found if names(varying) & _KEYS else replace(found, way=Way.ROW)
+        return gradient if names(varying) & _KEYS else replace(gradient, way=Way.ROW)
     if is_of_pair(load) and varying == ONE and all(map(_comes_first, load.indices[:-2])):
-        return replace(found, way=Way.PAIR)
+        return replace(gradient, way=Way.PAIR)
     moved = [_along_diagonal(each) for each in (*load.indices, varying)]
     if is_large(variant, load) or any(names(each) & (_ROWS | _KEYS) for each in moved):
-        return found
+        return gradient
     *indices, varying = moved
-    return replace(found, way=Way.DIAGONAL, varying=varying, indices=tuple(indices))
+    return replace(gradient, way=Way.DIAGONAL, varying=varying, indices=tuple(indices))
 
 
 def is_large(variant: Variant, load: Load) -> bool:
