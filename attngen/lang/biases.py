@@ -51,8 +51,8 @@ def _comes_in_tiles(load: Load) -> bool:
 
 def without_biases(variant: Variant) -> Variant:
     """The variant with a score that reads no bias, to choose a tile by where kernels load tiles of these."""
-    found = frozenset(biases(variant))
-    if not found or variant.score is None:
+    tiled = frozenset(biases(variant))
+    if not tiled or variant.score is None:
         return variant
-    score = rewrite(variant.score, lambda node: Var("s", Type.FLOAT) if node in found else None)
+    score = rewrite(variant.score, lambda node: Var("s", Type.FLOAT) if node in tiled else None)
     return replace(variant, score=score)

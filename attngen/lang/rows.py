@@ -25,9 +25,9 @@ def own_intervals(
     """
 
     def closed_by(mask: Expr) -> tuple[Interval, ...] | None:
-        found = _closed(mask, facts)
-        ends = (end for each in found or () for end in (each.lo, each.hi) if end is not None)
-        return found if all(map(accepts, ends)) else None
+        intervals = _closed(mask, facts)
+        ends = (end for each in intervals or () for end in (each.lo, each.hi) if end is not None)
+        return intervals if all(map(accepts, ends)) else None
 
     whole = closed_by(mask)
     if whole is not None:
@@ -35,14 +35,14 @@ def own_intervals(
     closed: Expr = TRUE
     rest: Expr = TRUE
     for term in _terms(mask):
-        found = closed_by(and_(closed, term))
-        if found is not None and len(found) == 1:
+        intervals = closed_by(and_(closed, term))
+        if intervals is not None and len(intervals) == 1:
             closed = and_(closed, term)
         else:
             rest = and_(rest, term)
-    found = _closed(closed, facts)
-    assert found is not None
-    return found, rest
+    intervals = _closed(closed, facts)
+    assert intervals is not None
+    return intervals, rest
 
 
 def _terms(mask: Expr) -> list[Expr]:

@@ -511,7 +511,7 @@ class TileBounds:
     bindings: Mapping[str, Binding] = field(default_factory=dict)
 
     def emitted(self, plan: Plan, along: Along) -> tuple[EmittedMany, Expr, Expr]:
-        """Return whether a tile may be seen, and whether it must be seen whole, as text and as expressions."""
+        """The conditions under which a tile may be visible and must be full, as code and as expressions."""
         may, must = classify(self.mask, facts_of(plan), plan.box_heads, self.nodes, self.statistics)
         bound = {**corner_bindings(plan, CUDA, along), **self.bindings}
         ranges = Separated(self.mask, self.statistics).ranges

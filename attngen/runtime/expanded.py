@@ -59,9 +59,9 @@ def what_is_copied(call: Call) -> str:
 def _odd_biases(variant: Variant, tensors: Mapping[str, Tensor]) -> list[str]:
     """The biases that have no descriptor as they are."""
     names = dict.fromkeys(load.tensor for load in biases(variant))
-    found = ((name, tensors[name]) for name in names)
+    given = ((name, tensors[name]) for name in names)
     return [
-        name for name, tensor in found
+        name for name, tensor in given
         if tensor.numel() and against_own_map(name, tensor, 0 if tensor.is_meta else tensor.data_ptr())
     ]  # fmt: skip
 

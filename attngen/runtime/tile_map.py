@@ -302,7 +302,7 @@ class _Entry:
         return same and self.versions == versions
 
     def timed(self, make: Callable[..., Tensor], *given: Any) -> Tensor:
-        """Return what ``make`` returns, and note how long it takes the GPU."""
+        """Call ``make`` between two events, which time it on the GPU, and return its map."""
         if self.device.type != "cuda":
             return make(*given)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -422,7 +422,7 @@ def _why_no_tensor_gradients(spec: KernelSpec) -> str | None:
 
 
 def gradients_of(variant: Variant, *, fast_math: bool) -> tuple[TensorGradient, ...]:
-    """Return how the gradients of a variant's own tensors are added up."""
+    """The gradients of a variant's own tensors, each with the way in which it is added up."""
     return tensor_gradients(variant, derivative(variant, fast_math=fast_math), fast_math=fast_math)
 
 

@@ -262,8 +262,8 @@ def _race(
             name: partial(torch.autograd.grad, out, leaves, dout, retain_graph=True) for name, out in outs.items()
         }
     contestants = [Contestant(name, [call]) for name, call in entered.items()]
-    found = race(contestants, CudaClock(), Unwatched(), rounds)
-    return {one.name: timing.milliseconds for one, timing in zip(contestants, found, strict=True)}
+    timings = race(contestants, CudaClock(), Unwatched(), rounds)
+    return {one.name: timing.milliseconds for one, timing in zip(contestants, timings, strict=True)}
 
 
 def host_times() -> dict[str, float]:

@@ -86,15 +86,15 @@ class Forms:
 
     def fields(self, *, constant: bool) -> dict[str, Any]:
         """Return the fields of the variant, with its sizes as constants or as scalars of the call."""
-        found: dict[str, Any] = {"mask": self.mask, "score": self.score, "let": self.let}
-        found["scalars"] = {name: _scalar(value, constant) for name, value in self.sizes.items()}
-        found["tensors"] = {
+        fields: dict[str, Any] = {"mask": self.mask, "score": self.score, "let": self.let}
+        fields["scalars"] = {name: _scalar(value, constant) for name, value in self.sizes.items()}
+        fields["tensors"] = {
             name: {**said, "grad": True} if name in self.learned else said for name, said in self.declared.items()
         }
-        return {name: value for name, value in found.items() if value}
+        return {name: value for name, value in fields.items() if value}
 
     def arguments(self, *, constant: bool) -> dict[str, Any]:
-        """Return what a call passes by name."""
+        """The keyword arguments of a call."""
         return {**self.tensors, **({} if constant else self.sizes)}
 
 

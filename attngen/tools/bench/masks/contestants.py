@@ -45,8 +45,8 @@ def inputs(shape: tuple[int, int, int, int], kv_heads: int, device: torch.device
     few = (*shape[:2], kv_heads, shape[3])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
     q, k, v, dout = (torch.randn(s, device=device, dtype=dtype, generator=generator) for s in (shape, few, few, shape))
-    found = Inputs((q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout)
-    return found, found.turned()
+    given = Inputs((q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout)
+    return given, given.turned()
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Contestant:
     def results(self) -> list[Tensor]:
         """Return the output, the gradients of q, k and v as (batch, seqlen, heads, head_dim), and the others."""
         out = self.call()
-        found = [out.detach(), *self.gradients(out)]
-        return [one.transpose(1, 2) for one in found[:4]] + found[4:] if self.heads_first else found
+        results = [out.detach(), *self.gradients(out)]
+        return [one.transpose(1, 2) for one in results[:4]] + results[4:] if self.heads_first else results
 
     def kernels(self) -> dict[str, tuple[str, bool]]:
         """Return the kernel of each direction by name, and whether it reads a tile map."""
@@ -145,8 +145,8 @@ class Entrants:
         if mask is None:
             return (-(-self.cell.seqlen // TILE)) ** 2 * self.cell.heads
         counts = [mask.kv_num_blocks, mask.full_kv_num_blocks]
-        found = sum(int(count.sum()) for count in counts if count is not None)
-        return found * self.cell.heads // mask.kv_num_blocks.shape[1]
+        tiles = sum(int(count.sum()) for count in counts if count is not None)
+        return tiles * self.cell.heads // mask.kv_num_blocks.shape[1]
 
     def pair_bytes(self, tiles: int) -> int:
         """Bytes of tensors over pairs in so many tiles of all heads."""

@@ -124,8 +124,8 @@ class MaskRow:
         return next((one for one in self.results if one.contestant == contestant), None)
 
     def _milliseconds(self, contestant: str, direction: str) -> float | None:
-        found = self._result(contestant)
-        return None if found is None else found.milliseconds(direction)
+        result = self._result(contestant)
+        return None if result is None else result.milliseconds(direction)
 
     @property
     def measured(self) -> tuple[MaskResult, ...]:
@@ -169,20 +169,20 @@ class MaskRow:
 
     def limit(self, result: MaskResult, direction: str, copy_gbps: float | None) -> float:
         """Most that ``to_causal`` should be."""
-        found = MAPPED if direction in result.mapped else CLOSED
+        limit = MAPPED if direction in result.mapped else CLOSED
         if self.scored:
-            found = max(found, SCORED[self.cell.head_dim < 128])
+            limit = max(limit, SCORED[self.cell.head_dim < 128])
         if self.pair_bytes:
-            found = max(found, PAIRS)
+            limit = max(limit, PAIRS)
             causal = self._milliseconds(CAUSAL, direction)
             if causal and copy_gbps and self.tiles:
                 shortest = self.pair_bytes / (BANDWIDTH * copy_gbps * 1e6)
-                found = max(found, shortest / self.tiles / (causal / self.causal_tiles))
-        return found
+                limit = max(limit, shortest / self.tiles / (causal / self.causal_tiles))
+        return limit
 
     def beyond(self, copy_gbps: float | None) -> list[str]:
         """Say which times exceed their limits."""
-        found = []
+        lines = []
         for one in self.measured:
             for direction in DIRECTIONS:
                 where = f"{self.cell.name}: {one.contestant}, {direction}"
@@ -190,12 +190,12 @@ class MaskRow:
                 if learned is not None:
                     most = max(LEARNED, PAIRS if self.pair_bytes else 0)
                     if learned > most:
-                        found.append(f"{where}: {learned:.2f} x without gradients of its tensors, limit {most:.2f}")
+                        lines.append(f"{where}: {learned:.2f} x without gradients of its tensors, limit {most:.2f}")
                     continue
                 ratio, most = self.to_causal(one, direction), self.limit(one, direction, copy_gbps)
                 if ratio is not None and ratio > most:
-                    found.append(f"{where}: {ratio:.2f} x causal per tile, limit {most:.2f}")
-        return found
+                    lines.append(f"{where}: {ratio:.2f} x causal per tile, limit {most:.2f}")
+        return lines
 
     def slower(self) -> list[str]:
         """Say which calls take longer than FlexAttention's."""
@@ -292,9 +292,9 @@ class MaskReport:
         """Return the document of ``--json``."""
         means = {
             contestant: {
-                direction: dict(zip(("mean", "least", "cells"), found, strict=True))
+                direction: dict(zip(("mean", "least", "cells"), figures, strict=True))
                 for direction in DIRECTIONS
-                if (found := self.mean(contestant, direction)) is not None
+                if (figures := self.mean(contestant, direction)) is not None
             }
             for contestant in (CONSTANTS, SCALARS, FRONT_END)
         }

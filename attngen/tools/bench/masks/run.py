@@ -77,12 +77,12 @@ def cells_of(options: MaskOptions) -> list[Cell]:
                 if case.own is not None or case.most is None or seqlen <= case.most:
                     cell = Cell(case, case.own or seqlen, head_dim, HEADS)
                     every.setdefault(cell.name, cell)
-    found = [cell for name, cell in every.items() if not options.cells or any(part in name for part in options.cells)]
-    if not found:
+    chosen = [cell for name, cell in every.items() if not options.cells or any(part in name for part in options.cells)]
+    if not chosen:
         part = options.cells[0]
         names = [cell.case.name for cell in every.values()]
         raise CallError(f"no cell of the masks suite has '{part}' in its name{suggest(part, names)}")
-    return found
+    return chosen
 
 
 def dry_run(options: MaskOptions) -> MaskReport:
@@ -164,7 +164,7 @@ def first_calls(environment: Mapping[str, str], asked: tuple[str, int, int], las
     (case,) = (one for one in mask_cases() if one.name == name)
     torch.zeros(1, device="cuda")  # CUDA starts
     with _compiling():
-        found = _tried(Cell(case, seqlen, head_dim, HEADS), torch.device("cuda"))
+        results = _tried(Cell(case, seqlen, head_dim, HEADS), torch.device("cuda"))
     inputs.cache_clear()
     torch.compiler.reset()
     gc.collect()
@@ -172,7 +172,7 @@ def first_calls(environment: Mapping[str, str], asked: tuple[str, int, int], las
         torch.cuda.empty_cache()
     else:
         retire()
-    return found
+    return results
 
 
 def _tried(cell: Cell, device: torch.device) -> dict[str, float | str]:
@@ -283,11 +283,11 @@ class Suite:
                 continue
             try:
                 contestant = ready.entrants.make(name)
-                found = contestant.results()
+                results = contestant.results()
                 if name == FLEX:
                     contestant.forward()  # it compiles again without gradients
                 second = 1e3 * seconds(contestant.forward, self.device)
-                error, learned = (None, None) if name == CAUSAL or wanted is None else _apart(found, wanted)
+                error, learned = (None, None) if name == CAUSAL or wanted is None else _apart(results, wanted)
                 result = MaskResult(name, "compared", None, {}, told, second, error)
                 if self.options.check and error is not None and not error <= AGREEMENT:
                     result = replace(result, status="failed", reason=f"differs from FlexAttention by {error:.1e}")
@@ -302,7 +302,7 @@ class Suite:
                         mapped=frozenset(each for each, (_, mapped) in kernels.items() if mapped),
                     )  # fmt: skip
                 if name == FLEX:
-                    wanted = found
+                    wanted = results
                 ready.results[name] = result
             except Exception as error:  # whatever a library raises for what it lacks, or a kernel on its way down
                 ready.results[name] = MaskResult(name, "failed", reason_of(error), first=told)
@@ -310,12 +310,12 @@ class Suite:
 
     def expected(self, ready: Ready) -> float:
         """Seconds that timing a cell takes, roughly: a backward takes three times as long as a forward."""
-        found = 0.0
+        total = 0.0
         for name in ready.contestants:
             forward = ready.results[name].second or 0.0
             for taken in (forward, 3 * forward):
-                found += (self.options.rounds + 1) * max(SAMPLE_MS, 2 * taken) + 7 * taken
-        return 1.3 * found / 1e3
+                total += (self.options.rounds + 1) * max(SAMPLE_MS, 2 * taken) + 7 * taken
+        return 1.3 * total / 1e3
 
     def timed(self, ready: Ready, monitor: Monitor | None = None) -> MaskRow:
         """Time both directions of all contestants of a cell, in random order, and return its row."""
@@ -332,11 +332,11 @@ class Suite:
         except Exception as error:  # it is not known of whom: nothing of this cell can be trusted
             failed = reason_of(error)
             return replace(row, results=tuple(replace(one, status="failed", reason=failed) for one in row.results))
-        found: dict[str, dict[str, timing.Timing]] = {}
+        timings: dict[str, dict[str, timing.Timing]] = {}
         for (name, direction), taken in zip(names, times, strict=True):
-            found.setdefault(name, {})[direction] = taken
+            timings.setdefault(name, {})[direction] = taken
         results = tuple(
-            replace(one, status="measured", timings=found[one.contestant]) if one.contestant in found else one
+            replace(one, status="measured", timings=timings[one.contestant]) if one.contestant in timings else one
             for one in row.results
         )
         return replace(row, results=results, reading=None if monitor is None else monitor.since(began))
@@ -351,14 +351,14 @@ class Suite:
         )  # fmt: skip
 
 
-def _apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[float, float | None]:
+def _apart(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[float, float | None]:
     """Return the largest difference of the output and the gradients of q, k and v, and of those after them."""
 
     def norm(one: Tensor, other: Tensor) -> float:
         apart = (one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-12)
         return float(apart)
 
-    differences = [norm(one, other) for one, other in zip(found, wanted, strict=False)]
+    differences = [norm(one, other) for one, other in zip(results, wanted, strict=False)]
     return max(differences[:4]), max(differences[4:], default=None)
 
 
