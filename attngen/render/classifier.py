@@ -169,6 +169,8 @@ def _pairs(plan: Plan, by: TileBounds, word: Word) -> PairsView | None:
 
 def _is_of_pairs(plan: Plan, load: Load) -> bool:
     """Whether a load reads a bool at a query and at the key, the last axis."""
+    if not load.indices:
+        return False
     *indices, last = load.indices
     read = frozenset[str]().union(*map(names, indices))
     dtype = next(one.dtype for one in plan.variant.tensors if one.name == load.tensor)

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 import attngen
-from attngen.errors import AttngenError
+from attngen.errors import AttngenError, InternalError
 from attngen.formats import HELPERS
 from attngen.runtime import driver as drivers
 from attngen.runtime.capacity import capacity_for
@@ -53,7 +53,7 @@ class Row:
 
     seed: int
     line: str
-    verdict: str = "passed"  # passed | wrong | crashed | plan refuses | compile refuses | traceback
+    verdict: str = "passed"  # passed | wrong | crashed | plan refuses | plan fails | compile refuses | traceback
     problems: list[str] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
     findings: Findings = field(default_factory=Findings)
@@ -100,6 +100,8 @@ def check_one(seed: int, last: bool) -> Row:
         kernels = prepared(made)
     except AttngenError as error:
         row.verdict, row.problems = "plan refuses", [str(error)]
+        if any(isinstance(one, InternalError) for one in error.each or (error,)):
+            row.verdict = "plan fails"
         return row
     planned = time.monotonic()
     try:

@@ -17,6 +17,7 @@ CLIPPED = "kv_hi = min(kv_lo + kBlockN, seqlen_k) - 1"
     [
         ("(q ^ kv) & 3 != 2 and q_pos >= 0 and doc[b, q_pos] == doc[b, kv]", DOCUMENTS, True),
         ("(q ^ kv) & 3 != 2 and kv % n == 0", "", False),
+        ("(q ^ kv) & 3 != 2 and kv >= start", "start: {dtype: int32, shape: []}", False),
     ],
 )
 def test_the_last_key_of_a_tile_exists_where_a_tensor_is_read_there(
