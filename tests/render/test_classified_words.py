@@ -17,7 +17,6 @@ CLIPPED = "kv_hi = min(kv_lo + kBlockN, seqlen_k) - 1"
     [
         ("(q ^ kv) & 3 != 2 and q_pos >= 0 and doc[b, q_pos] == doc[b, kv]", DOCUMENTS, True),
         ("(q ^ kv) & 3 != 2 and kv % n == 0", "", False),
-        ("(q ^ kv) & 3 != 2 and kv >= start", "start: {dtype: int32, shape: []}", False),
     ],
 )
 def test_the_last_key_of_a_tile_exists_where_a_tensor_is_read_there(
@@ -28,3 +27,11 @@ def test_the_last_key_of_a_tile_exists_where_a_tensor_is_read_there(
     )
     plan = planned("own", declared=declared, backend="cuda", arch="sm90a", dtype="bf16", tile_map=tile_map)
     assert (CLIPPED in render(plan).text) == (clipped and tile_map == "never")  # a map is made by statistics
+
+
+def test_a_tile_map_of_a_mask_that_reads_a_tensor_without_axes() -> None:
+    declared = (
+        "variants:\n  own: {mask: '(q ^ kv) & 3 != 2 and kv >= start', tensors: {start: {dtype: int32, shape: []}}}\n"
+    )
+    plan = planned("own", declared=declared, backend="cuda", arch="sm90a", dtype="bf16")
+    assert "// Makes the tile map" in render(plan).text
