@@ -153,7 +153,7 @@ def _print(report: Report) -> None:
 
 
 #: What the table shows; a kernel's name says the rest.
-_SHOWN = ("name", "variant", "head_dim", "backend", "tile", "stages", "warps", "driver")
+_SHOWN = ("name", "variant", "head_dim", "backend", "tile", "stages", "warps", "iteration")
 
 
 def _row(plan: Plan) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _row(plan: Plan) -> dict[str, Any]:
         "tile": f"{plan.tile_m}x{plan.tile_n}",
         "stages": plan.stages,
         "warps": plan.num_warps,
-        "driver": plan.driver,
+        "iteration": plan.iteration,
     }
 
 

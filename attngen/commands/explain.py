@@ -107,7 +107,7 @@ def _print_many(explanations: Sequence[PlanExplanation]) -> None:
     for explanation in explanations:
         plan = explanation.plan
         rows.append(
-            [plan.name, f"{plan.tile_m}x{plan.tile_n}", plan.stages, explanation.shared_bytes, plan.driver]
+            [plan.name, f"{plan.tile_m}x{plan.tile_n}", plan.stages, explanation.shared_bytes, plan.iteration]
             + (_efficiency(explanation)[-1] if explanation.visits else ["", "", "", ""])
             + (_floor(explanation) if floors else [])
             + ([_predicted(explanation)] if foreseen else [])

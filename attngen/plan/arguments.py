@@ -37,7 +37,7 @@ def signature(
     leave out; of a paged one that is ``cu_seqlens_q`` and never ``seqused_k``.
     """
     rows = {"q_tiles": "q", "kv_tiles": "kv"}[tiles]
-    mapped = plan.driver == "tile_map"
+    mapped = plan.iteration == "tile_map"
     return (
         *operands,
         *lengths(plan),

@@ -54,8 +54,8 @@ def check_sizes(spec: KernelSpec, sizes: Sequence[tuple[str, int | None, Sequenc
             raise refuse(spec, field, f"{value} is not one of {', '.join(map(str, allowed))}; nearest: {nearest}")
 
 
-def driver_of(spec: KernelSpec, over: Axis = "kv", *, by_bits: bool = False) -> str:
-    """The driver of a kernel: ranges from bands, classification in the kernel, or a tile map.
+def iteration_of(spec: KernelSpec, over: Axis = "kv", *, by_bits: bool = False) -> str:
+    """How a kernel iterates over keys: ranges from bands, classification in the kernel, or a tile map.
 
     ``by_bits``: the kernel can read the mask of a partial tile as bits of a tile map. If the keys of a dense sequence
     form no ranges, that is faster than evaluating the mask, and a map of positions and scalars alone is made only once.
@@ -67,7 +67,7 @@ def driver_of(spec: KernelSpec, over: Axis = "kv", *, by_bits: bool = False) -> 
     if mapped and reads_data_per_query(spec.variant):
         return "tile_map"
     lasts = mapped and by_bits and spec.layout == "dense" and spec.pack_gqa is not True
-    if lasts and over == "q" and driver_of(spec, by_bits=True) == "tile_map":
+    if lasts and over == "q" and iteration_of(spec, by_bits=True) == "tile_map":
         return "tile_map"
     if bands_of(spec, over).exact:
         return "ranges"

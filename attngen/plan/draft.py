@@ -88,10 +88,10 @@ def forward_launches(
 
     ``forward`` and ``classify`` are the arguments of both; ``decided`` says the rest of the first.
     """
-    axes = axes_of(planned, "forward") if planned.driver == "tile_map" else None
+    axes = axes_of(planned, "forward") if planned.iteration == "tile_map" else None
     own = Launch(
         "forward", planned.name, decided.pop("grid", "queries"), planned.tile_m, planned.tile_n, planned.stages,
-        planned.num_warps, planned.driver, axes, forward, max_registers=planned.max_registers, **decided,
+        planned.num_warps, planned.iteration, axes, forward, max_registers=planned.max_registers, **decided,
     )  # fmt: skip
     if axes is None:
         return planned.with_launches(own)

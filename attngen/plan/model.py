@@ -93,7 +93,7 @@ class Launch:
     tile_n: int
     stages: int
     num_warps: int
-    driver: str = "ranges"  # ranges | classified | tile_map
+    iteration: str = "ranges"  # ranges | classified | tile_map
     tile_map: TileMapAxes | None = None  # what it reads or writes
     arguments: tuple[Argument, ...] = ()
     persistent: bool = False  # a block works until no tile is left
@@ -127,7 +127,7 @@ class Launch:
             "max_registers": self.max_registers,
             "max_spills": self.max_spills,
             "products": self.products,
-            "driver": self.driver,
+            "iteration": self.iteration,
             "tile_map": None if self.tile_map is None else asdict(self.tile_map),
             "parameters": [argument.to_dict() for argument in self.arguments],
         }
@@ -249,13 +249,13 @@ class Plan:
     stages: int
     num_warps: int
     max_registers: int | None  # of a thread; None leaves it to ptxas
-    driver: str  # ranges | classified | tile_map
+    iteration: str  # ranges | classified | tile_map
     mask_code: str  # branch: one loop, in which tiles that need the mask branch | loop: these have a loop of their own
     softmax: str
     fast_math: bool
     section_bytes: int  # K and V of the heads that run side by side, sized for L2
     allow: tuple[str, ...]
-    main: str = "forward"  # the launch that tile, stages, warps and driver are of
+    main: str = "forward"  # the launch that tile, stages, warps and iteration are of
     launches: tuple[Launch, ...] = ()  # in their order
     workspaces: tuple[Workspace, ...] = ()
     structure: Structure = Structure()
@@ -296,7 +296,7 @@ class Plan:
     def mask_words(self) -> int:
         """32-bit words in which a lane holds the visible pairs of a partial tile, a bit for each of its elements; 0 if
         the mask's expression is evaluated for each element instead."""
-        if self.driver != "tile_map" or not self.structure.holds_mask_bits:
+        if self.iteration != "tile_map" or not self.structure.holds_mask_bits:
             return 0
         columns = self.tile_n if self.direction == "forward" else self.tile_m
         return -(-columns // COLUMNS_OF_WORD)
@@ -408,7 +408,7 @@ class Plan:
             tile_n=launch.tile_n,
             stages=launch.stages,
             num_warps=launch.num_warps,
-            driver=launch.driver,
+            iteration=launch.iteration,
             main=launch.name,
             launches=(launch,),
         )
@@ -442,7 +442,7 @@ class Plan:
             "num_warps": self.num_warps,
             "max_registers": self.max_registers,
             "threads": self.threads,
-            "driver": self.driver,
+            "iteration": self.iteration,
             "mask_code": self.mask_code,
             "softmax": self.softmax,
             "fast_math": self.fast_math,

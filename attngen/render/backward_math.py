@@ -126,7 +126,7 @@ def gradients(plan: Plan, form: Form, before: Sequence[Statement]) -> Gradients:
         factor=factor.results[0],
         before=tuple(assign(tensor.name, "tl.zeros([BLOCK_M], tl.float32)") for tensor in by_row),
         after=tuple(_finish(plan, tensor) for tensor in by_row),
-        mask_by_head="h" in names(variant.mask) or plan.driver == "tile_map",
+        mask_by_head="h" in names(variant.mask) or plan.iteration == "tile_map",
     )
 
 

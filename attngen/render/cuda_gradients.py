@@ -248,7 +248,7 @@ def _query_lines(read: frozenset[str]) -> list[Statement]:
 
 def query_word(plan: Plan) -> tuple[Statement, ...]:
     """Return the statements that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
-    if plan.driver == "tile_map":
+    if plan.iteration == "tile_map":
         return words_of_map("{kv_tile} * {stride_tile_map_kv}")
     return classified_query_word(plan)
 

@@ -402,7 +402,7 @@ def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     found = bands(plan.variant.mask, facts_of(plan), over=along.axis, heads=plan.box_heads)
     if along is KEYS and isinstance(plan.structure, HopperForward) and plan.structure.anchored:
         return _anchored_tiles(plan, found)
-    if plan.driver != "ranges":
+    if plan.iteration != "ranges":
         values, lines = emit_named(plan, CUDA, hull_ends(plan, found, along), along)
         lines += [int_constant(name, value) for name, value in values.items() if value.text != name]
         return Tiles(
@@ -478,7 +478,7 @@ def with_corners(
 
 def word(plan: Plan) -> Word:
     """Return the statements that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
-    if plan.driver == "tile_map":
+    if plan.iteration == "tile_map":
         return Word(words_of_map("{q_start} / kBlockM * {stride_tile_map_q}"))
     return Word(classified_word(plan))
 

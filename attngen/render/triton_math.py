@@ -208,9 +208,9 @@ def of_pairs(scored: EmittedMany, tile: str) -> Piece:
 def ranges(plan: Plan, along: Along = KEYS) -> Visits:
     """Return the tiles of a block: by ranges of visible and of full tiles, or the hull that a listing goes through."""
     found = bands(plan.variant.mask, facts_of(plan), over=along.axis)
-    if plan.driver != "ranges":
+    if plan.iteration != "ranges":
         values, lines = _hull(plan, found, along)
-        if plan.driver == "tile_map":
+        if plan.iteration == "tile_map":
             own = "{q_tile} * {stride_tile_map_q}" if along is KEYS else "{kv_tile} * {stride_tile_map_kv}"
             rows = "{b} * {stride_tile_map_b} + {h} * {stride_tile_map_h} + "
             lines.append(assign("tile_map", f"{{tile_map_ptr}} + {rows}{own}"))
@@ -318,9 +318,9 @@ def _with_corners(
 
 def words(plan: Plan, along: Along = KEYS) -> Words:
     """Return the lines that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
-    if plan.driver == "ranges":
+    if plan.iteration == "ranges":
         return Words((), None)
-    if plan.driver == "tile_map":
+    if plan.iteration == "tile_map":
         lines = (
             assign("partial_word", "tl.load({tile_map} + {words} + {word})"),
             assign("visible_word", "tl.load({tile_map} + {word}) | {partial_word}"),

@@ -145,7 +145,7 @@ _MANIFEST = _Object({
         section_heads=_SOME, scale_block=_BLOCK, split_size=_COUNT, times=_TIMES, visible=_VISIBLE,
         pack_gqa=_FLAG, split_kv=_FLAG, transposed_v=_FLAG, tuned=_List(_TUNED),
         sum_columns=_COUNT,
-        ordered=_FLAG, sha256=_TEXT, min_driver=_COUNT.or_none(), driver=_TEXT, workspaces=_List(_WORKSPACE),
+        ordered=_FLAG, sha256=_TEXT, min_driver=_COUNT.or_none(), iteration=_TEXT, workspaces=_List(_WORKSPACE),
         operands=_Object({}, others=_NAME), structure=_Object({**_optional(skips=_FLAG, uneven=_FLAG)}),
     ),
 })  # fmt: skip

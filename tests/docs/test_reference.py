@@ -159,11 +159,11 @@ def test_every_name_is_explained() -> None:
     assert names == [*INDEX_NAMES, "s", *CONSTANTS, "True", "False"]
 
 
-DRIVERS = [(code(row[0]), row) for rows in tables(LANGUAGE, "mask", "driver") for row in rows]
+ITERATIONS = [(code(row[0]), row) for rows in tables(LANGUAGE, "mask", "iteration") for row in rows]
 
 
-@pytest.mark.parametrize(("mask", "row"), DRIVERS, ids=[mask for mask, _ in DRIVERS])
-def test_drivers(mask: str, row: list[str]) -> None:
+@pytest.mark.parametrize(("mask", "row"), ITERATIONS, ids=[mask for mask, _ in ITERATIONS])
+def test_iterations(mask: str, row: list[str]) -> None:
     document = {"dtype": "int32", "shape": ["b", "seqlen_k"]}
     variant = {
         "mask": mask,
@@ -184,7 +184,7 @@ def test_drivers(mask: str, row: list[str]) -> None:
         "kernels": [KERNEL | {"variant": "example"}],
     }
     (kernel,) = expand(load_spec_text(yaml.safe_dump(spec)))
-    assert plan(kernel).driver == code(row[1])
+    assert plan(kernel).iteration == code(row[1])
 
 
 def test_spills_that_are_allowed() -> None:

@@ -14,7 +14,7 @@ from attngen.tools.cases import Case
 from attngen.tools.values import arguments_of
 from tests.gpu.family import Run, kernels
 
-#: One of each loop driver, kind of load and layout.
+#: One of each KV iteration, kind of load and layout.
 SUBJECTS = (
     "causal-bf16-d64-dense-descriptor",
     "sink_window-bf16-d64-dense-descriptor",

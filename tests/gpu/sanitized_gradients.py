@@ -19,7 +19,7 @@ _PLANNED = {
     for spec, plan in plans(load_spec(SPEC))
     if plan.direction == "backward" and plan.backend == "cuda" and f"backward {label(plan)}" not in LEFT_OUT
 }
-#: Every choice of roles, driver and layout has a kernel here.
+#: Every choice of roles, iteration and layout has a kernel here.
 KERNELS = list(_PLANNED)
 SIZES = ((1, 1), (1, 129), (129, 1), (63, 65), (128, 128), (129, 257))
 #: Shapes of a kernel under memcheck, which takes long: the next one begins with the next shape.

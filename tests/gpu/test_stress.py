@@ -12,7 +12,7 @@ from torch import Tensor
 from attngen.tools.cases import Case
 from tests.gpu.family import Run, bits, compiled_labels
 
-#: Every choice of roles, skipping, driver and layout has a kernel here.
+#: Every choice of roles, skipping, iteration and layout has a kernel here.
 KERNELS = [name for name in compiled_labels() if name.endswith(("-wgmma", "-unified", "-pack"))]
 ROUNDS = 4
 

@@ -57,7 +57,7 @@ def test_tiles(interpreter: Interpreter, variant: str, tile: str, third: int) ->
 
 
 @sampled(variant=DRIVEN, tile_map=["always", "never"], layout=LAYOUTS, third=THIRDS)
-def test_drivers(interpreter: Interpreter, variant: str, tile_map: str, layout: str, third: int) -> None:
+def test_iterations(interpreter: Interpreter, variant: str, tile_map: str, layout: str, third: int) -> None:
     assert interpreter.call("gradient_problems", spec(variant, tile_map=tile_map, layout=layout), 25, third) == ()
 
 

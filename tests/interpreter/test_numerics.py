@@ -1,4 +1,4 @@
-"""Rendered kernels in Triton's interpreter against the float64 reference: every preset, head dim, tile and driver.
+"""Rendered kernels in Triton's interpreter against the float64 reference: every preset, head dim, tile and iteration.
 
 Each kernel runs on ragged lengths, GQA, more queries than keys, an empty sequence, seqused_k, decoding, and the
 least and greatest declared values, with NaN after every sequence and in the results (``attngen.tools.cases``).
@@ -18,7 +18,7 @@ from tests.sampling import sampled
 #: Every second case of a kernel, from the first or the second one.
 THIRDS = (0, 1, 2)
 LAYOUTS, LOADS = ("dense", "varlen"), ("descriptor", "pointer")
-#: One for each kind of driver that a map may take the place of.
+#: One for each kind of KV iteration that a map may take the place of.
 DRIVEN = ("full", "prefix_lm", "packed_documents", "dilated", "allowed")
 
 
@@ -67,7 +67,7 @@ def test_tiles(interpreter: Interpreter, variant: str, tile: str) -> None:
 
 
 @sampled(variant=DRIVEN, tile_map=["always", "never"], layout=LAYOUTS)
-def test_drivers(interpreter: Interpreter, variant: str, tile_map: str, layout: str) -> None:
+def test_iterations(interpreter: Interpreter, variant: str, tile_map: str, layout: str) -> None:
     assert interpreter.call("problems", spec(variant, tile_map=tile_map, layout=layout), 15) == ()
 
 

@@ -62,7 +62,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         stages=1,
         num_warps=_WARPS,
         max_registers=None,
-        driver="ranges",
+        iteration="ranges",
         mask_code="branch",
         softmax="exact_max",
         section_bytes=2**20,

@@ -28,7 +28,15 @@ def forward(
     )  # fmt: skip
     m, n = found.tile_m, found.tile_n
     return forward_pipes(
-        roles, driver="ranges", tile_m=m, tile_n=n, stages=stages, qk=128, v=128, operands=found.operands, warps=warps
+        roles,
+        iteration="ranges",
+        tile_m=m,
+        tile_n=n,
+        stages=stages,
+        qk=128,
+        v=128,
+        operands=found.operands,
+        warps=warps,
     )
 
 

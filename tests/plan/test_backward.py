@@ -1,4 +1,4 @@
-"""The plan of a backward: its kernels, names, tiles and drivers, and what the entry's other fields mean for it."""
+"""The plan of a backward: its kernels, names, tiles and iterations, and what the entry's other fields mean for it."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ def test_how_the_backward_is_computed_is_refused_without_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "drivers"),
+    ("variant", "iterations"),
     [
         ("causal", ("ranges", "ranges")),
         ("allowed", ("tile_map", "tile_map")),
         ("dilated", ("classified", "classified")),
     ],
 )
-def test_drivers_of_both_kernels(variant: str, drivers: tuple[str, str]) -> None:
+def test_iterations_of_both_kernels(variant: str, iterations: tuple[str, str]) -> None:
     found = planned(variant, passes="backward")
-    assert (found.launch("dkdv").driver, found.launch("dq").driver) == drivers
+    assert (found.launch("dkdv").iteration, found.launch("dq").iteration) == iterations
     classifiers = [part.name for part in found.launches if part.name.startswith("classify_")]
-    assert classifiers == ["classify_dkdv", "classify_dq"] * (drivers[0] == "tile_map")
+    assert classifiers == ["classify_dkdv", "classify_dq"] * (iterations[0] == "tile_map")
 
 
 def test_the_manifest_lists_every_kernel() -> None:

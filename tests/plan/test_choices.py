@@ -1,4 +1,4 @@
-"""Schedules, alignment and loop drivers: what is chosen, and what is refused and why."""
+"""Schedules, alignment and KV iterations: what is chosen, and what is refused and why."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from attngen.resources import templates_dir
 from attngen.schema import expand, load_spec_text, preset_names
 from tests.plan.specs import planned
 
-DRIVERS = {"dilated": "classified", "neighbourhood_2d": "classified", "allowed": "tile_map"}
+ITERATIONS = {"dilated": "classified", "neighbourhood_2d": "classified", "allowed": "tile_map"}
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_the_driver_of_each_preset(name: str) -> None:
+def test_the_iteration_of_each_preset(name: str) -> None:
     plan = planned(name)
-    assert plan.driver == DRIVERS.get(name, "ranges")
-    assert plan.has_launch("classify") == (plan.driver == "tile_map")
+    assert plan.iteration == ITERATIONS.get(name, "ranges")
+    assert plan.has_launch("classify") == (plan.iteration == "tile_map")
 
 
 def test_a_tile_map_is_used_or_avoided_as_the_spec_says() -> None:
     always = planned("causal", tile_map="always")
-    assert always.driver == "tile_map"
+    assert always.iteration == "tile_map"
     assert always.launch("classify").symbol == f"classify_{always.name}"
     never = planned("allowed", tile_map="never")
-    assert never.driver == "classified"
+    assert never.iteration == "classified"
     assert not never.has_launch("classify")
 
 

@@ -177,9 +177,9 @@ def test_padded_head_dims(head_dim: int) -> None:
     assert boxes["v"] == ((1, 1, plan.tile_n, 1, box), roles.box_bytes, plan.tile_n)
 
 
-@pytest.mark.parametrize(("variant", "driver"), [("allowed", "tile_map"), ("dilated", "classified")])
-def test_tiles_that_must_be_listed_need_a_producer(variant: str, driver: str) -> None:
-    with pytest.raises(PlanError, match=rf"tiles must be ranges .*, not {driver}; allowed: producer 1"):
+@pytest.mark.parametrize(("variant", "iteration"), [("allowed", "tile_map"), ("dilated", "classified")])
+def test_tiles_that_must_be_listed_need_a_producer(variant: str, iteration: str) -> None:
+    with pytest.raises(PlanError, match=rf"tiles must be ranges .*, not {iteration}; allowed: producer 1"):
         on_hopper(variant, warps="{producer: 0}")
 
 
@@ -254,14 +254,14 @@ def test_the_queries_that_see_the_most_keys_come_first(mask: str, from_first: bo
         f"variants:\n  own:\n    mask: '{mask}'\n    scalars: {{w: {{type: int32, max: 512}}, n: {{type: int32}}}}\n"
     )
     plan = on_hopper("own", declared=declared)
-    assert (plan.driver, roles_of(plan).from_first) == ("ranges", from_first)
+    assert (plan.iteration, roles_of(plan).from_first) == ("ranges", from_first)
     assert ("q_tile = q_tiles - 1 - q_tile;" in render(plan).text) == from_first
     assert not roles_of(on_hopper("own", declared=declared, order="natural")).from_first
 
 
-@pytest.mark.parametrize(("choice", "driver"), [("auto", "tile_map"), ("never", "classified")])
-def test_blocks_of_a_cluster_need_ranges_of_tiles(choice: str, driver: str) -> None:
-    with pytest.raises(PlanError, match=rf"warps\.cluster: .* must be ranges, not {driver}; allowed: 1"):
+@pytest.mark.parametrize(("choice", "iteration"), [("auto", "tile_map"), ("never", "classified")])
+def test_blocks_of_a_cluster_need_ranges_of_tiles(choice: str, iteration: str) -> None:
+    with pytest.raises(PlanError, match=rf"warps\.cluster: .* must be ranges, not {iteration}; allowed: 1"):
         on_hopper("dilated", tile_map=choice, warps="{cluster: 2}")
 
 
@@ -302,19 +302,19 @@ def test_only_maps_of_queries_are_packed(layout: str) -> None:
         ("ends[hk, kv] <= q_pos", "ranges", "ranges"),
     ],
 )
-def test_the_driver_knows_that_heads_differ(mask: str, apart: str, packed: str) -> None:
+def test_the_iteration_knows_that_heads_differ(mask: str, apart: str, packed: str) -> None:
     declared = (
         f'variants:\n  own:\n    mask: "{mask}"\n    tensors:\n      limits: {{dtype: int32, shape: [hk]}}\n'
         "      ends: {dtype: int32, shape: [h, seqlen_k], monotone: {axis: 1}}\n"
     )
-    assert on_hopper("own", declared=declared, tile_map="never").driver == apart
-    assert on_hopper("own", declared=declared, tile_map="never", pack_gqa="true").driver == packed
+    assert on_hopper("own", declared=declared, tile_map="never").iteration == apart
+    assert on_hopper("own", declared=declared, tile_map="never", pack_gqa="true").iteration == packed
 
 
 def test_a_tile_map_is_not_for_packed_heads() -> None:
     with pytest.raises(PlanError, match=r"test\.yaml:8: pack_gqa: a tile map lists .* true with tile_map: never"):
         on_hopper("allowed", pack_gqa="true")
-    assert on_hopper("allowed", pack_gqa="true", tile_map="never").driver == "classified"
+    assert on_hopper("allowed", pack_gqa="true", tile_map="never").iteration == "classified"
 
 
 # --- refusals -------------------------------------------------------------------------------------------------

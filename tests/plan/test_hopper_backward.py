@@ -1,4 +1,4 @@
-"""The plan of a backward in CUDA: its kernels, memory, registers and drivers, and what is refused."""
+"""The plan of a backward in CUDA: its kernels, memory, registers and iterations, and what is refused."""
 
 from __future__ import annotations
 
@@ -170,16 +170,16 @@ def test_two_kernels_of_one_source() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "fields", "driver", "overlap"),
+    ("variant", "fields", "iteration", "overlap"),
     [
         ("causal", {}, "ranges", "pingpong"), ("dilated", {"tile_map": "never"}, "classified", "gradients"),
         ("dilated", {}, "tile_map", "pingpong"), ("allowed", {}, "tile_map", "pingpong"),
     ],
 )  # fmt: skip
-def test_how_a_block_finds_its_queries(variant: str, fields: dict[str, object], driver: str, overlap: str) -> None:
+def test_how_a_block_finds_its_queries(variant: str, fields: dict[str, object], iteration: str, overlap: str) -> None:
     found = backward(variant, **fields)
-    assert (found.driver, found.launch("dqkv").driver) == (driver, driver)
-    assert [part.name for part in found.launches].count("classify_dqkv") == (driver == "tile_map")
+    assert (found.iteration, found.launch("dqkv").iteration) == (iteration, iteration)
+    assert [part.name for part in found.launches].count("classify_dqkv") == (iteration == "tile_map")
     assert found.structure is not None
     assert found.structure.overlap == overlap
 
@@ -200,7 +200,7 @@ HEAD_WINDOW = "variants:\n  own: {mask: q_pos >= kv and q_pos - kv < 64 * (h + 1
 
 
 @pytest.mark.parametrize(
-    ("variant", "tile_map", "driver", "by_head"),
+    ("variant", "tile_map", "iteration", "by_head"),
     [
         ("causal", "auto", "ranges", False), ("sink_window", "auto", "ranges", False), ("own", "auto", "ranges", True),
         ("dilated", "never", "classified", False), ("allowed", "auto", "tile_map", True),
@@ -208,13 +208,13 @@ HEAD_WINDOW = "variants:\n  own: {mask: q_pos >= kv and q_pos - kv < 64 * (h + 1
 )  # fmt: skip
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
-    variant: str, tile_map: str, driver: str, by_head: bool, layout: str
+    variant: str, tile_map: str, iteration: str, by_head: bool, layout: str
 ) -> None:
     """Turns ascend from step to step of a tile of keys, as the model of the order has them."""
     fields = {"deterministic": "true", "layout": layout, "tile_map": tile_map, "declared": HEAD_WINDOW}
     found = backward(variant, head_dim=128, **fields)
     assert found.name.endswith("_deterministic")
-    assert found.driver == driver
+    assert found.iteration == iteration
     text = render(found).text
     assert "take_tile" not in text
     (turn,) = re.findall(r"const uint32_t turn = (.*);", text)

@@ -98,13 +98,13 @@ def test_what_it_cannot_do_is_refused(entry: str, field: str, told: str) -> None
 
 @pytest.mark.parametrize("variant", ["causal", "sink_window", "dilated", "allowed"])
 @pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
-def test_each_driver_and_layout_shares_the_tiles_that_rows_see(variant: str, layout: str) -> None:
+def test_each_iteration_and_layout_shares_the_tiles_that_rows_see(variant: str, layout: str) -> None:
     _, shared = planned(f"backend: cuda, variant: {variant}, head_dim: 64, layout: {layout}")
     text = render(shared).text
     assert "const int every = work.tiles, quotient = every / blocks" in text
     taken = (
         "const int nth = behind + remaining;"
-        if shared.driver == "ranges"
+        if shared.iteration == "ranges"
         else "if (__any_sync(~0u, ahead-- > 0)) continue;"
     )
     assert taken in text

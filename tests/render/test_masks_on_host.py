@@ -198,7 +198,7 @@ def tiles_program(plan: Plan) -> str:
     forward = plan.direction == "forward"
     found = tiles(plan) if forward else tiles(plan, QUERIES)
     votes = ""
-    if plan.driver != "ranges":
+    if plan.iteration != "ranges":
         votes = _VOTES.replace("WORD", text(word(plan).lines if forward else query_word(plan)))
     either = " || ".join(f"tile >= {lo} && tile < {hi}" for lo, hi in named(found.visible, found.values))
     all_of = " || ".join(f"tile >= {lo} && tile < {hi}" for lo, hi in named(found.full, found.values))

@@ -25,7 +25,7 @@ _SIZES = ((2, 2, 1, 250, 333), (1, 3, 1, 70, 700))
 @pytest.mark.parametrize("seed", some(range(200), (8, 9, 16, 78)))
 def test_random_maps(seed: int) -> None:
     mask = drawn(seed)
-    kernels = [one for one in prepare(mask.spec) if one.plan.driver == "tile_map" and one.plan.backend == "cuda"]
+    kernels = [one for one in prepare(mask.spec) if one.plan.iteration == "tile_map" and one.plan.backend == "cuda"]
     for one in kernels:
         plan = one.plan
         if plan.layout == "dense":

@@ -48,7 +48,7 @@ def with_memory(
     spec: KernelSpec,
     arch: Arch,
     draft: HopperForward,
-    driver: str,
+    iteration: str,
     tile_m: int,
     tile_n: int,
     stages: int,
@@ -65,7 +65,7 @@ def with_memory(
     for q_stages, out_columns in choices:
         roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
         pipes = forward_pipes(
-            roles, driver=driver, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v, operands=operands,
+            roles, iteration=iteration, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v, operands=operands,
             scale_block=spec.scale_block,
         )  # fmt: skip
         regions = pipes.regions

@@ -27,7 +27,7 @@ _ORDER = (
 
 
 def forward_pipes(
-    roles: HopperForward, *, driver: str, tile_m: int, tile_n: int, stages: int, qk: int, v: int, operands: Operands,
+    roles: HopperForward, *, iteration: str, tile_m: int, tile_n: int, stages: int, qk: int, v: int, operands: Operands,
     warps: int = WARPGROUP, scale_block: int = 0,
 ) -> Pipes:  # fmt: skip
     """Return the pipes of a forward whose matrices have ``qk`` and ``v`` columns in shared memory.
@@ -44,14 +44,14 @@ def forward_pipes(
         by_k, by_v = "the loader of K", "the loader of V"
     shared = f"{each} of both blocks" if roles.cluster > 1 else each
     done = f"{each.removeprefix('each ')}s are done with a tile of"
-    info_bytes = _TILE_INFO_BYTES + (_SLOT_BYTES if driver == "tile_map" else 0)
+    info_bytes = _TILE_INFO_BYTES + (_SLOT_BYTES if iteration == "tile_map" else 0)
     tile_info = (("tile_info", info_bytes),) if roles.specialized else ()
     scale_bytes = _TILE_SCALES_BYTES if scale_block > 1 else _SCALE_BYTES * tile_n
     scales = (("tile_scales", scale_bytes),) if scale_block else ()
     value_bytes = _TILES_OF_VALUES * _VALUE_BYTES * tile_n * roles.key_values
     values = (("key_values", value_bytes),) if roles.key_values else ()
     told = ", and what each consumer does with it is written" if roles.specialized else ""
-    scheduler = roles.consumers + 1 if driver == "ranges" else 1
+    scheduler = roles.consumers + 1 if iteration == "ranges" else 1
     others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"
     if roles.transposes:
         by_q, others = "the scheduler", "the transposers"
@@ -148,7 +148,7 @@ def forward_pipes_of(plan: Plan) -> Pipes:
     """Return the pipes of a planned forward."""
     assert isinstance(plan.structure, HopperForward)
     return forward_pipes(
-        plan.structure, driver=plan.driver, tile_m=plan.tile_m, tile_n=plan.tile_n, stages=plan.stages,
+        plan.structure, iteration=plan.iteration, tile_m=plan.tile_m, tile_n=plan.tile_n, stages=plan.stages,
         qk=plan.columns_qk[0].width, v=plan.columns_v[0].width, operands=plan.operands, scale_block=plan.scale_block,
     )  # fmt: skip
 

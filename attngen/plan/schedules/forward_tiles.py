@@ -114,7 +114,7 @@ class HopperTile:
 class Form:
     """What tells the Hopper forwards apart, each from a module of its own.
 
-    ``check`` refuses what the roles of a spec and the driver of its tiles do not allow. ``warp_roles`` returns the
+    ``check`` refuses what the roles of a spec and the iteration of its tiles do not allow. ``warp_roles`` returns the
     roles with their registers, for a number of consumers, keys of a tile and columns of V, and for the registers that a
     table gives, if it does. ``products`` counts the
     wgmma instructions of a kernel, from those of one Q K^T and of one P V. ``numbers`` says by dtype how probabilities
@@ -134,7 +134,7 @@ class Form:
     transposes: bool = False
 
 
-def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> HopperTile:
+def hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form) -> HopperTile:
     """Return the tile, the roles and the memory of a kernel; PlanError with the sum if they cannot be had.
 
     Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these. Biases
@@ -142,8 +142,8 @@ def hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form) -> Hopper
     """
     if found := _tiled_biases(spec, form):
         with suppress(PlanError):
-            return _hopper_tile(spec, arch, driver, form, found)
-    return _hopper_tile(spec, arch, driver, form, 0)
+            return _hopper_tile(spec, arch, iteration, form, found)
+    return _hopper_tile(spec, arch, iteration, form, 0)
 
 
 def _tiled_biases(spec: KernelSpec, form: Form) -> int:
@@ -154,10 +154,10 @@ def _tiled_biases(spec: KernelSpec, form: Form) -> int:
     return 0 if spec.roles and spec.roles.cluster not in (None, 1) else len(biases(spec.variant))
 
 
-def _hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, tiled: int) -> HopperTile:
+def _hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, tiled: int) -> HopperTile:
     """The same with so many biases ``tiled``."""
     qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
-    families = _families(replace(spec, variant=without_biases(spec.variant)) if tiled else spec, driver)
+    families = _families(replace(spec, variant=without_biases(spec.variant)) if tiled else spec, iteration)
     if tiled and "window" not in families:
         families |= {"biased"}
     choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
@@ -171,11 +171,13 @@ def _hopper_tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, tiled: i
     *larger, least = product((spec.tile_n or usual, *fewer), choices)
     for tile_n, one in larger:
         with suppress(PlanError):
-            return _tile(spec, arch, driver, form, one, tile_n, tiled)
-    return _tile(spec, arch, driver, form, least[1], least[0], tiled)
+            return _tile(spec, arch, iteration, form, one, tile_n, tiled)
+    return _tile(spec, arch, iteration, form, least[1], least[0], tiled)
 
 
-def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice, tile_n: int, tiled: int) -> HopperTile:
+def _tile(
+    spec: KernelSpec, arch: Arch, iteration: str, form: Form, choice: Choice, tile_n: int, tiled: int
+) -> HopperTile:
     """Return the tile of ``tile_n`` keys, with so many biases ``tiled``."""
     operands = operands_of(spec)
     size = operands.bytes_of("q", "k", "v", "p")
@@ -196,7 +198,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     if tiled and tile_n % _BIAS_KEYS:
         raise refuse(spec, "tile.n", f"{tile_n} keys are no whole copies of a bias, of {_BIAS_KEYS} columns")
     specialized = form.specialized
-    form.check(spec, roles, driver)
+    form.check(spec, roles, iteration)
     schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         raise refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
@@ -210,7 +212,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     box = widest_box(qk * size, v * size)
     numbers = form.numbers[spec.dtype]
     softmax, constant = softmax_of(spec, numbers.exponents)
-    anchored = specialized and tile_n % ANCHOR == 0 and _can_be_anchored(spec, driver)
+    anchored = specialized and tile_n % ANCHOR == 0 and _can_be_anchored(spec, iteration)
     capped = (
         max(qk, v) <= form.capped_columns
         and softmax in ("fixed_reference", "bounded")
@@ -221,11 +223,11 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     # where tiles are anchored, the rows of all consumers see some key of nearly every tile; not so tiles of many keys
     # under a window, whose far end differs from query to query
     together = anchored and (not form.transposes or tile_n <= ROWS or searches(spec))
-    ranges = specialized and driver == "ranges" and spec.variant.mask != TRUE and not together
+    ranges = specialized and iteration == "ranges" and spec.variant.mask != TRUE and not together
     skips = ranges and tile_n < tile_m - ROWS
     staged = spec.epilogue != "direct" and not spec.split_tiles
     values = key_values(spec.variant, "packed" if spec.pack_gqa else "single")
-    if not specialized or is_paged(spec) or driver == "tile_map":
+    if not specialized or is_paged(spec) or iteration == "tile_map":
         values = ()
     draft = HopperForward(
         specialized=specialized,
@@ -266,7 +268,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         fused=softmax == "bounded" and not capped,
         anchor=ANCHOR if anchored else 0,
         redo_by_count=anchored and softmax == "fixed_reference" and not capped and not numbers.settled,
-        cluster=_cluster(spec, form, driver, roles),
+        cluster=_cluster(spec, form, iteration, roles),
         relative=softmax == "fixed_reference" and not spec.scale_block and takes_reference(spec),
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
@@ -279,14 +281,14 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
         for more in _BIAS_STAGES[:-1] if tiled else ():
             with suppress(PlanError):
                 roles = replace(draft, bias_stages=more)
-                roles = with_memory(spec, arch, roles, driver, tile_m, tile_n, stages, qk, v, operands)
+                roles = with_memory(spec, arch, roles, iteration, tile_m, tile_n, stages, qk, v, operands)
                 if roles.out_columns == v:
                     return HopperTile(tile_m, tile_n, stages, roles)
-        roles = with_memory(spec, arch, draft, driver, tile_m, tile_n, stages, qk, v, operands)
+        roles = with_memory(spec, arch, draft, iteration, tile_m, tile_n, stages, qk, v, operands)
         for count in range(len(values), draft.key_values, -1):
             with suppress(PlanError):
                 valued = replace(draft, key_values=count)
-                valued = with_memory(spec, arch, valued, driver, tile_m, tile_n, stages, qk, v, operands)
+                valued = with_memory(spec, arch, valued, iteration, tile_m, tile_n, stages, qk, v, operands)
                 if replace(valued, key_values=draft.key_values, shared=roles.shared) == roles:  # nothing gives way
                     return HopperTile(tile_m, tile_n, stages, valued)
         return HopperTile(tile_m, tile_n, stages, roles)
@@ -297,7 +299,7 @@ def _tile(spec: KernelSpec, arch: Arch, driver: str, form: Form, choice: Choice,
     return with_stages(spec.stages or usual[-1])
 
 
-def _cluster(spec: KernelSpec, form: Form, driver: str, roles: Roles) -> int:
+def _cluster(spec: KernelSpec, form: Form, iteration: str, roles: Roles) -> int:
     """Return how many blocks load K and V for each other: what the spec says, or 1."""
     if roles.cluster in (None, 1):
         return 1
@@ -307,8 +309,8 @@ def _cluster(spec: KernelSpec, form: Form, driver: str, roles: Roles) -> int:
         reason = "with 8 bits each block loads its own tiles"
     elif spec.layout != "dense":
         reason = f"the blocks have neighbouring queries of one sequence; with 'layout: {spec.layout}' each has its own"
-    elif driver != "ranges":
-        reason = f"both blocks visit the same tiles of keys, which must be ranges, not {driver}"
+    elif iteration != "ranges":
+        reason = f"both blocks visit the same tiles of keys, which must be ranges, not {iteration}"
     elif spec.split_tiles:
         reason = "the blocks of a cluster share the keys of a tile (split_kv: tiles)"
     elif spec.persistent is False:
@@ -329,12 +331,12 @@ def place_bits(step: int) -> int:
     return ((MAX_SEQLEN - 1) // step).bit_length()
 
 
-def _can_be_anchored(spec: KernelSpec, driver: str) -> bool:
+def _can_be_anchored(spec: KernelSpec, iteration: str) -> bool:
     """Whether tiles of keys may begin anywhere, and rows see an interval that ends on both sides, so that it pays.
 
     It does where heads share rows: tiles of work then end at other queries than multiples of ``tile.n``.
     """
-    if not spec.pack_gqa or driver != "ranges" or LAYOUTS[spec.layout].key_access != "contiguous":
+    if not spec.pack_gqa or iteration != "ranges" or LAYOUTS[spec.layout].key_access != "contiguous":
         return False
     visible = bands_of(spec).visible
     return len(visible) == 1 and visible[0].lo is not None and visible[0].hi is not None
@@ -396,10 +398,10 @@ def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
         yield replace(spec, tile_n=tile_n, stages=stages, roles=roles)
 
 
-def _families(spec: KernelSpec, driver: str) -> frozenset[str]:
+def _families(spec: KernelSpec, iteration: str) -> frozenset[str]:
     """Return the families of the table that a kernel belongs to. A tile map brings the mask as bits, so that what its
     expression reads does not matter."""
-    if driver == "tile_map":
+    if iteration == "tile_map":
         spec = replace(spec, variant=replace(spec.variant, mask=TRUE))
     found = {"any"}
     if is_light(spec.variant) and not spec.variant.dropout:
@@ -412,7 +414,7 @@ def _families(spec: KernelSpec, driver: str) -> frozenset[str]:
                 found.add("narrow_v")
     if gathers(spec.variant):
         found.add("gather")
-    elif driver == "tile_map":
+    elif iteration == "tile_map":
         found.add("mapped")
     if spec.variant.score is not None or spec.variant.dropout:
         found.add("score")

@@ -18,7 +18,7 @@ from attngen.lang.simplify import TRUE, mul
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import ALL_OF_DQ, PINGPONG_SPILLS, READER_SPILLS, SPILLS, Spills, left_to_others
-from attngen.plan.choices import check_head_dims, driver_of, refuse
+from attngen.plan.choices import check_head_dims, iteration_of, refuse
 from attngen.plan.draft import CLASSIFIER_WARPS, axes_of, drafted, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Workspace
 from attngen.plan.operands import Operands, operands_of
@@ -194,14 +194,14 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
             "backward.dkdv.stages",
             f"{stages} is not allowed: consumers that take turns need dO of two steps; nearest: 2",
         )
-    driver = driver_of(spec, "q", by_bits=not wide)
+    iteration = iteration_of(spec, "q", by_bits=not wide)
     varlen = spec.layout == "varlen"  # its loader and its consumers keep more
     reads_ds = not all(each.in_registers for each in gradients_of(spec.variant, fast_math=spec.fast_math))
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     narrow = max(qk, v) <= _NARROW and (tiled > 0 or reads_ds or not crowded)
     registers = _NARROW_REGISTERS if narrow else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
-    own_spans = _has_own_spans(spec, choice, driver) and not given.lean
+    own_spans = _has_own_spans(spec, choice, iteration) and not given.lean
     cuts = not given.lean and _cuts(
         spec, crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk)
     )
@@ -211,7 +211,7 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         overlap=choice.overlap,
         packed=choice.packed,
         rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
-        rows_early=choice.rows_ahead > 0 and driver == "ranges" and not varlen and not given.lean,
+        rows_early=choice.rows_ahead > 0 and iteration == "ranges" and not varlen and not given.lean,
         q_stages=choice.q_stages,
         box_bytes=widest_box(
             *(columns * element.bytes for columns in (qk, v, *([] if by_rows else [_dq_columns(qk)])))
@@ -222,9 +222,9 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         own_spans=own_spans,
         query_values=_query_values(_gathered(spec, tiled)) if family == "valued" and not wide else 0,
         cuts=cuts,
-        uneven=_by_data(spec, driver),
-        stripe=_STRIPE if cuts and not own_spans and _goes_by_stripes(spec, choice, driver) else 0,
-        slots=driver == "tile_map" and not wide,
+        uneven=_by_data(spec, iteration),
+        stripe=_STRIPE if cuts and not own_spans and _goes_by_stripes(spec, choice, iteration) else 0,
+        slots=iteration == "tile_map" and not wide,
         biases=tiled,
         reads_ds=reads_ds,
         shared=(),
@@ -233,7 +233,7 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         heavy = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
         draft = _clustered(draft, qk, v, element, divides=heavy and family in ("light", "divided", "tight"))
     roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v, operands)
-    if not (wide or driver == "tile_map" or roles.query_values or given.divides or given.lean):
+    if not (wide or iteration == "tile_map" or roles.query_values or given.divides or given.lean):
         costly = min(len(costly_query_values(spec.variant)), _COSTLY_VALUES)
         for count in range(costly, 0, -1):
             with suppress(PlanError):
@@ -246,7 +246,7 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         spec,
         label=label,
         width=f"c{_CONSUMERS}",
-        tile_map=driver == "tile_map",
+        tile_map=iteration == "tile_map",
         alignment=16,
         choices=(
             *_LABELS[roles.overlap],
@@ -266,11 +266,11 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         stages=stages,
         num_warps=4 * (_CONSUMERS + (2 if wide else 1)),
         max_registers=None,
-        driver=driver,
+        iteration=iteration,
         mask_code="branch",
         softmax="exact_max",
         section_bytes=_SECTION_BYTES,
-        section_heads=_SECTION_HEADS if _is_uneven(spec, driver) else 1,
+        section_heads=_SECTION_HEADS if _is_uneven(spec, iteration) else 1,
         structure=roles,
         main="dqkv",
         sum_columns=roles.sum_columns,
@@ -312,13 +312,13 @@ def _row_family(spec: KernelSpec, family: str, qk: int, v: int) -> str:
     return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == _BLOCK_HEAD_DIM else "ordered"
 
 
-def _has_own_spans(spec: KernelSpec, choice: _Choice, driver: str) -> bool:
+def _has_own_spans(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
     """Whether each consumer finds the queries that see its own keys: where few see a tile of keys, so that those which
     half of it hides count, and where registers are left."""
     visible = bands_of(spec, "q").visible
     few = len(visible) == 1 and (spec.layout == "varlen" or visible[0].hi is not None)
     halves = choice.overlap == "pingpong" and choice.tile_m < _KEYS and choice.family != "derived"
-    return few and halves and driver == "ranges" and not spec.deterministic
+    return few and halves and iteration == "ranges" and not spec.deterministic
 
 
 def _query_values(variant: Variant) -> int:
@@ -334,19 +334,19 @@ def _cuts(spec: KernelSpec, *, crowded: bool) -> bool:
     return not is_wide(spec) and not spec.deterministic and not crowded
 
 
-def _goes_by_stripes(spec: KernelSpec, choice: _Choice, driver: str) -> bool:
+def _goes_by_stripes(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
     """Whether heads of a group go through queries by stripes: where a step is short, and all heads see the same."""
-    return choice.tile_m < _KEYS and driver == "ranges" and not by_head(spec.variant)
+    return choice.tile_m < _KEYS and iteration == "ranges" and not by_head(spec.variant)
 
 
-def _by_data(spec: KernelSpec, driver: str) -> bool:
+def _by_data(spec: KernelSpec, iteration: str) -> bool:
     """Whether data decide which queries see a tile of keys."""
-    return driver == "tile_map" or reads_positions(replace(spec.variant, score=None))
+    return iteration == "tile_map" or reads_positions(replace(spec.variant, score=None))
 
 
-def _is_uneven(spec: KernelSpec, driver: str) -> bool:
+def _is_uneven(spec: KernelSpec, iteration: str) -> bool:
     """Whether data decide how many steps each tile of keys of a sequence takes, in a kernel whose blocks take tiles."""
-    return driver == "ranges" and _by_data(spec, driver) and spec.layout == "dense" and not is_wide(spec)
+    return iteration == "ranges" and _by_data(spec, iteration) and spec.layout == "dense" and not is_wide(spec)
 
 
 def is_wide(spec: KernelSpec) -> bool:
@@ -465,13 +465,13 @@ def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
 
     rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
     yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
-    axes = axes_of(plan, "dqkv") if plan.driver == "tile_map" else None
+    axes = axes_of(plan, "dqkv") if plan.iteration == "tile_map" else None
     if axes is not None:
         own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
-        yield launch("classify_dqkv", "key_words", CLASSIFIER_WARPS, driver="tile_map", tile_map=axes, arguments=own)
+        yield launch("classify_dqkv", "key_words", CLASSIFIER_WARPS, iteration="tile_map", tile_map=axes, arguments=own)
     cluster = roles.cluster
     yield launch(
-        "dqkv", "keys", plan.num_warps, stages=plan.stages, driver=plan.driver, tile_map=axes, cluster=cluster,
+        "dqkv", "keys", plan.num_warps, stages=plan.stages, iteration=plan.iteration, tile_map=axes, cluster=cluster,
         persistent=cluster == 1, arguments=_dqkv_arguments(plan, roles), shared_bytes=roles.shared_bytes,
         max_spills=_spills(roles).bytes, products=_products(plan, roles),
     )  # fmt: skip
@@ -638,7 +638,7 @@ def _family(spec: KernelSpec, tiled: int) -> str:
     before; and a tile map with a fixed order takes more of the loader of a single block.
     """
     variant = _gathered(spec, tiled)
-    mapped = not is_wide(spec) and driver_of(spec, "q", by_bits=True) == "tile_map"
+    mapped = not is_wide(spec) and iteration_of(spec, "q", by_bits=True) == "tile_map"
     if variant.dropout or (spec.deterministic and mapped):
         return "tight"
     if mapped:  # the mask comes as bits, whatever its expression reads

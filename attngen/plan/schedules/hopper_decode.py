@@ -11,7 +11,7 @@ from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK
 from attngen.errors import PlanError
 from attngen.plan import arguments
 from attngen.plan.allowances import CACHE_SPILLS, SPILLS
-from attngen.plan.choices import SECTION_BYTES, check_head_dims, driver_of, refuse
+from attngen.plan.choices import SECTION_BYTES, check_head_dims, iteration_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Launch, Plan, Structure, Workspace
@@ -55,7 +55,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise refused
     check_head_dims(spec)
     packed = replace(spec, pack_gqa=True)
-    driver = driver_of(packed)
+    iteration = iteration_of(packed)
     operands = operands_of(spec)
     element = operands.shared("k", "v")
     keys = _KEYS[element.bytes]
@@ -96,7 +96,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         num_warps=warps + LOADERS,
         max_registers=None,
         # a tile map lists tiles for rows of single heads; here each tile between the first and the last one is visited
-        driver="ranges" if driver == "ranges" else "classified",
+        iteration="ranges" if iteration == "ranges" else "classified",
         mask_code="branch",
         softmax="exact_max",
         section_bytes=SECTION_BYTES,
@@ -105,7 +105,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         choices=("pagescales",) if spec.scale_block == PAGE_BLOCK else (),
     )
     forward = Launch(
-        "forward", planned.name, "splits", _ROWS, keys, stages, planned.num_warps, planned.driver, None,
+        "forward", planned.name, "splits", _ROWS, keys, stages, planned.num_warps, planned.iteration, None,
         _arguments(planned, structure.box_bytes), persistent=True, cluster=_CLUSTER, row_warps=warps // 2,
         pdl=True, shared_bytes=structure.shared_bytes, products=0,
         max_spills=(CACHE_SPILLS if planned.descaled else SPILLS).bytes,

@@ -11,7 +11,7 @@ from attngen.errors import PlanError
 from attngen.lang.biases import biases
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import ONE_HEAD, SECTION_BYTES, check_head_dims, driver_of, refuse
+from attngen.plan.choices import ONE_HEAD, SECTION_BYTES, check_head_dims, iteration_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Plan
 from attngen.plan.operands import operands_of
@@ -85,9 +85,9 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     check_head_dims(spec)
     if spec.split_tiles and spec.roles and spec.roles.producer == 0:
         raise refuse(spec, "warps", "blocks share the keys of a tile only with a producer; allowed: producer 1")
-    driver = driver_of(spec, by_bits=form.specialized)
+    iteration = iteration_of(spec, by_bits=form.specialized)
     pack_gqa = spec.pack_gqa is True
-    if pack_gqa and driver == "tile_map":
+    if pack_gqa and iteration == "tile_map":
         raise refuse(
             spec,
             "pack_gqa",
@@ -100,7 +100,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             "dropout shares random numbers among rows of one head, and packed rows belong to several; allowed: false",
         )
     operands = operands_of(spec)
-    tile, columns = hopper_tile(spec, arch, driver, form), operand_widths(spec, operands)
+    tile, columns = hopper_tile(spec, arch, iteration, form), operand_widths(spec, operands)
     roles = tile.roles
     warpgroups = roles.consumers + roles.specialized
     usual = roles.schedule == ("pingpong" if roles.consumers > 1 and roles.specialized else "cooperative")
@@ -108,7 +108,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         spec,
         label=form.label,
         width=f"c{roles.consumers}" if roles.specialized else f"w{4 * warpgroups}",
-        tile_map=driver == "tile_map",
+        tile_map=iteration == "tile_map",
         alignment=16,
         choices=(
             *([] if usual else [roles.schedule]),
@@ -134,7 +134,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         stages=tile.stages,
         num_warps=4 * warpgroups,
         max_registers=None,
-        driver=driver,
+        iteration=iteration,
         mask_code="branch",
         softmax=roles.softmax,
         section_bytes=_section_bytes(spec, roles, max(each.width for each in columns)),
@@ -244,7 +244,7 @@ FORM = Form(
     schedule="hopper_forward",
     label="wgmma",
     specialized=True,
-    check=lambda spec, roles, driver: None,
+    check=lambda spec, roles, iteration: None,
     warp_roles=warp_roles,
     products=products_with_roles,
     numbers=PROBABILITIES,

@@ -47,7 +47,7 @@ TABLE = (
 )
 
 
-def _check(spec: KernelSpec, roles: Roles, driver: str) -> None:
+def _check(spec: KernelSpec, roles: Roles, iteration: str) -> None:
     """Refuse what probabilities of 8 bits cannot do."""
     if roles.producer == 0:
         raise refuse(spec, "warps", f"{spec.dtype} needs a producer, which transposes V; allowed: producer 1")

@@ -16,12 +16,14 @@ from attngen.schema.expand import KernelSpec, Roles
 _MOST_REGISTERS = 255
 
 
-def _check(spec: KernelSpec, roles: Roles, driver: str) -> None:
+def _check(spec: KernelSpec, roles: Roles, iteration: str) -> None:
     """Refuse what needs a producer."""
     none = "without a producer (warps: {producer: 0})"
-    if driver != "ranges":
+    if iteration != "ranges":
         raise refuse(
-            spec, "warps", f"{none} tiles must be ranges that the mask's bounds give, not {driver}; allowed: producer 1"
+            spec,
+            "warps",
+            f"{none} tiles must be ranges that the mask's bounds give, not {iteration}; allowed: producer 1",
         )
     if roles.schedule == "pingpong":
         raise refuse(spec, "warps", f"{none} warpgroups take no turns; allowed: cooperative")

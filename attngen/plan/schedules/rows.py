@@ -28,7 +28,7 @@ def rows_plan(spec: KernelSpec, name: str, schedule: str, *, tile_m: int, tile_n
         stages=1,
         num_warps=warps,
         max_registers=None,
-        driver="ranges",
+        iteration="ranges",
         mask_code="branch",
         softmax="exact_max",
         section_bytes=2**20,

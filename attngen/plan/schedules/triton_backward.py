@@ -21,7 +21,7 @@ from attngen.plan.choices import (
     STAGES,
     WARPS,
     check_sizes,
-    driver_of,
+    iteration_of,
     refuse,
 )
 from attngen.plan.draft import axes_of, drafted, row_workspaces
@@ -140,9 +140,9 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         gathers=gathers(spec.variant),
         dropout=spec.variant.dropout,
     )
-    drivers = {kind: driver_of(spec, "q" if kind.by_keys else "kv") for kind in (_DKDV, _DQ)}
+    iterations = {kind: iteration_of(spec, "q" if kind.by_keys else "kv") for kind in (_DKDV, _DQ)}
     if rows == "wgmma":
-        if drivers[_DKDV] != "ranges" or "h" in names(spec.variant.mask):
+        if iterations[_DKDV] != "ranges" or "h" in names(spec.variant.mask):
             rows = "listed"
         elif spec.variant.score is not None or spec.layout == "varlen":
             rows = "scored"
@@ -158,7 +158,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         spec,
         label=LABELS[loads],
         width=f"w{main.warps}_{naming.gradient_label(*_numbers(tiles[_DQ]))}",
-        tile_map="tile_map" in drivers.values(),
+        tile_map="tile_map" in iterations.values(),
         alignment=alignment,
         columns_qk=columns_qk,
         columns_v=columns_v,
@@ -171,7 +171,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         stages=main.stages,
         num_warps=main.warps,
         max_registers=None,
-        driver=drivers[_DKDV],
+        iteration=iterations[_DKDV],
         main="dkdv",
         mask_code="branch",
         softmax="exact_max",
@@ -180,7 +180,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     )
     launches = [_preprocess(planned)]
     for kind, tile in tiles.items():
-        launches += _gradient(planned, kind, tile, drivers[kind])
+        launches += _gradient(planned, kind, tile, iterations[kind])
     return planned.with_launches(*launches, workspaces=tuple(row_workspaces()))
 
 
@@ -293,9 +293,9 @@ def _preprocess(planned: Plan) -> Launch:
     )
 
 
-def _gradient(planned: Plan, kind: _Kind, tile: Tile, driver: str) -> list[Launch]:
+def _gradient(planned: Plan, kind: _Kind, tile: Tile, iteration: str) -> list[Launch]:
     """Return one of the two kernels, after the one that computes its tile map if it needs one."""
-    axes = axes_of(planned, kind.name) if driver == "tile_map" else None
+    axes = axes_of(planned, kind.name) if iteration == "tile_map" else None
     launch = Launch(
         name=kind.name,
         symbol=naming.launch_name(planned.name, kind.name),
@@ -304,7 +304,7 @@ def _gradient(planned: Plan, kind: _Kind, tile: Tile, driver: str) -> list[Launc
         tile_n=tile.n,
         stages=tile.stages,
         num_warps=tile.warps,
-        driver=driver,
+        iteration=iteration,
         tile_map=axes,
         max_spills=SPILLS.bytes,
     )

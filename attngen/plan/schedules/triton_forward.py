@@ -9,7 +9,7 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.plan import arguments, budget
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import SECTION_BYTES, STAGES, TILE_SIZES, WARPS, check_sizes, driver_of, refuse
+from attngen.plan.choices import SECTION_BYTES, STAGES, TILE_SIZES, WARPS, check_sizes, iteration_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Plan
 from attngen.plan.operands import Operands, operands_of
@@ -70,13 +70,13 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         dropout=spec.variant.dropout,
     )
     tile = _tile(spec, arch, _default_tile(rows, max(widths)), widths, operands)
-    driver = driver_of(spec)
+    iteration = iteration_of(spec)
     in_registers = loads == "descriptor" and not gathers(spec.variant)
     planned = drafted(
         spec,
         label=LABELS[loads],
         width=f"w{tile.warps}",
-        tile_map=driver == "tile_map",
+        tile_map=iteration == "tile_map",
         alignment=alignment,
         columns_qk=columns_qk,
         columns_v=columns_v,
@@ -89,9 +89,9 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         stages=tile.stages,
         num_warps=tile.warps,
         max_registers=tile.registers,
-        driver=driver,
+        iteration=iteration,
         # A branch keeps the pipeline running from tile to tile, but splits the arithmetic of a score from the softmax.
-        mask_code="loop" if driver == "ranges" and spec.variant.score is not None else "branch",
+        mask_code="loop" if iteration == "ranges" and spec.variant.score is not None else "branch",
         softmax=spec.softmax or "exact_max",
         section_bytes=SECTION_BYTES,
     )

@@ -143,7 +143,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     parts = {part.name: part for part in plan.launches}
     dqkv, postprocess = plan.of_launch(parts["dqkv"]), parts.get("postprocess")
     found, code = tiles(dqkv, OWN_QUERIES if roles.own_spans else QUERIES), probabilities(dqkv)
-    listed = query_word(dqkv) if plan.driver != "ranges" else ()
+    listed = query_word(dqkv) if plan.iteration != "ranges" else ()
     factor_lines, factor_text = factor(dqkv, code.factor)
     dq_factor_lines, dq_factor = factor(plan.of_launch(postprocess) if postprocess else dqkv, code.factor)
     steps = reads([*code.partial.all, *code.full.all, *(code.visible.all if code.visible else ()), code.exponent])
@@ -196,7 +196,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         by_head=_by_head(plan),
         span_lines=found.lines,
         count=_count(found),
-        tile_lines=_tile_lines(found) if plan.driver == "ranges" and not roles.own_spans else (),
+        tile_lines=_tile_lines(found) if plan.iteration == "ranges" and not roles.own_spans else (),
         own_visible=_own_visible(found) if roles.own_spans else None,
         whole=_inside(found),
         word_lines=listed,
@@ -302,7 +302,7 @@ def _sum_tile(plan: Plan, h: str, tile: str) -> str:
 
 def _by_head(plan: Plan) -> bool:
     """Whether the queries that see a tile of keys are found for each head by itself."""
-    return by_head(plan.variant) or plan.driver == "tile_map"
+    return by_head(plan.variant) or plan.iteration == "tile_map"
 
 
 def _turn(plan: Plan) -> str:

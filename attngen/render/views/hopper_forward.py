@@ -162,7 +162,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     assert isinstance(hopper, HopperForward)
     clustered = hopper.cluster > 1 or hopper.shares
     found, code = tiles(plan), logits(plan)
-    listed = word(plan).lines if plan.driver != "ranges" else ()
+    listed = word(plan).lines if plan.iteration != "ranges" else ()
     partial_steps, key_values = with_key_values(plan, code.partial, code.work)
     by_key = (*key_values.work, *key_values.lines) if key_values else ()
     found_biases = biases_of(plan)
@@ -239,7 +239,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         sees_any=f"{_count(found, 'mine')} > 0",
         loader_lines=_loader_lines(plan, [*listed, *by_key, *at_biases]),
         order_lines=_order_lines(found) if hopper.whole_first else (),
-        tile_lines=_tile_lines(found, hopper) if plan.driver == "ranges" else (),
+        tile_lines=_tile_lines(found, hopper) if plan.iteration == "ranges" else (),
         whole=_inside(found.full, "mine"),
         seen=_inside(found.visible, "mine"),
         word_lines=listed,
@@ -357,13 +357,13 @@ def _loader_lines(plan: Plan, listed: Sequence[Statement | Piece]) -> tuple[str,
     )
     if "q_hi" in read:
         read |= {"q_start", "seqlen_q"}
-    if plan.driver != "ranges":
+    if plan.iteration != "ranges":
         read |= {"visible_hi"}
     if plan.pack_gqa:
         read |= {"hk"}
     assert isinstance(plan.structure, HopperForward)
     if plan.structure.shares:
-        read |= {"behind"} | ({"every"} if plan.structure.whole_first or plan.driver != "ranges" else set())
+        read |= {"behind"} | ({"every"} if plan.structure.whole_first or plan.iteration != "ranges" else set())
     head = "hk" if plan.pack_gqa else "h"
     names = ("b", head, "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi",
              "every", "behind")  # fmt: skip

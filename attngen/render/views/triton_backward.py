@@ -124,7 +124,7 @@ def backward_view(plan: Plan, template: str) -> BackwardView:
         command=command(plan),
         summary=summary(plan),
         searches=dkdv.searches or dq.searches or any(each.searches for each in classifiers),
-        lists=any(kernel.part.driver != "ranges" for kernel in (dkdv, dq)),
+        lists=any(kernel.part.iteration != "ranges" for kernel in (dkdv, dq)),
         preprocess=preprocess,
         preprocess_lines=parameter_list(preprocess.arguments),
         out_blocks=_results(plan, "out", plan.columns_v, plan.head_dim_v),
@@ -138,7 +138,7 @@ def _kernel(plan: Plan, part: Launch, form: Form) -> Kernel:
     own = plan.of_launch(part)
     spans, listed = ranges(own, form.along), words(own, form.along)
     code = gradients(own, form, [*spans.lines, *listed.lines])
-    condition = spans.condition if part.driver == "ranges" else listed.condition
+    condition = spans.condition if part.iteration == "ranges" else listed.condition
     before = [*spans.lines, *listed.lines, *code.hoisted, *code.of_head, *code.factor_lines]
     read = reads([*before, *code.logit, *code.mask, *code.derivative, *code.after])
     if form is BY_KEYS:
@@ -156,7 +156,7 @@ def _kernel(plan: Plan, part: Launch, form: Form) -> Kernel:
         begin_lines=begins(own, read),
         range_lines=lines(spans.lines),
         mask_by_head=code.mask_by_head,
-        flat=part.driver == "ranges" and not code.mask_by_head,
+        flat=part.iteration == "ranges" and not code.mask_by_head,
         keep_lines=_keep(own, form),
         head_lines=_heads(own, part, form),
         hoisted_lines=lines(code.hoisted),

@@ -104,7 +104,7 @@ def triton_view(plan: Plan, template: str) -> TritonView:
     spans = ranges(plan)
     listed = words(plan)
     code = math(plan, before=[*spans.lines, *listed.lines])
-    condition = spans.condition if plan.driver == "ranges" else listed.condition
+    condition = spans.condition if plan.iteration == "ranges" else listed.condition
     step = _step(plan, code, code.whole, condition)
     unmasked = _step(plan, code, replace(code.whole, mask_lines=()), None)
     steps = {"visible": step, "partial": step, "full": unmasked}

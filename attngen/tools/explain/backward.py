@@ -74,7 +74,7 @@ class BackwardExplanation(ScheduleExplanation):
         memory = memory_of(self.plan, launch)
         return [
             *does,
-            f"{launch.stages} stages, {launch.num_warps} warps, loop: {launch.driver}",
+            f"{launch.stages} stages, {launch.num_warps} warps, loop: {launch.iteration}",
             f"shared memory {memory.total} B of {self.plan.arch.shared_memory} B: {memory}",
         ]
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #: Lengths at which the efficiency of one kernel is shown, and of each in a list of many.
 SEQLENS, SEQLENS_OF_MANY = (1024, 4096, 8192), (2048,)
 
-_DRIVERS = {
+_ITERATIONS = {
     "ranges": "loops over ranges of tiles whose ends are formulas; full tiles run without mask code",
     "classified": "lists 32 tiles at a time inside the kernel, as full or partial, within the hull of the bands",
     "tile_map": "visits the tiles of a map that {classifier} makes on the GPU before it, and that calls keep{known}",
@@ -199,7 +199,10 @@ class PlanExplanation:
             *_labelled("shared memory", told.get("shared memory", [operands])),
             *self._pipes(),
             ("softmax", f"{plan.softmax}{', approximate functions' if plan.approximate else ', exact functions'}"),
-            ("loop", f"{plan.driver}: {_DRIVERS[plan.driver].format(classifier=classifier, known=_known(plan))}"),
+            (
+                "loop",
+                f"{plan.iteration}: {_ITERATIONS[plan.iteration].format(classifier=classifier, known=_known(plan))}",
+            ),
             *_labelled("steps", told.get("steps", [])),
             *([("time", times_text(plan))] if plan.times else []),
             ("grid", self.schedule.grid(_section(plan))),
@@ -396,7 +399,7 @@ class _Measured:
         scalars = scalars_of(plan.variant, self._given)
         tensors = self._of_variant(plan.variant)
         consumers = (plan.structure.consumers, plan.structure.skips, plan.stages) if plan.structure.consumers else None
-        key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.driver, plan.pack_gqa, consumers)
+        key = (plan.variant.name, plan.tile_m, plan.tile_n, plan.iteration, plan.pack_gqa, consumers)
         if key not in self._known:
             self._known[key] = efficiency(
                 plan, self._lengths(plan.variant), scalars, tensors, self.seed, self._b, self._h

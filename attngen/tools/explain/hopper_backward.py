@@ -63,7 +63,7 @@ class BlockExplanation(ScheduleExplanation):
         return [
             does + (", those of the first keys first" if plan.ordered else ""),
             *self.warpgroups(),
-            f"loop: {launch.driver}; the softmax of a step {_OVERLAPS[roles.overlap]}",
+            f"loop: {launch.iteration}; the softmax of a step {_OVERLAPS[roles.overlap]}",
             *self.steps(),
             f"in flight: {flight}",
             f"shared memory {roles.shared_bytes} B: {sizes}",

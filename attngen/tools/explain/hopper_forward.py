@@ -280,7 +280,7 @@ def _masks(plan: Plan) -> str:
     score = "; others compute only the score" if plan.variant.score is not None else ""
     if not plan.variant.masked:
         return f"only on a ragged last tile of keys{score}"
-    who = "a consumer's rows" if plan.driver == "ranges" else "the block's rows"
+    who = "a consumer's rows" if plan.iteration == "ranges" else "the block's rows"
     return f"only on tiles that {who} see in part{score}"
 
 

@@ -101,11 +101,11 @@ def visits(
     first = some * plan.tile_m
     grid = _Grid(plan, seqlen, arguments, first, place)
     visible, seen = grid.mask()
-    if plan.driver == "tile_map":
+    if plan.iteration == "tile_map":
         # The map knows the whole tiles; a ragged last one is run where the bands reach it.
         whole = seen[:, : seqlen // plan.tile_n]
         full, partial = int((whole == 2).sum()), int((whole == 1).sum()) + grid.ragged()
-    elif plan.driver == "classified":
+    elif plan.iteration == "classified":
         full, partial = grid.classified()
     else:
         full, partial = grid.in_ranges()
