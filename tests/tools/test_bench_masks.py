@@ -22,7 +22,8 @@ from attngen.errors import CallError
 from attngen.tools.bench.machine import Ceilings
 from attngen.tools.bench.masks import contestants
 from attngen.tools.bench.masks import run as tool
-from attngen.tools.bench.masks.cases import Forms, MaskCase, Size, mask_cases
+from attngen.tools.bench.masks.cases import mask_cases
+from attngen.tools.bench.masks.cases.forms import Forms, MaskCase, Size
 from attngen.tools.bench.masks.contestants import Entrants
 from attngen.tools.bench.masks.report import (
     CAUSAL,
@@ -47,7 +48,7 @@ CASES = {case.name: case for case in mask_cases()}
 
 def small(case: MaskCase) -> Cell:
     """A cell that plain torch computes in no time; videos need some tokens for each of their tiles."""
-    return Cell(case, 192 if case.own else 100, 8, 8)
+    return Cell(case, 192 if case.seqlen else 100, 8, 8)
 
 
 def dense(
@@ -270,7 +271,7 @@ def test_cells_are_chosen_by_parts_of_their_names() -> None:
 
 
 def test_tensors_over_pairs_end_at_16k() -> None:
-    assert not cells_of(MaskOptions(seqlens=(32768,)))[0].case.most
+    assert not cells_of(MaskOptions(seqlens=(32768,)))[0].case.max_seqlen
     with pytest.raises(CallError, match="no cell"):
         cells_of(MaskOptions(("random bools",), (32768,)))
 

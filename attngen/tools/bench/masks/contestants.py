@@ -18,7 +18,7 @@ from attngen.integrations import flex_attention as front_end
 from attngen.runtime.calls import attention
 from attngen.runtime.dispatch import explain
 from attngen.tools.bench.cases import DIRECTIONS
-from attngen.tools.bench.masks.cases import Forms, Mod, Size
+from attngen.tools.bench.masks.cases.forms import Forms, Mod, Size
 from attngen.tools.bench.masks.report import CAUSAL, CONSTANTS, FLEX, FRONT_END, SCALARS, TILE, UNLEARNED, Cell
 
 #: Pairs of a mask that torch's block masks are made of without a compiler, which takes seconds for each.

@@ -10,7 +10,7 @@ from typing import Any
 
 from attngen.tools.bench.cases import DIRECTIONS
 from attngen.tools.bench.machine import Ceilings, Reading
-from attngen.tools.bench.masks.cases import MaskCase
+from attngen.tools.bench.masks.cases.forms import MaskCase
 from attngen.tools.bench.timing import Timing
 
 #: The contestants. ``CONSTANTS`` has the sizes of a mask in its kernel, ``SCALARS`` takes them at the call;

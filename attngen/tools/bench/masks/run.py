@@ -29,7 +29,8 @@ from attngen.tools.bench import timing
 from attngen.tools.bench.cases import DIRECTIONS
 from attngen.tools.bench.flex import Unwatched, fresh_caches
 from attngen.tools.bench.machine import Monitor, ceilings, gpu_facts, versions
-from attngen.tools.bench.masks.cases import Forms, mask_cases
+from attngen.tools.bench.masks.cases import mask_cases
+from attngen.tools.bench.masks.cases.forms import Forms
 from attngen.tools.bench.masks.contestants import Contestant, Entrants, inputs, seconds
 from attngen.tools.bench.masks.report import CAUSAL, CONSTANTS, FLEX, Cell, MaskReport, MaskResult, MaskRow
 from attngen.tools.bench.outcome import reason_of
@@ -74,8 +75,8 @@ def cells_of(options: MaskOptions) -> list[Cell]:
     for head_dim in options.head_dims or (HEAD_DIM,):
         for seqlen in options.seqlens or (SEQLEN,):
             for case in mask_cases():
-                if case.own is not None or case.most is None or seqlen <= case.most:
-                    cell = Cell(case, case.own or seqlen, head_dim, HEADS)
+                if case.seqlen is not None or case.max_seqlen is None or seqlen <= case.max_seqlen:
+                    cell = Cell(case, case.seqlen or seqlen, head_dim, HEADS)
                     every.setdefault(cell.name, cell)
     chosen = [cell for name, cell in every.items() if not options.cells or any(part in name for part in options.cells)]
     if not chosen:
