@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from attngen.errors import SpecError
-from attngen.lang.settle import settle
+from attngen.lang.constant_conditions import fold_conditions
 from attngen.lang.variant import Variant
 from attngen.runtime.registry import registry
 
@@ -153,7 +153,7 @@ def variant(
 
 def _made(name: str, fields: dict[str, Any]) -> PythonVariant:
     """Return the variant of a name and fields."""
-    return settled(checked(name, fields), fields)
+    return python_variant(checked(name, fields), fields)
 
 
 def checked(name: str, fields: Mapping[str, Any]) -> Variant:
@@ -167,6 +167,6 @@ def checked(name: str, fields: Mapping[str, Any]) -> Variant:
     return declare_variant(name, fields)
 
 
-def settled(declared: Variant, fields: Mapping[str, Any]) -> PythonVariant:
-    """Return what calls take for a checked variant and its fields."""
-    return PythonVariant(settle(declared), deepcopy(fields))  # settled as in the plans of its kernels
+def python_variant(declared: Variant, fields: Mapping[str, Any]) -> PythonVariant:
+    """The value that calls take for a checked variant and its fields."""
+    return PythonVariant(fold_conditions(declared), deepcopy(fields))

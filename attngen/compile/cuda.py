@@ -18,7 +18,7 @@ from attngen.compile.parameters import place_parameters
 from attngen.compile.speed import require_fast
 from attngen.compile.toolchain import Nvrtc, missing, nvrtc_for, toolchain
 from attngen.errors import ChoiceError, CompileError, ToolchainError
-from attngen.lang.settle import reads_products
+from attngen.lang.constant_conditions import reads_products
 
 if TYPE_CHECKING:
     from attngen.plan.model import Launch, Plan

@@ -43,7 +43,7 @@ class Declared:
     @cached_property
     def variant(self) -> Any:
         """What ``attngen.variant`` makes of it."""
-        return self._makers.settled(self._value, self._fields)
+        return self._makers.python_variant(self._value, self._fields)
 
 
 #: Variants by their fields.

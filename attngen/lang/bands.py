@@ -103,7 +103,7 @@ def _classes(
 
 
 def _corners(mask: Expr, boxes: str, heads: Heads) -> dict[str, tuple[Expr, Expr]]:
-    """Return what varies over a box of queries (``q``), of keys (``k``) or both (``qk``)."""
+    """Least and greatest value of each name that varies over a box of queries (``q``), keys (``k``), or both."""
     varying = [("q", "q_pos")] * ("q" in boxes) + [("kv",)] * ("k" in boxes) + [("h",)] * (heads == "packed")
     corners = {name: (index(f"{name}_lo"), index(f"{name}_hi")) for group in varying for name in group}
     return corners | {name: (FALSE, TRUE) for name in names(mask) if name.startswith(_OPAQUE)}
@@ -141,7 +141,7 @@ def _plain(mask: Expr, facts: Facts) -> Expr:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """What is visible and what is full; by default nothing is known."""
+    """Visible and full positions of an axis; by default nothing is known."""
 
     visible: list[Span] = field(default_factory=lambda: [Span()])
     full: list[Span] = field(default_factory=list)
@@ -194,7 +194,7 @@ class _Solver:
 
     @staticmethod
     def _limited(region: _Region) -> _Region:
-        """Drop what is known of a side whose spans would take too much code to compute."""
+        """Give up the visible or full spans if they would take too much code to compute."""
 
         def fits(spans: list[Span]) -> bool:
             parts = (end for span in spans for end in (span.lo, span.hi, span.when))
@@ -209,7 +209,7 @@ class _Solver:
         return self._either(self._both(self.region(condition, False), a), self._both(self.region(condition, True), b))
 
     def _comparison(self, op: str, total: Linear) -> _Region:
-        """Return where ``total`` compares as ``op`` to 0."""
+        """Region where ``total`` compares as ``op`` to 0."""
         one = Linear({}, 1)
         match op:
             case "ge":
@@ -222,11 +222,11 @@ class _Solver:
                 return self._nonnegative(total.scaled(-1).plus(one, -1))
             case "eq":
                 met = self._both(self._comparison("ge", total), self._comparison("le", total))
-                return self._found_once(total, met)
+                return self._equal_element(total, met)
         return self._either(self._comparison("gt", total), self._comparison("lt", total))
 
-    def _found_once(self, total: Linear, met: _Region) -> _Region:
-        """Return the region of ``T[i] == x`` without searches of its own for the full interval.
+    def _equal_element(self, total: Linear, met: _Region) -> _Region:
+        """Region where ``T[i] == x``; the full interval reuses the searches of the visible one.
 
         Where x is the same for all rows of the box, that is the visible interval; elsewhere no key equals every x.
         """
@@ -243,7 +243,7 @@ class _Solver:
         return met
 
     def _nonnegative(self, total: Linear) -> _Region:
-        """Return where ``total >= 0``: move all but the one term on the axis to the other side, and divide."""
+        """Region where ``total >= 0``: move all but the one term on the axis to the other side, and divide."""
         self._steps += 1
         terms = {t: c for t, c in total.terms.items() if self._on_axis(t)}
         rest = Linear({t: c for t, c in total.terms.items() if t not in terms}, total.constant)
@@ -263,14 +263,14 @@ class _Solver:
         return _Region(self._spans.union([visible], []), self._spans.union([full], []), known)
 
     def _at_least(self, term: Expr, bound: Expr) -> _Region:
-        """Return where ``term >= bound``; only ``term`` depends on the axis."""
+        """Region where ``term >= bound``; only ``term`` depends on the axis."""
         if term == self._axis:
             lo, hi = evaluate(bound, self._symbols)
             return self._solved(Span(lo=lo), Span(lo=hi))
         return self._inverted(term, bound, "ge")
 
     def _at_most(self, term: Expr, bound: Expr) -> _Region:
-        """Return where ``term <= bound``."""
+        """Region where ``term <= bound``."""
         if term == self._axis:
             lo, hi = evaluate(make("add", bound, integer(1)), self._symbols)
             return self._solved(Span(hi=hi), Span(hi=lo))

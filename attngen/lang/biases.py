@@ -9,10 +9,10 @@ from attngen.lang.ir import Const, Expr, Load, Type, Var, rewrite, walk
 from attngen.lang.literals import fold_literals
 from attngen.lang.variant import Variant
 
-#: Bytes of an element of which kernels can load tiles, as matrix fragments have them.
+#: Bytes per element of a bias whose tiles kernels can load as matrix fragments.
 BIAS_BYTES = 2
 
-#: How the indices of a bias end, and what may stand before: a tile of it has one place along such an axis.
+#: Last two indices of a bias, and the indices allowed before them, which are constant over a tile.
 _PAIR, _OF_TILE = (Var("q", Type.INT), Var("kv", Type.INT)), frozenset({"b", "h", "hk"})
 _MOST_AXES = 5  # of a tensor map
 
@@ -23,7 +23,7 @@ def is_of_pair(node: Expr) -> bool:
 
 
 def biases(variant: Variant) -> tuple[Load, ...]:
-    """The elements that a score reads at ``[..., q, kv]``, 16 bits each: a copy can bring a tile of them.
+    """The elements that a score reads at ``[..., q, kv]``, 16 bits each: one copy can load a tile of them.
 
     The other indices are ``b``, ``h``, ``hk`` or numbers.
     """
@@ -50,7 +50,7 @@ def _comes_in_tiles(load: Load) -> bool:
 
 
 def without_biases(variant: Variant) -> Variant:
-    """The variant with a score that reads no bias, to choose a tile by where kernels load tiles of these."""
+    """The variant with a score that reads no bias; it decides the tile of kernels that load tiles of biases."""
     tiled = frozenset(biases(variant))
     if not tiled or variant.score is None:
         return variant

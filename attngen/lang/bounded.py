@@ -14,7 +14,7 @@ from attngen.lang.ir import Expr
 from attngen.lang.ranges import Range
 from attngen.lang.variant import Variant
 
-#: Between these a scalar's largest value is looked for.
+#: Search range for the largest value of a scalar.
 _MOST, _LEAST = 2.0**20, 2.0**-20
 
 
@@ -40,8 +40,8 @@ def bounding_maximum(variant: Variant, name: str, most: float) -> float | None:
     least = variant.ranges[name][0]
 
     def holds(largest: float) -> bool:
-        found = score_bounds(variant.score, {**variant.ranges, name: (min(least, largest), largest)})
-        return found is not None and max(-found[0], found[1]) <= most
+        limits = score_bounds(variant.score, {**variant.ranges, name: (min(least, largest), largest)})
+        return limits is not None and max(-limits[0], limits[1]) <= most
 
     low, high = max(least, _LEAST), _MOST
     if not low < high or not holds(low):

@@ -142,7 +142,7 @@ def _may_be_zero(divisor: Expr) -> bool:
 
 
 def _number(value: float) -> str:
-    if isinstance(value, int) and value.bit_length() > 256:  # of which no one reads the digits, nor is it a float
+    if isinstance(value, int) and value.bit_length() > 256:  # too many digits to read, and beyond the range of floats
         return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}"
     if math.isinf(value):
         return "inf" if value > 0 else "-inf"
@@ -246,7 +246,7 @@ def _compile(
             seen, logit = split_hidden(to_float(logit), rules)
             if seen is None:
                 seen, logit = split_least(logit, visible, rules)
-            if seen is not None:  # whose texts would no longer say what is computed
+            if seen is not None:  # then the texts of mask and score no longer say what is computed
                 visible = seen if visible == VISIBLE else rules.build("and", (visible, seen))
                 mask = score = None
             logit = None if logit == Var("s", Type.FLOAT) else logit
@@ -257,9 +257,9 @@ def _compile(
             sink_logit, snippet = expression("sink", sink)
             if sink_logit.type is Type.BOOL:
                 raise snippet.error("must be a number, got a condition", 0, len(snippet.text))
-            if found := sorted(names(sink_logit) & _NOT_OF_A_SINK):
+            if of_a_pair := sorted(names(sink_logit) & _NOT_OF_A_SINK):
                 raise snippet.error(
-                    f"a sink is one logit of a head, whatever its queries and keys: '{found[0]}' is not allowed; "
+                    f"a sink is one logit of a head, whatever its queries and keys: '{of_a_pair[0]}' is not allowed; "
                     "allowed: b, h, hk, heads, kv_heads and what is declared",
                     0,
                     len(snippet.text),

@@ -7,7 +7,7 @@ import math
 from attngen.dtypes import DTYPES
 from attngen.lang.ir import Const, Op, Type
 from attngen.lang.ranges import INT32, INT64
-from attngen.lang.statements import Piece, Statement, joined, statement, written
+from attngen.lang.statements import Code, Statement, joined, statement, written
 from attngen.lang.targets import Dialect, Scope, has_no_sign, power_factors, power_of_two
 
 # Binding strength in C++'s grammar, loosest first.
@@ -39,27 +39,27 @@ _ONE = Const(1.0, Type.FLOAT)
 
 
 class CudaDialect(Dialect):
-    """How CUDA C++ writes each node."""
+    """Rules that write each node in CUDA C++."""
 
     atom = _ATOM
 
-    def constant(self, node: Const) -> Piece:
+    def constant(self, node: Const) -> Code:
         if node.type is Type.BOOL:
-            return Piece("true" if node.value else "false", _ATOM)
+            return Code("true" if node.value else "false", _ATOM)
         if node.type is Type.INT:
             value = int(node.value)
             suffix = "" if INT32[0] <= value <= INT32[1] else "ll"
             if value in (INT32[0], INT64[0]):  # the minus is not part of the literal, and 2147483648 is not an int
-                return Piece(f"({value + 1}{suffix} - 1)", _ATOM)
-            return Piece(f"{value}{suffix}", _ATOM if value >= 0 else _SIGN)
+                return Code(f"({value + 1}{suffix} - 1)", _ATOM)
+            return Code(f"{value}{suffix}", _ATOM if value >= 0 else _SIGN)
         number = float(node.value)
         if math.isnan(number):
-            return Piece('nanf("")', _ATOM)
+            return Code('nanf("")', _ATOM)
         if math.isinf(number):
-            return Piece("kInfinity" if number > 0 else "-kInfinity", _ATOM if number > 0 else _SIGN)
-        return Piece(f"{number!r}f", _ATOM if math.copysign(1.0, number) > 0 else _SIGN)
+            return Code("kInfinity" if number > 0 else "-kInfinity", _ATOM if number > 0 else _SIGN)
+        return Code(f"{number!r}f", _ATOM if math.copysign(1.0, number) > 0 else _SIGN)
 
-    def operator(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
+    def operator(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
         op = node.op
         if op in ("min", "max", "floordiv", "mod") and scope.wide(node):  # overloads take equal types
             args = tuple(self._int64(arg) for arg in args)
@@ -103,7 +103,7 @@ class CudaDialect(Dialect):
                 return self._power(node, args, scope)
         raise ValueError(f"operator {op!r} has no CUDA form")
 
-    def _approximate(self, node: Op, x: Piece, scope: Scope) -> Piece:
+    def _approximate(self, node: Op, x: Code, scope: Scope) -> Code:
         """Forms of one MUFU instruction whose errors are absolute: 2^-21 of expm1 and log1p, 2^-10 of erf."""
         if node.op == "expm1":
             return written("__expf({}) - 1.0f", x, strength=_SUM)
@@ -113,22 +113,22 @@ class CudaDialect(Dialect):
         # The factor is fitted for the least error of erf: 2.8e-4 before that of tanh.approx.
         return written("tanh_approx({} * (1.1296758f + 0.09979271f * {} * {}))", *[x.within(_SIGN)] * 3, strength=_ATOM)
 
-    def _chooses(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> bool:
+    def _chooses(self, node: Op, args: tuple[Code, ...], scope: Scope) -> bool:
         """Whether to compute both arms and select one. A branch for each element of a tile would come between matrix
         products, which ptxas then serializes."""
         varies = node.type is Type.FLOAT and bool(scope.axes(node))
         return varies and any(arg.strength < _ATOM or "(" in arg.text for arg in args[1:])
 
-    def _sign(self, operand: Piece) -> Piece:
+    def _sign(self, operand: Code) -> Code:
         operand = operand.within(_SIGN)
         return written("({})", operand) if operand.text.startswith("-") else operand  # "--x" would decrement
 
-    def _int64(self, operand: Piece) -> Piece:
+    def _int64(self, operand: Code) -> Code:
         if operand.text.startswith("static_cast<long long>(") and operand.strength == _ATOM:
             return operand
         return _call("static_cast<long long>", operand)
 
-    def _divide(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
+    def _divide(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
         dividend, divisor = node.args
         sign = "/" if node.op == "floordiv" else "%"
         if scope.bounds(dividend)[0] >= 0 and scope.bounds(divisor)[0] > 0:
@@ -141,13 +141,13 @@ class CudaDialect(Dialect):
         name = "floor_div" if node.op == "floordiv" else "floor_mod"
         return _call(name, *args)
 
-    def _power(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
+    def _power(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
         exponent = node.args[1]
         if not isinstance(exponent, Const):
             return self._float_power(node, args, scope)
         power = exponent.value
         if power == 0:  # even of NaN
-            return Piece("1.0f" if node.type is Type.FLOAT else "1", _ATOM)
+            return Code("1.0f" if node.type is Type.FLOAT else "1", _ATOM)
         base = scope.named(node.args[0])
         if node.wide:
             base = scope.temporary(node, "base", self._int64(base))
@@ -163,7 +163,7 @@ class CudaDialect(Dialect):
             return _call("sqrtf" if power > 0 else "rsqrtf", base)
         return written("exp2f({} * log2f({}))", f"{power!r}f", base, strength=_ATOM)
 
-    def _float_power(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
+    def _float_power(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
         if not scope.approximate:
             return _call("powf", *args)
         low = scope.bounds(node.args[0])[0]
@@ -174,23 +174,23 @@ class CudaDialect(Dialect):
         x, y = (scope.named(arg).within(_PRODUCT) for arg in node.args)
         logarithm = scope.temporary(node, "logarithm", _call("__log2f", _call("fabsf", x)))
         one = written("{} == 0.0f || {} == 0.0f", y, logarithm)  # 0 * inf would be NaN
-        power = _call("choose", one, Piece("1.0f"), written("exp2_fast({} * {})", y, logarithm))
+        power = _call("choose", one, Code("1.0f"), written("exp2_fast({} * {})", y, logarithm))
         if has_no_sign(node.args[0], low):
             return power
         power = scope.temporary(node, "power", power)
         odd = written("__float_as_int({}) < 0 && {y} - 2.0f * floorf(0.5f * {y}) == 1.0f", x, y=y)
         fraction = written("{} < 0.0f && floorf({y}) != {y}", x, y=y)
-        return _call("choose", fraction, Piece('nanf("")'), _call("choose", odd, written("-{}", power), power))
+        return _call("choose", fraction, Code('nanf("")'), _call("choose", odd, written("-{}", power), power))
 
-    def declare(self, name: str, type: Type, wide: bool, value: Piece) -> Statement:
+    def declare(self, name: str, type: Type, wide: bool, value: Code) -> Statement:
         kind = {Type.BOOL: "bool", Type.FLOAT: "float", Type.INT: "long long" if wide else "int"}[type]
         return _constant(kind, name, value)
 
-    def offset(self, index: Piece, stride: Piece) -> Piece:
+    def offset(self, index: Code, stride: Code) -> Code:
         wide = self._int64(index)
         return wide if stride.text == "1" else written("{} * {}", wide, stride, strength=_PRODUCT)
 
-    def within(self, index: Piece, extent: Piece, *, low: bool, high: bool) -> Piece:
+    def within(self, index: Code, extent: Code, *, low: bool, high: bool) -> Code:
         parts = []
         if low:
             parts.append(written("{} >= 0", index.within(_SHIFT), strength=_COMPARE))
@@ -198,14 +198,14 @@ class CudaDialect(Dialect):
             parts.append(written("{} < {}", index.within(_SHIFT), extent, strength=_COMPARE))
         return self.conjunction(parts)
 
-    def conjunction(self, parts: list[Piece]) -> Piece:
+    def conjunction(self, parts: list[Code]) -> Code:
         return parts[0] if len(parts) == 1 else joined(" && ", (part.within(_AND) for part in parts), _AND)
 
-    def pointer(self, name: str, base: Piece, offsets: list[Piece]) -> Statement:
+    def pointer(self, name: str, base: Code, offsets: list[Code]) -> Statement:
         pattern, kind = f"const auto* {name} = {{}};", "const auto*"
         return statement(pattern, joined(" + ", [base, *offsets]), declares=name, type=kind)
 
-    def load(self, name: str, dtype: str, base: Piece, offsets: list[Piece], guard: Piece | None) -> Statement:
+    def load(self, name: str, dtype: str, base: Code, offsets: list[Code], guard: Code | None) -> Statement:
         row = DTYPES[dtype]
         kind = {"bool": "bool", "float": "float", "int": "long long" if row.bytes == 8 else "int"}[row.kind]
         value = written("{}[{}]", base, joined(" + ", offsets)) if offsets else written("*{}", base)
@@ -219,14 +219,14 @@ class CudaDialect(Dialect):
             value = written("{} ? {} : {}", condition, value, zero)
         return _constant(kind, name, value)
 
-    def search(self, pointer: Piece, stride: Piece, length: Piece, value: Piece, strict: bool) -> Piece:
-        arguments = joined(", ", [pointer, stride, length, value, Piece("true" if strict else "false")])
+    def search(self, pointer: Code, stride: Code, length: Code, value: Code, strict: bool) -> Code:
+        arguments = joined(", ", [pointer, stride, length, value, Code("true" if strict else "false")])
         return written("{first_at_least}({})", arguments, strength=_ATOM)
 
 
-def _call(name: str, *args: Piece) -> Piece:
+def _call(name: str, *args: Code) -> Code:
     return written("{}({})", name, joined(", ", args), strength=_ATOM)
 
 
-def _constant(kind: str, name: str, value: Piece) -> Statement:
+def _constant(kind: str, name: str, value: Code) -> Statement:
     return statement(f"const {kind} {name} = {{}};", value, declares=name, type=kind)

@@ -227,5 +227,5 @@ def _check_tensor(
         raise refuse("grad", f"a tensor of {tensor.dtype} has no gradient")
 
 
-def _unknown_dtype(found: str, allowed: Sequence[str]) -> str:
-    return f"unknown dtype '{found}'{suggest(found, allowed)} (allowed: {', '.join(allowed)})"
+def _unknown_dtype(name: str, allowed: Sequence[str]) -> str:
+    return f"unknown dtype '{name}'{suggest(name, allowed)} (allowed: {', '.join(allowed)})"

@@ -30,11 +30,11 @@ class Scalar:
         """The type that expressions see."""
         return {"bool": Type.BOOL, "fp32": Type.FLOAT}.get(self.dtype, Type.INT)
 
-    def told(self) -> str:
-        """Return the declaration in a few words, for messages."""
+    def summary(self) -> str:
+        """The declaration in a few words, for messages."""
         parts = (("const", self.const), ("min", self.min), ("max", self.max), ("default", self.default))
-        told = [f"{label} {value}" for label, value in parts if value is not None]
-        return ", ".join([self.dtype, *told, *(["grad"] if self.grad else [])])
+        words = [f"{label} {value}" for label, value in parts if value is not None]
+        return ", ".join([self.dtype, *words, *(["grad"] if self.grad else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class Tensor:
             return Type.FLOAT
         return Type.BOOL if self.dtype == "bool" else Type.INT
 
-    def told(self) -> str:
-        """Return the declaration in a few words, for messages."""
-        told = [f"{self.dtype} [{', '.join(map(str, self.shape))}]"]
+    def summary(self) -> str:
+        """The declaration in a few words, for messages."""
+        words = [f"{self.dtype} [{', '.join(map(str, self.shape))}]"]
         if self.range is not None:
-            told.append(f"range {self.range[0]} .. {self.range[1]}")
+            words.append(f"range {self.range[0]} .. {self.range[1]}")
         if self.monotone is not None:
-            told.append(f"{self.monotone.order} along axis {self.monotone.axis}")
-        return ", ".join([*told, *(["grad"] if self.grad else [])])
+            words.append(f"{self.monotone.order} along axis {self.monotone.axis}")
+        return ", ".join([*words, *(["grad"] if self.grad else [])])

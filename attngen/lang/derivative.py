@@ -31,8 +31,8 @@ def differentiate(expr: Expr, wrt: str | Load) -> Expr:
 
 
 def _derivative(expr: Expr, leaf: Expr) -> Expr:
-    found = _Derivative(leaf).of(expr)
-    return ZERO if found is None else found.expr()
+    derivative = _Derivative(leaf).of(expr)
+    return ZERO if derivative is None else derivative.expr()
 
 
 def differentiate_loads(expr: Expr, tensor: str) -> tuple[tuple[Load, Expr], ...]:

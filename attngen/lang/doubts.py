@@ -1,4 +1,4 @@
-"""Expressions that are legal and probably not meant: conditions that never change, and operators that bind otherwise.
+"""Warnings about legal expressions that are probably mistakes: constant conditions, and surprising precedence.
 
 What is reported holds for every call: it follows from the syntax, or from the declared ranges. A condition that a
 constant decides is a switch of its author's and is not reported.
@@ -38,7 +38,7 @@ _LENGTHS = ("seqlen_q", "seqlen_k")
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """What is probably not meant: a field of a variant, a message that shows the place, and where it stands."""
+    """A warning: the field of the variant, a message that shows the place, and the location in the file."""
 
     field: str
     message: str
@@ -47,30 +47,30 @@ class Doubt:
 
 def doubts(written: Sequence[Written], facts: Facts, constants: Collection[str]) -> list[Doubt]:
     """Doubts about the expressions of one variant; ``constants`` are the names that a declaration fixes."""
-    found: list[Doubt] = []
+    all_doubts: list[Doubt] = []
     for one in written:
-        found += _Reader(one, facts, constants).read()
+        all_doubts += _Reader(one, facts, constants).read()
     for one in written:
         value = one.values.get(one.tree)
-        if found or one.snippet.field != "mask" or value is None or isinstance(value, Const):
+        if all_doubts or one.snippet.field != "mask" or value is None or isinstance(value, Const):
             continue
         if evaluate(value, Numbers(facts)) == (False, False):
-            found.append(_doubt(one.snippet, one.tree, "the mask is never true, so no query sees a key"))
-    return found
+            all_doubts.append(_doubt(one.snippet, one.tree, "the mask is never true, so no query sees a key"))
+    return all_doubts
 
 
 def extent_doubts(tensors: Iterable[Tensor], known: Collection[str]) -> list[Doubt]:
-    """Doubts about extents that are no known ones, and nearly are; ``known`` are all that have a meaning."""
-    found: dict[str, Doubt] = {}
+    """Doubts about new extents whose name is close to a known one; ``known`` are all that have a meaning."""
+    misspelled: dict[str, Doubt] = {}
     for tensor in tensors:
         for extent in tensor.shape:
-            if not isinstance(extent, str) or extent in known or extent in found:
+            if not isinstance(extent, str) or extent in known or extent in misspelled:
                 continue
             meant = extent_meant(extent, known)
             if meant is not None:
                 message = f"the extent '{extent}' is new, of any length that a call brings; did you mean '{meant}'?"
-                found[extent] = Doubt(f"tensors.{tensor.name}.shape", message)
-    return list(found.values())
+                misspelled[extent] = Doubt(f"tensors.{tensor.name}.shape", message)
+    return list(misspelled.values())
 
 
 def _doubt(snippet: Snippet, node: ast.expr, message: str) -> Doubt:
@@ -88,15 +88,15 @@ class _Reader:
         self.facts = facts
         self.numbers = Numbers(facts)
         self.constants = constants
-        self.found: list[Doubt] = []
+        self.doubts: list[Doubt] = []
 
     def read(self) -> list[Doubt]:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Compare):
                 self.precedence(node)
-        if not self.found:
+        if not self.doubts:
             self.visit(self.tree, None)
-        return self.found
+        return self.doubts
 
     # --- operators that bind otherwise ----------------------------------------------------------------------------
 
@@ -216,11 +216,11 @@ class _Reader:
         return self.snippet.text[node.col_offset : node.end_col_offset]
 
     def report(self, node: ast.expr, message: str) -> None:
-        self.found.append(_doubt(self.snippet, node, message))
+        self.doubts.append(_doubt(self.snippet, node, message))
 
 
 def _terms(value: Expr) -> list[Expr]:
-    """What decides a condition: for a comparison of integers, what its sides do not share."""
+    """Terms that decide a condition: for a comparison of integers, those that only one side has."""
     match value:
         case Op(op="lt" | "le" | "gt" | "ge" | "eq" | "ne", args=(a, b)) if a.type is b.type is Type.INT:
             return list(linear(make("sub", a, b)).terms)

@@ -75,10 +75,10 @@ class _Evaluation:
         if not self._guarded(node):
             guards = ()
         key = (node, guards)
-        found = self._values.get(key)
-        if found is None:
-            found = self._values[key] = self._compute(node, guards)
-        return found
+        value = self._values.get(key)
+        if value is None:
+            value = self._values[key] = self._compute(node, guards)
+        return value
 
     def _compute(self, node: Expr, guards: _Guards) -> torch.Tensor:
         torch = self.torch
@@ -152,7 +152,7 @@ class _Evaluation:
             )
 
     def _wanted(self, guards: _Guards) -> torch.Tensor | None:
-        """Return where a value under these conditions is wanted; None is everywhere."""
+        """Mask of the places where a value under these conditions is wanted; None is everywhere."""
         wanted = self.guard
         for i, (condition, holds) in enumerate(guards):
             chosen = self.value(condition, guards[:i])
@@ -176,11 +176,11 @@ class _Evaluation:
 
     def _guarded(self, node: Expr) -> bool:
         """Whether conditions matter below a node: only loads and what carries a gradient depend on them."""
-        found = self._sensitive.get(node)
-        if found is None:
-            found = any(isinstance(n, Load) or (isinstance(n, Var) and n.type is Type.FLOAT) for n in walk(node))
-            self._sensitive[node] = found
-        return found
+        sensitive = self._sensitive.get(node)
+        if sensitive is None:
+            sensitive = any(isinstance(n, Load) or (isinstance(n, Var) and n.type is Type.FLOAT) for n in walk(node))
+            self._sensitive[node] = sensitive
+        return sensitive
 
 
 def as_clamp(node: Expr) -> tuple[Expr, Expr, Expr] | None:

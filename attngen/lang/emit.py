@@ -18,7 +18,7 @@ from attngen.lang.languages import Target
 from attngen.lang.literals import fold_literals
 from attngen.lang.naming import describe, label
 from attngen.lang.ranges import INDEX_RANGES, INT32, Range
-from attngen.lang.statements import Piece, Statement, joined, leaf, reads, written
+from attngen.lang.statements import Code, Statement, joined, leaf, reads, written
 from attngen.lang.usage import Usage, deciding
 
 _NO_AXES: frozenset[str] = frozenset()
@@ -28,7 +28,7 @@ _INSIDE = {("b", "b"), ("h", "h"), ("h", "heads"), ("hk", "hk"), ("hk", "kv_head
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What stands for a name of an expression in the target: a name, or a text with the names that it reads in braces,
+    """Target text of a name in an expression: a name, or a text with the names that it reads in braces,
     such as ``{q_index}[:, None]``.
 
     ``axes`` says along which of 'q' and 'kv' the value varies; empty for a scalar. ``wide`` marks int64. ``below``
@@ -42,7 +42,7 @@ class Binding:
     below: frozenset[str] = frozenset()
 
     @property
-    def value(self) -> Piece:
+    def value(self) -> Code:
         """The text, and what it reads."""
         return written(self.pattern) if "{" in self.pattern else leaf(self.pattern)
 
@@ -67,7 +67,7 @@ class Emitted:
 
     hoisted: tuple[Statement, ...]
     body: tuple[Statement, ...]
-    result: Piece
+    result: Code
     axes: frozenset[str]
 
 
@@ -77,7 +77,7 @@ class EmittedMany:
 
     hoisted: tuple[Statement, ...]
     body: tuple[Statement, ...]
-    results: tuple[Piece, ...]
+    results: tuple[Code, ...]
     axes: tuple[frozenset[str], ...]
 
 
@@ -173,7 +173,7 @@ class _Emission:
         self._bounds: dict[Expr, Range] = {}
         self._axes: dict[Expr, frozenset[str]] = {}
         self._wide: dict[Expr, bool] = {}
-        self._pieces: dict[Expr, Piece] = {}
+        self._codes: dict[Expr, Code] = {}
         self._bases: dict[tuple[str, ...], str] = {}
         self._taken = {*taken, *_read(names, tensors)}
         self._inner = inner
@@ -184,21 +184,21 @@ class _Emission:
 
     def axes(self, node: Expr) -> frozenset[str]:
         """Return the axes along which a node varies."""
-        found = self._axes.get(node)
-        if found is None:
+        axes = self._axes.get(node)
+        if axes is None:
             if isinstance(node, Var):
-                found = self.names[node.name].axes
+                axes = self.names[node.name].axes
             else:
-                found = _NO_AXES.union(*(self.axes(child) for child in children(node)))
-            self._axes[node] = found
-        return found
+                axes = _NO_AXES.union(*(self.axes(child) for child in children(node)))
+            self._axes[node] = axes
+        return axes
 
     def bounds(self, node: Expr) -> Range:
         """Return the range of a node, in which a predicated load may also be 0."""
-        found = self._bounds.get(node)
-        if found is None:
-            found = self._bounds[node] = bounds(node, self._ranges)
-        return found
+        limits = self._bounds.get(node)
+        if limits is None:
+            limits = self._bounds[node] = bounds(node, self._ranges)
+        return limits
 
     def is_number(self, node: Expr) -> bool:
         """Whether a float is never NaN, also where a predicated load is 0."""
@@ -206,10 +206,10 @@ class _Emission:
 
     def wide(self, node: Expr) -> bool:
         """Whether an integer is an int64 in languages that promote: it was widened, or a part of it is one."""
-        found = self._wide.get(node)
-        if found is None:
-            found = self._wide[node] = node.type is Type.INT and self._is_wide(node)
-        return found
+        is_wide = self._wide.get(node)
+        if is_wide is None:
+            is_wide = self._wide[node] = node.type is Type.INT and self._is_wide(node)
+        return is_wide
 
     def _is_wide(self, node: Expr) -> bool:
         match node:
@@ -230,35 +230,35 @@ class _Emission:
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def value(self, node: Expr) -> Piece:
+    def value(self, node: Expr) -> Code:
         """Return the text of a node, after writing the statements that it needs."""
-        piece = self._pieces.get(node)
-        if piece is None:
-            piece = self._write(node)
+        code = self._codes.get(node)
+        if code is None:
+            code = self._write(node)
             if isinstance(node, Op) and self._deserves_name(node):
-                piece = self._declare(node, piece)
-            self._pieces[node] = piece
-        return piece
+                code = self._declare(node, code)
+            self._codes[node] = code
+        return code
 
-    def named(self, node: Expr) -> Piece:
+    def named(self, node: Expr) -> Code:
         """Return a node as a name or a literal."""
-        piece = self.value(node)
-        if isinstance(node, Op) and (piece.strength < self.dialect.atom or "(" in piece.text):
-            piece = self._pieces[node] = self._declare(node, piece)
-        return piece
+        code = self.value(node)
+        if isinstance(node, Op) and (code.strength < self.dialect.atom or "(" in code.text):
+            code = self._codes[node] = self._declare(node, code)
+        return code
 
-    def temporary(self, node: Expr, role: str, value: Piece) -> Piece:
+    def temporary(self, node: Expr, role: str, value: Code) -> Code:
         """Store an intermediate result of a node."""
         name = self._fresh(f"{self.prefix}{role}")
         return self._store(node, name, self.dialect.declare(name, node.type, self.wide(node), value))
 
-    def _write(self, node: Expr) -> Piece:
+    def _write(self, node: Expr) -> Code:
         match node:
             case Const():
                 return self.dialect.constant(node)
             case Var(name=name):
                 value = self.names[name].value
-                return Piece(value.text, self.dialect.atom, value.reads)
+                return Code(value.text, self.dialect.atom, value.reads)
             case Load():
                 return self._load(node)
             case Search():
@@ -271,16 +271,16 @@ class _Emission:
             return False
         return self.usage.count[node] > 1 or node in self.labels or self.usage.invariant(node)
 
-    def _declare(self, node: Expr, value: Piece) -> Piece:
+    def _declare(self, node: Expr, value: Code) -> Code:
         name = self._fresh(self.labels.get(node) or self._described(node))
         return self._store(node, name, self.dialect.declare(name, node.type, self.wide(node), value))
 
-    def _store(self, node: Expr, name: str, statement: Statement) -> Piece:
+    def _store(self, node: Expr, name: str, statement: Statement) -> Code:
         """Append a statement to the loop or before it, as its node varies; return the name that it declares."""
         (self.body if self._inner in self.axes(node) else self.hoisted).append(statement)
         return leaf(name, self.dialect.atom)
 
-    def _load(self, node: Load) -> Piece:
+    def _load(self, node: Load) -> Code:
         tensor = self.tensors[node.tensor]
         indices = [self.value(index) for index in node.indices]
         tests = [
@@ -290,22 +290,22 @@ class _Emission:
         for axis, index in enumerate(node.indices):
             low, high = self._may_leave(index, tensor, axis)
             if low or high:
-                piece = indices[axis] = self.named(index)  # the offset uses it, too
-                test = self.dialect.within(piece, leaf(tensor.extents[axis]), low=low, high=high)
+                code = indices[axis] = self.named(index)  # the offset uses it, too
+                test = self.dialect.within(code, leaf(tensor.extents[axis]), low=low, high=high)
                 tests.append(self._test(node, index, test))
         guard = self.dialect.conjunction(tests) if tests else None
         base, offsets = self._address(node, indices)
         name = self._fresh(self._described(node))
         return self._store(node, name, self.dialect.load(name, tensor.dtype, base, offsets, guard))
 
-    def _test(self, load: Load, source: Expr, test: Piece) -> Piece:
-        """Return a condition of a load, lifted if it is a scalar and the load is not."""
+    def _test(self, load: Load, source: Expr, test: Code) -> Code:
+        """Lift the condition of a load if it is a scalar and the load is not."""
         return self.dialect.lifted(test) if self.axes(load) and not self.axes(source) else test
 
-    def _address(self, node: Load, indices: Sequence[Piece]) -> tuple[Piece, list[Piece]]:
-        """Return the base and the offsets of a load; what is the same for a whole block is added up once."""
+    def _address(self, node: Load, indices: Sequence[Code]) -> tuple[Code, list[Code]]:
+        """Base and offsets of a load; terms that are the same for a whole block are added up once."""
         tensor = self.tensors[node.tensor]
-        offsets = [self._offset(piece, stride) for piece, stride in zip(indices, tensor.strides, strict=True)]
+        offsets = [self._offset(code, stride) for code, stride in zip(indices, tensor.strides, strict=True)]
         fixed = [axis for axis, index in enumerate(node.indices) if not self.axes(index)]
         moving = [axis for axis in range(len(offsets)) if axis not in fixed]
         shared = [offset for axis in fixed for offset in offsets[axis]]
@@ -318,10 +318,10 @@ class _Emission:
             self.hoisted.append(self.dialect.pointer(self._bases[key], leaf(tensor.pointer), shared))
         return leaf(self._bases[key]), [offset for axis in moving for offset in offsets[axis]]
 
-    def _offset(self, index: Piece, stride: str) -> list[Piece]:
+    def _offset(self, index: Code, stride: str) -> list[Code]:
         return [] if index.text == "0" else [self.dialect.offset(index, leaf(stride))]
 
-    def _search(self, node: Search) -> Piece:
+    def _search(self, node: Search) -> Code:
         tensor = self.tensors[node.tensor]
         indices = [self.value(index) for index in node.indices]
         parts = zip(indices, tensor.strides, strict=True)
@@ -337,7 +337,7 @@ class _Emission:
         return self._store(node, name, self.dialect.declare(name, Type.INT, False, call))
 
     def _may_leave(self, index: Expr, tensor: TensorBinding, axis: int) -> tuple[bool, bool]:
-        """Return whether an index may be negative, and whether it may reach the extent."""
+        """Two flags: the index may be negative, and it may reach the extent."""
         low, high = self.bounds(index)
         extent = tensor.shape[axis] if tensor.shape else None
         if isinstance(index, Var) and (index.name, extent) in _INSIDE:

@@ -41,7 +41,7 @@ def index(name: str) -> Var:
 
 
 def reserved(name: Var) -> bool:
-    """Return whether a variable is an index, a length or a corner, whose range is that of a sequence."""
+    """Whether a variable is an index, a length or a corner, whose range is that of a sequence."""
     return name.name in INDEX_RANGES or name in (Q_START, KV_START)
 
 
@@ -97,7 +97,7 @@ class Facts:
         return None if declared.shape[axis] == "b" else axis  # no name says how large the batch is
 
     def extent(self, tensor: str, axis: int) -> tuple[Expr, bool]:
-        """Return how many elements a tensor has along ``axis``, and whether exactly so.
+        """Number of elements of a tensor along ``axis``, and whether it is exact.
 
         A sequence may be shorter than the tensor: then its length is a lower bound.
         """
@@ -120,5 +120,5 @@ def local(expr: Expr) -> Expr:
 
 
 def aligned() -> Expr:
-    """Return what ``q_pos`` stands for: ``q + seqlen_k - seqlen_q``."""
+    """``q_pos`` in terms of ``q``: ``q + seqlen_k - seqlen_q``."""
     return Op("sub", (Op("add", (index("q"), index("seqlen_k")), Type.INT), index("seqlen_q")), Type.INT)

@@ -93,20 +93,20 @@ def cap_scale(logit: Logit, heads: Heads = "single") -> Expr | None:
     return None
 
 
-def less(value: Expr, reference: Expr, sign: str = "sub") -> Expr | None:
-    """Return ``value - reference``, the reference taken from a term of a sum that is the same for all keys of a lane.
+def subtract(value: Expr, subtrahend: Expr, sign: str = "sub") -> Expr | None:
+    """``value - subtrahend``, subtracted from a term of a sum that is the same for all keys of a lane.
 
-    It then costs no operation for each key. None if ``value`` is no sum that has such a term. With the sign ``add`` it
-    is added.
+    It then costs no operation for each key. None if ``value`` is no sum with such a term. The sign ``add`` adds
+    instead.
     """
     if not names(value) & {*_KEYS, KEY.name, PRODUCT.name}:
-        return Op(sign, (value, reference), Type.FLOAT)
+        return Op(sign, (value, subtrahend), Type.FLOAT)
     if not isinstance(value, Op) or value.type is not Type.FLOAT or value.op not in ("add", "sub"):
         return None
     for place, own_sign in enumerate((sign, sign if value.op == "add" else {"add": "sub", "sub": "add"}[sign])):
-        found = less(value.args[place], reference, own_sign)
-        if found is not None:
-            return replace(value, args=(found, value.args[1]) if place == 0 else (value.args[0], found))
+        changed = subtract(value.args[place], subtrahend, own_sign)
+        if changed is not None:
+            return replace(value, args=(changed, value.args[1]) if place == 0 else (value.args[0], changed))
     return None
 
 
@@ -169,10 +169,10 @@ def split_slope(value: Expr, key: Var = KEY) -> tuple[Expr, Expr] | None:
     match value:
         case Op(op="add", args=(rest, Op(op="mul", args=(Op(op="to_float", args=(place,)), slope)))) if place == key:
             return rest, slope
-        case Op(op="add", args=(other, last)) if (found := split_slope(last, key)) is not None:
-            return Op("add", (other, found[0]), Type.FLOAT), found[1]
-        case Op(op="add" | "sub", args=(first, other)) if (found := split_slope(first, key)) is not None:
-            return replace(value, args=(found[0], other)), found[1]
+        case Op(op="add", args=(other, last)) if (below := split_slope(last, key)) is not None:
+            return Op("add", (other, below[0]), Type.FLOAT), below[1]
+        case Op(op="add" | "sub", args=(first, other)) if (below := split_slope(first, key)) is not None:
+            return replace(value, args=(below[0], other)), below[1]
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from attngen.lang.ir import Const, Expr, Op, Type, Var
 
-#: What bounds are computed by. All results are exact.
+#: Operators of bounds. All results are exact.
 OPERATORS: Mapping[str, Callable[..., Any]] = {
     "add": add, "sub": sub, "mul": mul, "neg": neg, "floordiv": floordiv, "mod": mod, "min": min, "max": max,
     "abs": abs, "lt": lt, "le": le, "gt": gt, "ge": ge, "eq": eq, "ne": ne, "and": and_, "or": or_, "not": not_,
@@ -37,8 +37,8 @@ def written(expr: Expr | None) -> Bound:
         case Var(name=name, type=Type.INT):
             return name
         case Op(op=op, args=args) if op in OPERATORS:
-            found = [op, *map(written, args)]
-            return found if None not in found and is_bound(found) else None
+            operation = [op, *map(written, args)]
+            return operation if None not in operation and is_bound(operation) else None
     return None
 
 
@@ -66,8 +66,8 @@ def evaluate(bound: Bound, names: Mapping[str, Any], count: int) -> list[int] | 
     if type(bound) is int:
         return [bound] * count
     if isinstance(bound, str):
-        found = names.get(bound)
-        return found if isinstance(found, list) else None if found is None else [int(found)] * count
+        value = names.get(bound)
+        return value if isinstance(value, list) else None if value is None else [int(value)] * count
     values: list[Any] = [evaluate(each, names, count) for each in bound[1:]]
     try:
         return None if None in values else list(map(OPERATORS[bound[0]], *values))

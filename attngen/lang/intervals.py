@@ -250,11 +250,11 @@ class Numbers:
         return FOLD[op](*args)
 
     def holds(self, op: str, x: Any, y: Any) -> bool:
-        """Return whether a comparison of two endpoints is true."""
+        """Whether a comparison of two endpoints is true."""
         return bool(FOLD[op](x, y))
 
     def is_point(self, interval: Interval) -> bool:
-        """Return whether an interval holds a single value."""
+        """Whether an interval holds a single value."""
         return bool(interval[0] == interval[1])
 
     def rounded(self, op: str, interval: Interval) -> Interval:

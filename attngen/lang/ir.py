@@ -35,11 +35,11 @@ def _remembers_hash(cls: _Class) -> _Class:
 
     def remembered(self: Any) -> int:
         try:
-            found: int = self._hash
+            content_hash: int = self._hash
         except AttributeError:
-            found = computed(self)
-            object.__setattr__(self, "_hash", found)
-        return found
+            content_hash = computed(self)
+            object.__setattr__(self, "_hash", content_hash)
+        return content_hash
 
     cls.__hash__ = remembered  # type: ignore[method-assign,assignment]
     return cls
@@ -128,7 +128,7 @@ Expr = Const | Var | Load | Op | Search
 
 @dataclass(frozen=True, slots=True)
 class OperatorInfo:
-    """How many arguments an operator takes, and the type of its result.
+    """Arity of an operator, and the type of its result.
 
     ``result`` is a fixed type, or None when the result has the promoted type of the arguments.
     ``float_args`` converts integer arguments to float32 first.

@@ -17,5 +17,5 @@ class Target(enum.Enum):
 
     @property
     def dialect(self) -> Dialect:
-        """How this language writes each node."""
+        """Rules that write each node in this language."""
         return TritonDialect() if self is Target.TRITON else CudaDialect()

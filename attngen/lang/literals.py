@@ -51,17 +51,17 @@ def fold_literals(node: Expr) -> Expr | None:
     A value that float32 cannot hold becomes inf or 0 at each step, as it would in a kernel. None if there is nothing to
     fold.
     """
-    found = node if isinstance(node, Const) else _folded(node)
-    if isinstance(found, Const) and found.type is Type.FLOAT:
-        value = _float32(found.value)
-        if value != found.value and value == value:
-            found = Const(value, Type.FLOAT)
-    return None if found is node else found
+    folded = node if isinstance(node, Const) else _folded(node)
+    if isinstance(folded, Const) and folded.type is Type.FLOAT:
+        value = _float32(folded.value)
+        if value != folded.value and value == value:
+            folded = Const(value, Type.FLOAT)
+    return None if folded is node else folded
 
 
 def beyond_float32(expr: Expr) -> list[tuple[Expr, float]]:
-    """Return the literal parts of an expression that float32 cannot hold, with what they become: an infinity or 0."""
-    found: dict[Expr, float] = {}
+    """Literal subexpressions that float32 cannot hold, with the value that they become: an infinity or 0."""
+    replaced: dict[Expr, float] = {}
 
     def fold(node: Expr) -> Expr | None:
         value = fold_literals(node)
@@ -69,17 +69,17 @@ def beyond_float32(expr: Expr) -> list[tuple[Expr, float]]:
             return value
         values = [arg.value for arg in node.args if isinstance(arg, Const)] if isinstance(node, Op) else [1.0]
         if math.isinf(value.value) and all(math.isfinite(v) for v in values):
-            found[node] = value.value
+            replaced[node] = value.value
         scales = isinstance(node, Const) or (isinstance(node, Op) and node.op in _SCALING)
         small = all(math.isfinite(v) for v in values) and (
             0 not in values or getattr(node, "op", "") in ("exp", "exp2")
         )
         if value.value == 0 and scales and small:
-            found[node] = 0.0
+            replaced[node] = 0.0
         return value
 
     rewrite(expr, fold)
-    return list(found.items())
+    return list(replaced.items())
 
 
 def _float32(value: float) -> float:

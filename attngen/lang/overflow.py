@@ -34,7 +34,7 @@ def widen(expr: Expr, facts: Facts) -> Expr | None:
 
 
 def narrow(end: Expr, length: Expr, tile: Expr, tiles: Expr, facts: Facts) -> Expr:
-    """Return a number of a tile, the same once clipped to [0, tiles], that is int64 in as few operations as can be.
+    """Rewrite a tile index with as few int64 operations as possible; clipped to [0, tiles] its value is the same.
 
     Minimum, maximum and the choice between two values commute with clipping. So what is too wide is clipped before
     them, and before a division by ``tile``, and is an int32 from there on.
@@ -53,7 +53,7 @@ def narrow(end: Expr, length: Expr, tile: Expr, tiles: Expr, facts: Facts) -> Ex
 
 
 def _dividend(x: Expr, length: Expr, tile: Expr, facts: Facts) -> Expr:
-    """Return what is divided by ``tile``, in which positions are clipped to [0, length] before they are rounded up."""
+    """Rewrite the dividend of ``tile``: positions are clipped to [0, length] before they are rounded up."""
     overhang = sub(tile, integer(1))
     match x:
         case Op(op="min" | "max" as op, args=(a, b)):
@@ -74,7 +74,7 @@ def _dividend(x: Expr, length: Expr, tile: Expr, facts: Facts) -> Expr:
 
 
 def _clipped(end: Expr, most: Expr, facts: Facts) -> Expr:
-    """Return an integer, the same once clipped to [0, most], of which nothing is an int64 but what is clipped here."""
+    """Clip the int64 terms of an integer to [0, most]; the integer clipped to that range stays the same."""
     if not holds_int64(end):
         return end
     match end:
@@ -116,7 +116,7 @@ def narrow_divisors(expr: Expr, facts: Facts) -> Expr:
 
 
 def unmarked(node: Expr, numbers: Numbers) -> Expr | None:
-    """Return an operator without the mark that it had from an argument which is an int32 now; None for any other."""
+    """Remove ``wide`` from an operator whose arguments are int32 now and whose result fits; None for any other."""
     if not isinstance(node, Op) or not node.wide or any(map(holds_int64, node.args)):
         return None
     if node.type is Type.INT:
@@ -127,7 +127,7 @@ def unmarked(node: Expr, numbers: Numbers) -> Expr | None:
 
 
 def saturate(end: Expr, length: Expr, facts: Facts) -> Expr:
-    """Return an end of an interval that is the same once clipped to [0, length].
+    """Clamp a term of an end of an interval, so that the end clipped to [0, length] stays the same.
 
     A scalar is clamped at the size from which it alone decides on which side of the sequence the end lies: ``q_pos_lo -
     min(window, 2**30 - 1) + 1`` needs no int64 for any ``window``.

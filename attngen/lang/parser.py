@@ -407,9 +407,9 @@ def _measure(value: Expr) -> None:
 
 def _size(value: Expr, seen: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """Count nodes of the tree and its depth; shared subexpressions are looked at once."""
-    found = seen.get(id(value))
-    if found is None:
+    size = seen.get(id(value))
+    if size is None:
         below = [_size(child, seen) for child in children(value)]
-        found = (1 + sum(n for n, _ in below), 1 + max((d for _, d in below), default=0))
-        seen[id(value)] = found
-    return found
+        size = (1 + sum(n for n, _ in below), 1 + max((d for _, d in below), default=0))
+        seen[id(value)] = size
+    return size

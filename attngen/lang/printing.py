@@ -109,7 +109,7 @@ def _converted(node: Expr) -> bool:
 
 
 def _strip(node: Expr) -> Expr:
-    """Return what a ``to_float`` converts (and the ``to_int`` that a bool passes through), else the node."""
+    """Operand of a ``to_float`` (or of the ``to_int`` below it that converts a bool); any other node as it is."""
     if isinstance(node, Op) and node.op == "to_float":
         return node.args[0]
     return node

@@ -50,7 +50,7 @@ _UPPER: dict[str, Expr] = {
 
 
 def larger(expr: Expr, nodes: int) -> bool:
-    """Return whether an expression has more than ``nodes`` nodes."""
+    """Whether an expression has more than ``nodes`` nodes."""
     return next(islice(walk(expr), nodes, None), None) is not None
 
 
@@ -65,7 +65,7 @@ class Proof:
         self._left = _STEPS_OF_ALL
 
     def at_most(self, x: Expr, y: Expr) -> bool:
-        """Return whether ``x <= y`` is certain; both are INT."""
+        """Whether ``x <= y`` is certain; both are INT."""
         known = self._known.get((x, y))
         if known is None:
             self._steps = _STEPS
@@ -110,7 +110,7 @@ class Proof:
                         yield rest
 
     def _quotients_ordered(self, a: Expr, b: Expr, slack: int, depth: int) -> bool:
-        """Return whether ``b // n - a // n + slack >= 0``, which ``b + slack * n >= a`` implies."""
+        """Whether ``b // n - a // n + slack >= 0``, which ``b + slack * n >= a`` implies."""
         match a, b:
             case Op(op="floordiv", args=(x, n)), Op(op="floordiv", args=(y, m)) if n == m and self._positive(n):
                 return self._less(x, make("add", y, make("mul", n, integer(slack))), depth)
@@ -135,7 +135,7 @@ class Proof:
         return False
 
     def _readable(self, position: Expr, length: Expr, depth: int) -> bool:
-        """Return whether a position lies in a tensor that is not empty; one outside would read 0."""
+        """Whether a position lies in a tensor that is not empty; one outside would read 0."""
         last = make("sub", length, integer(1))
         match position:
             case Op(op="max", args=(p, Const(value=0))):

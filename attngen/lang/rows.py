@@ -57,8 +57,8 @@ def _closed(mask: Expr, facts: Facts) -> tuple[Interval, ...] | None:
 
     They are exact if the visible and the full intervals of a box of one row are the same.
     """
-    found = bands(mask, facts, over="kv")
-    may, must = ([Interval(_of_row(i.lo), _of_row(i.hi)) for i in kind] for kind in (found.visible, found.full))
+    of_row = bands(mask, facts, over="kv")
+    may, must = ([Interval(_of_row(i.lo), _of_row(i.hi)) for i in kind] for kind in (of_row.visible, of_row.full))
     ends = [end for interval in may for end in (interval.lo, interval.hi) if end is not None]
     searched = any(isinstance(node, Search) for end in ends for node in walk(end))
     return tuple(may) if may == must and 1 <= len(may) <= 2 and not searched else None

@@ -43,7 +43,7 @@ class Spans:
         self._length = index({"kv": "seqlen_k", "q": "seqlen_q"}[axis])
 
     def intersection(self, a: list[Span], b: list[Span]) -> list[Span]:
-        """Return what lies in both."""
+        """Intersection of two lists of spans."""
         spans = []
         for x, y in product(a, b):
             lo, hi = self._order.call("max", x.lo, y.lo), self._order.call("min", x.hi, y.hi)
@@ -51,7 +51,7 @@ class Spans:
         return self.union(spans, [])
 
     def union(self, a: list[Span], b: list[Span]) -> list[Span]:
-        """Return what lies in either, in as few spans as can be proven to suffice."""
+        """Union of two lists of spans, in as few spans as can be proven to suffice."""
         spans: list[Span] = []
         for span in (*a, *b):
             added = self._clipped(span)

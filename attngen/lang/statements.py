@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from functools import cache
 from string import Formatter
 
-#: Strength of a name, a literal and anything in parentheses: no context binds tighter.
+#: Precedence of a name, a literal and anything in parentheses: no context binds tighter.
 TIGHTEST = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Text of a value, how tightly its outermost operator binds on the scale of its language, and what it reads."""
+class Code:
+    """Source text of a value, the precedence of its outermost operator in its language, and the names that it reads."""
 
     text: str
     strength: int = 0
     reads: frozenset[str] = frozenset()
 
-    def within(self, strength: int) -> Piece:
+    def within(self, strength: int) -> Code:
         """Return the value, in parentheses where the context binds tighter."""
-        return Piece(f"({self.text})", TIGHTEST, self.reads) if self.strength < strength else self
+        return Code(f"({self.text})", TIGHTEST, self.reads) if self.strength < strength else self
 
     def __str__(self) -> str:
         return self.text
@@ -47,12 +47,12 @@ class Statement:
         return self.text
 
 
-def leaf(text: str, strength: int = TIGHTEST) -> Piece:
+def leaf(text: str, strength: int = TIGHTEST) -> Code:
     """Return a name, which reads itself, or a literal."""
-    return Piece(text, strength, frozenset({text}) if text.isidentifier() else frozenset())
+    return Code(text, strength, frozenset({text}) if text.isidentifier() else frozenset())
 
 
-def written(pattern: str, *parts: Piece | str, strength: int = 0, **named: Piece | str) -> Piece:
+def written(pattern: str, *parts: Code | str, strength: int = 0, **named: Code | str) -> Code:
     """Return a value from a pattern: ``{}`` are the parts in order, and any other ``{name}`` is a name that it reads.
 
     A name that ``named`` holds stands for that part; ``{work.b}`` reads ``work``. Parts that are plain text read
@@ -69,27 +69,27 @@ def written(pattern: str, *parts: Piece | str, strength: int = 0, **named: Piece
         if part is None:
             texts.append(field)
             reads.add(field.partition(".")[0])
-        elif isinstance(part, Piece):
+        elif isinstance(part, Code):
             texts.append(part.text)
             reads |= part.reads
         else:
             texts.append(part)
-    return Piece("".join(texts), strength, frozenset(reads))
+    return Code("".join(texts), strength, frozenset(reads))
 
 
-def joined(separator: str, parts: Iterable[Piece], strength: int = 0) -> Piece:
+def joined(separator: str, parts: Iterable[Code], strength: int = 0) -> Code:
     """Return parts with a separator between them."""
     parts = list(parts)
-    return Piece(separator.join(part.text for part in parts), strength, reads(parts))
+    return Code(separator.join(part.text for part in parts), strength, reads(parts))
 
 
 def statement(
-    pattern: str, *parts: Piece | str, declares: str | Sequence[str] = (), type: str = "", **named: Piece | str
+    pattern: str, *parts: Code | str, declares: str | Sequence[str] = (), type: str = "", **named: Code | str
 ) -> Statement:
     """Return a statement from a pattern; see ``written``."""
     names = (declares,) if isinstance(declares, str) else tuple(declares)
-    found = written(pattern, *parts, strength=0, **named)
-    return Statement(found.text, found.reads - set(names), names, type)
+    code = written(pattern, *parts, strength=0, **named)
+    return Statement(code.text, code.reads - set(names), names, type)
 
 
 @cache
@@ -100,7 +100,7 @@ def _parsed(pattern: str) -> tuple[tuple[str, str | None], ...]:
 # --- blocks of statements -----------------------------------------------------------------------------------
 
 
-def reads(parts: Iterable[Piece | Statement]) -> frozenset[str]:
+def reads(parts: Iterable[Code | Statement]) -> frozenset[str]:
     """Return the names that any of the parts reads."""
     return frozenset[str]().union(*(part.reads for part in parts))
 

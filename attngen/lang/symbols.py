@@ -17,8 +17,7 @@ from attngen.lang.simplify import COMPLEMENT, FALSE, FOLD, TRUE, Linear, boolean
 #: Endpoints of an unbounded interval of expressions.
 _LOWEST, _HIGHEST = Const(-math.inf, Type.FLOAT), Const(math.inf, Type.FLOAT)
 
-#: Most nodes in an endpoint of an interval, where it is found at every step; remainders and cases double it at each
-#: level.
+#: Most nodes in an endpoint of an interval, checked at every step: remainders and cases double it at each level.
 NODES = 200
 
 #: Minimum and maximum of two conditions, since False <= True.
@@ -51,7 +50,7 @@ class Symbols:
         return integer(value)
 
     def related(self, a: Expr, b: Expr) -> bool:
-        """Return whether two expressions vary together."""
+        """Whether two expressions vary together."""
         return bool(self.varies(a) & self.varies(b))
 
     def exact(self, expr: Expr) -> bool:
@@ -89,7 +88,7 @@ class Symbols:
         return at(first), self.call("select", inside, at(last), declared[1])
 
     def _inside(self, tensor: str, axis: int, box: Interval) -> tuple[Expr, Expr, Expr]:
-        """Move the ends of a box into the extent, and say where the last of them says something of all the box.
+        """Move the ends of a box into the extent; the condition says whether the last end bounds the whole box.
 
         Rows whose own index lies outside an extent are guarded, but a sequence may be shorter than the tensor.
         """
@@ -101,7 +100,7 @@ class Symbols:
         return self.call("max", box[0], integer(0)), high, self.call("le", box[1], last)
 
     def search(self, node: Search, value: Interval, length: Interval) -> Interval:
-        """Search for both ends of the value: a greater value is found no earlier."""
+        """Search for both ends of the value: a greater value has no smaller position."""
         if not self.is_point(length) or any(self.varies(i) for i in node.indices):
             return (integer(0), length[1])
         lo, hi = (
@@ -135,7 +134,7 @@ class Symbols:
         return end.value if isinstance(end, Const) else None
 
     def holds(self, op: str, x: Expr, y: Expr) -> bool:
-        """Return whether a comparison (lt, le, gt, ge) of two endpoints is certain."""
+        """Whether a comparison (lt, le, gt, ge) of two endpoints is certain."""
         known = make(op, x, y) if x not in self.unbounded and y not in self.unbounded else self.call(op, x, y)
         if isinstance(known, Const):
             return bool(known.value)
@@ -143,7 +142,7 @@ class Symbols:
         return self._proof.at_most(make("add", less, integer(1)) if op in ("lt", "gt") else less, more)
 
     def is_point(self, interval: Interval) -> bool:
-        """Return whether an interval certainly holds a single value."""
+        """Whether an interval certainly holds a single value."""
         return bool(interval[0] == interval[1])
 
     def rounded(self, op: str, interval: Interval) -> Interval:

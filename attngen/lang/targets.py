@@ -1,4 +1,4 @@
-"""What the emitter asks of a target language: how to write a literal, an operator, a load, a declaration.
+"""Interface of a target language: rules that write a literal, an operator, a load, a declaration.
 
 ``languages.py`` names the languages; each has a module that writes all of ``ir.OPERATORS``.
 """
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from attngen.lang.ir import Const, Expr, Op, Type
-from attngen.lang.statements import Piece, Statement
+from attngen.lang.statements import Code, Statement
 
 
 class Scope(Protocol):
-    """What an operator's rule may ask of the emission that it is part of."""
+    """The part of the emission that a rule of an operator sees."""
 
     approximate: bool  # whether functions may be the hardware's approximations
 
@@ -31,12 +31,12 @@ class Scope(Protocol):
         """Return the axes of a tile along which a node varies."""
 
     def wide(self, node: Expr) -> bool:
-        """Return whether an integer is an int64 where the language promotes."""
+        """Whether an integer is an int64 where the language promotes."""
 
-    def named(self, node: Expr) -> Piece:
+    def named(self, node: Expr) -> Code:
         """Return a node as a leaf, so that it may be repeated: a name, unless it is one already."""
 
-    def temporary(self, node: Expr, role: str, value: Piece) -> Piece:
+    def temporary(self, node: Expr, role: str, value: Code) -> Code:
         """Store an intermediate result of ``node`` under a name built from ``role``."""
 
 
@@ -47,43 +47,43 @@ class Dialect(ABC):
     atom: int
 
     @abstractmethod
-    def constant(self, node: Const) -> Piece:
+    def constant(self, node: Const) -> Code:
         """Write a literal."""
 
     @abstractmethod
-    def operator(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
+    def operator(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
         """Write an operator whose arguments are written already."""
 
     @abstractmethod
-    def declare(self, name: str, type: Type, wide: bool, value: Piece) -> Statement:
+    def declare(self, name: str, type: Type, wide: bool, value: Code) -> Statement:
         """Write the statement that gives a name to a value."""
 
     @abstractmethod
-    def offset(self, index: Piece, stride: Piece) -> Piece:
+    def offset(self, index: Code, stride: Code) -> Code:
         """Write one summand of an element offset, computed in 64 bits."""
 
     @abstractmethod
-    def within(self, index: Piece, extent: Piece, *, low: bool, high: bool) -> Piece:
+    def within(self, index: Code, extent: Code, *, low: bool, high: bool) -> Code:
         """Write the test that an index is not negative (``low``) and below its extent (``high``)."""
 
     @abstractmethod
-    def conjunction(self, parts: list[Piece]) -> Piece:
+    def conjunction(self, parts: list[Code]) -> Code:
         """Join conditions into one."""
 
-    def lifted(self, condition: Piece) -> Piece:
+    def lifted(self, condition: Code) -> Code:
         """Write a scalar condition so that it can be combined with one that varies over a tile."""
         return condition
 
     @abstractmethod
-    def pointer(self, name: str, base: Piece, offsets: list[Piece]) -> Statement:
+    def pointer(self, name: str, base: Code, offsets: list[Code]) -> Statement:
         """Write the statement that names an address within a tensor."""
 
     @abstractmethod
-    def load(self, name: str, dtype: str, base: Piece, offsets: list[Piece], guard: Piece | None) -> Statement:
+    def load(self, name: str, dtype: str, base: Code, offsets: list[Code], guard: Code | None) -> Statement:
         """Write the statement that loads one element per lane; lanes outside the guard read 0."""
 
     @abstractmethod
-    def search(self, pointer: Piece, stride: Piece, length: Piece, value: Piece, strict: bool) -> Piece:
+    def search(self, pointer: Code, stride: Code, length: Code, value: Code, strict: bool) -> Code:
         """Write the call of the search over a monotone tensor; it reads ``first_at_least``, a helper of templates."""
 
 
@@ -100,7 +100,7 @@ def has_no_sign(node: Expr, low: float) -> bool:
     return low > 0 or (isinstance(node, Op) and node.op == "abs")
 
 
-def power_factors(base: Piece, exponent: int, square: Callable[[Piece], Piece]) -> list[Piece]:
+def power_factors(base: Code, exponent: int, square: Callable[[Code], Code]) -> list[Code]:
     """Return factors whose product is a positive power of ``base``; ``square`` stores the square of its argument."""
     if exponent <= 3:
         return [base] * exponent

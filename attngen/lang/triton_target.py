@@ -19,7 +19,7 @@ import math
 
 from attngen.lang.ir import Const, Expr, Op, Type, Var
 from attngen.lang.ranges import INT32
-from attngen.lang.statements import Piece, Statement, joined, statement, written
+from attngen.lang.statements import Code, Statement, joined, statement, written
 from attngen.lang.targets import Dialect, Scope, has_no_sign, power_factors, power_of_two
 
 # Binding strength in Python's grammar, loosest first.
@@ -61,23 +61,23 @@ class TritonDialect(Dialect):
 
     atom = _ATOM
 
-    def constant(self, node: Const) -> Piece:
+    def constant(self, node: Const) -> Code:
         if node.type is Type.BOOL:
-            return Piece(str(bool(node.value)), _ATOM)
+            return Code(str(bool(node.value)), _ATOM)
         if node.type is Type.INT:
             if not INT32[0] <= node.value <= INT32[1]:  # next to an int32, Triton takes every literal for one
-                return Piece(f"tl.cast({int(node.value)}, tl.int64)", _ATOM)
-            return Piece(str(int(node.value)), _ATOM if node.value >= 0 else _SIGN)
+                return Code(f"tl.cast({int(node.value)}, tl.int64)", _ATOM)
+            return Code(str(int(node.value)), _ATOM if node.value >= 0 else _SIGN)
         value = float(node.value)
         if math.isnan(value):
-            return Piece('float("nan")', _ATOM)
+            return Code('float("nan")', _ATOM)
         if math.isinf(value):
-            return Piece('float("inf")' if value > 0 else 'float("-inf")', _ATOM)
+            return Code('float("inf")' if value > 0 else 'float("-inf")', _ATOM)
         if 0 < abs(value) < _SMALLEST_NORMAL:  # Triton would take the literal for a float64
-            return Piece(f"tl.cast({value!r}, tl.float32)", _ATOM)
-        return Piece(repr(value), _ATOM if math.copysign(1.0, value) > 0 else _SIGN)
+            return Code(f"tl.cast({value!r}, tl.float32)", _ATOM)
+        return Code(repr(value), _ATOM if math.copysign(1.0, value) > 0 else _SIGN)
 
-    def operator(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
+    def operator(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
         op = node.op
         if all(isinstance(arg, Const) for arg in node.args):  # no value at build time: Triton needs a tensor
             kind = {Type.FLOAT: "float32", Type.INT: "int32", Type.BOOL: "int1"}[node.args[0].type]
@@ -86,8 +86,8 @@ class TritonDialect(Dialect):
             args = (_cast(args[0], "float32"), *args[1:])
         if node.type is Type.BOOL and op not in ("not", "to_int") and scope.axes(node):
             args = tuple(
-                self.lifted(piece) if arg.type is Type.BOOL and not scope.axes(arg) else piece
-                for piece, arg in zip(args, node.args, strict=True)
+                self.lifted(code) if arg.type is Type.BOOL and not scope.axes(arg) else code
+                for code, arg in zip(args, node.args, strict=True)
             )
         if node.wide and op != "select" and op not in _COMPARISONS:
             args = self._widened(node, args)
@@ -128,7 +128,7 @@ class TritonDialect(Dialect):
             case "select":
                 return _call("tl.where", *args)
             case "min" | "max":
-                nan = [Piece("propagate_nan=tl.PropagateNan.ALL")] if node.type is Type.FLOAT else []
+                nan = [Code("propagate_nan=tl.PropagateNan.ALL")] if node.type is Type.FLOAT else []
                 return _call(f"tl.{op}imum", *args, *nan)
             case "floordiv":
                 return self._floordiv(node, args, scope)
@@ -147,15 +147,15 @@ class TritonDialect(Dialect):
                 return self._quotient(node, sine, cosine, scope)
         raise ValueError(f"operator {op!r} has no Triton form")
 
-    def _quotient(self, node: Op, a: Piece, b: Piece, scope: Scope) -> Piece:
+    def _quotient(self, node: Op, a: Code, b: Code, scope: Scope) -> Code:
         if scope.exact(node):
             return _call("tl.div_rn", a, b)
         return written("{} / {}", a.within(_PRODUCT), b.within(_SIGN), strength=_PRODUCT)
 
-    def _root(self, node: Op, x: Piece, scope: Scope) -> Piece:
+    def _root(self, node: Op, x: Code, scope: Scope) -> Code:
         return _call(f"tl.sqrt{'_rn' if scope.exact(node) else ''}", x)
 
-    def _widened(self, node: Op, args: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    def _widened(self, node: Op, args: tuple[Code, ...]) -> tuple[Code, ...]:
         """Cast one argument to int64, which then promotes the others; a literal adapts by itself."""
         if any(isinstance(arg, Op) and arg.wide for arg in node.args):
             return args
@@ -164,7 +164,7 @@ class TritonDialect(Dialect):
                 return (*args[:i], _to(args[i], "int64"), *args[i + 1 :])
         return args
 
-    def _floordiv(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
+    def _floordiv(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
         dividend, divisor = node.args
         shift = power_of_two(divisor)
         if _not_negative(dividend, scope) and _positive(divisor, scope):
@@ -178,7 +178,7 @@ class TritonDialect(Dialect):
             rounded = written("(({a} % {b} != 0) & (({a} < 0) != ({b} < 0)))", a=a, b=b)
         return written("{} // {} - {}.to(tl.int32)", a, b, rounded, strength=_SUM)
 
-    def _mod(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> Piece:
+    def _mod(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
         dividend, divisor = node.args
         if _not_negative(dividend, scope) and _positive(divisor, scope):
             return written("{} % {}", args[0].within(_PRODUCT), args[1].within(_SIGN), strength=_PRODUCT)
@@ -193,7 +193,7 @@ class TritonDialect(Dialect):
             wrong = written("({rest} != 0) & (({rest} < 0) != ({b} < 0))", rest=rest, b=b)
         return written("tl.where({}, {rest} + {b}, {rest})", wrong, rest=rest, b=b, strength=_ATOM)
 
-    def _pair(self, node: Op, args: tuple[Piece, ...], scope: Scope) -> tuple[Piece, Piece]:
+    def _pair(self, node: Op, args: tuple[Code, ...], scope: Scope) -> tuple[Code, Code]:
         """Return both arguments as leaves that may be repeated, the first in int64 where the node asks."""
         if node.wide:
             a = scope.temporary(node, "dividend", args[0])
@@ -201,14 +201,14 @@ class TritonDialect(Dialect):
             return a, b
         return scope.named(node.args[0]), scope.named(node.args[1]).within(_SIGN)
 
-    def _power(self, node: Op, scope: Scope) -> Piece:
+    def _power(self, node: Op, scope: Scope) -> Code:
         exponent = node.args[1]
         if not isinstance(exponent, Const):
             return self._float_power(node, scope)
         power = exponent.value
         one = "1.0" if node.type is Type.FLOAT else "1"
         if power == 0:  # even of NaN
-            return Piece(one, _ATOM)
+            return Code(one, _ATOM)
         base = scope.named(node.args[0])
         if node.wide:
             base = scope.temporary(node, "base", self._widened(node, (base,))[0])
@@ -219,21 +219,21 @@ class TritonDialect(Dialect):
                 lambda x: scope.temporary(node, "square", written("{} * {}", x, x)),
             )
             result = joined(" * ", factors, _PRODUCT if len(factors) > 1 else _SIGN)
-            return result if power > 0 else self._quotient(node, Piece("1.0", _ATOM), result, scope)
+            return result if power > 0 else self._quotient(node, Code("1.0", _ATOM), result, scope)
         if power == 0.5:
             return self._root(node, base, scope)
         if power == -0.5:
             return _call("tl.rsqrt", base)
         return written("tl.exp2({} * tl.log2({}))", repr(power), base, strength=_ATOM)
 
-    def _tensor(self, node: Expr, role: str, scope: Scope) -> Piece:
+    def _tensor(self, node: Expr, role: str, scope: Scope) -> Code:
         """Return a float as a name that may be repeated, and as a tensor also in the interpreter."""
         x = scope.named(node)
         if _plain(node, scope):
             return scope.temporary(node, role, _cast(x, "float32"))
         return x if x.text.isidentifier() else scope.temporary(node, role, x)
 
-    def _truncated(self, node: Op, x: Piece, scope: Scope) -> Piece:
+    def _truncated(self, node: Op, x: Code, scope: Scope) -> Code:
         """Convert a float to int32. What LLVM leaves undefined is defined: NaN and what int32 cannot hold."""
         low, high = scope.bounds(node)
         if scope.is_number(node.args[0]) and INT32[0] < low and high < INT32[1]:
@@ -243,14 +243,14 @@ class TritonDialect(Dialect):
         beyond = written("tl.where({} == {}, 2147483647, 0)", x, x)
         return written("tl.where({} < 2147483648.0, {}, {})", x, held, beyond, strength=_ATOM)
 
-    def _round(self, node: Op, scope: Scope) -> Piece:
+    def _round(self, node: Op, scope: Scope) -> Code:
         x = self._tensor(node.args[0], "whole", scope)
         size = scope.temporary(node, "size", _call("tl.abs", x))
         near = scope.temporary(node, "near", written("{} + {n} - {n}", size, n=repr(_NO_FRACTION), strength=_SUM))
         near = written("tl.where({} < 0.0, -{near}, {near})", x, near=near)
         return written("tl.where({} < {}, {}, {})", size, repr(_NO_FRACTION), near, x, strength=_ATOM)
 
-    def _expm1(self, node: Op, scope: Scope) -> Piece:
+    def _expm1(self, node: Op, scope: Scope) -> Code:
         """(u - 1) * x / log(u) with u = exp(x): the error of u cancels."""
         x = self._tensor(node.args[0], "exponent", scope)
         u = scope.temporary(node, "power", _call("tl.exp", x))
@@ -259,7 +259,7 @@ class TritonDialect(Dialect):
         ends = written('({u} == 0.0) | ({u} == float("inf"))', u=u)
         return written("tl.where({u} == 1.0, {}, tl.where({}, {}, {}))", x, ends, less, near, u=u, strength=_ATOM)
 
-    def _log1p(self, node: Op, scope: Scope) -> Piece:
+    def _log1p(self, node: Op, scope: Scope) -> Code:
         """log(u) * x / (u - 1) with u = 1 + x: the error of u cancels."""
         x = self._tensor(node.args[0], "logarithm", scope)
         u = scope.temporary(node, "shifted", written("1.0 + {}", x, strength=_SUM))
@@ -267,11 +267,11 @@ class TritonDialect(Dialect):
         value = written("tl.log({u}) * tl.div_rn({}, {u} - 1.0)", x, u=u, strength=_PRODUCT)
         return written("tl.where({}, {}, {})", same, x, value, strength=_ATOM)
 
-    def _angle(self, node: Op, scope: Scope) -> Piece:
+    def _angle(self, node: Op, scope: Scope) -> Code:
         """atan2 from the angle within an eighth of a turn, relative error 2^-22; zeros have signs, as in torch."""
         y, x = self._tensor(node.args[0], "opposite", scope), self._tensor(node.args[1], "adjacent", scope)
         rise, run = (scope.temporary(node, role, _call("tl.abs", of)) for role, of in (("rise", y), ("run", x)))
-        nan = Piece("propagate_nan=tl.PropagateNan.ALL")
+        nan = Code("propagate_nan=tl.PropagateNan.ALL")
         low, high = (
             scope.temporary(node, role, _call(f"tl.{op}imum", rise, run, nan))
             for role, op in (("shorter", "min"), ("longer", "max"))
@@ -279,7 +279,7 @@ class TritonDialect(Dialect):
         ratio = written("tl.where({l} == {h}, tl.where({h} == 0.0, 0.0, 1.0), tl.div_rn({l}, {h}))", l=low, h=high)
         ratio = scope.temporary(node, "ratio", ratio)
         square = scope.temporary(node, "square", written("{} * {}", ratio, ratio, strength=_PRODUCT))
-        sums = Piece(repr(_ATAN[0]))
+        sums = Code(repr(_ATAN[0]))
         for term in _ATAN[1:]:
             sums = written(f"({{}}) * {{}} {'-' if term < 0 else '+'} {abs(term)!r}", sums, square)
         near = written("{r} + {r} * {} * ({})", square, sums, r=ratio, strength=_SUM)
@@ -290,7 +290,7 @@ class TritonDialect(Dialect):
         angle = scope.temporary(node, "angle", turned)
         return written("tl.where({}.to(tl.int32, bitcast=True) < 0, -{a}, {a})", y, a=angle, strength=_ATOM)
 
-    def _float_power(self, node: Op, scope: Scope) -> Piece:
+    def _float_power(self, node: Op, scope: Scope) -> Code:
         """A power whose exponent varies; of a negative base, if the exponent is whole, as in torch."""
         base, exponent = node.args
         x, y = self._tensor(base, "base", scope), self._tensor(exponent, "exponent", scope)
@@ -307,7 +307,7 @@ class TritonDialect(Dialect):
         fraction = written("({} < 0.0) & (tl.floor({y}) != {y})", x, y=y)
         return written('tl.where({}, float("nan"), {})', fraction, signed, strength=_ATOM)
 
-    def _tanh(self, node: Op, x: Piece, scope: Scope) -> Piece:
+    def _tanh(self, node: Op, x: Code, scope: Scope) -> Code:
         if scope.approximate:  # one instruction, relative error 2^-11 (PTX ISA, tanh.approx.f32)
             asm = '"tanh.approx.f32 $0, $1;", "=f,f"'
             call = "tl.inline_asm_elementwise({}, [{}], dtype=tl.float32, is_pure=True, pack=1)"
@@ -324,19 +324,19 @@ class TritonDialect(Dialect):
         )  # fmt: skip
         # 2 * log2(e); exp2 saturates to 0 and inf, which give -1 and 1
         divisor = written("tl.exp2(2.8853900817779268 * {}) + 1.0", x, strength=_SUM)
-        far = written("1.0 - {}", self._quotient(node, Piece("2.0", _ATOM), divisor, scope), strength=_SUM)
+        far = written("1.0 - {}", self._quotient(node, Code("2.0", _ATOM), divisor, scope), strength=_SUM)
         near = written("{} + {} * {} * ({})", x, x, square, sums, strength=_SUM)
         return written("tl.where(tl.abs({}) < 0.5, {}, {})", x, near, far, strength=_ATOM)
 
-    def declare(self, name: str, type: Type, wide: bool, value: Piece) -> Statement:
+    def declare(self, name: str, type: Type, wide: bool, value: Code) -> Statement:
         return statement(f"{name} = {{}}", value, declares=name)
 
-    def offset(self, index: Piece, stride: Piece) -> Piece:
+    def offset(self, index: Code, stride: Code) -> Code:
         literal = index.text.lstrip("-").isdecimal()
         wide = index if literal else _to(index, "int64")
         return wide if stride.text == "1" else written("{} * {}", wide, stride, strength=_PRODUCT)
 
-    def within(self, index: Piece, extent: Piece, *, low: bool, high: bool) -> Piece:
+    def within(self, index: Code, extent: Code, *, low: bool, high: bool) -> Code:
         parts = []
         if low:
             parts.append(written("{} >= 0", index.within(_BITOR), strength=_COMPARE))
@@ -344,21 +344,21 @@ class TritonDialect(Dialect):
             parts.append(written("{} < {}", index.within(_BITOR), extent, strength=_COMPARE))
         return self.conjunction(parts)
 
-    def conjunction(self, parts: list[Piece]) -> Piece:
+    def conjunction(self, parts: list[Code]) -> Code:
         if len(parts) == 1:
             return parts[0]
         return joined(" & ", (part.within(_BITAND + (i > 0)) for i, part in enumerate(parts)), _BITAND)
 
-    def lifted(self, condition: Piece) -> Piece:
+    def lifted(self, condition: Code) -> Code:
         return written("True & {}", condition.within(_BITAND + 1), strength=_BITAND)
 
-    def pointer(self, name: str, base: Piece, offsets: list[Piece]) -> Statement:
+    def pointer(self, name: str, base: Code, offsets: list[Code]) -> Statement:
         return statement(f"{name} = {{}}", joined(" + ", [base, *offsets]), declares=name)
 
-    def load(self, name: str, dtype: str, base: Piece, offsets: list[Piece], guard: Piece | None) -> Statement:
+    def load(self, name: str, dtype: str, base: Code, offsets: list[Code], guard: Code | None) -> Statement:
         call = [joined(" + ", [base, *offsets])]
         if guard is not None:
-            call += [written("mask={}", guard), Piece("other=0")]
+            call += [written("mask={}", guard), Code("other=0")]
         converted = _CONVERT.get(dtype, "")
         loaded = statement(f"{name} = tl.load({{}}){converted}", joined(", ", call), declares=name)
         if len(loaded.text) <= _LONG_LINE:
@@ -366,20 +366,20 @@ class TritonDialect(Dialect):
         rows = joined("\n", (written("    {},", part) for part in call))
         return statement(f"{name} = tl.load(\n{{}}\n){converted}", rows, declares=name)
 
-    def search(self, pointer: Piece, stride: Piece, length: Piece, value: Piece, strict: bool) -> Piece:
-        arguments = joined(", ", [pointer, stride, length, value, Piece(str(strict))])
+    def search(self, pointer: Code, stride: Code, length: Code, value: Code, strict: bool) -> Code:
+        arguments = joined(", ", [pointer, stride, length, value, Code(str(strict))])
         return written("{first_at_least}({})", arguments, strength=_ATOM)
 
 
-def _call(name: str, *args: Piece) -> Piece:
+def _call(name: str, *args: Code) -> Code:
     return written("{}({})", name, joined(", ", args), strength=_ATOM)
 
 
-def _cast(value: Piece, kind: str) -> Piece:
+def _cast(value: Code, kind: str) -> Code:
     return written("tl.cast({}, tl.{})", value, kind, strength=_ATOM)
 
 
-def _to(value: Piece, kind: str) -> Piece:
+def _to(value: Code, kind: str) -> Code:
     return written("{}.to(tl.{})", value.within(_ATOM), kind, strength=_ATOM)
 
 

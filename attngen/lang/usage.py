@@ -55,12 +55,12 @@ class Usage:
 
 
 def deciding(roots: Sequence[Expr]) -> frozenset[Expr]:
-    """Return what is rounded or compared, with all its parts: there the last bit of a float matters."""
-    found: set[Expr] = set()
+    """Nodes that are rounded or compared, with all nodes below them: there the last bit of a float matters."""
+    exact: set[Expr] = set()
 
     def add(node: Expr) -> None:
-        if node not in found:
-            found.add(node)
+        if node not in exact:
+            exact.add(node)
             for child in children(node):
                 add(child)
 
@@ -68,7 +68,7 @@ def deciding(roots: Sequence[Expr]) -> frozenset[Expr]:
         if decides(node):
             for child in children(node):
                 add(child)
-    return frozenset(found)
+    return frozenset(exact)
 
 
 def decides(node: Expr) -> bool:

@@ -64,7 +64,7 @@ class Variant:
 
     @cached_property
     def definition(self) -> tuple[object, ...]:
-        """What is computed, and from what: variants with equal definitions are the same, however they are written.
+        """The computation and its arguments as a value: variants with equal definitions compute the same.
 
         Neither texts nor the names of ``let`` values are part of it, nor the variant's name and the order of its
         declarations.
@@ -74,23 +74,23 @@ class Variant:
         return self.mask, self.score, self.sink, scalars, tensors, self.dropout
 
     def differences(self, other: Variant) -> list[tuple[str, str, str]]:
-        """Return where two definitions differ: each field, and what the two variants say there."""
-        mine, others = self._told(), other._told()
+        """Each field in which two definitions differ, with the text of both variants."""
+        mine, others = self._summaries(), other._summaries()
         return [
             (field, mine.get(field, "nothing"), others.get(field, "nothing"))
             for field in dict.fromkeys((*mine, *others))
             if mine.get(field) != others.get(field)
         ]
 
-    def _told(self) -> dict[str, str]:
+    def _summaries(self) -> dict[str, str]:
         from attngen.lang.printing import canonical
 
-        told = {"mask": canonical(self.mask)}
-        told["score"] = "s" if self.score is None else canonical(self.score)
-        told["sink"] = "none" if self.sink is None else canonical(self.sink)
-        told["dropout"] = str(self.dropout).lower()
-        told |= {f"scalars.{scalar.name}": scalar.told() for scalar in self.scalars}
-        return told | {f"tensors.{tensor.name}": tensor.told() for tensor in self.tensors}
+        summaries = {"mask": canonical(self.mask)}
+        summaries["score"] = "s" if self.score is None else canonical(self.score)
+        summaries["sink"] = "none" if self.sink is None else canonical(self.sink)
+        summaries["dropout"] = str(self.dropout).lower()
+        summaries |= {f"scalars.{scalar.name}": scalar.summary() for scalar in self.scalars}
+        return summaries | {f"tensors.{tensor.name}": tensor.summary() for tensor in self.tensors}
 
     def tensor(self, name: str) -> Tensor:
         """Return a declared tensor; KeyError if there is none."""

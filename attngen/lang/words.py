@@ -59,7 +59,7 @@ _FUNCTIONS: dict[str, str] = {
     **dict.fromkeys(("cdiv", "ceil_div"), "'(x + y - 1) // y'"),
 }  # fmt: skip
 
-#: What is no token of the language, and what stands for it.
+#: Tokens of other languages, and the text to write instead.
 _TOKENS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"&&"), "'and'"),
     (re.compile(r"\|\|"), "'or'"),
@@ -69,7 +69,7 @@ _TOKENS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"<>"), "'!='"),
     (re.compile(r"\?"), "'x if condition else y'"),
 )
-#: Looked for in a text that is no expression.
+#: Searched only in a text that does not parse.
 _WORDS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\b(AND|And)\b"), "'and'"),
     (re.compile(r"\b(OR|Or)\b"), "'or'"),
@@ -93,7 +93,7 @@ _EXTENTS: dict[str, str] = {
 
 
 def name_hint(name: str, known: Collection[str], declared: Collection[str]) -> str:
-    """What to write for a name that is not known, or the nearest of those that are; empty if nothing is near."""
+    """Hint for an unknown name: the text to write instead, or the nearest known name; empty if nothing is near."""
     if near := suggest(name, declared, cutoff=0.8):
         return near
     if written := _NAMES.get(name.lower()):
@@ -104,7 +104,7 @@ def name_hint(name: str, known: Collection[str], declared: Collection[str]) -> s
 
 
 def function_hint(name: str, known: Collection[str]) -> str:
-    """What to write for a function that is not known, named with or without its module."""
+    """Hint for an unknown function, named with or without its module."""
     short = name.rpartition(".")[2]
     if "." in name and short in known:
         return f"; write '{short}'"
@@ -113,7 +113,7 @@ def function_hint(name: str, known: Collection[str]) -> str:
 
 
 def attribute_hint(node: ast.Attribute, functions: Collection[str]) -> str:
-    """What to write for ``torch.inf`` or ``x.shape``; empty if nothing is known."""
+    """Hint for ``torch.inf`` or ``x.shape``; empty if nothing is known."""
     if node.attr in functions:
         return f"; write '{node.attr}(x)'"
     if node.attr in ("inf", "pi"):

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from attngen.arch import ARCHES
 from attngen.errors import PlanError
-from attngen.lang.settle import settle
+from attngen.lang.constant_conditions import fold_conditions
 from attngen.plan.allowances import LAST_SPILLS
 from attngen.plan.model import Plan, Refused
 from attngen.plan.planner import plan
@@ -75,7 +75,7 @@ def _after(planned: Plan, refused: Sequence[Refused]) -> Plan:
 
 def _others(spec: KernelSpec, first: Plan) -> Iterator[Plan]:
     """Yield what else can be chosen where the spec leaves it open: of the first plan's backend, then of slower ones."""
-    spec = replace(spec, variant=settle(spec.variant))
+    spec = replace(spec, variant=fold_conditions(spec.variant))
     offered = backends(ARCHES[spec.arch], spec.direction)
     start = offered.index(first.backend)
     for backend in offered[start:] if spec.backend is None else (first.backend,):

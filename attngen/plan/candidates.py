@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from attngen.errors import PlanError
-from attngen.lang.settle import settle
+from attngen.lang.constant_conditions import fold_conditions
 from attngen.plan.model import Plan
 from attngen.plan.planner import plan
 from attngen.plan.schedules import named
@@ -22,7 +22,7 @@ def candidates(spec: KernelSpec) -> Iterator[tuple[KernelSpec, Plan]]:
     first = plan(spec)
     yield spec, first
     seen = {first.name}
-    of_backend = replace(spec, variant=settle(spec.variant), backend=first.backend)
+    of_backend = replace(spec, variant=fold_conditions(spec.variant), backend=first.backend)
     for other in named(first.schedule).tunable(of_backend, first):
         try:
             planned = plan(other)

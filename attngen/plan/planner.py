@@ -8,7 +8,7 @@ from dataclasses import replace
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, OUT_DTYPES, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.errors import PlanError
-from attngen.lang.settle import settle
+from attngen.lang.constant_conditions import fold_conditions
 from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
@@ -20,7 +20,7 @@ from attngen.schema.expand import KernelSpec
 def plan(spec: KernelSpec) -> Plan:
     """Return the plan of one kernel; PlanError names the field, the arithmetic and the nearest legal choice."""
     arch = ARCHES[spec.arch]
-    spec = replace(spec, variant=settle(spec.variant))
+    spec = replace(spec, variant=fold_conditions(spec.variant))
     kv_dtype = spec.kv_dtype or spec.dtype
     quantized = spec.dtype in QUANTIZED_DTYPES
     beside = QUANTIZED_DTYPES if quantized else CACHE_DTYPES if spec.dtype in BESIDE_CACHES else ()

@@ -9,7 +9,7 @@ from attngen.lang.emit import Binding, EmittedMany
 from attngen.lang.folding import ONE, PRODUCT, Slope, fold_logit, fold_slope, is_finite
 from attngen.lang.ir import Expr, Load, Var, names
 from attngen.lang.simplify import mul
-from attngen.lang.statements import Piece, Statement, declared, depending, joined, leaf, reads, statement, written
+from attngen.lang.statements import Code, Statement, declared, depending, joined, leaf, reads, statement, written
 from attngen.plan.model import Plan
 from attngen.plan.own_gradients import differentiable
 from attngen.plan.symbols import extent_name, gradient_pointer
@@ -59,7 +59,7 @@ class Gradients:
     mask: tuple[Statement, ...]
     derivative: tuple[Statement, ...]
     factor_lines: tuple[Statement, ...]
-    factor: Piece
+    factor: Code
     before: tuple[Statement, ...]
     after: tuple[Statement, ...]
     mask_by_head: bool
@@ -71,9 +71,9 @@ class _Tensor:
 
     number: int
     load: Load
-    derivative: Piece
+    derivative: Code
     axes: frozenset[str]  # of the element
-    indices: tuple[Piece, ...]
+    indices: tuple[Code, ...]
 
     @property
     def name(self) -> str:
@@ -158,7 +158,7 @@ def _derivative(
     plan: Plan,
     form: Form,
     logit: str,
-    multiplier: Piece,
+    multiplier: Code,
     scored: EmittedMany,
     slope: Slope,
     tensors: Sequence[_Tensor],
@@ -187,7 +187,7 @@ def _derivative(
     return [*lines, assign("ds", whole)]
 
 
-def _factor(value: Piece) -> Piece:
+def _factor(value: Code) -> Code:
     return in_product(value, TRITON)
 
 
@@ -227,7 +227,7 @@ def _elements(plan: Plan, form: Form) -> dict[str, Binding]:
 # --- gradients of the variant's own tensors -----------------------------------------------------------------
 
 
-def _contribute(plan: Plan, tensor: _Tensor, guard: Piece) -> list[Statement]:
+def _contribute(plan: Plan, tensor: _Tensor, guard: Code) -> list[Statement]:
     """Return the statements that add what one tile gives: to a sum of each row where the element is one of a row."""
     value = leaf("dlogit")
     if tensor.derivative.text != "1.0":
@@ -248,7 +248,7 @@ def _finish(plan: Plan, tensor: _Tensor) -> Statement:
     return _add(plan, tensor, written("tl.sum({})", sums), [])
 
 
-def _add(plan: Plan, tensor: _Tensor, value: Piece, tests: list[Piece]) -> Statement:
+def _add(plan: Plan, tensor: _Tensor, value: Code, tests: list[Code]) -> Statement:
     declared = plan.variant.tensor(tensor.load.tensor)
     extents = [leaf(extent_name(declared, axis)) for axis in range(len(declared.shape))]
     parts, tests = [leaf(gradient_pointer(declared.name))], list(tests)

@@ -10,7 +10,7 @@ from attngen.lang.emit import Binding
 from attngen.lang.facts import index
 from attngen.lang.ir import Const, Load, Type, Var, names, rewrite, spelled, walk
 from attngen.lang.simplify import FALSE, TRUE
-from attngen.lang.statements import Piece, Statement, declared, depending, joined, leaf, reads, written
+from attngen.lang.statements import Code, Statement, declared, depending, joined, leaf, reads, written
 from attngen.lang.statistics import Statistic, one_sided, separated
 from attngen.plan.model import Launch, Plan
 from attngen.render.cuda_math import TileBounds, element_bindings, row_values
@@ -33,7 +33,7 @@ class StatisticView:
 
     name: str
     type: str
-    value: Piece
+    value: Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class PairsView:
     classify 32 tiles if all elements of a tile are false, and if all are true."""
 
     lines: tuple[Statement, ...]
-    inside: Piece  # whether the tensor has the row
-    address: Piece  # of the row's first key
+    inside: Code  # whether the tensor has the row
+    address: Code  # of the row's first key
     extent: str  # keys of a row
     if_none: tuple[Statement, ...]
     if_every: tuple[Statement, ...]
@@ -91,7 +91,7 @@ class ClassifierView:
     query_lines: tuple[Statement, ...]
     key_lines: tuple[Statement, ...]
     pair_lines: tuple[Statement, ...]
-    visible: Piece
+    visible: Code
 
 
 def classifier_view(
@@ -207,7 +207,7 @@ def _side(plan: Plan, statistics: list[Statistic]) -> SideView:
     return SideView(tuple(views), hoisted, (*_named(lines, *code.results), *lines))
 
 
-def _named(lines: Sequence[Statement], *results: Piece) -> list[Statement]:
+def _named(lines: Sequence[Statement], *results: Code) -> list[Statement]:
     """Statements that define the query and key positions which ``lines`` and results read."""
     read = reads([*lines, *results])
     numbered = number_queries(read)

@@ -12,7 +12,7 @@ from attngen.lang.emit import Binding
 from attngen.lang.folding import KV_FIRST, PRODUCT, Q_FIRST, Q_POS_FIRST, QUERY, fold_logit, is_finite, split_queries
 from attngen.lang.ir import Expr, names
 from attngen.lang.simplify import FALSE, TRUE
-from attngen.lang.statements import Piece, Statement, declared, depending, leaf, needed, reads, statement, written
+from attngen.lang.statements import Code, Statement, declared, depending, leaf, needed, reads, statement, written
 from attngen.plan.model import Plan
 from attngen.plan.schedules.hopper_backward import derivative
 from attngen.plan.schedules.structures import HopperBackward
@@ -76,10 +76,10 @@ class Probabilities:
     block: tuple[Statement, ...]
     partial: Steps
     full: Steps
-    exponent: Piece
+    exponent: Code
     factor: Expr
-    weighted: Piece | None
-    kept: tuple[tuple[str, Piece], ...]
+    weighted: Code | None
+    kept: tuple[tuple[str, Code], ...]
     query_values: QueryValues | None
     visible: Steps | None
 
@@ -168,20 +168,20 @@ def _with_query_values(plan: Plan, steps: Steps, block: Sequence[Statement]) -> 
     return replace(steps, tile=tile, key=used), values
 
 
-def _weighted(slope: Expr | None) -> Piece | None:
+def _weighted(slope: Expr | None) -> Code | None:
     """Return the probability times the derivative of its logit; zero times infinity is not zero, so it is selected."""
     if slope is None:
         return None
     return written("{x} * {derivative}" if is_finite(slope) else "{x} != 0.0f ? {x} * {derivative} : 0.0f")
 
 
-def _exponent(multiplier: Piece) -> Piece:
+def _exponent(multiplier: Code) -> Code:
     """Return the logarithm of a probability."""
     lse = written("({j} == 0 ? {lse.x} : {lse.y})")
     return written("{x} - {}", lse) if multiplier.text == "1.0f" else written("fmaf({x}, {}, -{})", multiplier, lse)
 
 
-def factor(plan: Plan, expr: Expr) -> tuple[tuple[Statement, ...], Piece]:
+def factor(plan: Plan, expr: Expr) -> tuple[tuple[Statement, ...], Code]:
     """Return the factor of dK and dQ, and the statements that it needs."""
     code = emit_for(plan, CUDA, [expr], scalar_bindings(plan, CUDA))
     return (*code.hoisted, *code.body), code.results[0]
@@ -267,7 +267,7 @@ def classified_query_word(plan: Plan, by: TileBounds | None = None) -> tuple[Sta
     # the tile in which queries end is partial, if it is visible at all
     behind = written("({candidate} + 1) * kBlockM > {seqlen_q}")
     seen = inside if may == TRUE else written("{} && (({}) || {})", inside, code.results[0], behind)
-    whole = Piece("false") if must == FALSE else written("({}) && !({})", code.results[1], behind)
+    whole = Code("false") if must == FALSE else written("({}) && !({})", code.results[1], behind)
     if by is not None and must != FALSE:  # a map says so only of whole tiles of keys
         whole = written("{} && {kv_start} + kBlockN <= {seqlen_k}", whole)
     return with_corners([*lines, *code.hoisted, *code.body, *words_of_votes(seen, whole)], along=QUERIES)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding, EmittedMany
-from attngen.lang.folding import KEY, KV_FIRST, PRODUCT, cap_scale, fold_logit, less, split_keys, split_slope
+from attngen.lang.folding import KEY, KV_FIRST, PRODUCT, cap_scale, fold_logit, split_keys, split_slope, subtract
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, Expr, Load, Op, Type, names, own, spelled, tensors, walk
 from attngen.lang.ranges import INT32
@@ -15,7 +15,7 @@ from attngen.lang.segments import segments
 from attngen.lang.separate import asked
 from attngen.lang.simplify import FALSE, TRUE, integer, maximum, minimum
 from attngen.lang.statements import (
-    Piece,
+    Code,
     Statement,
     declared,
     depending,
@@ -109,9 +109,9 @@ class Logits:
     partial: Steps
     full: Steps
     visible: Steps | None
-    multiplier: Piece
+    multiplier: Code
     drops_products: bool
-    cap_scale: Piece | None  # of a soft-capped score: what leads to the argument of tanh
+    cap_scale: Code | None  # of a soft-capped score: what leads to the argument of tanh
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Sink:
     """The sink of the head of a row: the statements that compute it, and its value."""
 
     lines: tuple[Statement, ...]
-    value: Piece
+    value: Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Tiles:
     lines: tuple[Statement, ...]
     visible: tuple[tuple[str, str], ...]
     full: tuple[tuple[str, str], ...]
-    values: Mapping[str, Piece]
+    values: Mapping[str, Code]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def logits(plan: Plan) -> Logits:
     folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
     value = split_keys(folded.value) if plan.fast_math else folded.value
     if isinstance(plan.structure, HopperForward) and plan.structure.relative:
-        value = less(value, _COUNTED_FROM) or value
+        value = subtract(value, _COUNTED_FROM) or value
     scale = cap_scale(folded, plan.box_heads)
     # few registers are left in 8 bits: products with the places of keys would be kept in them
     sloped = split_slope(value) if isinstance(plan.structure, HopperForward) and plan.structure.settled else None
@@ -195,7 +195,7 @@ def _visible(plan: Plan) -> Steps:
     return _steps(plan, (*work, *tile), row, [*mask.body, bit_of(mask.hidden, _ELEMENT)])
 
 
-def _is_leaf(value: Piece) -> bool:
+def _is_leaf(value: Code) -> bool:
     return value.text.replace(".", "").replace("_", "").isalnum()
 
 
@@ -252,16 +252,16 @@ class Masking:
     hoisted: Sequence[Statement]
     body: Sequence[Statement]
     ends: Sequence[Statement]
-    hidden: Piece
+    hidden: Code
     costly: tuple[str, ...]
 
 
-def hide(hidden: Piece) -> Statement:
+def hide(hidden: Code) -> Statement:
     """Return the statement that masks an element if it is hidden."""
     return statement("if ({}) {x} = kMasked;", hidden)
 
 
-def bit_of(hidden: Piece, element: str) -> Statement:
+def bit_of(hidden: Code, element: str) -> Statement:
     """Return the statement that sets the bit of an element, whose place is a pattern, if it is not hidden."""
     negated = written("!({})", hidden)
     return statement("bits |= static_cast<uint32_t>({}) << ({});", negated, written(element))
@@ -278,8 +278,8 @@ def masking(
     """
     intervals, rest = asked(plan.variant, facts_of(plan), along.axis)
     ends: dict[str, Expr] = {}
-    seen: list[Piece] = []
-    hidden: list[Piece] = []
+    seen: list[Code] = []
+    hidden: list[Code] = []
     for number, interval in enumerate(intervals):
         suffix = f"_{number}" if len(intervals) > 1 else ""
         below, above = f"visible_from{suffix}", f"visible_to{suffix}"
@@ -454,7 +454,7 @@ def _anchored_tiles(plan: Plan, found: Bands) -> Tiles:
 
 
 def with_corners(
-    statements: Sequence[Statement], others: Iterable[Piece] = (), *, along: Along = KEYS, any_group: bool = False
+    statements: Sequence[Statement], others: Iterable[Code] = (), *, along: Along = KEYS, any_group: bool = False
 ) -> tuple[Statement, ...]:
     """Return the statements after definitions of the corners that they, or the ``others``, read. ``any_group``: heads
     that share rows need not be a power of two."""
@@ -496,7 +496,7 @@ def classified_word(plan: Plan, by: TileBounds | None = None) -> tuple[Statement
     seen = listed if may == TRUE else written("{} && ({})", listed, code.results[0])
     # the mask's code runs in the ragged last tile too, since keys end in it
     inside = "({}) && ({candidate} + 1) * kBlockN <= {seqlen_k}"
-    whole = Piece("false") if must == FALSE else written(inside, code.results[1])
+    whole = Code("false") if must == FALSE else written(inside, code.results[1])
     return with_corners([*lines, *code.hoisted, *words_of_votes(seen, whole)])
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attngen.lang.statements import Piece, Statement, joined, statement, written
+from attngen.lang.statements import Code, Statement, joined, statement, written
 
 _TILE_MAP = "const int* tile_map = {tile_map_ptr} + {b} * {stride_tile_map_b} + {h} * {stride_tile_map_h} + {};"
 
 
-def constant(kind: str, name: str, value: Piece | str, *, comment: str = "") -> Statement:
+def constant(kind: str, name: str, value: Code | str, *, comment: str = "") -> Statement:
     """Return the declaration of a constant; a value that is text is a pattern (see ``statements.written``)."""
     value = written(value) if isinstance(value, str) else value
     behind = f"  // {comment}" if comment else ""
@@ -25,7 +25,7 @@ def log2_scale(scale: str) -> Statement:
 SCALE = log2_scale("softmax_scale")
 
 
-def int_constant(name: str, value: Piece | str, *, comment: str = "") -> Statement:
+def int_constant(name: str, value: Code | str, *, comment: str = "") -> Statement:
     """Return the declaration of an int."""
     return constant("int", name, value, comment=comment)
 
@@ -45,7 +45,7 @@ def words_of_map(place: str) -> tuple[Statement, ...]:
     )
 
 
-def words_of_votes(seen: Piece, whole: Piece) -> tuple[Statement, ...]:
+def words_of_votes(seen: Code, whole: Code) -> tuple[Statement, ...]:
     """Return the statements in which a warp makes words of the tiles that are ``seen``, and not seen ``whole``."""
     return (
         constant("bool", "seen", seen),

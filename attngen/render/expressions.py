@@ -18,7 +18,7 @@ from attngen.lang.languages import Target
 from attngen.lang.overflow import narrow, narrow_divisors
 from attngen.lang.ranges import INT32, Range
 from attngen.lang.simplify import add, ceildiv, floordiv, integer, make, maximum, minimum, sub
-from attngen.lang.statements import Piece, Statement, leaf, written
+from attngen.lang.statements import Code, Statement, leaf, written
 from attngen.plan.model import Plan
 from attngen.plan.symbols import PREFIX, argument_name, divisor_name, extent_name, pointer_name, strides
 
@@ -65,7 +65,7 @@ class Language:
     tile_m: str
     tile_n: str
     log2e: str
-    narrow: Callable[[Piece], Piece]
+    narrow: Callable[[Code], Code]
 
 
 TRITON = Language(
@@ -277,7 +277,7 @@ def hull_ends(plan: Plan, found: Bands, along: Along = KEYS) -> dict[str, Expr]:
 
 def emit_named(
     plan: Plan, language: Language, values: Mapping[str, Expr], along: Along = KEYS
-) -> tuple[dict[str, Piece], list[Statement]]:
+) -> tuple[dict[str, Code], list[Statement]]:
     """Return each value as a name or a literal, and the statements that give them their names."""
     values = {name: _reachable(plan, value, along) for name, value in values.items()}
     labels: dict[Expr, str] = {}
@@ -310,6 +310,6 @@ def is_wide(plan: Plan, value: Expr) -> bool:
     return holds_int64(value) or not wide_names(plan.variant).isdisjoint(names(value) | tensors(value))
 
 
-def in_product(value: Piece, language: Language) -> Piece:
+def in_product(value: Code, language: Language) -> Code:
     """Return a value as a factor: in parentheses unless it is a name, a literal, a call or a subscript."""
     return value.within(language.target.dialect.atom)

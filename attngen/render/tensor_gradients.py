@@ -11,7 +11,7 @@ from attngen.lang.folding import ONE, Slope, is_finite
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Expr, Var, names, spelled
 from attngen.lang.simplify import mul
-from attngen.lang.statements import Piece, Statement, joined, leaf, reads, written
+from attngen.lang.statements import Code, Statement, joined, leaf, reads, written
 from attngen.plan.model import Plan
 from attngen.plan.own_gradients import APART, TensorGradient, Way, is_large
 from attngen.plan.schedules.hopper_backward import derivative, gradients_of, stored_gradients
@@ -33,10 +33,10 @@ class Entry:
     those before the ``factor`` of what is added; None: 1."""
 
     lines: tuple[Statement, ...]
-    place: Piece
-    inside: Piece | None
+    place: Code
+    inside: Code | None
     factor_lines: tuple[Statement, ...]
-    factor: Piece | None
+    factor: Code | None
 
     @property
     def reads(self) -> frozenset[str]:
@@ -60,7 +60,7 @@ class RegisterSum:
     runs: bool
     plain: bool  # a pair adds dlogit itself
     weights: str
-    term: Piece
+    term: Code
     entry: Entry
     entry_type: str
 
@@ -78,7 +78,7 @@ class SumsView:
     by_head: bool
     work_lines: tuple[str, ...]
     ds_lines: tuple[str, ...]
-    ds_factor: Piece | None
+    ds_factor: Code | None
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def weights(plan: Plan) -> tuple[tuple[int, Expr], ...]:
     return tuple((number, each.varying) for number, each in enumerate(mine) if each.of_product)
 
 
-def weighted(number: int, varying: Expr) -> Piece:
+def weighted(number: int, varying: Expr) -> Code:
     """Return P times a derivative; zero times infinity is not zero, so it is selected."""
     name = leaf(f"weight_{number}")
     return written("{x} * {}" if is_finite(varying) else "{x} != 0.0f ? {x} * {} : 0.0f", name)
@@ -246,8 +246,8 @@ def _entry(
 
 
 def _located(
-    plan: Plan, each: TensorGradient, indices: Sequence[Expr], values: Sequence[Piece]
-) -> tuple[Piece, Piece | None]:
+    plan: Plan, each: TensorGradient, indices: Sequence[Expr], values: Sequence[Code]
+) -> tuple[Code, Code | None]:
     """Return the place of an entry with these indices, as their ``values`` are in the kernel, and when it is inside."""
     tensor = plan.variant.tensor(each.load.tensor)
     # what is placed for each pair or diagonal is an int32 where that is enough
@@ -263,7 +263,7 @@ def _located(
     return place, joined(" && ", tests) if tests else None
 
 
-def _tests(plan: Plan, node: Expr, index: Piece, extent: Piece, declared: int | str) -> list[Piece]:
+def _tests(plan: Plan, node: Expr, index: Code, extent: Code, declared: int | str) -> list[Code]:
     if isinstance(node, Var) and (node.name, declared) in _NEVER_OUTSIDE:
         return []
     low, high = bounds(node, known_ranges(plan))

@@ -11,7 +11,7 @@ from attngen.lang.folding import PRODUCT, fold_logit
 from attngen.lang.ir import Expr, names, spelled
 from attngen.lang.segments import segments
 from attngen.lang.simplify import FALSE, TRUE
-from attngen.lang.statements import Piece, Statement, declared, joined, leaf, reads, statement, written
+from attngen.lang.statements import Code, Statement, declared, joined, leaf, reads, statement, written
 from attngen.plan.model import Plan
 from attngen.render.expressions import (
     KEYS,
@@ -63,7 +63,7 @@ class Math:
     whole: Body
     ragged: Body
     logit: str
-    multiplier: Piece
+    multiplier: Code
     uses_q_row: bool
     uses_q_pos: bool
 
@@ -172,31 +172,31 @@ def math(plan: Plan, before: Iterable[Statement] = ()) -> Math:
     )
 
 
-def hide(logit: str, tests: Sequence[Piece]) -> tuple[Statement, ...]:
+def hide(logit: str, tests: Sequence[Code]) -> tuple[Statement, ...]:
     """Return the statements that make a logit -inf where a test fails."""
     visible = tests[0] if len(tests) == 1 else joined(" & ", (written("({})", test) for test in tests))
     hidden = written('tl.where({visible}, {logit}, float("-inf"))', logit=leaf(logit))
     return assign("visible", visible), assign(logit, hidden)
 
 
-def assign(name: str, value: Piece | str) -> Statement:
+def assign(name: str, value: Code | str) -> Statement:
     """Return the statement that gives a name to a value; one that is text is a pattern (see ``statements.written``)."""
     return statement(f"{name} = {{}}", written(value) if isinstance(value, str) else value, declares=name)
 
 
-def sink(plan: Plan, before: Iterable[Statement]) -> tuple[tuple[Statement, ...], Piece]:
+def sink(plan: Plan, before: Iterable[Statement]) -> tuple[tuple[Statement, ...], Code]:
     """Return the statements after the loops that compute the sink of the head, and its value; for a plan with one."""
     assert plan.variant.sink is not None
     code = emit_for(plan, TRITON, [plan.variant.sink], scalar_bindings(plan, TRITON), taken=declared(before))
     return (*code.hoisted, *code.body), code.results[0]
 
 
-def _of_tile(scored: EmittedMany) -> Piece:
+def _of_tile(scored: EmittedMany) -> Code:
     """Return the logit of every pair, also where the score depends on row or key alone, or on none."""
     return of_pairs(scored, "[BLOCK_M, BLOCK_N]")
 
 
-def of_pairs(scored: EmittedMany, tile: str) -> Piece:
+def of_pairs(scored: EmittedMany, tile: str) -> Code:
     """Return the first result for every pair of a tile, also where it depends on row or key alone, or on none."""
     value = scored.results[0]
     return value if scored.axes[0] == _ELEMENT else written("tl.zeros({}, tl.float32) + ({})", tile, value)
@@ -236,14 +236,14 @@ def ranges(plan: Plan, along: Along = KEYS) -> Visits:
     return Visits(_with_corners(lines, values.values(), along=along), loops, condition or None, ragged)
 
 
-def _pairs(values: Mapping[str, Piece], kind: str, count: int) -> list[tuple[Piece, Piece]]:
+def _pairs(values: Mapping[str, Code], kind: str, count: int) -> list[tuple[Code, Code]]:
     """Return the ends of ``count`` ranges."""
     suffixes = [""] if count == 1 else [f"_{number}" for number in range(count)]
     return [(values[f"{kind}_lo{suffix}"], values[f"{kind}_hi{suffix}"]) for suffix in suffixes]
 
 
 def _loop(
-    kind: str, ranges: Sequence[tuple[Piece, Piece]], lines: list[Statement], reach: Callable[[Piece], Piece]
+    kind: str, ranges: Sequence[tuple[Code, Code]], lines: list[Statement], reach: Callable[[Code], Code]
 ) -> Ranges:
     """Return the loop over the tiles of ranges, one after the other; add the statements that count them.
 
@@ -266,13 +266,13 @@ def _loop(
     return Ranges("0", before, first="i" if first.text == "0" else f"{first} + i", jumps=tuple(jumps))
 
 
-def _at_most_whole(end: Piece, along: Along) -> Piece:
+def _at_most_whole(end: Code, along: Along) -> Code:
     if end.text == along.tiles_text:
         return leaf(_WHOLE)
     return written("tl.minimum({}, {whole})", end, whole=leaf(_WHOLE))
 
 
-def _ragged(ranges: Sequence[tuple[Piece, Piece]]) -> str:
+def _ragged(ranges: Sequence[tuple[Code, Code]]) -> str:
     """Return the test whether a range holds the tile after the whole ones; no range reaches beyond the last key.
 
     The text is empty where there is no range at all.
@@ -284,20 +284,20 @@ def _ragged(ranges: Sequence[tuple[Piece, Piece]]) -> str:
     return tests[0] if len(tests) == 1 else " | ".join(f"({test})" for test in tests) or ""
 
 
-def _outside(lo: Piece, hi: Piece) -> str:
+def _outside(lo: Code, hi: Code) -> str:
     """Return the test that a tile lies outside a range of full tiles."""
     after = f"tile >= {hi}"
     return after if lo.text == "0" else f"(tile < {lo}) | ({after})"
 
 
-def _hull(plan: Plan, found: Bands, along: Along = KEYS) -> tuple[dict[str, Piece], list[Statement]]:
+def _hull(plan: Plan, found: Bands, along: Along = KEYS) -> tuple[dict[str, Code], list[Statement]]:
     """Return the tiles between the first and the last visible position, and the statements that name them."""
     values, lines = emit_named(plan, TRITON, hull_ends(plan, found, along), along)
     return values, [*lines, *(assign(name, value) for name, value in values.items() if value.text != name)]
 
 
 def _with_corners(
-    statements: Sequence[Statement], others: Iterable[Piece | Statement] = (), *, along: Along = KEYS
+    statements: Sequence[Statement], others: Iterable[Code | Statement] = (), *, along: Along = KEYS
 ) -> tuple[Statement, ...]:
     """Return the statements after definitions of the corners that they, or the ``others``, read."""
     read = reads([*statements, *others])

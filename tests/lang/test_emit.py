@@ -24,7 +24,7 @@ from attngen.lang.languages import Target
 from attngen.lang.literals import fold_literals
 from attngen.lang.printing import canonical
 from attngen.lang.ranges import declared_ranges
-from attngen.lang.statements import Piece, declared, lines, reads
+from attngen.lang.statements import Code, declared, lines, reads
 from attngen.lang.usage import decides
 from attngen.lang.variant import Scalar, Tensor, Variant
 from tests.lang import harness, randoms
@@ -406,7 +406,7 @@ def test_statements_know_what_they_read_and_declare(seed: int, target: Target) -
     for tensor in tensors.values():
         known |= {tensor.pointer, *tensor.strides, *tensor.extents}
     for each in (*code.hoisted, *code.body, code.result):
-        own = set() if isinstance(each, Piece) else set(each.names)
+        own = set() if isinstance(each, Code) else set(each.names)
         assert named(each.text, known) - own == each.reads & known, each
         assert own <= named(each.text, known)
 

@@ -100,7 +100,7 @@ def test_the_kernel_begins_and_names_what_is_declared(kernel: Plan) -> None:
 
 def test_structs_in_shared_memory_are_as_large_as_planned(kernel: Plan) -> None:
     text = render(kernel).text
-    for name in ("Work", "Step", "Sum", "Piece"):
+    for name in ("Work", "Step", "Sum", "Code"):
         if f"shared_at<{name}>" in text:
             assert re.search(rf"static_assert\(.*sizeof\({name}\) [<=]= \d+\);", text), name
 

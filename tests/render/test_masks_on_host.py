@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from attngen.lang.divisors import division
-from attngen.lang.statements import Piece, Statement
+from attngen.lang.statements import Code, Statement
 from attngen.plan.model import Plan
 from attngen.render.cuda_gradients import probabilities, query_word
 from attngen.render.cuda_math import Steps, logits, tiles, word
@@ -215,7 +215,7 @@ def tiles_program(plan: Plan) -> str:
     return "\n".join((_SHIM, *declared(plan), body))
 
 
-def named(ranges: Sequence[tuple[str, str]], values: Mapping[str, Piece]) -> list[tuple[str, str]]:
+def named(ranges: Sequence[tuple[str, str]], values: Mapping[str, Code]) -> list[tuple[str, str]]:
     """Return the ends of ranges as a kernel calls them."""
     return [(values[lo].text, values[hi].text) for lo, hi in ranges]
 

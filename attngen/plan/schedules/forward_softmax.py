@@ -6,7 +6,7 @@ import math
 
 from attngen.lang.bands import Heads
 from attngen.lang.bounded import bounding_maximum, score_bounds
-from attngen.lang.folding import ONE, Logit, cap_scale, fold_logit, less, split_keys
+from attngen.lang.folding import ONE, Logit, cap_scale, fold_logit, split_keys, subtract
 from attngen.plan.choices import refuse
 from attngen.schema.expand import KernelSpec
 
@@ -39,7 +39,7 @@ def is_soft_capped(spec: KernelSpec) -> bool:
 def takes_reference(spec: KernelSpec) -> bool:
     """Whether the reference of a row can be taken from a term of the score that is the same for all keys."""
     folded = _folded(spec)
-    return folded is not None and folded.multiplier == ONE and less(split_keys(folded.value), ONE) is not None
+    return folded is not None and folded.multiplier == ONE and subtract(split_keys(folded.value), ONE) is not None
 
 
 def constant_reference(spec: KernelSpec, exponents: tuple[int, int] | None) -> float | None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from attngen.arch import Arch
+from attngen.lang.constant_conditions import reads_products
 from attngen.lang.ir import names
-from attngen.lang.settle import reads_products
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, budget, naming
 from attngen.plan.allowances import SPILLS, may_wait

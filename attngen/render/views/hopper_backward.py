@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attngen.dtypes import DType
 from attngen.lang.ir import MAX_SEQLEN
-from attngen.lang.statements import Piece, Statement, reads
+from attngen.lang.statements import Code, Statement, reads
 from attngen.plan.model import Launch, Plan
 from attngen.plan.schedules.backward_pipes import PIECE_BYTES, backward_pipes_of
 from attngen.plan.schedules.cluster_pipes import cluster_pipes_of
@@ -113,16 +113,16 @@ class CudaBackwardView:
     partial: Steps
     full: Steps
     visible: Steps | None
-    exponent: Piece
-    weighted: Piece | None
-    kept: tuple[tuple[str, Piece], ...]  # other products of P, by the arrays that hold them until dP is there
+    exponent: Code
+    weighted: Code | None
+    kept: tuple[tuple[str, Code], ...]  # other products of P, by the arrays that hold them until dP is there
     tensor_sums: SumsView | None  # gradients of the variant's tensors that consumers add up
     tensor_tiles: TilesView | None  # and those that a warp adds up from tiles of dS
     query_values: QueryValues | None
     biases: tuple[Bias, ...]
     waits_for_loads: bool  # of one query, before those of the next: all at once would take too many registers
     factor_lines: tuple[Statement, ...]
-    factor: Piece
+    factor: Code
     uses_b: bool
     dk_rows: str
     dv_rows: str
@@ -130,7 +130,7 @@ class CudaBackwardView:
     postprocess_lines: tuple[str, ...]
     postprocess_uses_hk: bool
     dq_factor_lines: tuple[Statement, ...]
-    dq_factor: Piece
+    dq_factor: Code
     dq_row: str
     dq_padded: bool
     classifier: ClassifierView | None

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from attngen.dtypes import PAGE_BLOCK
-from attngen.lang.statements import Piece, Statement, reads
+from attngen.lang.statements import Code, Statement, reads
 from attngen.plan.model import Plan
 from attngen.plan.schedules.decode_pipes import decode_pipes_of, multiplied
 from attngen.plan.schedules.hopper_decode import HopperDecode
@@ -70,7 +70,7 @@ class DecodeView:
     uses_kv: bool
     kv_first: str
     logit_partial: str
-    multiplier: Piece
+    multiplier: Code
     sink: Sink | None
     widens: bool  # K and V have 8 bits, and products take 16
     page_scales: bool

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from attngen.dtypes import DType, dtype
-from attngen.lang.statements import Piece, Statement, leaf, reads
+from attngen.lang.statements import Code, Statement, leaf, reads
 from attngen.plan.model import Argument, Columns, Launch, Plan
 from attngen.plan.schedules.forward_memory import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
@@ -142,8 +142,8 @@ class CudaView:
     kv_first: str
     logit_partial: str
     logit_comment: str
-    multiplier: Piece
-    cap_scale: Piece | None
+    multiplier: Code
+    cap_scale: Code | None
     sink: Sink | None
     classifier: ClassifierView | None
 
@@ -166,7 +166,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     partial_steps, key_values = with_key_values(plan, code.partial, code.work)
     by_key = (*key_values.work, *key_values.lines) if key_values else ()
     found_biases = biases_of(plan)
-    at_biases: list[Statement | Piece] = [line for each in found_biases for line in each.lines]
+    at_biases: list[Statement | Code] = [line for each in found_biases for line in each.lines]
     if found_biases:
         at_biases.append(leaf("q_start"))
     spans = reads([*found.lines, *found.values.values(), *listed])
@@ -348,7 +348,7 @@ def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> 
     return (*lines, *own)
 
 
-def _loader_lines(plan: Plan, listed: Sequence[Statement | Piece]) -> tuple[str, ...]:
+def _loader_lines(plan: Plan, listed: Sequence[Statement | Code]) -> tuple[str, ...]:
     """Return the lines that name what the loader of K and V uses of a tile of work."""
     read = (
         reads(listed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attngen.lang.statements import Piece, leaf, lines, reads
+from attngen.lang.statements import Code, leaf, lines, reads
 from attngen.plan.arguments import block_suffix
 from attngen.plan.model import Columns, Launch, Plan
 from attngen.plan.schedules.triton_backward import has_window, through_descriptor
@@ -31,7 +31,7 @@ class Result:
     width: int
     columns: str
     inside: str
-    factor: Piece | None = None
+    factor: Code | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ _ROWS = ("q_row", "q_pos", "q_packed")
 
 
 def _results(
-    plan: Plan, name: str, blocks: tuple[Columns, ...], head_dim: int, factor: Piece | None = None
+    plan: Plan, name: str, blocks: tuple[Columns, ...], head_dim: int, factor: Code | None = None
 ) -> tuple[Result, ...]:
     results = []
     for index, block in enumerate(blocks):

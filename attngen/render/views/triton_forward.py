@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from attngen.lang.statements import Piece, Statement, lines, reads
+from attngen.lang.statements import Code, Statement, lines, reads
 from attngen.plan.arguments import block_suffix
 from attngen.plan.model import Argument, Columns, Plan
 from attngen.plan.schedules.triton_forward import has_descriptor
@@ -38,7 +38,7 @@ class Step:
     condition: str | None
     mask_lines: tuple[str, ...]
     logit: str
-    multiplier: Piece
+    multiplier: Code
     load_v: tuple[str, ...]
 
 
@@ -92,7 +92,7 @@ class TritonView:
     ragged: str
     ragged_step: Step
     sink_lines: tuple[str, ...]
-    sink: Piece | None
+    sink: Code | None
     p_type: str
     out_type: str
     precision: str

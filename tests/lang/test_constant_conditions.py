@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attngen.lang.check import compile_variant, restore_variant
+from attngen.lang.constant_conditions import fold_conditions, reads_products
 from attngen.lang.eager import evaluate
 from attngen.lang.ir import Const, Type
 from attngen.lang.printing import canonical
-from attngen.lang.settle import reads_products, settle
 from attngen.lang.variant import Scalar, Tensor, Variant
 
 SCALARS = [Scalar("n", "int32", min=1, max=4), Scalar("c", "bool", const=False), Scalar("x", "fp32")]
@@ -65,7 +65,7 @@ def test_what_ranges_decide_is_put_in_place(
     mask: str, score: str | None, settled_mask: str, settled_score: str | None
 ) -> None:
     before = variant(mask, score)
-    after = settle(before)
+    after = fold_conditions(before)
     assert canonical(after.mask) == settled_mask
     assert (after.score and canonical(after.score)) == settled_score
     assert (after.scalars, after.tensors) == (before.scalars, before.tensors)
@@ -77,11 +77,11 @@ def test_what_ranges_decide_is_put_in_place(
 @pytest.mark.parametrize(("mask", "score"), UNDECIDED)
 def test_what_they_do_not_decide_is_left_alone(mask: str, score: str) -> None:
     before = variant(mask, score)
-    assert settle(before) is before
+    assert fold_conditions(before) is before
 
 
 def test_a_score_may_need_no_product() -> None:
     assert reads_products(variant("true", None))
     assert reads_products(variant("true", "2 * s"))
     assert not reads_products(variant("true", "x * abs(q - kv)"))
-    assert settle(variant("false", "s")).mask == Const(False, Type.BOOL)
+    assert fold_conditions(variant("false", "s")).mask == Const(False, Type.BOOL)

@@ -17,22 +17,22 @@ _CONNECTIVES = frozenset({"and", "or", "xor", "not", "select"})
 
 
 @lru_cache(maxsize=256)  # the kernels of a spec share a few variants
-def settle(variant: Variant) -> Variant:
-    """Return the variant with each condition that its ranges decide replaced by its value; calls give the same results.
+def fold_conditions(variant: Variant) -> Variant:
+    """Replace each condition that the declared ranges decide by its value; calls give the same results.
 
-    A settled variant is returned as it is. If no query sees any key in any call, the mask is false and there is no
-    score: its kernel computes no products, and returns 0 and a log-sum-exp of -inf.
+    A variant without such conditions is returned as it is. If no query sees any key in any call, the mask is false
+    and there is no score: the kernel computes no products, and returns 0 and a log-sum-exp of -inf.
     """
     facts = Facts.of(variant)
-    mask = _decided(variant.mask, facts)
-    score = None if variant.score is None else _decided(variant.score, facts)
+    mask = _folded(variant.mask, facts)
+    score = None if variant.score is None else _folded(variant.score, facts)
     if score == Const(-math.inf, Type.FLOAT) or not bands(mask, facts).visible:
         mask, score = FALSE, None
     if (mask, score) == (variant.mask, variant.score):
         return variant
     present = {node for root in (mask, score) if root is not None for node in walk(root)}
     let = tuple((name, value) for name, value in variant.let if value in present)
-    return settle(replace(variant, mask=mask, score=score, let=let))
+    return fold_conditions(replace(variant, mask=mask, score=score, let=let))
 
 
 def reads_products(variant: Variant) -> bool:
@@ -40,7 +40,7 @@ def reads_products(variant: Variant) -> bool:
     return variant.score is None or "s" in names(variant.score)
 
 
-def _decided(expr: Expr, facts: Facts) -> Expr:
+def _folded(expr: Expr, facts: Facts) -> Expr:
     """Replace comparisons of integers that are always true or always false; floats may be NaN, which compares false."""
 
     def rule(node: Expr) -> Expr | None:
