@@ -67,7 +67,7 @@ class Roles:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What the spec fixes for one of the two kernels that compute gradients; None leaves it to the plan."""
+    """Choices that the spec fixes for one of the two gradient kernels; None leaves a choice to the plan."""
 
     tile_m: int | None = None
     tile_n: int | None = None
@@ -140,7 +140,7 @@ class KernelSpec:
         return any(value is not None for value in fixed) or self.backward not in (None, Backward())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is to be built as a JSON value: no places, no names of files, no formatting of expressions."""
+        """JSON value of what is built, without places, file names and the formatting of expressions."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
         variant = self.variant.to_dict()
         data["variant"] = {name: None if name.endswith("_text") else value for name, value in variant.items()}
@@ -187,12 +187,12 @@ def expand(spec: Spec) -> tuple[KernelSpec, ...]:
 
 
 def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """Return what writes into the caches that kernels read: one kernel for each arch, dtype of new rows and dtype of
-    the cache of those with pages. A cache of quantized pages gets rows of any dtype that is quantized.
+    """Kernels that append to the caches that kernels read: one for each arch, dtype of new rows and dtype of the cache
+    of those with pages. A cache of quantized pages gets rows of any dtype that is quantized.
 
     No entry of a spec asks for them. Their head dimensions are the largest that they have to serve.
     """
-    found: dict[tuple[str, str, str | None], KernelSpec] = {}
+    by_key: dict[tuple[str, str, str | None], KernelSpec] = {}
     for kernel in kernels:
         if kernel.layout != "paged":
             continue
@@ -200,17 +200,17 @@ def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
         for dtype in _UNQUANTIZED if quantized else (kernel.dtype,):
             kv_dtype = kernel.dtype if quantized else kernel.kv_dtype
             key = kernel.arch, dtype, kv_dtype
-            first = found.get(key) or KernelSpec(
+            first = by_key.get(key) or KernelSpec(
                 package=kernel.package, variant=Variant(APPEND_VARIANT), arch=kernel.arch, head_dim_qk=0, head_dim_v=0,
                 dtype=dtype, kv_dtype=kv_dtype, layout=kernel.layout, direction=APPEND, backend="cuda",
                 spec_file=kernel.spec_file, location=kernel.location, places=kernel.places,
             )  # fmt: skip
-            found[key] = replace(
+            by_key[key] = replace(
                 first,
                 head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
                 head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
             )
-    return tuple(found.values())
+    return tuple(by_key.values())
 
 
 def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
@@ -219,23 +219,23 @@ def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
 
     No entry of a spec asks for them. Their head dimensions are the largest that they have to serve.
     """
-    found: dict[str, KernelSpec] = {}
+    by_arch: dict[str, KernelSpec] = {}
     own: dict[str, set[int]] = {}
     for kernel in kernels:
         if kernel.dtype in QUANTIZED_DTYPES:
-            first = found.get(kernel.arch) or KernelSpec(
+            first = by_arch.get(kernel.arch) or KernelSpec(
                 package=kernel.package, variant=Variant(QUANTIZE_VARIANT), arch=kernel.arch, head_dim_qk=0,
                 head_dim_v=0, dtype=_UNQUANTIZED[0], direction=QUANTIZE, backend="cuda", spec_file=kernel.spec_file,
                 location=kernel.location, places=kernel.places,
             )  # fmt: skip
-            found[kernel.arch] = replace(
+            by_arch[kernel.arch] = replace(
                 first,
                 head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
                 head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
             )
             if ARCHES[kernel.arch].wgmma and kernel.head_dim_qk == kernel.head_dim_v in QUANTIZED_IN_TILES:
                 own.setdefault(kernel.arch, set()).add(kernel.head_dim_qk)
-    general = [replace(kernel, dtype=dtype) for kernel in found.values() for dtype in _UNQUANTIZED]
+    general = [replace(kernel, dtype=dtype) for kernel in by_arch.values() for dtype in _UNQUANTIZED]
     return tuple(general) + tuple(
         replace(kernel, head_dim_qk=head_dim, head_dim_v=head_dim, loads="descriptor")
         for kernel in general
@@ -258,21 +258,21 @@ def wideners(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
         serves(kernel) for kernel in kernels
         if kernel.direction == "forward" and kernel.kv_dtype is None and not kernel.split_kv
     }  # fmt: skip
-    found: dict[tuple[str, str], KernelSpec] = {}
+    by_key: dict[tuple[str, str], KernelSpec] = {}
     for kernel in kernels:
         if kernel.kv_dtype is None or kernel.dtype in QUANTIZED_DTYPES or serves(kernel) not in ordinary:
             continue
-        first = found.get((kernel.arch, kernel.dtype)) or KernelSpec(
+        first = by_key.get((kernel.arch, kernel.dtype)) or KernelSpec(
             package=kernel.package, variant=Variant(WIDEN_VARIANT), arch=kernel.arch, head_dim_qk=0, head_dim_v=0,
             dtype=kernel.dtype, kv_dtype=kernel.kv_dtype, direction=WIDEN, backend="cuda",
             spec_file=kernel.spec_file, location=kernel.location, places=kernel.places,
         )  # fmt: skip
-        found[kernel.arch, kernel.dtype] = replace(
+        by_key[kernel.arch, kernel.dtype] = replace(
             first,
             head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
             head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
         )
-    return tuple(found.values())
+    return tuple(by_key.values())
 
 
 def repeats(spec: Spec) -> tuple[tuple[KernelSpec, KernelSpec], ...]:
@@ -310,15 +310,15 @@ def _all(spec: Spec) -> list[KernelSpec]:
     kernels = []
     for index, axes in entries:
         for choice in product(*axes.values()):
-            splits = True in spec.model.kernels[index].split_kv and _splits_alone(axes, choice)
-            if not splits and not _is_anothers_alone(axes, choice):
+            splits = True in spec.model.kernels[index].split_kv and _needs_split_kv(axes, choice)
+            if not splits and not _is_redundant(axes, choice):
                 with gathered:
                     kernels.append(_kernel(spec, index, dict(zip(axes, choice, strict=True))))
     gathered.throw()
     return kernels
 
 
-def _is_anothers_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
+def _is_redundant(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
     """Whether a choice differs from an earlier one only in fields that do not concern it: a backward in fields of the
     forward, a split-KV forward in fields of the ordinary one."""
     chosen = dict(zip(axes, choice, strict=True))
@@ -327,13 +327,13 @@ def _is_anothers_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]
 
 
 def _left_to_the_plan(split_kv: bool | str) -> tuple[str, ...]:
-    """Return the fields of the ordinary forward that one whose blocks share keys has no use for."""
+    """Fields of the ordinary forward that a kernel whose blocks share keys does not use."""
     return _UNSPLIT_TILES if split_kv == SPLIT_TILES else _UNSPLIT if split_kv else ()
 
 
-def _splits_alone(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
-    """Whether a choice is the ordinary forward of what split-KV ones alone read: a cache in fewer bits than q, or one
-    whose pages have scales."""
+def _needs_split_kv(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
+    """Whether a choice is an ordinary forward of a cache that only split-KV kernels read: one in fewer bits than q, or
+    one whose pages have scales."""
     chosen = {name: item.value for name, item in zip(axes, choice, strict=True)}
     if chosen["split_kv"] or chosen["passes"] == "backward":
         return False
@@ -383,7 +383,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
     declared = resolve(spec, values["variant"], chosen["variant"].location)
     backward = values["passes"] == "backward"
     if backward:
-        _refuse_forwards(spec, index, entry)
+        _refuse_forward_fields(spec, index, entry)
         _refuse_paged(chosen["passes"], index, values["layout"])
         values |= dict.fromkeys(_FORWARDS) | {"backend": _backend_of_backward(entry), "split_kv": False}
     elif entry.backward is not None and "backward" not in entry.passes:
@@ -442,7 +442,7 @@ def _out_dtype(values: dict[str, Any]) -> str | None:
 
 
 def _backend_of_backward(entry: KernelModel) -> str | None:
-    """Return the backend that the entry names for backwards, or Triton if its forwards may be in nothing else."""
+    """Backend that the entry names for the backward, or Triton if the entry allows only Triton for the forward."""
     if entry.backward is not None and entry.backward.backend is not None:
         return entry.backward.backend
     return "triton" if set(entry.backend or ()) == {"triton"} else None
@@ -471,12 +471,12 @@ def roles_of(warps: WarpsModel) -> Roles | None:
     return None if roles == Roles() else roles
 
 
-def _refuse_forwards(spec: Spec, index: int, entry: KernelModel) -> None:
-    """Raise SpecError for a field of the forward in an entry that asks for none."""
+def _refuse_forward_fields(spec: Spec, index: int, entry: KernelModel) -> None:
+    """Raise SpecError for a field of the forward in an entry without a forward."""
     if "forward" in entry.passes:
         return
     fields = ("pipeline" if name == "stages" else name for name in _FORWARDS)
-    unsplit = not any(entry.split_kv)  # which is what an entry has that says nothing
+    unsplit = not any(entry.split_kv)  # the default of an entry
     given = [name for name in fields if getattr(entry, name) is not None and not (name == "split_kv" and unsplit)]
     for name in given:
         raise SpecError(
@@ -499,7 +499,7 @@ def _refuse_paged(asked: _Value, index: int, layout: str) -> None:
 
 
 def gradients_of(model: BackwardModel | None) -> Backward:
-    """Return what a spec says of the kernels of a backward."""
+    """Choices that a spec fixes for the kernels of a backward."""
     if model is None:
         return Backward()
     return Backward(*(_gradient(getattr(model, name) or GradientModel()) for name in ("dkdv", "dq")))

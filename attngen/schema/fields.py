@@ -88,7 +88,7 @@ def _dtype_choice(allowed: tuple[str, ...]) -> Choice:
 
 
 def fields_of_dtypes(given: dict[Any, Any]) -> str:
-    """Return what is wrong with a mapping of q, k, v and out to dtypes, and the fields that say the same."""
+    """Error message for a mapping of q, k, v and out to dtypes, with the fields to write instead."""
     for name in given:
         if name not in _OPERANDS:
             return f"found a mapping with '{name}'{suggest(str(name), _OPERANDS)}; allowed: a dtype, which is that of q"
@@ -139,9 +139,9 @@ def _alignment(value: object) -> int | str:
 
 
 def _descale(value: Any) -> int | str:
-    found: int | str = value
+    block: int | str = value
     if isinstance(value, str | int) and not isinstance(value, bool) and value in dtypes.DESCALE_BLOCKS:
-        return found
+        return block
     raise ValueError(f"found {show(value)}; allowed: {', '.join(map(str, dtypes.DESCALE_BLOCKS))}")
 
 

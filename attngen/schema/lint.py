@@ -1,4 +1,4 @@
-"""What is legal in a spec but probably not meant: unused declarations, kernels asked for twice."""
+"""Warnings about legal specs that are probably mistakes: unused declarations, kernels asked for twice."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ class Remark:
 
 def lint(spec: Spec, kernels: tuple[KernelSpec, ...]) -> list[Remark]:
     """Return the warnings of a spec, in the order of the file. ``kernels`` is what it expands into."""
-    found = []
+    remarks = []
     used = {kernel.variant.name for kernel in kernels}
     for name in spec.model.variants:
         declared = spec.variants[name]
-        found.extend(_unused_declarations(declared))
-        found.extend(_idle_gradients(declared))
-        found.extend(_floats(declared))
-        found.extend(doubtful(declared))
+        remarks.extend(_unused_declarations(declared))
+        remarks.extend(_idle_gradients(declared))
+        remarks.extend(_floats(declared))
+        remarks.extend(doubtful(declared))
         if kernels and name not in used:
-            found.append(Remark(f"variant '{name}' is used by no kernel", declared.location))
+            remarks.append(Remark(f"variant '{name}' is used by no kernel", declared.location))
         if name in preset_names() and not _is_preset(spec, name):
-            found.append(Remark(f"variant '{name}' hides the preset of that name", declared.location))
+            remarks.append(Remark(f"variant '{name}' hides the preset of that name", declared.location))
     for again, first in repeats(spec):
         message = f"asks again for a {again.variant.name} kernel of line {first.location.line}; it is built once"
-        found.append(Remark(message, again.location))
-    return sorted(dict.fromkeys(found), key=lambda remark: remark.location.line)
+        remarks.append(Remark(message, again.location))
+    return sorted(dict.fromkeys(remarks), key=lambda remark: remark.location.line)
 
 
 def doubtful(declared: DeclaredVariant) -> list[Remark]:
-    """What of a variant's expressions and extents is legal and probably not meant."""
+    """Warnings about a variant's expressions and extents that are legal but probably mistakes."""
     name = declared.variant.name
     return [
         Remark(f"{doubt.field} of variant '{name}': {doubt.message}", doubt.location or declared.location)
@@ -80,16 +80,16 @@ def _idle_gradients(declared: DeclaredVariant) -> list[Remark]:
 def _floats(declared: DeclaredVariant) -> list[Remark]:
     """Return a remark for each number that float32 cannot hold, and each quotient of integers that is compared."""
     variant = declared.variant
-    found = []
+    remarks = []
     for field, root in (("mask", variant.mask), ("score", variant.score), ("sink", variant.sink)):
         if root is None:
             continue
         place = declared.tree.locate(("variants", variant.name, field), key=True)
-        found += [
+        remarks += [
             Remark(f"{field} of variant '{variant.name}': {canonical(part)} is {value!r} in float32", place)
             for part, value in beyond_float32(root)
         ]
-        found += [
+        remarks += [
             Remark(
                 f"{field} of variant '{variant.name}': {canonical(part)} is rounded to float32 before it is "
                 "compared or rounded to an integer; '//' divides integers exactly",
@@ -98,11 +98,11 @@ def _floats(declared: DeclaredVariant) -> list[Remark]:
             for part in dict.fromkeys(part for node in walk(root) if decides(node) for part in _parts(node))
             if _divides_integers(part)
         ]
-    return found
+    return remarks
 
 
 def _parts(node: Expr) -> Iterator[Expr]:
-    """What a node compares or rounds, but not what is inside a function such as ``log``, which rounds by itself."""
+    """Nodes that a node compares or rounds, except those inside a function such as ``log``, which rounds by itself."""
     for child in children(node):
         yield child
         rounds = isinstance(child, Op) and OPERATORS[child.op].float_args and child.op != "truediv"

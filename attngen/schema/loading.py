@@ -85,7 +85,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Draft:
-    """A spec as far as it can be read, and what is wrong with it.
+    """A spec as far as it can be read, and its errors.
 
     Malformed entries of ``kernels`` are None in its model, and variants with errors show every key. ``unsure`` tells
     that a file which may declare variants cannot be read.
@@ -124,7 +124,7 @@ def _read(path: Path, asked: Location) -> bytes:
 
 
 class _Loader:
-    """Loads one spec; keeps the files that it has read, so that each is read once and circular includes are found."""
+    """Loads one spec. It reads each file once, and detects circular includes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -178,12 +178,12 @@ class _Loader:
 
         A variant that has errors shows every key, so that the entries which name it can be checked.
         """
-        found: dict[str, DeclaredVariant] = {}
+        by_name: dict[str, DeclaredVariant] = {}
         for name, variant in model.variants.items():
             with self.gathered:
-                found[name] = _declare(name, variant, node, Location(str(path)))
-            if name not in found:
-                found[name] = DeclaredVariant(Variant(name), variant, node, Location(str(path)))
+                by_name[name] = _declare(name, variant, node, Location(str(path)))
+            if name not in by_name:
+                by_name[name] = DeclaredVariant(Variant(name), variant, node, Location(str(path)))
         for index, text in enumerate(model.include or ()):
             place = node.locate(("include", index))
             included: dict[str, DeclaredVariant] | None = None
@@ -191,10 +191,10 @@ class _Loader:
                 included = self.included(path, text, place, chain)
             self.without_include |= included is None
             for name, declared in (included or {}).items():
-                if found.setdefault(name, declared).location != declared.location:
-                    message = f"variant '{name}' of {declared.location} is already declared in {found[name].location}"
+                if by_name.setdefault(name, declared).location != declared.location:
+                    message = f"variant '{name}' of {declared.location} is already declared in {by_name[name].location}"
                     self.gathered.errors.append(SpecError(message, location=place, field="include"))
-        return found
+        return by_name
 
     def included(self, path: Path, text: str, place: Location, chain: tuple[Path, ...]) -> dict[str, DeclaredVariant]:
         target = self.resolve(path, text, place)
@@ -265,7 +265,7 @@ def _refuse_empty(node: tree.Node, path: tuple[str | int, ...] = ()) -> None:
 
 
 def _well_formed(node: tree.Node) -> SpecModel:
-    """Return what of a file with errors is well-formed; each entry of ``kernels`` that is not becomes None."""
+    """The well-formed part of a file with errors; each malformed entry of ``kernels`` becomes None."""
     plain = node.plain()
     fields: dict[str, Any] = {"arch": (next(iter(ARCHES)),)}  # a wrong arch must not look like a missing one
     for name in ("package", "arch", "include"):
@@ -315,13 +315,13 @@ def declare_variant(name: str, fields: Mapping[str, Any]) -> Variant:
 
 
 def doubts_of(declared: DeclaredVariant) -> list[Doubt]:
-    """What of a variant is legal and probably not meant, with its places in the file."""
+    """Warnings about parts of a variant that are legal but probably mistakes, with their places in the file."""
     name = declared.variant.name
     return _doubts(name, declared.model, _places(declared.tree.value["variants"].value[name]))
 
 
 def doubts_of_fields(name: str, fields: Mapping[str, Any]) -> list[Doubt]:
-    """What of these fields, which ``declare_variant`` takes, is legal and probably not meant."""
+    """Warnings about fields, as ``declare_variant`` takes them, that are legal but probably mistakes."""
     return _doubts(name, VariantModel.model_validate(tree.of_values(fields).plain()), None)
 
 
@@ -332,9 +332,9 @@ def _doubts(name: str, model: VariantModel, places: Mapping[str, Location] | Non
     constants = {scalar.name for scalar in variant.scalars if scalar.const is not None}
     constants |= {key for key, value in values.items() if isinstance(value, Const)}
     known = {*names.EXTENTS, *(scalar.name for scalar in variant.scalars if scalar.type is Type.INT)}
-    found = extent_doubts(variant.tensors, known)
-    found = [replace(doubt, location=locate(places, doubt.field)) for doubt in found]
-    return [*found, *doubts(written, Facts.of(variant), constants)]
+    misspelled = extent_doubts(variant.tensors, known)
+    misspelled = [replace(doubt, location=locate(places, doubt.field)) for doubt in misspelled]
+    return [*misspelled, *doubts(written, Facts.of(variant), constants)]
 
 
 def _declare(name: str, model: VariantModel, node: tree.Node, file: Location) -> DeclaredVariant:

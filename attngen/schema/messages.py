@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into attngen's: place, field, what was found, what is allowed."""
+"""Turns pydantic's errors into attngen's: place, field, value, allowed values."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ _LENGTHS = {"string_too_short": ("min_length", "at least"), "string_too_long": (
 
 
 def spec_error(error: ValidationError, tree: Node, model: type[BaseModel]) -> SpecError:
-    """The SpecError of the complaints of ``error``, in the order of the file."""
-    found = [_one(detail, tree, model) for detail in error.errors(include_url=False)[:_MOST_ERRORS]]
+    """SpecError with all complaints of ``error``, in the order of the file."""
+    errors = [_one(detail, tree, model) for detail in error.errors(include_url=False)[:_MOST_ERRORS]]
     # in the order of the file, not of the models' fields
-    found.sort(key=lambda e: e.location.line if e.location else 0)
-    told = together(found)
-    assert isinstance(told, SpecError)
-    return told
+    errors.sort(key=lambda e: e.location.line if e.location else 0)
+    combined = together(errors)
+    assert isinstance(combined, SpecError)
+    return combined
 
 
 def _one(detail: Any, tree: Node, model: type[BaseModel]) -> SpecError:
@@ -93,47 +93,47 @@ def field_path(path: tuple[str | int, ...]) -> str | None:
 
 
 def _sentence(detail: Any) -> str:
-    kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "value_error":
         return str(context["error"])
     if kind == "missing":
         return "missing"
     if kind == "literal_error":
         allowed = re.findall(r"'([^']*)'", context["expected"])
-        nearest = _nearest(found, allowed) if isinstance(found, str) else ""
-        return f"found {show(found)}{nearest}; allowed: {', '.join(allowed)}"
+        nearest = _nearest(value, allowed) if isinstance(value, str) else ""
+        return f"found {show(value)}{nearest}; allowed: {', '.join(allowed)}"
     if kind in _FORMS:
-        return f"found {show(found)}; allowed: {_FORMS[kind]}"
+        return f"found {show(value)}; allowed: {_FORMS[kind]}"
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
-        return f"found {show(found)}; allowed: {words} {context[key]}"
+        return f"found {show(value)}; allowed: {words} {context[key]}"
     if kind == "too_long":
         return f"found more than {context['max_length']} elements, the most that it holds"
     if kind in _LENGTHS:
         key, words = _LENGTHS[kind]
-        return f"found {show(found)}; allowed: {words} {context[key]} character{'' if context[key] == 1 else 's'}"
-    return f"found {show(found)}, which is not allowed here"
+        return f"found {show(value)}; allowed: {words} {context[key]} character{'' if context[key] == 1 else 's'}"
+    return f"found {show(value)}, which is not allowed here"
 
 
-def _nearest(found: str, allowed: Sequence[str]) -> str:
-    """Return which choice is meant, as ``suggest`` does."""
-    called = _CALLED.get(found.lower())
-    return f"; did you mean '{called}'?" if called in allowed else suggest(found.lower(), allowed)
+def _nearest(value: str, allowed: Sequence[str]) -> str:
+    """Suggest the choice that was probably meant, as ``suggest`` does."""
+    called = _CALLED.get(value.lower())
+    return f"; did you mean '{called}'?" if called in allowed else suggest(value.lower(), allowed)
 
 
 def _fields(model: type[BaseModel], path: tuple[str | int, ...]) -> list[str]:
     """Return the fields of the model that stands at ``path`` below ``model``."""
     current: Any = model
     for step in path:
-        found = _model_of(current)
-        if found is not None and isinstance(step, str):
-            by_alias = {field.alias or name: field.annotation for name, field in found.model_fields.items()}
+        inner = _model_of(current)
+        if inner is not None and isinstance(step, str):
+            by_alias = {field.alias or name: field.annotation for name, field in inner.model_fields.items()}
             current = by_alias[step]
         else:  # an index of a list, or a key of a dict: their last type argument is the element's
             current = _strip_optional(current)
             current = [a for a in typing.get_args(current) if a is not Ellipsis][-1]
-    found = _model_of(current)
-    return [field.alias or name for name, field in found.model_fields.items()] if found else []
+    inner = _model_of(current)
+    return [field.alias or name for name, field in inner.model_fields.items()] if inner else []
 
 
 def _strip_optional(annotation: Any) -> Any:

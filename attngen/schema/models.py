@@ -139,7 +139,7 @@ class TensorModel(Model):
 
 
 class VariantModel(Model):
-    """What is computed: which keys a query sees, what becomes of the logit, and what else joins the softmax."""
+    """A variant: which keys a query sees, how the score changes the logit, and what else joins the softmax."""
 
     description: str | None = Field(default=None, max_length=400)
     mask: MaskExpression | None = Field(
@@ -185,7 +185,7 @@ class RegistersModel(Model):
 
 
 class WarpsModel(Model):
-    """How warps share the work: a count, or roles for a warp-specialized schedule."""
+    """Warps of a block: a count, or roles for a warp-specialized schedule."""
 
     count: Annotated[int, Field(ge=1, le=32)] | None = Field(
         default=None, description="warps of a kernel without roles"
@@ -218,7 +218,7 @@ class GradientModel(Model):
 
 
 class BackwardModel(Model):
-    """How the backward is computed; `tile`, `pipeline`, `warps` and most other fields beside it are the forward's."""
+    """Choices for the backward; `tile`, `pipeline`, `warps` and most other fields beside it are the forward's."""
 
     backend: Backend | None = Field(
         default=None,

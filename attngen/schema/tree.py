@@ -73,9 +73,10 @@ class Node:
         return self.find(path).location
 
 
-#: The parser in C, which takes a tenth of the time; PyYAML is built without it in places.
+#: The parser in C takes a tenth of the time; some builds of PyYAML lack it.
 _QUICK = getattr(yaml, "CSafeLoader", None)
-#: What the parser in C takes in places where the other one does not: a spec is valid everywhere or nowhere.
+#: Characters that only the parser in C accepts in some places. Texts with them take the parser in Python, so that a
+#: spec is valid with both or with neither.
 _PYTHON_ALONE = re.compile(r"[\t?]")
 
 
@@ -92,7 +93,7 @@ def parse(content: bytes, file: str) -> Node:
         try:
             return _Builder(file).document(yaml.parse(text, Loader=_QUICK))
         except (yaml.YAMLError, ValueError, OverflowError, IndexError):
-            pass  # told below, in the words of the parser that every installation has
+            pass  # reported below, in the words of the parser that every installation has
     try:
         return _Builder(file).document(yaml.parse(text, Loader=yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:

@@ -37,7 +37,7 @@ class ChosenStages(Model):
 
 
 class ChoiceModel(Model):
-    """What one kernel gets. ``of`` tells which, ``kernel`` says it in words."""
+    """Choices for one kernel: ``of`` is its identity, ``kernel`` describes it in words."""
 
     kernel: str
     of: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -73,35 +73,35 @@ class Tuned:
         return sha256(self.content).hexdigest()
 
     def speedup(self, kernel: KernelSpec) -> float:
-        """Return how much faster the choice for a kernel, which the file has, is than the plan's own."""
+        """Speedup of the file's choice for a kernel over the plan's own choice."""
         return self.choices[identity(kernel)].speedup
 
     def applied(self, kernel: KernelSpec) -> KernelSpec | None:
         """Return a kernel with the choices of the file, or None if it has none for it, or the spec chooses itself."""
-        found = None if kernel.fixes_choices else self.choices.get(identity(kernel))
-        if found is None:
+        choice = None if kernel.fixes_choices else self.choices.get(identity(kernel))
+        if choice is None:
             return None
-        tile, warps = found.tile or TileModel(), found.warps or WarpsModel()
+        tile, warps = choice.tile or TileModel(), choice.warps or WarpsModel()
         return replace(
             kernel,
             tile_m=tile.m,
             tile_n=tile.n,
-            stages=found.pipeline.stages if found.pipeline else None,
+            stages=choice.pipeline.stages if choice.pipeline else None,
             num_warps=warps.count,
             roles=roles_of(warps),
-            backward=gradients_of(found.backward) if kernel.direction == "backward" else None,
+            backward=gradients_of(choice.backward) if kernel.direction == "backward" else None,
         )
 
 
 def identity(kernel: KernelSpec) -> str:
-    """Return what tells a kernel from others, its open choices and the names of its package and variant aside."""
-    told = replace(kernel, tile_m=None, tile_n=None, stages=None, num_warps=None, roles=None, backward=None).to_dict()
-    told["variant"] = {name: value for name, value in told["variant"].items() if name != "name"}
-    del told["package"]
-    for row in fields(KernelSpec):  # what is as ever is not told, so that a field which is new changes no identity
-        if row.name in told and told[row.name] == row.default:
-            del told[row.name]
-    return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    """Hash of all fields of a kernel, except its open choices and the names of its package and variant."""
+    values = replace(kernel, tile_m=None, tile_n=None, stages=None, num_warps=None, roles=None, backward=None).to_dict()
+    values["variant"] = {name: value for name, value in values["variant"].items() if name != "name"}
+    del values["package"]
+    for row in fields(KernelSpec):  # defaults are left out, so that a new field changes no identity
+        if row.name in values and values[row.name] == row.default:
+            del values[row.name]
+    return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_tuned(path: str | Path, *, name: str | None = None) -> Tuned:
@@ -135,19 +135,19 @@ def load_tuned(path: str | Path, *, name: str | None = None) -> Tuned:
 
 def fields_of(kernel: KernelSpec) -> dict[str, Any]:
     """Return the choices of a kernel as an entry of a spec, or of a file of choices, says them."""
-    found: dict[str, Any] = {"tile": _tile(kernel.tile_m, kernel.tile_n)}
+    choices: dict[str, Any] = {"tile": _tile(kernel.tile_m, kernel.tile_n)}
     if kernel.stages is not None:
-        found["pipeline"] = {"stages": kernel.stages}
+        choices["pipeline"] = {"stages": kernel.stages}
     roles = kernel.roles or Roles()
     registers = _given(producer=roles.producer_registers, consumer=roles.consumer_registers)
-    found["warps"] = _given(
+    choices["warps"] = _given(
         count=kernel.num_warps, producer=roles.producer, consumer=roles.consumer, schedule=roles.schedule,
         overlap=roles.overlap, registers=registers or None, cluster=roles.cluster,
     )  # fmt: skip
     given = kernel.backward or Backward()
-    found["backward"] = {name: _gradient(getattr(given, name)) for name in ("dkdv", "dq")}
-    found["backward"] = {name: fields for name, fields in found["backward"].items() if fields}
-    return {name: fields for name, fields in found.items() if fields}
+    choices["backward"] = {name: _gradient(getattr(given, name)) for name in ("dkdv", "dq")}
+    choices["backward"] = {name: fields for name, fields in choices["backward"].items() if fields}
+    return {name: fields for name, fields in choices.items() if fields}
 
 
 def tuned_text(gpu: str, versions: Mapping[str, str], choices: Sequence[Mapping[str, Any]]) -> str:
