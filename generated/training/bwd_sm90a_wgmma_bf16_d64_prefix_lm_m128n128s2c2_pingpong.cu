@@ -213,7 +213,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     float softmax_scale,
     int has_seqused_k
 ) {
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
+  // The compiler sees from __shfl_sync that the warp is the same in all lanes. Below, __any_sync(~0u, condition) does this
+  // for a condition that all lanes share: it becomes a uniform branch, as wgmma and barriers need.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   const int warpgroup = warp / 4;
 
@@ -488,7 +490,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     }
   } else {
     grow_registers<kConsumerRegisters>();
-    // A consumer: 64 keys. A lane holds elements of two keys, 8 apart, and of every fourth pair of queries.
+    // A consumer: 64 keys. Its accumulators of S^T and dP^T have the keys as rows and the queries of a step as columns. Warp w
+    // has 16 rows, and a lane has two of them, 8 apart, in two columns of every eight:
+    //
+    //                                query 8 i + 2 (lane % 4)    the next query
+    //     key 16 w + lane / 4              s[4 i]                  s[4 i + 1]
+    //     key 16 w + lane / 4 + 8          s[4 i + 2]              s[4 i + 3]
+    //
+    // Packed in pairs, P^T and dS^T are then A operands of the next products as they are: dV += P^T dO, dK += dS^T Q.
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
@@ -712,6 +721,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       }
       return true;
     };
+
     if (warpgroup == 1) named_arrive(Named::kTurn, 0, 128 * kConsumers);  // the first turn is consumer 0's
     while (true) {
       step = next_step();
