@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.dtypes import DType
@@ -86,13 +86,8 @@ class CudaBackwardView:
     cleared_chunks: str
     lanes_of_row: int
     chunks_of_row: int
-    row_of_out: str
-    row_of_dout: str
     dqkv: Launch
     dqkv_lines: tuple[str, ...]
-    key_box: str
-    query_box: str
-    row_entry: str
     uses_q_tiles: bool
     uses_whole_tiles: bool
     by_head: bool
@@ -102,9 +97,6 @@ class CudaBackwardView:
     own_visible: tuple[str, str] | None  # the tiles that see keys of one consumer, where it has spans of its own
     whole: str
     word_lines: tuple[Statement, ...]
-    sum_tile: Callable[[str, str], str]
-    turn: str
-    counters: str
     work_lines: tuple[str, ...]
     uses_q_first: bool
     uses_packed: bool
@@ -124,14 +116,11 @@ class CudaBackwardView:
     factor_lines: tuple[Statement, ...]
     factor: Code
     uses_b: bool
-    dk_rows: str
-    dv_rows: str
     postprocess: Launch | None  # where it has a kernel of its own
     postprocess_lines: tuple[str, ...]
     postprocess_uses_hk: bool
     dq_factor_lines: tuple[Statement, ...]
     dq_factor: Code
-    dq_row: str
     dq_padded: bool
     classifier: ClassifierView | None
 
@@ -182,15 +171,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         cleared_chunks="state_chunks" if first_stored(plan) else "sum_chunks",
         lanes_of_row=row_lanes(plan.head_dim_v, out),
         chunks_of_row=plan.head_dim_v // out.chunk_elements,
-        row_of_out=_row(plan, "out", "row"),
-        row_of_dout=_row(plan, "dout", "row"),
         dqkv=parts["dqkv"],
         dqkv_lines=_lines(plan, parts["dqkv"]),
-        key_box=_key_box(plan, "start" if roles.cluster > 1 else "kv_start"),
-        query_box="kBlockM - rows, q_begin + q_start + rows" if plan.varlen else "q_start, b",
-        row_entry="h * static_cast<long long>(total_q) + q_begin + q"
-        if plan.varlen
-        else "(b * static_cast<long long>(heads) + h) * seqlen_q + q",
         uses_q_tiles=plan.varlen and "q_tiles" in spans,
         uses_whole_tiles="whole_tiles" in spans,
         by_head=_by_head(plan),
@@ -200,9 +182,6 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         own_visible=_own_visible(found) if roles.own_spans else None,
         whole=_inside(found),
         word_lines=listed,
-        sum_tile=lambda h, tile: _sum_tile(plan, h, tile),
-        turn=_turn(dqkv),
-        counters=_counters(plan),
         work_lines=_cluster_lines(steps) if roles.cluster > 1 else _work_lines(plan, steps),
         uses_q_first="q_first" in steps,
         uses_packed=not (steps | spans).isdisjoint(("q_begin", "k_begin")),
@@ -222,14 +201,11 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         factor_lines=factor_lines,
         factor=factor_text,
         uses_b=not plan.varlen or "b" in reads([*factor_lines, factor_text]),
-        dk_rows=_row(plan, "dk", "key", head="hk"),
-        dv_rows=_row(plan, "dv", "key", head="hk"),
         postprocess=postprocess,
         postprocess_lines=_lines(plan, postprocess) if postprocess else (),
         postprocess_uses_hk="hk" in reads([*dq_factor_lines, dq_factor]),
         dq_factor_lines=dq_factor_lines,
         dq_factor=dq_factor,
-        dq_row=_row(plan, "dq", _dq_row(plan, "q_start + row" if postprocess else "first_row")),
         dq_padded=roles.sum_columns > plan.head_dim_qk,
         classifier=_classifier(plan.of_launch(parts["classify_dqkv"])) if "classify_dqkv" in parts else None,
     )
@@ -272,52 +248,9 @@ def _cluster_lines(steps: frozenset[str]) -> tuple[str, ...]:
     return (*lines, "const int h = step.h;") if "h" in steps else tuple(lines)
 
 
-def _key_box(plan: Plan, start: str) -> str:
-    """Return the coordinates of a box of keys: what lies beyond the last of its ``rows`` arrives as zeros."""
-    keys = "kKeys" if plan.launch(plan.main).cluster > 1 else "kBlockN"
-    return f"{keys} - rows, k_begin + {start} + rows" if plan.varlen else f"{keys} - rows, {start} + rows, b"
-
-
-def _row(plan: Plan, name: str, row: str, head: str = "h") -> str:
-    """Return where a row of a head begins, after the name of its pointer; without a row, where the head does."""
-    batch = "" if plan.varlen else f"b * stride_{name}_b + "
-    rows = f" + {row} * stride_{name}_s" if row else ""
-    pointer = "" if name in ("out", "dout") else f"{name}_ptr + "
-    return f"{pointer}{batch}{head} * stride_{name}_h{rows}"
-
-
-def _dq_row(plan: Plan, row: str) -> str:
-    """Return the row of a head, or of all sequences, that a row of a sequence is."""
-    row = f"q_begin + {row}" if plan.varlen else row
-    return f"({row})" if " " in row else row
-
-
-def _sum_tile(plan: Plan, h: str, tile: str) -> str:
-    """Return which tile of the dQ accumulator is that of a head and a tile of queries."""
-    tile = f"({tile})" if " " in tile else tile
-    if plan.varlen:  # a sequence has a tile more than its rows fill, so that all begin with a tile of their own
-        return f"{h} * (total_q / kBlockM + batch) + q_begin / kBlockM + b + {tile}"
-    return f"(b * heads + {h}) * q_tiles + {tile}"
-
-
 def _by_head(plan: Plan) -> bool:
     """Whether the queries that see a tile of keys are found for each head by itself."""
     return by_head(plan.variant) or plan.iteration == "tile_map"
-
-
-def _turn(plan: Plan) -> str:
-    """Return the number of a step among all that a KV head may have, in the order in which its tiles of keys go."""
-    if _by_head(plan):
-        return "(h - hk * group) * (last_tile + 1) + last_tile - tile"
-    return "(last_tile - tile) * group + h - hk * group"
-
-
-def _counters(plan: Plan) -> str:
-    """Return where counters begin: after the dQ accumulator, so that they are cleared with it, or alone."""
-    if first_stored(plan):
-        return "reinterpret_cast<uint32_t*>(dq_state_ptr)"
-    tiles = "heads * (total_q / kBlockM + batch)" if plan.varlen else "batch * heads * q_tiles"
-    return f"reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>({tiles}) * kSumsOfTile)"
 
 
 def _classifier(plan: Plan) -> ClassifierView:
