@@ -10,18 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attngen.formats import VERSION
-from attngen.runtime.exported import install as _install
+from attngen.runtime.calls.exported import install as _install
 
 if TYPE_CHECKING:
     from attngen import errors, integrations
     from attngen.first_call import jit
     from attngen.looking import debug
-    from attngen.runtime.append import append_kv
-    from attngen.runtime.calls import attention, attention_paged, attention_varlen, define_operators
-    from attngen.runtime.dispatch import explain, tile_map
-    from attngen.runtime.merge import merge
-    from attngen.runtime.quantize import quantize
-    from attngen.runtime.registry import load
+    from attngen.runtime.calls.append import append_kv
+    from attngen.runtime.calls.dispatch import explain, tile_map
+    from attngen.runtime.calls.entry import attention, attention_paged, attention_varlen, define_operators
+    from attngen.runtime.calls.merge import merge
+    from attngen.runtime.calls.quantize import quantize
+    from attngen.runtime.registry.lookup import load
     from attngen.variants import variant
 
 __version__ = VERSION
@@ -33,20 +33,20 @@ __all__ = [
 
 #: Public name → the module that holds it; None for a submodule of that name.
 _HOMES = {
-    "append_kv": "attngen.runtime.append",
-    "attention": "attngen.runtime.calls",
-    "attention_paged": "attngen.runtime.calls",
-    "attention_varlen": "attngen.runtime.calls",
+    "append_kv": "attngen.runtime.calls.append",
+    "attention": "attngen.runtime.calls.entry",
+    "attention_paged": "attngen.runtime.calls.entry",
+    "attention_varlen": "attngen.runtime.calls.entry",
     "debug": "attngen.looking",
-    "define_operators": "attngen.runtime.calls",
+    "define_operators": "attngen.runtime.calls.entry",
     "errors": None,
-    "explain": "attngen.runtime.dispatch",
+    "explain": "attngen.runtime.calls.dispatch",
     "integrations": None,
     "jit": "attngen.first_call",
-    "load": "attngen.runtime.registry",
-    "merge": "attngen.runtime.merge",
-    "quantize": "attngen.runtime.quantize",
-    "tile_map": "attngen.runtime.dispatch",
+    "load": "attngen.runtime.registry.lookup",
+    "merge": "attngen.runtime.calls.merge",
+    "quantize": "attngen.runtime.calls.quantize",
+    "tile_map": "attngen.runtime.calls.dispatch",
     "variant": "attngen.variants",
 }
 

@@ -17,13 +17,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from attngen.errors import AttngenError, CallError, NoKernelError, ToolchainError, internal_error
-from attngen.runtime import on_demand
+from attngen.runtime.registry import on_demand
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from attngen.lang.variant import Variant
-    from attngen.runtime.select import Request
+    from attngen.runtime.registry.select import Request
     from attngen.schema import KernelSpec
     from attngen.tools.build.compiles import BuiltKernel, Failure
 
@@ -92,7 +92,7 @@ class _Switched:
 
 def _forget() -> None:
     """Clear the registry's cached answers, if it is loaded: which operators a name has depends on the switch."""
-    module = sys.modules.get("attngen.runtime.registry")
+    module = sys.modules.get("attngen.runtime.registry.lookup")
     if module is not None:
         module.registry.forget()
 
@@ -112,8 +112,8 @@ class _Maker:
         Raises NoKernelError, with the reason, for a kernel that cannot be compiled, and ToolchainError if that is the
         compiler's fault: nothing else answers the call then.
         """
-        from attngen.runtime import driver as drivers
-        from attngen.runtime.select import arch_of, describe, no_spec_adds
+        from attngen.runtime.device import driver as drivers
+        from attngen.runtime.registry.select import arch_of, describe, no_spec_adds
 
         capability = drivers.current().capability(request.device)
         if no_spec_adds(request, capability) is not None or arch_of(capability) is None:
@@ -150,8 +150,8 @@ class _Maker:
         """
         from concurrent.futures import ThreadPoolExecutor
 
-        from attngen.runtime.module import read_kernel
-        from attngen.runtime.registry import registry
+        from attngen.runtime.kernels.module import read_kernel
+        from attngen.runtime.registry.lookup import registry
         from attngen.store import Store
         from attngen.store.spare import spare
 
@@ -197,8 +197,8 @@ class _Maker:
 
     def used(self, request: Request) -> None:
         """Remember the kernel that a request used; see ``on_demand.Maker``."""
-        from attngen.runtime import driver as drivers
-        from attngen.runtime.select import arch_of, yaml_lines
+        from attngen.runtime.device import driver as drivers
+        from attngen.runtime.registry.select import arch_of, yaml_lines
 
         capability = drivers.current().capability(request.device)
         if arch_of(capability) is not None:
@@ -241,7 +241,7 @@ class _Maker:
 
 def _asked(request: Request, capability: int) -> KernelSpec:
     """Return the kernel that the error of the missing one says to add to a spec."""
-    from attngen.runtime.select import yaml_lines
+    from attngen.runtime.registry.select import yaml_lines
     from attngen.schema import expand, load_spec_text
 
     variant = request.call.variant

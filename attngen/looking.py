@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from attngen.runtime.debug import debug as checking
+from attngen.runtime.arguments.debug import debug as checking
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attngen.errors import SpecError
 from attngen.lang.constant_conditions import fold_conditions
 from attngen.lang.variant import Variant
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 
 if TYPE_CHECKING:
     import torch

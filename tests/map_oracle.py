@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attngen.lang.eager import evaluate
-from attngen.runtime.checked import Call
-from attngen.runtime.reference import lengths, names_of
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.reference.eager import lengths, names_of
 
 VARIANTS = (
     "ids", "ids_of_64_bits", "apart", "other_heads", "shifted", "nested", "windows", "images", "unlike", "later",

@@ -40,6 +40,12 @@ NOT_FOR_RUNTIME = {"schema", "plan", "render", "compile"}
 #: The same inside ``attngen/tools``: what all share first.
 TOOLS = ("record", "cases", "values", "build", "explain", "verify", "bench", "tune")
 
+#: The same inside ``attngen/runtime``, between device and call.
+RUNTIME = (
+    "cache", "device", "arguments", "kernels", "geometry", "reference", "registry", "launch", "autograd", "helpers",
+    "calls",
+)  # fmt: skip
+
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).as_posix() not in FACADES)
 
 
@@ -130,16 +136,27 @@ def test_cycles_are_found(tmp_path: Path) -> None:
     assert cycles(graph(tmp_path, "attngen")) == [{"attngen.part.a", "attngen.part.b", "attngen.part.c"}]
 
 
-def test_every_tool_has_a_place() -> None:
-    assert {path.stem for path in (PACKAGE / "tools").iterdir()} - {"__init__", "__pycache__"} == set(TOOLS)
+#: Packages whose parts have an order of their own.
+ORDERED = {"tools": TOOLS, "runtime": RUNTIME}
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "tools").rglob("*.py")), ids=lambda path: path.stem)
-def test_tools_import_only_what_stands_before_them(path: Path) -> None:
-    own = path.relative_to(PACKAGE / "tools").parts[0].removesuffix(".py")
+@pytest.mark.parametrize("package", ORDERED)
+def test_every_part_of_a_package_has_a_place(package: str) -> None:
+    parts = {path.stem for path in (PACKAGE / package).iterdir()} - {"__init__", "__pycache__"}
+    assert parts == set(ORDERED[package])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in MODULES if path.relative_to(PACKAGE).parts[0] in ORDERED],
+    ids=lambda path: path.relative_to(PACKAGE).as_posix(),
+)
+def test_parts_import_only_what_stands_before_them(path: Path) -> None:
+    package, own = path.relative_to(PACKAGE).parts[:2]
+    order, own = ORDERED[package], own.removesuffix(".py")
     for line, parts in imported_names(path):
-        if parts[1] == "tools":
-            assert TOOLS.index(parts[2]) <= TOOLS.index(own), f"{path}:{line}: {own} must not import {parts[2]}"
+        if parts[1] == package:
+            assert order.index(parts[2]) <= order.index(own), f"{path}:{line}: {own} must not import {parts[2]}"
 
 
 def loaded(code: str, *names: str) -> list[str]:

@@ -22,7 +22,7 @@ from attngen.store.limits import available_bytes, job_limit
 from attngen.store.store import Store
 
 if TYPE_CHECKING:
-    from attngen.runtime.packages import Package
+    from attngen.runtime.registry.packages import Package
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +175,8 @@ def _arches() -> list[Finding]:
 
 def _wheels() -> list[Finding]:
     """Look which drivers the kernels of each installed package run on."""
-    from attngen.runtime.discovery import installed_packages
-    from attngen.runtime.shipped import INDEX
+    from attngen.runtime.registry.discovery import installed_packages
+    from attngen.runtime.registry.shipped import INDEX
 
     return [
         _try("wheels", name, partial(_drivers_of, package))
@@ -186,7 +186,7 @@ def _wheels() -> list[Finding]:
 
 
 def _drivers_of(package: Package) -> str:
-    from attngen.runtime.shipped import drivers_of_package
+    from attngen.runtime.registry.shipped import drivers_of_package
 
     drivers = drivers_of_package(Path(package.origin))
     rows = [f"{arch} with a driver for {driver_text(version)} or later" for arch, version in drivers.items()]
@@ -211,7 +211,7 @@ def _run() -> list[Finding]:
 
 
 def _driver() -> str:
-    from attngen.runtime.driver import current
+    from attngen.runtime.device.driver import current
 
     version = current().version()
     return f"supports CUDA {cuda_release(version)}"

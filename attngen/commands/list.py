@@ -41,7 +41,7 @@ _COLUMNS = ("package", "kernel", "from", "registers", "spills", "shared_memory",
 
 def _kernels(wanted: Sequence[str]) -> list[dict[str, Any]]:
     """Return one row for each kernel, in the order in which calls look for them."""
-    from attngen.runtime.registry import registry
+    from attngen.runtime.registry.lookup import registry
 
     rows = []
     for rank, package in registry.packages():

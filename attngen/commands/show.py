@@ -14,7 +14,7 @@ from attngen.errors import CallError, StoreError, suggest
 from attngen.store.entry import CUBIN
 
 if TYPE_CHECKING:
-    from attngen.runtime.module import Kernel
+    from attngen.runtime.kernels.module import Kernel
 
 
 @click.command()
@@ -67,7 +67,7 @@ def find_kernel(name: str) -> Kernel:
 
 def _kernels() -> dict[str, Kernel]:
     """Return ``package/kernel`` → kernel, for all that calls would find."""
-    from attngen.runtime.registry import registry
+    from attngen.runtime.registry.lookup import registry
 
     kernels: dict[str, Kernel] = {}
     for _, package in registry.packages():

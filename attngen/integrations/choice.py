@@ -20,15 +20,17 @@ from attngen.integrations import catalogue
 from attngen.integrations.catalogue import variant
 from attngen.lang.dropout import DROPOUT_P, MAX_RATE, RNG_STATE
 from attngen.lang.variant import Variant
-from attngen.runtime import calls, dispatch, on_demand
-from attngen.runtime import driver as drivers
+from attngen.runtime.arguments.checked import ATTENTION_DTYPES
+from attngen.runtime.arguments.dropout import draw
+from attngen.runtime.arguments.torch_state import is_traced
+from attngen.runtime.autograd.training import asks_for_determinism
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.checked import ATTENTION_DTYPES
-from attngen.runtime.dispatch import is_traced
-from attngen.runtime.dropout import draw
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import registry
-from attngen.runtime.training import asks_for_determinism
+from attngen.runtime.calls import dispatch
+from attngen.runtime.calls import entry as calls
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry import on_demand
+from attngen.runtime.registry.lookup import registry
 
 #: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of a packed call.
 Packing = tuple[Tensor, Tensor, int, int]

@@ -25,10 +25,10 @@ from attngen.integrations.flash_arguments import (
     steppable,
     tensor,
 )
-from attngen.runtime.append import append_kv
-from attngen.runtime.append_torch import rotated
-from attngen.runtime.checked import TORCH_DTYPES
-from attngen.runtime.dispatch import is_traced
+from attngen.runtime.arguments.checked import TORCH_DTYPES
+from attngen.runtime.arguments.torch_state import is_traced
+from attngen.runtime.calls.append import append_kv
+from attngen.runtime.helpers.append_torch import rotated
 
 #: The shipped spec that builds what these functions ask for.
 SPEC = "flash_attn_kvcache"

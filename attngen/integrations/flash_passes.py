@@ -18,7 +18,7 @@ from attngen.errors import CallError
 from attngen.integrations.choice import Candidate, Packing, attend, with_dropout
 from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor
 from attngen.integrations.gradients import gradients_of, row_sums
-from attngen.runtime.dropout import draw
+from attngen.runtime.arguments.dropout import draw
 
 #: flash-attn rounds the rows of what a backward returns up to this.
 _ROWS = 128

@@ -14,10 +14,10 @@ from attngen.errors import AttngenError, CallError
 from attngen.integrations.flex_identity import Watch
 from attngen.integrations.flex_mask import BlockMask, Mod
 from attngen.integrations.flex_meaning import Traced, meaning
-from attngen.runtime import calls
-from attngen.runtime.binding import bind_call
-from attngen.runtime.given import Given
-from attngen.runtime.reference import row_maxima
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.calls import entry as calls
+from attngen.runtime.reference.eager import row_maxima
+from attngen.runtime.registry.binding import bind_call
 
 #: What a score_mod meant at its last call without a mask, and what tells whether it still does.
 _LAST: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()

@@ -16,8 +16,9 @@ from attngen.errors import CallError, NoKernelError
 from attngen.integrations import choice
 from attngen.integrations.catalogue import variant
 from attngen.integrations.choice import Candidate, Packing
-from attngen.runtime import calls, training
-from attngen.runtime.given import Given
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.autograd import training
+from attngen.runtime.calls import entry as calls
 
 _HALVES = (torch.bfloat16, torch.float16)
 

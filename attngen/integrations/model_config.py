@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from attngen.errors import CallError, SpecError, suggest
-from attngen.runtime.checked import ATTENTION_DTYPES
+from attngen.runtime.arguments.checked import ATTENTION_DTYPES
 
 _CONFIG = "config.json"
 #: The dtypes of kernels, as torch's.

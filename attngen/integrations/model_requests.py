@@ -27,7 +27,7 @@ from attngen.integrations.model_config import TORCH_DTYPES, made, offline, quiet
 from attngen.integrations.model_inputs import BATCH, TOKENS, inputs_of, of_images, step_of
 from attngen.integrations.model_without_data import without_data
 from attngen.integrations.transformers_versions import FULL, SLIDING, cache_of
-from attngen.runtime.checked import ATTENTION_DTYPES
+from attngen.runtime.arguments.checked import ATTENTION_DTYPES
 
 #: The implementation of attention that records calls and computes nothing.
 _NAME = "attngen_requests"

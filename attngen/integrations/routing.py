@@ -34,12 +34,12 @@ from attngen.errors import CallError
 from attngen.integrations import choice
 from attngen.integrations.choice import Candidate, attend, has_backward, reason_against, with_dropout
 from attngen.lang.dropout import MAX_RATE
-from attngen.runtime.binding import check_backend
+from attngen.runtime.arguments.checked import ATTENTION_DTYPES
+from attngen.runtime.arguments.scalars import FLOAT32_MAX
+from attngen.runtime.autograd.training import asks_for_determinism, carries_tangent
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.checked import ATTENTION_DTYPES
-from attngen.runtime.registry import registry
-from attngen.runtime.scalars import FLOAT32_MAX
-from attngen.runtime.training import asks_for_determinism, carries_tangent
+from attngen.runtime.registry.binding import check_backend
+from attngen.runtime.registry.lookup import registry
 
 SPEC = "sdpa"
 

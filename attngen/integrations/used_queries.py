@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.runtime.dispatch import is_traced
+from attngen.runtime.arguments.torch_state import is_traced
 
 
 @dataclass(frozen=True)

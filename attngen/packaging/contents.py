@@ -13,7 +13,7 @@ from attngen.formats import HELPERS, MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VE
 from attngen.packaging.vendor import runtime_files
 from attngen.packaging.view import PackageView, VariantView, compiler_lines, compilers_of, drivers_of, fill
 from attngen.resources import licence_file
-from attngen.runtime.shipped import INDEX, KERNELS
+from attngen.runtime.registry.shipped import INDEX, KERNELS
 from attngen.store.entry import CUBIN, MANIFEST
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import BuiltKernel, Observer, Prepared, compile_kernels, each_once, prepare

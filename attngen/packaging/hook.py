@@ -18,7 +18,7 @@ from attngen.errors import PackageError
 from attngen.packaging.contents import Contents, contents_of
 from attngen.packaging.settings import Settings
 from attngen.packaging.sizes import sizes_of
-from attngen.runtime.discovery import ENTRY_POINTS
+from attngen.runtime.registry.discovery import ENTRY_POINTS
 from attngen.tools.build.pipeline import Observer
 
 

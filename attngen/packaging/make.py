@@ -20,7 +20,7 @@ from attngen.packaging.project import Choices, project_files
 from attngen.packaging.settings import Settings
 from attngen.packaging.sizes import Sizes, sizes_of
 from attngen.packaging.view import DRIVER_LINE, drivers_text
-from attngen.runtime.shipped import INDEX
+from attngen.runtime.registry.shipped import INDEX
 from attngen.tools.build.pipeline import Observer
 
 

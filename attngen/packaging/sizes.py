@@ -11,7 +11,7 @@ from zipfile import ZipFile
 
 from attngen.errors import PackageError
 from attngen.formats import APPEND
-from attngen.runtime.shipped import INDEX, KERNELS
+from attngen.runtime.registry.shipped import INDEX, KERNELS
 from attngen.schema.expand import KernelSpec, appends
 
 #: Rows that a refusal shows.

@@ -9,19 +9,19 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import attngen
 from attngen.formats import VERSION
 
 #: What a package's own ``__init__`` imports; the rest follows from what these import.
 ROOTS = (
-    "errors", "runtime.append", "runtime.calls", "runtime.debug", "runtime.dispatch", "runtime.merge",
-    "runtime.quantize", "runtime.registry", "runtime.tile_map",
+    "errors", "runtime.arguments.debug", "runtime.calls.append", "runtime.calls.dispatch", "runtime.calls.entry",
+    "runtime.calls.merge", "runtime.calls.quantize", "runtime.launch.tile_map", "runtime.registry.lookup",
 )  # fmt: skip
 
 #: Looks for other packages, which a package itself does not do.
-LEFT_OUT = frozenset({"runtime.discovery"})
+LEFT_OUT = frozenset({"runtime.registry.discovery"})
 
 #: Parts of attngen that may be copied: none of them imports anything but torch, cuda-bindings and the standard library.
 COPIED = frozenset({"errors", "dtypes", "arch", "drivers", "files", "formats", "lang", "runtime"})
@@ -43,8 +43,8 @@ def runtime_files() -> dict[str, bytes]:
     strays = sorted(module for module in modules if module.split(".")[0] not in COPIED)
     assert not strays, f"the runtime imports what a package must not need: {', '.join(strays)}"
     files = {f"{module.replace('.', '/')}.py": _relative(module).encode() for module in modules}
-    for part in {module.split(".")[0] for module in modules if "." in module}:
-        files[f"{part}/__init__.py"] = (_FOLDER / part / "__init__.py").read_bytes()
+    for folder in {parent for path in files for parent in PurePosixPath(path).parents} - {PurePosixPath()}:
+        files[f"{folder}/__init__.py"] = (_FOLDER / folder / "__init__.py").read_bytes()
     files["__init__.py"] = f'"""The runtime of attngen {VERSION}, which this package carries."""\n'.encode()
     return dict(sorted(files.items()))
 

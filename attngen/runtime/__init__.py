@@ -1,1 +1,2 @@
-"""Loading cubins and calling them: registry, selection, argument packing, launch, torch operators, reference."""
+"""Loading cubins and calling them. Packages, from lower to upper: device, arguments, kernels, geometry, reference,
+registry, launch, autograd, helpers, calls; each imports those before it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 
 
 @pytest.fixture(autouse=True)

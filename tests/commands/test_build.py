@@ -90,7 +90,7 @@ def test_render_only(spec: Path, tmp_path: Path) -> None:
 def test_list(spec: Path) -> None:
     assert "no kernels" in attngen("list").stdout
     attngen("build", spec)
-    from attngen.runtime.registry import registry
+    from attngen.runtime.registry.lookup import registry
 
     registry.clear()
     output = attngen("list").stdout

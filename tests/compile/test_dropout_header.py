@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attngen.resources import root
-from attngen.runtime.dropout import kept, rate_of
+from attngen.runtime.arguments.dropout import kept, rate_of
 
 HEADER = root() / "templates" / "cuda" / "include" / "dropout.cuh"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")

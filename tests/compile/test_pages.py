@@ -19,7 +19,7 @@ import pytest
 
 from attngen.render.environment import environment
 from attngen.resources import templates_dir
-from attngen.runtime.tensormap import TensorMap
+from attngen.runtime.device.tensormap import TensorMap
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 HEADER = templates_dir() / "cuda" / "include" / "pages.cuh"

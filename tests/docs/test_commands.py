@@ -21,7 +21,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from attngen import cli, resources
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from attngen.schema import Spec
 from attngen.schema.tuned import tuned_text
 from attngen.tools.bench import run as race

@@ -49,8 +49,8 @@ def test_specs_load(block: Block, tmp_path: Path) -> None:
 def known_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The variants of the Hopper spec and of all YAML blocks, as if they were built; and no GPU."""
     torch = pytest.importorskip("torch")
-    from attngen.runtime.module import Kernel
-    from attngen.runtime.registry import package_of_kernels, registry
+    from attngen.runtime.kernels.module import Kernel
+    from attngen.runtime.registry.lookup import package_of_kernels, registry
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))

@@ -53,7 +53,7 @@ def try_one(folder: str, seed: int, last: bool) -> tuple[str, str]:
     """
     import torch
 
-    from attngen.runtime.module import read_kernel
+    from attngen.runtime.kernels.module import read_kernel
     from attngen.tools.verify.gpu import Gpu, try_pinned
 
     torch.cuda.set_device(os.getpid() % torch.cuda.device_count())

@@ -117,7 +117,7 @@ def _nothing_known() -> None:
 
     Programs that torch has compiled name the packages that were known then.
     """
-    from attngen.runtime.registry import registry
+    from attngen.runtime.registry.lookup import registry
 
     registry.clear()
     if "torch._dynamo" in sys.modules:
@@ -141,7 +141,7 @@ def _workers(fresh_workers: None) -> None:
 @pytest.fixture
 def only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Make the kernels of one shipped spec known, and no others."""
-    from attngen.runtime.registry import registry
+    from attngen.runtime.registry.lookup import registry
     from tests.gpu.packages import package
 
     chosen = package(request.param)

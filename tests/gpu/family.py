@@ -17,11 +17,11 @@ from attngen.arch import Arch, arch_of
 from attngen.lang.eager import evaluate
 from attngen.plan import Plan
 from attngen.render import render
-from attngen.runtime.checked import Call, Packing
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.pinned import Buffers, Pinned
-from attngen.runtime.reference import lengths, names_of
-from attngen.runtime.registry import Package, package_of_kernels, registry
+from attngen.runtime.arguments.checked import Call, Packing
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.launch.pinned import Buffers, Pinned
+from attngen.runtime.reference.eager import lengths, names_of
+from attngen.runtime.registry.lookup import Package, package_of_kernels, registry
 from attngen.schema import KernelSpec, load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels, plans

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from attngen.formats import QUANTIZE
-from attngen.runtime.pinned import Pinned
+from attngen.runtime.launch.pinned import Pinned
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.cases import Case

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.pinned import Pinned, PinnedGradients
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.launch.pinned import Pinned, PinnedGradients
 from attngen.tools.cases import Case
 from attngen.tools.verify.inputs import Element, Inputs, make_inputs
 from attngen.tools.verify.poison import poisoned, poisoned_gradients

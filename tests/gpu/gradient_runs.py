@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attngen.runtime.module import Kernel
-from attngen.runtime.pinned import PinnedGradients
-from attngen.runtime.reference import reference
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.launch.pinned import PinnedGradients
+from attngen.runtime.reference.eager import reference
 from attngen.tools.cases import Case
 from attngen.tools.verify.inputs import Element, make_inputs
 from attngen.tools.verify.poison import poisoned_gradients

@@ -14,8 +14,8 @@ from attngen import resources
 from attngen.formats import APPEND
 from attngen.plan import Plan
 from attngen.render import render
-from attngen.runtime.module import read_kernel
-from attngen.runtime.registry import Package, package_of_kernels
+from attngen.runtime.kernels.module import read_kernel
+from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import KernelSpec, load_spec, spec_hash
 from attngen.store.index import Index, IndexEntry, write_index
 from attngen.store.store import Store

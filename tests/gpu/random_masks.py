@@ -30,11 +30,11 @@ import torch
 import attngen
 from attngen.errors import AttngenError, InternalError
 from attngen.formats import HELPERS
-from attngen.runtime import driver as drivers
-from attngen.runtime.capacity import capacity_for
-from attngen.runtime.geometry import MapShape, geometries, map_shapes
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.geometry.capacity import capacity_for
+from attngen.runtime.geometry.sizes import MapShape, geometries, map_shapes
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.store import worker
 from attngen.store.jobs import Job, Workers, run_jobs, worker_processes
 from attngen.store.limits import available_cores

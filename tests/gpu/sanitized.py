@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from attngen.runtime.checked import Packing
+from attngen.runtime.arguments.checked import Packing
 from attngen.tools.cases import Case
 from attngen.tools.values import arguments_of
 from tests.gpu.family import Run, kernels

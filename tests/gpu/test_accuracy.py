@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 import torch
 
-from attngen.runtime.checked import Call
-from attngen.runtime.pinned import Buffers, Pinned
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.launch.pinned import Buffers, Pinned
 from attngen.tools.cases import Case
 from attngen.tools.verify.trial import Trial, try_kernel
 from tests.gpu.family import Run, kernels, labels, left_out, same

@@ -19,11 +19,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime import append_run, append_torch
-from attngen.runtime.append_arguments import Append, check
-from attngen.runtime.append_kernel import PreparedAppend
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.helpers import append_run, append_torch
+from attngen.runtime.helpers.append_arguments import Append, check
+from attngen.runtime.helpers.append_kernel import PreparedAppend
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels
 from attngen.tools.verify.gpu import try_pinned

@@ -15,7 +15,7 @@ import torch
 from attngen.compile.triton import UNCHECKED_CODE, WRONG_CODE
 from attngen.plan.attempts import attempts
 from attngen.render import render
-from attngen.runtime.module import read_kernel
+from attngen.runtime.kernels.module import read_kernel
 from attngen.schema import expand, load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import BuiltKernel, Prepared, compile_kernels

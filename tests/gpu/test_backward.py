@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.checked import Call
-from attngen.runtime.gradients import GradientBuffers
-from attngen.runtime.pinned import PinnedGradients, prepared_shapes
-from attngen.runtime.registry import Package, package_of_kernels
-from attngen.runtime.tile_map import _KEPT, kept_maps
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.launch.gradients import GradientBuffers
+from attngen.runtime.launch.pinned import PinnedGradients, prepared_shapes
+from attngen.runtime.launch.tile_map import _KEPT, kept_maps
+from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
 from attngen.tools.bench.memory import workspace, workspace_bound
 from attngen.tools.build.pipeline import Prepared, plans

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from attngen import cli, resources
 from attngen.arch import arch_of
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from attngen.tools.bench.ladder import RUNGS
 from attngen.tools.bench.masks.report import FLEX
 from tests.tools.bench_support import SCHEMA

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attngen.errors import NoKernelError
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from tests.gpu.packages import indexed
 from tests.integrations.cached import Cached, checked, draw
 

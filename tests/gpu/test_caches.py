@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime import counters, dispatch, launch, tensormap, training
-from attngen.runtime.registry import Package
+from attngen.runtime.autograd import training
+from attngen.runtime.calls import dispatch
+from attngen.runtime.device import counters, tensormap
+from attngen.runtime.launch import launches as launch
+from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import same
 from tests.gpu.packages import only_package
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.registry import Package, package_of_kernels
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare_each

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.pinned import PinnedGradients
+from attngen.runtime.launch.pinned import PinnedGradients
 from attngen.tools.cases import Case
 from attngen.tools.verify.gradient_contract import expected_gradients
 from attngen.tools.verify.inputs import Element, make_inputs

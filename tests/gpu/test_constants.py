@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from attngen.runtime.checked import Call
-from attngen.runtime.gradients import GradientBuffers
-from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.launch.gradients import GradientBuffers
+from attngen.runtime.launch.pinned import Buffers, Pinned, PinnedGradients
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, plans
 from attngen.tools.verify.trial import try_backward, try_kernel

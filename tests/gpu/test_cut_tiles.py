@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngen.runtime import geometry
-from attngen.runtime.checked import Call
-from attngen.runtime.cuts import NONE, Cut
-from attngen.runtime.gradients import GradientBuffers
-from attngen.runtime.pinned import PinnedGradients
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.geometry import sizes as geometry
+from attngen.runtime.geometry.cuts import NONE, Cut
+from attngen.runtime.launch.gradients import GradientBuffers
+from attngen.runtime.launch.pinned import PinnedGradients
 from attngen.tools.cases import Case
 from attngen.tools.verify.gradient_contract import expected_gradients
 from attngen.tools.verify.inputs import Element, make_inputs

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from attngen.schema import load_spec_text
 from attngen.tools.build.pipeline import Prepared, build, prepare
 

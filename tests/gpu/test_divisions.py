@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import attngen
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.registry import Package, package_of_kernels, registry
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.registry.lookup import Package, package_of_kernels, registry
 from attngen.schema import load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels, plans, prepare

@@ -11,7 +11,7 @@ import torch
 
 import attngen
 from attngen.errors import NoKernelError
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 
 DOCUMENTS: dict[str, Any] = {"doc": {"dtype": "int32", "shape": ["b", "seqlen_k"], "monotone": {"axis": 1}}}
 

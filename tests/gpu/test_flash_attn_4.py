@@ -11,7 +11,7 @@ import torch
 
 import attngen
 from attngen.integrations.flash_attn_4 import flash_attn_func, flash_attn_varlen_func
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from tests.integrations.test_flash_attn_4 import wanted_with_sink
 
 

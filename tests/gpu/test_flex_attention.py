@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attngen
 from attngen.integrations import flex_attention as ours
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from attngen.schema import load_spec_text
 from attngen.schema.writing import spec_text
 from attngen.tools.build.pipeline import Prepared, build, prepare

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attngen
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import bits
 from tests.gpu.fp8_runs import NAMES, a_case, a_run, kernels

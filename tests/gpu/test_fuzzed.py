@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 
 from attngen.compile.triton import WRONG_CODE
-from attngen.runtime.checked import Call
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.pinned import Buffers, Pinned
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.launch.pinned import Buffers, Pinned
 from attngen.schema import load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels

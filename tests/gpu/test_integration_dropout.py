@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attngen.errors import NoKernelError
 from attngen.integrations import flash_attn, sdpa
-from attngen.runtime.registry import Package
+from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import same
 from tests.gpu.packages import BATCH, HEADS, KV_HEADS, flash_options, larger, no_worse, only_package, qkv
 from tests.gpu.test_integration_gradients import dense_sdpa, leaves, near, no_worse_gradients

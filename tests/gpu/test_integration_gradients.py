@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attngen.integrations import flash_attn, sdpa
-from attngen.runtime.registry import Package
+from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import same
 from tests.gpu.packages import (
     BATCH,

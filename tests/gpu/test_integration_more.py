@@ -16,7 +16,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from attngen.integrations import flash_attn, flash_attn_3, sdpa
 from attngen.integrations import transformers as attngen_transformers
-from attngen.runtime.registry import Package
+from attngen.runtime.registry.lookup import Package
 from tests.gpu.packages import BATCH, HEADS, KV_HEADS, exact, model, no_worse, only_package
 from tests.gpu.test_integration_gradients import dense_sdpa, leaves, no_worse_gradients
 from tests.integrations import families, oracles

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attngen.errors import NoKernelError
 from attngen.integrations import flash_attn, sdpa
-from attngen.runtime.registry import Package
+from attngen.runtime.registry.lookup import Package
 from tests.gpu.packages import (
     BATCH,
     HEADS,

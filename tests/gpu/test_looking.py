@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attngen
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from attngen.tools.verify import comparison
 
 

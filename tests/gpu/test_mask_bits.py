@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.module import read_kernel
-from attngen.runtime.registry import package_of_kernels, registry
-from attngen.runtime.tile_map import kept_maps
+from attngen.runtime.kernels.module import read_kernel
+from attngen.runtime.launch.tile_map import kept_maps
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from attngen.tools.build.pipeline import build
 from tests.commands.test_build import attngen
 from tests.integrations import families

@@ -12,7 +12,7 @@ import torch
 
 import attngen
 from attngen.integrations.transformers_versions import cache_name
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 
 families = pytest.importorskip("tests.integrations.families")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from attngen.runtime.checked import Call
-from attngen.runtime.module import read_kernel
-from attngen.runtime.pinned import Buffers, Pinned
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.kernels.module import read_kernel
+from attngen.runtime.launch.pinned import Buffers, Pinned
 from attngen.schema import load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import BuiltKernel, Prepared, compile_kernels, prepare

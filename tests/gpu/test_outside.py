@@ -8,8 +8,8 @@ import torch
 import attngen
 from attngen.arch import arch_of
 from attngen.plan.schedules import with_schedule
-from attngen.runtime.module import read_kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.kernels.module import read_kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import compile_kernels, prepare

@@ -7,7 +7,7 @@ import torch
 
 import attngen
 from attngen.errors import NoKernelError
-from attngen.runtime.pinned import Pinned
+from attngen.runtime.launch.pinned import Pinned
 from attngen.tools.cases import Case
 from attngen.tools.verify.contract import deviation
 from attngen.tools.verify.poison import poisoned

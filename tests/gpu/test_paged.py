@@ -13,8 +13,8 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare

@@ -18,12 +18,12 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime import quantize_run, quantize_tiles
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.quantize import Quantized
-from attngen.runtime.quantize_arguments import GRANULARITIES
-from attngen.runtime.quantize_launch import PreparedQuantize
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.calls.quantize import Quantized
+from attngen.runtime.helpers import quantize_run, quantize_tiles
+from attngen.runtime.helpers.quantize_arguments import GRANULARITIES
+from attngen.runtime.helpers.quantize_launch import PreparedQuantize
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels
 from attngen.tools.verify.gpu import try_pinned

@@ -10,8 +10,8 @@ import torch
 
 import attngen
 from attngen import resources
-from attngen.runtime.module import read_kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.kernels.module import read_kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import attngen
-from attngen.runtime import capacity
-from attngen.runtime import driver as drivers
-from attngen.runtime.pinned import Pinned
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.geometry import capacity
+from attngen.runtime.launch.pinned import Pinned
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, plans
 from attngen.tools.cases import Case

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.checked import Call
-from attngen.runtime.gradients import GradientBuffers
-from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
-from attngen.runtime.registry import Package, package_of_kernels
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.launch.gradients import GradientBuffers
+from attngen.runtime.launch.pinned import Buffers, Pinned, PinnedGradients
+from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.cases import Case

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from tests.gpu.packages import indexed
 from tests.integrations import families
 from tests.integrations.serving import NEW, PROMPTS, plain, prompts, serve

@@ -13,7 +13,7 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves
 
 import attngen
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from tests.runtime.test_transforms import DERIVATIVES, causal, dense
 
 

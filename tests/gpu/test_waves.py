@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import attngen
 from attngen import cli
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from attngen.tools.bench.small.oracle import compare
 from attngen.tools.build.pipeline import build
 

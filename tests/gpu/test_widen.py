@@ -13,9 +13,10 @@ from torch import Tensor
 
 import attngen
 from attngen.formats import WIDEN
-from attngen.runtime import dispatch, widen
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.calls import dispatch
+from attngen.runtime.helpers import widen
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.runtime.dropout import draw, kept, rate_of
+from attngen.runtime.arguments.dropout import draw, kept, rate_of
 
 
 def next_factors(rate: float, lengths: list[tuple[int, int]], heads: int, device: str = "cpu") -> list[Tensor]:

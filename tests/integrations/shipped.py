@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from attngen import resources
 from attngen.plan import plan
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec
 
 

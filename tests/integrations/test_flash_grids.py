@@ -17,10 +17,11 @@ import attngen
 from attngen.errors import AttngenError
 from attngen.integrations import choice
 from attngen.plan import plan
-from attngen.runtime import dispatch
-from attngen.runtime import driver as drivers
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import registry
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.calls import dispatch
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import registry
 from tests.gpu.flash_grid_runs import run_all, summary, unexpected
 from tests.integrations import flash_grids
 from tests.runtime.support import FakeDriver
@@ -77,7 +78,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
     monkeypatch.setattr(fake, "load", lambda image, symbol, *_: SimpleNamespace(symbol=symbol))
     monkeypatch.setattr(fake, "launch", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
     monkeypatch.setattr(choice, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(attngen.jit._maker, "_compile", compile_)
     monkeypatch.setattr(flash_grids._Wanted, "add", lambda *_: None)

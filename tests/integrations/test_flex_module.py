@@ -322,7 +322,7 @@ def _softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tens
 @pytest.mark.parametrize("score_mod", [None, _softcap])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_largest_logits(score_mod: Any, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngen.runtime import reference
+    from attngen.runtime.reference import eager as reference
 
     monkeypatch.setitem(reference.CHUNK_ELEMENTS, "cpu", 7 * 3 * LENGTH)  # several chunks, the last one shorter
     q, k, v = (one.requires_grad_() for one in qkv(LENGTH, LENGTH))

@@ -17,9 +17,10 @@ from torch import Tensor
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations import choice, flash_attn, flash_attn_3, sdpa
 from attngen.integrations.catalogue import variant
-from attngen.runtime import dispatch
-from attngen.runtime import driver as drivers
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.calls import dispatch
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from tests.docs.blocks import DOCUMENTS, blocks
 from tests.integrations import oracles
@@ -31,7 +32,7 @@ from tests.runtime.support import variant as another_variant
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
     monkeypatch.setattr(choice, "on_gpu", lambda tensor: True)
     registry.clear()
     dispatch._PREPARED.clear()

@@ -24,9 +24,9 @@ from attngen.commands.check import check_spec
 from attngen.integrations import flash_arguments
 from attngen.integrations.choice import kernels_of
 from attngen.plan import plan
-from attngen.runtime.checked import ATTENTION_DTYPES
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.arguments.checked import ATTENTION_DTYPES
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import KernelSpec, expand, load_spec
 from tests.commands.test_build import attngen
 from tests.integrations.families import batch

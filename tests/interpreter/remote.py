@@ -15,9 +15,9 @@ from torch import Tensor
 from attngen.lang.variant import Variant
 from attngen.plan import Plan, plan
 from attngen.render import render
-from attngen.runtime.arguments import bind
-from attngen.runtime.checked import Call, Packing
-from attngen.runtime.pinned import Buffers, prepared_shapes
+from attngen.runtime.arguments.checked import Call, Packing
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.launch.pinned import Buffers, prepared_shapes
 from attngen.schema import expand, load_spec_text
 from attngen.tools.cases import Case
 from attngen.tools.verify import interpreter

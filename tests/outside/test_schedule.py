@@ -15,10 +15,10 @@ from attngen.errors import PlanError
 from attngen.plan import Plan, plan
 from attngen.plan.schedules import schedules, with_schedule
 from attngen.render import render
-from attngen.runtime import dispatch
-from attngen.runtime import driver as drivers
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from attngen.store.key import key_of
 from attngen.tools.explain.explanation import explain_spec
@@ -95,7 +95,7 @@ class Recorder(FakeDriver):
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     driver = Recorder()
-    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
     registry.clear()
     with drivers.use(driver):
         yield driver

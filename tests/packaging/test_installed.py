@@ -18,8 +18,8 @@ from click.testing import CliRunner
 
 import attngen
 from attngen.cli import group
-from attngen.runtime import discovery
-from attngen.runtime.registry import registry
+from attngen.runtime.registry import discovery
+from attngen.runtime.registry.lookup import registry
 from tests.packaging.support import FAKE_COMPILER, install, make, on_path, run
 
 #: Compares what a package computes with attention as one writes it down.
@@ -180,8 +180,8 @@ try:
 except attngen_other.errors.NoKernelError as error:
     print(str(error).splitlines()[1])
 with attngen_small.debug():
-    assert attngen_small._runtime.runtime.debug.active()
-    assert not attngen_other._runtime.runtime.debug.active()
+    assert attngen_small._runtime.runtime.arguments.debug.active()
+    assert not attngen_other._runtime.runtime.arguments.debug.active()
 """
 
 

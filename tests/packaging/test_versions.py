@@ -29,10 +29,13 @@ def change(site: Path, **entries: Any) -> Path:
 @contextmanager
 def on_fake_gpu(site: Path, monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Iterator[ModuleType]:
     """The package by its own name, with its own runtime taking CPU tensors for those of a fake GPU."""
-    with on_path(site, "attngen_small", "attngen_small._runtime.runtime.dispatch") as (module, dispatch):
-        from attngen_small._runtime.runtime import driver as drivers  # type: ignore[import-not-found]
+    with on_path(site, "attngen_small", "attngen_small._runtime.runtime.arguments.torch_state") as (
+        module,
+        torch_state,
+    ):
+        from attngen_small._runtime.runtime.device import driver as drivers  # type: ignore[import-not-found]
 
-        monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
+        monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
         with drivers.use(driver):
             yield module
 
@@ -138,7 +141,7 @@ def test_a_damaged_cubin_is_never_launched(site: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture(autouse=True)
 def _clean_registry() -> Iterator[None]:
-    from attngen.runtime.registry import registry
+    from attngen.runtime.registry.lookup import registry
 
     registry.clear()
     yield

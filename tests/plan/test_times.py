@@ -6,9 +6,9 @@ import pytest
 
 from attngen import resources
 from attngen.plan.times import LAUNCH, MERGE, TABLE, is_measured, times_of
-from attngen.runtime.module import Kernel
-from attngen.runtime.prediction import Card
-from attngen.runtime.select import preferred
+from attngen.runtime.geometry.prediction import Card
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.select import preferred
 from attngen.schema import load_spec
 from attngen.tools.bench.small.inputs import call_of
 from attngen.tools.bench.small.shapes import Shape

@@ -19,13 +19,13 @@ import torch
 from attngen.plan import Plan
 from attngen.render.source import headers
 from attngen.resources import root
-from attngen.runtime.binding import bind_call
-from attngen.runtime.checked import Call
-from attngen.runtime.driver import Launch
-from attngen.runtime.geometry import MapShape
-from attngen.runtime.given import Given
-from attngen.runtime.prepared import PreparedCall
-from attngen.runtime.prepared_backward import PreparedBackward
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.device.driver import Launch
+from attngen.runtime.geometry.sizes import MapShape
+from attngen.runtime.launch.prepared import PreparedCall
+from attngen.runtime.launch.prepared_backward import PreparedBackward
+from attngen.runtime.registry.binding import bind_call
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, prepare
 from tests.map_oracle import VARIANTS, check_map, values

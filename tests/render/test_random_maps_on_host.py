@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attngen.runtime.binding import bind_call
-from attngen.runtime.given import Given
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.registry.binding import bind_call
 from attngen.tools.build.pipeline import prepare
 from attngen.tools.cases import Case
 from attngen.tools.values import arguments_of

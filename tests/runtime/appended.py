@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime import append_torch
-from attngen.runtime.append_arguments import Append, check
+from attngen.runtime.helpers import append_torch
+from attngen.runtime.helpers.append_arguments import Append, check
 from tests.runtime.pages import starts_of
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

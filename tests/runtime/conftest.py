@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngen.runtime import dispatch
-from attngen.runtime import driver as drivers
-from attngen.runtime.registry import registry
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.calls import dispatch
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.registry.lookup import registry
 from tests.runtime.support import FakeDriver
 
 
@@ -27,6 +28,6 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     """A driver that computes on the CPU, and a dispatch that takes CPU tensors for GPU ones."""
     fake = FakeDriver()
-    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
     with drivers.use(fake):
         yield fake

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from attngen.lang.eager import evaluate
-from attngen.runtime.checked import Call
-from attngen.runtime.reference import lengths, names_of
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.reference.eager import lengths, names_of
 
 
 def eager_tile_map(call: Call, tile_m: int, tile_n: int, *, per_batch: bool, per_head: bool) -> torch.Tensor:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from attngen.plan import plan
-from attngen.runtime import dispatch, training
-from attngen.runtime import driver as drivers
-from attngen.runtime.driver import Launch
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.autograd import training
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.device.driver import Launch
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from tests.runtime.support import FakeDriver, at, decode, launch_of, run_forward
 
@@ -107,7 +108,7 @@ def gradients(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
 def taken_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GradientDriver]:
     """Put the driver in place, with nothing prepared, and have dispatch take CPU tensors for GPU ones."""
     fake = GradientDriver()
-    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
     training._PREPARED.clear()
     with drivers.use(fake):
         yield fake

@@ -19,8 +19,8 @@ from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.render.source import headers
 from attngen.resources import root
-from attngen.runtime.driver import Launch
-from attngen.runtime.module import Kernel
+from attngen.runtime.device.driver import Launch
+from attngen.runtime.kernels.module import Kernel
 from attngen.schema import appends, expand, load_spec_text, quantizers, wideners
 from attngen.tools.build.pipeline import Prepared
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime import quantize_torch
-from attngen.runtime.quantize import Quantized
-from attngen.runtime.quantize_arguments import Quantize, check
+from attngen.runtime.calls.quantize import Quantized
+from attngen.runtime.helpers import quantize_torch
+from attngen.runtime.helpers.quantize_arguments import Quantize, check
 
 DTYPES = [torch.bfloat16, torch.float16]
 ROUNDED = [torch.float8_e4m3fn, torch.float8_e5m2]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import attngen
-from attngen.runtime.module import read_kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.kernels.module import read_kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import preset
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 64, 96

@@ -24,12 +24,12 @@ from attngen.lang.check import compile_variant, restore_variant
 from attngen.lang.divisors import divisors
 from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime.arguments import bind
-from attngen.runtime.checked import Call, Packing
-from attngen.runtime.driver import Launch as KernelLaunch
-from attngen.runtime.module import Kernel
-from attngen.runtime.paging import Paging, bind_paged
-from attngen.runtime.reference import reference
+from attngen.runtime.arguments.checked import Call, Packing
+from attngen.runtime.arguments.paging import Paging, bind_paged
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.device.driver import Launch as KernelLaunch
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.reference.eager import reference
 from attngen.store import Store
 from attngen.store.index import Index, IndexEntry, write_index
 from tests.runtime.eager_map import eager_tile_map

@@ -15,10 +15,11 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime import append_run, append_torch, dispatch
-from attngen.runtime import driver as drivers
-from attngen.runtime.append_arguments import check
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.helpers import append_run, append_torch
+from attngen.runtime.helpers.append_arguments import check
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.appended import BATCH, DTYPES, PAGE_SIZE, PAGES, PLACES, POSITIONS, UNSUITED, a_call, both, some
 from tests.runtime.host_kernels import COMPILER, HostDriver, kernels
 
@@ -29,7 +30,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     if COMPILER is None:
         pytest.skip("needs g++")
     driver = HostDriver()
-    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, Tensor))
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
     monkeypatch.setattr(append_torch, "check_contents", lambda call, sizes: None)
     registry.clear()
     registry.add(package_of_kernels(kernels(), "here"))

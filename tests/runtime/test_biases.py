@@ -11,10 +11,10 @@ from torch import Tensor
 
 import attngen
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime.binding import bind_call
-from attngen.runtime.expanded import need_copies
-from attngen.runtime.given import Given
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.launch.expanded import need_copies
+from attngen.runtime.registry.binding import bind_call
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import FakeDriver, kernel, kernel_of, manifest_of, variant
 
 SHAPE = 2, 3, 16, 24  # batch, heads, queries, keys

@@ -19,8 +19,8 @@ import pytest
 import attngen
 from attngen.errors import AttngenError, LoadError
 from attngen.plan import plan
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.registry import BrokenKernelWarning, registry
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.registry.lookup import BrokenKernelWarning, registry
 from attngen.schema import expand, load_spec_text
 from attngen.store import StoreWarning
 from attngen.store.key import digest

@@ -10,12 +10,12 @@ import torch
 
 from attngen.plan import plan
 from attngen.plan.model import Plan
-from attngen.runtime.arguments import bind
-from attngen.runtime.checked import Packing
-from attngen.runtime.cuts import MOST_PARTS, NONE, Cut, best_cut
-from attngen.runtime.geometry import Geometry, geometries, workspace_sizes
-from attngen.runtime.module import Kernel
-from attngen.runtime.splits import Capacity
+from attngen.runtime.arguments.checked import Packing
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.geometry.cuts import MOST_PARTS, NONE, Cut, best_cut
+from attngen.runtime.geometry.sizes import Geometry, geometries, workspace_sizes
+from attngen.runtime.geometry.splits import Capacity
+from attngen.runtime.kernels.module import Kernel
 from attngen.schema import expand, load_spec_text
 from attngen.tools.bench.memory import workspace_bound
 from tests.runtime.support import FakeDriver, kernel_of

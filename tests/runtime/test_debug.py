@@ -11,8 +11,8 @@ import attngen
 from attngen.errors import CallError
 from attngen.lang.variant import Monotone
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime import debug
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.arguments import debug
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import FakeDriver, kernel, variant
 
 DOC = variant(

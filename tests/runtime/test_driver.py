@@ -14,8 +14,8 @@ import torch
 
 from attngen.dtypes import DTYPES
 from attngen.errors import LoadError
-from attngen.runtime import driver as drivers
-from attngen.runtime.driver import CudaDriver, Frame
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.device.driver import CudaDriver, Frame
 
 
 class Status(enum.IntEnum):

@@ -16,8 +16,8 @@ from attngen.lang.check import compile_variant
 from attngen.lang.dropout import MAX_RATE
 from attngen.lang.variant import Tensor as Declared
 from attngen.lang.variant import Variant
-from attngen.runtime.dropout import kept, philox, rate_of
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.arguments.dropout import kept, philox, rate_of
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import preset
 from tests.runtime.support import kernel
 

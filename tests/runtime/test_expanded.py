@@ -12,9 +12,9 @@ from torch import Tensor
 import attngen
 from attngen.errors import NoKernelError
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime import select
-from attngen.runtime.expanded import need_copies
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.launch.expanded import need_copies
+from attngen.runtime.registry import select
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.gradient_driver import GradientDriver, build, close, taken_for_a_gpu
 from tests.runtime.support import FakeDriver, kernel, variant
 

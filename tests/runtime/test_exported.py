@@ -13,7 +13,7 @@ import torch
 
 import attngen
 from attngen.resources import root
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import kernel, variant, window_variant
 
 

@@ -20,8 +20,9 @@ import attngen
 from attngen.errors import CallError, NoKernelError
 from attngen.first_call import _Maker
 from attngen.packaging.vendor import runtime_files
-from attngen.runtime import dispatch, on_demand
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.calls import dispatch
+from attngen.runtime.registry import on_demand
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec, load_spec_text
 from attngen.store import Store
 from tests.runtime.support import FakeDriver, kernel

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime import calls
-from attngen.runtime.addresses import FORWARD, NO_FORWARD
-from attngen.runtime.given import OTHERS, PLACES, TENSORS, Given, keyed_of, settings_of, tensors_of
-from attngen.runtime.keys import note_others
-from attngen.runtime.operators import Signature
-from attngen.runtime.signature import LEADING, TRAILING, arguments_of
+from attngen.runtime.arguments.addresses import FORWARD, NO_FORWARD
+from attngen.runtime.arguments.given import OTHERS, PLACES, TENSORS, Given, keyed_of, settings_of, tensors_of
+from attngen.runtime.arguments.keys import note_others
+from attngen.runtime.calls import entry as calls
+from attngen.runtime.calls.operators import Signature
+from attngen.runtime.calls.signature import LEADING, TRAILING, arguments_of
 from tests.runtime.gradient_driver import build, leaves, taken_for_a_gpu
 from tests.runtime.support import bias_variant
 

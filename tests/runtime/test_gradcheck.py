@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime.arguments import bind
-from attngen.runtime.checked import Packing
-from attngen.runtime.reference import reference
+from attngen.runtime.arguments.checked import Packing
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.reference.eager import reference
 from tests.runtime.support import variant
 from tests.sampling import sampled
 

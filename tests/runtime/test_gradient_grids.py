@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from attngen.plan import plan
-from attngen.runtime.arguments import bind
-from attngen.runtime.checked import Packing
-from attngen.runtime.geometry import geometries, workspace_sizes
-from attngen.runtime.module import Kernel
+from attngen.runtime.arguments.checked import Packing
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.geometry.sizes import geometries, workspace_sizes
+from attngen.runtime.kernels.module import Kernel
 from attngen.schema import expand, load_spec_text
 from tests.runtime.support import FakeDriver, kernel_of, variant
 

@@ -20,9 +20,9 @@ import attngen
 from attngen.errors import CallError
 from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime import tile_map
-from attngen.runtime.given import Given
-from attngen.runtime.tile_map import MapMaker, kept_maps
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.launch import tile_map
+from attngen.runtime.launch.tile_map import MapMaker, kept_maps
 from tests.runtime.support import variant
 
 ROWS, TILES, WORDS, TILE_WORDS = 4, 40, 2, 8

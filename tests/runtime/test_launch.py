@@ -13,10 +13,10 @@ import attngen
 from attngen.errors import CallError, LoadError, NoKernelError
 from attngen.lang.declared import Scalar
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime import dispatch
-from attngen.runtime import launch as launches
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.calls import dispatch
+from attngen.runtime.launch import launches
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import (
     FakeDriver,
     bias_variant,

@@ -11,8 +11,8 @@ import torch
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.operators import operators_of
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.calls.operators import operators_of
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.pages import starts_of
 from tests.runtime.support import kernel, variant
 

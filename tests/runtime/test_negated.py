@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.keys import note
+from attngen.runtime.arguments.keys import note
 
 Q, K, V = (torch.randn(2, n, h, 16) for n, h in ((3, 4), (5, 2), (5, 2)))
 PAGES = torch.randn(4, 4, 2, 16)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import attngen
-from attngen.runtime.arguments import bind
-from attngen.runtime.checked import Call
-from attngen.runtime.geometry import Geometry
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import package_of_kernels, registry
-from attngen.runtime.select import MAX_ROWS, preferred
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.geometry.sizes import Geometry
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
+from attngen.runtime.registry.select import MAX_ROWS, preferred
 from tests.runtime.support import FakeDriver, kernel_of, manifest_of, variant
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import LoadError
-from attngen.runtime.packing import lay_out
+from attngen.runtime.kernels.packing import lay_out
 
 
 def _row(kind: str, type_: str = "i32", **more: object) -> dict[str, object]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import attngen
-from attngen.runtime import counters
-from attngen.runtime.arguments import bind
-from attngen.runtime.module import Kernel
-from attngen.runtime.pinned import Buffers, Pinned
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.device import counters
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.launch.pinned import Buffers, Pinned
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import FakeDriver, kernel_of, main_of, manifest_of, variant
 
 MULTIPROCESSORS = 132

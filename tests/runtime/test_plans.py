@@ -10,8 +10,8 @@ import torch
 
 import attngen
 from attngen.plan import plan
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text, preset_names
 from tests.runtime.hand_masks import arguments
 from tests.runtime.manifests import with_parameters

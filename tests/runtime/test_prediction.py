@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from attngen.lang.variant import Variant
-from attngen.runtime import prediction
-from attngen.runtime.arguments import bind
-from attngen.runtime.checked import Call, Packing
-from attngen.runtime.module import Kernel
-from attngen.runtime.prediction import Card, predict
-from attngen.runtime.select import preferred
+from attngen.runtime.arguments.checked import Call, Packing
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.geometry import prediction
+from attngen.runtime.geometry.prediction import Card, predict
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.select import preferred
 from tests.runtime.support import kernel_of, manifest_of, variant, window_variant
 
 BLOCKS, TIMES = 13, (1000.0, 300.0, 100.0)

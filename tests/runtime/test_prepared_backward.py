@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import attngen
 from attngen.errors import NoKernelError
-from attngen.runtime import training
-from attngen.runtime.binding import bind_call
-from attngen.runtime.driver import Launch
+from attngen.runtime.autograd import training
+from attngen.runtime.device.driver import Launch
+from attngen.runtime.registry.binding import bind_call
 from tests.runtime.gradient_driver import GradientDriver, build, close, leaves, taken_for_a_gpu
 from tests.runtime.support import decode, launch_of
 

@@ -11,7 +11,7 @@ import torch
 
 import attngen
 from attngen.errors import CallError, NoKernelError
-from attngen.runtime.presets import preset, preset_names
+from attngen.runtime.registry.presets import preset, preset_names
 from attngen.schema import preset as of_spec
 from attngen.schema import preset_names as names_of_specs
 from attngen.tools.cases import Case

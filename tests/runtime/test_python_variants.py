@@ -18,7 +18,7 @@ import attngen
 from attngen.errors import CallError, LoadError, SpecError
 from attngen.lang.check import compile_variant, restore_variant
 from attngen.plan.planner import plan
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text, preset, preset_names
 from attngen.schema.presets import declared_preset
 from attngen.tools.explain.picture import Picture

@@ -16,10 +16,11 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime import dispatch, quantize_run, quantize_torch
-from attngen.runtime import driver as drivers
-from attngen.runtime.quantize_arguments import GRANULARITIES
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.helpers import quantize_run, quantize_torch
+from attngen.runtime.helpers.quantize_arguments import GRANULARITIES
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.host_kernels import COMPILER, HostDriver, quantizing_kernels
 from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_call, both
 
@@ -30,7 +31,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     if COMPILER is None:
         pytest.skip("needs g++")
     driver = HostDriver()
-    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, Tensor))
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
     monkeypatch.setattr(quantize_torch, "check_contents", lambda call, sizes: None)
     registry.clear()
     registry.add(package_of_kernels(quantizing_kernels(), "here"))

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime import dispatch, quantize_run, quantize_tiles, quantize_torch
-from attngen.runtime import driver as drivers
-from attngen.runtime.quantize_arguments import Quantize, Sizes, check
-from attngen.runtime.quantize_kernel import prepare_on
-from attngen.runtime.quantize_launch import PreparedQuantize
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.helpers import quantize_run, quantize_tiles, quantize_torch
+from attngen.runtime.helpers.quantize_arguments import Quantize, Sizes, check
+from attngen.runtime.helpers.quantize_kernel import prepare_on
+from attngen.runtime.helpers.quantize_launch import PreparedQuantize
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.tools.verify.gpu import try_pinned
 from tests.runtime.host_kernels import COMPILER, HostDriver, quantizing_kernels
 from tests.runtime.quantized import DEFAULTS, DTYPES, a_call, alike, in_torch
@@ -35,7 +36,7 @@ DIMS = [128, pytest.param(64, marks=pytest.mark.exhaustive)]
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     """A device whose memory is the host's, with kernels of tiles and in general."""
     driver = HostDriver()
-    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, Tensor))
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
     monkeypatch.setattr(quantize_torch, "check_contents", lambda call, sizes: None)
     registry.clear()
     registry.add(package_of_kernels([*quantizing_kernels(), *quantizing_kernels(tiles=True)], "here"))

@@ -13,7 +13,7 @@ from attngen.errors import CallError
 from attngen.lang.check import compile_variant
 from attngen.lang.variant import Scalar
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime import reference as reference_module
+from attngen.runtime.reference import eager as reference_module
 from attngen.schema import preset, preset_names
 from tests.runtime.hand_masks import arguments, by_hand
 from tests.runtime.support import variant, window_variant

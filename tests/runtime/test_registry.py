@@ -19,8 +19,14 @@ from attngen.errors import CallError, LoadError, NoKernelError
 from attngen.formats import MANIFEST_FORMAT, VERSION
 from attngen.lang.variant import Scalar
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime import registry as registry_module
-from attngen.runtime.registry import BrokenKernelWarning, Package, SpecChangedWarning, package_of_kernels, registry
+from attngen.runtime.registry import lookup as registry_module
+from attngen.runtime.registry.lookup import (
+    BrokenKernelWarning,
+    Package,
+    SpecChangedWarning,
+    package_of_kernels,
+    registry,
+)
 from tests.runtime.support import FakeDriver, kernel, manifest_of, variant, window_variant, write_build, write_kernel
 
 

@@ -6,7 +6,7 @@ import heapq
 
 import pytest
 
-from attngen.runtime.geometry import balanced
+from attngen.runtime.geometry.sizes import balanced
 
 
 @pytest.mark.parametrize(

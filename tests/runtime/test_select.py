@@ -14,10 +14,10 @@ import yaml
 import attngen
 from attngen.arch import ARCHES
 from attngen.errors import CallError, NoKernelError
-from attngen.runtime.arguments import bind
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import package_of_kernels, registry
-from attngen.runtime.select import Request, select
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
+from attngen.runtime.registry.select import Request, select
 from tests.runtime.support import (
     FakeDriver,
     bias_variant,

@@ -13,10 +13,10 @@ import attngen
 from attngen.lang.check import compile_variant
 from attngen.lang.variant import Tensor as Declared
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import bind
-from attngen.runtime.checked import Call, Packing
-from attngen.runtime.reference import reference
-from attngen.runtime.sinks import add_gradients, learned, without_keys
+from attngen.runtime.arguments.checked import Call, Packing
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.reference.eager import reference
+from attngen.runtime.reference.sinks import add_gradients, learned, without_keys
 from attngen.schema import preset
 
 CAUSAL = preset("causal_sink")

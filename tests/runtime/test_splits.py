@@ -12,13 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attngen.runtime import counters, splits
-from attngen.runtime import driver as drivers
-from attngen.runtime.arguments import bind
-from attngen.runtime.capacity import capacity_for
-from attngen.runtime.checked import Call
-from attngen.runtime.geometry import Geometry
-from attngen.runtime.splits import Capacity, reciprocal, split_sizes
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.device import counters
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.geometry import splits
+from attngen.runtime.geometry.capacity import capacity_for
+from attngen.runtime.geometry.sizes import Geometry
+from attngen.runtime.geometry.splits import Capacity, reciprocal, split_sizes
 from tests.plan.specs import planned
 from tests.runtime.support import FakeDriver, kernel_of, manifest_of, variant
 
@@ -141,7 +142,7 @@ def test_launches_in_graphs_have_counters_of_their_own(memory: FakeDriver, monke
 
 
 def test_a_packed_group_of_any_size_is_taken(memory: FakeDriver) -> None:
-    from attngen.runtime.select import _against_group
+    from attngen.runtime.registry.select import _against_group
     from tests.runtime.support import kernel
 
     made: Any = kernel(variant(), package="split", split_kv=True)

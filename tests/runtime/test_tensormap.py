@@ -9,7 +9,15 @@ import struct
 import pytest
 import torch
 
-from attngen.runtime.tensormap import TensorMap, packed, paged, reason_against, smem_box, usable_strides, windowed
+from attngen.runtime.device.tensormap import (
+    TensorMap,
+    packed,
+    paged,
+    reason_against,
+    smem_box,
+    usable_strides,
+    windowed,
+)
 from tests.runtime.support import FakeDriver
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime.arguments import bind
+from attngen.runtime.arguments.checked import Call, Packing
+from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.checked import Call, Packing
 from tests.runtime.eager_map import eager_tile_map
 from tests.runtime.support import variant
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime import transforms
+from attngen.runtime.autograd import transforms
 from tests.runtime.gradient_driver import GradientDriver, build, taken_for_a_gpu
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -115,7 +115,7 @@ def test_tensors_of_a_variant() -> None:
 
 
 def _given(variant: Any, given: list[Tensor]) -> Any:
-    from attngen.runtime.given import Given
+    from attngen.runtime.arguments.given import Given
 
     return Given(*given, variant=variant)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.runtime.keys import note
+from attngen.runtime.arguments.keys import note
 from tests.runtime.support import FakeDriver
 from tests.runtime.test_negated import CALLS, PLACES
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime import dispatch, widen
-from attngen.runtime import driver as drivers
-from attngen.runtime.module import Kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.calls import dispatch
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.helpers import widen
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
 from attngen.tools.build.pipeline import prepare
 from attngen.tools.verify.interpreter import kernel_of
@@ -59,7 +61,7 @@ class FakeDriver(HostDriver):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     registry.clear()
     registry.add(package_of_kernels([kernel_of(one.plan) for one in prepare(load_spec_text(SPEC))], "here"))
-    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, Tensor))
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
     driver = FakeDriver()
     with drivers.use(driver):
         yield driver

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from attngen.errors import StoreError
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from attngen.store import Store, StoreWarning
 from attngen.store.mark import FOLDERS
 from attngen.store.trust import distrust

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from attngen.schema import load_spec_text
 from attngen.tools.build.pipeline import Prepared, prepare
 from tests.tools.bench_support import SPEC

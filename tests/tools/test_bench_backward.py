@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from attngen.plan.model import Plan
-from attngen.runtime.arguments import bind
-from attngen.runtime.module import Kernel
-from attngen.runtime.reference import reference
-from attngen.runtime.registry import registry
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.reference.eager import reference
+from attngen.runtime.registry.lookup import registry
 from attngen.schema import load_spec_text, preset
 from attngen.tools.bench import kernels as bench_kernels
 from attngen.tools.bench import peers as bench_peers

@@ -11,8 +11,8 @@ import torch
 from attngen.lang.eager import evaluate
 from attngen.lang.variant import Tensor as Declared
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import bind
-from attngen.runtime.reference import names_of
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.reference.eager import names_of
 from attngen.schema import preset, preset_names
 from attngen.tools.bench import workloads as bench_workloads
 from attngen.tools.bench.cases import BenchCase, bench_cases

@@ -10,7 +10,7 @@ import torch
 
 from attngen.errors import CallError
 from attngen.plan import plan
-from attngen.runtime.registry import registry
+from attngen.runtime.registry.lookup import registry
 from attngen.schema import expand, load_spec_text, preset
 from attngen.tools.bench import kernels as bench_kernels
 from attngen.tools.bench.kernels import chosen, teams

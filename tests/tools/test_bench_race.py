@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attngen.errors import NoKernelError
-from attngen.runtime.module import Kernel
+from attngen.runtime.kernels.module import Kernel
 from attngen.schema import load_spec_text, preset
 from attngen.tools.bench import kernels as bench_kernels
 from attngen.tools.bench.cases import BenchCase, bench_cases

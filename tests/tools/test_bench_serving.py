@@ -149,7 +149,7 @@ def test_pages_are_told_in_two_ways_that_agree() -> None:
 
 @pytest.fixture
 def package(clean_registry: None) -> str:
-    from attngen.runtime.registry import package_of_kernels, registry
+    from attngen.runtime.registry.lookup import package_of_kernels, registry
     from attngen.schema import load_spec_text
     from attngen.tools.build.pipeline import prepare
 

@@ -14,8 +14,8 @@ import torch
 from click.testing import CliRunner
 
 from attngen import cli
-from attngen.runtime import driver as drivers
-from attngen.runtime.prediction import Card, predict
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.geometry.prediction import Card, predict
 from attngen.schema import load_spec_text, preset
 from attngen.tools.bench import kernels as bench_kernels
 from attngen.tools.bench.machine import Ceilings, Reading
@@ -205,7 +205,7 @@ def test_inputs_know_what_their_output_should_be() -> None:
     inputs = Inputs(SHAPES[0], torch.device("cpu"), 10**5, torch.Generator().manual_seed(0))
     assert (len(inputs.sets) - 1) * SHAPES[0].input_bytes < 2 * 10**5 <= len(inputs.sets) * SHAPES[0].input_bytes
     q, k, v = (each.double() for each in inputs.sets[-1])
-    from attngen.runtime.calls import attention
+    from attngen.runtime.calls.entry import attention
 
     out = attention(q, k, v, variant=preset("full"), backend="reference")
     assert isinstance(out, torch.Tensor)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from attngen.runtime.checked import Call
+from attngen.runtime.arguments.checked import Call
 from attngen.schema import preset
 from attngen.tools.cases import Case
 from attngen.tools.verify.contract import Expected, Tally, deviation, expected

@@ -13,9 +13,9 @@ import torch
 from attngen.compile.parameters import triton_parameters
 from attngen.errors import CompileError, NoKernelError
 from attngen.plan import Plan
-from attngen.runtime import driver as drivers
-from attngen.runtime.module import Kernel
-from attngen.runtime.pinned import Buffers, Pinned
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.launch.pinned import Buffers, Pinned
 from attngen.schema import load_spec
 from attngen.store.jobs import Job, Result
 from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared, plans, prepare

@@ -28,14 +28,15 @@ BIASED = attngen.variant(
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
-    from attngen.runtime import dispatch
-    from attngen.runtime import driver as drivers
-    from attngen.runtime.registry import registry
+    from attngen.runtime.arguments import torch_state
+    from attngen.runtime.calls import dispatch
+    from attngen.runtime.device import driver as drivers
+    from attngen.runtime.registry.lookup import registry
 
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path))
     registry.clear()
     dispatch._PREPARED.clear()
-    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: isinstance(tensor, Tensor))
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
     with drivers.use(FakeDriver()) as fake:
         yield fake
     registry.clear()
@@ -140,7 +141,7 @@ def test_the_reference_in_its_dtype_is_close_and_the_report_says_what_ran(form: 
 
 
 def test_a_kernel_that_is_wrong_is_told_by_head_and_tile(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngen.runtime.registry import package_of_kernels, registry
+    from attngen.runtime.registry.lookup import package_of_kernels, registry
     from tests.runtime.support import variant
 
     made = variant("wrong", "q_pos >= kv")

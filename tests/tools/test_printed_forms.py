@@ -8,7 +8,7 @@ from attngen import resources
 from attngen.compile.artifact import Artifact
 from attngen.plan.planner import plan
 from attngen.render import render
-from attngen.runtime.packages import Package
+from attngen.runtime.registry.packages import Package
 from attngen.schema import expand, load_spec
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.check import compile_variant
-from attngen.runtime.checked import Call
-from attngen.runtime.gradients import GradientBuffers
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.launch.gradients import GradientBuffers
 from attngen.tools.cases import Case
 from attngen.tools.verify.contract import Tally, deviation
 from attngen.tools.verify.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation

@@ -7,7 +7,7 @@ import torch
 
 from attngen.lang.check import compile_variant
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
-from attngen.runtime import debug
+from attngen.runtime.arguments import debug
 from attngen.schema import preset, preset_names
 from attngen.tools.cases import Case, cases_of, dense_cases
 from attngen.tools.values import arguments_of

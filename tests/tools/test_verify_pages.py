@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.runtime import debug
-from attngen.runtime.checked import Call
-from attngen.runtime.module import Kernel
-from attngen.runtime.pinned import Buffers
-from attngen.runtime.reference import reference
+from attngen.runtime.arguments import debug
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.launch.pinned import Buffers
+from attngen.runtime.reference.eager import reference
 from attngen.schema import preset, preset_names
 from attngen.tools.cases import paged_cases
 from attngen.tools.verify.contract import expected

@@ -22,9 +22,9 @@ from attngen.dtypes import dtype as dtype_row
 from attngen.lang.check import compile_variant
 from attngen.lang.eager import evaluate
 from attngen.lang.variant import Tensor as Tensor_
-from attngen.runtime.checked import Call
-from attngen.runtime.gradients import GradientBuffers
-from attngen.runtime.reference import names_of
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.launch.gradients import GradientBuffers
+from attngen.runtime.reference.eager import names_of
 from attngen.tools.cases import Case
 from attngen.tools.verify.contract import Expected, Tally, deviation
 from attngen.tools.verify.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from attngen.lang.eager import evaluate
-from attngen.runtime.arguments import bind
-from attngen.runtime.checked import Call
-from attngen.runtime.dropout import kept, rate_of
-from attngen.runtime.reference import names_of
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.dropout import kept, rate_of
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.reference.eager import names_of
 from attngen.tools.bench.workloads import Workload
 
 #: Largest ‖out − reference‖ / ‖reference‖ by dtype: several times what rounding the weights and the output explains.

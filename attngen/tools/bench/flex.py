@@ -269,7 +269,7 @@ def _race(
 def host_times() -> dict[str, float]:
     """Return the microseconds that enqueuing a small call takes the host: through the door, directly, and torch's."""
     from attngen.integrations import flex_attention as ours
-    from attngen.runtime.calls import attention
+    from attngen.runtime.calls.entry import attention
 
     q, k, v, _ = (tensor.detach() for tensor in inputs(HOST_SHAPE, HOST_SHAPE[1]))
     seqlen = HOST_SHAPE[2]

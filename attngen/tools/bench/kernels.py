@@ -14,11 +14,11 @@ from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
 from attngen.errors import CallError, suggest
 from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
-from attngen.runtime.calls import attention
-from attngen.runtime.checked import TORCH_DTYPES
-from attngen.runtime.dispatch import explain, tile_map
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.registry import Package, registry
+from attngen.runtime.arguments.checked import TORCH_DTYPES
+from attngen.runtime.calls.dispatch import explain, tile_map
+from attngen.runtime.calls.entry import attention
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.registry.lookup import Package, registry
 from attngen.store.store import Store
 from attngen.tools.bench.cases import DIRECTIONS
 from attngen.tools.bench.peers import Tensors

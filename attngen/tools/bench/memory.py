@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attngen.plan.model import Plan
 from attngen.plan.tiles import padded_width
-from attngen.runtime.cuts import MOST_PARTS
+from attngen.runtime.geometry.cuts import MOST_PARTS
 
 _FLOAT32 = 4
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import NoKernelError
 from attngen.plan.model import Plan
-from attngen.runtime.checked import out_dtype_of
-from attngen.runtime.module import Kernel
+from attngen.runtime.arguments.checked import out_dtype_of
+from attngen.runtime.kernels.module import Kernel
 from attngen.tools.bench import kernels as bench_kernels
 from attngen.tools.bench.cases import BenchCase
 from attngen.tools.bench.check import GradientOracle, Judge, Oracle

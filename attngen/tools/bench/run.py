@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from attngen.errors import LoadError
-from attngen.runtime.module import Kernel
+from attngen.runtime.kernels.module import Kernel
 from attngen.schema import load_spec
 from attngen.tools.bench.cases import DIRECTIONS, SUITES, TOKENS, BenchCase, bench_cases
 from attngen.tools.bench.kernels import Team, chosen, compiled, forwards_of, reason_against, teams

@@ -22,10 +22,10 @@ def predicted(
         return None
     import torch
 
-    from attngen.runtime.checked import Call, View
-    from attngen.runtime.module import Kernel
-    from attngen.runtime.prediction import Card, predict
-    from attngen.runtime.scalars import ScalarRule
+    from attngen.runtime.arguments.checked import Call, View
+    from attngen.runtime.arguments.scalars import ScalarRule
+    from attngen.runtime.geometry.prediction import Card, predict
+    from attngen.runtime.kernels.module import Kernel
 
     nothing = View((), (), ())
     call = Call(

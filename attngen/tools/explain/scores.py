@@ -14,12 +14,12 @@ from attngen.dtypes import DESCALES
 from attngen.errors import CallError, suggest
 from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
-from attngen.runtime.binding import bind_call, check_form, find
-from attngen.runtime.checked import Call
-from attngen.runtime.dropout import with_state
-from attngen.runtime.given import Given
-from attngen.runtime.paging import in_rows
-from attngen.runtime.reference import OneSequence, probabilities_of, scores_of, sequence_at
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.dropout import with_state
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.arguments.paging import in_rows
+from attngen.runtime.reference.eager import OneSequence, probabilities_of, scores_of, sequence_at
+from attngen.runtime.registry.binding import bind_call, check_form, find
 from attngen.tools.explain.heat_map import HeatMap
 
 #: Keywords of calls beside q, k, v and the variant's own; those that say nothing about what is computed are taken, too.

@@ -15,10 +15,10 @@ from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.eager import evaluate
 from attngen.lang.facts import Facts
 from attngen.lang.variant import Variant
-from attngen.runtime import debug as debugging
-from attngen.runtime.arguments import bind
-from attngen.runtime.checked import Call
-from attngen.runtime.reference import names_of
+from attngen.runtime.arguments import debug as debugging
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.reference.eager import names_of
 from attngen.tools.explain.assumed import HEAD_NAMES
 from attngen.tools.explain.explanation import Band
 

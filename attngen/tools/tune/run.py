@@ -18,7 +18,7 @@ from attngen.errors import CallError, LoadError
 from attngen.files import cause
 from attngen.plan.candidates import candidates
 from attngen.plan.model import Plan
-from attngen.runtime.module import Kernel, read_kernel
+from attngen.runtime.kernels.module import Kernel, read_kernel
 from attngen.schema import KernelSpec, load_spec, spec_hash
 from attngen.schema.tuned import identity, tuned_text
 from attngen.store.store import Store

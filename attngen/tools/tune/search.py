@@ -10,7 +10,7 @@ from typing import Any
 from attngen.plan.candidates import candidates
 from attngen.plan.model import Plan
 from attngen.render import render
-from attngen.runtime.module import Kernel
+from attngen.runtime.kernels.module import Kernel
 from attngen.schema import KernelSpec
 from attngen.schema.tuned import fields_of, identity
 from attngen.tools.bench.cases import BenchCase

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES
 from attngen.errors import LoadError
-from attngen.runtime import append_torch
-from attngen.runtime import driver as drivers
-from attngen.runtime.append_arguments import Append, check
-from attngen.runtime.append_kernel import PreparedAppend, prepare_on
-from attngen.runtime.append_run import addresses_of
-from attngen.runtime.checked import PAGE_LAYOUTS, TORCH_DTYPES
-from attngen.runtime.module import Kernel
+from attngen.runtime.arguments.checked import PAGE_LAYOUTS, TORCH_DTYPES
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.helpers import append_torch
+from attngen.runtime.helpers.append_arguments import Append, check
+from attngen.runtime.helpers.append_kernel import PreparedAppend, prepare_on
+from attngen.runtime.helpers.append_run import addresses_of
+from attngen.runtime.kernels.module import Kernel
 from attngen.tools.verify.contract import Deviation
 from attngen.tools.verify.trial import Trial, try_cases
 

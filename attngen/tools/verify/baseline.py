@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attngen.lang.eager import evaluate
-from attngen.runtime.checked import Call
-from attngen.runtime.descales import dequantized
-from attngen.runtime.dropout import kept, rate_of
-from attngen.runtime.reference import lengths, names_of
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.descales import dequantized
+from attngen.runtime.arguments.dropout import kept, rate_of
+from attngen.runtime.reference.eager import lengths, names_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,14 @@ from attngen.errors import CallError
 from attngen.lang.dropout import RNG_STATE
 from attngen.lang.eager import evaluate
 from attngen.lang.variant import Variant
-from attngen.runtime import calls, dispatch
-from attngen.runtime.checked import Call, out_dtype_of
-from attngen.runtime.dropout import draw, kept, rate_of
-from attngen.runtime.given import Given
-from attngen.runtime.gradients import differentiable
-from attngen.runtime.reference import OneSequence, attend_rows, names_of, scores_of
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.arguments.checked import Call, out_dtype_of
+from attngen.runtime.arguments.dropout import draw, kept, rate_of
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.calls import dispatch
+from attngen.runtime.calls import entry as calls
+from attngen.runtime.launch.gradients import differentiable
+from attngen.runtime.reference.eager import OneSequence, attend_rows, names_of, scores_of
 from attngen.tools.explain.heat_map import HeatMap
 from attngen.tools.explain.scores import Chosen, bound, numbers, sequence_of
 from attngen.tools.verify.contract import (
@@ -216,8 +218,8 @@ class _Ran:
 
 def _who(call: Call, given: Given, variant: Any, options: dict[str, Any]) -> tuple[_Ran, int, int]:
     """Return what runs the call, and the rows and columns of its tiles."""
-    if not dispatch._on_gpu(given.q) or given.backend == "reference":
-        why = "as backend= says" if dispatch._on_gpu(given.q) else f"q is on {call.device.type}"
+    if not torch_state.on_gpu(given.q) or given.backend == "reference":
+        why = "as backend= says" if torch_state.on_gpu(given.q) else f"q is on {call.device.type}"
         text = f"the reference in {_short(given.q.dtype)} beside float64, since {why}"
         return _Ran(text.replace("since as", "as"), False), TILE, TILE
     said = {name: value for name, value in options.items() if name not in ("tile_map", "dropout_p")}
@@ -315,7 +317,7 @@ def _exact(call: Call, one: OneSequence, where: Tensor, which: Tensor) -> tuple[
     """Return out (rows, heads, d) and lse (heads, rows) in float64."""
     if one.k.shape[0]:
         return attend_rows(call, one, where, torch.float64, heads=which)
-    from attngen.runtime.sinks import sinks
+    from attngen.runtime.reference.sinks import sinks
 
     out = torch.zeros((len(where), len(which), call.head_dim_v), dtype=torch.float64, device=call.device)
     lse = torch.full((len(which), len(where)), -math.inf, dtype=torch.float64, device=call.device)
@@ -356,7 +358,7 @@ def _plain(call: Call, one: OneSequence, where: Tensor, which: Tensor, dtype: to
         s = evaluate(call.variant.score, {**names, "s": s.float()}, call.tensors, guard=visible).to(compute)
     s = torch.where(visible, s.broadcast_to(visible.shape), -math.inf)
     if call.variant.sink is not None:
-        from attngen.runtime.sinks import sinks
+        from attngen.runtime.reference.sinks import sinks
 
         sink = sinks(call, torch.float32)[one.index][which].to(compute)
         s = torch.cat([s, sink[:, None, None].expand(*s.shape[:2], 1)], dim=-1)

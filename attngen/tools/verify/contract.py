@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attngen.runtime.checked import Call
-from attngen.runtime.reference import lengths, reference
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.reference.eager import lengths, reference
 from attngen.tools.verify.baseline import Fused, fused, plain, sdpa
 
 MAX_ERROR_FACTOR, SCORED_MAX_ERROR_FACTOR = 2.0, 3.0

@@ -16,11 +16,11 @@ from attngen.arch import arch_of
 from attngen.errors import AttngenError
 from attngen.formats import APPEND, QUANTIZE, WIDEN
 from attngen.plan.model import Plan
-from attngen.runtime import driver as drivers
-from attngen.runtime.checked import Call
-from attngen.runtime.gradients import GradientBuffers
-from attngen.runtime.module import Kernel, read_kernel
-from attngen.runtime.pinned import Buffers, Pinned, PinnedGradients
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.launch.gradients import GradientBuffers
+from attngen.runtime.launch.pinned import Buffers, Pinned, PinnedGradients
 from attngen.store import worker
 from attngen.store.jobs import Job, run_jobs
 from attngen.store.store import Store

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attngen.runtime.checked import Call
-from attngen.runtime.gradients import GradientBuffers, differentiable
-from attngen.runtime.reference import lengths, reference
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.launch.gradients import GradientBuffers, differentiable
+from attngen.runtime.reference.eager import lengths, reference
 from attngen.tools.verify.baseline import Fused, fused, fused_gradients, gradients_of, plain_gradients
 from attngen.tools.verify.contract import (
     DRAWS,

@@ -18,11 +18,11 @@ from torch import Tensor
 from attngen.dtypes import CHUNK_BYTES, DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import bind
-from attngen.runtime.checked import Call, Packing
-from attngen.runtime.descales import check_descales
-from attngen.runtime.expanded import biases_in_whole_rows
-from attngen.runtime.paging import Paging, bind_paged
+from attngen.runtime.arguments.checked import Call, Packing
+from attngen.runtime.arguments.descales import check_descales
+from attngen.runtime.arguments.paging import Paging, bind_paged
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.launch.expanded import biases_in_whole_rows
 from attngen.tools.cases import Case
 from attngen.tools.values import arguments_of
 

@@ -20,13 +20,13 @@ import torch
 
 from attngen.errors import CompileError
 from attngen.plan.model import Plan
-from attngen.runtime.checked import DIRECTIONS, Call, View
-from attngen.runtime.geometry import Geometry, geometries
-from attngen.runtime.gradients import GradientBuffers, finish, view_of
-from attngen.runtime.module import Entry, Kernel
-from attngen.runtime.packing import Parameter
-from attngen.runtime.pinned import Buffers
-from attngen.runtime.tensormap import windowed
+from attngen.runtime.arguments.checked import DIRECTIONS, Call, View
+from attngen.runtime.device.tensormap import windowed
+from attngen.runtime.geometry.sizes import Geometry, geometries
+from attngen.runtime.kernels.module import Entry, Kernel
+from attngen.runtime.kernels.packing import Parameter
+from attngen.runtime.launch.gradients import GradientBuffers, finish, view_of
+from attngen.runtime.launch.pinned import Buffers
 from attngen.tools.verify.quick_interpreter import quicken
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attngen.runtime.checked import Call
-from attngen.runtime.gradients import GradientBuffers, differentiable, gradient_shapes
-from attngen.runtime.module import Kernel
-from attngen.runtime.pinned import Buffers, prepared_shapes
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.launch.gradients import GradientBuffers, differentiable, gradient_shapes
+from attngen.runtime.launch.pinned import Buffers, prepared_shapes
 
 #: Bytes of a guard; every one holds _CANARY.
 _GUARD_BYTES = 8192

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from attngen.errors import LoadError
-from attngen.runtime import driver as drivers
-from attngen.runtime import quantize_torch
-from attngen.runtime.checked import LAYOUTS, TORCH_DTYPES
-from attngen.runtime.module import Kernel
-from attngen.runtime.quantize_arguments import GRANULARITIES, LARGEST, Quantize, check
-from attngen.runtime.quantize_kernel import prepare_on
-from attngen.runtime.quantize_launch import PreparedQuantize
-from attngen.runtime.quantize_run import launched
+from attngen.runtime.arguments.checked import LAYOUTS, TORCH_DTYPES
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.helpers import quantize_torch
+from attngen.runtime.helpers.quantize_arguments import GRANULARITIES, LARGEST, Quantize, check
+from attngen.runtime.helpers.quantize_kernel import prepare_on
+from attngen.runtime.helpers.quantize_launch import PreparedQuantize
+from attngen.runtime.helpers.quantize_run import launched
+from attngen.runtime.kernels.module import Kernel
 from attngen.tools.verify.contract import Deviation
 from attngen.tools.verify.trial import Trial, try_cases
 

@@ -10,11 +10,11 @@ import torch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import AttngenError
 from attngen.lang.variant import Bound, Variant
-from attngen.runtime import debug
-from attngen.runtime.checked import TORCH_DTYPES, Call
-from attngen.runtime.gradients import GradientBuffers
-from attngen.runtime.module import Kernel
-from attngen.runtime.pinned import Buffers
+from attngen.runtime.arguments import debug
+from attngen.runtime.arguments.checked import TORCH_DTYPES, Call
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.launch.gradients import GradientBuffers
+from attngen.runtime.launch.pinned import Buffers
 from attngen.tools.cases import Case, cases_of
 from attngen.tools.verify.contract import Deviation, Expected, Tally, deviation, expected
 from attngen.tools.verify.gradient_contract import expected_gradients, gradient_deviation

@@ -10,10 +10,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from attngen.runtime import driver as drivers
-from attngen.runtime.checked import PAGE_LAYOUTS, TORCH_DTYPES
-from attngen.runtime.module import Kernel
-from attngen.runtime.widen import Cache, prepare
+from attngen.runtime.arguments.checked import PAGE_LAYOUTS, TORCH_DTYPES
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.helpers.widen import Cache, prepare
+from attngen.runtime.kernels.module import Kernel
 from attngen.tools.verify.contract import Deviation
 from attngen.tools.verify.trial import Trial, try_cases
 

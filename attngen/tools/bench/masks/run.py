@@ -20,8 +20,8 @@ from torch import Tensor
 
 from attngen import jit
 from attngen.errors import AttngenError, CallError, LoadError, suggest
-from attngen.runtime.module import read_kernel
-from attngen.runtime.registry import registry
+from attngen.runtime.kernels.module import read_kernel
+from attngen.runtime.registry.lookup import registry
 from attngen.store.jobs import Job, Result, run_jobs, worker_processes
 from attngen.store.store import Store
 from attngen.store.worker import retire

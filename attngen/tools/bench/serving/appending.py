@@ -11,10 +11,10 @@ from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.formats import APPEND_VARIANT
-from attngen.runtime import append_torch
-from attngen.runtime.append import append_kv
-from attngen.runtime.append_arguments import Append, check
-from attngen.runtime.registry import registry
+from attngen.runtime.calls.append import append_kv
+from attngen.runtime.helpers import append_torch
+from attngen.runtime.helpers.append_arguments import Append, check
+from attngen.runtime.registry.lookup import registry
 from attngen.tools.bench.serving.cells import DTYPE, HEAD_DIM, Form, Problem
 from attngen.tools.bench.timing import Contestant
 

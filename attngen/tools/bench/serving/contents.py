@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
-from attngen.runtime.calls import attention
+from attngen.runtime.calls.entry import attention
 from attngen.tools.bench.serving.cells import EIGHT_BITS, HEAD_DIM, SOFTCAP, WINDOW, Form, Problem, ancestors
 
 #: Most sets of inputs; calls so small that this many fit the cache are bound by their launch.

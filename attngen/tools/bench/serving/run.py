@@ -16,10 +16,10 @@ from torch import Tensor
 
 from attngen.errors import CallError, LoadError, NoKernelError, suggest
 from attngen.formats import APPEND, APPEND_VARIANT, WIDEN
-from attngen.runtime.calls import attention, attention_paged
-from attngen.runtime.dispatch import explain
-from attngen.runtime.module import read_kernel
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.calls.dispatch import explain
+from attngen.runtime.calls.entry import attention, attention_paged
+from attngen.runtime.kernels.module import read_kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec
 from attngen.store.store import Store
 from attngen.tools.bench.check import TOLERANCE

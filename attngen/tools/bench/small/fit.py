@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from attngen.plan.times import LAUNCH, Measured
-from attngen.runtime.checked import Call
-from attngen.runtime.module import Kernel
-from attngen.runtime.prediction import Card, predict
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.geometry.prediction import Card, predict
+from attngen.runtime.kernels.module import Kernel
 
 #: Times that the path is followed with the constants of the round before.
 _ROUNDS = 8

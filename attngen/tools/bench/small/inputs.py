@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import bind
-from attngen.runtime.calls import attention
-from attngen.runtime.checked import Call
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.calls.entry import attention
 from attngen.schema import preset
 from attngen.tools.bench.small.shapes import DTYPE, Shape
 

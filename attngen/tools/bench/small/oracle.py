@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from attngen.errors import CallError, LoadError, NoKernelError
-from attngen.runtime import driver as drivers
-from attngen.runtime.module import Kernel
-from attngen.runtime.prediction import Card, predict
-from attngen.runtime.registry import Package, registry
-from attngen.runtime.select import Request, card_of, select
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.geometry.prediction import Card, predict
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import Package, registry
+from attngen.runtime.registry.select import Request, card_of, select
 from attngen.schema import load_spec, preset
 from attngen.tools.bench.check import TOLERANCE
 from attngen.tools.bench.kernels import chosen, compiled, reader

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from attngen.errors import CallError, LoadError, NoKernelError, suggest
-from attngen.runtime.dispatch import explain
-from attngen.runtime.registry import package_of_kernels, registry
+from attngen.runtime.calls.dispatch import explain
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec, preset
 from attngen.tools.bench.cases import BenchCase
 from attngen.tools.bench.check import TOLERANCE

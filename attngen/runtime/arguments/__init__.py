@@ -1,0 +1,1 @@
+"""A call's arguments: as given, checked, and as cache keys."""

@@ -1,0 +1,20 @@
+"""Where each address stands in the list that launches take: one order for forwards and backwards.
+
+A list begins with ``FORWARD`` or with ``BACKWARD``, which begins with it. The variant's own tensors follow, then their
+gradients, then workspaces and tile maps, in an order that a prepared kernel tells (``PreparedLaunches.names``).
+"""
+
+from __future__ import annotations
+
+from attngen.runtime.arguments.given import TENSORS
+
+FORWARD = (*TENSORS, "lse", "tile_counter", "split_counters")
+BACKWARD = (*FORWARD, "dout", "dlse", "dq", "dk", "dv")
+
+OUT, LSE, TILE_COUNTER, SPLIT_COUNTERS, DOUT, DLSE, DQ, DK, DV = map(
+    BACKWARD.index, ("out", "lse", "tile_counter", "split_counters", "dout", "dlse", "dq", "dk", "dv")
+)
+
+#: The addresses behind those of q, k and v: 0 for what is absent, or allocated later.
+NO_FORWARD = (0,) * (len(FORWARD) - 3)
+NO_BACKWARD = (0,) * (len(BACKWARD) - 3)

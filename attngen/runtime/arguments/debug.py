@@ -1,0 +1,147 @@
+"""Checks of what the tensors of a call hold: facts that are trusted at speed. They wait for the GPU: opt in.
+
+with attngen.debug():
+    attngen.attention(q, k, v, variant="packed_documents", doc=doc)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+
+from attngen.errors import CallError
+from attngen.lang.variant import Bound
+from attngen.lang.variant import Tensor as DeclaredTensor
+from attngen.runtime.arguments.checked import Call
+
+_depth = 0
+
+
+def active() -> bool:
+    """Whether some ``debug`` block is open, in any thread."""
+    return _depth > 0
+
+
+@contextmanager
+def debug() -> Iterator[None]:
+    """Check the contents of every call inside: cu_seqlens, seqused_k, declared ranges and monotone axes.
+
+    A fact that does not hold raises CallError before anything is launched.
+    """
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def check_lengths(call: Call) -> None:
+    """Raise CallError unless cu_seqlens and seqused_k hold lengths that the tensors have."""
+    lengths_k = None
+    if call.layout == "varlen":
+        assert call.cu_seqlens_q is not None
+        assert call.cu_seqlens_k is not None
+        check_offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.total_q, call.seqlen_q, "max_seqlen_q")
+        starts = call.cu_seqlens_k.tolist()
+        check_offsets("cu_seqlens_k", starts, call.total_k, call.seqlen_k, "max_seqlen_k")
+        lengths_k = [end - start for start, end in pairwise(starts)]
+    if call.layout == "paged" and call.cu_seqlens_q is not None:
+        check_offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.total_q, call.seqlen_q, "max_seqlen_q")
+    if call.seqused_k is None:
+        return
+    for b, used in enumerate(call.seqused_k.tolist()):
+        most = call.seqlen_k if lengths_k is None else lengths_k[b]
+        if not 0 <= used <= most:
+            held = "its row of page_table holds" if call.layout == "paged" else f"sequence {b} has"
+            raise CallError(f"seqused_k[{b}] is {used}; {held} {most} keys")
+    if call.layout == "paged":
+        _pages(call)
+
+
+def _pages(call: Call) -> None:
+    """Raise CallError unless each page that a sequence uses is one of the cache; other entries may be anything."""
+    assert call.page_table is not None
+    assert call.seqused_k is not None
+    used = -(-call.seqused_k // max(call.page_size, 1))
+    listed = torch.arange(call.page_table.shape[1], device=call.device) < used[:, None]
+    outside = (listed & ((call.page_table < 0) | (call.page_table >= call.num_pages))).nonzero()
+    if outside.numel():
+        b, place = outside[0].tolist()
+        raise CallError(
+            f"page_table[{b}, {place}] is {call.page_table[b, place].item()}, but the cache has pages 0 to "
+            f"{call.num_pages - 1}; sequence {b} uses its first {used[b].item()} pages"
+        )
+
+
+def check_offsets(name: str, offsets: list[int], total: int, longest: int | None = None, limit: str = "") -> None:
+    """Raise CallError unless offsets start with 0, never decrease, and end within the ``total`` rows of a tensor;
+    ``longest``: no sequence may be longer than this, which the call names ``limit``."""
+    if offsets[0] != 0:
+        raise CallError(f"{name} must start with 0, got {offsets[0]}")
+    for i, (start, end) in enumerate(pairwise(offsets)):
+        if end < start:
+            raise CallError(f"{name} must not decrease, but {name}[{i + 1}] = {end} follows {start}")
+        if longest is not None and end - start > longest:
+            raise CallError(f"{limit} is {longest}, but sequence {i} has length {end - start}")
+    if offsets[-1] > total:
+        raise CallError(f"{name} ends at {offsets[-1]}, beyond the {total} rows of the tensor")
+
+
+def check_scales(call: Call) -> None:
+    """Raise CallError unless the scales of quantized tensors are finite and positive."""
+    for name, scale in call.descales.items():
+        check_scale(name, scale)
+
+
+def check_scale(name: str, scale: torch.Tensor) -> None:
+    """Raise CallError unless scales are finite and positive."""
+    odd = (~torch.isfinite(scale) | (scale <= 0)).nonzero()
+    if odd.numel():
+        where = odd[0].tolist()
+        raise CallError(f"{name}{where} is {scale[tuple(where)].item()}; a scale is finite and positive")
+
+
+def check_facts(call: Call) -> None:
+    """Raise CallError unless the variant's tensors keep the ranges and the order that the spec declares."""
+    for declared in call.variant.tensors:
+        tensor = call.tensors[declared.name].detach()
+        if declared.monotone is not None:
+            _monotone(call, declared, tensor, declared.monotone.axis)
+        if declared.range is not None and tensor.numel():
+            low, high = (_limit(call, bound) for bound in declared.range)
+            found_low, found_high = tensor.min().item(), tensor.max().item()
+            if low is not None and not found_low >= low:
+                raise CallError(f"{call.variant.name}: tensor '{declared.name}' holds {found_low}, below its min {low}")
+            if high is not None and not found_high <= high:
+                raise CallError(
+                    f"{call.variant.name}: tensor '{declared.name}' holds {found_high}, above its max {high}"
+                )
+
+
+def _monotone(call: Call, declared: DeclaredTensor, tensor: torch.Tensor, axis: int) -> None:
+    if tensor.shape[axis] < 2:
+        return
+    steps = tensor.shape[axis] - 1
+    falls = (tensor.narrow(axis, 1, steps) < tensor.narrow(axis, 0, steps)).nonzero()
+    if falls.numel():
+        where = falls[0].tolist()
+        where[axis] += 1
+        raise CallError(
+            f"{call.variant.name}: tensor '{declared.name}' is declared nondecreasing along axis {axis}, "
+            f"but it decreases at index {where}"
+        )
+
+
+def _limit(call: Call, bound: Bound) -> int | float | None:
+    return call.extents[bound] if isinstance(bound, str) else bound
+
+
+def check(call: Call) -> None:
+    """Run every check of a call's contents."""
+    check_lengths(call)
+    check_scales(call)
+    check_facts(call)

@@ -1,0 +1,32 @@
+"""Torch's state at a call: whether it compiles, traces or transforms, and whether a tensor is on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.runtime.arguments.keys import PLAIN
+
+#: Looked up once: every call asks.
+is_compiling = torch.compiler.is_compiling
+is_tracing = torch._C._is_tracing
+transforms_active = torch._C._are_functorch_transforms_active
+
+#: The number of dispatch modes that are active, as those of selective checkpoints.
+watching = torch._C._len_torch_dispatch_stack
+
+
+def is_traced(tensor: Any) -> bool:
+    """Whether a call with a tensor is traced: compiled, or the tensor has no data, as on the meta device."""
+    if is_compiling():
+        return True
+    if type(tensor) in PLAIN:
+        return tensor.is_meta
+    return isinstance(tensor, Tensor) and not tensor.is_nested  # which is refused
+
+
+def on_gpu(tensor: Any) -> bool:
+    """Whether a value is a tensor on a GPU."""
+    return isinstance(tensor, Tensor) and tensor.is_cuda

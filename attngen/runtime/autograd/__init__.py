@@ -1,0 +1,1 @@
+"""Gradients: autograd, torch.func, and derivatives of gradients."""

@@ -1,0 +1,181 @@
+"""Derivatives of attention in plain torch: gradients by the reference, tangents, and derivatives of gradients.
+
+A few query rows at a time, in float32 (float64 for float64 inputs), so that memory stays bounded. What transforms of
+torch.func are given here depends on no values: it composes with any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.reference.eager import (
+    CHUNK_ELEMENTS,
+    CHUNK_ELEMENTS_ELSEWHERE,
+    attend_rows,
+    joined,
+    lengths,
+    one_sequence,
+)
+from attngen.runtime.reference.sinks import sinks
+from attngen.runtime.registry.binding import bind_call
+
+_LEADING = ("q", "k", "v")
+
+
+def reference_gradients(
+    run: Callable[[Given], Any], given: Given, dout: Tensor | None, dlse: Tensor | None, asked: Sequence[str]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v and of the variant's tensors ``asked`` by autograd of the reference."""
+    with torch.enable_grad(), _recording():
+        q, k, v = inputs = [tensor.detach().requires_grad_() for tensor in (given.q, given.k, given.v)]
+        learned = {name: given.arguments[name].detach().requires_grad_() for name in asked}
+        out, lse = run(given._replace(q=q, k=k, v=v, arguments={**given.arguments, **learned}))
+    inputs += learned.values()
+    pairs = [(o, g) for o, g in ((out, dout), (lse, dlse)) if g is not None and o.requires_grad]
+    if not pairs:
+        return tuple(torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
+    outputs, gradients = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    return tuple(
+        (torch.zeros_like(tensor) if gradient is None else gradient).contiguous()
+        for tensor, gradient in zip(inputs, found, strict=True)
+    )
+
+
+def _recording() -> Any:
+    """Let autograd record inside an operator, which a compiled program may call with autograd left out of dispatch."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+
+
+class Plain:
+    """A call as a function of q, k, v and those of the variant's own tensors that have derivatives (``names``)."""
+
+    def __init__(self, given: Given, names: Sequence[str]) -> None:
+        self._call, _ = bind_call(given)
+        if self._call.descales:
+            raise CallError(f"{self._call.variant.name}: quantized tensors have no derivative")
+        self.names = (*_LEADING, *names)
+        self._dtype = torch.float64 if given.q.dtype == torch.float64 else torch.float32
+        self._places = lengths(self._call)
+        self._q = given.q
+
+    def raised(self, tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return tensors in the dtype of the arithmetic; zeros like the others where there is none."""
+        pairs = zip(tensors, like, strict=True)
+        return tuple(torch.zeros_like(b, dtype=self._dtype) if a is None else a.to(self._dtype) for a, b in pairs)
+
+    def tangents(self, inputs: Sequence[Tensor], directions: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """Return the tangents of out and of its log-sum-exp, from those of the inputs."""
+        leaves, moved = self.raised(inputs, inputs), self.raised(directions, inputs)
+        parts = []
+        for piece in self._pieces():
+            parts.append((piece[0], _moved(self._rows(piece), leaves, moved)))
+        return self._joined(parts)
+
+    def moved_gradients(
+        self, inputs: Sequence[Tensor], above: Sequence[Tensor], directions: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """Return the tangents of the gradients of ``inputs``; ``directions`` are those of ``above``, which are the
+        gradients of out and log-sum-exp, and of the inputs."""
+        leaves, over = self.raised(inputs, inputs), self.raised(above, above)
+        given, moved = (*over, *leaves), self.raised(directions, (*above, *inputs))
+        total = [torch.zeros_like(leaf) for leaf in leaves]
+        for piece in self._pieces():
+            parts = [(*self._above(piece, *both[:2]), *both[2:]) for both in (given, moved)]
+            found = _moved(self._gradients(piece), *parts)
+            total = [a + b for a, b in zip(total, found, strict=True)]
+        return tuple(a.to(b.dtype) for a, b in zip(total, inputs, strict=True))
+
+    def second(
+        self, inputs: Sequence[Tensor], above: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of ``above``, which are those of out and log-sum-exp, and of ``inputs``, from those of
+        the gradients of the inputs."""
+        leaves, over = self.raised(inputs, inputs), self.raised(above, above)
+        wanted = self.raised(cotangents, inputs)
+        total, parts = [torch.zeros_like(leaf) for leaf in leaves], []
+        for piece in self._pieces():
+            _, pull = torch.func.vjp(self._gradients(piece), *self._above(piece, *over), *leaves)
+            dout, dlse, *found = pull(wanted)
+            parts.append((piece[0], (dout, dlse)))
+            total = [a + b for a, b in zip(total, found, strict=True)]
+        found = (*self._joined(parts, above[0].dtype), *total)
+        return tuple(a.to(b.dtype) for a, b in zip(found, (*above, *inputs), strict=True))
+
+    def _pieces(self) -> Iterator[tuple[int, slice]]:
+        """Yield sequences, and some rows of each."""
+        most = CHUNK_ELEMENTS.get(self._call.device.type, CHUNK_ELEMENTS_ELSEWHERE)
+        for b, (rows, keys, *_) in enumerate(self._places):
+            step = max(1, most // max(self._call.heads * keys, 1))
+            for first in range(0, max(rows, 1), step):
+                yield b, slice(first, min(first + step, rows))
+
+    def _rows(self, piece: tuple[int, slice]) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return the function from leaves to out (rows, h, d) and lse (h, rows) of some rows of a sequence."""
+        b, rows = piece
+        call, dtype, place = self._call, self._dtype, self._places[b]
+
+        def attended(q: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> tuple[Tensor, Tensor]:
+            given = dict(zip(self.names[3:], own, strict=True))
+            tensors = {name: given.get(name, tensor) for name, tensor in call.tensors.items()}
+            scalars = {name: given.get(name, number) for name, number in call.scalars.items()}
+            with_own = call.with_tensors(tensors, scalars, call.cu_seqlens_q)
+            if not place[1]:  # no keys: 0, and −inf or the sink
+                out = q.new_zeros((rows.stop - rows.start, call.heads, call.head_dim_v))
+                lse = q.new_full((call.heads, rows.stop - rows.start), float("-inf"))
+                if call.variant.sink is not None:
+                    lse = sinks(with_own, dtype, checked=False)[b][:, None].expand_as(lse)
+                return out, lse
+            return attend_rows(with_own, one_sequence(call, q, k, v, b, place), rows, dtype, smooth=True)
+
+        return attended
+
+    def _gradients(self, piece: tuple[int, slice]) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the function from the gradients of out and lse of some rows, and leaves, to those of the leaves."""
+        attended = self._rows(piece)
+
+        def gradients(dout: Tensor, dlse: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+            _, pull = torch.func.vjp(attended, *leaves)
+            found: tuple[Tensor, ...] = pull((dout, dlse))
+            return found
+
+        return gradients
+
+    def _above(self, piece: tuple[int, slice], dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what of the gradients of out and log-sum-exp belongs to some rows: (rows, h, d) and (h, rows)."""
+        b, rows = piece
+        if self._call.order == "thd":
+            first = self._places[b][2]
+            rows = slice(first + rows.start, first + rows.stop)
+            return dout[rows], dlse[:, rows]
+        of_sequence = dout[b].transpose(0, 1) if self._call.order == "bhsd" else dout[b]
+        return of_sequence[rows], dlse[b][:, rows]
+
+    def _joined(
+        self, parts: Sequence[tuple[int, tuple[Tensor, Tensor]]], dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what belongs to out and to its log-sum-exp as a call lays these out; 0 where there is no row."""
+        outs: list[list[Tensor]] = [[] for _ in self._places]
+        lses: list[list[Tensor]] = [[] for _ in self._places]
+        for b, (out, lse) in parts:
+            outs[b].append(out)
+            lses[b].append(lse)
+        whole = [torch.cat(each) for each in outs], [torch.cat(each, dim=1) for each in lses]
+        return joined(self._call, self._q, *whole, dtype or self._call.out_dtype, self._dtype, rest=0.0)
+
+
+def _moved(
+    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], directions: Sequence[Tensor]
+) -> tuple[Any, ...]:
+    """Return the tangents of a function's results, by reverse mode twice: torch nests no forward mode in one that is
+    entered by ``forward_ad.dual_level``."""
+    results, pull = torch.func.vjp(function, *inputs)
+    _, push = torch.func.vjp(lambda *above: pull(above), *(torch.zeros_like(result) for result in results))
+    found: tuple[Any, ...] = push(tuple(directions))
+    return found

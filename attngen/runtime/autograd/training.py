@@ -1,0 +1,272 @@
+"""Calls that are differentiated: autograd keeps q, k, v, the output and its log-sum-exp, and the backward runs.
+
+As with a forward, the first backward with some shapes checks everything, selects kernels and prepares their launches;
+later ones find that in a cache.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from attngen.errors import CallError, NoKernelError
+from attngen.lang.variant import Variant
+from attngen.runtime.arguments.addresses import BACKWARD, DLSE, DOUT, LSE, NO_BACKWARD, OUT
+from attngen.runtime.arguments.checked import Call, view
+from attngen.runtime.arguments.given import OTHERS, TENSORS, Given, keyed_of, make, settings_of
+from attngen.runtime.arguments.keys import note_others
+from attngen.runtime.autograd.transforms import Recorded, gradients
+from attngen.runtime.cache import RecentCache
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.launch.expanded import gets_copies, with_copies
+from attngen.runtime.launch.gradients import differentiable, gradient_shapes
+from attngen.runtime.launch.prepared import PREPARED_CALLS
+from attngen.runtime.launch.prepared_backward import Gradients, PreparedBackward
+from attngen.runtime.reference.sinks import add_gradients
+from attngen.runtime.registry import on_demand
+from attngen.runtime.registry.binding import bind_call, find
+from attngen.runtime.registry.lookup import Found, registry
+from attngen.runtime.registry.select import Request, no_kernel, select
+
+_PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
+
+
+def attend(
+    forward: Callable[[Given, list[int]], Any], given: Given, addresses: list[int]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run a call such that autograd can differentiate it.
+
+    ``forward`` gives its output and its log-sum-exp, and is called as a ``PreparedCall``.
+    """
+    names: tuple[str, ...] = ()
+    own: Sequence[Tensor] = ()
+    scalars = given.arguments
+    if scalars:
+        names = tuple(name for name, value in scalars.items() if isinstance(value, Tensor))
+        own = [scalars[name] for name in names]
+        scalars = {name: value for name, value in scalars.items() if name not in names}
+    recorded = forward, given, addresses, (scalars, names, settings_of(given))
+    result: Tensor | tuple[Tensor, Tensor] = _apply(recorded, given.q, given.k, given.v, *own)
+    return result
+
+
+class _Attention(torch.autograd.Function):
+    """Attention and its gradients, each by a kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recorded: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *own: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``recorded`` is what ``attend`` makes of a call; autograd sees the tensors that follow it."""
+        forward, given, addresses, ctx.given = recorded  # the last holds no tensors: autograd keeps those
+        out, lse = forward(given, addresses)
+        ctx.save_for_backward(out, lse, q, k, v, *OTHERS[given.form](given), *own)
+        ctx.set_materialize_grads(False)
+        return (out, lse) if given.return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        return (_differentiable_again if torch.is_grad_enabled() else _backward)(ctx, dout, dlse)
+
+
+#: ``_Attention.apply`` without what it does for functorch, which takes as long as a fifth of a call; calls under its
+#: transforms go elsewhere.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of what ``_Attention.forward`` took."""
+    wanted = ctx.needs_input_grad
+    if dout is None and dlse is None:
+        return (None,) * len(wanted)
+    arguments, names, settings = ctx.given
+    out, lse, *tensors = ctx.saved_tensors
+    own = len(tensors) - len(names)  # where the variant's own tensors begin
+    asked: tuple[str, ...] = ()
+    if names:
+        arguments = {**arguments, **dict(zip(names, tensors[own:], strict=True))}
+        asked = tuple(name for name, needed in zip(names, wanted[4:], strict=True) if needed)
+    tensors[own:] = [None] * (len(TENSORS) - own)
+    given = make(Given, (*tensors, arguments, None, *settings))
+    dq, dk, dv, gradients = differentiate(given, out, lse, dout, dlse, asked)
+    _, q_wanted, k_wanted, v_wanted, *_ = wanted
+    return (
+        None,
+        dq if q_wanted else None,
+        dk if k_wanted else None,
+        dv if v_wanted else None,
+        *[gradients[name] if name in asked else None for name in names],
+    )
+
+
+def _differentiable_again(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the same gradients, of which plain torch gives derivatives."""
+    numbers, names, settings = ctx.given
+    out, lse, *tensors = ctx.saved_tensors
+    own = len(tensors) - len(names)
+    every = (*tensors[:own], *[None] * (len(TENSORS) - own), *tensors[own:])
+    recorded = Recorded(_never, differentiate, names, numbers, settings)
+    wanted = ctx.needs_input_grad
+    needed = (*wanted[1:4], *[False] * (len(TENSORS) - 3), *wanted[4:])
+    found = gradients(recorded, needed, out, lse, dout, dlse, every)
+    return None, *found[:3], *found[len(TENSORS) :]
+
+
+def _never(given: Given) -> Any:
+    raise AssertionError("a gradient runs no forward")
+
+
+def differentiate(
+    given: Given, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, asked: tuple[str, ...]
+) -> Gradients:
+    """Return dq, dk, dv and the gradients of the variant's declared tensors; ``asked`` names those that are needed.
+
+    ``out`` and ``lse`` are what the forward gave, ``dout`` and ``dlse`` their gradients, None for none. Raises
+    NoKernelError, which lists every candidate and its reason, if no backward is built that takes the call, and
+    CallError for a gradient that the spec does not declare or that is not deterministic where that is asked for.
+    """
+    q, k, v, variant = given.q, given.k, given.v, given.variant
+    dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()  # a sign that is not in memory yet
+    dlse = None if dlse is None else dlse.resolve_neg().to(torch.float32).contiguous()
+    determinism = 2 if given.deterministic else asks_for_determinism()
+    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), *NO_BACKWARD]
+    addresses[OUT], addresses[LSE], addresses[DOUT] = out.data_ptr(), lse.data_ptr(), dout.data_ptr()
+    if dlse is not None:
+        addresses[DLSE] = dlse.data_ptr()
+    # The cache's key: everything that checks, selection and the packed templates depend on. The forward saw to it that
+    # all tensors are on one device, and q, k and v of one dtype; the shape of out and dout follows from theirs.
+    key: list[Any] = [
+        variant if isinstance(variant, str) else id(variant), registry.generation, dlse is None, determinism, asked,
+        *keyed_of(given), q.dtype, q.get_device(),
+        q.shape, q.stride(), addresses[0] & 15,
+        k.shape, k.stride(), addresses[1] & 15,
+        v.shape, v.stride(), addresses[2] & 15,
+        out.stride(), addresses[OUT] & 15,
+        dout.stride(), addresses[DOUT] & 15,
+    ]  # fmt: skip
+    note_others(key, addresses, given)
+    identity = tuple(key)
+    prepared = _PREPARED[identity]
+    if prepared is None:
+        call, found = bind_call(given._replace(return_lse=True, out=None))
+        unordered = _unordered(call, asked, determinism)
+        if call.empty:
+            return _nothing(call, lse, dlse)
+        names = tuple(name for name, value in given.arguments.items() if isinstance(value, Tensor))
+        request = Request(
+            call, call.device.index or 0, _known(names, addresses), dict(call.scalars), direction="backward",
+            deterministic=determinism == 2,
+        )  # fmt: skip
+        if gets_copies(request, found.kernels, drivers.current()):
+            return differentiate(with_copies(given), out, lse, dout, dlse, asked)
+        prepared = _prepare(request, found, given, names, out, dout, dlse is not None, unordered)
+        _PREPARED.put(identity, prepared)
+    if prepared.unordered is not None:
+        warnings.warn(prepared.unordered, UserWarning, stacklevel=2)
+    return prepared(given, lse, dout, addresses)
+
+
+def asks_for_determinism() -> int:
+    """Return whether each result must have the same bits on every run: 0 no, 1 warn, 2 yes."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return 0
+    return 1 if torch.is_deterministic_algorithms_warn_only_enabled() else 2
+
+
+def carries_tangent(*tensors: Any) -> bool:
+    """Whether one of these has a tangent of forward-mode differentiation, which no kernel computes with."""
+    return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _known(names: Sequence[str], addresses: Sequence[int]) -> dict[str, int]:
+    """Return the addresses that selection looks at, of those that ``differentiate`` lists."""
+    known = dict(zip(TENSORS, addresses, strict=False))
+    return known | {f"tensor:{name}": address for name, address in zip(names, addresses[len(BACKWARD) :], strict=True)}
+
+
+def _prepare(
+    request: Request,
+    found: Found,
+    given: Given,
+    names: Sequence[str],
+    out: Tensor,
+    dout: Tensor,
+    dlse: bool,
+    unordered: str | None,
+) -> PreparedBackward:
+    """Select the kernels of a backward and prepare their launches."""
+    call, driver = request.call, drivers.current()
+    variant, package = given.variant, given.package
+    selection = select(found.kernels, request, driver)
+    if selection.kernel is None and registry.refresh_if_built():
+        found = find(variant, package)
+        selection = select(found.kernels, request, driver)
+    if selection.kernel is None and package is None and on_demand.make(request):
+        found = find(variant, package)
+        selection = select(found.kernels, request, driver)
+    if selection.kernel is None:
+        raise _without_backward(no_kernel(found.kernels, selection, request, driver))
+    on_demand.note(request)
+    kept = variant if isinstance(variant, Variant) else None
+    return PreparedBackward(
+        selection.kernel, call, names, view(out.shape, out.stride(), call.order),
+        view(dout.shape, dout.stride(), call.order) if _usable(dout) else None, driver, request.device, dlse=dlse,
+        unordered=unordered, kept=kept,
+    )  # fmt: skip
+
+
+def _usable(dout: Tensor) -> bool:
+    """Whether kernels take a gradient as it is: what autograd hands over may be expanded or start anywhere."""
+    size = dout.element_size()
+    stepped = [stride for extent, stride in zip(dout.shape[:-1], dout.stride()[:-1], strict=True) if extent > 1]
+    usable = all(stride and stride * size % 16 == 0 for stride in stepped) and dout.data_ptr() % 16 == 0
+    return usable and dout.stride(-1) == 1
+
+
+def _nothing(call: Call, lse: Tensor, dlse: Tensor | None) -> Gradients:
+    """Return the gradients of a call without work; a log-sum-exp of sinks alone passes its own on."""
+    dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[call.dtype])
+    dq, dk, dv = (torch.zeros(shape, dtype=dtype, device=call.device) for shape in gradient_shapes(call).values())
+    gradients = {
+        name: torch.zeros(call.tensors[name].shape, dtype=torch.float32, device=call.device)
+        for name in differentiable(call)
+    }
+    if dlse is not None and dlse.numel():
+        add_gradients(call, lse, -dlse, gradients)
+    return dq, dk, dv, {name: gradient.to(call.tensors[name].dtype) for name, gradient in gradients.items()}
+
+
+def _unordered(call: Call, asked: Sequence[str], determinism: int) -> str | None:
+    """Return the warning about a gradient whose sum has no fixed order, where one was asked for.
+
+    Raises CallError for a gradient that the spec does not declare, and where a fixed order is a must.
+    """
+    declared = differentiable(call)
+    for name in asked:
+        if name not in declared:
+            raise CallError(
+                f"{call.variant.name}: tensor '{name}' requires a gradient that its spec does not declare; "
+                "add 'grad: true' to the spec, or detach the tensor"
+            )
+    scored = call.variant.uses(call.variant.score)[1] if call.variant.score is not None else frozenset()
+    unordered = [name for name in asked if name in scored]
+    if not unordered or not determinism:
+        return None
+    message = (
+        f"{call.variant.name}: the gradient of tensor '{unordered[0]}' is accumulated in no fixed order, and the "
+        "call, or torch.use_deterministic_algorithms(True), requires one; detach it, or use backend='reference'"
+    )
+    if determinism == 2:
+        raise CallError(message)
+    return message
+
+
+def _without_backward(error: NoKernelError) -> NoKernelError:
+    return NoKernelError(
+        f"{error}\nbackend='reference' is differentiable, and slow; under torch.no_grad() no backward is needed"
+    )

@@ -1,0 +1,309 @@
+"""Calls under the transforms of torch.func, in forward mode, and differentiated twice.
+
+Results and gradients come from kernels as ever. What ``torch.func.vmap`` maps over becomes part of the batch where the
+variant allows that, and a call for each element where not. Tangents, and derivatives of gradients, are those of plain
+torch (``derivatives``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from attngen.errors import CallError
+from attngen.lang.ir import Expr, Load, Op, Type, Var
+from attngen.lang.variant import Variant
+from attngen.runtime.arguments.given import TENSORS, Given, make, settings_of, tensors_of
+from attngen.runtime.autograd.derivatives import Plain, reference_gradients
+from attngen.runtime.registry.binding import find
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Things that stand beside one another in a call, as sequences do and heads."""
+
+    #: Name of the number of one → the extent of axes that have something for each of them.
+    numbers: Mapping[str, str]
+    #: What else an expression may read that depends on how many there are, or on those before.
+    counts: frozenset[str]
+
+
+SEQUENCES = Beside({"b": "b"}, frozenset({"q_global", "kv_global", "total_q", "total_k"}))
+HEADS = Beside({"h": "h", "hk": "hk"}, frozenset({"heads", "kv_heads"}))
+
+_Tensors = tuple[Any, ...]  # those of a call in the order of ``TENSORS``, then the variant's own; None for none
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A call without its tensors, and who runs it and its backward. It is opaque to transforms."""
+
+    run: Callable[[Given], Any]
+    #: Gradients by kernels, from (given, out, lse, dout, dlse, asked); None where the reference runs.
+    differentiate: Callable[..., tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] | None
+    names: tuple[str, ...]
+    numbers: dict[str, Any]
+    settings: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, given: Given, run: Any, differentiate: Any) -> tuple[Recorded, _Tensors]:
+        """Return what a call is without its tensors, and these."""
+        own = {name: value for name, value in given.arguments.items() if isinstance(value, Tensor)}
+        numbers = {name: value for name, value in given.arguments.items() if name not in own}
+        settings = settings_of(given._replace(return_lse=True))
+        return cls(run, differentiate, tuple(own), numbers, settings), (*tensors_of(given), *own.values())
+
+    def given(self, tensors: _Tensors) -> Given:
+        """Return the call with these tensors."""
+        count = len(TENSORS)
+        own = dict(zip(self.names, tensors[count:], strict=True))
+        return make(Given, (*tensors[:count], {**self.numbers, **own}, None, *self.settings))
+
+
+def attend(given: Given, run: Callable[[Given], Any], differentiate: Callable[..., Any] | None) -> Any:
+    """Run a call whose tensors some transform has wrapped, or that carry tangents.
+
+    Raises CallError for a call whose keys lie in pages: it has no derivative.
+    """
+    if given.form == "paged":
+        raise CallError(
+            "attention over pages has no derivative and no rule for vmap: call attention_paged outside of torch.func's "
+            "transforms, or attention on keys that are gathered"
+        )
+    recorded, tensors = Recorded.of(given, run, differentiate)
+    if any(isinstance(tensor, Tensor) and torch._is_functional_tensor(tensor) for tensor in tensors):
+        raise CallError(
+            "attention has no rule for torch.func.functionalize, and nothing to functionalize: it changes no tensor; "
+            "allowed: grad, vjp, jvp, vmap, and what torch.func makes of them"
+        )
+    out, lse = Attention.apply(recorded, *tensors)
+    return (out, lse) if given.return_lse else out
+
+
+def refuse(name: str, tensors: Iterable[Any]) -> None:
+    """Raise CallError if a transform has wrapped one of the tensors of a call that has no rule for it, or one carries a
+    tangent."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    if any(map(wrapped, given)):
+        raise CallError(f"{name} has no rule for the transforms of torch.func; call it outside of them")
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in given):
+        raise CallError(f"{name} is not differentiable; call it with the primal of forward_ad.unpack_dual")
+
+
+class Attention(torch.autograd.Function):
+    """Attention, with a rule for each transform."""
+
+    @staticmethod
+    def forward(recorded: Recorded, *tensors: Any) -> tuple[Tensor, Tensor]:
+        out, lse = recorded.run(recorded.given(tensors))
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.recorded, *tensors = inputs
+        ctx.save_for_backward(*output, *tensors)
+        ctx.save_for_forward(*output, *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        return None, *gradients(ctx.recorded, ctx.needs_input_grad[1:], out, lse, dout, dlse, tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *directions: Tensor | None) -> tuple[Tensor, Tensor]:
+        with forward_ad._set_fwd_grad_enabled(True):
+            _out, _lse, *tensors = _without_tangents(ctx.saved_tensors)
+            places = [place for place in _differentiable(tensors) if place < 3 or directions[place] is not None]
+            plain = Plain(ctx.recorded.given(tuple(tensors)), _names(ctx.recorded, places))
+            return plain.tangents([tensors[place] for place in places], [directions[place] for place in places])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], recorded: Recorded, *tensors: Any) -> tuple[Any, Any]:
+        dims, size = in_dims[1:], _size_of(info)
+        axes = batch_axes(recorded, tensors, dims)
+        if axes is None:
+            found = [Attention.apply(recorded, *_element(tensors, dims, i)) for i in range(size)]
+            return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0, 0)
+        out, lse = Attention.apply(recorded, *_folded(tensors, dims, axes, size))
+        return (_unfolded(out, 0, size), _unfolded(lse, 0, size)), (0, 0)
+
+
+def gradients(
+    recorded: Recorded, needed: Sequence[bool], out: Tensor, lse: Tensor, dout: Any, dlse: Any, tensors: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Return the gradient of each of a call's tensors, or None; they can be differentiated again."""
+    if dout is None and dlse is None:
+        return (None,) * len(tensors)
+    if any(tensor.element_size() == 1 for tensor in tensors[:3]):
+        raise CallError("attention in 8 bits has no derivative; differentiate a call in bf16, fp16 or float32")
+    count = len(TENSORS)
+    asked = tuple(name for name, wanted in zip(recorded.names, needed[count:], strict=True) if wanted)
+    found = Gradients.apply(recorded, asked, out, lse, dout, dlse, *tensors)
+    by_name = dict(zip(asked, found[3:], strict=True))
+    leading = [gradient if wanted else None for gradient, wanted in zip(found[:3], needed, strict=False)]
+    return (*leading, *(None,) * (count - 3), *(by_name.get(name) for name in recorded.names))
+
+
+class Gradients(torch.autograd.Function):
+    """The gradients of q, k, v, and of the variant's tensors that are ``asked`` for, with rules of their own."""
+
+    @staticmethod
+    def forward(
+        recorded: Recorded, asked: tuple[str, ...], out: Tensor, lse: Tensor, dout: Any, dlse: Any, *tensors: Any
+    ) -> tuple[Tensor, ...]:
+        given = recorded.given(tensors)
+        if recorded.differentiate is None:
+            return reference_gradients(recorded.run, given, dout, dlse, asked)
+        dq, dk, dv, own = recorded.differentiate(given, out, lse, dout, dlse, asked)
+        return dq, dk, dv, *(own[name] for name in asked)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.recorded, ctx.asked, out, lse, dout, dlse, *tensors = inputs
+        ctx.absent = dout is None, dlse is None
+        dout, dlse = (like if given is None else given for given, like in ((dout, out), (dlse, lse)))
+        ctx.save_for_backward(dout, dlse, *tensors)
+        ctx.save_for_forward(dout, dlse, *tensors)
+
+    @staticmethod
+    def _inputs(ctx: Any, saved: Sequence[Any]) -> tuple[Plain, list[int], list[Tensor], list[Tensor]]:
+        """Return the call in plain torch, the places of what it is differentiated by, that, and what is above."""
+        dout, dlse, *tensors = saved
+        above = [torch.zeros_like(t) if absent else t for t, absent in zip((dout, dlse), ctx.absent, strict=True)]
+        count, recorded = len(TENSORS), ctx.recorded
+        places = [0, 1, 2, *(count + recorded.names.index(name) for name in ctx.asked)]
+        plain = Plain(recorded.given(tuple(tensors)), ctx.asked)
+        return plain, places, [tensors[place] for place in places], above
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        plain, places, inputs, above = Gradients._inputs(ctx, ctx.saved_tensors)
+        dout, dlse, *found = plain.second(inputs, above, cotangents)
+        own: list[Any] = [None] * (len(ctx.saved_tensors) - 2)
+        for place, gradient in zip(places, found, strict=True):
+            own[place] = gradient
+        first = [None if absent else t for t, absent in zip((dout, dlse), ctx.absent, strict=True)]
+        return None, None, None, None, *first, *own
+
+    @staticmethod
+    def jvp(ctx: Any, *directions: Any) -> tuple[Tensor, ...]:
+        with forward_ad._set_fwd_grad_enabled(True):
+            plain, places, inputs, above = Gradients._inputs(ctx, _without_tangents(ctx.saved_tensors))
+            moved, own = directions[4:6], directions[6:]
+            return plain.moved_gradients(inputs, above, [*moved, *(own[place] for place in places)])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], recorded: Recorded, asked: Any, *tensors: Any) -> tuple[Any, Any]:
+        dims, size = in_dims[2:], _size_of(info)
+        axes = batch_axes(recorded, tensors[4:], dims[4:])
+        if axes is not None:
+            shared = any(axes[len(TENSORS) + recorded.names.index(name)] is None for name in asked)
+            axes = None if shared else axes
+        if axes is None:
+            found = [Gradients.apply(recorded, asked, *_element(tensors, dims, i)) for i in range(size)]
+            return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0,) * (3 + len(asked))
+        every = [0, 0, 0, 0, *axes]
+        found = Gradients.apply(recorded, asked, *_folded(tensors, dims, every, size))
+        places = [0, 0, 0, *(axes[len(TENSORS) + recorded.names.index(name)] for name in asked)]
+        return tuple(_unfolded(t, axis, size) for t, axis in zip(found, places, strict=True)), tuple(places)
+
+
+def _size_of(info: Any) -> int:
+    """Return over how many calls ``vmap`` goes. Raises CallError for none, whose results nothing tells the shape of."""
+    if not info.batch_size:
+        raise CallError("vmap maps over an axis of size 0; allowed: at least 1")
+    return int(info.batch_size)
+
+
+def _unfolded(tensor: Tensor, axis: Any, size: int) -> Tensor:
+    """Return a tensor whose ``axis`` is an axis of ``vmap`` and one of the call again, which may be empty."""
+    return tensor.unflatten(axis, (size, tensor.shape[axis] // size))
+
+
+def _without_tangents(tensors: Sequence[Any]) -> list[Any]:
+    """Return tensors without the tangents that a rule is asked about. Those of jvps around it stay, which torch's own
+    switch, off inside a rule, would lose without a word."""
+    return [t if t is None else forward_ad.unpack_dual(t).primal for t in tensors]
+
+
+def _differentiable(tensors: Sequence[Any]) -> list[int]:
+    """Return the places of what a call may be differentiated by: q, k, v, and the variant's own floats."""
+    own = range(len(TENSORS), len(tensors))
+    return [0, 1, 2, *(place for place in own if tensors[place] is not None and tensors[place].is_floating_point())]
+
+
+def _names(recorded: Recorded, places: Sequence[int]) -> list[str]:
+    return [recorded.names[place - len(TENSORS)] for place in places if place >= len(TENSORS)]
+
+
+# --- vmap ---------------------------------------------------------------------------------------------------
+
+
+def batch_axes(recorded: Recorded, tensors: _Tensors, dims: Sequence[Any]) -> list[int | None] | None:
+    """Return along which axis of each tensor its sequences lie, None for none: what is mapped over joins that one.
+
+    Returns None where a call for all elements would compute something else than one for each: packed sequences, scales,
+    dropout, a variant that reads how many sequences there are, and an element with a tensor of its own in which all
+    sequences share.
+    """
+    given = recorded.given(tensors)
+    variant = given.variant if isinstance(given.variant, Variant) else find(given.variant, given.package).variant
+    if given.form != "dense" or given.q_descale is not None or variant.dropout or not stand_alone(variant, SEQUENCES):
+        return None
+    shapes = {tensor.name: tensor.shape for tensor in variant.tensors}
+    axes: list[int | None] = [0 if tensor is not None else None for tensor in tensors[: len(TENSORS)]]
+    for name in recorded.names:
+        shape = shapes.get(name, ())
+        axes.append(shape.index("b") if "b" in shape else None)
+    shared = any(dim is not None and axis is None for dim, axis in zip(dims, axes, strict=True))
+    return None if shared else axes
+
+
+def stand_alone(variant: Variant, them: Beside) -> bool:
+    """Whether a variant reads the number of a sequence, or of a head, only to index tensors that have something for
+    each of them."""
+    shapes = {tensor.name: tensor.shape for tensor in variant.tensors}
+    index_of = {extent: Var(name, Type.INT) for name, extent in them.numbers.items()}
+
+    def alone(node: Expr) -> bool:
+        if isinstance(node, Var):
+            return node.name not in them.numbers and node.name not in them.counts
+        if isinstance(node, Load):
+            return all(
+                index == index_of[extent] if extent in index_of else alone(index)
+                for index, extent in zip(node.indices, shapes[node.tensor], strict=True)
+            )
+        return all(alone(part) for part in node.args) if isinstance(node, Op) else True
+
+    bounds = {bound for scalar in variant.scalars for bound in (scalar.min, scalar.max)}
+    bounds |= {bound for tensor in variant.tensors for bound in (*(tensor.range or ()), *tensor.shape)}
+    expressions = [each for each in (variant.mask, variant.score, variant.sink) if each is not None]
+    return not bounds & them.counts and all(alone(each) for each in expressions)
+
+
+def _element(tensors: Sequence[Any], dims: Sequence[Any], i: int) -> list[Any]:
+    """Return the tensors of one element of what is mapped over."""
+    return [t if dim is None else t.select(dim, i) for t, dim in zip(tensors, dims, strict=True)]
+
+
+def _folded(tensors: Sequence[Any], dims: Sequence[Any], axes: Sequence[int | None], size: int) -> list[Any]:
+    """Return the tensors of all elements together: each with its sequences one element after the other."""
+    found = []
+    for tensor, dim, axis in zip(tensors, dims, axes, strict=True):
+        if tensor is None or axis is None:
+            found.append(tensor)
+            continue
+        if dim is None:
+            whole = tensor.unsqueeze(axis).expand(*tensor.shape[:axis], size, *tensor.shape[axis:])
+        else:
+            whole = tensor.movedim(dim, axis)
+        folded = whole.flatten(axis, axis + 1)
+        found.append(folded if folded.dim() < 2 or folded.stride(-1) == 1 else folded.contiguous())
+    return found

@@ -1,0 +1,1 @@
+"""The functions that programs call, their dispatch, and their operators of ``torch.library``."""

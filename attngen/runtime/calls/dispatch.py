@@ -1,0 +1,433 @@
+"""A call finds its variant and its kernel and runs, on the reference where there is no GPU; and what one would run.
+
+The first call with some shapes checks everything, selects a kernel and prepares its launch. Later ones with the same
+shapes, strides, dtypes and devices find that in a cache, check the scalars, and launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
+from attngen.errors import CallError, NoKernelError
+from attngen.lang.dropout import DROPOUT_P
+from attngen.lang.variant import Variant
+from attngen.runtime.arguments import debug as debugging
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.arguments.addresses import FORWARD, NO_FORWARD
+from attngen.runtime.arguments.checked import ATTENTION_DTYPES, DIRECTIONS, Call
+from attngen.runtime.arguments.dropout import with_state
+from attngen.runtime.arguments.given import TENSORS, Given, keyed_of, tensors_of
+from attngen.runtime.arguments.keys import PLAIN, note_others
+from attngen.runtime.arguments.paging import in_rows
+from attngen.runtime.arguments.torch_state import is_tracing, transforms_active
+from attngen.runtime.autograd import transforms
+from attngen.runtime.autograd.training import asks_for_determinism, attend, carries_tangent, differentiate
+from attngen.runtime.cache import RecentCache
+from attngen.runtime.calls.explanation import Explanation
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.helpers.widen import WidenedCall, route_of
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.launch.expanded import (
+    ExpandedCall,
+    are_one_head,
+    gets_copies,
+    request_without_expanded,
+    what_is_copied,
+    with_copies,
+    with_one_head,
+)
+from attngen.runtime.launch.prepared import PREPARED_CALLS, PreparedCall
+from attngen.runtime.launch.tile_map import TileMap, kept_map, where_from
+from attngen.runtime.reference.sinks import without_keys
+from attngen.runtime.registry import on_demand
+from attngen.runtime.registry.binding import bind_call, check_form, find, require_reference
+from attngen.runtime.registry.lookup import Found, registry
+from attngen.runtime.registry.select import (
+    Request,
+    Selection,
+    card_of,
+    foreseen,
+    no_kernel,
+    preferred,
+    reason_against,
+    select,
+)
+
+_PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall] = RecentCache(PREPARED_CALLS)
+
+
+def run(given: Given) -> Any:
+    """Run a call now, whether it comes from a program or from an operator."""
+    q, k, v, arguments, tile_map, backend = given.q, given.k, given.v, given.arguments, given.tile_map, given.backend
+    if arguments and DROPOUT_P.name in arguments:
+        given = with_random_state(given)
+        arguments = given.arguments
+    on_gpu = torch_state.on_gpu(q)
+    if is_tracing():
+        raise CallError("torch.jit.trace cannot record a launch; allowed: torch.compile, torch.export")
+    if transforms_active():
+        return transforms.attend(given, run, differentiate if on_gpu and backend != "reference" else None)
+    if tile_map is not None and not isinstance(tile_map, TileMap):
+        raise CallError(f"tile_map must be what this runtime's tile_map returned, got {type(tile_map).__name__}")
+    if not on_gpu or backend == "reference" or debugging.active() or not (type(k) in PLAIN and type(v) in PLAIN):
+        given = in_rows(given)
+        call, found = bind_call(given)
+        if debugging.active():
+            debugging.check(call)
+        if backend == "reference" or not on_gpu:
+            require_reference(call, backend)
+            return _run_reference(call, given)
+    if forward_ad._current_level >= 0 and carries_tangent(q, k, v, *arguments.values()):
+        return transforms.attend(given, run, differentiate)
+    try:
+        shape, strides, addresses = q.shape, q.stride(), [q.data_ptr(), k.data_ptr(), v.data_ptr(), *NO_FORWARD]
+    except RuntimeError:
+        bind_call(given)  # which refuses what has neither
+        raise
+    variant, with_lse = given.variant, given.return_lse
+    learns = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (bool(arguments) and _learns(arguments))
+    )
+    if learns and with_lse is False:
+        with_lse = True
+    if given.form == "paged":
+        if learns:
+            raise CallError(
+                "attention over pages has no backward kernel; call it under torch.no_grad(), or with "
+                "backend='reference', which is differentiable and slow"
+            )
+        if len(shape) == 4 and shape[1] > 1 and shape[0] > 1 and strides[0] != shape[1] * strides[1]:
+            given = in_rows(given)
+            q = given.q
+            strides, addresses[0] = q.stride(), q.data_ptr()
+    # The cache's key: everything that checks, selection and the packed template depend on.
+    key: list[Any] = [
+        variant if isinstance(variant, str) else id(variant), with_lse, registry.generation, *keyed_of(given),
+        q.dtype, shape, strides, q.get_device(), addresses[0] & 15, q.is_neg(),
+        k.dtype, k.shape, k.stride(), k.get_device(), addresses[1] & 15, k.is_neg(),
+        v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15, v.is_neg(),
+    ]  # fmt: skip
+    note_others(key, addresses, given)
+    identity = tuple(key)
+    try:
+        prepared = _PREPARED[identity]
+    except TypeError:  # something that cannot be hashed stands where a number or a name belongs: binding refuses it
+        prepared = None
+    if prepared is None:
+        call, found = bind_call(given)
+        for name in call.descales:
+            if torch.is_grad_enabled() and getattr(given, name).requires_grad:
+                raise CallError(
+                    f"{name} requires a gradient, which no kernel has; detach it, or say backend='reference'"
+                )
+        call.return_lse = with_lse
+        prepared = _prepare(call, found, addresses, given, learns=learns)
+        _PREPARED.put(identity, prepared)
+    if not isinstance(prepared, PreparedCall):
+        return prepared(given, addresses)
+    if learns:
+        return attend(_without_keys if prepared.sinks_only else prepared, given, addresses)
+    if prepared.sinks_only:
+        return _without_keys(given, addresses)
+    return prepared(given, addresses)
+
+
+def _without_keys(given: Given, addresses: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the results of a call without keys, which its sinks make; called as a ``PreparedCall``."""
+    out, lse = without_keys(bind_call(given)[0])
+    return (out if given.out is None else given.out.copy_(out)), lse
+
+
+def with_random_state(given: Given, *, draws: bool = True) -> Given:
+    """Return a call that names a rate of dropout, with a state of random numbers if need be."""
+    device = given.q.device if isinstance(given.q, Tensor) else torch.device("cpu")
+    named = given.variant
+    variant = named if isinstance(named, Variant) else find(named, given.package).variant
+    return given._replace(arguments=with_state(variant, given.arguments, device, draws=draws))
+
+
+def _learns(arguments: Mapping[str, Any]) -> bool:
+    """Whether one of the variant's own tensors asks for a gradient."""
+    return any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values())
+
+
+def _request(call: Call, addresses: Sequence[int], given: Given) -> Request:
+    """Return what selection looks at; ``addresses`` as ``run`` lists them."""
+    names = _tensor_names(given.arguments)
+    known = dict(zip(TENSORS, addresses, strict=False))
+    known |= {f"tensor:{name}": address for name, address in zip(names, addresses[len(FORWARD) :], strict=True)}
+    scalars = {name: call.scalars[name] for name in given.arguments if name in call.scalars}
+    return Request(call, _index(call), known, scalars, given.backend)
+
+
+def _tensor_names(arguments: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in arguments.items() if isinstance(value, Tensor)]
+
+
+def _index(call: Call) -> int:
+    return call.device.index or 0
+
+
+def _choose(found: Found, request: Request) -> tuple[Kernel, Selection]:
+    """Return the kernel for a call, or raise NoKernelError."""
+    driver = drivers.current()
+    selection = select(found.kernels, request, driver)
+    if selection.kernel is None:
+        raise no_kernel(found.kernels, selection, request, driver)
+    return selection.kernel, selection
+
+
+def _backward_of(request: Request, given: Given) -> Request:
+    """Return what the backward of a call will ask for."""
+    ordered = given.deterministic or asks_for_determinism() == 2
+    passed = dict(request.call.scalars)
+    return replace(request, given=passed, backend=None, direction="backward", deterministic=ordered)
+
+
+def _kernel_for(found: Found, request: Request, given: Given, *, learns: bool = False) -> Kernel:
+    """Return the kernel for a call, also one that was built since or is made now, with its backward if the call
+    ``learns``; or raise NoKernelError."""
+    variant, package = given.variant, given.package
+    try:
+        kernel, _ = _choose(found, request)
+    except NoKernelError:
+        soon = None
+        if learns and on_demand.maker is not None:
+            later = _backward_of(request, given)
+            soon = later if select(found.kernels, later, drivers.current()).kernel is None else None
+        if not registry.refresh_if_built() and (package is not None or not on_demand.make(request, soon)):
+            raise
+        try:
+            kernel, _ = _choose(find(variant, package), request)
+        except NoKernelError:  # what was built since is another one
+            if package is not None or not on_demand.make(request):
+                raise
+            kernel, _ = _choose(find(variant, package), request)
+    on_demand.note(request)
+    return kernel
+
+
+def _prepare(
+    call: Call, found: Found, addresses: Sequence[int], given: Given, *, learns: bool = False
+) -> PreparedCall | WidenedCall | ExpandedCall:
+    """Select a kernel and prepare its launch. Nothing is selected where there is nothing to compute."""
+    kernel = None
+    if not call.empty:
+        if are_one_head(call):
+            return ExpandedCall(with_one_head, given, run)
+        request = _request(call, addresses, given)
+        if gets_copies(request, found.kernels, drivers.current()):
+            return ExpandedCall(with_copies, given, run)
+        kernel = _kernel_for(found, request, given, learns=learns)
+        route = None if learns else route_of(request, found.kernels, drivers.current())
+        if route is not None:
+            return WidenedCall(route, call, given, run, drivers.current())
+    kept = given.variant if isinstance(given.variant, Variant) else None
+    return PreparedCall(call, kernel, _tensor_names(given.arguments), drivers.current(), _index(call), kept)
+
+
+def _run_reference(call: Call, given: Given) -> Tensor | tuple[Tensor, Tensor]:
+    from attngen.runtime.reference.eager import reference
+
+    with torch.autocast(given.q.device.type, enabled=False):
+        out, lse = reference(call, given.q, given.k, given.v)
+    if given.out is not None:
+        out = given.out.copy_(out)
+    return (out, lse) if call.return_lse else out
+
+
+def tile_map(
+    q: Tensor,
+    k: Tensor,
+    *,
+    variant: str | Variant,
+    v: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    layout: str = "bshd",
+    backend: str | None = None,
+    package: str | None = None,
+    **arguments: Any,
+) -> TileMap:
+    """Return which tiles a call with these arguments has to visit, to be passed to any number of them.
+
+    It stays valid as long as the mask's tensors and scalars, and the lengths, keep their values; scores, and the
+    contents of q, k and v, do not matter. ``v`` is needed only if its head_dim differs from k's and kernels for several
+    exist. If no map is needed (on the CPU, or by a kernel that bounds its loops otherwise), the result is empty, and
+    may be passed all the same.
+    """
+    check_form(_form(cu_seqlens_q), {
+        "layout": layout, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+    })  # fmt: skip
+    given = with_random_state(
+        Given(
+            q, k, k if v is None else v, **_any_descales(q, k), seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, variant=variant, form=_form(cu_seqlens_q),
+            layout=layout, backend=backend, package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
+        ),
+        draws=False,
+    )  # fmt: skip
+    call, found = bind_call(given)
+    if not torch_state.on_gpu(q):
+        require_reference(call, backend)
+    if not torch_state.on_gpu(q) or backend == "reference" or call.empty:
+        return TileMap(call.variant.name)
+    if are_one_head(call):
+        given = with_one_head(given)
+        call, found = bind_call(given)
+    addresses = _addresses(given)
+    request = request_without_expanded(_request(call, addresses, given), found.kernels, drivers.current())
+    call = request.call
+    if v is None:
+        driver = drivers.current()
+        for candidate in preferred(found.kernels):
+            call.head_dim_v = candidate.head_dim_v
+            if reason_against(candidate, request, driver) is None:
+                break
+        else:
+            call.head_dim_v = call.head_dim_qk
+    kernel = _kernel_for(found, request, given)
+    if not kernel.needs_tile_map:
+        return TileMap(call.variant.name)
+    prepared = PreparedCall(call, kernel, _tensor_names(given.arguments), drivers.current(), _index(call))
+    words = prepared.made_map(addresses, prepared.scalars(given.arguments))
+    return TileMap(call.variant.name, words, kernel.tile_m, kernel.tile_n, call.seqlen_q, call.seqlen_k)
+
+
+def _any_descales(q: Any, k: Any) -> dict[str, Any]:
+    """Return scales for a call whose result does not depend on them; none of what needs none."""
+    quantized = {
+        name for name, given in (("q", q), ("k", k), ("v", k))
+        if isinstance(given, Tensor) and ATTENTION_DTYPES.get(given.dtype) in QUANTIZED_DTYPES
+    }  # fmt: skip
+    device = q.device if isinstance(q, Tensor) else None  # anything else is refused later
+    return {name: torch.ones((), dtype=torch.float32, device=device) for name in DESCALES if name[0] in quantized}
+
+
+def _form(cu_seqlens_q: Any) -> str:
+    """Return the form of a call by what only packed sequences have."""
+    return "dense" if cu_seqlens_q is None else "varlen"
+
+
+def _addresses(given: Given) -> list[int]:
+    """Return the addresses of a call's tensors, as ``run`` lists them."""
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors_of(given)]
+    addresses += [0] * (len(FORWARD) - len(addresses))
+    return addresses + [given.arguments[name].data_ptr() for name in _tensor_names(given.arguments)]
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    variant: str | Variant = "full",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    layout: str = "bshd",
+    backend: str | None = None,
+    package: str | None = None,
+    direction: str = "forward",
+    deterministic: bool = False,
+    tile_map: TileMap | None = None,
+    page_table: Tensor | None = None,
+    page_layout: str = "NHD",
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **arguments: Any,
+) -> Explanation:
+    """Say what a call with these arguments would run, and why not something else. Launches nothing. If a tile map is
+    kept for the call, this counts its tiles, for which it waits for the GPU.
+
+    While ``attngen.jit`` is on, a missing kernel is compiled, as by the call.
+
+    With ``cu_seqlens_q`` it explains ``attention_varlen``, with ``page_table`` ``attention_paged``, whose pages are k
+    and v. ``page_layout``, ``num_splits`` and ``split_size`` are for the latter only. A ``tile_map`` changes only what
+    is said of the map.
+
+    ``direction='backward'`` explains what would compute the gradients, given contiguous gradients of the result. Raises
+    what the call would raise, except that a call which no kernel takes is explained, too.
+    """
+    if direction not in DIRECTIONS:
+        raise CallError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+    paged = page_table is not None
+    if paged and direction == "backward":
+        raise CallError("attention over pages has no backward")
+    check_form("paged" if paged else _form(cu_seqlens_q), {
+        "layout": layout, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+        "page_layout": page_layout, "num_splits": num_splits, "split_size": split_size,
+    })  # fmt: skip
+    given = Given(
+        q, k, v, q_descale, k_descale, v_descale,
+        seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table,
+        tile_map=tile_map, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
+        split_size=split_size,
+        variant=variant, softmax_scale=softmax_scale, return_lse=return_lse, deterministic=deterministic,
+        form="paged" if paged else _form(cu_seqlens_q), layout=page_layout if paged else layout, backend=backend,
+        package=package, out_dtype=out_dtype, arguments={DROPOUT_P.name: 0.0, **arguments},
+    )  # fmt: skip
+    given = in_rows(with_random_state(given, draws=False))
+    call, found = bind_call(given)
+    if not torch_state.on_gpu(q) or backend == "reference":
+        require_reference(call, backend)
+        reason = "backend='reference' asks for it" if backend == "reference" else f"q is on {call.device}"
+        return Explanation(call, found, "reference", reason, direction=direction)
+    if call.empty:
+        return Explanation(call, found, "nothing", "there is no query or no key", direction=direction)
+    expanded = ""
+    if are_one_head(call):
+        given = with_one_head(given)
+        call, found = bind_call(given)
+        expanded = "k and v are expanded along their heads: kernels get them as one KV head"
+    request = _request(call, _addresses(given), given)
+    if direction == "backward":
+        request = _backward_of(request, given)
+    copied = request_without_expanded(request, found.kernels, drivers.current())
+    if copied is not request:
+        request, call, expanded = copied, copied.call, what_is_copied(call)
+    selection = select(found.kernels, request, drivers.current())
+    if selection.kernel is None and package is None and on_demand.maker is not None:
+        try:
+            if on_demand.make(request):
+                found = find(variant, package)
+                selection = select(found.kernels, request, drivers.current())
+        except NoKernelError as failure:
+            return Explanation(call, found, "no kernel", str(failure), selection, direction)
+    if selection.kernel is None:
+        error = no_kernel(found.kernels, selection, request, drivers.current())
+        return Explanation(call, found, "no kernel", str(error), selection, direction)
+    driver, widened = drivers.current(), None
+    route = route_of(request, found.kernels, driver)
+    if route is not None:
+        widened, selection, request = route.kernel, route.selection, replace(request, call=route.call)
+    kernel = selection.kernel
+    kept, tiles = None, ""
+    if kernel is not None and kernel.needs_tile_map:
+        if tile_map is None or direction == "backward":
+            kept = kept_map(kernel, request.call, given)
+        tiles = "" if kept else where_from(request.call, given, direction)
+    return Explanation(
+        call, found, "kernel", "the first that takes the call", selection, direction,
+        foreseen(found.kernels, request, driver, card_of(driver, request.device)), widened, expanded,
+        kept, tiles,
+    )  # fmt: skip

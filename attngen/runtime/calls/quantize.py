@@ -1,0 +1,106 @@
+"""Quantizing queries, keys and values to 8 bits, with the transform that makes their rows even.
+
+On a GPU one kernel does it, in up to three launches, where a package has one and the call suits it
+(``quantize_kernel``). Elsewhere it is plain torch, with the same results (``quantize_torch``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.runtime.arguments.torch_state import is_traced, watching
+from attngen.runtime.helpers.quantize_arguments import Quantize, check
+from attngen.runtime.helpers.quantize_run import run
+
+
+class Quantized(NamedTuple):
+    """q, k and v in 8 bits, in the layout that they had, contiguous; and what brings them back to their units: an
+    element stands for itself times its scale. Scales are float32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_descale: Tensor
+    k_descale: Tensor
+    v_descale: Tensor
+
+    @property
+    def descales(self) -> dict[str, Tensor]:
+        """The scales by the names that ``attention`` has for them."""
+        return {"q_descale": self.q_descale, "k_descale": self.k_descale, "v_descale": self.v_descale}
+
+
+def quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    granularity: str | int = "head",
+    hadamard: bool = True,
+    signs: Tensor | None = None,
+    seed: int = 0,
+    layout: str = "bshd",
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    rotary_offsets: Tensor | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> Quantized:
+    """Return q, k and v in 8 bits, with the scales that ``attention`` takes.
+
+    q is (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), v with its own head_dim;
+    with ``layout='bhsd'`` the two middle axes are exchanged. They are bfloat16, float16 or float32, with any strides;
+    results are contiguous, of ``dtype``: float8_e4m3fn or float8_e5m2. The arithmetic is float32.
+
+    ``granularity`` says which elements share a scale, from which the shapes of the scales follow:
+
+    ========== ============================= ================================ ==================
+    ``tensor``  ()                            for all three
+    ``head``    (batch, kv_heads)             for all three; query heads share that of their KV head
+    64, 128     (batch, heads, blocks)        of that many tokens; (batch, kv_heads, blocks) of k and v
+    ``token``   (batch, heads, seqlen_q)      of q, (batch, kv_heads, seqlen_k) of k, (batch, kv_heads) of v
+    ========== ============================= ================================ ==================
+
+    A scale is the largest magnitude over the largest number of ``dtype`` (448 for e4m3), at least 2**-126, and 1 where
+    all are 0. Elements are divided by it, rounded to nearest even, and saturate. NaN stays NaN, an infinity becomes the
+    largest number of its sign, and neither counts for a scale, so that no other row is affected.
+
+    With ``hadamard``, rows of q and k are multiplied by D H / sqrt(n), the same for both, which leaves q kᵀ as it is:
+    D changes signs at random, and H is the Hadamard transform of each n numbers, n being the largest power of two that
+    divides head_dim. It spreads large numbers over n numbers, which makes the error of 8 bits smaller; a number that is
+    not finite spreads, too. v is not transformed. ``signs`` (head_dim,), 1 or -1 each, is the diagonal of D; by default
+    it follows from ``seed``. q and the keys that it attends to must have the same signs.
+
+    ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) in float32, bfloat16 or float16 rotate the first
+    ``rotary_dim`` numbers of each row of q and k before that, as in ``append_kv``: token j of sequence b takes
+    row ``rotary_offsets[b]`` + j, or j without ``rotary_offsets`` (batch,) int32. Positions beyond the tables raise
+    CallError on the CPU and under ``attngen.debug()``; on a GPU they take the nearest row.
+
+    Source: Shah et al., FlashAttention-3, arXiv 2407.08608, section 3.3 (block quantization and incoherent processing);
+    Chee et al., QuIP, arXiv 2307.13304; Ashkboos et al., QuaRot, arXiv 2404.00456.
+
+    It does not wait for the GPU. Any spec with a kernel for ``dtype: fp8_e4m3`` brings a kernel for bfloat16 and one
+    for float16: one launch for blocks, else up to three, and a tensor for maxima beside those that are returned. They
+    take rows that are multiples of 16 bytes, up to 256 numbers; other calls, and those in float32, are some operations
+    of torch.
+    There is no derivative. Raises CallError for what does not fit.
+    """
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v)):
+        raise CallError("quantize is not differentiable; call it under torch.no_grad()")
+    given = (
+        q, k, v, granularity, hadamard, signs, seed, layout, rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets,
+        dtype,
+    )  # fmt: skip
+    return Quantized(*(_traced(*given) if is_traced(q) or watching() else run(*given)))
+
+
+def _traced(*given: Any) -> tuple[Tensor, ...]:
+    """Call the operator; what is traced is this function and nothing below it."""
+    from attngen.runtime.calls import quantize_operator
+
+    check(Quantize(*given))
+    return quantize_operator.call(*given)

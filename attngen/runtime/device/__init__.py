@@ -1,0 +1,1 @@
+"""The CUDA driver: modules, streams, TMA descriptors, counters."""

@@ -1,0 +1,64 @@
+"""Counters that blocks share, 0 between launches: those from which a persistent kernel takes tiles, one word per
+stream, and those by which the blocks that share keys find out who comes last.
+
+A kernel leaves its counter at 0 again, so that nothing has to be cleared. Launches of one stream follow each other and
+may share a counter; those of different streams may not. A graph that is being captured will run on streams unknown,
+beside what its own capture stream runs, and each of its launches gets counters of its own, out of memory that lives as
+long as the process: in the graph's pool they would have to be cleared at each replay, by a launch more.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from attngen.runtime.device import driver as drivers
+
+_BYTES = 4
+
+#: Counters that are allocated at once, for the splits of launches on a stream and for all launches in graphs.
+_MANY = 16384
+
+_COUNTERS: dict[tuple[int, int], int] = {}
+_SPLITS: dict[tuple[int, int], tuple[int, int]] = {}
+_SPARE: dict[int, tuple[int, int]] = {}
+_LOCK = threading.Lock()
+
+
+def address(stream: int, device: int) -> int:
+    """Return the address of the counter for a launch on a stream of a device."""
+    if torch.cuda.is_current_stream_capturing():
+        return _for_graph(1, device)
+    counter = _COUNTERS.get((device, stream))
+    if counter is None:
+        with _LOCK:
+            counter = _COUNTERS.get((device, stream))
+            if counter is None:
+                counter = _COUNTERS[device, stream] = drivers.current().zeros(_BYTES, device)
+    return counter
+
+
+def of_splits(count: int, stream: int, device: int) -> int:
+    """Return the address of ``count`` counters for a launch on a stream of a device."""
+    if torch.cuda.is_current_stream_capturing():
+        return _for_graph(count, device)
+    found = _SPLITS.get((device, stream))
+    if found is None or found[1] < count:
+        with _LOCK:
+            found = _SPLITS.get((device, stream))
+            if found is None or found[1] < count:
+                size = max(count, _MANY)
+                found = _SPLITS[device, stream] = drivers.current().zeros(_BYTES * size, device), size
+    return found[0]
+
+
+def _for_graph(count: int, device: int) -> int:
+    """Return the address of counters that no other launch has."""
+    with _LOCK:
+        address, left = _SPARE.get(device, (0, 0))
+        if left < count:
+            left = max(count, _MANY)
+            address = drivers.current().zeros(_BYTES * left, device)
+        _SPARE[device] = address + _BYTES * count, left - count
+    return address

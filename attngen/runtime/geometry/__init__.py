@@ -1,0 +1,1 @@
+"""Sizes that follow from shapes: grids, splits, workspaces, predicted times."""

@@ -1,0 +1,36 @@
+"""How much of a kernel whose blocks share keys, or parts of tiles, a device runs at once, and how many share a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.device.driver import Driver
+from attngen.runtime.geometry.prediction import Card, shares
+from attngen.runtime.geometry.splits import Capacity
+from attngen.runtime.kernels.manifest import GRID, SHARES
+from attngen.runtime.kernels.module import Kernel, Launch
+
+
+def capacity_for(kernel: Kernel, call: Call, driver: Callable[[], Driver], device: int) -> Capacity:
+    """Return what a device runs at once of a kernel whose blocks share keys or parts of tiles, and how many of them
+    share the keys of a tile in a call. Loads one that shares keys to ask the driver; asks nothing about others."""
+    for launch in kernel.launches:
+        if launch.grid in (GRID, SHARES):
+            return _capacity(kernel, launch, call, driver(), device)
+        if launch.cuts:
+            return Capacity(driver().multiprocessors(device))
+    return Capacity()
+
+
+def _capacity(kernel: Kernel, launch: Launch, call: Call, driver: Driver, device: int) -> Capacity:
+    entry, blocks = launch.entry, driver.multiprocessors(device)
+    function = entry.function(driver, device)
+
+    def clusters(size: int) -> int:
+        return driver.clusters(function, size, entry.threads, entry.shared_memory, device) if size > 1 else blocks
+
+    if launch.grid == GRID:
+        return Capacity(blocks, clusters(launch.cluster))
+    card = Card(blocks, driver.name(device), driver.bandwidth(device))
+    return Capacity(blocks, shares=shares(kernel, call, card, clusters))

@@ -1,0 +1,134 @@
+"""Which of the last tiles of keys of a backward are cut into parts, so that all blocks end at about the same time.
+
+A block takes one tile of keys after the other and goes through the queries that see it. Where tiles are few, or the
+last of them begin late, most blocks wait for a few. So the last tiles, in the order in which blocks take them, may be
+cut: each part has a share of a tile's steps, and who is the last one adds up dK and dV of all. That costs a part some
+steps more. What blocks do is played through here with steps as the unit of time, for a few cuts, and the best is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapreplace
+from typing import Any, Protocol
+
+from attngen.lang.host import evaluate
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.scalars import assumed
+
+#: Steps that a tile of keys takes beside its own; those that a part of one takes, which stores dK and dV in float32;
+#: and those that it takes for each part of its tile, since the last one reads them all.
+_TILE, _PART, _READ = 2.6, 3.6, 0.5
+
+#: Parts of a tile at most, and of all tiles, as a multiple of the blocks: they take memory.
+MOST_PARTS = 8
+_ITEMS = 4
+
+#: Tiles, as a multiple of the blocks, from which on a last one no longer matters.
+_MANY = 24
+
+#: What a cut has to gain.
+_GAIN = 0.01
+
+#: Of the steps that a mask may have, what is taken to be there if data decide: one part of so many.
+_OF_DATA = 4
+
+#: Of the tokens that packed sequences would have if all were as long as the longest one: fewer, and they differ.
+_ALIKE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How many of the last tiles are cut, and into how many parts."""
+
+    tiles: int = 0
+    parts: int = 1
+
+
+NONE = Cut()
+
+
+class Visited(Protocol):
+    """What the steps of a tile depend on of a launch."""
+
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def tile_n(self) -> int: ...
+    @property
+    def visible(self) -> Sequence[Sequence[Any]]: ...
+    @property
+    def uneven(self) -> bool: ...
+
+
+def alike(call: Call) -> bool:
+    """Whether all sequences of a call are about as long as the longest one."""
+    if not call.ragged:
+        return True
+    most_q, most_k = call.batch * call.seqlen_q, call.batch * call.seqlen_k
+    return _ALIKE * most_q <= call.total_q and _ALIKE * most_k <= call.total_k
+
+
+def steps_of(launch: Visited, call: Call) -> tuple[int, ...]:
+    """Return how many tiles of queries probably see each tile of keys, the first keys first.
+
+    Sequences are taken to be as long as the longest one, and a scalar of the call and what data decide to be a part of
+    what they may be: calls of the same shapes are cut alike.
+    """
+    m, n, seqlen_q, seqlen_k = launch.tile_m, launch.tile_n, call.seqlen_q, call.seqlen_k
+    count, every = -(-seqlen_k // n), -(-seqlen_q // m)
+    seen = [0 if launch.visible else every] * count
+    starts = range(0, seqlen_k, n)
+    names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    names |= {rule.name: assumed(rule, seqlen_k) for rule in call.rules}
+    names |= {"kv_lo": list(starts), "kv_hi": [min(start + n, seqlen_k) - 1 for start in starts]}
+    for lo, hi in launch.visible:
+        low = [max(at, 0) // m for at in evaluate(lo, names, count) or [0] * count]
+        high = [min(-(-at // m), every) for at in evaluate(hi, names, count) or [seqlen_q] * count]
+        seen = [found + max(end - begin, 0) for found, begin, end in zip(seen, low, high, strict=True)]
+    of = _OF_DATA if launch.uneven else 1
+    return tuple(-(-min(found, every) // of) for found in seen)
+
+
+def may_pay(tiles: int, blocks: int) -> bool:
+    """Whether tiles are few enough that the last ones matter, and blocks can share them."""
+    return blocks > 1 and 0 < tiles <= _MANY * blocks
+
+
+@lru_cache(maxsize=256)  # lengths differ more often than numbers of tiles
+def best_cut(steps: tuple[int, ...], group: int, units: int, section: int, blocks: int) -> Cut:
+    """Return which tiles to cut of a call whose ``units`` (KV heads of all sequences) have tiles of these ``steps``
+    each, for each of ``group`` query heads. ``section`` units run side by side on ``blocks`` blocks."""
+    count = len(steps) * units
+    if not may_pay(count, blocks):
+        return NONE
+    times = [group * seen for begin in range(0, units, section) for seen in steps
+             for _ in range(min(section, units - begin))]  # fmt: skip
+    sizes = {count, count % blocks, count % blocks + blocks, blocks // 2, blocks, 3 * blocks // 2}
+    free = [0.0] * blocks  # when each block is done with what it has taken
+    starts = {}
+    for at, time in enumerate(times):
+        if count - at in sizes:
+            starts[count - at] = free[:]
+        heapreplace(free, free[0] + time + _TILE)
+    found, ended = NONE, (1 - _GAIN) * max(free)
+    if ended <= sum(free) / blocks:
+        return NONE
+    for tiles, before in starts.items():
+        for parts in range(2, min(MOST_PARTS, _ITEMS * blocks // tiles) + 1):
+            end = _end(before, times[count - tiles :], parts)
+            if end < ended:
+                found, ended = Cut(tiles, parts), end
+    return found
+
+
+def _end(free: list[float], times: Iterable[int], parts: int) -> float:
+    """Return when all blocks are done that are ``free`` at these times, and cut tiles that take ``times``."""
+    free = free[:]
+    for time in times:
+        part = time / parts + _PART + _READ * parts
+        for _ in range(parts):
+            heapreplace(free, free[0] + part)
+    return max(free)

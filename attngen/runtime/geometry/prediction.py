@@ -1,0 +1,208 @@
+"""How long a call should take on a kernel: its tiles of work, in the order in which blocks take them, times measured
+constants.
+
+A block spends ``tile`` nanoseconds on a tile of work and ``step`` on each of its tiles of keys, and a launch takes
+``launch``; a manifest has the three as ``times``. As many blocks work at once as the device has multiprocessors, and
+each takes the next tile when it is done with one, so that the last wave may be a short one, or one of few tiles. What
+rows see of the keys is taken from ``visible``, bounds that follow from lengths; what only tensors know counts as seen,
+and a scalar that the call passes is taken to be a part of the keys. So calls of the same shapes run the same kernel,
+whatever came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappush, heapreplace
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+from attngen.lang.host import evaluate, names_in
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.scalars import assumed
+from attngen.runtime.geometry.sizes import group_of, tiles_of
+from attngen.runtime.geometry.splits import clusters_at_once
+from attngen.runtime.kernels.module import Kernel
+
+#: Tiles of queries of a unit that are looked at one by one; of more, as many, each for its neighbours.
+_LOOKED_AT = 12
+
+#: Waves from which on the last one no longer matters.
+_MANY_WAVES = 6
+
+#: Of the bandwidth of a card, what its memory reaches in these calls.
+_USABLE = 0.8
+
+#: Steps that a tile of work loses where its consumers skip what their own rows do not see, and wait for one another.
+_LOST_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The nanoseconds of a call, its tiles of work, and what the block that is done last has of them: tiles, and tiles
+    of keys over all of these; and how many blocks share the keys of each."""
+
+    nanoseconds: float
+    tiles: int
+    path: tuple[float, float]
+    shares: int = 1
+
+    @property
+    def microseconds(self) -> float:
+        """The same in microseconds."""
+        return self.nanoseconds / 1e3
+
+    def __str__(self) -> str:
+        tiles, steps = self.path
+        shared = f", whose keys {self.shares} blocks share" if self.shares > 1 else ""
+        return f"{self.tiles} tiles of work{shared}, {tiles:.3g} of them one after the other with {steps:.4g} steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What predictions ask of a GPU: how many blocks run at once, one per multiprocessor, its name, and the bytes that
+    its memory could move in a nanosecond."""
+
+    blocks: int
+    name: str = ""
+    bandwidth: float = inf
+
+
+def predict(
+    kernel: Kernel,
+    call: Call,
+    card: Card,
+    times: Sequence[float] | None = None,
+    *,
+    clusters: Callable[[int, int], int] = clusters_at_once,
+) -> Prediction | None:
+    """Return what a forward should take on a card; None if the plan does not tell.
+
+    ``times`` stand for those of the manifest. Lengths are those that the host knows: packed sequences are taken to be
+    equally long, and caches full. ``clusters`` says how many clusters run at once, of the blocks that do and of a size.
+    """
+    times = times or kernel.tuned.get(card.name) or kernel.times
+    if not times:
+        return None
+    launch, tile, step = times
+    seqlen_q, seqlen_k = _lengths(call)
+    together = _together(kernel)
+    q_tiles, units = tiles_of(call, together * kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
+    rows, tiles = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k), together * q_tiles * units
+    path = _path(rows, units, max(card.blocks // together, 1), tile, step)
+    alone = Prediction(launch + path[0] * tile + path[1] * step, tiles, path)
+    counts = [count for count in range(2, kernel.main.shares + 1) if tiles <= clusters(card.blocks, count)]
+    if not counts:
+        return alone
+    # all clusters run at once; where memory binds, more blocks have only more to merge
+    most = max(seen for seen, _ in rows)
+    row_bytes = (call.head_dim_qk + call.head_dim_v) * kernel.dtype_of("k").bytes
+    kv_bytes = call.batch * call.kv_heads * min(most * kernel.tile_n, seqlen_k) * row_bytes
+    least = launch + tile + kv_bytes / (_USABLE * card.bandwidth)
+
+    def with_shares(count: int) -> Prediction:
+        steps = -(-most // count)
+        return Prediction(max(launch + tile + steps * step, least), tiles, (1.0, float(steps)), count)
+
+    return min((alone, *map(with_shares, counts)), key=lambda found: found.nanoseconds)
+
+
+def shares(kernel: Kernel, call: Call, card: Card, clusters: Callable[[int], int]) -> int:
+    """Return how many blocks should share the keys of a tile of queries; ``clusters`` says how many clusters of so many
+    blocks the card runs at once."""
+    found = predict(kernel, call, card, clusters=lambda _, size: clusters(size))
+    return found.shares if found else 1
+
+
+def pairs_of_tiles(kernel: Kernel, call: Call) -> int | None:
+    """Return the pairs of a row and a key in the tiles that a forward visits, over all heads and sequences; None if a
+    scalar of the call decides."""
+    scalars = {rule.name for rule in call.rules if rule.const is None}
+    if any(scalars & names_in(end) for interval in kernel.visible for end in interval if end is not None):
+        return None
+    seqlen_q, seqlen_k = _lengths(call)
+    tile_m = _together(kernel) * kernel.tile_m
+    q_tiles, units = tiles_of(call, tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
+    rows = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k)
+    return units * tile_m * kernel.tile_n * sum(seen * width for seen, width in rows)
+
+
+def _together(kernel: Kernel) -> int:
+    """Return how many blocks take neighbouring tiles of queries at once, and go through the same keys."""
+    return kernel.main.cluster if kernel.main.grid == "queries" else 1
+
+
+def _lengths(call: Call) -> tuple[int, int]:
+    """Return the queries and keys of a sequence."""
+    if not call.ragged:
+        return call.seqlen_q, call.seqlen_k
+    batch = max(call.batch, 1)
+    seqlen_q = min(-(-call.total_q // batch), call.seqlen_q)
+    return max(seqlen_q, 1), call.seqlen_k if call.page_size else max(min(-(-call.total_k // batch), call.seqlen_k), 1)
+
+
+def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int]]:
+    """Return the tiles of keys of each tile of queries of a unit, in their order, and of how many it is so."""
+    m, n = _together(kernel) * kernel.tile_m, kernel.tile_n
+    every = -(-seqlen_k // n)
+    visible = kernel.visible
+    if not visible:
+        return [(every, q_tiles)]
+    group = group_of(call) if kernel.pack_gqa else 1
+    names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    names |= {rule.name: assumed(rule, seqlen_k) for rule in call.rules}
+    position, last = seqlen_k - seqlen_q, seqlen_q - 1
+    count = min(q_tiles, _LOOKED_AT)
+    starts = [i * q_tiles // count for i in range(count + 1)]
+    widths = [end - begin for begin, end in pairwise(starts)]
+    firsts = [(begin + (width - 1) // 2) * m for begin, width in zip(starts[:-1], widths, strict=True)]
+    q_lo = [min(first // group, last) for first in firsts]
+    q_hi = [min((first + m - 1) // group, last) for first in firsts]
+    names |= {
+        "q_lo": q_lo, "q_hi": q_hi, "q_pos_lo": [q + position for q in q_lo], "q_pos_hi": [q + position for q in q_hi],
+    }  # fmt: skip
+    seen = [0] * count
+    for lo, hi in visible:
+        low = [max(at, 0) // n for at in evaluate(lo, names, count) or [0] * count]
+        high = [min(-(-at // n), every) for at in evaluate(hi, names, count) or [seqlen_k] * count]
+        seen = [found + max(end - begin, 0) for found, begin, end in zip(seen, low, high, strict=True)]
+    rows: list[tuple[int, int]] = []
+    lost = _LOST_STEPS if kernel.skips else 0
+    step = 1 if kernel.from_first else -1
+    for found, width in zip(seen[::step], widths[::step], strict=True):
+        steps = min(found, every) + lost
+        if rows and rows[-1][0] == steps:
+            rows[-1] = steps, rows[-1][1] + width
+        else:
+            rows.append((steps, width))
+    return rows
+
+
+def _path(
+    rows: Sequence[tuple[int, int]], units: int, blocks: int, tile: float, step: float
+) -> tuple[float, float]:  # fmt: skip
+    """Return the tiles of work, and the tiles of keys over these, of the block that is done last.
+
+    All units begin with the first of the rows; a block that is done takes the next tile.
+    """
+    count = units * sum(width for _, width in rows)
+    if len(rows) == 1 or count <= blocks:
+        most = max(seen for seen, _ in rows)
+        waves = -(-count // blocks)
+        return float(waves), float(waves * most)
+    if count > _MANY_WAVES * blocks:
+        steps = units * sum(seen * width for seen, width in rows)
+        return count / blocks, steps / blocks
+    at_work: list[tuple[float, int, int, int]] = [(0.0, blocks, 0, 0)]  # till when how many, with which tiles and steps
+    for seen, width in rows:
+        took, left = tile + seen * step, units * width
+        while left:
+            until, free, tiles, steps = at_work[0]
+            taken = min(free, left)
+            heapreplace(at_work, (until + took, taken, tiles + 1, steps + seen))
+            if free > taken:
+                heappush(at_work, (until, free - taken, tiles, steps))
+            left -= taken
+    _, _, tiles, steps = max(at_work)
+    return float(tiles), float(steps)

@@ -1,0 +1,372 @@
+"""The numbers of a call that depend on shapes and strides only: sizes, grids, tile maps and workspaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import gcd, prod
+from typing import Protocol
+
+from attngen.dtypes import DType
+from attngen.errors import LoadError
+from attngen.runtime.arguments.checked import Call, View
+from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.tensormap import usable_strides, windowed
+from attngen.runtime.geometry.cuts import NONE, Cut, Visited, alike, best_cut, may_pay, steps_of
+from attngen.runtime.geometry.splits import Capacity, split_sizes
+from attngen.runtime.kernels.manifest import GRID, SHARES
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.kernels.packing import Parameter
+
+
+class MapShape:
+    """Shape of a tile map: (batch, heads, rows, 2, words) of int32; batch or heads are 1 where shared.
+
+    A row is a tile of queries and its bits are those of the tiles of keys; ``by_keys`` it is the other way round. A
+    map with slots is flat: these words, a slot for each tile of a word, and ``tile_words`` for each slot that is used,
+    the visible pairs of its tile.
+    """
+
+    __slots__ = ("batch", "heads", "rows", "slots", "tile_words", "tiles", "words")
+
+    def __init__(self, launch: Tiled, call: Call, *, by_keys: bool = False) -> None:
+        per_batch, per_head = launch.map_axes
+        # Lengths of its own for each sequence make a map for each sequence, whatever the mask reads.
+        per_batch = per_batch or call.ragged or call.seqused_k is not None
+        self.batch = call.batch if per_batch else 1
+        self.heads = call.heads if per_head else 1
+        q_tiles, kv_tiles = -(-call.seqlen_q // launch.tile_m), -(-call.seqlen_k // launch.tile_n)
+        self.rows, listed = (kv_tiles, q_tiles) if by_keys else (q_tiles, kv_tiles)
+        self.words = -(-listed // 32)
+        self.tiles = self.batch * self.heads * self.rows * listed
+        self.slots = 32 * self.words * self.rows * self.heads * self.batch if launch.map_slots else 0
+        consumers = (launch.tile_n if by_keys else launch.tile_m) // 64
+        self.tile_words = 128 * consumers * launch.map_bits
+
+    @property
+    def keeps_pairs(self) -> bool:
+        """Whether a kept map should get visible pairs, for which the host waits. A single row of tiles, as in a step of
+        decoding, is not worth it: the next step has another number of keys."""
+        return self.tile_words > 0 and self.rows > 1
+
+    @property
+    def map_words(self) -> int:
+        """Words of all rows: the bits of full tiles, then those of partial tiles."""
+        return 2 * self.words * self.rows * self.heads * self.batch
+
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor, without visible pairs."""
+        if self.slots:
+            return (self.map_words + self.slots,)
+        return (self.batch, self.heads, self.rows, 2, self.words)
+
+    def stride(self, axis: str) -> int:
+        """Stride along b, h or the rows (q or kv) in words; 0 along an axis that is shared."""
+        row = 2 * self.words
+        if axis in ("q", "kv"):
+            return row
+        if axis == "h":
+            return row * self.rows if self.heads > 1 else 0
+        return row * self.rows * self.heads if self.batch > 1 else 0
+
+
+def group_of(call: Call) -> int:
+    """Return the query heads of one KV head."""
+    return call.heads // max(call.kv_heads, 1)
+
+
+def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool, seqlen_q: int | None = None) -> tuple[int, int]:
+    """Return the tiles of query rows of a unit, and the units: heads, or KV heads with all rows of their group.
+
+    ``seqlen_q`` stands for that of the call, which is the longest one where sequences are packed.
+    """
+    queries = call.seqlen_q if seqlen_q is None else seqlen_q
+    rows, heads = (queries * group_of(call), call.kv_heads) if pack_gqa else (queries, call.heads)
+    return -(-rows // tile_m), call.batch * heads
+
+
+#: KV heads of a backward's section up to which sections end evenly, as docs/notebook/hopper_backward.md measures it.
+_FEW = 8
+
+
+def _section(launch: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
+    """Return how many units, of all batches, run side by side: as many as keep in L2 what their blocks read again.
+
+    Blocks read K and V again; or, where blocks are tiles of keys, Q and dO of all heads of a KV head. Then KV heads are
+    counted, at least ``section_heads`` of them, and a few may become half as many more, which L2 has room for; where
+    more of them run side by side, their end matters less than that.
+    """
+    every = call.batch * call.kv_heads
+    if by_keys:
+        kv_heads = max(-(-launch.section_keys // (call.seqlen_q * group_of(call) + 1)), launch.section_heads)
+        return balanced(kv_heads, every, 3 * kv_heads // 2) if kv_heads <= _FEW else min(kv_heads, every)
+    kv_heads = -(-launch.section_keys // (call.seqlen_k + 1))
+    kv_heads = balanced(kv_heads, every, kv_heads)
+    return max(min(kv_heads * (1 if launch.pack_gqa else group_of(call)), units), 1)
+
+
+def balanced(wanted: int, every: int, most: int) -> int:
+    """Return how many of ``every`` units a section has: of 5/8 of what is wanted to ``most``, the number with which the
+    last section is the fullest, and of such numbers the largest.
+
+    A last section of few units begins its longest tiles when all others are nearly done, and blocks that find none of
+    them wait.
+    """
+    wanted, most = max(min(wanted, every), 1), max(min(most, every), 1)
+    if every % most == 0:
+        return most
+    sizes = range(most, -(-5 * wanted // 8) - 1, -1)
+    return max(sizes, key=lambda size: ((every - 1) % size + 1) / size)
+
+
+def cut_of(launch: Tiled, call: Call, section: int, capacity: Capacity) -> Cut:
+    """Return which tiles of keys of a backward are cut into parts, if blocks of a call end more evenly then; none where
+    packed sequences differ in length, so that the host does not know where they end."""
+    units = call.batch * call.kv_heads
+    if not alike(call) or not may_pay(-(-call.seqlen_k // launch.tile_n) * units, capacity.blocks):
+        return NONE
+    return best_cut(steps_of(launch, call), group_of(call), units, section, capacity.blocks)
+
+
+class Tiled(Visited, Protocol):
+    """What the numbers of a call depend on of a launch."""
+
+    @property
+    def dtype_of(self) -> Callable[[str], DType]: ...
+    @property
+    def section_keys(self) -> int: ...
+    @property
+    def section_heads(self) -> int: ...
+    @property
+    def persistent(self) -> bool: ...
+    @property
+    def pack_gqa(self) -> bool: ...
+    @property
+    def needs_tile_map(self) -> bool: ...
+    @property
+    def map_axes(self) -> tuple[bool, bool]: ...
+    @property
+    def map_slots(self) -> bool: ...
+    @property
+    def map_bits(self) -> int: ...
+    @property
+    def by_keys(self) -> bool: ...
+    @property
+    def grid(self) -> str: ...
+    @property
+    def row_warps(self) -> int: ...
+    @property
+    def cluster(self) -> int: ...
+    @property
+    def cuts(self) -> bool: ...
+    @property
+    def split(self) -> bool: ...
+    @property
+    def split_size(self) -> int: ...
+    @property
+    def map_owner(self) -> str: ...
+
+
+#: The capacity of launches whose blocks share no keys.
+_ALONE = Capacity()
+
+
+class Geometry:
+    """Every number of a call that depends on shapes and strides only, by what a manifest calls it."""
+
+    def __init__(
+        self, launch: Tiled, call: Call, views: Mapping[str, View] | None = None, *, capacity: Capacity = _ALONE
+    ) -> None:
+        """``views`` has what differs from q, k, v and a contiguous output, or comes on top of these. ``capacity``: what
+        runs at once, where blocks share keys."""
+        self.launch = launch
+        self.call = call
+        self.map = MapShape(launch, call, by_keys=launch.by_keys) if launch.needs_tile_map else None
+        self.views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v, "out": call.out_view(), **(views or {})}
+        q_tiles, units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
+        kv_tiles, group, packed = -(-call.seqlen_k // launch.tile_n), group_of(call), call.ragged
+        rows = call.total_q if packed else call.seqlen_q
+        row_tiles = -(-rows // launch.tile_m)
+        self.sizes: dict[str, int] = {
+            "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads,
+            "group": group, "group_bits": group.bit_length() - 1,
+            "section": _section(launch, call, units, by_keys=launch.by_keys),
+            "seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k,
+            "max_seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k,
+            "total_q": call.total_q, "total_k": call.total_k,
+            "page_size": call.page_size, "num_pages": call.num_pages,
+            "box_rows": gcd(call.page_size, launch.tile_n),
+            "asked_splits": call.num_splits, "asked_split_size": call.split_size,
+            "head_dim_qk": call.head_dim_qk, "head_dim_v": call.head_dim_v,
+            "q_tiles": q_tiles, "kv_tiles": kv_tiles, "kv_units": call.batch * call.kv_heads,
+            "num_splits": max(-(-call.seqlen_k // launch.split_size), 1) if launch.split_size else 1,
+            "rows": rows, "row_tiles": row_tiles, "lse_rows": prod(call.lse_shape()),
+            # tiles of query rows of all heads, where those of each sequence begin on a tile
+            "sum_tiles": call.heads * (rows // launch.tile_m + call.batch if packed else call.batch * row_tiles),
+        }  # fmt: skip
+        if launch.grid == GRID:
+            self.sizes |= split_sizes(launch, call, capacity)
+        if launch.grid == SHARES:
+            self.sizes["split_cluster"] = capacity.shares
+        cut = cut_of(launch, call, self.sizes["section"], capacity) if launch.cuts else NONE
+        tiles = kv_tiles * call.kv_heads * call.batch
+        self.sizes |= {
+            "cut_tiles": cut.tiles, "parts": cut.parts, "cut_parts": cut.tiles * cut.parts,
+            "uncut_tiles": tiles - cut.tiles, "work_items": tiles + cut.tiles * (cut.parts - 1),
+        }  # fmt: skip
+        if self.map is not None:
+            self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
+            self.sizes |= {"map_words": self.map.map_words}
+        self._q_tiles = q_tiles * units
+        self._groups = -(-q_tiles // launch.cluster) * units  # of tiles of queries, one for each block of a cluster
+        words = self.map.words * self.map.rows * self.map.heads * self.map.batch if self.map is not None else 0
+        self._tiles = {
+            "rows": row_tiles * call.heads * (1 if packed else call.batch),
+            "queries": self._q_tiles,
+            "keys": self.sizes["work_items"],
+            GRID: self.sizes.get("split_blocks", 0),
+            SHARES: self._q_tiles * capacity.shares,
+            "query_words": words,
+            "key_words": words,
+        }
+        self.absent: dict[str, bool] = {}  # whether something that a call may leave out is left out
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of work, whatever they are, each for a split of the keys if there are splits. LoadError for a grid that
+        this version does not know."""
+        try:
+            return self._tiles[self.launch.grid] * (self.sizes["num_splits"] if self.launch.split else 1)
+        except KeyError:
+            raise LoadError(
+                f"grid '{self.launch.grid}' is not known to this version of attngen; known: {', '.join(self._tiles)}"
+            ) from None
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster where the call decides that, and 1 where the cubin does."""
+        return self.sizes.get("split_cluster", 1)
+
+    def blocks(self, driver: Driver, device: int) -> int:
+        """Blocks of the launch: one for each tile, or a cluster, or as many as run at once where each takes tile after
+        tile. In a backward these round dQ of tiles of queries, too."""
+        if self.launch.grid in (GRID, SHARES):
+            return self.tiles
+        if not self.launch.persistent:
+            return self.tiles * self.launch.cluster
+        if self.launch.cluster > 1:
+            at_once = max(driver.multiprocessors(device) // self.launch.cluster, 1)
+            return self.launch.cluster * min(self._groups, at_once)
+        return min(max(self.tiles, self._q_tiles), driver.multiprocessors(device))
+
+    def number(self, parameter: Parameter) -> int:
+        """Return the value of a stride, extent, size or presence; LoadError for one that is not known."""
+        match parameter.kind:
+            case "stride":
+                return self._stride(parameter)
+            case "extent":
+                return int(self.call.tensors[self._tensor(parameter)].shape[int(parameter.axis or 0)])
+            case "size":
+                name = parameter.of or parameter.name
+                if name not in self.sizes:
+                    raise LoadError(f"parameter '{parameter.name}': no size is called '{name}'")
+                return self.sizes[name]
+            case "present":
+                return int(self._present(parameter))
+            case "descriptor_shape":
+                return self._described_form(parameter)[0][self._axis(parameter)]
+            case "descriptor_stride":
+                return usable_strides(*self._described_form(parameter), self._bytes(parameter))[self._axis(parameter)]
+            case _:
+                raise LoadError(f"parameter '{parameter.name}': kind '{parameter.kind}' is not a number")
+
+    def _stride(self, parameter: Parameter) -> int:
+        of, axis = parameter.of, parameter.axis
+        if of in self.views:
+            seen = self.views[of]
+            name = str(axis) if isinstance(axis, str) else seen.axes[int(axis or 0)]
+            # Along an axis of extent 1 nothing steps, and torch's stride there is arbitrary.
+            one = name in seen.axes and seen.shape[seen.axes.index(name)] == 1
+            return 0 if one else seen.stride(name)
+        if of == "lse":
+            return self._lse_stride(str(axis))
+        if of in self.call.descales:
+            return self.call.descales[of].stride({"b": 0, "page": 0, "h": 1, "s": 2}[str(axis)])
+        if of == "page_table" and self.call.page_table is not None:
+            return self.call.page_table.stride(0)
+        if of == "tile_map" and self.map is not None:
+            return self.map.stride(str(axis))
+        tensor = self.call.tensors[self._tensor(parameter)]
+        index = int(axis or 0)
+        return 0 if tensor.shape[index] == 1 else tensor.stride(index)
+
+    def _lse_stride(self, axis: str) -> int:
+        rows = self.call.total_q if self.call.ragged else self.call.seqlen_q
+        by_axis = {"s": 1, "h": rows, "b": 0 if self.call.ragged else rows * self.call.heads}
+        return by_axis[axis]
+
+    def _tensor(self, parameter: Parameter) -> str:
+        name = parameter.tensor
+        if name is None or name not in self.call.tensors:
+            raise LoadError(f"parameter '{parameter.name}': the variant has no tensor for '{parameter.of}'")
+        return name
+
+    def _present(self, parameter: Parameter) -> bool:
+        if parameter.of == "lse":
+            return self.call.return_lse
+        if parameter.of == "seqused_k":
+            return self.call.seqused_k is not None
+        if parameter.of == "cu_seqlens_q":
+            return self.call.cu_seqlens_q is not None
+        if (parameter.of or "").startswith("stored:") and parameter.of not in self.absent:
+            return False
+        if parameter.of in self.absent:
+            return not self.absent[parameter.of]
+        raise LoadError(f"parameter '{parameter.name}': presence of '{parameter.of}' is not known")
+
+    def _described(self, parameter: Parameter) -> View:
+        if parameter.of not in self.views:
+            raise LoadError(f"parameter '{parameter.name}': '{parameter.of}' has no descriptor")
+        return self.views[parameter.of]
+
+    def _described_form(self, parameter: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return shape and strides of a descriptor as the kernel knows it."""
+        described = self._described(parameter)
+        if parameter.window is None:
+            return described.shape, described.strides
+        strides = usable_strides(described.shape, described.strides, self._bytes(parameter))
+        return windowed(described.shape, strides, parameter.window)
+
+    def _bytes(self, parameter: Parameter) -> int:
+        return self.launch.dtype_of(parameter.of or "").bytes
+
+    def _axis(self, parameter: Parameter) -> int:
+        axis = parameter.axis
+        return self._described(parameter).axes.index(axis) if isinstance(axis, str) else int(axis or 0)
+
+
+def geometries(
+    kernel: Kernel,
+    call: Call,
+    views: Mapping[str, View],
+    *,
+    absent: Mapping[str, bool] | None = None,
+    capacity: Capacity = _ALONE,
+) -> list[Geometry]:
+    """Return the numbers of a call for each launch of a kernel, in order; ``views`` and the rest as above."""
+    found = [Geometry(launch, call, views, capacity=capacity) for launch in kernel.launches]
+    elements = workspace_sizes(kernel, found)
+    for geometry in found:
+        geometry.absent |= absent or {}
+        geometry.sizes |= {f"{name}_chunks": count // 4 for name, count in elements.items()}
+    return found
+
+
+def workspace_sizes(kernel: Kernel, found: Sequence[Geometry]) -> dict[str, int]:
+    """Return how many elements of 4 bytes each workspace of a call has."""
+    sizes = found[kernel.launches.index(kernel.main)].sizes
+    return {workspace.name: workspace.elements(sizes) for workspace in kernel.workspaces}
+
+
+def map_shapes(found: Sequence[Geometry]) -> dict[str, MapShape]:
+    """Return the shape of each tile map, by the launch that reads it."""
+    return {one.launch.map_owner: one.map for one in found if one.map is not None}

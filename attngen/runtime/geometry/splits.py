@@ -1,0 +1,103 @@
+"""How the keys of a call are shared among blocks: the numbers of a split-KV launch that follow from its shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from attngen.lang.divisors import reciprocal
+
+if TYPE_CHECKING:
+    from attngen.runtime.arguments.checked import Call
+
+#: Tiles of keys for which one more cluster pays: those of each block that the plan calls ``least_tiles``.
+_LEAST_TILES_OF_BLOCK = 8
+
+#: Blocks that are enough to keep memory busy, and tiles of the longest sequence which are read so soon that this does
+#: not matter; measured.
+_BUSY_BLOCKS = 64
+_SHORT_TILES = 512
+
+
+class Splitting(Protocol):
+    """What these numbers depend on of a launch."""
+
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def tile_n(self) -> int: ...
+    @property
+    def row_warps(self) -> int: ...
+    @property
+    def cluster(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much of a split-KV launch, or of one that cuts tiles, a device runs at once: blocks, or clusters of blocks
+    that work together. Where blocks share the keys of a tile of queries: how many do so in a call."""
+
+    blocks: int = 1
+    clusters: int = 1
+    shares: int = 1
+
+
+#: Clusters of each size that an H100 of 132 multiprocessors runs at once, each in one part of the chip.
+_MULTIPROCESSORS = 132
+_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
+
+
+def clusters_at_once(blocks: int, size: int) -> int:
+    """Return how many clusters of ``size`` blocks a card probably runs at once that runs so many blocks. Cards differ
+    by the multiprocessors of their parts, and a launch asks the driver."""
+    return max(_AT_ONCE[size] * blocks // _MULTIPROCESSORS, 1)
+
+
+def split_sizes(launch: Splitting, call: Call, capacity: Capacity) -> dict[str, int]:
+    """Return the numbers by the names that manifests use.
+
+    ``row_warps`` (two to the ``row_bits``) warps have a unit of query rows, of which a KV head has ``row_units`` in
+    each sequence. ``split_tiles`` tiles of keys are a split if the call fixes that, and 0 if blocks get equal shares; a
+    sequence has at most ``max_splits`` of them. ``split_blocks`` are launched, in clusters of ``split_cluster``;
+    partial results take ``split_slots`` places, and who comes last is found by ``split_counters``, which are 0 before
+    and after each launch.
+    """
+    rows = call.seqlen_q * (call.heads // max(call.kv_heads, 1))
+    blocks_of_rows = max(-(-rows // launch.tile_m), 1)
+    row_bits = min((blocks_of_rows - 1).bit_length(), launch.row_warps.bit_length() - 1)
+    row_units = -(-blocks_of_rows // (1 << row_bits))
+    units = call.batch * call.kv_heads * row_units
+    kv_tiles = max(-(-call.seqlen_k // launch.tile_n), 1)
+    split_tiles = 0
+    if call.split_size:
+        split_tiles = -(-call.split_size // launch.tile_n)
+    elif call.num_splits:
+        split_tiles = -(-kv_tiles // call.num_splits)
+    max_splits = -(-kv_tiles // split_tiles) if split_tiles else 1
+    clustered = not split_tiles and _clustered(units, kv_tiles, launch.cluster, capacity)
+    cluster, at_once = (launch.cluster, capacity.clusters) if clustered else (1, capacity.blocks)
+    useful = max(-(-units * kv_tiles // (_LEAST_TILES_OF_BLOCK * cluster)), units, 1)
+    blocks = cluster * min(at_once, useful)
+    sizes = {
+        "row_bits": row_bits,
+        "row_warps": 1 << row_bits,
+        "row_units": row_units,
+        "split_tiles": split_tiles,
+        "max_splits": max_splits,
+        "split_blocks": blocks,
+        "split_cluster": cluster,
+        "split_slots": units * max_splits if split_tiles else 2 * blocks,
+        "split_counters": units if split_tiles else blocks,
+    }
+    divisors = sizes | {"batch": call.batch, "group": rows // max(call.seqlen_q, 1), "page_size": call.page_size}
+    for name in ("batch", "group", "row_units", "split_tiles", "page_size"):
+        sizes[f"{name}_reciprocal"] = reciprocal(divisors[name])
+    return sizes
+
+
+def _clustered(units: int, kv_tiles: int, cluster: int, capacity: Capacity) -> bool:
+    """Whether the blocks of a cluster work together: they exchange results faster than blocks through memory, but only
+    if units keep most of the multiprocessors busy, or the work is short anyway."""
+    if cluster == 1 or units > capacity.clusters:
+        return False
+    return units * cluster >= _BUSY_BLOCKS or kv_tiles <= _SHORT_TILES

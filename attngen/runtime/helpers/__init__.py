@@ -1,0 +1,1 @@
+"""Kernels beside attention: append to a cache, quantize, widen."""

@@ -1,0 +1,215 @@
+"""Many queries in 16 bits over a cache in 8: whether to widen the cache first, and how that runs.
+
+The kernels that read caches in 8 bits multiply by single warps, which suits few queries. With many, the products take
+longer than it takes to write K and V once in 16 bits, and an ordinary kernel is done sooner. It reads what it would
+read of a cache in 16 bits: keys and values times their scales, each rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.dtypes import CHUNK_BYTES, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.formats import WIDEN, WIDEN_VARIANT
+from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, contiguous_view
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.device.driver import Driver
+from attngen.runtime.geometry.prediction import pairs_of_tiles, predict
+from attngen.runtime.geometry.splits import reciprocal
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.launch.plain_launch import PlainLaunch
+from attngen.runtime.registry.lookup import registry
+from attngen.runtime.registry.select import Request, Selection, against_device, card_of, select
+
+#: The tensors of a launch, in the order in which their addresses are given.
+_TENSORS = ("k_cache", "v_cache", "k_descale", "v_descale", "seqused_k", "page_table", "k", "v")
+
+#: Numbers of 8 bits that a thread reads at once.
+_NUMBERS = CHUNK_BYTES // 2
+
+#: Keys of a page that is written: whole pages of the cache, together about as many.
+_PAGE_KEYS = 256
+
+#: Bytes of K and V in 16 bits beyond which the cache stays as it is. A call has a tensor of all keys for which its page
+#: table has room.
+_MOST_BYTES = 2**32
+
+#: Floating-point operations of visited tiles that a kernel over a cache in 8 bits does in a nanosecond, and an ordinary
+#: one whose times are not known; bytes that are read and written while a cache is widened; nanoseconds of
+#: the launches that this takes. One H200: docs/notebook/hopper_fp8.md.
+_SPLIT_FLOPS, _ORDINARY_FLOPS, _BYTES, _LAUNCHES = 210e3, 500e3, 3.4e3, 5000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A call whose cache is widened: by which kernel, what is called then, and which kernel takes that."""
+
+    kernel: Kernel
+    call: Call
+    selection: Selection
+
+
+def route_of(request: Request, kernels: Sequence[Kernel], driver: Driver) -> Route | None:
+    """Return how a forward runs with its cache widened, if it is one over a cache in 8 bits that should be done sooner
+    so; None for all others, also where a call says how blocks share the keys."""
+    call = request.call
+    if call.kv_dtype == call.dtype or call.dtype in QUANTIZED_DTYPES or request.direction != "forward":
+        return None
+    if call.num_splits or call.split_size or _bytes(call, 2) > _MOST_BYTES or call.layout == "varlen":
+        return None
+    wide = _widened(call)
+    asked = replace(request, call=wide, addresses={**request.addresses, "k": 0, "v": 0})
+    selection = select(kernels, asked, driver)
+    if selection.kernel is None or selection.kernel.split_kv or not _sooner(selection.kernel, wide, request, driver):
+        return None
+    kernel = _kernel_for(call, request.device, driver)
+    return None if kernel is None else Route(kernel, wide, selection)
+
+
+def _bytes(call: Call, size: int) -> int:
+    """Return the bytes of K and V of all keys that a call has room for, with so many for each number."""
+    return size * call.batch * call.seqlen_k * call.kv_heads * (call.head_dim_qk + call.head_dim_v)
+
+
+def _sooner(kernel: Kernel, wide: Call, request: Request, driver: Driver) -> bool:
+    """Whether a kernel is done with the widened call before one that reads the cache would be."""
+    pairs = pairs_of_tiles(kernel, wide)
+    if pairs is None:
+        return False
+    flops = 2.0 * pairs * (wide.head_dim_qk + wide.head_dim_v)
+    found = predict(kernel, wide, card_of(driver, request.device))
+    ordinary = flops / _ORDINARY_FLOPS if found is None else found.nanoseconds
+    return _LAUNCHES + _bytes(wide, 3) / _BYTES + ordinary < flops / _SPLIT_FLOPS
+
+
+def _pages(call: Call) -> tuple[int, int]:
+    """Return the pages of a sequence that are written, and their keys; one of all keys for a dense call."""
+    if call.page_table is None:
+        return 1, call.seqlen_k
+    most = call.page_table.shape[1]
+    fitting = range(1, max(_PAGE_KEYS // max(call.page_size, 1), 1) + 1)
+    together = max(n for n in fitting if most % n == 0)
+    return most // together, together * call.page_size
+
+
+def _widened(call: Call) -> Call:
+    """Return a call with K and V in the dtype of q, as they are written: dense, or pages one after the other."""
+    count, keys = _pages(call)
+    order = "NHD" if call.layout == "paged" else "bshd"
+    shape = call.batch * count, keys, call.kv_heads
+    wide = replace(
+        call, kv_dtype=call.dtype, descales={}, scale_blocks=(0,),
+        k=contiguous_view((*shape, call.head_dim_qk), order), v=contiguous_view((*shape, call.head_dim_v), order),
+    )  # fmt: skip
+    if call.layout == "paged":
+        wide.page_size, wide.num_pages = keys, call.batch * count
+    return wide
+
+
+def _kernel_for(call: Call, device: int, driver: Driver) -> Kernel | None:
+    """Return the first kernel that widens a cache to the dtype of q on a device."""
+    for _, package in registry.packages():
+        for kernel in package.kernels(WIDEN_VARIANT):
+            suits = (kernel.direction, kernel.dtype, kernel.dtype_of("k").name) == (WIDEN, call.dtype, call.kv_dtype)
+            if suits and against_device(kernel, device, driver) is None:
+                return kernel
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """K and V in 8 bits: of dense sequences, or pages that a table names. Scales are (batch, kv_heads), or (pages,
+    kv_heads) with ``scales_of_pages``; ``room`` counts the keys that a sequence may have. ``page_layout``: NHD, HND, or
+    None for (batch, seqlen_k, kv_heads, head_dim)."""
+
+    k: Tensor
+    v: Tensor
+    k_descale: Tensor
+    v_descale: Tensor
+    seqused_k: Tensor | None
+    page_table: Tensor | None
+    room: int
+    page_layout: str | None = None
+    scales_of_pages: bool = False
+
+    def addresses(self, k: Tensor, v: Tensor) -> list[int]:
+        """Return the addresses of a launch that writes k and v, (batch, room, kv_heads, head_dim)."""
+        return _addresses(self.k, self.v, self.k_descale, self.v_descale, self.seqused_k, self.page_table, k, v)
+
+
+def _addresses(*tensors: Tensor | None) -> list[int]:
+    """Return the addresses of a launch, in the order of ``_TENSORS``."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def prepare(kernel: Kernel, cache: Cache, driver: Driver, device: int) -> PlainLaunch:
+    """Return the launch that widens caches of a form. Raises LoadError if the cubin does not load."""
+    k, v = (each.transpose(1, 2) if cache.page_layout == "HND" else each for each in (cache.k, cache.v))
+    kv_heads = k.shape[2]
+    batch = k.shape[0] if cache.page_table is None else cache.page_table.shape[0]
+    tiles = -(-cache.room // kernel.tile_n)
+    divisors = {
+        "kv_heads": kv_heads,
+        "vectors_k": k.shape[3] // _NUMBERS,
+        "vectors_v": v.shape[3] // _NUMBERS,
+        "page_size": cache.room if cache.page_table is None else k.shape[1],
+    }
+    sizes = {
+        "batch": batch, "seqlen_k": cache.room, "head_dim_qk": k.shape[3], "head_dim_v": v.shape[3], "tiles": tiles,
+        "scales_of_pages": int(cache.scales_of_pages), **divisors,
+        **{f"{name}_reciprocal": reciprocal(value) for name, value in divisors.items()},
+    }  # fmt: skip
+    numbers: dict[tuple[str, Any], int] = {(name, None): value for name, value in sizes.items()}
+    for name, tensor in (("k_cache", k), ("v_cache", v)):
+        numbers |= {(name, axis): tensor.stride(place) for place, axis in enumerate(("page", "s", "h"))}
+    for name, scale in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
+        numbers |= {(name, axis): scale.stride(place) for place, axis in enumerate("bh")}
+    numbers["page_table", "b"] = 0 if cache.page_table is None else cache.page_table.stride(0)
+    return PlainLaunch(kernel, numbers, _TENSORS, 2 * batch * tiles, driver, device)
+
+
+class WidenedCall:
+    """A call prepared as ``PreparedCall`` is: it widens the cache, then makes the ordinary call."""
+
+    __slots__ = ("_call", "_dtype", "_launch", "_pages", "_run")
+
+    sinks_only = False
+
+    def __init__(self, route: Route, call: Call, given: Given, run: Callable[[Given], Any], driver: Driver) -> None:
+        """``call``: the one over the cache in 8 bits. ``run`` makes the ordinary one. Raises LoadError if the cubin
+        does not load."""
+        self._pages, self._run = _pages(call), run
+        self._dtype, self._call = TORCH_DTYPES[call.dtype], call.without_tensors()
+        k, v = (each.transpose(1, 2) if call.order == "bhsd" else each for each in (given.k, given.v))
+        cache = Cache(
+            k, v, call.descales["k_descale"], call.descales["v_descale"], call.seqused_k, call.page_table,
+            call.seqlen_k, call.page_layout if call.layout == "paged" else None, call.scale_blocks[0] == PAGE_BLOCK,
+        )  # fmt: skip
+        self._launch = prepare(route.kernel, cache, driver, call.device.index or 0)
+
+    def __call__(self, given: Given, addresses: Sequence[int]) -> Any:
+        """Run the call. ``addresses`` are not needed: the ordinary call finds its own."""
+        call, (count, keys) = self._call, self._pages
+        k, v = (
+            torch.empty((call.batch * count, keys, call.kv_heads, dim), dtype=self._dtype, device=call.device)
+            for dim in (call.head_dim_qk, call.head_dim_v)
+        )
+        self._launch(
+            _addresses(given.k, given.v, given.k_descale, given.v_descale, given.seqused_k, given.page_table, k, v)
+        )
+        table = None
+        if call.layout == "paged":
+            table = torch.arange(call.batch * count, dtype=torch.int32, device=call.device).view(call.batch, count)
+        if call.order == "bhsd" or (call.layout == "paged" and call.page_layout == "HND"):
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        return self._run(given._replace(k=k, v=v, k_descale=None, v_descale=None, page_table=table))
+
+    @property
+    def kernel_label(self) -> str:
+        """What widens, as messages name it."""
+        return self._launch.label

@@ -1,0 +1,1 @@
+"""Launches of kernels, prepared once for each kind of call."""

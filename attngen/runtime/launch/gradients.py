@@ -1,0 +1,103 @@
+"""The memory of a backward: what goes in, what comes out, and what its launches share.
+
+Beside the gradients a backward takes the row statistics, two float32 numbers for each query row: its log-sum-exp in
+units of log2, and D = rowsum(dO ∘ O) − dLSE. Kernels that add up dQ in global memory take the dQ accumulator, float32
+and padded to tiles. A tensor of the variant that gets a gradient takes a float32 copy; tile maps take a bit or two for
+each tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from attngen.runtime.arguments.checked import Call, View, view
+from attngen.runtime.arguments.paging import rows_view
+from attngen.runtime.geometry.sizes import group_of
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.reference.sinks import add_gradients
+
+#: Prefix of the arguments that say whether the gradient of a bias is stored tile by tile, in the dtype of dS.
+_STORED = "stored:"
+
+
+@dataclass(frozen=True)
+class GradientBuffers:
+    """The memory of one backward: what the forward took and gave, the gradients of its results, and results.
+
+    ``out``, ``dout``, ``dq``, ``dk`` and ``dv`` may have any strides with a contiguous last dimension; ``lse`` and
+    ``dlse`` are contiguous. ``workspaces`` has as many float32 elements for each name as ``workspace_sizes`` says,
+    which need not be initialized. ``gradients`` holds a contiguous float32 tensor of zeros for each tensor of the
+    variant that gets a gradient, ``words`` the tile map of each launch that reads one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    workspaces: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    words: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def named(self, call: Call) -> dict[str, Tensor | None]:
+        """Return what each address is of that kernels of a backward take, but for the variant's tensors."""
+        own = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
+        return {
+            **{name: getattr(self, name) for name in own},
+            **{name: getattr(call, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")},
+            **self.workspaces,
+            **{f"gradient:{name}": tensor for name, tensor in self.gradients.items()},
+            **{f"tile_map:{owner}": tensor for owner, tensor in self.words.items()},
+        }
+
+
+def differentiable(call: Call) -> tuple[str, ...]:
+    """Return the tensors of a call's variant that get a gradient."""
+    return tuple(tensor.name for tensor in call.variant.tensors if tensor.grad)
+
+
+def stored_gradients(kernel: Kernel, call: Call) -> frozenset[str]:
+    """Names of the biases whose gradients a kernel stores in their own dtype, since no two heads of the call share an
+    entry. Other gradients are summed in float32."""
+    stored = set()
+    for launch in kernel.launches:
+        for parameter in launch.entry.layout.parameters:
+            if parameter.kind == "present" and parameter.of and parameter.of.startswith(_STORED):
+                axes = {"b": call.batch, "h": call.heads}
+                if "hk" in str(parameter.axis) and group_of(call) == 1:
+                    axes.pop("h")
+                if all(extent == 1 for axis, extent in axes.items() if axis not in str(parameter.axis).split(",")):
+                    stored.add(parameter.of.removeprefix(_STORED))
+    return frozenset(stored)
+
+
+def gradient_shapes(call: Call) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of dq, dk and dv, in the order of axes of the call."""
+    shapes = {"dq": (call.q, call.head_dim_qk), "dk": (call.k, call.head_dim_qk), "dv": (call.v, call.head_dim_v)}
+    found = {}
+    for name, (seen, width) in shapes.items():
+        shape = (*seen.shape[:-1], width)
+        found[name] = (shape[0], shape[2], shape[1], shape[3]) if call.order == "bhsd" else shape
+    return found
+
+
+def view_of(tensor: Tensor, call: Call) -> View:
+    """Return the view of a tensor in the order of axes of a call, as kernels see it."""
+    if call.ragged and call.order != "thd":
+        rows = rows_view(tensor.shape, tensor.stride())
+        assert rows is not None, "its rows lie at two strides"
+        return rows
+    return view(tensor.shape, tensor.stride(), call.order)
+
+
+def finish(call: Call, buffers: GradientBuffers) -> None:
+    """Enqueue what comes after the kernels of a backward: the gradients of sinks, which need no keys."""
+    add_gradients(call, buffers.lse, buffers.workspaces["delta"].view(buffers.lse.shape), buffers.gradients)

@@ -1,0 +1,1 @@
+"""Attention in plain torch, on any device."""

@@ -1,0 +1,1 @@
+"""Known packages and kernels, and the choice of one for a call."""

@@ -1,0 +1,50 @@
+"""Who makes the kernels that calls lack: nobody, unless a program asks for it (``attngen.jit``)."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Maker(Protocol):
+    """What ``attngen.jit`` puts here while it is on."""
+
+    def make(self, request: Any, soon: Any = None) -> bool:
+        """Make the kernel of a request known to the registry, and return whether there may be one now.
+
+        Meanwhile that of a request that will follow ``soon`` may be made, too.
+        """
+
+    def used(self, request: Any) -> None:
+        """Take note of a request that a kernel serves."""
+
+
+#: False in the runtime that a package carries, which builds nothing.
+_IN_ATTNGEN = __name__ == "attngen.runtime.registry.on_demand"
+
+#: None: nobody.
+maker: Maker | None = None
+
+
+def make(request: Any, soon: Any = None) -> bool:
+    """Return whether a kernel was made for a request that none takes. Raises NoKernelError if that failed."""
+    return maker is not None and maker.make(request, soon)
+
+
+def note(request: Any) -> None:
+    """Tell the maker, if there is one, what a kernel was found for."""
+    if maker is not None:
+        maker.used(request)
+
+
+def offer() -> list[str]:
+    """Return the line of an error that tells of this way out; none where it is taken, and in a package's runtime."""
+    if maker is not None or not _IN_ATTNGEN:
+        return []
+    return ["attngen.jit(), or ATTNGEN_JIT=1, compiles one when it is first called"]
+
+
+def remedy() -> str:
+    """The line of an error before those of a spec that add the missing kernel."""
+    if _IN_ATTNGEN:
+        return "To build one, add to a spec and run 'attngen build':"
+    return "This package was made without one. Its maker can add to its spec, and package it again:"
