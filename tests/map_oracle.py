@@ -1,4 +1,4 @@
-"""What tile maps must hold: masks pair by pair, cut into tiles, and random arguments for the variants of
+"""Expected tile maps: masks pair by pair, cut into tiles, and random arguments for the variants of
 tests/gpu/maps.yaml.
 
 Every tile is empty, partial or full as the mask says, and the visible pairs of partial tiles are those of the mask.
@@ -95,7 +95,7 @@ def visible(call: Call) -> list[Tensor]:
 
 
 def tiled(mask: Tensor, tile_m: int, tile_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return whether each tile is full, whether it is partial, and its pairs: those beyond the ends are hidden."""
+    """Masks by tile: whether each is full, whether it is partial, and its pairs; those beyond the ends are hidden."""
     rows, keys = mask.shape
     q_tiles, kv_tiles = -(-rows // tile_m), -(-keys // tile_n)
     padded = mask.new_zeros(q_tiles * tile_m, kv_tiles * tile_n)
@@ -127,9 +127,9 @@ def check_map(words: Tensor, shape: Any, tiles: tuple[int, int], call: Call, *, 
             if by_keys:
                 full, partial, wanted = full.T, partial.T, wanted.permute(1, 0, 3, 2)
             for number, kind in enumerate((full, partial)):
-                found = bits_of(rows[b, h, :, number])
-                assert torch.equal(found[: kind.shape[0], : kind.shape[1]], kind), ("full", "partial")[number]
-                assert found.sum() == kind.sum()
+                bits = bits_of(rows[b, h, :, number])
+                assert torch.equal(bits[: kind.shape[0], : kind.shape[1]], kind), ("full", "partial")[number]
+                assert bits.sum() == kind.sum()
             if pairs is None:
                 continue
             slot = slots[b, h, : partial.shape[0], : partial.shape[1]]
@@ -138,7 +138,7 @@ def check_map(words: Tensor, shape: Any, tiles: tuple[int, int], call: Call, *, 
 
 
 def pairs_of(words: Tensor, width: int) -> Tensor:
-    """Return what the words of lanes of consumers say of each pair, by rows of the map and by its columns."""
+    """Bit of each pair in the words of the consumers' lanes, by rows of the map and by its columns."""
     tiles, consumers, lane_words, _ = words.shape
     consumer, part, lane, bit = torch.meshgrid(
         *(torch.arange(n, device=words.device) for n in (consumers, lane_words, 128, 32)), indexing="ij"

@@ -26,7 +26,7 @@ class Interpreter:
         )
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Return what ``remote.function(*arguments)`` returns; raises what it raises of attngen's errors."""
+        """Call ``remote.function(*arguments)`` in the process; attngen's errors are raised here too."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         write_request(self._process.stdin, (f"tests.interpreter.remote:{function}", arguments))

@@ -1,4 +1,4 @@
-"""What tests run in the interpreter's process. Arguments and results are plain values, so that they can be sent."""
+"""Functions that run in the interpreter's process. Arguments and results are plain values, so that they can be sent."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def planned(text: str) -> Plan:
 
 
 def part(third: int | None) -> slice:
-    """Return which cases are run: all, or every third one from one of the first three."""
+    """Cases that are run: all, or every third one from one of the first three."""
     return slice(None) if third is None else slice(third, None, 3)
 
 
 def problems(text: str, seed: int, third: int | None = None) -> tuple[str, ...]:
-    """Return what is wrong with a kernel on all of its cases, or on a third of them."""
+    """Problems of a kernel on all of its cases, or on a third of them."""
     run = kernel(text)
     return try_kernel(run.kernel, run, "cpu", seed, small=True, part=part(third)).problems
 
 
 def gradient_problems(text: str, seed: int, third: int | None = None) -> tuple[str, ...]:
-    """Return what is wrong with a backward on all of its cases, or on a third of them."""
+    """Problems of a backward on all of its cases, or on a third of them."""
     run = kernel(text)
     return try_backward(run.kernel, run.differentiate, "cpu", seed, small=True, part=part(third)).problems
 
@@ -133,13 +133,13 @@ def outputs_with(
 
 
 def unquickened(function: str, *arguments: Any) -> Any:
-    """Return what a function of this module does with the interpreter as it is; before any other call."""
+    """Call a function of this module with the interpreter as it is; before any other call."""
     interpreter.quicken = lambda: None  # type: ignore[assignment]
     return globals()[function](*arguments)
 
 
 def padded_output(text: str, case: Case) -> tuple[bool, bool]:
-    """Return whether a strided output equals a contiguous one, and whether nothing around it was written."""
+    """Whether a strided output equals a contiguous one, and whether nothing around it was written."""
     one = ready(text, case)
     one.launch()
     canary = 77.0
@@ -158,7 +158,7 @@ def padded_output(text: str, case: Case) -> tuple[bool, bool]:
 
 
 def without_lse(text: str, case: Case) -> bool:
-    """Return whether the output is the same when no log-sum-exp is asked for."""
+    """Whether the output is the same when no log-sum-exp is asked for."""
     one = ready(text, case)
     one.launch()
     call = bind(
@@ -210,7 +210,7 @@ def with_strides(text: str, kind: str) -> tuple[float, float]:
 
 
 def alone_and_in_batch(text: str, case: Case) -> bool:
-    """Return whether the last sequence of a batch alone gives the same bits as in the batch (dense)."""
+    """Whether the last sequence of a batch alone gives the same bits as in the batch (dense)."""
     one = ready(text, case)
     one.launch()
     last = slice(case.batch - 1, case.batch)
@@ -227,7 +227,7 @@ def alone_and_in_batch(text: str, case: Case) -> bool:
 
 
 def map_is_right(text: str, case: Case, seed: int) -> bool:
-    """Return whether the classifier's map equals the one made from the mask by the reference."""
+    """Whether the classifier's map equals the one made from the mask by the reference."""
     one = ready(text, case, seed)
     kernel_ = one.run.kernel
     buffers = poisoned(kernel_, one.call, one.inputs.q, one.inputs.k, one.inputs.v).buffers
@@ -239,7 +239,7 @@ def map_is_right(text: str, case: Case, seed: int) -> bool:
 
 
 def large_logits(text: str, size: float) -> tuple[bool, bool]:
-    """Return whether out and lse are finite for queries and keys of this size (check 3)."""
+    """Whether out and lse are finite for queries and keys of this size."""
     one = ready(text, Case("large", (33,), (70,), heads=1))
     for name in ("q", "k"):
         tensor = getattr(one.inputs, name)
@@ -249,7 +249,7 @@ def large_logits(text: str, size: float) -> tuple[bool, bool]:
 
 
 def decode_and_prefill(text: str) -> float:
-    """Return the largest difference between the last row of a prefill and that query alone (check 17)."""
+    """Return the largest difference between the last row of a prefill and that query alone."""
     one = ready(text, Case("prefill", (45,), (61,), heads=2))
     one.launch()
     alone = Inputs(one.inputs.q[:, -1:], one.inputs.k, one.inputs.v)
@@ -259,7 +259,7 @@ def decode_and_prefill(text: str) -> float:
 
 
 def rows_with_nan(text: str, case: Case, name: str, key: int) -> Any:
-    """Return which (b, s, h) rows hold a NaN after one key of k or v did, and which rows changed."""
+    """(b, s, h) rows that hold a NaN after one key of k or v did, and the rows that changed."""
     before = ready(text, case)
     before.launch()
     after = ready(text, case)
@@ -271,7 +271,7 @@ def rows_with_nan(text: str, case: Case, name: str, key: int) -> Any:
 
 
 def varlen_rows_untouched(text: str) -> bool:
-    """Return whether rows of no sequence are left as they were."""
+    """Whether rows of no sequence are left as they were."""
     run = kernel(text)
     d = run.kernel.head_dim_qk
     q, k = torch.randn(40, 2, d).half(), torch.randn(50, 1, d).half()

@@ -1,4 +1,4 @@
-"""What no tolerance covers: strides, canaries, NaN that is hidden or seen, batches, maps, large logits."""
+"""The exact parts of the contract: strides, canaries, hidden and visible NaN, batches, maps, large logits."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_keys_hidden_inside_a_partial_tile_do_not_matter(interpreter: Interprete
     declared = 'variants:\n  short: {mask: "kv < 30 and q_pos >= kv"}\n'
     text = spec("short", declared=declared, loads=loads)
     zeros = interpreter.call("outputs_with", text, RAGGED, [("k", 30, 37, 0.0)], {})
-    found = interpreter.call("outputs_with", text, RAGGED, [("k", 30, 37, value)], {})
-    for one, other in zip(zeros, found, strict=True):
+    poisoned = interpreter.call("outputs_with", text, RAGGED, [("k", 30, 37, value)], {})
+    for one, other in zip(zeros, poisoned, strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -20,7 +20,7 @@ def test_nothing_else_is_computed(interpreter: Interpreter) -> None:
     plain = Interpreter()
     try:
         for call in calls:
-            for found, wanted in zip(interpreter.call(*call), plain.call("unquickened", *call), strict=True):
-                np.testing.assert_array_equal(found, wanted)
+            for actual, wanted in zip(interpreter.call(*call), plain.call("unquickened", *call), strict=True):
+                np.testing.assert_array_equal(actual, wanted)
     finally:
         plain.close()

@@ -355,7 +355,7 @@ class World:
 def check_classify(mask: Expr, world: World, r: random.Random, facts: Facts = FACTS) -> tuple[int, int]:
     """Check every tile of a random tiling; return how many were found empty and full."""
     truth = mask_of(mask, world.env, world.arrays, world.heads)
-    found = [0, 0]
+    counts = [0, 0]
     for heads in ("single", "packed"):
         may, must = classify(mask, facts, heads)
         check_types(may, must)
@@ -365,12 +365,12 @@ def check_classify(mask: Expr, world: World, r: random.Random, facts: Facts = FA
                 env = world.corners(q, kv, h)
                 tile = truth[slice(None) if h is None else h, ..., q[0] : q[1] + 1, kv[0] : kv[1] + 1]
                 if not evaluate(may, env, world.arrays):
-                    found[0] += 1
+                    counts[0] += 1
                     assert not tile.any(), "a wrong empty"
                 if evaluate(must, env, world.arrays):
-                    found[1] += 1
+                    counts[1] += 1
                     assert tile.all(), "a wrong full"
-    return found[0], found[1]
+    return counts[0], counts[1]
 
 
 def check_statistics(mask: Expr, world: World, r: random.Random, facts: Facts = FACTS) -> tuple[int, int]:
@@ -379,7 +379,7 @@ def check_statistics(mask: Expr, world: World, r: random.Random, facts: Facts = 
     parts = separated(mask, facts)
     may, must = classify(parts.mask, facts, statistics=parts.statistics)
     check_types(may, must)
-    found = [0, 0]
+    counts = [0, 0]
     kvs = list(world.boxes("kv", "seqlen_k", r))
     for q, kv in itertools.product(world.boxes("q", "seqlen_q", r), kvs):
         for h in range(world.heads):
@@ -389,12 +389,12 @@ def check_statistics(mask: Expr, world: World, r: random.Random, facts: Facts = 
                 env |= _statistic(each, env, world, range(first, last + 1))
             tile = truth[h, q[0] : q[1] + 1, kv[0] : kv[1] + 1]
             if not evaluate(may, env, world.arrays):
-                found[0] += 1
+                counts[0] += 1
                 assert not tile.any(), "a wrong empty"
             if evaluate(must, env, world.arrays):
-                found[1] += 1
+                counts[1] += 1
                 assert tile.all(), "a wrong full"
-    return found[0], found[1]
+    return counts[0], counts[1]
 
 
 def _statistic(each: Statistic, env: Env, world: World, positions: range) -> dict[str, float]:
@@ -418,7 +418,7 @@ def check_types(*results: Expr | None) -> None:
 
 
 def positions(intervals: tuple, env: Env, arrays: Arrays, extent: int) -> np.ndarray:
-    """Return which positions of an axis lie in any of the intervals."""
+    """Positions of an axis that lie in any of the intervals."""
     inside = np.zeros(extent, bool)
     for interval in intervals:
         lo = 0 if interval.lo is None else max(int(evaluate(interval.lo, env, arrays)), 0)
@@ -431,28 +431,28 @@ def check_bands(mask: Expr, world: World, r: random.Random, facts: Facts = FACTS
     """Check bands over both axes, for single and packed heads, and the segments that follow from them."""
     truth = mask_of(mask, world.env, world.arrays, world.heads)
     for over, heads in itertools.product(("kv", "q"), ("single", "packed")):
-        found = bands(mask, facts, over, heads)
+        intervals = bands(mask, facts, over, heads)
         length = "seqlen_k" if over == "kv" else "seqlen_q"
         other = "q" if over == "kv" else "kv"
         view = truth if over == "kv" else truth.transpose(0, 2, 1)
         tile = r.choice([1, 2, 3, 4, 8])
-        cut = segments(found, tile, var(length), facts)
+        cut = segments(intervals, tile, var(length), facts)
         check_types(*(end for part in (cut.full, cut.partial) for ends in part for end in ends))
         for box in world.boxes(other, "seqlen_q" if over == "kv" else "seqlen_k", r):
             for h in range(world.heads) if heads == "single" else [None]:
                 env = world.corners(**{other: box}, h=h)
                 rows = view[slice(None) if h is None else slice(h, h + 1), box[0] : box[1] + 1]
                 extent = int(world.env[length])
-                visible = positions(found.visible, env, world.arrays, extent)
-                full = positions(found.full, env, world.arrays, extent)
+                visible = positions(intervals.visible, env, world.arrays, extent)
+                full = positions(intervals.full, env, world.arrays, extent)
                 assert not (rows.any((0, 1)) & ~visible).any(), f"{over}: a visible position is lost"
                 assert not (full & ~rows.all((0, 1))).any(), f"{over}: a wrong full position"
-                check_segments(found, cut, tile, env, world.arrays, extent)
+                check_segments(intervals, cut, tile, env, world.arrays, extent)
 
 
-def check_segments(found: Bands, cut: Segments, tile: int, env: Env, arrays: Arrays, extent: int) -> None:
+def check_segments(intervals: Bands, cut: Segments, tile: int, env: Env, arrays: Arrays, extent: int) -> None:
     """Check that the segments cover each visible tile once, and that full tiles are full as far as bands say."""
-    visible, full = (positions(i, env, arrays, extent) for i in (found.visible, found.full))
+    visible, full = (positions(i, env, arrays, extent) for i in (intervals.visible, intervals.full))
     tiles = -(-extent // tile)
     visits = np.zeros(tiles, int)
     whole = np.zeros(tiles, bool)
@@ -471,7 +471,7 @@ def check_segments(found: Bands, cut: Segments, tile: int, env: Env, arrays: Arr
         assert visits[n] <= 1, "a tile runs twice"
         assert visits[n] == 1 or not visible[span].any(), "a tile is lost"
         assert not whole[n] or visible[span].all(), "a full tile that is not"
-        if len(found.visible) == len(found.full) == 1 and full[span].all():
+        if len(intervals.visible) == len(intervals.full) == 1 and full[span].all():
             assert whole[n] or span.stop - span.start < tile, "a full tile runs as partial"
 
 

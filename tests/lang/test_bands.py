@@ -41,12 +41,14 @@ def variant(mask: str | bool) -> Variant:
     return compile_variant("test", mask, None, scalars, tensors)
 
 
-def texts(found: Bands) -> tuple[list[str], list[str], bool]:
+def texts(intervals: Bands) -> tuple[list[str], list[str], bool]:
     def text(end: Expr | None) -> str:
         return "" if end is None else canonical(end)
 
-    visible, full = ([f"{text(i.lo)} .. {text(i.hi)}".strip() for i in part] for part in (found.visible, found.full))
-    return visible, full, found.exact
+    visible, full = (
+        [f"{text(i.lo)} .. {text(i.hi)}".strip() for i in part] for part in (intervals.visible, intervals.full)
+    )
+    return visible, full, intervals.exact
 
 
 @dataclass
@@ -229,16 +231,16 @@ def test_usual_masks_need_no_int64() -> None:
     for name, case in CASES.items():
         chosen = variant(case.mask)
         for over in ("kv", "q"):
-            found = bands(chosen.mask, Facts.of(chosen), over)
-            ends = [e for i in (*found.visible, *found.full) for e in (i.lo, i.hi) if e is not None]
+            intervals = bands(chosen.mask, Facts.of(chosen), over)
+            ends = [e for i in (*intervals.visible, *intervals.full) for e in (i.lo, i.hi) if e is not None]
             wide = any(isinstance(n, Op) and n.wide for e in ends for n in walk(e))
             assert wide == ((name, over) in far), (name, over)
 
 
 def test_packed_heads_take_the_widest_window() -> None:
     chosen = variant("q_pos >= kv and kv >= h")
-    found = bands(chosen.mask, Facts.of(chosen), heads="packed")
-    assert texts(found)[:2] == (["h_lo .. q_pos_hi + 1"], ["h_hi .. q_pos_lo + 1"])
+    intervals = bands(chosen.mask, Facts.of(chosen), heads="packed")
+    assert texts(intervals)[:2] == (["h_lo .. q_pos_hi + 1"], ["h_hi .. q_pos_lo + 1"])
 
 
 def test_packed_positions_are_positions_of_the_sequence() -> None:
@@ -248,10 +250,10 @@ def test_packed_positions_are_positions_of_the_sequence() -> None:
 
 def test_more_than_four_intervals_become_their_hull() -> None:
     mask = variant(" or ".join(f"({n}000 <= q - kv and q - kv < {n}100)" for n in range(1, 7))).mask
-    found = bands(mask)
-    assert texts(found)[0] == ["q_lo - 6099 .. q_hi - 999"]
-    assert len(found.full) <= LIMIT
-    assert not found.exact
+    intervals = bands(mask)
+    assert texts(intervals)[0] == ["q_lo - 6099 .. q_hi - 999"]
+    assert len(intervals.full) <= LIMIT
+    assert not intervals.exact
 
 
 def test_large_masks_are_given_up_rather_than_exploded() -> None:

@@ -45,14 +45,14 @@ def _variant(score: str, *scalars: Scalar) -> Variant:
 )
 def test_what_is_bounded(score: str, expected: tuple[float, float] | str | None) -> None:
     variant = _variant(score)
-    found = score_bounds(variant.score, variant.ranges)
+    limits = score_bounds(variant.score, variant.ranges)
     if expected is None:
-        assert found is None
+        assert limits is None
     elif expected == "wide":  # by the longest sequence
-        assert found is not None
-        assert found[1] > 2**28
+        assert limits is not None
+        assert limits[1] > 2**28
     else:
-        assert found == pytest.approx(expected, rel=1e-4)
+        assert limits == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_scalar_without_maximum_bounds_nothing_and_the_one_that_would_is_named() -> None:
@@ -84,8 +84,8 @@ def test_bounds_hold_for_every_product(seed: int) -> None:
     chance = random.Random(seed)
     score = _score(chance, 3)
     variant = _variant(score)
-    found = score_bounds(variant.score, variant.ranges)
-    if found is None:
+    limits = score_bounds(variant.score, variant.ranges)
+    if limits is None:
         return
     for _ in range(30):
         size = 10.0 ** chance.uniform(-6, 38)
@@ -100,4 +100,4 @@ def test_bounds_hold_for_every_product(seed: int) -> None:
         }
         value = float(Walker(names, tensors, {}, KINDS, np.float32).evaluate(score))
         if value == value:
-            assert Fraction(found[0]) <= Fraction(value) <= Fraction(found[1]), (score, names, tensors)
+            assert Fraction(limits[0]) <= Fraction(value) <= Fraction(limits[1]), (score, names, tensors)

@@ -32,9 +32,9 @@ def mask(text: str) -> Expr:
 
 
 def score(text: str) -> Expr:
-    found = compile_variant("v", None, text, SCALARS, TENSORS).score
-    assert found is not None
-    return found
+    expr = compile_variant("v", None, text, SCALARS, TENSORS).score
+    assert expr is not None
+    return expr
 
 
 def wide(text: str) -> bool:
@@ -275,7 +275,7 @@ def test_the_nearest_enclosing_place_serves() -> None:
 
 @pytest.mark.parametrize(("dtype", "least"), [("uint8", 0), ("int8", -128), ("int16", -(2**15)), ("int32", -(2**31))])
 def test_the_least_value_of_a_dtype_is_a_bound(dtype: str, least: int) -> None:
-    found = compile_variant("own", "level[kv] >= 0", tensors=[Tensor("level", dtype, ("n",), range=(least, 100))])
-    assert found.tensor("level").range == (least, 100)
+    checked = compile_variant("own", "level[kv] >= 0", tensors=[Tensor("level", dtype, ("n",), range=(least, 100))])
+    assert checked.tensor("level").range == (least, 100)
     with pytest.raises(SpecError, match=rf"{least - 1} does not fit {dtype}"):
         compile_variant("own", "level[kv] >= 0", tensors=[Tensor("level", dtype, ("n",), range=(least - 1, 100))])

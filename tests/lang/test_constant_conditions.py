@@ -1,4 +1,4 @@
-"""What ranges decide: settled variants mean the same, pair by pair, and say so in the shortest form."""
+"""Variants settled by their ranges mean the same, pair by pair, and say so in the shortest form."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def variant(mask: str, score: str | None) -> Variant:
 
 def logits(of: Variant) -> list[torch.Tensor]:
     """Return the logits of all pairs, -inf where the mask hides one, for some values of scalars and lengths."""
-    found = []
+    values = []
     for n, seqlen_k, x in itertools.product((1, 4), (1, 6), (0.5, float("nan"))):
         q, kv, s = torch.arange(5)[:, None], torch.arange(seqlen_k)[None, :], torch.linspace(-1, 1, 5)[:, None]
         names = {
@@ -56,8 +56,8 @@ def logits(of: Variant) -> list[torch.Tensor]:
         visible = evaluate(of.mask, names, tensors).broadcast_to(5, seqlen_k)
         score = s if of.score is None else evaluate(of.score, names, tensors)
         hidden = torch.tensor(-torch.inf)
-        found.append(torch.where(visible, torch.as_tensor(score, dtype=torch.float32), hidden))
-    return found
+        values.append(torch.where(visible, torch.as_tensor(score, dtype=torch.float32), hidden))
+    return values
 
 
 @pytest.mark.parametrize(("mask", "score", "settled_mask", "settled_score"), SETTLED)

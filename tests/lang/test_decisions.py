@@ -1,4 +1,4 @@
-"""What is rounded or compared comes out as it is written, whatever ``fast_math`` makes of the numbers beside it."""
+"""Rounded and compared values come out as written, whatever ``fast_math`` makes of the numbers beside them."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def test_ties_share_the_gradient_also_where_a_quotient_meets_a_constant() -> Non
     ((_, by_weight),) = slope.loads
     n = torch.arange(1, 128)
     env = {"n": n, "cap": 1.0, "q_pos": n - 1, "h": 0, PRODUCT.name: 1.0, "softmax_scale": 1.0}
-    found = evaluate(by_weight, env, {"weight": torch.ones(1)})
-    torch.testing.assert_close(found, torch.full((127,), 0.5))
+    gradient = evaluate(by_weight, env, {"weight": torch.ones(1)})
+    torch.testing.assert_close(gradient, torch.full((127,), 0.5))

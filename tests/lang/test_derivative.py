@@ -48,13 +48,13 @@ def test_random_scores_agree_with_autograd(seed: int) -> None:
         for load, slope in differentiate_loads(expr, "table"):
             where = torch.broadcast_to(evaluate(load.indices[0], env, tensors, f64), s.shape)
             table.index_put_((where,), total(slope), accumulate=True)
-        found = [
+        derivatives = [
             total(differentiate(expr, "s")),
             total(differentiate(expr, "gain")).sum(),
             table,
             total(differentiate(expr, "bias")).sum(),
         ]
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(derivatives, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, equal_nan=True, msg=canonical(expr))
 
 
@@ -75,8 +75,8 @@ def test_kinks_are_those_of_torch(text: str) -> None:
     expr = score(text)
     s = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], requires_grad=True)
     (wanted,) = torch.autograd.grad(evaluate(expr, {"s": s}).sum(), s, allow_unused=True, materialize_grads=True)
-    found = torch.broadcast_to(evaluate(differentiate(expr, "s"), {"s": s.detach()}), s.shape)
-    assert found.tolist() == wanted.tolist()
+    derivative = torch.broadcast_to(evaluate(differentiate(expr, "s"), {"s": s.detach()}), s.shape)
+    assert derivative.tolist() == wanted.tolist()
 
 
 def test_a_clamp_between_bounds_that_cross() -> None:
@@ -85,9 +85,9 @@ def test_a_clamp_between_bounds_that_cross() -> None:
     x, one = torch.tensor(1.0, requires_grad=True), torch.tensor(-1.0, requires_grad=True)
     env, tensors = {"s": s, "x": x}, {"one": one}
     wanted = torch.autograd.grad(evaluate(expr, env, tensors).sum(), [s, x, one])
-    found = [torch.broadcast_to(evaluate(differentiate(expr, n), env, tensors), (3,)) for n in ("s", "x", "one")]
-    assert found[0].tolist() == wanted[0].tolist()
-    assert [f.sum().item() for f in found[1:]] == [w.item() for w in wanted[1:]]
+    derivatives = [torch.broadcast_to(evaluate(differentiate(expr, n), env, tensors), (3,)) for n in ("s", "x", "one")]
+    assert derivatives[0].tolist() == wanted[0].tolist()
+    assert [f.sum().item() for f in derivatives[1:]] == [w.item() for w in wanted[1:]]
 
 
 def test_a_branch_that_is_not_taken_is_selected_away() -> None:
@@ -132,8 +132,8 @@ def test_functions_have_the_derivatives_of_torch(function: str) -> None:
     x = torch.tensor([-2.0, 0.0, 0.5, 1.0, 3.0], dtype=f64)[:, None].repeat(1, 7).requires_grad_()
     wanted = torch.autograd.grad(evaluate(expr, {"s": s, "x": x}, float_dtype=f64).sum(), [s, x])
     for name, one in zip(("s", "x"), wanted, strict=True):
-        found = evaluate(differentiate(expr, name), {"s": s.detach(), "x": x.detach()}, float_dtype=f64)
-        torch.testing.assert_close(found.broadcast_to(s.shape), one, equal_nan=True, msg=f"{function} by {name}")
+        derivative = evaluate(differentiate(expr, name), {"s": s.detach(), "x": x.detach()}, float_dtype=f64)
+        torch.testing.assert_close(derivative.broadcast_to(s.shape), one, equal_nan=True, msg=f"{function} by {name}")
 
 
 def test_each_element_that_is_read_counts_once() -> None:
@@ -179,8 +179,8 @@ def test_what_is_flat_or_not_chosen_takes_no_part_in_an_infinite_derivative() ->
         if not value.requires_grad:
             continue
         (wanted,) = torch.autograd.grad(value, s, torch.ones_like(value), allow_unused=True, materialize_grads=True)
-        found = evaluate(differentiate(expr, "s"), {**env, "s": s.detach()}, float_dtype=f64).broadcast_to(s.shape)
+        derivative = evaluate(differentiate(expr, "s"), {**env, "s": s.detach()}, float_dtype=f64).broadcast_to(s.shape)
         finite = wanted.isfinite()
         compared += int(finite.sum())
-        torch.testing.assert_close(found[finite], wanted[finite], rtol=1e-9, atol=1e-9, msg=text)
+        torch.testing.assert_close(derivative[finite], wanted[finite], rtol=1e-9, atol=1e-9, msg=text)
     assert compared > 10_000

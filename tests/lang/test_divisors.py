@@ -104,9 +104,9 @@ def test_values_come_from_the_scalars_of_a_call() -> None:
 
 def symbols(expr: Expr) -> set[str]:
     """Return the divisors of an expression that are symbols."""
-    found: set[str] = set()
-    rewrite(expr, lambda node: found.add(node.name) if isinstance(node, Var) and node.name.startswith(".by") else None)
-    return found
+    names: set[str] = set()
+    rewrite(expr, lambda node: names.add(node.name) if isinstance(node, Var) and node.name.startswith(".by") else None)
+    return names
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def symbols(expr: Expr) -> set[str]:
 )
 def test_dividends_of_32_bits_take_symbols(mask: str, scalars: dict[str, tuple[int, int]], count: int) -> None:
     chosen = made(mask, **scalars)
-    found = prepared(chosen.mask, chosen, Facts.of(chosen))
-    assert len(symbols(found)) == count
+    rewritten = prepared(chosen.mask, chosen, Facts.of(chosen))
+    assert len(symbols(rewritten)) == count
     if count:
-        assert not any(isinstance(n, Op) and n.wide for n in [found])
+        assert not any(isinstance(n, Op) and n.wide for n in [rewritten])
         back = {each.symbol: each.expr for each in divisors(chosen)}
-        plain = rewrite(found, lambda node: back.get(node))
+        plain = rewrite(rewritten, lambda node: back.get(node))
         assert canonical(plain) == canonical(chosen.mask)
 
 

@@ -27,11 +27,11 @@ FIELDS: Mapping[str, Any] = {
 
 def doubts(mask: str, **fields: Any) -> list[tuple[str, str]]:
     """Message and marked text of each doubt about a mask."""
-    found = []
+    reported = []
     for doubt in doubts_of_fields("mine", {"mask": mask, **FIELDS, **fields}):
         message, shown, caret = doubt.message.rsplit("\n", 2)
-        found.append((message, shown[caret.index("^") : len(caret)]))
-    return found
+        reported.append((message, shown[caret.index("^") : len(caret)]))
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def doubts(mask: str, **fields: Any) -> list[tuple[str, str]]:
     ],
 )  # fmt: skip
 def test_what_is_probably_not_meant_is_marked(mask: str, message: str, marked: str) -> None:
-    ((found, place),) = doubts(mask)
-    assert message in found
+    ((text, place),) = doubts(mask)
+    assert message in text
     assert place == marked
 
 
@@ -93,16 +93,16 @@ def test_what_may_be_meant_is_not(mask: str) -> None:
 
 
 def test_scores_and_values_are_read_as_well() -> None:
-    ((found, place),) = doubts("q_pos >= kv", score="s if kv >= 0 else -inf")
-    assert "always true" in found
+    ((text, place),) = doubts("q_pos >= kv", score="s if kv >= 0 else -inf")
+    assert "always true" in text
     assert place == "kv >= 0"
-    ((found, _),) = doubts("early and q_pos >= kv", let={"early": "kv < 0"})
-    assert "'kv < 0' is never true" in found
-    ((found, _),) = doubts("f(kv)", let={"f(x)": "x >= q & x < 5"})
-    assert "'&' binds tighter" in found
+    ((text, _),) = doubts("early and q_pos >= kv", let={"early": "kv < 0"})
+    assert "'kv < 0' is never true" in text
+    ((text, _),) = doubts("f(kv)", let={"f(x)": "x >= q & x < 5"})
+    assert "'&' binds tighter" in text
     assert doubts("not on or q_pos >= kv", let={"on": "True"}) == []
-    ((found, _),) = doubts("on and q_pos >= kv", let={"on": "False"})
-    assert "the mask is never true, so no query sees a key" in found
+    ((text, _),) = doubts("on and q_pos >= kv", let={"on": "False"})
+    assert "the mask is never true, so no query sees a key" in text
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ def test_an_extent_that_is_nearly_a_known_one(extent: str, meant: str | None) ->
         "scalars": {"width": {"type": "int32"}},
         "tensors": {"t": {"dtype": "int32", "shape": [extent]}},
     }
-    found = doubts_of_fields("mine", fields)
-    assert [doubt.field for doubt in found] == ([] if meant is None else ["tensors.t.shape"])
+    reported = doubts_of_fields("mine", fields)
+    assert [doubt.field for doubt in reported] == ([] if meant is None else ["tensors.t.shape"])
     if meant is not None:
-        assert f"the extent '{extent}' is new, of any length that a call brings" in found[0].message
-        assert f"did you mean '{meant}'?" in found[0].message
+        assert f"the extent '{extent}' is new, of any length that a call brings" in reported[0].message
+        assert f"did you mean '{meant}'?" in reported[0].message
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -51,7 +51,7 @@ def test_integers_and_conditions_are_those_of_python(seed: int, kind: str) -> No
     expr = randoms.declare(text, "mask").mask
     env = {**randoms.indices(), **randoms.scalars(seed)}
     shape = (randoms.BATCH, randoms.HEADS, randoms.SEQLEN_Q, randoms.SEQLEN_K)
-    found = torch.broadcast_to(evaluate(expr, env, randoms.tensors(seed)), shape)
+    values = torch.broadcast_to(evaluate(expr, env, randoms.tensors(seed)), shape)
     code = compile(text, "expression", "eval")
     names = python_names(seed)
     for b, h, q, kv in [
@@ -67,15 +67,15 @@ def test_integers_and_conditions_are_those_of_python(seed: int, kind: str) -> No
         point |= {"gap": point["q_pos"] - kv, "q_global": b * randoms.SEQLEN_Q + q}
         point |= {"kv_global": b * randoms.SEQLEN_K + kv, "seqlen_q": randoms.SEQLEN_Q}
         point |= {"seqlen_k": randoms.SEQLEN_K, "heads": randoms.HEADS}
-        assert bool(found[b, h, q, kv]) == bool(eval(code, {"__builtins__": __builtins__}, {**names, **point})), text
+        assert bool(values[b, h, q, kv]) == bool(eval(code, {"__builtins__": __builtins__}, {**names, **point})), text
 
 
 def score(text: str) -> Expr:
     scalars = [Scalar("x", "fp32"), Scalar("y", "fp32"), Scalar("n", "int32", min=1), Scalar("c", "bool")]
     tensors = [Tensor("t", "fp32", ("n",)), Tensor("i", "int32", ("n",)), Tensor("p", "bool", ("n",))]
-    found = compile_variant("v", None, text, scalars, tensors).score
-    assert found is not None
-    return found
+    expr = compile_variant("v", None, text, scalars, tensors).score
+    assert expr is not None
+    return expr
 
 
 def at(text: str, x: float = 0.0, y: float = 0.0, **env: Any) -> float:
@@ -160,10 +160,10 @@ def test_out_of_extent_raises_and_names_the_tensor(index: list[int], bad: int) -
     ],
 )
 def test_conditions_guard_loads(text: str) -> None:
-    found = load(text, [-1, 0, 1, 3])
-    assert found[0] == found[3] == 0.0
-    assert found[1] == 1.0
-    assert found[2] == 2.0
+    loaded = load(text, [-1, 0, 1, 3])
+    assert loaded[0] == loaded[3] == 0.0
+    assert loaded[1] == 1.0
+    assert loaded[2] == 2.0
 
 
 def test_an_index_that_is_itself_guarded() -> None:
@@ -178,8 +178,8 @@ def test_the_mask_guards_the_score() -> None:
     env = {"q": torch.arange(3)[:, None], "kv": torch.arange(3)[None, :], "s": torch.zeros(3, 3)}
     tensors = {"t": torch.tensor([1.0, 2.0, 3.0])}
     visible = evaluate(variant.mask, env, tensors)
-    found = evaluate(variant.score, env, tensors, guard=visible)
-    assert found[visible].tolist() == [1.0, 2.0, 1.0, 3.0, 2.0, 1.0]
+    scores = evaluate(variant.score, env, tensors, guard=visible)
+    assert scores[visible].tolist() == [1.0, 2.0, 1.0, 3.0, 2.0, 1.0]
     with pytest.raises(IndexError):
         evaluate(variant.score, env, tensors)
 
@@ -192,10 +192,10 @@ def test_an_empty_tensor_and_an_empty_grid() -> None:
 
 def test_any_rank() -> None:
     tensors = [Tensor("deep", "int32", (2, 3, 4)), Tensor("one", "int64")]
-    found = compile_variant("v", None, "deep[h, b, kv] + one", tensors=tensors).score
-    assert found is not None
+    expr = compile_variant("v", None, "deep[h, b, kv] + one", tensors=tensors).score
+    assert expr is not None
     values = {"deep": torch.arange(24).view(2, 3, 4), "one": torch.tensor(100)}
-    assert evaluate(found, {"h": 1, "b": 2, "kv": torch.arange(4)}, values).tolist() == [120, 121, 122, 123]
+    assert evaluate(expr, {"h": 1, "b": 2, "kv": torch.arange(4)}, values).tolist() == [120, 121, 122, 123]
 
 
 # --- gradients --------------------------------------------------------------------------------------------
@@ -221,9 +221,9 @@ def gradient(text: str, values: list[float], **env: Any) -> list[float]:
     ],
 )
 def test_no_gradient_passes_a_branch_that_is_not_taken(text: str) -> None:
-    found = gradient(text, [0.0, -1.0, 2.0])
-    assert found[:2] == [0.0, 0.0]
-    assert math.isfinite(found[2])
+    gradients = gradient(text, [0.0, -1.0, 2.0])
+    assert gradients[:2] == [0.0, 0.0]
+    assert math.isfinite(gradients[2])
 
 
 def test_nothing_stays_alive_after_a_gradient() -> None:
@@ -241,9 +241,9 @@ def test_nothing_stays_alive_after_a_gradient() -> None:
 
 def test_a_masked_position_has_no_gradient() -> None:
     s = torch.tensor([0.0, 4.0], requires_grad=True)
-    found = compile_variant("v", None, "sqrt(s)").score
-    assert found is not None
-    evaluate(found, {"s": s}, guard=torch.tensor([False, True])).sum().backward()
+    expr = compile_variant("v", None, "sqrt(s)").score
+    assert expr is not None
+    evaluate(expr, {"s": s}, guard=torch.tensor([False, True])).sum().backward()
     assert s.grad is not None
     assert s.grad.tolist() == [0.0, 0.25]
 

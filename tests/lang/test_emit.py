@@ -70,7 +70,7 @@ def variant(mask: str | None = None, score: str | None = None, let: dict[str, st
 
 @dataclass(frozen=True)
 class Text:
-    """What is emitted, as text."""
+    """Emitted code, as text."""
 
     hoisted: tuple[str, ...]
     body: tuple[str, ...]
@@ -92,9 +92,9 @@ def mask(source: str, target: Target = Target.TRITON, **options: Any) -> Text:
 
 
 def score(source: str, target: Target = Target.TRITON, **options: Any) -> Text:
-    found = variant(None, source).score
-    assert found is not None
-    return text(found, target, **options)
+    expr = variant(None, source).score
+    assert expr is not None
+    return text(expr, target, **options)
 
 
 # --- how it reads -----------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_scalars_only() -> None:
     )
     code = emit(low, Target.TRITON, names)
     assert code == Text((), (), "tl.maximum(q_lo - window, 0)", frozenset())
-    found = Search(
+    search = Search(
         "doc",
         1,
         (Var("b", Type.INT), Const(0, Type.INT)),
@@ -211,7 +211,7 @@ def test_scalars_only() -> None:
         True,
         Var("seqlen_k", Type.INT),
     )
-    code = emit(Op("min", (found, low), Type.INT), Target.TRITON, names, BOUND)
+    code = emit(Op("min", (search, low), Type.INT), Target.TRITON, names, BOUND)
     assert code.hoisted == (
         "doc_after = first_at_least(doc_ptr + b.to(tl.int64) * stride_doc_0, stride_doc_1, seqlen_k, q_lo, True)",
     )
@@ -262,8 +262,8 @@ def test_tanh_is_good_to_float32_near_0_too(tmp_path: Path) -> None:
     """A cap is much larger than most logits: what is lost of a small angle is lost of the logit."""
     scales = (1e-4, 0.02, 0.2, 1.0, 4.0)
     exprs = [score_of(f"tanh(s * {scale})") for scale in scales]
-    found = harness.run_triton([expr.args[1] for expr in exprs if isinstance(expr, Op)], tmp_path)
-    for seed, (scale, one) in enumerate(zip(scales, found, strict=True)):
+    computed = harness.run_triton([expr.args[1] for expr in exprs if isinstance(expr, Op)], tmp_path)
+    for seed, (scale, one) in enumerate(zip(scales, computed, strict=True)):
         angle = randoms.logits(seed) * torch.tensor(scale, dtype=torch.float32)
         wanted = torch.tanh(angle.double())
         assert float(((one - wanted) / wanted).abs().max()) < 6 * 2.0**-24
@@ -390,14 +390,14 @@ _NAME = re.compile(r"(?<![\w.\"$])[A-Za-z_]\w*")
 
 
 def named(text: str, names: Collection[str]) -> set[str]:
-    """Return which of the names a text has, by its words."""
+    """Names that occur in a text, as whole words."""
     return set(_NAME.findall(text)) & set(names)
 
 
 @pytest.mark.parametrize("target", list(Target))
 @seeds(60, always=25)
 def test_statements_know_what_they_read_and_declare(seed: int, target: Target) -> None:
-    """What views ask of statements is what their text says, of every operator, load and temporary."""
+    """Statements report the names of their text, for every operator, load and temporary."""
     kind = ("mask", "int", "float")[seed % 3]
     expr = randoms.expression(seed, kind=kind, depth=4, logit=kind == "float")
     bound, tensors = harness.triton_bindings(), harness.tensor_bindings()
@@ -430,17 +430,17 @@ def test_emitted_statements_are_in_order() -> None:
 
 def check(exprs: list[Expr], results: list[torch.Tensor]) -> None:
     """Compare with the eager reference; where float32 and float64 already differ, there is nothing to compare."""
-    for seed, (expr, found) in enumerate(zip(exprs, results, strict=True)):
+    for seed, (expr, computed) in enumerate(zip(exprs, results, strict=True)):
         env = {**randoms.indices(), **randoms.scalars(seed), "s": randoms.logits(seed)}
         tensors = randoms.tensors(seed)
-        wanted = torch.broadcast_to(evaluate(expr, env, tensors), found.shape)
+        wanted = torch.broadcast_to(evaluate(expr, env, tensors), computed.shape)
         if expr.type is Type.FLOAT:
-            exact = torch.broadcast_to(evaluate(expr, env, tensors, torch.float64), found.shape)
+            exact = torch.broadcast_to(evaluate(expr, env, tensors, torch.float64), computed.shape)
             stable = torch.isclose(wanted.double(), exact, rtol=1e-3, atol=1e-3, equal_nan=True)
-            close = torch.isclose(found, wanted, rtol=2e-3, atol=2e-3, equal_nan=True)
+            close = torch.isclose(computed, wanted, rtol=2e-3, atol=2e-3, equal_nan=True)
             assert bool((close | ~stable).all()), canonical(expr)
         else:
-            assert torch.equal(found, wanted.to(torch.int64)), canonical(expr)
+            assert torch.equal(computed, wanted.to(torch.int64)), canonical(expr)
 
 
 def expressions(start: int, count: int) -> list[Expr]:
@@ -474,12 +474,12 @@ def special() -> list[Expr]:
         "float(-kv // 3) + float(-kv % 3) + float(-kv // -4) + float(kv % -4)",
         "float((kv - 9) // 4) + float((kv - 9) % 4) + float((kv - 9) // window) + float((kv - 9) % window)",
     ]  # fmt: skip
-    found = []
+    exprs = []
     for source in texts:
         expr = randoms.declare(source, "float").score
         assert expr is not None
-        found.append(expr)
-    return found
+        exprs.append(expr)
+    return exprs
 
 
 def test_triton_agrees_with_eager(tmp_path: Path) -> None:
@@ -540,9 +540,9 @@ def test_literals_are_those_of_float32(source: str, value: float) -> None:
 
 
 def score_of(source: str) -> Expr:
-    found = variant(None, f"s + {source}").score
-    assert found is not None
-    return found
+    expr = variant(None, f"s + {source}").score
+    assert expr is not None
+    return expr
 
 
 def test_products_of_literals_that_float32_does_not_hold_stay_apart() -> None:
@@ -553,8 +553,8 @@ def test_products_of_literals_that_float32_does_not_hold_stay_apart() -> None:
 def test_an_integer_beyond_int32_stands_beside_any(tmp_path: Path) -> None:
     texts = ("s + (5000000000 if kv > q else kv)", "s + min(kv, 5000000000)", "s + max(kv - 5000000000, q) % 7")
     exprs = [variant(None, source).score for source in texts]
-    found = harness.run_triton([e for e in exprs if e is not None], tmp_path)
-    for expr, one in zip(exprs, found, strict=True):
+    computed = harness.run_triton([e for e in exprs if e is not None], tmp_path)
+    for expr, one in zip(exprs, computed, strict=True):
         assert expr is not None
         seed = exprs.index(expr)
         wanted = evaluate(expr, {**randoms.indices(), "s": randoms.logits(seed)})

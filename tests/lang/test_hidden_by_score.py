@@ -46,9 +46,9 @@ def variant(mask: str | None, score: str) -> Variant:
     ],
 )
 def test_a_condition_becomes_the_mask(mask: str | None, score: str, seen: str, rest: str | None) -> None:
-    found = variant(mask, score)
-    assert canonical(found.mask) == seen
-    assert (None if found.score is None else canonical(found.score)) == rest
+    compiled = variant(mask, score)
+    assert canonical(compiled.mask) == seen
+    assert (None if compiled.score is None else canonical(compiled.score)) == rest
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_a_condition_becomes_the_mask(mask: str | None, score: str, seen: str, r
     ],
 )
 def test_what_stays_a_score(score: str) -> None:
-    found = variant(None, score)
-    assert not found.masked
-    assert found.score is not None
+    compiled = variant(None, score)
+    assert not compiled.masked
+    assert compiled.score is not None
 
 
 def test_a_guard_still_guards() -> None:

@@ -72,6 +72,6 @@ def test_bounds_do_not_go_deep() -> None:
 )
 def test_bounds_of_presets(name: str, expected: list[Any]) -> None:
     own = preset(name)
-    found = [(written(each.lo), written(each.hi)) for each in bands(own.mask, Facts.of(own)).visible]
-    assert found == expected
-    assert all(is_bound(bound) for pair in found for bound in pair)
+    bounds = [(written(each.lo), written(each.hi)) for each in bands(own.mask, Facts.of(own)).visible]
+    assert bounds == expected
+    assert all(is_bound(bound) for pair in bounds for bound in pair)

@@ -195,13 +195,13 @@ def test_no_wrong_empty_and_no_wrong_full_found_by_search(seed: int, depth: int)
 
 
 def test_most_tiles_of_the_usual_masks_are_decided() -> None:
-    found = np.zeros(2, int)
+    decided = np.zeros(2, int)
     for seed in range(20):
         source = random.Random(seed)
         window = op("and", op("ge", var("q_pos"), var("kv")), op("lt", op("sub", var("q_pos"), var("kv")), const(4)))
-        found += check_classify(window, World.random(source), source)
-    assert found[0] > 400
-    assert found[1] > 100
+        decided += check_classify(window, World.random(source), source)
+    assert decided[0] > 400
+    assert decided[1] > 100
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ def test_classify_reads_as_written_by_hand(mask: str, may: str, must: str) -> No
     scalars = (Scalar("gain", "fp32"),)
     tensors = (Tensor("size", "int32", ("b",)), Tensor("pad", "bool", ("b", "seqlen_k")), Tensor("bias", "fp32", (9,)))
     variant = compile_variant("test", mask, None, scalars, tensors)
-    found = classify(variant.mask, Facts.of(variant))
-    assert tuple(canonical(e) for e in found) == (may, must)
+    conditions = classify(variant.mask, Facts.of(variant))
+    assert tuple(canonical(e) for e in conditions) == (may, must)
 
 
 def test_nan_decides_nothing() -> None:

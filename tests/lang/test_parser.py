@@ -230,10 +230,10 @@ def test_refused(text: str, message: str, part: str | None) -> None:
     if not message:  # Python drops the parentheses; nothing is left to refuse
         assert mask(text).type is BOOL
         return
-    found = refusal(text)
-    assert message in found
+    error = refusal(text)
+    assert message in error
     if part is not None:
-        assert marked(found) == part
+        assert marked(error) == part
 
 
 def test_a_long_text_is_shown_around_the_mistake() -> None:

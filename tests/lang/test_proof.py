@@ -1,4 +1,4 @@
-"""What is proved about the order of two expressions holds for every box and every run-time value."""
+"""A proved order of two expressions holds for every box and every run-time value."""
 
 from __future__ import annotations
 
@@ -148,6 +148,6 @@ def test_a_mask_of_many_comparisons_takes_no_more_steps_than_all_may(monkeypatch
     monkeypatch.setattr(Proof, "_nonnegative", counted)
     terms = [f"(q_pos - kv < w * {i} and kv // w != q // w + {i} and kv < x - {i})" for i in range(1, 30)]
     variant = compile_variant("v", " or ".join(terms), scalars=[Scalar("w", "int32", min=1), Scalar("x", "int32")])
-    found = bands(variant.mask, Facts.of(variant))
-    assert found.visible
+    intervals = bands(variant.mask, Facts.of(variant))
+    assert intervals.visible
     assert proof._STEPS_OF_ALL <= taken < 1.5 * proof._STEPS_OF_ALL

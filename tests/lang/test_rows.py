@@ -36,8 +36,8 @@ WINDOW = "q_pos - min(window, 1073741823) + 1"
 )  # fmt: skip
 def test_usual_masks(mask: str | bool, intervals: list[str], rest: str) -> None:
     chosen = variant(mask)
-    found, left = own_intervals(chosen.mask, Facts.of(chosen))
-    ends = [[None if end is None else canonical(end) for end in (i.lo, i.hi)] for i in found]
+    own, left = own_intervals(chosen.mask, Facts.of(chosen))
+    ends = [[None if end is None else canonical(end) for end in (i.lo, i.hi)] for i in own]
     assert [f"{lo or ''} .. {hi or ''}".strip() for lo, hi in ends] == intervals
     assert canonical(left) == rest
 
@@ -45,17 +45,17 @@ def test_usual_masks(mask: str | bool, intervals: list[str], rest: str) -> None:
 def check_rows(mask: Expr, world: World) -> None:
     """Check every row."""
     truth = mask_of(mask, world.env, world.arrays, world.heads)
-    found, rest = own_intervals(mask, FACTS)
+    own, rest = own_intervals(mask, FACTS)
     rest = widen(rest, FACTS)
     if rest is None:  # int64 may wrap around: a spec with such a mask is refused
         return
-    ends = [end for interval in found for end in (interval.lo, interval.hi) if end is not None]
+    ends = [end for interval in own for end in (interval.lo, interval.hi) if end is not None]
     assert not any(isinstance(node, Search) for end in ends for node in walk(end))
     keys = int(world.env["seqlen_k"])
     for h, q in np.ndindex(*truth.shape[:2]):
         env = {**world.env, "h": h, "q": q, "q_pos": q + keys - world.env["seqlen_q"]}
         env |= {"q_global": q + world.env[Q_START.name]}
-        seen = positions(found, env, world.arrays, keys)
+        seen = positions(own, env, world.arrays, keys)
         for kv in range(keys):
             at = env | {"kv": kv, "kv_global": kv + world.env[KV_START.name]}
             assert truth[h, q, kv] == (seen[kv] and bool(evaluate(rest, at, world.arrays))), (h, q, kv)
@@ -73,5 +73,5 @@ def test_intervals_and_rest_are_the_mask(seed: int) -> None:
 
 def test_random_masks_have_intervals() -> None:
     """The test above says something only if it meets some."""
-    found = [own_intervals(Masks(random.Random(seed)).boolean(seed % 4), FACTS) for seed in range(150)]
-    assert sum(any(i.lo is not None or i.hi is not None for i in intervals) for intervals, _ in found) > 30
+    results = [own_intervals(Masks(random.Random(seed)).boolean(seed % 4), FACTS) for seed in range(150)]
+    assert sum(any(i.lo is not None or i.hi is not None for i in intervals) for intervals, _ in results) > 30

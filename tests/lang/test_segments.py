@@ -36,8 +36,8 @@ def cut(mask: str | bool, tile: int | Expr = 128, extent: Expr | None = None) ->
     return segments(bands(variant.mask, facts), tile, extent or var("seqlen_k"), facts)
 
 
-def texts(found: Segments) -> tuple[list[str], list[str]]:
-    full, partial = ([f"{canonical(lo)} .. {canonical(hi)}" for lo, hi in part] for part in (found.full, found.partial))
+def texts(spans: Segments) -> tuple[list[str], list[str]]:
+    full, partial = ([f"{canonical(lo)} .. {canonical(hi)}" for lo, hi in part] for part in (spans.full, spans.partial))
     return full, partial
 
 
@@ -111,15 +111,15 @@ def test_a_band_without_whole_tiles_is_one_range() -> None:
     ]
     variant = compile_variant("test", mask, None, scalars, [])
     facts = Facts.of(variant)
-    found = bands(variant.mask, facts, "q")
-    only = segments(replace(found, full=()), var("BLOCK_M"), var("seqlen_q"), facts)
-    assert (len(found.visible), len(only.full), len(only.partial)) == (1, 0, 1)
+    intervals = bands(variant.mask, facts, "q")
+    only = segments(replace(intervals, full=()), var("BLOCK_M"), var("seqlen_q"), facts)
+    assert (len(intervals.visible), len(only.full), len(only.partial)) == (1, 0, 1)
 
 
 def test_whole_tiles_of_a_named_size() -> None:
     """As a kernel asks: tiles of BLOCK_N keys, the ragged last one left to a loop of its own."""
-    found = cut("q_pos >= kv", var("BLOCK_N"), mul(var("whole_tiles"), var("BLOCK_N")))
-    assert texts(found) == (
+    spans = cut("q_pos >= kv", var("BLOCK_N"), mul(var("whole_tiles"), var("BLOCK_N")))
+    assert texts(spans) == (
         ["0 .. min((q_pos_lo + 1) // BLOCK_N, whole_tiles)"],
         ["max(min((q_pos_lo + 1) // BLOCK_N, whole_tiles), 0) .. min(q_pos_hi // BLOCK_N + 1, whole_tiles)"],
     )
@@ -127,18 +127,18 @@ def test_whole_tiles_of_a_named_size() -> None:
 
 
 def test_a_sink_tile_that_overlaps_the_window_runs_once() -> None:
-    found = cut("q_pos >= kv and (q_pos - kv < window or kv < sinks)")
-    assert len(found.full) == 2
-    assert len(found.partial) == 3
-    for partial_or_full in (found.full, found.partial):
+    spans = cut("q_pos >= kv and (q_pos - kv < window or kv < sinks)")
+    assert len(spans.full) == 2
+    assert len(spans.partial) == 3
+    for partial_or_full in (spans.full, spans.partial):
         lo, _ = partial_or_full[-1]
         assert "sinks" in canonical(lo)
 
 
 def test_usual_loops_need_no_int64() -> None:
     for mask, _, _ in CASES.values():
-        found = cut(mask)
-        ends = [end for part in (found.full, found.partial) for span in part for end in span]
+        spans = cut(mask)
+        ends = [end for part in (spans.full, spans.partial) for span in part for end in span]
         assert not any(isinstance(n, Op) and n.wide for end in ends for n in walk(end))
 
 
@@ -161,13 +161,13 @@ def test_a_start_near_the_end_of_int64_is_clipped_before_it_is_rounded() -> None
         "test", "max(kv + 3, w) // 3 * 3 >= max(q, w) // 3 * 3", None, [Scalar("w", "int64", min=0)]
     )
     facts = Facts.of(variant)
-    found = bands(variant.mask, facts)
+    intervals = bands(variant.mask, facts)
     for tile in (8, 128):
-        cut = segments(found, tile, var("seqlen_k"), facts)
+        cut = segments(intervals, tile, var("seqlen_k"), facts)
         for w in (0, 5, 2**63 - 1):
             for q_lo in (0, 7, 150, 400):
                 env = {"w": w, "q_lo": q_lo, "q_hi": q_lo + 9, "seqlen_k": 300}
-                check_segments(replace(found, full=()), cut, tile, env, {}, 300)
+                check_segments(replace(intervals, full=()), cut, tile, env, {}, 300)
 
 
 def _pairs(source: random.Random) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
@@ -187,14 +187,14 @@ def _pairs(source: random.Random) -> tuple[tuple[Interval, ...], tuple[Interval,
 def test_each_tile_runs_exactly_once(seed: int) -> None:
     source = random.Random(seed)
     visible, full = _pairs(source)
-    found = Bands(visible, full, True)
+    intervals = Bands(visible, full, True)
     facts = Facts({**FACTS.ranges, **dict.fromkeys(_NAMES, (-(2**31), 2**31 - 1))}, FACTS.tensors)
     tile = source.choice([1, 2, 3, 8, 16])
-    ragged = segments(found, tile, var("seqlen_k"), facts)
-    whole = segments(found, var("BLOCK_N"), mul(var("whole_tiles"), var("BLOCK_N")), facts)
+    ragged = segments(intervals, tile, var("seqlen_k"), facts)
+    whole = segments(intervals, var("BLOCK_N"), mul(var("whole_tiles"), var("BLOCK_N")), facts)
     for _ in range(15):
         extent = source.randrange(60)
         env = {name: source.choice([source.randrange(-9, 70), 2**31 - 1, -(2**31)]) for name in _NAMES}
         env |= {"seqlen_k": extent, "BLOCK_N": tile, "whole_tiles": extent // tile}
-        check_segments(found, ragged, tile, env, {}, extent)
-        check_segments(found, whole, tile, env, {}, extent // tile * tile)
+        check_segments(intervals, ragged, tile, env, {}, extent)
+        check_segments(intervals, whole, tile, env, {}, extent // tile * tile)

@@ -28,7 +28,7 @@ def made(mask: str) -> Variant:
 
 
 def left(mask: str, along: str = "kv") -> str:
-    """Return what is left of a mask for each pair, with divisors spelled out."""
+    """Rest of a mask for each pair, with divisors spelled out."""
     chosen = made(mask)
     _, rest = asked(chosen, Facts.of(chosen), along)  # type: ignore[arg-type]
     return canonical(plain(rest, chosen))
@@ -97,8 +97,8 @@ def test_nothing_is_seen_differently(mask: str, along: str) -> None:
                 and (each.hi is None or kv < evaluate(plain(each.hi, chosen), env, arrays))
                 for each in intervals
             )
-            found = seen and bool(evaluate(rest, env, arrays))
-            assert found == bool(evaluate(chosen.mask, env, arrays)), env
+            shown = seen and bool(evaluate(rest, env, arrays))
+            assert shown == bool(evaluate(chosen.mask, env, arrays)), env
 
 
 @pytest.mark.parametrize(

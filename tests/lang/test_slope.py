@@ -43,15 +43,15 @@ def test_the_factors_multiply_to_the_derivative(score: str | None, fast_math: bo
     }  # fmt: skip
 
     def value(expr: object, **more: object) -> torch.Tensor:
-        found = evaluate(expr, {**env, **more}, tensors, float_dtype=torch.float64)  # type: ignore[arg-type]
-        return found.broadcast_to(product.shape)
+        result = evaluate(expr, {**env, **more}, tensors, float_dtype=torch.float64)  # type: ignore[arg-type]
+        return result.broadcast_to(product.shape)
 
     score_of = product * SCALE if variant.score is None else value(variant.score, s=product * SCALE)
     wanted = torch.zeros_like(product)
     if score_of.requires_grad:
         wanted = torch.autograd.grad(score_of.sum(), product, retain_graph=True, allow_unused=True)[0]
-    found = value(slope.factor) * value(slope.varying or ONE)
-    torch.testing.assert_close(found.detach(), wanted)
+    by_factors = value(slope.factor) * value(slope.varying or ONE)
+    torch.testing.assert_close(by_factors.detach(), wanted)
     assert not names(slope.factor) & {"q", "q_pos", "kv", PRODUCT.name}
     if slope.loads:
         above = torch.randn(product.shape, generator=generator, dtype=torch.float64)

@@ -38,7 +38,7 @@ def test_the_values_stay(score: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("score", "found"),
+    ("score", "splits"),
     [
         ("s + slope * (kv - q_pos)", True),
         ("s + slope * (kv - q_pos) - 0.5", True),
@@ -47,11 +47,11 @@ def test_the_values_stay(score: str) -> None:
         ("s", False),
     ],
 )
-def test_what_is_multiplied_with_the_key_stands_apart(score: str, found: bool) -> None:
+def test_what_is_multiplied_with_the_key_stands_apart(score: str, splits: bool) -> None:
     variant = compile_variant("test", True, score, [Scalar("slope", "fp32")], [])
     value = split_keys(fold_logit(variant.score, variant.ranges, fast_math=True).value, FIRST, KEY)
     parts = split_slope(value, KEY)
-    assert (parts is not None) == found
+    assert (parts is not None) == splits
     if parts is None:
         return
     rest, slope = parts

@@ -69,7 +69,7 @@ def subjects(seeds: range, *, exact: bool) -> list[Subject]:
 
 @cache
 def kinds() -> dict[str, str]:
-    """Return what each name holds, by the words of docs/language.md."""
+    """Kind of value of each name, by the words of docs/language.md."""
     dtypes = {s.name: s.dtype for s in randoms.SCALARS} | {t.name: t.dtype for t in randoms.TENSORS}
     of_dtype = {"bool": "bool", "fp32": "float", "fp16": "float", "bf16": "float"}
     return dict.fromkeys(randoms.indices(), "int") | {"s": "float"} | {
@@ -96,12 +96,12 @@ def eager(one: Subject, dtype: torch.dtype) -> torch.Tensor:
 
 
 def disagreements(
-    one: Subject, found: torch.Tensor, real: type[np.floating[Any]], count: int, within: float
+    one: Subject, computed: torch.Tensor, real: type[np.floating[Any]], count: int, within: float
 ) -> list[str]:
-    """Return where values differ from the walker's by more than ``within``, relatively; exactly equal with 0."""
+    """Points where values differ from the walker's by more than ``within``, relatively; exactly equal with 0."""
     wrong = []
     for place, walker in walkers(one.seed, count, real):
-        wanted, value = walker.evaluate(one.text), found[place].item()
+        wanted, value = walker.evaluate(one.text), computed[place].item()
         if one.kind == "float":
             same = bool(np.isclose(value, float(wanted), rtol=within, atol=within, equal_nan=True))
         else:
@@ -126,11 +126,11 @@ def agree_with_triton(seeds: range, points: int, folder: Path) -> None:
     chosen = subjects(seeds, exact=False)
     renumbered = [Subject(i, one.kind, one.text, one.expr) for i, one in enumerate(chosen)]  # the harness's data
     wrong = []
-    for one, found in zip(renumbered, harness.run_triton([one.expr for one in chosen], folder), strict=True):
+    for one, computed in zip(renumbered, harness.run_triton([one.expr for one in chosen], folder), strict=True):
         stable = torch.isclose(
             eager(one, torch.float32).double(), eager(one, torch.float64).double(), rtol=1e-3, atol=1e-3, equal_nan=True
         )
-        lines = disagreements(one, found, np.float64, points, 4e-3)
+        lines = disagreements(one, computed, np.float64, points, 4e-3)
         wrong += lines if bool(stable.all()) else []
     assert wrong == []
 

@@ -143,17 +143,17 @@ class Walker:
         raise AssertionError(ast.dump(node))
 
     def number(self, parts: Sequence[ast.expr], bound: Mapping[str, ast.expr]) -> str:
-        """Return what numbers become side by side."""
+        """The one type of numbers side by side."""
         return "float" if any(self.kind(part, bound) == "float" for part in parts) else "int"
 
     # --- values ---------------------------------------------------------------------------------------------
 
     def value(self, node: ast.expr, bound: Mapping[str, ast.expr]) -> Value:
         """Return the value of a node at this point."""
-        found = self.raw(node, bound)
-        if isinstance(found, int) and not isinstance(found, bool) and not -(2**63) <= found < 2**63:
+        number = self.raw(node, bound)
+        if isinstance(number, int) and not isinstance(number, bool) and not -(2**63) <= number < 2**63:
             raise BeyondInt64(ast.unparse(node))
-        return found
+        return number
 
     def raw(self, node: ast.expr, bound: Mapping[str, ast.expr]) -> Value:
         match node:
@@ -195,7 +195,7 @@ class Walker:
         return self.as_kind(array[index].item(), self.kinds[name])
 
     def compared(self, parts: Sequence[ast.expr], ops: Sequence[ast.cmpop], bound: Mapping[str, ast.expr]) -> bool:
-        """Return whether a chain of comparisons holds; both sides of each are brought to one type."""
+        """Whether a chain of comparisons holds; both sides of each are brought to one type."""
         for left, op, right in zip(parts, ops, parts[1:], strict=False):
             kinds = {self.kind(left, bound), self.kind(right, bound)}
             kind = "bool" if kinds == {"bool"} else self.number([left, right], bound)
