@@ -26,14 +26,14 @@ _SPLIT_SIZE = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitKeys(Structure):
-    """What this schedule alone decides."""
+    """Choices that only this schedule makes."""
 
     values: int  # columns of V of a lane
 
 
 @dataclass(frozen=True, slots=True)
 class SplitView:
-    """What the template names beside the plan."""
+    """Names of the template that the plan does not have."""
 
     template: str
     command: str
@@ -111,7 +111,7 @@ def _combine(plan: Plan) -> tuple[Argument, ...]:
 
 
 def view(plan: Plan, template: str) -> SplitView:
-    """Return what the template is filled with."""
+    """Values that the template is filled with."""
     written = frozenset({"out", "lse", "out_partial", "lse_partial"})
     partial, combine = (argument_lines(plan, launch.arguments, written=written) for launch in plan.launches)
     return SplitView(template, command(plan), summary(plan), partial, combine)

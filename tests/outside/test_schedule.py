@@ -47,7 +47,7 @@ def known() -> Iterator[None]:
 
 @pytest.mark.usefixtures("known")
 def test_it_is_asked_first_and_takes_what_it_can() -> None:
-    assert [(found.schedule, found.variant.name) for found in plans()] == [
+    assert [(kernel.schedule, kernel.variant.name) for kernel in plans()] == [
         *[("split_keys", "full")] * 4, *[("hopper_forward", "causal")] * 4,
     ]  # fmt: skip
 
@@ -61,8 +61,8 @@ def test_what_it_refuses_is_told_where_nobody_else_takes_it() -> None:
 
 @pytest.mark.usefixtures("known")
 def test_it_renders_and_compiles_with_its_launches_and_workspaces() -> None:
-    for found in (one for one in plans() if one.schedule == "split_keys"):
-        artifact = compile_source(found, render(found))
+    for kernel in (one for one in plans() if one.schedule == "split_keys"):
+        artifact = compile_source(kernel, render(kernel))
         manifest = artifact.manifest
         assert [row["name"] for row in manifest["launches"]] == ["forward", "combine"]
         assert [row["name"] for row in manifest["workspaces"]] == ["out_partial", "lse_partial"]
@@ -71,11 +71,13 @@ def test_it_renders_and_compiles_with_its_launches_and_workspaces() -> None:
 
 
 def test_nothing_else_changes() -> None:
-    before = [(found, render(found)) for found in plans()]
+    before = [(kernel, render(kernel)) for kernel in plans()]
     with with_schedule(SCHEDULE):  # after all
-        assert [(found, render(found)) for found in plans()] == before
+        assert [(kernel, render(kernel)) for kernel in plans()] == before
         assert SCHEDULE in schedules("forward")
-    assert [key_of(found, source) for found, source in before] == [key_of(found, render(found)) for found in plans()]
+    assert [key_of(kernel, source) for kernel, source in before] == [
+        key_of(kernel, render(kernel)) for kernel in plans()
+    ]
     assert SCHEDULE not in schedules("forward")
 
 
@@ -104,8 +106,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 @pytest.mark.usefixtures("known")
 def test_a_call_makes_both_launches_on_one_workspace(recorder: Recorder) -> None:
-    found = plans()[0]
-    manifest = found.to_dict() | {"resources": {"shared_memory": 0}}
+    kernel = plans()[0]
+    manifest = kernel.to_dict() | {"resources": {"shared_memory": 0}}
     image = json.dumps(manifest).encode()
     registry.add(package_of_kernels([Kernel(manifest, lambda: image, origin="outside")], "outside"))
     q, k, v = (torch.randn(2, seqlen, heads, 64).bfloat16() for seqlen, heads in ((5, 4), (100, 2), (100, 2)))
@@ -124,8 +126,8 @@ def test_a_call_makes_both_launches_on_one_workspace(recorder: Recorder) -> None
 def test_it_is_explained_beside_those_that_attngen_knows(tmp_path: Path) -> None:
     path = tmp_path / "outside.yaml"
     path.write_text(SPEC)
-    for found in explain_spec(path, seqlens=[128]):
-        labels = [label for label, _ in found.facts()]
-        own = found.plan.schedule == "hopper_forward"
+    for explanation in explain_spec(path, seqlens=[128]):
+        labels = [label for label, _ in explanation.facts()]
+        own = explanation.plan.schedule == "hopper_forward"
         assert ("rings" in labels) == ("roles" in labels) == own
-        assert ("pipes" in found.to_dict()) == own
+        assert ("pipes" in explanation.to_dict()) == own

@@ -77,28 +77,28 @@ class Backward(Simulation):
     def __init__(self, case: Case, rules: Rules, random: Random) -> None:
         super().__init__(random)
         self.case, self.rules = case, rules
-        found = declared.backward(
+        pipes = declared.backward(
             case.q_stages, case.stages, WARPS, case.overlap, case.bias_stages, reads_ds=case.reads_ds
         )
-        self.q, self.dout, self.kv = (Ring(found.ring(name)) for name in ("q", "dout", "kv"))
+        self.q, self.dout, self.kv = (Ring(pipes.ring(name)) for name in ("q", "dout", "kv"))
         if case.bias_stages:
-            self.biases = Ring(found.ring("biases"))
+            self.biases = Ring(pipes.ring("biases"))
             if not rules.warps_release_biases:
                 for barrier in self.biases.empty:
                     barrier.count = 1
         self.steps: list[object] = [None] * case.q_stages
         self.works: list[int | None] = [None, None]
-        self.work_empty = barriers(found.ring("work").empty, 2)
+        self.work_empty = barriers(pipes.ring("work").empty, 2)
         self.sums: list[object] = [None] * SUMS
         self.last = [False] * SUMS  # whether that is the last step of its tile of work
-        dq = found.ring("dq")
+        dq = pipes.ring("dq")
         self.dq_full, self.dq_empty = barriers(dq.full, dq.stages), barriers(dq.empty, dq.stages)
         self.dq: list[object] = [None] * CONSUMERS
         self.ds: list[list[object]] = [[None] * CONSUMERS for _ in range(2)]  # by buffer and consumer
-        self.ds_full, self.ds_empty = (barriers(side, 2) for side in (found.ring("ds").full, found.ring("ds").empty))
+        self.ds_full, self.ds_empty = (barriers(side, 2) for side in (pipes.ring("ds").full, pipes.ring("ds").empty))
         self.ds_step: list[object] = [None] * 2
-        self.turn, self.group = named(found, "turn"), named(found, "group")
-        (self.all,) = named(found, "all")
+        self.turn, self.group = named(pipes, "turn"), named(pipes, "group")
+        (self.all,) = named(pipes, "all")
         self.roles = {"loader": loader(self), "adder": adder(self)}
         if case.reads_ds:
             self.roles["tensor adder"] = tensor_adder(self)
@@ -278,7 +278,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         dout.advance()
 
     def product(kind: str, at: tuple[Place, Place, int], own: object) -> tuple[Read, ...]:
-        """Return what a product of a step reads."""
+        """Memory that a product of a step reads."""
         q_at, dout_at, ds_at = at
         keys = of(kv, own[0])  # type: ignore[index]
         both = tuple((s.ds[ds_at], other, own) for other in range(CONSUMERS))

@@ -96,14 +96,14 @@ class Phases:
             self.arrived, self.complete = 0, self.complete + 1
 
     def done(self, phase: int) -> Condition:
-        """Return whether a phase, counted from 0, is complete; that of -1 always is."""
+        """Condition that a phase, counted from 0, is complete; that of -1 always is."""
 
-        def found() -> bool:
+        def complete() -> bool:
             if not phase <= self.complete <= phase + 1:
                 raise ProtocolError(f"waits for phase {phase}, passed or far: {self.complete} are complete")
             return self.complete > phase
 
-        return found
+        return complete
 
 
 class Place:
@@ -123,7 +123,7 @@ class Place:
 
 
 class Products:
-    """What a warpgroup multiplies, in order."""
+    """Products of a warpgroup, in order."""
 
     def __init__(self, s: Cluster, name: str) -> None:
         self.s, self.name = s, name
@@ -150,7 +150,7 @@ class Products:
 
 def expect(reads: Iterable[Read]) -> None:
     for where, wanted in reads:
-        if any(found != wanted for found in where):
+        if any(held != wanted for held in where):
             raise ProtocolError(f"read {where} where {wanted} should be")
 
 
@@ -160,10 +160,10 @@ class Block:
     def __init__(self, s: Cluster, rank: int) -> None:
         case, rules = s.case, s.rules
         self.rank, self.at_work = rank, 0
-        found = declared.cluster(case.q_stages, case.stages, WARPS, ordered=True)
+        pipes = declared.cluster(case.q_stages, case.stages, WARPS, ordered=True)
 
         def arrivals(name: str, *, less: int = 0) -> int:
-            return found.barrier(name).signal.arrivals - less
+            return pipes.barrier(name).signal.arrivals - less
 
         to_one = 0 if rules.release_to_both else arrivals("q_empty") // BLOCKS  # the readers of one block alone
 
@@ -174,7 +174,7 @@ class Block:
             return [[None] * count for _ in range(stages)]
 
         def of(name: str, *, less: int = 0) -> list[Phases]:
-            return barriers(found.barrier(name).count, arrivals(name, less=less))
+            return barriers(pipes.barrier(name).count, arrivals(name, less=less))
 
         (self.k_full,), (self.v_full,), (self.other_k_full,) = of("k_full"), of("v_full"), of("other_k_full")
         self.q_full, self.q_empty = of("q_full", less=not rules.wait_for_rows), of("q_empty", less=to_one)

@@ -19,14 +19,14 @@ def forward(
     value_loader: bool = False, cluster: int = 1, shares: bool = False, bias_stages: int = 0,
 ) -> Pipes:  # fmt: skip
     """Return the pipes of a forward by ranges of tiles; ``shares``: of a block that shares its keys with others."""
-    found = _plan("forward", 128)
-    assert found.structure is not None
+    kernel = _plan("forward", 128)
+    assert kernel.structure is not None
     roles = replace(
-        found.structure, consumers=consumers, q_stages=q_stages, pingpong=pingpong, skips=skips,
+        kernel.structure, consumers=consumers, q_stages=q_stages, pingpong=pingpong, skips=skips,
         specialized=specialized, persistent=specialized and not shares, value_loader=value_loader, cluster=cluster,
         staged=not shares, sharing=8 if shares else 1, biases=int(bias_stages > 0), bias_stages=bias_stages,
     )  # fmt: skip
-    m, n = found.tile_m, found.tile_n
+    m, n = kernel.tile_m, kernel.tile_n
     return forward_pipes(
         roles,
         iteration="ranges",
@@ -35,7 +35,7 @@ def forward(
         stages=stages,
         qk=128,
         v=128,
-        operands=found.operands,
+        operands=kernel.operands,
         warps=warps,
     )
 
@@ -45,24 +45,26 @@ def backward(
     q_stages: int, stages: int, warps: int, overlap: str, bias_stages: int = 0, *, reads_ds: bool = False
 ) -> Pipes:
     """Return the pipes of a backward by single blocks; ``reads_ds``: a warp adds up tiles of dS."""
-    found = _plan("backward", 128)
-    assert found.structure is not None
+    kernel = _plan("backward", 128)
+    assert kernel.structure is not None
     biases = int(bias_stages > 0)
     roles = replace(
-        found.structure, q_stages=q_stages, overlap=overlap, biases=biases, bias_stages=bias_stages, reads_ds=reads_ds
+        kernel.structure, q_stages=q_stages, overlap=overlap, biases=biases, bias_stages=bias_stages, reads_ds=reads_ds
     )
     return backward_pipes(
-        roles, tile_m=found.tile_m, stages=stages, qk=128, v=128, operands=found.operands, warps=warps
+        roles, tile_m=kernel.tile_m, stages=stages, qk=128, v=128, operands=kernel.operands, warps=warps
     )
 
 
 @cache
 def cluster(q_stages: int, stages: int, warps: int, *, ordered: bool) -> Pipes:
     """Return the pipes of a block of a cluster."""
-    found = _plan("backward", 256)
-    assert found.structure is not None
-    roles = replace(found.structure, q_stages=q_stages, ordered=ordered)
-    return cluster_pipes(roles, tile_m=found.tile_m, stages=stages, qk=256, v=256, operands=found.operands, warps=warps)
+    kernel = _plan("backward", 256)
+    assert kernel.structure is not None
+    roles = replace(kernel.structure, q_stages=q_stages, ordered=ordered)
+    return cluster_pipes(
+        roles, tile_m=kernel.tile_m, stages=stages, qk=256, v=256, operands=kernel.operands, warps=warps
+    )
 
 
 @cache

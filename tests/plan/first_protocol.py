@@ -51,9 +51,9 @@ class Firsts(Simulation):
         for tile in range(len(self.states)):
             wanted = [block for block, steps in enumerate(self.steps) if tile in steps]
             for part in range(CONSUMERS):
-                found = sorted(self.memory.get((tile, part), []))
-                if found != wanted:
-                    raise ProtocolError(f"summed {found} for {wanted}")
+                summed = sorted(self.memory.get((tile, part), []))
+                if summed != wanted:
+                    raise ProtocolError(f"summed {summed} for {wanted}")
             if (self.states[tile] != UNTOUCHED) != bool(wanted):
                 raise ProtocolError("who rounds takes sums for zeros")
 

@@ -90,29 +90,29 @@ class Forward(Simulation):
         super().__init__(random)
         self.case, self.rules = case, rules
         consumers = case.consumers
-        found = declared.forward(
+        pipes = declared.forward(
             consumers, 1 if unified else case.q_stages, case.stages, WARPS, pingpong=case.pingpong, skips=case.skips,
             specialized=not unified, value_loader=case.value_loader and not unified, shares=case.shares,
             bias_stages=0 if unified else case.bias_stages,
         )  # fmt: skip
-        self.q, self.k, self.v = (Ring(found.ring(name)) for name in ("q", "k", "v"))
+        self.q, self.k, self.v = (Ring(pipes.ring(name)) for name in ("q", "k", "v"))
         if case.bias_stages and not unified:
-            self.biases = Ring(found.ring("biases"))
+            self.biases = Ring(pipes.ring("biases"))
             if not rules.warps_release_biases:
                 for barrier in self.biases.empty:
                     barrier.count = consumers
         if not unified:
-            work = found.ring("work")
+            work = pipes.ring("work")
             self.work_full, self.work_empty = barriers(work.full, work.stages), barriers(work.empty, work.stages)
             for barrier in self.work_empty:
                 barrier.count -= case.value_loader and not rules.value_loader_says_so
             if not case.shares:
-                (self.work_asked,) = barriers(found.barrier("work_asked").signal, 1)
-        self.consumers = named(found, "consumers")
+                (self.work_asked,) = barriers(pipes.barrier("work_asked").signal, 1)
+        self.consumers = named(pipes, "consumers")
         self.records: list[int | None] = [None, None]
         self.values: dict[tuple[int, int], Tile] = {}  # whose keys' values lie where
         self.group = [Named(WARPS) for _ in range(consumers)]  # products, too, keep a consumer's warps together
-        self.turn = named(found, "turn")
+        self.turn = named(pipes, "turn")
         if not unified:
             self.roles |= {"scheduler": scheduler(self), "loader": loader(self), "query loader": query_loader(self)}
             if case.value_loader:
@@ -121,7 +121,7 @@ class Forward(Simulation):
         self.roles |= {f"warp {c}.{w}": role(self, c, w) for c in range(consumers) for w in range(WARPS)}
 
     def of_keys(self, k: Place) -> tuple[int, int]:
-        """Return where the values of the keys of a tile of K lie."""
+        """Place of the values of the keys of a tile of K."""
         return k.stage, k.phase if self.rules.two_tiles_of_values else 0
 
     def put_partials(self) -> None:

@@ -85,7 +85,7 @@ class Grid:
 
 
 def _unit(random: Random, kv_tiles: int, q_tiles: int, group: int, *, by_head: bool) -> tuple[Visits, ...]:
-    """Return what each tile of keys of a KV head goes to; tiles of queries are counted from the last one."""
+    """Place that each tile of keys of a KV head adds to; tiles of queries are counted from the last one."""
     kind = random.choice(("full", "causal", "window", "sink", "any", "short"))
     width = random.randint(1, 3)
 
@@ -282,7 +282,7 @@ def turns(s: Launch, block: int, rank: int) -> Role:
 
 @dataclass
 class Earlier:
-    """What a warp knows of the tiles of keys before its own."""
+    """A warp's knowledge of the tiles of keys before its own."""
 
     count: int
     passed: int = 0
@@ -293,10 +293,10 @@ def await_turn(s: Launch, counters: list[int], first: int, known: Earlier, turn:
     rules, at = s.rules, known.count
     while rules.wait_for_turn and at > 0 and known.passed <= turn:
         tiles = [first + at - 1 - lane for lane in range(min(at, LANES))]
-        found = [counters[tile] for tile in tiles]
-        own_alone = [bool(value & NONE_BEFORE) for value in found]
-        asked = [not a or value - NONE_BEFORE <= turn for a, value in zip(own_alone, found, strict=True)]
-        left = [value != ALL_PASSED if rules.for_this_turn else ask for value, ask in zip(found, asked, strict=True)]
+        values = [counters[tile] for tile in tiles]
+        own_alone = [bool(value & NONE_BEFORE) for value in values]
+        asked = [not a or value - NONE_BEFORE <= turn for a, value in zip(own_alone, values, strict=True)]
+        left = [value != ALL_PASSED if rules.for_this_turn else ask for value, ask in zip(values, asked, strict=True)]
         if at == known.count:
             known.count -= _before(left)
         at -= _before(asked)
@@ -304,11 +304,11 @@ def await_turn(s: Launch, counters: list[int], first: int, known: Earlier, turn:
             break
         if any(asked):
             nearest = _before(asked)
-            if not own_alone[nearest] and found[nearest] > turn:
+            if not own_alone[nearest] and values[nearest] > turn:
                 if at == known.count or not rules.near_alone:
-                    known.passed = found[nearest]
+                    known.passed = values[nearest]
                 break
-            watched, seen = tiles[nearest], found[nearest]
+            watched, seen = tiles[nearest], values[nearest]
             yield lambda watched=watched, seen=seen: counters[watched] != seen  # type: ignore[misc]
         else:
             yield lambda: True

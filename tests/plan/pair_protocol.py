@@ -56,12 +56,12 @@ class Block(Forward):
     def __init__(self, case: Case, random: Random, pair: Pair, rank: int) -> None:
         super().__init__(case, ForwardRules(), random)
         self.pair, self.rank, self.number = pair, rank, -1
-        found = declared.forward(
+        declared_pipes = declared.forward(
             case.consumers, case.q_stages, case.stages, WARPS, pingpong=case.pingpong, skips=case.skips,
             specialized=True, cluster=BLOCKS,
         )  # fmt: skip
-        self.k, self.v = (Shared(found.ring(name), self) for name in ("k", "v"))
-        taken = found.ring("taken")
+        self.k, self.v = (Shared(declared_pipes.ring(name), self) for name in ("k", "v"))
+        taken = declared_pipes.ring("taken")
         self.taken_full, self.taken_empty = barriers(taken.full, 1)[0], barriers(taken.empty, 1)[0]
         self.roles["scheduler"] = scheduler(self)
         self.inside = len(self.roles)

@@ -70,9 +70,9 @@ class Parts(Simulation):
             own = [share(steps, part, self.parts) for part in range(self.parts)] if tile >= self.uncut else []
             wanted = [step for part in own for step in part] if own else share(steps, 0, 1)
             for consumer in range(CONSUMERS):
-                found = self.written.get((tile, consumer), [])
-                if found != [wanted]:
-                    raise ProtocolError(f"wrote {found} for {wanted}")
+                written = self.written.get((tile, consumer), [])
+                if written != [wanted]:
+                    raise ProtocolError(f"wrote {written} for {wanted}")
 
 
 def share(steps: int, part: int, parts: int) -> list[Step]:
@@ -151,8 +151,8 @@ def consumer(s: Parts, c: int, keeps: list[Kept | None]) -> Role:
                 numbers.sort(key=lambda number: number != part)
             own = []
             for number in numbers:
-                found = s.partials.get((number, c))
-                if found is None:
+                stored = s.partials.get((number, c))
+                if stored is None:
                     raise ProtocolError("added what was not stored")
-                own = own + found
+                own = own + stored
         s.written.setdefault((tile, c), []).append(own)

@@ -1,4 +1,4 @@
-"""What models of the kernels' barriers are made of: barriers, rings of stages, and a run of roles in any order.
+"""Building blocks of the models of barriers: barriers, rings of stages, and a run of roles in any order.
 
 Roles are generators that follow the templates line by line: each yields the condition that it waits for. The simulation
 lets any role run whose condition holds, so that a run is one of the interleavings that a GPU may choose. A barrier in
@@ -68,8 +68,8 @@ def barriers(signal: pipes.Signal | None, count: int) -> list[Barrier]:
 
 def named(declared: pipes.Pipes, name: str) -> list[Named]:
     """Return the named barriers of a group; none if it is not declared."""
-    found = (one for one in declared.named if one.name == name)
-    return [Named(one.threads // 128 * WARPS) for one in found for _ in range(one.count)]
+    matching = (one for one in declared.named if one.name == name)
+    return [Named(one.threads // 128 * WARPS) for one in matching for _ in range(one.count)]
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Ring:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Number of stages."""
         return self.declared.stages
 
     def release(self, stage: int) -> None:

@@ -1,4 +1,4 @@
-"""What is compiled, one after the other, until machine code is clean: the plan's first choice, then others."""
+"""Choices are compiled one after the other until machine code is clean: the plan's first, then others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refused(planned: Plan, *, spills: int | None = 100) -> Refused:
 
 
 def all_of(spec: KernelSpec, spills: Sequence[int | None] = ()) -> list[Plan]:
-    """Return what is compiled if all is refused; ``spills`` of one after the other, then ever more."""
+    """Plans tried if all are refused; ``spills`` of one after the other, then ever more."""
     rows: list[Refused] = []
     made: list[Plan] = []
     while (planned := next_attempt(spec, rows)) is not None:
@@ -46,12 +46,12 @@ def all_of(spec: KernelSpec, spills: Sequence[int | None] = ()) -> list[Plan]:
 @pytest.mark.parametrize("fields", SPECS, ids=str)
 def test_the_first_is_the_plan_and_the_others_are_other_kernels(fields: dict[str, object]) -> None:
     spec = kernel_spec("causal", **fields)  # type: ignore[arg-type]
-    found = list(attempts(spec))
-    assert found[0].to_dict() == plan(spec).to_dict()
-    assert len(found) >= 4
-    assert len({planned.name for planned in found}) == len(found)
+    plans = list(attempts(spec))
+    assert plans[0].to_dict() == plan(spec).to_dict()
+    assert len(plans) >= 4
+    assert len({planned.name for planned in plans}) == len(plans)
     assert all((p.variant, p.layout, p.dtype_name, p.direction) ==
-               (found[0].variant, found[0].layout, found[0].dtype_name, found[0].direction) for p in found)  # fmt: skip
+               (plans[0].variant, plans[0].layout, plans[0].dtype_name, plans[0].direction) for p in plans)  # fmt: skip
 
 
 def test_the_faster_backend_is_tried_to_its_end_and_then_the_other() -> None:
@@ -63,9 +63,9 @@ def test_the_faster_backend_is_tried_to_its_end_and_then_the_other() -> None:
 
 def test_what_a_spec_fixes_stays() -> None:
     spec = kernel_spec("causal", backend=None, tile="{m: 128}", pipeline="{stages: 2}")
-    found = list(attempts(spec))
-    assert len(found) > 2
-    assert {(planned.tile_m, planned.stages) for planned in found} == {(128, 2)}
+    plans = list(attempts(spec))
+    assert len(plans) > 2
+    assert {(planned.tile_m, planned.stages) for planned in plans} == {(128, 2)}
     with pytest.raises(PlanError, match=r"tile\.n"):
         list(attempts(kernel_spec("causal", backend="cuda", tile="{n: 20}")))
 

@@ -34,9 +34,9 @@ def test_the_fastest_backend_of_each_arch_comes_first() -> None:
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_are_in_cuda_on_hopper_and_in_triton_elsewhere(name: str) -> None:
-    found = free(name)
-    assert (found.backend, found.backend_reason) == ("cuda", "the fastest on sm90a")
-    assert found.to_dict() == planned(name, backend="cuda").to_dict()  # the same kernel, however it was asked for
+    kernel = free(name)
+    assert (kernel.backend, kernel.backend_reason) == ("cuda", "the fastest on sm90a")
+    assert kernel.to_dict() == planned(name, backend="cuda").to_dict()  # the same kernel, however it was asked for
     other = free(name, arch="sm80")
     assert (other.backend, other.backend_reason) == ("triton", "the fastest on sm80")
 
@@ -54,10 +54,10 @@ def test_presets_are_in_cuda_on_hopper_and_in_triton_elsewhere(name: str) -> Non
     ],
 )
 def test_fields_of_triton_kernels_decide(fields: dict[str, object], reason: str) -> None:
-    found = free(**fields)
-    assert found.backend == "triton"
-    assert found.backend_reason.startswith("not cuda: ")
-    assert reason in found.backend_reason
+    kernel = free(**fields)
+    assert kernel.backend == "triton"
+    assert kernel.backend_reason.startswith("not cuda: ")
+    assert reason in kernel.backend_reason
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_what_no_backend_can_do_is_refused_with_the_reason_of_each() -> None:
     ],
 )
 def test_backwards_of_presets_are_in_cuda_on_hopper_and_in_triton_elsewhere(name: str, head_dim: int) -> None:
-    found = free_backward(name, head_dim=head_dim)
-    assert (found.backend, found.backend_reason) == ("cuda", "the fastest on sm90a")
-    assert found.to_dict() == free_backward(name, head_dim=head_dim, backward="{backend: cuda}").to_dict()
+    kernel = free_backward(name, head_dim=head_dim)
+    assert (kernel.backend, kernel.backend_reason) == ("cuda", "the fastest on sm90a")
+    assert kernel.to_dict() == free_backward(name, head_dim=head_dim, backward="{backend: cuda}").to_dict()
     other = free_backward(name, head_dim=head_dim, arch="sm80")
     assert (other.backend, other.backend_reason) == ("triton", "the fastest on sm80")
 
@@ -154,10 +154,10 @@ def own(score: str, *, grad: bool = False, dropout: bool = False) -> dict[str, o
     ],
 )
 def test_what_only_triton_has_decides_for_a_backward(fields: dict[str, object], reason: str) -> None:
-    found = free_backward(**fields)
-    assert found.backend == "triton"
-    assert found.backend_reason.startswith("not cuda: ")
-    assert reason in found.backend_reason
+    kernel = free_backward(**fields)
+    assert kernel.backend == "triton"
+    assert kernel.backend_reason.startswith("not cuda: ")
+    assert reason in kernel.backend_reason
     given = str(fields.get("backward", "{}")).removeprefix("{")
     with pytest.raises(PlanError):
         free_backward(**{**fields, "backward": f"{{backend: cuda, {given}"})
@@ -204,8 +204,8 @@ def test_what_an_entry_says_of_both_passes(entry: str, backends: list[str]) -> N
 
 
 def test_the_reason_is_told() -> None:
-    (found,) = explain_spec(specs_dir() / "hopper.yaml", "bf16_d128_full_m128n128s2c2", seqlens=[64])[:1]
-    assert ("backend", "cuda, the spec names it") in found.facts()
+    (explanation,) = explain_spec(specs_dir() / "hopper.yaml", "bf16_d128_full_m128n128s2c2", seqlens=[64])[:1]
+    assert ("backend", "cuda, the spec names it") in explanation.facts()
     (other,) = explain_spec(specs_dir() / "presets" / "softcap.yaml", "d64_softcap_m", seqlens=[64])
     assert ("backend", "cuda, the fastest on sm90a") in other.facts()
     assert other.to_dict()["backend_reason"] == "the fastest on sm90a"

@@ -23,19 +23,19 @@ def kernels(entry: str) -> tuple[KernelSpec, ...]:
 
 def test_forwards_in_both_languages_have_one_backward() -> None:
     entry = "backend: [cuda, triton], passes: [forward, backward], tile: {m: 128}, softmax: exact_max"
-    found = [plan(kernel) for kernel in kernels(f"{entry}, backward: {{backend: triton}}")]
-    assert [(one.direction, one.backend) for one in found] == [
+    plans = [plan(kernel) for kernel in kernels(f"{entry}, backward: {{backend: triton}}")]
+    assert [(one.direction, one.backend) for one in plans] == [
         ("forward", "cuda"), ("forward", "triton"), ("backward", "triton"),
     ]  # fmt: skip
-    assert found[2].name == "bwd_sm90a_tma_bf16_d64_causal_m128n64s2w4_m64n64s2w4"
+    assert plans[2].name == "bwd_sm90a_tma_bf16_d64_causal_m128n64s2w4_m64n64s2w4"
 
 
 def test_a_backward_has_tiles_of_its_own() -> None:
     tiles = "dkdv: {tile: {m: 32, n: 64}, stages: 2, warps: 4}, dq: {warps: 8}"
-    _, found = kernels(f"passes: [forward, backward], backward: {{backend: triton, {tiles}}}")
-    assert found.backward == Backward(Gradient(32, 64, 2, 4), Gradient(num_warps=8))
-    assert (found.tile_m, found.num_warps, found.locate("backward").line) == (None, None, 4)
-    parts = {part.name: part for part in plan(found).launches}
+    _, spec = kernels(f"passes: [forward, backward], backward: {{backend: triton, {tiles}}}")
+    assert spec.backward == Backward(Gradient(32, 64, 2, 4), Gradient(num_warps=8))
+    assert (spec.tile_m, spec.num_warps, spec.locate("backward").line) == (None, None, 4)
+    parts = {part.name: part for part in plan(spec).launches}
     assert list(parts) == ["preprocess", "dkdv", "dq"]
     assert (parts["dkdv"].tile_m, parts["dkdv"].tile_n, parts["dkdv"].num_warps) == (32, 64, 4)
     assert (parts["dq"].tile_m, parts["dq"].num_warps) == (64, 8)
@@ -73,28 +73,28 @@ def test_how_the_backward_is_computed_is_refused_without_one() -> None:
     ],
 )
 def test_iterations_of_both_kernels(variant: str, iterations: tuple[str, str]) -> None:
-    found = planned(variant, passes="backward")
-    assert (found.launch("dkdv").iteration, found.launch("dq").iteration) == iterations
-    classifiers = [part.name for part in found.launches if part.name.startswith("classify_")]
+    kernel = planned(variant, passes="backward")
+    assert (kernel.launch("dkdv").iteration, kernel.launch("dq").iteration) == iterations
+    classifiers = [part.name for part in kernel.launches if part.name.startswith("classify_")]
     assert classifiers == ["classify_dkdv", "classify_dq"] * (iterations[0] == "tile_map")
 
 
 def test_the_manifest_lists_every_kernel() -> None:
-    found = planned("allowed", passes="backward")
-    manifest = found.to_dict()
-    assert [row["name"] for row in manifest["launches"]] == [part.name for part in found.launches]
+    kernel = planned("allowed", passes="backward")
+    manifest = kernel.to_dict()
+    assert [row["name"] for row in manifest["launches"]] == [part.name for part in kernel.launches]
     assert manifest["main"] == "dkdv"
-    assert all(f"def {row['symbol']}(" in render(found).text for row in manifest["launches"])
+    assert all(f"def {row['symbol']}(" in render(kernel).text for row in manifest["launches"])
 
 
 def test_a_tile_that_does_not_fit_is_made_smaller() -> None:
-    found = planned(
+    kernel = planned(
         passes="backward", head_dim=256, arch="sm86", backward="{dkdv: {tile: {n: 64}}, dq: {tile: {m: 64}}}"
     )
-    for part in found.launches:
+    for part in kernel.launches:
         if part.name in ("dkdv", "dq"):
             kept, moved = (part.tile_n, part.tile_m) if part.name == "dkdv" else (part.tile_m, part.tile_n)
-            assert 2 * 2 * 256 * (kept + part.stages * moved) <= found.arch.shared_memory
+            assert 2 * 2 * 256 * (kept + part.stages * moved) <= kernel.arch.shared_memory
 
 
 def test_full_tiles_have_no_mask_code_and_the_scale_is_applied_once() -> None:
@@ -104,10 +104,10 @@ def test_full_tiles_have_no_mask_code_and_the_scale_is_applied_once() -> None:
 
 
 def test_gradients_of_own_tensors_are_added_atomically_and_so_not_deterministic() -> None:
-    found = planned("own", passes="backward", declared=LEARNED)
-    names = [argument.name for argument in found.launch("dq").arguments]
+    kernel = planned("own", passes="backward", declared=LEARNED)
+    names = [argument.name for argument in kernel.launch("dq").arguments]
     assert {"gradient_u_slope", "gradient_u_gain", "u_gain"} <= set(names)
-    assert render(found).text.count("tl.atomic_add(") == 2
+    assert render(kernel).text.count("tl.atomic_add(") == 2
     assert "tl.atomic_add(" not in render(planned("alibi", passes="backward")).text
     with pytest.raises(PlanError, match=r"deterministic: gradients .* allowed: false"):
         planned("own", passes="backward", declared=LEARNED, deterministic="true")

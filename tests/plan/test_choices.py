@@ -72,10 +72,10 @@ def test_keys_of_a_tile_fill_rows_of_v_in_8_bits(variant: str, head_dim: int) ->
 
 @pytest.mark.parametrize(("head_dim", "keeps"), [("64", True), ("128", False)])
 def test_turns_in_8_bits_last_until_products_are_done_where_these_are_short(head_dim: str, keeps: bool) -> None:
-    found = planned("causal", backend="cuda", dtype="fp8_e4m3", head_dim=head_dim)
-    assert isinstance(found.structure, HopperForward)
-    assert found.structure.pingpong
-    assert found.structure.keeps_turn == keeps
+    kernel = planned("causal", backend="cuda", dtype="fp8_e4m3", head_dim=head_dim)
+    assert isinstance(kernel.structure, HopperForward)
+    assert kernel.structure.pingpong
+    assert kernel.structure.keeps_turn == keeps
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_the_rules_of_the_templates_hold(overlap: str, ordered: bool) -> None:
     ],
 )
 def test_a_rule_that_is_broken_is_found(rule: str, becomes: str) -> None:
-    """What the model could not find, it could not exclude either."""
+    """The model fails when any one of its rules is broken."""
     random = Random(1)
     with pytest.raises(ProtocolError, match=becomes):
         for _ in range(RUNS):

@@ -17,8 +17,8 @@ def spec(entry: str = "", *, layout: str = "dense", head_dim: str = "128", varia
         f"schema: 1\narch: [sm90a]\nvariants: {variants}\nkernels:\n"
         f"  - {{split_kv: true, layout: {layout}, head_dim: {head_dim}, {entry or 'variant: causal'}}}\n"
     )
-    (found,) = (one for one in expand(load_spec_text(text)) if one.split_kv)
-    return found
+    (kernel,) = (one for one in expand(load_spec_text(text)) if one.split_kv)
+    return kernel
 
 
 def planned(entry: str = "", **fields: str) -> Plan:
@@ -28,11 +28,11 @@ def planned(entry: str = "", **fields: str) -> Plan:
 @pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
 @pytest.mark.parametrize("variant", ["full", "causal", "sliding_window", "softcap", "causal_sink", "allowed"])
 def test_every_layout_and_mask_has_one_launch_in_cuda(layout: str, variant: str) -> None:
-    found = planned(f"variant: {variant}", layout=layout)
-    assert (found.schedule, found.backend, found.split_kv, found.pack_gqa) == ("hopper_decode", "cuda", True, True)
-    (launch,) = found.launches
+    kernel = planned(f"variant: {variant}", layout=layout)
+    assert (kernel.schedule, kernel.backend, kernel.split_kv, kernel.pack_gqa) == ("hopper_decode", "cuda", True, True)
+    (launch,) = kernel.launches
     assert (launch.grid, launch.persistent, launch.cluster) == ("splits", True, 8)
-    assert [workspace.name for workspace in found.workspaces] == ["partials"]
+    assert [workspace.name for workspace in kernel.workspaces] == ["partials"]
     given = [argument.name for argument in launch.arguments]
     assert len(set(given)) == len(given)
     assert {"counters_ptr", "partials_ptr", "row_bits", "split_tiles", "max_splits"} <= set(given)
@@ -51,8 +51,8 @@ def test_its_name_and_that_of_the_ordinary_kernel_differ() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_memory(head_dim: str, dtype: str) -> None:
     """Regions follow each other, matrices at a multiple of 1024 bytes; each group of warps has two stages at least."""
-    found = planned(f"variant: causal, dtype: {dtype}", head_dim=head_dim)
-    decode = found.structure
+    kernel = planned(f"variant: causal, dtype: {dtype}", head_dim=head_dim)
+    decode = kernel.structure
     assert isinstance(decode, HopperDecode)
     end = 0
     for region in decode.shared:
@@ -60,14 +60,14 @@ def test_memory(head_dim: str, dtype: str) -> None:
         end += region.bytes
     assert end <= ARCHES["sm90a"].shared_memory
     regions = {region.name: region for region in decode.shared}
-    width = found.columns_qk[0].width + found.columns_v[0].width
-    assert regions["kv"].bytes == found.stages * found.tile_n * width * 2
-    assert found.num_warps == decode.consumers + decode.loaders
-    assert found.stages % decode.loaders == 0
-    assert found.stages >= 2 * decode.consumers
+    width = kernel.columns_qk[0].width + kernel.columns_v[0].width
+    assert regions["kv"].bytes == kernel.stages * kernel.tile_n * width * 2
+    assert kernel.num_warps == decode.consumers + decode.loaders
+    assert kernel.stages % decode.loaders == 0
+    assert kernel.stages >= 2 * decode.consumers
     assert regions["merge"].offset % 16 == 0
     assert regions["kv_full"].offset % 8 == regions["begin"].offset % 8 == 0
-    assert ("q" in regions) == (found.q_operand == "shared")
+    assert ("q" in regions) == (kernel.q_operand == "shared")
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,11 @@ def test_heads_may_be_any_number() -> None:
 
 def test_a_cache_in_8_bits_has_steps_of_as_many_bytes() -> None:
     """32 keys instead of 16; Q, out and products keep 16 bits, and no ordinary forward is asked for."""
-    found = planned("variant: causal, dtype: bf16, kv_dtype: fp8_e4m3")
-    names = {name: found.operands.of(name).name for name in ("q", "k", "v", "p", "out")}
+    kernel = planned("variant: causal, dtype: bf16, kv_dtype: fp8_e4m3")
+    names = {name: kernel.operands.of(name).name for name in ("q", "k", "v", "p", "out")}
     assert names == {"q": "bf16", "k": "fp8_e4m3", "v": "fp8_e4m3", "p": "fp16", "out": "bf16"}
-    assert found.name == "fwd_sm90a_decode_bf16_kv_fp8_e4m3_d128_causal_m16n32s16w8"
-    assert found.stages == planned().stages
+    assert kernel.name == "fwd_sm90a_decode_bf16_kv_fp8_e4m3_d128_causal_m16n32s16w8"
+    assert kernel.stages == planned().stages
     text = "schema: 1\narch: [sm90a]\nkernels: [{variant: full, head_dim: 64, kv_dtype: fp8_e4m3, split_kv: true}]\n"
     assert [one.split_kv for one in expand(load_spec_text(text))] == [True]
 

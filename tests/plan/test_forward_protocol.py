@@ -68,7 +68,7 @@ def test_blocks_that_share_keys() -> None:
     ],
 )
 def test_a_rule_that_is_broken_is_found(rule: str, becomes: str, pingpong: bool) -> None:
-    """What the model could not find, it could not exclude either."""
+    """The model fails when any one of its rules is broken."""
     random = Random(1)
     with pytest.raises(ProtocolError, match=becomes):
         for _ in range(RUNS):

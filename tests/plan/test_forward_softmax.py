@@ -1,4 +1,4 @@
-"""Which Hopper forwards keep no running max, or do without tanh or a subtraction for each logit."""
+"""Hopper forwards that keep no running max, or do without tanh or a subtraction for each logit."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def _structure(declared: str, **fields: object) -> HopperForward:
 def test_a_bounded_score_has_a_constant_reference(
     score: str, scalar: dict[str, float], dtype: str, reference: str | None
 ) -> None:
-    found = _structure(_declared(score, **scalar), dtype=dtype)
-    assert found.softmax == ("fixed_reference" if reference is None else "bounded")
+    structure = _structure(_declared(score, **scalar), dtype=dtype)
+    assert structure.softmax == ("fixed_reference" if reference is None else "bounded")
     if reference is not None:
-        assert found.reference == reference
+        assert structure.reference == reference
     kept = _structure(_declared(score, **scalar), dtype=dtype, softmax="exact_max")
     assert kept.softmax == "exact_max"
 
@@ -96,16 +96,16 @@ def test_what_is_not_bounded_is_refused_with_what_would_be(
     ],
 )
 def test_which_scores_take_other_ways(score: str, fields: dict[str, object], expected: tuple[bool, bool]) -> None:
-    found = _structure(_declared(score), **{"head_dim": 64, **fields})
-    assert (found.capped, found.relative) == expected
+    structure = _structure(_declared(score), **{"head_dim": 64, **fields})
+    assert (structure.capped, structure.relative) == expected
 
 
 def test_a_reference_goes_to_a_term_without_keys() -> None:
     spec = kernel_spec("alibi", backend="cuda")
     value = split_keys(fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True).value)
     reference = own("reference", Type.FLOAT)
-    found = subtract(value, reference)
-    assert found is not None
+    difference = subtract(value, reference)
+    assert difference is not None
     holders = []
 
     def visit(node: object) -> None:
@@ -115,7 +115,7 @@ def test_a_reference_goes_to_a_term_without_keys() -> None:
             for argument in node.args:
                 visit(argument)
 
-    visit(found)
+    visit(difference)
     (holder,) = holders
     assert holder.op == "sub"
     assert not names(holder) & {"kv", KEY.name, ".qk"}

@@ -106,7 +106,7 @@ def test_names_tell_choices_apart() -> None:
     plans = [on_hopper(**choice) for choice in choices]  # type: ignore[arg-type]
     for one, other in itertools.combinations(plans, 2):
         assert one.name != other.name
-    assert all(found.name.isidentifier() and len(found.name) < 120 for found in plans)
+    assert all(kernel.name.isidentifier() and len(kernel.name) < 120 for kernel in plans)
 
 
 # --- budgets --------------------------------------------------------------------------------------------------
@@ -389,13 +389,13 @@ def test_packed_heads_with_dropout_are_refused() -> None:
 def test_more_registers_than_a_launch_reserves_are_refused_with_their_sum() -> None:
     with pytest.raises(PlanError) as caught:
         on_hopper(warps="{consumer: 2, registers: {producer: 40, consumer: 240}}")
-    found = re.search(
+    match = re.search(
         r"128 threads x \((\d+) \+ (\d+) x (\d+)\) = (\d+) registers; a launch of (\d+) threads reserves (\d+) each, "
         r"(\d+) in all",
         str(caught.value),
     )
-    assert found is not None
-    producer, consumers, consumer, total, threads, each, pool = map(int, found.groups())
+    assert match is not None
+    producer, consumers, consumer, total, threads, each, pool = map(int, match.groups())
     assert (producer, consumers, consumer, threads) == (40, 2, 240, 384)
     assert 128 * (producer + consumers * consumer) == total > pool == threads * each
     assert pool <= 65536
@@ -405,12 +405,12 @@ def test_a_consumer_without_room_for_its_tile_is_refused_with_the_sum() -> None:
     fields: dict[str, object] = {"head_dim": 256, "tile": "{m: 128, n: 112}"}
     with pytest.raises(PlanError) as caught:
         on_hopper(**fields)  # type: ignore[arg-type]
-    found = re.search(
+    match = re.search(
         r"a consumer has (\d+) registers and needs (\d+): S (\d+) \+ P (\d+) \+ O (\d+) \+ others (\d+)",
         str(caught.value),
     )
-    assert found is not None
-    has, needs, s, p, o, others = map(int, found.groups())
+    assert match is not None
+    has, needs, s, p, o, others = map(int, match.groups())
     assert (s, p, o) == (112 // 2, 112 // 4, 256 // 2)
     assert s + p + o + others == needs
     assert needs > has
@@ -431,12 +431,12 @@ def test_more_shared_memory_than_there_is_is_refused_with_its_sum() -> None:
         on_hopper(head_dim=128, tile="{m: 128, n: 128}", pipeline="{stages: 4}")
     message = str(caught.value)
     assert message.startswith("test.yaml:8: tile: ")
-    found = re.search(
+    match = re.search(
         r"Shared memory (\d+) B exceeds (\d+) B on sm90a: Q (\d+) \+ K (\d+) \+ V (\d+) \((\d) stages\) \+ O (\d+)",
         message,
     )
-    assert found is not None
-    total, limit, q, k, v, stages, out = map(int, found.groups())
+    assert match is not None
+    total, limit, q, k, v, stages, out = map(int, match.groups())
     assert limit == 227 * 1024 < total
     assert (q, k, v, stages) == (128 * 128 * 2, 4 * 128 * 128 * 2, 4 * 128 * 128 * 2, 4)
     assert 0 < total - (q + k + v + out) < 1024  # barriers and records

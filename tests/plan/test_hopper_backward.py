@@ -27,10 +27,10 @@ WIDE = [
 @pytest.mark.parametrize("variant", ["causal", "dilated", "softcap"])
 @pytest.mark.parametrize("head_dim", WIDE)
 def test_memory_and_registers_of_a_cluster_fit(head_dim: object, variant: str) -> None:
-    found = backward(variant, head_dim=head_dim)
-    roles, (columns_qk,), (columns_v,) = found.structure, found.columns_qk, found.columns_v
+    kernel = backward(variant, head_dim=head_dim)
+    roles, (columns_qk,), (columns_v,) = kernel.structure, kernel.columns_qk, kernel.columns_v
     assert roles is not None
-    assert (roles.cluster, roles.keys, found.threads) == (2, 64, 512)
+    assert (roles.cluster, roles.keys, kernel.threads) == (2, 64, 512)
     assert roles.shared_bytes <= ARCHES["sm90a"].shared_memory
     ends = 0
     for region in roles.shared:
@@ -50,24 +50,24 @@ def test_memory_and_registers_of_a_cluster_fit(head_dim: object, variant: str) -
     assert sizes["q"] >= 64 * columns_qk.width * 2  # where dK goes out
     assert sizes["dout"] >= 64 * columns_v.width * 2  # and dV
     # each block has half of the columns of dQ, in products and copies of some; and loads half of the copies of dO
-    assert 2 * roles.dq_columns == roles.sum_columns == columns_qk.width >= found.head_dim_qk
+    assert 2 * roles.dq_columns == roles.sum_columns == columns_qk.width >= kernel.head_dim_qk
     assert roles.dq_columns % roles.dq_part == 0
-    box = roles.box_bytes // found.operands.q.bytes
+    box = roles.box_bytes // kernel.operands.q.bytes
     assert roles.dq_part % box == 0
-    assert columns_v.width >= found.head_dim_v
+    assert columns_v.width >= kernel.head_dim_v
     assert columns_v.width // roles.parts_of(columns_v.width) % box == 0
-    assert found.stages >= roles.parts_of(columns_v.width)
+    assert kernel.stages >= roles.parts_of(columns_v.width)
 
 
 @pytest.mark.parametrize("head_dim", WIDE)
 def test_no_copy_of_a_cluster_brings_padding_alone(head_dim: object) -> None:
     """It would look up where a windowed descriptor begins, which may be nobody's memory."""
-    found = backward(head_dim=head_dim, layout="varlen")
-    roles, text = found.structure, render(found).text
+    kernel = backward(head_dim=head_dim, layout="varlen")
+    roles, text = kernel.structure, render(kernel).text
     assert roles is not None
-    box = roles.box_bytes // found.operands.q.bytes
+    box = roles.box_bytes // kernel.operands.q.bytes
     for name, dim, columns in (
-        ("kQkEnd", found.head_dim_qk, found.columns_qk), ("kVEnd", found.head_dim_v, found.columns_v)
+        ("kQkEnd", kernel.head_dim_qk, kernel.columns_qk), ("kVEnd", kernel.head_dim_v, kernel.columns_v)
     ):  # fmt: skip
         end = re.search(rf"{name} = (\d+)", text)
         copied = columns[0].width if end is None else int(end[1])
@@ -77,29 +77,29 @@ def test_no_copy_of_a_cluster_brings_padding_alone(head_dim: object) -> None:
 
 
 def test_a_cluster_has_a_tile_of_keys() -> None:
-    found = backward(head_dim=256, layout="varlen")
-    assert found.name == "bwd_sm90a_cluster_bf16_d256_causal_varlen_m64n128s3c2_dvoverlap"
-    rows = [part.to_dict() for part in found.launches]
+    kernel = backward(head_dim=256, layout="varlen")
+    assert kernel.name == "bwd_sm90a_cluster_bf16_d256_causal_varlen_m64n128s3c2_dvoverlap"
+    rows = [part.to_dict() for part in kernel.launches]
     assert [(row["name"], row["grid"], row["cluster"], row["persistent"]) for row in rows] == [
         ("preprocess", "rows", 1, False), ("dqkv", "keys", 2, False), ("postprocess", "queries", 1, False),
     ]  # fmt: skip
-    text = render(found).text
-    assert f"__cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) {found.launch('dqkv').symbol}(" in text
-    windows = {argument.of: argument.window for argument in found.arguments if argument.kind == "descriptor"}
+    text = render(kernel).text
+    assert f"__cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) {kernel.launch('dqkv').symbol}(" in text
+    windows = {argument.of: argument.window for argument in kernel.arguments if argument.kind == "descriptor"}
     assert windows == {"q": 64, "k": 64, "v": 64, "dout": 64}
-    assert "tile_counter" not in [argument.name for argument in found.arguments]
+    assert "tile_counter" not in [argument.name for argument in kernel.arguments]
     assert backward(head_dim=192).name == "bwd_sm90a_cluster_bf16_d192_causal_m64n128s2c2"
 
 
 @pytest.mark.parametrize(("head_dim", "variant"), [(256, "causal"), (192, "softcap"), (256, "allowed")])
 def test_clusters_in_a_fixed_order_take_tiles_as_they_begin(head_dim: int, variant: str) -> None:
-    found, other = (backward(variant, head_dim=head_dim, deterministic=each) for each in ("true", "false"))
-    assert found.name == f"{other.name}_deterministic"
-    assert found.structure is not None
+    kernel, other = (backward(variant, head_dim=head_dim, deterministic=each) for each in ("true", "false"))
+    assert kernel.name == f"{other.name}_deterministic"
+    assert kernel.structure is not None
     assert other.structure is not None
-    assert found.structure.overlap == other.structure.overlap
-    assert "tile_counter" in [argument.name for argument in found.arguments]
-    text = render(found).text
+    assert kernel.structure.overlap == other.structure.overlap
+    assert "tile_counter" in [argument.name for argument in kernel.arguments]
+    text = render(kernel).text
     taken, made_of_it = text.index("atomicInc(tile_counter, gridDim.x / 2 - 1)"), text.index("place_tile(index, ")
     assert taken < text.index("sync_cluster();", taken) < made_of_it
     assert text.index("wait(here + kTurn, ") < text.index("Event<kAdded>::arrive(here)")
@@ -108,10 +108,10 @@ def test_clusters_in_a_fixed_order_take_tiles_as_they_begin(head_dim: int, varia
 
 @pytest.mark.parametrize("head_dim", [144, 192, 256])
 def test_clusters_drop_by_the_signs_of_probabilities(head_dim: int) -> None:
-    found = backward("own", head_dim=head_dim, declared="variants:\n  own: {mask: q_pos >= kv, dropout: true}\n")
-    assert found.structure is not None
-    assert found.structure.overlap == "roles"
-    text = render(found).text
+    kernel = backward("own", head_dim=head_dim, declared="variants:\n  own: {mask: q_pos >= kv, dropout: true}\n")
+    assert kernel.structure is not None
+    assert kernel.structure.overlap == "roles"
+    text = render(kernel).text
     assert "marked_pair(4 * i)" in text
     assert "p[j] & 0x7fff7fffu" in text
     assert "store_rows(dv, dropout_scale, " in text
@@ -120,8 +120,8 @@ def test_clusters_drop_by_the_signs_of_probabilities(head_dim: int) -> None:
 @pytest.mark.parametrize("variant", ["causal", "alibi", "softcap", "relative_bias"])
 @pytest.mark.parametrize("head_dim", [*range(8, 129, 8)])
 def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
-    found = backward(variant, head_dim=head_dim)
-    roles = found.structure
+    kernel = backward(variant, head_dim=head_dim)
+    roles = kernel.structure
     assert roles is not None
     assert roles.shared_bytes + 1024 <= ARCHES["sm90a"].shared_memory + 1024
     ends = 0
@@ -132,13 +132,13 @@ def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
             assert region.offset % 1024 == 0
     # what a launch reserves for each thread, and what its roles make of it
     assert roles.registers_of("loader") + roles.consumers * roles.registers_of("consumers") <= 3 * (
-        65536 // found.threads // 8 * 8
+        65536 // kernel.threads // 8 * 8
     )
     assert roles.sum_columns >= head_dim
-    assert found.tile_m * roles.sum_columns == roles.consumers * 64 * roles.dq_columns
-    box = roles.box_bytes // found.operands.q.bytes
+    assert kernel.tile_m * roles.sum_columns == roles.consumers * 64 * roles.dq_columns
+    box = roles.box_bytes // kernel.operands.q.bytes
     assert roles.dq_columns % box == 0 or roles.dq_by_rows
-    assert found.columns_qk[0].width - head_dim < box  # no copy lies outside of a windowed descriptor
+    assert kernel.columns_qk[0].width - head_dim < box  # no copy lies outside of a windowed descriptor
     sizes = {region.name: region.bytes for region in roles.shared}
     assert sizes["dq"] >= sizes["v"]  # through which dV leaves
     assert sizes["ds"] >= sizes["k"]
@@ -155,15 +155,15 @@ def test_dk_and_dv_find_room_where_dq_has_other_columns(head_dim: str) -> None:
 
 
 def test_two_kernels_of_one_source() -> None:
-    found = backward(head_dim=128, layout="varlen")
-    assert found.name == "bwd_sm90a_wgmma_bf16_d128_causal_varlen_m64n128s2c2_pingpong"
-    assert [(part.name, part.grid, part.persistent) for part in found.launches] == [
+    kernel = backward(head_dim=128, layout="varlen")
+    assert kernel.name == "bwd_sm90a_wgmma_bf16_d128_causal_varlen_m64n128s2c2_pingpong"
+    assert [(part.name, part.grid, part.persistent) for part in kernel.launches] == [
         ("preprocess", "rows", False), ("dqkv", "keys", True),
     ]  # fmt: skip
-    text = render(found).text
-    for part in found.launches:
+    text = render(kernel).text
+    for part in kernel.launches:
         assert text.count(f") {part.symbol}(") == 1
-    windows = {argument.of: argument.window for argument in found.arguments if argument.kind == "descriptor"}
+    windows = {argument.of: argument.window for argument in kernel.arguments if argument.kind == "descriptor"}
     assert windows == {"q": 64, "k": 128, "v": 128, "dout": 64}
     dense = {argument.of: argument.window for argument in backward().arguments if argument.kind == "descriptor"}
     assert dense == {"q": None, "k": 128, "v": 128, "dout": None}  # a tensor of queries ends where they end
@@ -177,11 +177,11 @@ def test_two_kernels_of_one_source() -> None:
     ],
 )  # fmt: skip
 def test_how_a_block_finds_its_queries(variant: str, fields: dict[str, object], iteration: str, overlap: str) -> None:
-    found = backward(variant, **fields)
-    assert (found.iteration, found.launch("dqkv").iteration) == (iteration, iteration)
-    assert [part.name for part in found.launches].count("classify_dqkv") == (iteration == "tile_map")
-    assert found.structure is not None
-    assert found.structure.overlap == overlap
+    kernel = backward(variant, **fields)
+    assert (kernel.iteration, kernel.launch("dqkv").iteration) == (iteration, iteration)
+    assert [part.name for part in kernel.launches].count("classify_dqkv") == (iteration == "tile_map")
+    assert kernel.structure is not None
+    assert kernel.structure.overlap == overlap
 
 
 def test_keys_that_a_query_does_not_see_are_masked_in_partial_tiles_only() -> None:
@@ -192,8 +192,8 @@ def test_keys_that_a_query_does_not_see_are_masked_in_partial_tiles_only() -> No
 
 
 def test_a_mask_that_hides_everything_has_an_empty_range() -> None:
-    found = backward("never", declared="variants:\n  never: {mask: kv < 0}\n")
-    assert "const int tiles = max(0, 0);" in render(found).text
+    kernel = backward("never", declared="variants:\n  never: {mask: kv < 0}\n")
+    assert "const int tiles = max(0, 0);" in render(kernel).text
 
 
 HEAD_WINDOW = "variants:\n  own: {mask: q_pos >= kv and q_pos - kv < 64 * (h + 1)}\n"
@@ -212,10 +212,10 @@ def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
 ) -> None:
     """Turns ascend from step to step of a tile of keys, as the model of the order has them."""
     fields = {"deterministic": "true", "layout": layout, "tile_map": tile_map, "declared": HEAD_WINDOW}
-    found = backward(variant, head_dim=128, **fields)
-    assert found.name.endswith("_deterministic")
-    assert found.iteration == iteration
-    text = render(found).text
+    kernel = backward(variant, head_dim=128, **fields)
+    assert kernel.name.endswith("_deterministic")
+    assert kernel.iteration == iteration
+    text = render(kernel).text
     assert "take_tile" not in text
     (turn,) = re.findall(r"const uint32_t turn = (.*);", text)
     heads, tiles = range(6, 9), range(4, -1, -1)
@@ -265,8 +265,8 @@ def test_counters_stand_behind_the_sums_or_alone() -> None:
 def test_what_spans_of_consumers_and_values_of_queries_ask_for(
     variant: str, fields: dict[str, object], own: bool, values: int
 ) -> None:
-    found = backward(variant, **fields)
-    roles, text = found.structure, render(found).text
+    kernel = backward(variant, **fields)
+    roles, text = kernel.structure, render(kernel).text
     assert roles is not None
     assert (roles.own_spans, roles.query_values) == (own, values)
     assert ("kHidden" in text) == own
@@ -286,8 +286,8 @@ def test_a_consumer_whose_keys_no_query_of_a_step_sees_multiplies_dq_of_the_step
 
 
 def test_five_products_a_step() -> None:
-    found = backward(head_dim=128)
-    low = gradient_floor(found, found.launch("dqkv"))
+    kernel = backward(head_dim=128)
+    low = gradient_floor(kernel, kernel.launch("dqkv"))
     assert low is not None
     assert low.products == (3, 2)
     assert low.flops == 2 * 5 * 64 * 128 * 128
@@ -297,10 +297,10 @@ def test_five_products_a_step() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_with_dropout_ds_takes_probabilities_before_it_and_dv_those_after(head_dim: int) -> None:
-    found = backward("own", head_dim=head_dim, declared="variants:\n  own: {dropout: true}\n")
-    assert found.structure is not None
-    assert (found.structure.overlap, found.structure.packed) == ("nothing", True)
-    text = render(found).text
+    kernel = backward("own", head_dim=head_dim, declared="variants:\n  own: {dropout: true}\n")
+    assert kernel.structure is not None
+    assert (kernel.structure.overlap, kernel.structure.packed) == ("nothing", True)
+    text = render(kernel).text
     assert text.count("find_kept();") == 2
     assert "const float2 both = unpack<Element>(whole[pair]);" in text
     assert "rs<1>(dv, p + row / 4," in text
@@ -341,13 +341,13 @@ def declared(score: str) -> dict[str, object]:
     ],
 )
 def test_what_a_score_asks_for(variant: str, fields: dict[str, object], overlap: str, weighted: str | None) -> None:
-    found = backward(variant, **fields)
-    assert found.structure is not None
-    assert found.structure.overlap == overlap
-    text = render(found).text
+    kernel = backward(variant, **fields)
+    assert kernel.structure is not None
+    assert kernel.structure.overlap == overlap
+    text = render(kernel).text
     assert ("p_derivative" in text) == (weighted is not None)
     assert weighted is None or f"weighted[2 * row + j] = {weighted};" in text
-    assert ("uint32_t ds_pairs" in text) == found.structure.pingpong  # dS is kept for dK
+    assert ("uint32_t ds_pairs" in text) == kernel.structure.pingpong  # dS is kept for dK
 
 
 def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_share() -> None:
@@ -449,8 +449,8 @@ def test_parts_have_each_step_once(variant: str, head_dim: int) -> None:
 def _steps_by_stripes(
     part: int, parts: int, *, tiles: int, q_tiles: int, group: int, k_stripe: int
 ) -> list[tuple[int, int]]:
-    """What ``_visits_striped.cu.j2`` does, line by line: (head, tile) of each step of a part, or of a whole tile."""
-    kv_tile, found = 5, []
+    """``_visits_striped.cu.j2``, line by line: (head, tile) of each step of a part, or of a whole tile."""
+    kv_tile, order = 5, []
     stride, step = (1, 0) if part < 0 else (parts, part % parts)
     stripe = min(k_stripe, (q_tiles + 3) // 4) if group > 1 else tiles
     end = tiles
@@ -460,7 +460,7 @@ def _steps_by_stripes(
         first = (3 * kv_tile + step) % (width * group)
         h, place = first // width, begin + first % width
         while step < width * group:
-            found.append((h, place))
+            order.append((h, place))
             step += stride
             place += stride
             while place >= end:
@@ -468,13 +468,13 @@ def _steps_by_stripes(
                 h = (h + 1) % group
         step -= width * group
         end -= stripe
-    return found
+    return order
 
 
 @pytest.mark.parametrize("variant", ["causal", "full", "alibi", "prefix_lm"])
 def test_heads_of_a_group_go_by_stripes(variant: str) -> None:
-    found = backward(variant, head_dim=128)
-    text = render(found).text
+    kernel = backward(variant, head_dim=128)
+    text = render(kernel).text
     for line in (
         "stripe = group > 1 ? min(kStripe, (q_tiles + 3) / 4) : tiles;",
         "for (int end = tiles; __any_sync(~0u, end > 0); end -= stripe) {",
@@ -486,7 +486,7 @@ def test_heads_of_a_group_go_by_stripes(variant: str) -> None:
         "step -= width * group;",
     ):
         assert line in text
-    stripe = found.structure.stripe
+    stripe = kernel.structure.stripe
     assert f"constexpr int kStripe = {stripe};" in text
     for tiles in (0, 1, 5, 8, 9, 40):
         for group in (1, 4, 7):

@@ -21,14 +21,14 @@ ACCUMULATOR = "dq_sum"
 @pytest.mark.parametrize("variant", ["causal", "softcap", "allowed"])
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_the_gradients_that_a_launch_computes_are_in_its_name(backend: str, variant: str, head_dim: int) -> None:
-    found = planned(variant, head_dim=head_dim, passes="backward", backward=f"{{backend: {backend}}}")
+    backward = planned(variant, head_dim=head_dim, passes="backward", backward=f"{{backend: {backend}}}")
     computed: set[str] = set()
-    for launch in found.launches:
+    for launch in backward.launches:
         kernel = launch.name.removeprefix("classify_")
         assert kernel in GRADIENTS
-        assert launch.symbol == f"{found.name}_{launch.name}"
+        assert launch.symbol == f"{backward.name}_{launch.name}"
         if kernel != launch.name:
-            assert found.has_launch(kernel)  # the map is that kernel's
+            assert backward.has_launch(kernel)  # the map is that kernel's
             continue
         given = {argument.of for argument in launch.arguments if argument.kind != "stride"}
         written = given & {"dq", "dk", "dv"} | ({"dq"} if ACCUMULATOR in given else set())
@@ -42,8 +42,8 @@ def test_the_gradients_that_a_launch_computes_are_in_its_name(backend: str, vari
 
 @pytest.mark.parametrize(("head_dim", "last"), [(128, "dqkv"), (256, "postprocess")])
 def test_what_only_rounds_dq_says_so(head_dim: int, last: str) -> None:
-    found = planned("causal", head_dim=head_dim, passes="backward", backward="{backend: cuda}")
-    assert found.launches[-1].name == last
-    names = {argument.of for argument in found.launches[-1].arguments}
+    backward = planned("causal", head_dim=head_dim, passes="backward", backward="{backend: cuda}")
+    assert backward.launches[-1].name == last
+    names = {argument.of for argument in backward.launches[-1].arguments}
     assert {"dq", ACCUMULATOR} <= names
     assert ("k" in names) == (last == "dqkv")

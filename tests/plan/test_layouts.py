@@ -32,9 +32,9 @@ def of_layout(layout: str) -> Plan:
     return replace(planned(layout="dense"), layout=layout)
 
 
-def signature(found: Plan, **more: object) -> list[str]:
-    operands = [arguments.tensor_map(found, name, 64, 64) for name in "qkv"]
-    return [one.name for one in arguments.signature(found, operands, tiles="q_tiles", strided=("out",), **more)]
+def signature(kernel: Plan, **more: object) -> list[str]:
+    operands = [arguments.tensor_map(kernel, name, 64, 64) for name in "qkv"]
+    return [one.name for one in arguments.signature(kernel, operands, tiles="q_tiles", strided=("out",), **more)]
 
 
 def test_every_layout_of_a_spec_has_a_row() -> None:
@@ -93,13 +93,13 @@ def test_pages_refuse_the_place_of_keys_in_a_packed_tensor(variant: str, used: s
 
 def test_arguments_of_pages() -> None:
     paged, varlen = of_layout("paged"), of_layout("varlen")
-    found, others = signature(paged), signature(varlen)
-    assert [name for name in found if name not in others] == [
+    names, others = signature(paged), signature(varlen)
+    assert [name for name in names if name not in others] == [
         "page_table_ptr", "page_table_stride", "page_size", "num_pages", "box_rows", "has_cu_seqlens_q",
     ]  # fmt: skip
-    assert [name for name in others if name not in found] == ["cu_seqlens_k_ptr", "has_seqused_k"]
-    assert {"cu_seqlens_q_ptr", "seqused_k_ptr", "max_seqlen_q", "max_seqlen_k", "stride_out_s"} <= set(found)
-    assert "stride_out_b" not in found
+    assert [name for name in others if name not in names] == ["cu_seqlens_k_ptr", "has_seqused_k"]
+    assert {"cu_seqlens_q_ptr", "seqused_k_ptr", "max_seqlen_q", "max_seqlen_k", "stride_out_s"} <= set(names)
+    assert "stride_out_b" not in names
 
 
 def test_tensor_maps_of_pages() -> None:
@@ -107,9 +107,9 @@ def test_tensor_maps_of_pages() -> None:
     paged = of_layout("paged")
     for window, box in ((None, (1, 1, 128, 64)), (128, (1, 1, 1, 128, 64))):
         for name in "kv":
-            found = arguments.tensor_map(paged, name, 128, 128, window=window)
-            assert (found.box, found.window, found.paged) == (box, window, True)
-            assert found.to_dict()["paged"] is True
+            tensor_map = arguments.tensor_map(paged, name, 128, 128, window=window)
+            assert (tensor_map.box, tensor_map.window, tensor_map.paged) == (box, window, True)
+            assert tensor_map.to_dict()["paged"] is True
     q = arguments.tensor_map(paged, "q", 128, 128)
     assert q == arguments.tensor_map(of_layout("varlen"), "q", 128, 128)
     assert "paged" not in q.to_dict()
@@ -127,8 +127,8 @@ def test_strides_of_pages() -> None:
 def test_names_and_manifests_tell_layouts_apart() -> None:
     ordinary = kernels("variant: causal, layout: [dense, varlen, paged]")
     with with_schedule(serving("hopper_forward"), before="hopper_forward"):
-        found = [plan(spec) for spec in ordinary]
-    assert len({one.name for one in found}) == 3
-    assert "_paged_" in found[2].name
-    assert [one.to_dict()["key_access"] for one in found] == ["contiguous", "ragged", "paged"]
+        plans = [plan(spec) for spec in ordinary]
+    assert len({one.name for one in plans}) == 3
+    assert "_paged_" in plans[2].name
+    assert [one.to_dict()["key_access"] for one in plans] == ["contiguous", "ragged", "paged"]
     assert hopper_forward.SCHEDULE in schedules("forward")

@@ -51,22 +51,22 @@ def test_what_follows_from_the_bytes_of_a_dtype(name: str) -> None:
 
 @pytest.mark.parametrize("name", ATTENTION_DTYPES)
 def test_operands_of_a_spec_are_of_its_dtype(name: str) -> None:
-    found, written = operands_of(kernel_spec(dtype=name, backend="triton")), QUANTIZED_DTYPES.get(name, name)
+    operands, written = operands_of(kernel_spec(dtype=name, backend="triton")), QUANTIZED_DTYPES.get(name, name)
     others = {"accumulator": "fp32", "p": PROBABILITY_DTYPE if name in QUANTIZED_DTYPES else name}
-    assert {field.name: found.of(field.name).name for field in fields(Operands)} == {
+    assert {field.name: operands.of(field.name).name for field in fields(Operands)} == {
         field.name: others.get(field.name, name if field.name in ("q", "k", "v") else written)
         for field in fields(Operands)
     }
     plan = planned(dtype=name, backend="cuda" if name in QUANTIZED_DTYPES else "triton")
-    assert plan.operands == found
-    assert plan.to_dict()["operands"] == found.to_dict()
+    assert plan.operands == operands
+    assert plan.to_dict()["operands"] == operands.to_dict()
 
 
 def test_operands_that_a_schedule_needs_alike_are_refused_if_they_differ() -> None:
-    found = replace(operands_of(kernel_spec()), v=dtype("fp16"))
-    assert found.shared("q", "k", "p").name == "bf16"
+    operands = replace(operands_of(kernel_spec()), v=dtype("fp16"))
+    assert operands.shared("q", "k", "p").name == "bf16"
     with pytest.raises(ValueError, match="one dtype: q bf16, k bf16, v fp16"):
-        found.shared("q", "k", "v")
+        operands.shared("q", "k", "v")
 
 
 # --- CUDA forwards ----------------------------------------------------------------------------------------------

@@ -61,10 +61,10 @@ def test_what_explain_says_of_the_loaders() -> None:
 
 
 def test_what_a_paged_kernel_is_told() -> None:
-    found = [one.name for one in planned(head_dim=128, backend="cuda", layout="paged").arguments]
+    names = [one.name for one in planned(head_dim=128, backend="cuda", layout="paged").arguments]
     told = {"page_table_ptr", "page_table_stride", "page_size", "num_pages", "box_rows"}
-    assert told | {"seqused_k_ptr", "cu_seqlens_q_ptr", "has_cu_seqlens_q"} <= {*found}
-    assert not {"cu_seqlens_k_ptr", "has_seqused_k"} & {*found}
+    assert told | {"seqused_k_ptr", "cu_seqlens_q_ptr", "has_cu_seqlens_q"} <= {*names}
+    assert not {"cu_seqlens_k_ptr", "has_seqused_k"} & {*names}
 
 
 @pytest.mark.parametrize(

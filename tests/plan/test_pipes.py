@@ -46,9 +46,9 @@ CHOICES: list[dict[str, object]] = [
 
 
 def pipes_of(plan: Plan) -> Pipes:
-    found = named(plan.schedule).pipes
-    assert found is not None
-    return found(plan)
+    declare = named(plan.schedule).pipes
+    assert declare is not None
+    return declare(plan)
 
 
 @pytest.fixture(params=CHOICES, ids=lambda choice: "-".join(str(value) for value in choice.values()))
@@ -57,43 +57,43 @@ def kernel(request: pytest.FixtureRequest) -> Plan:
 
 
 def test_shared_memory_is_what_is_declared(kernel: Plan) -> None:
-    found, roles = pipes_of(kernel), kernel.structure
-    assert found.regions == roles.shared
+    pipes, roles = pipes_of(kernel), kernel.structure
+    assert pipes.regions == roles.shared
     offset = 0
-    for region in found.regions:
+    for region in pipes.regions:
         assert region.offset == offset
         offset += region.bytes
-    sizes = {region.name: region.bytes for region in found.regions}
-    for barrier in found.barriers:
+    sizes = {region.name: region.bytes for region in pipes.regions}
+    for barrier in pipes.barriers:
         assert sizes.pop(barrier.name) == 8 * barrier.count
-        assert next(r.offset for r in found.regions if r.name == barrier.name) % 8 == 0
-    for ring in found.rings:
+        assert next(r.offset for r in pipes.regions if r.name == barrier.name) % 8 == 0
+    for ring in pipes.rings:
         for name, size in ring.stored:
             assert sizes.pop(name) == ring.stages * size
-    assert sizes == dict(found.others)
+    assert sizes == dict(pipes.others)
 
 
 def test_the_kernel_begins_and_names_what_is_declared(kernel: Plan) -> None:
-    found, text = pipes_of(kernel), render(kernel).text
+    pipes, text = pipes_of(kernel), render(kernel).text
     begun = re.findall(r"init_barriers\((?:here \+ )?k(\w+), (\d+), (\d+)(?:, own, 32 \* kLoaders)?\);", text)
     assert begun == [
         ("".join(part.capitalize() for part in one.name.split("_")), str(one.count), str(one.signal.arrivals))
-        for one in found.barriers
+        for one in pipes.barriers
     ]
     rings = dict(re.findall(r"using (\w+)Ring = (.+?);", text))
-    assert len(rings) == len(found.rings)
-    for ring in found.rings:
+    assert len(rings) == len(pipes.rings)
+    for ring in pipes.rings:
         own = rings["".join(part.capitalize() for part in ring.name.split("_"))]
         assert own.endswith(f", {ring.stages}>") or (ring.alternates and own.startswith("Pair<"))
         assert own.count("kNoBarrier") == (ring.full is None) + (ring.empty is None)
     enum = re.search(r"enum class Named \{(.*?)\};", text, re.DOTALL)
     numbers = re.findall(r"k(\w+) = (\d+),", enum[1]) if enum else []
-    assert numbers == [(one.name.capitalize(), str(one.first)) for one in found.named]
-    for role in found.roles:
+    assert numbers == [(one.name.capitalize(), str(one.first)) for one in pipes.named]
+    for role in pipes.roles:
         if role.warps == 1:
             name = "".join(part.capitalize() for part in role.name.split("_"))
             assert f"k{name} = {role.first}" in text
-    warps = sorted(warp for role in found.roles for warp in range(role.first, role.first + role.warps))
+    warps = sorted(warp for role in pipes.roles for warp in range(role.first, role.first + role.warps))
     assert len(set(warps)) == len(warps)
     assert warps[-1] < kernel.num_warps
 
@@ -117,9 +117,9 @@ def test_templates_have_no_barrier_but_through_rings() -> None:
 # --- the docs -------------------------------------------------------------------------------------------------
 
 
-def table(found: Pipes) -> str:
+def table(pipes: Pipes) -> str:
     lines = ["| pipe | guards | full: arrivals | empty: arrivals |", "|---|---|---|---|"]
-    for pipe in found.pipes:
+    for pipe in pipes.pipes:
         sides = (pipe.full, pipe.empty) if isinstance(pipe, Ring) else (pipe.signal, None)
         guards = pipe.guards if isinstance(pipe, Ring) else pipe.signal.says
         cells = [f"`{pipe.name}`", guards, *(signal.sources if signal else "–" for signal in sides)]
@@ -128,7 +128,7 @@ def table(found: Pipes) -> str:
 
 
 @pytest.mark.parametrize(
-    "found",
+    "declare",
     [
         pytest.param(partial(declared.forward, 2, 1, 2, 4, pingpong=True, skips=False, specialized=True), id="forward"),
         pytest.param(partial(declared.backward, 3, 2, 4, "pingpong", bias_stages=1), id="backward"),
@@ -136,15 +136,15 @@ def table(found: Pipes) -> str:
         pytest.param(partial(decode_pipes, warps=8, stages=24, stage=8192, merge=34816, q=0), id="decode"),
     ],
 )
-def test_the_docs_have_the_table_that_is_declared(found: partial[Pipes]) -> None:
+def test_the_docs_have_the_table_that_is_declared(declare: partial[Pipes]) -> None:
     text = (root() / "docs/schedules.md").read_text("utf-8")
-    assert table(found()) in text, f"docs/schedules.md lacks\n{table(found())}"
+    assert table(declare()) in text, f"docs/schedules.md lacks\n{table(declare())}"
 
 
 # --- the models -----------------------------------------------------------------------------------------------
 
 
-def changed(found: Pipes, name: str, by: int) -> Pipes:
+def changed(pipes: Pipes, name: str, by: int) -> Pipes:
     """Return pipes in which one barrier takes so many arrivals more."""
 
     def other(signal: Signal | None, own: str) -> Signal | None:
@@ -157,7 +157,7 @@ def changed(found: Pipes, name: str, by: int) -> Pipes:
             return replace(pipe, signal=signal)
         return replace(pipe, full=other(pipe.full, f"{pipe.name}_full"), empty=other(pipe.empty, f"{pipe.name}_empty"))
 
-    return replace(found, pipes=tuple(of(pipe) for pipe in found.pipes))
+    return replace(pipes, pipes=tuple(of(pipe) for pipe in pipes.pipes))
 
 
 FORWARD = Case(((frozenset({0, 1}),) * 4,) * 4, 2, 2, 2, 2, pingpong=True, overlap=True, skips=False)
@@ -202,18 +202,18 @@ def test_what_is_declared_runs(model: str) -> None:
 
 
 def test_barriers_of_one_number_are_refused() -> None:
-    found = declared.backward(3, 2, 4, "pingpong")
-    twice = replace(found.named[-1], first=found.named[0].first)
+    pipes = declared.backward(3, 2, 4, "pingpong")
+    twice = replace(pipes.named[-1], first=pipes.named[0].first)
     with pytest.raises(ValueError, match="declared twice"):
-        replace(found, named=(*found.named[:-1], twice))
+        replace(pipes, named=(*pipes.named[:-1], twice))
     with pytest.raises(ValueError, match="declared twice"):
-        replace(found, pipes=(*found.pipes, found.pipes[0]))
+        replace(pipes, pipes=(*pipes.pipes, pipes.pipes[0]))
     with pytest.raises(ValueError, match="no place in shared memory"):
-        replace(found, order=found.order[1:])
+        replace(pipes, order=pipes.order[1:])
 
 
 def test_registers_are_those_of_whole_warpgroups() -> None:
-    found = declared.backward(3, 2, 4, "pingpong")
-    *others, last = found.roles
+    pipes = declared.backward(3, 2, 4, "pingpong")
+    *others, last = pipes.roles
     with pytest.raises(ValueError, match=r"same registers, not \[24, 32\]"):
-        replace(found, roles=(*others, replace(last, registers=32)))
+        replace(pipes, roles=(*others, replace(last, registers=32)))

@@ -43,11 +43,11 @@ def test_plans_that_differ_have_different_names() -> None:
     plans = [planned(**choice) for choice in CHOICES]  # type: ignore[arg-type]
     for one, other in itertools.combinations(plans, 2):
         assert one.name != other.name
-    for found in plans:
-        assert found.name.isidentifier()
-        assert len(found.name) < 120
-        assert found.arch_name in found.name
-        assert found.variant.name in found.name
+    for kernel in plans:
+        assert kernel.name.isidentifier()
+        assert len(kernel.name) < 120
+        assert kernel.arch_name in kernel.name
+        assert kernel.variant.name in kernel.name
 
 
 def test_the_same_spec_gives_the_same_plan() -> None:
@@ -58,25 +58,25 @@ def test_the_same_spec_gives_the_same_plan() -> None:
 
 
 def test_a_plan_is_frozen_and_travels() -> None:
-    found = planned("allowed")
+    kernel = planned("allowed")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.tile_m = 1  # type: ignore[misc]
-    assert pickle.loads(pickle.dumps(found)) == found
+        kernel.tile_m = 1  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(kernel)) == kernel
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_kernel_of_a_shipped_spec_is_planned_once(name: str) -> None:
     plans = [plan(spec) for spec in expand(load_spec(specs_dir() / name))]
-    assert len({found.name for found in plans}) == len(plans)
-    assert not any("/" in found.spec_file and found.spec_file.startswith("/") for found in plans)
+    assert len({kernel.name for kernel in plans}) == len(plans)
+    assert not any("/" in kernel.spec_file and kernel.spec_file.startswith("/") for kernel in plans)
 
 
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 @pytest.mark.parametrize("name", preset_names())
 def test_arguments_have_names_of_their_own(name: str, layout: str) -> None:
     for loads in ("descriptor", "pointer"):
-        found = planned(name, layout=layout, loads=loads)
-        for arguments in (launch.arguments for launch in found.launches):
+        kernel = planned(name, layout=layout, loads=loads)
+        for arguments in (launch.arguments for launch in kernel.launches):
             names = [argument.name for argument in arguments]
             assert len(set(names)) == len(names)
             assert all(n.isidentifier() and not keyword.iskeyword(n) for n in names)
@@ -97,14 +97,14 @@ def test_arguments_promise_what_the_alignment_says() -> None:
 
 def test_scalars_that_are_fixed_are_no_arguments() -> None:
     declared = 'variants:\n  w:\n    mask: "q_pos - kv < n"\n    scalars: {n: {type: int32, const: 7}}\n'
-    found = planned("w", declared=declared)
-    assert not [argument for argument in found.arguments if argument.kind == "scalar"]
+    kernel = planned("w", declared=declared)
+    assert not [argument for argument in kernel.arguments if argument.kind == "scalar"]
 
 
 @pytest.mark.parametrize("name", ["tile", "acc", "p", "q_index", "lowest_bit", "full_lo_3", "visible_until_0"])
 def test_a_scalar_with_a_name_of_the_kernel_gets_another_one(name: str) -> None:
     declared = f'variants:\n  w:\n    mask: "q_pos - kv < {name}"\n    scalars: {{{name}: {{type: int32}}}}\n'
-    found = planned("w", declared=declared)
-    (argument,) = [argument for argument in found.arguments if argument.kind == "scalar"]
+    kernel = planned("w", declared=declared)
+    (argument,) = [argument for argument in kernel.arguments if argument.kind == "scalar"]
     assert argument.of == name
     assert argument.name != name

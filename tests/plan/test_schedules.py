@@ -30,19 +30,19 @@ OTHERS = sorted(
 
 def asked(text: str) -> list[str]:
     """Return the lines of a module that know one schedule: by its module, its structure or its name."""
-    found = []
+    mentions = []
     names = {row.name for row in ALL}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attngen.plan.schedules."):
-            found.append(f"{node.lineno}: from {node.module} import …")
+            mentions.append(f"{node.lineno}: from {node.module} import …")
         elif isinstance(node, ast.ImportFrom) and node.module == "attngen.plan.schedules":
             modules = {one.name for one in node.names} & (
                 {path.stem for path in (PACKAGE / "plan/schedules").glob("*.py")}
             )
-            found += [f"{node.lineno}: import of {name}" for name in modules]
+            mentions += [f"{node.lineno}: import of {name}" for name in modules]
         elif isinstance(node, ast.Constant) and node.value in names:
-            found.append(f"{node.lineno}: {node.value!r}")
-    return found
+            mentions.append(f"{node.lineno}: {node.value!r}")
+    return mentions
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.relative_to(PACKAGE).as_posix())

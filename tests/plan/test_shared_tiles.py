@@ -19,9 +19,9 @@ def planned(entry: str) -> tuple[Plan, Plan]:
     return ordinary, shared
 
 
-def roles(found: Plan) -> HopperForward:
-    assert isinstance(found.structure, HopperForward)
-    return found.structure
+def roles(kernel: Plan) -> HopperForward:
+    assert isinstance(kernel.structure, HopperForward)
+    return kernel.structure
 
 
 def test_it_is_a_kernel_beside_the_ordinary_one() -> None:

@@ -1,4 +1,4 @@
-"""How a backward in CUDA adds up the gradients of a variant's tensors."""
+"""Backward kernels in CUDA add up the gradients of a variant's tensors."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def backward(score: str, **fields: object) -> Plan:
     ],
 )
 def test_ways(score: str, ways: list[Way]) -> None:
-    found = backward(score, head_dim=64)
-    assert found.backend == "cuda"
-    gradients = gradients_of(found.variant, fast_math=True)
+    kernel = backward(score, head_dim=64)
+    assert kernel.backend == "cuda"
+    gradients = gradients_of(kernel.variant, fast_math=True)
     assert [each.way for each in gradients] == ways
-    assert isinstance(found.structure, HopperBackward)
-    assert found.structure.reads_ds == any(not each.in_registers for each in gradients)
-    text = render(found).text
+    assert isinstance(kernel.structure, HopperBackward)
+    assert kernel.structure.reads_ds == any(not each.in_registers for each in gradients)
+    text = render(kernel).text
     assert ("tensor_sum_0" in text) == any(each.in_registers for each in gradients)
-    assert ("ds_ring.wait();" in text) == found.structure.reads_ds
+    assert ("ds_ring.wait();" in text) == kernel.structure.reads_ds
     assert render(backward(score, head_dim=64)).text == text
 
 
@@ -84,16 +84,18 @@ def test_ways(score: str, ways: list[Way]) -> None:
 )  # fmt: skip
 def test_differences_of_query_and_key(index: str) -> None:
     """The index as a function of the difference has the values of the index."""
-    (found,) = gradients_of(backward(f"s + table[h, clamp({index}, 0, 256)]").variant, fast_math=True)
-    assert found.way is Way.DIAGONAL
+    (gradient,) = gradients_of(backward(f"s + table[h, clamp({index}, 0, 256)]").variant, fast_math=True)
+    assert gradient.way is Way.DIAGONAL
     random = Random(index)
     for _ in range(200):
         seqlen_q, seqlen_k = random.randint(1, 90), random.randint(1, 90)
         q, kv, h = random.randrange(seqlen_q), random.randrange(seqlen_k), random.randrange(4)
         q_pos = q + seqlen_k - seqlen_q
         values = {"q": q, "q_pos": q_pos, "kv": kv, "h": h, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        moved = value_of(found.indices[1], {APART.name: q_pos - kv, "h": h, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k})
-        assert moved == value_of(found.load.indices[1], values)
+        moved = value_of(
+            gradient.indices[1], {APART.name: q_pos - kv, "h": h, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        )
+        assert moved == value_of(gradient.load.indices[1], values)
 
 
 def value_of(node: Expr, values: dict[str, int]) -> int:
@@ -107,9 +109,9 @@ def value_of(node: Expr, values: dict[str, int]) -> int:
 
 
 def test_what_is_left_to_triton() -> None:
-    found = backward("s + gate[h]", head_dim=192)
-    assert found.backend == "triton"
-    assert "own tensors (grad: true) beyond head dim 128" in found.backend_reason
+    kernel = backward("s + gate[h]", head_dim=192)
+    assert kernel.backend == "triton"
+    assert "own tensors (grad: true) beyond head dim 128" in kernel.backend_reason
 
 
 @pytest.mark.parametrize(("head_dim", "overlap"), [(64, "pingpong"), (96, "pingpong"), (128, "dk")])
