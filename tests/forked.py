@@ -34,8 +34,8 @@ class Preload:
 
     def __init__(self, program: str = ATTNGEN, places: Sequence[Path] = (ROOT,)) -> None:
         self.channel, theirs = socket.socketpair()
-        found = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(ROOT))]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *found])}
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(ROOT))]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *paths])}
         code = f"import sys; sys.path.remove({str(ROOT)!r}); sys.path[:0] = {list(map(str, places))!r}\n{program}"
         main = f"from tests.forked import serve; serve({theirs.fileno()}, {code!r}, {list(map(str, places))!r})"
         self._process = subprocess.Popen(
@@ -95,7 +95,7 @@ def popen(command: Sequence[str | os.PathLike[str]], **options: Any) -> Popen:
 
 
 class Popen:
-    """What callers use of ``subprocess.Popen``, for a fork of a ``Preload``."""
+    """The part of ``subprocess.Popen`` that callers use, for a fork of a ``Preload``."""
 
     def __init__(
         self,
@@ -137,13 +137,13 @@ class Popen:
         self.pid = int.from_bytes(self._receive(8), "little")
 
     def _receive(self, length: int) -> bytes:
-        found = b""
-        while len(found) < length:
-            part = self._status.recv(length - len(found))
+        received = b""
+        while len(received) < length:
+            part = self._status.recv(length - len(received))
             if not part:
                 raise OSError("the process that forks has ended")
-            found += part
-        return found
+            received += part
+        return received
 
     def poll(self) -> int | None:
         """Return the exit status, or None while the process runs."""

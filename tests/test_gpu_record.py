@@ -82,22 +82,22 @@ def suite_in(folder: Path, text: str) -> str:
     return str(path)
 
 
-def names(found: dict[str, record.Test], outcome: str) -> list[str]:
-    return sorted(name.split("::")[-1] for name, test in found.items() if test.outcome()[0] == outcome)
+def names(tests: dict[str, record.Test], outcome: str) -> list[str]:
+    return sorted(name.split("::")[-1] for name, test in tests.items() if test.outcome()[0] == outcome)
 
 
 def test_a_crash_a_hang_and_a_lost_context_cost_one_test_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "TEST_SECONDS", 8)
     suite, said = run([suite_in(tmp_path / "suite", SUITE)], workers=2, limit=None, folder=tmp_path, prebuild=False)
-    found = suite.tests
-    assert names(found, "failed") == [
+    tests = suite.tests
+    assert names(tests, "failed") == [
         "test_crashes", "test_fails", "test_has_no_fixture", "test_loses_the_context", "test_waits_forever",
     ], (tmp_path / "tests").read_text()  # fmt: skip
-    assert names(found, "refused") == ["test_refused"]
-    assert names(found, "not run") == ["test_lacks_a_card"]
-    assert len(names(found, "passed")) == 25
+    assert names(tests, "refused") == ["test_refused"]
+    assert names(tests, "not run") == ["test_lacks_a_card"]
+    assert len(names(tests, "passed")) == 25
     assert suite.exhaustive == 1
-    texts = {name.split("::")[-1]: "\n".join(test.texts) for name, test in found.items()}
+    texts = {name.split("::")[-1]: "\n".join(test.texts) for name, test in tests.items()}
     assert "one is not two" in texts["test_fails"]
     assert "crashed while running" in texts["test_crashes"]
     printed = (tmp_path / "tests").read_text()

@@ -87,34 +87,34 @@ def test_lower_packages_import_only_upper_ones(path: Path) -> None:
 
 
 def graph(folder: Path, package: str) -> dict[str, set[str]]:
-    """Return which modules each module imports, inside functions and for types alone, too."""
+    """Imports of each module, inside functions and for types alone, too."""
     names = {}
     for path in folder.rglob("*.py"):
         parts = (package, *path.relative_to(folder).with_suffix("").parts)
         names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    found: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     for name, path in names.items():
         if path.relative_to(folder).as_posix() in FACADES:
             continue
         full = (".".join(parts) for _, parts in imported_names(path))
-        found[name] = {one if one in names else one.rpartition(".")[0] for one in full} & (names.keys() - {name})
-    return found
+        imported[name] = {one if one in names else one.rpartition(".")[0] for one in full} & (names.keys() - {name})
+    return imported
 
 
-def cycles(found: dict[str, set[str]]) -> list[set[str]]:
+def cycles(imported: dict[str, set[str]]) -> list[set[str]]:
     """Return the groups of modules each of which imports the others, directly or not."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()
         todo = [start]
         while todo:
-            for other in found.get(todo.pop(), set()) - seen:
+            for other in imported.get(todo.pop(), set()) - seen:
                 seen.add(other)
                 todo.append(other)
         return seen
 
-    reach = {name: reached(name) for name in found}
-    groups = {frozenset(other for other in reach[name] if name in reach.get(other, ())) for name in found}
+    reach = {name: reached(name) for name in imported}
+    groups = {frozenset(other for other in reach[name] if name in reach.get(other, ())) for name in imported}
     return sorted((set(group) for group in groups if group), key=sorted)
 
 
@@ -160,7 +160,7 @@ def test_parts_import_only_what_stands_before_them(path: Path) -> None:
 
 
 def loaded(code: str, *names: str) -> list[str]:
-    """Return which of the modules are loaded after ``code`` in a fresh process."""
+    """Those of the modules that are loaded after ``code`` in a fresh process."""
     script = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nprint(*[n for n in {names} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

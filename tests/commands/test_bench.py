@@ -104,15 +104,15 @@ def test_a_picture_needs_matplotlib(spec: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.stderr == "this needs matplotlib, which is not installed; pip install 'attngen[bench]'\n"
 
 
-def raced(monkeypatch: pytest.MonkeyPatch, found: BenchReport) -> list[tool.Options]:
+def raced(monkeypatch: pytest.MonkeyPatch, outcome: BenchReport) -> list[tool.Options]:
     """Let a race find this, case by case, and return the options that it was run with."""
     seen: list[tool.Options] = []
 
     def bench(spec: Path, options: tool.Options, observer: tool.Observer) -> BenchReport:
         seen.append(options)
-        for count in range(1, len(found.rows) + 1):
-            observer(BenchReport(found.spec, found.package, found.rows[:count]), len(found.rows))
-        return found
+        for count in range(1, len(outcome.rows) + 1):
+            observer(BenchReport(outcome.spec, outcome.package, outcome.rows[:count]), len(outcome.rows))
+        return outcome
 
     monkeypatch.setattr(tool, "bench", bench)
     return seen
@@ -203,9 +203,9 @@ def test_a_dry_run_of_backwards(spec: Path) -> None:
 
 
 def test_a_kernel_that_fails(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = report()
+    passing = report()
     wrong = Result("attngen cuda", "fwd", "failed", "wrong: relative error 1.0e+00 exceeds 1e-02")
-    raced(monkeypatch, BenchReport("mine.yaml", "mine", (*found.rows, Row(found.rows[0].case, (wrong,)))))
+    raced(monkeypatch, BenchReport("mine.yaml", "mine", (*passing.rows, Row(passing.rows[0].case, (wrong,)))))
     done = run(spec, code=cli.EXIT_FAILURE)
     assert "causal d128 bf16 1k: attngen cuda: wrong: relative error 1.0e+00 exceeds 1e-02" in done.stderr
 

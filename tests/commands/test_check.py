@@ -214,7 +214,7 @@ kernels:
 def test_all_errors_of_a_spec_in_one_run(tmp_path):
     path = write(tmp_path, WRONG)
     (report,) = json.loads(run(path, "--json").stdout)["specs"]
-    found = [(error["line"], error["field"], error["message"].splitlines()[0]) for error in report["errors"]]
+    errors = [(error["line"], error["field"], error["message"].splitlines()[0]) for error in report["errors"]]
     expected = [
         (2, "arch", "did you mean 'sm90a'?"),
         (5, "mask", "unknown name 'q_idx'; write 'q'"),
@@ -228,8 +228,8 @@ def test_all_errors_of_a_spec_in_one_run(tmp_path):
         (15, "kernels[2].backward", "'passes' has no backward"),
         (16, "kernels[3].head_dim", "64 is given twice in one list"),
     ]
-    assert [row[:2] for row in found] == [row[:2] for row in expected]
-    for (_, _, message), (_, _, says) in zip(found, expected, strict=True):
+    assert [row[:2] for row in errors] == [row[:2] for row in expected]
+    for (_, _, message), (_, _, says) in zip(errors, expected, strict=True):
         assert says in message
     told = run(path)
     assert told.exit_code == 2

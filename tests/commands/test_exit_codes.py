@@ -1,4 +1,4 @@
-"""What each command exits with, and that whoever asked for JSON gets JSON, errors included."""
+"""Exit codes of every command; whoever asked for JSON gets JSON, errors included."""
 
 from __future__ import annotations
 

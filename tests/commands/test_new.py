@@ -38,8 +38,8 @@ def test_scaffold_from_a_preset_checks(folder, name):
     assert run("new", "mine", "--preset", name, "--out", "mine.yaml").exit_code == 0
     result = run("check", "mine.yaml", "--strict")
     assert result.exit_code == 0, result.output
-    found = load_spec("mine.yaml").variants["mine"].variant
-    assert found.to_dict() == same_but_for_the_name(preset(name), "mine")
+    scaffolded = load_spec("mine.yaml").variants["mine"].variant
+    assert scaffolded.to_dict() == same_but_for_the_name(preset(name), "mine")
 
 
 def test_never_overwrites(folder):

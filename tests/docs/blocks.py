@@ -34,14 +34,14 @@ class Block:
 
 def blocks(path: Path, language: str) -> list[Block]:
     """Return the fenced blocks of a language."""
-    content, found = path.read_text(), []
+    content, fences = path.read_text(), []
     for match in _FENCE.finditer(content):
         if match[1] == language:
             before = content[: match.start()]
             note, output = _NOTE.search(before), _OUTPUT.match(content, match.end() + 1)
             line = before.count("\n") + 1
-            found.append(Block(path, line, language, match[2], note[1] if note else "", output[1] if output else None))
-    return found
+            fences.append(Block(path, line, language, match[2], note[1] if note else "", output[1] if output else None))
+    return fences
 
 
 def prose(path: Path) -> str:

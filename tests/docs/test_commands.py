@@ -85,19 +85,19 @@ OURS = [shown for shown in BLOCKS if shown.line.startswith("attngen ")]
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """A folder with the shipped specs as they are, and one in which each asks for one kernel; one cache."""
     root = tmp_path_factory.mktemp("commands")
-    found = {"whole": root / "whole", "small": root / "small"}
-    for folder in found.values():
+    copies = {"whole": root / "whole", "small": root / "small"}
+    for folder in copies.values():
         shutil.copytree(resources.specs_dir(), folder / "specs")
         (folder / "specs" / MINE).write_text(blocks(README, "yaml")[0].text)
         shutil.copy(folder / "specs/presets/causal.yaml", folder / "specs/presets/example.yaml")
         (folder / "config.json").write_text(CONFIG)
         (folder / "h100.yaml").write_text(tuned_text("a card", {}, []))
-    for path in (found["small"] / "specs").rglob("*.yaml"):
+    for path in (copies["small"] / "specs").rglob("*.yaml"):
         path.write_text(_first_kernel(path.read_text()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTNGEN_CACHE", str(root / "cache"))
         registry.clear()
-        yield found
+        yield copies
     registry.clear()
 
 

@@ -81,15 +81,15 @@ def is_file(name: str) -> bool:
 
 def named(pattern: str) -> list[tuple[str, str]]:
     """Return document and inline code of all that matches the pattern as a whole."""
-    found = [
+    spans = [
         (path.relative_to(ROOT).as_posix(), span)
         for path in DOCUMENTS
         if path != PAGE
         for span in dict.fromkeys(code_spans(path))
         if re.fullmatch(pattern, span) and span not in OTHERS
     ]
-    assert found, f"the docs name nothing that looks like {pattern}"
-    return found
+    assert spans, f"the docs name nothing that looks like {pattern}"
+    return spans
 
 
 @pytest.mark.parametrize(("document", "name"), named(rf"(?:{'|'.join(FOLDERS)})/[\w./*<>-]*"))
@@ -119,7 +119,7 @@ def test_symbols_exist(document: str, name: str) -> None:
 
 
 def symbols_in_files() -> Iterator[tuple[str, str, str]]:
-    """Yield what a document says stands in a file: `symbol` in `file`, or `file` (`symbol`)."""
+    """Symbols that a document places in a file: `symbol` in `file`, or `file` (`symbol`)."""
     ending = rf"[\w/]+\.(?:{'|'.join(ENDINGS)})"
     for path in DOCUMENTS:
         text = prose(path)
@@ -141,13 +141,13 @@ def test_symbols_stand_in_their_files(document: str, symbol: str, file: str) -> 
 
 @pytest.mark.parametrize(("document", "name"), named(r"attngen(?:\.\w+)+"))
 def test_modules_and_their_symbols_exist(document: str, name: str) -> None:
-    found, rest = import_module("attngen"), name.split(".")[1:]
+    owner, rest = import_module("attngen"), name.split(".")[1:]
     for place, part in enumerate(rest):
-        if not hasattr(found, part):
+        if not hasattr(owner, part):
             with suppress(ModuleNotFoundError):
                 import_module(".".join(["attngen", *rest[: place + 1]]))
-        assert hasattr(found, part), f"{document} names {name}; {found} has no {part}"
-        found = getattr(found, part)
+        assert hasattr(owner, part), f"{document} names {name}; {owner} has no {part}"
+        owner = getattr(owner, part)
 
 
 @pytest.mark.parametrize("name", sorted(OTHERS))

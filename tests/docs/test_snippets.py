@@ -1,4 +1,4 @@
-"""What README and docs show is true: snippets run, specs load, commands and links exist."""
+"""README and docs are true: snippets run, specs load, commands and links exist."""
 
 from __future__ import annotations
 

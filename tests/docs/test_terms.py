@@ -45,13 +45,13 @@ def texts() -> Iterator[tuple[Path, str]]:
 
 @pytest.mark.parametrize("pattern", REPLACED)
 def test_replaced_words_are_gone(pattern: str) -> None:
-    found = [
+    uses = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}; say '{REPLACED[pattern]}'"
         for path, text in texts()
         for number, line in enumerate(text.splitlines(), 1)
         if re.search(pattern, line)
     ]
-    assert found == []
+    assert uses == []
 
 
 def test_terms_are_defined() -> None:

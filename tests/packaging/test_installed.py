@@ -359,7 +359,7 @@ def test_a_package_with_pages_appends(tmp_path: Path, monkeypatch: pytest.Monkey
     index = json.loads((site / "attngen_cached" / "package.json").read_text())
     assert [(row["name"], row["direction"]) for row in index["kernels"]][2:] == [("append_sm90a_bf16", "append")]
     with on_path(site, "attngen_cached"):
-        found = discovery.installed_packages()["attngen_cached"]
-    (kernel,) = found.kernels("append-kv")
+        package = discovery.installed_packages()["attngen_cached"]
+    (kernel,) = package.kernels("append-kv")
     assert (kernel.direction, kernel.main.grid) == ("append", "vectors")
-    assert found.variants == ("causal",)
+    assert package.variants == ("causal",)

@@ -107,7 +107,7 @@ def test_a_project_compiles_its_specs_while_pip_builds_it(
 def test_a_source_distribution_compiles_where_it_is_installed(
     project: Path, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What pip makes of it there is, byte for byte, the wheel that is made here."""
+    """The wheel that pip makes of it there is, byte for byte, the one that is made here."""
     monkeypatch.setenv("ATTNGEN_CACHE", environment["ATTNGEN_CACHE"])
     made = make(project / "kernels/masks.yaml", tmp_path / "here", "wheel", "sdist")
     wheel, sdist = made.files

@@ -1,4 +1,4 @@
-"""What a wheel holds, that it is always the same, and that nothing half-made is left."""
+"""A wheel's files are complete and always the same, and nothing half-made is left."""
 
 from __future__ import annotations
 

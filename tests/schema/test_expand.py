@@ -25,12 +25,12 @@ def test_defaults():
 
 
 def test_lists_expand_in_order():
-    found = kernels(
+    expanded = kernels(
         "{variant: [full, causal], head_dim: [64, {qk: 192, v: 128}], dtype: [bf16, fp16], layout: [dense, varlen]}"
     )
-    assert len(found) == 16
-    assert [k.variant.name for k in found] == ["full"] * 8 + ["causal"] * 8
-    assert [(k.dtype, k.head_dim_qk, k.head_dim_v, k.layout) for k in found[:4]] == [
+    assert len(expanded) == 16
+    assert [k.variant.name for k in expanded] == ["full"] * 8 + ["causal"] * 8
+    assert [(k.dtype, k.head_dim_qk, k.head_dim_v, k.layout) for k in expanded[:4]] == [
         ("bf16", 64, 64, "dense"), ("bf16", 64, 64, "varlen"),
         ("bf16", 192, 128, "dense"), ("bf16", 192, 128, "varlen"),
     ]  # fmt: skip
@@ -63,8 +63,8 @@ def test_each_field_expands(field, name, values):
 
 
 def test_split_kv_adds_a_forward_to_each():
-    found = kernels("{variant: causal, head_dim: 64, layout: [dense, paged], split_kv: true}")
-    assert [(k.layout, k.split_kv) for k in found] == [
+    expanded = kernels("{variant: causal, head_dim: 64, layout: [dense, paged], split_kv: true}")
+    assert [(k.layout, k.split_kv) for k in expanded] == [
         ("dense", False), ("dense", True), ("paged", False), ("paged", True),
     ]  # fmt: skip
     assert not any(k.split_kv for k in kernels("{variant: causal, head_dim: 64}"))
@@ -84,20 +84,20 @@ def test_a_split_kv_forward_has_no_choices_of_the_ordinary_one():
 
 def test_blocks_that_share_the_keys_of_a_tile_are_a_forward_more():
     given = "tile: {m: 128, n: 64}, warps: {consumer: 2}, pack_gqa: true"
-    found = kernels(f"{{variant: causal, head_dim: 64, split_kv: tiles, persistent: [true, false], {given}}}")
-    assert [(k.split_tiles, k.split_kv, k.persistent, k.tile_n, k.pack_gqa) for k in found] == [
+    expanded = kernels(f"{{variant: causal, head_dim: 64, split_kv: tiles, persistent: [true, false], {given}}}")
+    assert [(k.split_tiles, k.split_kv, k.persistent, k.tile_n, k.pack_gqa) for k in expanded] == [
         (False, False, True, 64, True), (True, False, None, 64, True), (False, False, False, 64, True),
     ]  # fmt: skip
     both = kernels("{variant: causal, head_dim: 64, split_kv: [true, tiles]}")
     assert [(k.split_kv, k.split_tiles) for k in both] == [(False, False), (True, False), (False, True)]
-    assert found[1].locate("split_tiles").line == found[1].locate("split_kv").line
+    assert expanded[1].locate("split_tiles").line == expanded[1].locate("split_kv").line
     with pytest.raises(SpecError, match=r"split_kv: found 'rows'; allowed: true, false or 'tiles'"):
         kernels("{variant: causal, head_dim: 64, split_kv: rows}")
 
 
 def test_split_kv_is_the_forwards():
-    found = kernels("{variant: causal, head_dim: 64, split_kv: true, passes: [forward, backward]}")
-    assert [(k.direction, k.split_kv) for k in found] == [("forward", False), ("forward", True), ("backward", False)]
+    expanded = kernels("{variant: causal, head_dim: 64, split_kv: true, passes: [forward, backward]}")
+    assert [(k.direction, k.split_kv) for k in expanded] == [("forward", False), ("forward", True), ("backward", False)]
     with pytest.raises(SpecError, match=r"kernels\[0\].split_kv: is for the forward"):
         kernels("{variant: causal, head_dim: 64, split_kv: true, passes: backward}")
 
@@ -274,11 +274,11 @@ def test_hash_sees_includes(tmp_path):
     (tmp_path / "top.yaml").write_text(
         "schema: 1\narch: sm80\ninclude: base.yaml\nkernels: [{variant: a, head_dim: 64}]\n"
     )
-    found = set()
+    hashes = set()
     for mask in ("q >= kv", "q > kv"):
         (tmp_path / "base.yaml").write_text(f"schema: 1\nvariants: {{a: {{mask: '{mask}'}}}}\n")
-        found.add(spec_hash(load_spec(tmp_path / "top.yaml")))
-    assert len(found) == 2
+        hashes.add(spec_hash(load_spec(tmp_path / "top.yaml")))
+    assert len(hashes) == 2
 
 
 def test_to_dict_is_json_without_places(tmp_path):

@@ -1,4 +1,4 @@
-"""What each preset means, against definitions written out by hand, one pair of query and key at a time."""
+"""Each preset against a definition written out by hand, one pair of query and key at a time."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def test_masks(name, lengths):
     visible, given = MASKS[name]
     env, tensors = environment(seqlen_q, seqlen_k, given)
     shape = (BATCH, HEADS, seqlen_q, seqlen_k)
-    found = evaluate(preset(name).mask, env, tensors).expand(shape)[:, 0]
+    shown = evaluate(preset(name).mask, env, tensors).expand(shape)[:, 0]
     offset = seqlen_k - seqlen_q
     expected = [
         [[visible(b, i, i + offset, j) for j in range(seqlen_k)] for i in range(seqlen_q)] for b in range(BATCH)
     ]
-    assert found.tolist() == expected
+    assert shown.tolist() == expected
 
 
 @pytest.mark.parametrize("lengths", [(12, 12), (5, 12), (12, 5)], ids=str)
@@ -117,7 +117,7 @@ def test_scores(name, lengths):
     logits = torch.linspace(-6, 6, seqlen_q * seqlen_k).reshape(seqlen_q, seqlen_k)
     score = preset(name).score
     assert score is not None
-    found = evaluate(score, env | {"s": logits}, tensors).expand(BATCH, HEADS, seqlen_q, seqlen_k)[0]
+    scores = evaluate(score, env | {"s": logits}, tensors).expand(BATCH, HEADS, seqlen_q, seqlen_k)[0]
     expected = [
         [
             [SCORES[name](float(logits[i, j]), h, i + seqlen_k - seqlen_q - j) for j in range(seqlen_k)]
@@ -125,4 +125,4 @@ def test_scores(name, lengths):
         ]
         for h in range(HEADS)
     ]
-    torch.testing.assert_close(found, torch.tensor(expected))
+    torch.testing.assert_close(scores, torch.tensor(expected))

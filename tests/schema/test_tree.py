@@ -147,12 +147,12 @@ def test_the_parser_in_c_gives_the_same(path: Path, monkeypatch: pytest.MonkeyPa
     if len(content) > 3000:
         del damaged[0]
     for text in damaged:
-        found = []
+        outcomes = []
         for quick in (tree._QUICK, None):
             with monkeypatch.context() as patch:
                 patch.setattr(tree, "_QUICK", quick)
                 try:
-                    found.append(repr(tree.parse(text, "spec.yaml")))
+                    outcomes.append(repr(tree.parse(text, "spec.yaml")))
                 except SpecError as error:
-                    found.append(str(error))
-        assert found[0] == found[1]
+                    outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]

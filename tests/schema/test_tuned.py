@@ -54,9 +54,9 @@ def test_a_kernel_is_the_same_whoever_asks_for_it() -> None:
 def test_choices_come_back_from_the_file(tmp_path: Path, index: int) -> None:
     """Every candidate, written and read, plans the same kernel."""
     kernel = kernels()[index]
-    found = list(candidates(kernel))
-    assert found[0][1].name == plan(kernel).name
-    for other, planned in [found[0], *found[1 :: max(len(found) // 6, 1)]]:
+    tried = list(candidates(kernel))
+    assert tried[0][1].name == plan(kernel).name
+    for other, planned in [tried[0], *tried[1 :: max(len(tried) // 6, 1)]]:
         tuned = load_tuned(written(tmp_path, row(kernel, fields_of(other))))
         applied = tuned.applied(kernel)
         assert applied is not None

@@ -15,7 +15,7 @@ _NOBODY = 65534
 
 
 def as_user(function: Callable[[], T], root: Path, *, writable: bool = False) -> T:
-    """Return what ``function`` returns in a child process to which ``root`` is readable, and maybe its own."""
+    """Call ``function`` in a child process to which ``root`` is readable, and maybe its own."""
     for path in (root, *root.rglob("*")):
         if writable and os.getuid() == 0:
             os.chown(path, _NOBODY, _NOBODY)

@@ -190,7 +190,7 @@ def not_yet(name: str, last: bool) -> str | None:
 
 
 def process(last: bool) -> int:
-    """Which process runs the job."""
+    """Id of the process that runs the job."""
     return os.getpid()
 
 
@@ -205,7 +205,7 @@ class Meeting:
 
 
 def meet(folder: Path, text: str) -> int:
-    """Return how many processes have come, two at best."""
+    """Number of processes that have come, two at best."""
     (folder / str(os.getpid())).touch()
     deadline = time.monotonic() + 60
     while len(os.listdir(folder)) < 2 and time.monotonic() < deadline:
@@ -214,7 +214,7 @@ def meet(folder: Path, text: str) -> int:
 
 
 def met(count: int, last: bool) -> int:
-    """How many processes unpickled their argument at once."""
+    """Number of processes that unpickled their argument at once."""
     return count
 
 
@@ -228,17 +228,17 @@ _loader: int | None = None
 
 
 def loaded(last: bool) -> int | None:
-    """Which process has loaded, for this one too."""
+    """Id of the process that has loaded, for this one too."""
     return _loader
 
 
 def parent(last: bool) -> int:
-    """Which process forked the one that runs the job."""
+    """Id of the process that forked the one that runs the job."""
     return os.getppid()
 
 
 def environment(name: str, last: bool) -> str:
-    """What a job finds in its environment."""
+    """Environment of a job."""
     return os.environ.get(name, "absent")
 
 

@@ -1,4 +1,4 @@
-"""Reliability checks 27 and 28: many cold processes at once, and processes killed at any moment."""
+"""Many cold processes at once, and processes killed at any moment."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def test_a_crafted_manifest_with_a_right_checksum_is_damage(tmp_path: Path, cont
     sums = (folder / "SHA256SUMS").read_text()
     assert old in sums
     (folder / "SHA256SUMS").write_text(sums.replace(old, sha256(content).hexdigest()))
-    found, damage = store.read(KEY)
-    assert found is None
+    entry, damage = store.read(KEY)
+    assert entry is None
     assert damage is not None
 
 

@@ -82,7 +82,7 @@ def test_workers_start_again_where_the_process_that_forks_was_killed() -> None:
 
 
 def test_a_worker_takes_a_long_job_before_it_unpickles_it(tmp_path: Path) -> None:
-    """That may import much, and the next worker would start only after it."""
+    """Unpickling may import much, and the next worker would start only after it."""
     results = run([job("met", fakes.Meeting(tmp_path)) for _ in range(2)])
     assert [result.value for result in results] == [2, 2]
 
@@ -132,7 +132,7 @@ def test_a_crash_costs_one_job() -> None:
 
 
 def test_a_job_may_end_its_process_with_an_answer() -> None:
-    """What it leaves behind harms no other job, and is no crash."""
+    """The process left behind harms no other job, and is no crash."""
     results = run([job("last_of_its_process"), job("last_of_its_process"), job("process"), job("process")], workers=1)
     assert [result.error for result in results] == [None] * 4
     first, second, third, fourth = (result.value for result in results)
@@ -223,8 +223,8 @@ def test_jobs_that_are_stopped_fail() -> None:
     with worker_processes() as workers:
         timer = threading.Timer(0.5, workers.stop)
         timer.start()
-        found = run([job("hang")], shared=workers)[0]
-    assert "SIGKILL" in str(found.error)
+        result = run([job("hang")], shared=workers)[0]
+    assert "SIGKILL" in str(result.error)
     assert not workers.busy
 
 

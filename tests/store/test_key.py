@@ -1,4 +1,4 @@
-"""Reliability check 26: whatever goes into a compile goes into the key; how it is written down does not."""
+"""Everything that goes into a compile goes into the key; how it is written down does not."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def test_the_key_is_one_hash() -> None:
 
 
 def test_the_toolchain_is_told_by_version_and_content() -> None:
-    found = toolchain("triton", "sm80")
-    assert found["triton"]
-    assert len(found["content"] or "") == 16
+    tools = toolchain("triton", "sm80")
+    assert tools["triton"]
+    assert len(tools["content"] or "") == 16
 
 
 def test_the_place_of_an_installation_is_no_part_of_the_toolchain(

@@ -1,4 +1,4 @@
-"""What is not the cache's own survives whatever the cache removes."""
+"""Files that are not the cache's own survive whatever the cache removes."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def _plant(root: Path, rng: random.Random, outside: Path) -> None:
 
 
 def _tree(root: Path) -> dict[str, bytes | str]:
-    """Return what stands below a folder: content of files, targets of links."""
-    found: dict[str, bytes | str] = {}
+    """Contents of a folder: text of files, targets of links."""
+    tree: dict[str, bytes | str] = {}
     for folder, folders, files in os.walk(root):
         for name in folders + files:
             path = Path(folder, name)
             kind = os.readlink(path) if path.is_symlink() else "folder" if path.is_dir() else path.read_bytes()
-            found[str(path.relative_to(root))] = kind
-    return found
+            tree[str(path.relative_to(root))] = kind
+    return tree
 
 
 def _use_everything(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

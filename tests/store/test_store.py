@@ -1,4 +1,4 @@
-"""Entries: what is put is what is got, or nothing is got. Reliability check 28, but for the killing."""
+"""Entries: what is put is what is got, or nothing is got."""
 
 from __future__ import annotations
 

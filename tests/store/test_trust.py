@@ -85,9 +85,9 @@ def test_the_owner_is_oneself_or_root(
     real = os.stat
 
     def owned(path: Path, **named: bool) -> os.stat_result:
-        found = list(real(path, **named))
-        found[4] = owner
-        return os.stat_result(found)
+        fields = list(real(path, **named))
+        fields[4] = owner
+        return os.stat_result(fields)
 
     monkeypatch.setattr("attngen.store.trust.os.stat", owned)
     monkeypatch.setattr(os, "geteuid", lambda: user)
