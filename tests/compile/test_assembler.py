@@ -1,4 +1,4 @@
-"""Which of the assemblers in a Triton wheel is used: the newest of CUDA 12, whatever its name."""
+"""The assembler of a Triton wheel that is used is the newest of CUDA 12, whatever its name."""
 
 from __future__ import annotations
 

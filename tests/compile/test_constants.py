@@ -31,9 +31,9 @@ LEFT_OUT = {1, 2, 4, 5, 7, 8, 9}
 
 def compiled(kernels: list[Prepared], folder: Path) -> int:
     """Compile kernels, and return how many that were."""
-    found, failures = compile_kernels(kernels, store=Store(folder))
+    artifacts, failures = compile_kernels(kernels, store=Store(folder))
     assert [str(failure.error) for failure in failures] == []
-    return len(found)
+    return len(artifacts)
 
 
 def test_they_compile(tmp_path: Path) -> None:

@@ -233,11 +233,13 @@ def test_a_serialized_product_is_refused_unless_allowed(monkeypatch: pytest.Monk
 def test_another_number_of_products_than_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = compiled("causal", 128)
     (launch,) = plan.launches
-    found = launch.products
-    assert found is not None
-    plan = replace(plan, launches=(replace(launch, products=found + 1),))
+    products = launch.products
+    assert products is not None
+    plan = replace(plan, launches=(replace(launch, products=products + 1),))
     with_log(monkeypatch, plan, CLEAN)
-    with pytest.raises(CompileError, match=f"{found} wgmma instructions in the cubin, but {found + 1} were planned"):
+    with pytest.raises(
+        CompileError, match=f"{products} wgmma instructions in the cubin, but {products + 1} were planned"
+    ):
         compile_source(plan, render(plan))
 
 

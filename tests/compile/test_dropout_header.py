@@ -88,11 +88,11 @@ def test_lanes_drop_what_the_reference_drops(program: str, queries: slice, keys:
     (tmp_path / "main.cpp").write_text(START + program)
     subprocess.run([str(COMPILER), "-w", "-o", tmp_path / "main", tmp_path / "main.cpp"], check=True)
     lines = subprocess.run([tmp_path / "main"], check=True, capture_output=True, text=True).stdout.splitlines()
-    found = torch.zeros(queries.stop - queries.start, keys.stop - keys.start, dtype=torch.bool)
+    kept_by_lanes = torch.zeros(queries.stop - queries.start, keys.stop - keys.start, dtype=torch.bool)
     for q, kv, stays in (map(int, line.split()) for line in lines):
-        found[q, kv] = bool(stays)
+        kept_by_lanes[q, kv] = bool(stays)
     state = torch.tensor([0x9234567890ABCDEF - 2**64, 77])
     call: Any = SimpleNamespace(heads=6, scalars={"dropout_p": 20000 / 65536}, tensors={"rng_state": state})
     assert rate_of(call)[0] == 20000
-    assert len(lines) == found.numel()
-    assert torch.equal(found, kept(call, 0, queries, keys.stop)[5][:, keys])
+    assert len(lines) == kept_by_lanes.numel()
+    assert torch.equal(kept_by_lanes, kept(call, 0, queries, keys.stop)[5][:, keys])

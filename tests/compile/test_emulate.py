@@ -119,7 +119,7 @@ def listing(code: str) -> str:
 
 
 def judged(old: str = "", new: str = "") -> list[str]:
-    """Return what is found in the machine code with one line replaced."""
+    """Problems of the machine code with one line replaced."""
     assert _SASS.count(f" {old}\n") == 1 or not old
     return wrong_products(PTX, listing(_SASS.replace(f" {old}\n", f" {new}\n") if old else _SASS), PARAMETERS, 4)
 

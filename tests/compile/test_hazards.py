@@ -27,8 +27,8 @@ _LOOP = """
 
 
 def test_registers_of_q_given_to_p_are_found() -> None:
-    (found,) = overwritten(parse(_LOOP.replace("{p}", "R102")))
-    assert "reads R102" in found
+    (problem,) = overwritten(parse(_LOOP.replace("{p}", "R102")))
+    assert "reads R102" in problem
 
 
 def test_registers_of_their_own_are_right() -> None:

@@ -29,9 +29,9 @@ kernels:
     ("k", "width", "wrong"), [(16, 2, False), (16, 4, False), (16, 8, True), (32, 8, False), (32, 16, True)]
 )
 def test_lanes_hold_no_more_than_there_is(k: int, width: int, wrong: bool) -> None:
-    found = repeated_operands(_DOT.format(k=k, width=width))
-    assert len(found) == (2 if wrong else 0)
-    assert all(f"depth of {k}" in line for line in found)
+    problems = repeated_operands(_DOT.format(k=k, width=width))
+    assert len(problems) == (2 if wrong else 0)
+    assert all(f"depth of {k}" in line for line in problems)
 
 
 def test_operands_of_a_compiled_kernel_are_seen() -> None:

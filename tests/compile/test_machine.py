@@ -46,7 +46,7 @@ def test_a_register_of_q_given_to_p_is_found() -> None:
     maker = start + max(n for n, i in enumerate(loop) if i.writes == {p})
     wrong = with_result(cubin(), maker, q)
     assert overwritten(decode(wrong))
-    assert all(f"reads R{q}" in found for found in overwritten_operands(wrong))
+    assert all(f"reads R{q}" in problem for problem in overwritten_operands(wrong))
     assert len(overwritten_operands(wrong)) == 1
 
 

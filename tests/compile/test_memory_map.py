@@ -44,8 +44,8 @@ def check_forward(bounds: tuple[int, int] | None, consumers: int, pack_gqa: bool
     assert plan.structure.consumers == consumers
     source = render(plan)
     spans = re.search(r"struct Spans \{(.*?)\};", source.text, re.DOTALL)
-    found = spans and tuple(len(re.findall(rf"\b{kind}_lo", spans[1])) for kind in ("visible", "full"))
-    assert found == bounds
+    counts = spans and tuple(len(re.findall(rf"\b{kind}_lo", spans[1])) for kind in ("visible", "full"))
+    assert counts == bounds
     assert ".entry" in to_ptx(source)
 
 
@@ -114,9 +114,9 @@ def test_records_of_backwards_are_aligned(head_dim: int, deterministic: bool, la
 def test_a_word_holds_the_last_tile_of_the_longest_sequence_and_all_flags(consumers: int, tile_n: int) -> None:
     plan = planned("sliding_window", backend="cuda", tile=f"{{m: {64 * consumers}, n: {tile_n}}}")
     source = render(plan)
-    found = re.search(r"kTileMask = \(1 << (\d+)\) - 1;.*\n.*kPartialBit = (\d+), kSkippedBit", source.text)
-    assert found is not None
-    mask_bits, partial_bit = map(int, found.groups())
+    match = re.search(r"kTileMask = \(1 << (\d+)\) - 1;.*\n.*kPartialBit = (\d+), kSkippedBit", source.text)
+    assert match is not None
+    mask_bits, partial_bit = map(int, match.groups())
     assert (MAX_SEQLEN - 1) // tile_n < 2**mask_bits <= 2**partial_bit
     to_ptx(source)  # which asserts that the flags of all consumers fit above
     crowded = source.text.replace(f"kPartialBit = {partial_bit},", f"kPartialBit = {33 - 2 * consumers},")

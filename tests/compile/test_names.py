@@ -55,14 +55,14 @@ KINDS = ("scalar", "tensor", "let")
 
 
 def legal(names: Iterable[str]) -> list[str]:
-    found = []
+    accepted = []
     for name in dict.fromkeys(names):
         try:
             check_symbol(name)
         except ValueError:
             continue
-        found.append(name)
-    return found
+        accepted.append(name)
+    return accepted
 
 
 def source_of(kind: str, names: list[str], backend: str = "cuda", passes: str = "forward") -> Source:

@@ -1,4 +1,4 @@
-"""Which NVRTC compiles for which arch, how it is loaded, and what happens where it does not work."""
+"""The NVRTC that compiles for each arch: how it is chosen and loaded, and what happens where it does not work."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ print(cubin[:4], 'torch' in sys.modules)
 
 
 def test_a_process_without_torch_finds_the_builtins() -> None:
-    """Whatever the library's run path says: torch's import loads the builtins, and its wheel of NVRTC may need that."""
+    """Builtins are found whatever the run path says: torch's import loads them, and its NVRTC may need that."""
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
@@ -200,7 +200,7 @@ def test_a_build_stops_with_one_error_and_no_other_backend(tmp_path: Path, broke
     with pytest.raises(ToolchainError, match=r"NVRTC 12\.9\.99 .* does not work"):
         build(tmp_path / "mine.yaml", store=store, jobs=1)
     manifests = [store.read(key)[0] for key in store.all_keys()]
-    assert all(found is not None and found.manifest["dtype"] == "fp32" for found in manifests)
+    assert all(artifact is not None and artifact.manifest["dtype"] == "fp32" for artifact in manifests)
 
 
 def test_commands_say_it_once_and_exit_1(tmp_path: Path, broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ class Cache:
         return self.page_size * self.heads * self.columns, row, head, 1
 
     def place(self, page: int, row: int, head: int, column: int) -> int:
-        """Return how a copy names an element, as the program counts them."""
+        """Number that the program gives an element, by the name that a copy has for it."""
         return 1 + sum(i * step for i, step in zip((page, row, head, column), self.strides, strict=True))
 
     def described(self, box: tuple[int, ...], window: int | None) -> str:
@@ -210,7 +210,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def loaded(path: Path, caches: dict[str, Cache], numbers: Sequence[int], tile_n: int) -> list[int]:
-    """Return what a tile of K, then one of V, holds in shared memory."""
+    """Shared memory after a tile of K, then one of V, was loaded."""
     boxes = {"k": ((1, 1, tile_n, 64), None), "v": ((1, 1, 1, tile_n, 64), tile_n)}
     maps = [caches[name].described(*boxes[name]) for name in caches]
     given = "\n".join([" ".join(map(str, numbers)), *maps])
@@ -233,12 +233,12 @@ def test_a_tile_holds_the_keys_of_its_pages_and_zeros(program: SimpleNamespace, 
         rows = gcd(page_size, tile_n)
         for tile in {0, (length - 1) // tile_n}:
             numbers = (page_size, pages, rows, length, head, tile, needed, *table)
-            found = iter(loaded(program.path, caches, numbers, tile_n))
+            elements = iter(loaded(program.path, caches, numbers, tile_n))
             for name, cache in caches.items():
                 for first in range(0, WIDTHS[name], 64):
                     for key in range(tile * tile_n, (tile + 1) * tile_n):
                         for column in range(first, first + 64):
-                            element = next(found)
+                            element = next(elements)
                             page = table[key // page_size] if key // page_size < needed else 0
                             held = cache.place(page, key % page_size, head, column)
                             if key >= length and (name == "v" or key // rows * rows >= length):
@@ -247,24 +247,24 @@ def test_a_tile_holds_the_keys_of_its_pages_and_zeros(program: SimpleNamespace, 
 
 
 def test_pages_outside_the_cache_are_zeros(program: SimpleNamespace) -> None:
-    """Whatever a table says of a sequence's keys, nothing outside the cache is read."""
+    """Nothing outside the cache is read, whatever a table says of a sequence's keys."""
     tile_n = program.tile_n
     for entries in ([5, GARBAGE], [-1, 4], [-(2**31), 5]):
         caches = {name: Cache(columns, tile_n, 5, 2, True) for name, columns in COLUMNS.items()}
-        found = loaded(program.path, caches, (tile_n, 5, tile_n, tile_n + 3, 1, 0, 2, *entries), tile_n)
-        assert set(found) == {0}
+        elements = loaded(program.path, caches, (tile_n, 5, tile_n, tile_n + 3, 1, 0, 2, *entries), tile_n)
+        assert set(elements) == {0}
 
 
 @pytest.mark.parametrize(
-    ("rule", "broken", "found"),
+    ("rule", "broken", "message"),
     [
         ("num_pages, seqlen_k, inverse};", "num_pages, seqlen_k + 2 * page_size, inverse};", "AddressSanitizer"),
         ("if (box.page < num_pages)", "if (true)", "a copy that shows nothing"),
         ("static_cast<uint32_t>(page) < num_pages", "true", "a copy that shows nothing"),
     ],
 )
-def test_a_rule_that_is_broken_is_found(program: SimpleNamespace, rule: str, broken: str, found: str) -> None:
-    """What the tests above could not find, they could not exclude either."""
+def test_a_rule_that_is_broken_is_found(program: SimpleNamespace, rule: str, broken: str, message: str) -> None:
+    """The tests above fail when a rule of the copies is broken."""
     folder = program.path.parent / f"broken{abs(hash(rule))}"
     folder.mkdir(exist_ok=True)
     whole = ""
@@ -275,5 +275,5 @@ def test_a_rule_that_is_broken_is_found(program: SimpleNamespace, rule: str, bro
     assert whole.count(rule) == 1
     build(folder)
     caches = {name: Cache(columns, 1, 9, 2, True) for name, columns in COLUMNS.items()}
-    with pytest.raises(AssertionError, match=found):
+    with pytest.raises(AssertionError, match=message):
         loaded(folder / "pages", caches, (1, 9, 1, 3, 1, 0, 3, 0, 1, -1), program.tile_n)

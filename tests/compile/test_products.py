@@ -58,7 +58,7 @@ def test_a_compiled_kernel_is_right() -> None:
 def test_an_instruction_that_makes_a_descriptor_is_missed() -> None:
     tried = {text: kernel().wrong(changed) for text, changed in mutants()}
     assert len(tried) > 30  # 38 by Triton 3.8
-    unseen = [text for text, found in tried.items() if not found]
+    unseen = [text for text, seen in tried.items() if not seen]
     assert len(unseen) < len(tried) // 5
     assert all(_SAME.search(text) for text in unseen), unseen
 
@@ -92,9 +92,9 @@ def making_descriptors(instructions: list[SassInstruction]) -> set[int]:
     making: set[int] = set()
     for place in reversed(executed()):
         instruction = instructions[place]
-        if found := _GROUP.search(instruction.text):
+        if group := _GROUP.search(instruction.text):
             in_registers = not instruction.operands[1].startswith("gdesc")
-            needed |= {f"UR{int(found[1]) + n}" for n in range(2 if in_registers else 0, 4)}
+            needed |= {f"UR{int(group[1]) + n}" for n in range(2 if in_registers else 0, 4)}
             continue
         results = written(instruction)
         if not results & needed:
@@ -141,8 +141,8 @@ def read(instruction: SassInstruction) -> set[str]:
 
 
 def _registers(operands: set[str], wide: bool) -> set[str]:
-    found = {(kind, int(number)) for text in operands for kind, number in _NAME.findall(text)}
-    return {f"{kind}{number + n}" for kind, number in found for n in range(2 if wide and kind[-1] == "R" else 1)}
+    registers = {(kind, int(number)) for text in operands for kind, number in _NAME.findall(text)}
+    return {f"{kind}{number + n}" for kind, number in registers for n in range(2 if wide and kind[-1] == "R" else 1)}
 
 
 def test_a_wrong_kernel_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:

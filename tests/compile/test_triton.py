@@ -104,8 +104,8 @@ def test_places_of_parameters_are_those_that_cuobjdump_reads(tmp_path: Path, arc
     (tmp_path / "kernel.cubin").write_bytes(artifact.cubin)
     tool = [str(nvidia_tool("cuobjdump")), "--dump-elf", str(tmp_path / "kernel.cubin")]
     text = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"Ordinal\s*:\s*(\w+)\s+Offset\s*:\s*(\w+)\s+Size\s*:\s*(\w+)", text)
-    rows = sorted({tuple(int(value, 16) for value in row) for row in found})
+    matches = re.findall(r"Ordinal\s*:\s*(\w+)\s+Offset\s*:\s*(\w+)\s+Size\s*:\s*(\w+)", text)
+    rows = sorted({tuple(int(value, 16) for value in row) for row in matches})
     assert parameter_places(artifact.cubin) == [(offset, size) for _, offset, size in rows]
     assert len(rows) > 3
     with pytest.raises(CompileError, match="not an ELF file"):

@@ -24,7 +24,7 @@ _COMMENT = re.compile(r"//[^\n]*")
 def rendered(spec: str) -> tuple[tuple[Plan, Source], ...]:
     """Return every CUDA kernel of a spec, named from the root of the checkout, with its source."""
     plans = [plan(kernel) for kernel in expand(load_spec(root() / spec))]
-    return tuple((found, render(found)) for found in plans if found.backend == "cuda")
+    return tuple((planned, render(planned)) for planned in plans if planned.backend == "cuda")
 
 
 def code(text: str) -> str:
@@ -34,14 +34,14 @@ def code(text: str) -> str:
 
 def kernels(text: str) -> dict[str, list[str]]:
     """Return the names of the parameters of each kernel of a source, in order."""
-    found = {}
+    parameters = {}
     for match in _KERNEL.finditer(code(text)):
         declarations = [" ".join(part.split()) for part in match["parameters"].split(",")]
-        found[match["name"]] = [re.split(r"[ *]+", declaration)[-1] for declaration in declarations]
-    return found
+        parameters[match["name"]] = [re.split(r"[ *]+", declaration)[-1] for declaration in declarations]
+    return parameters
 
 
 def identifiers(text: str) -> Counter[str]:
-    """Return how often the code of a source says each identifier; directives and texts in quotes hold none."""
+    """Count of each identifier in the code of a source; directives and quoted texts hold none."""
     plain = re.sub(r'^ *#[^\n]*|"[^"\n]*"', "", code(text), flags=re.MULTILINE)
     return Counter(re.findall(r"(?<![\w.])[A-Za-z_]\w*", plain))

@@ -1,4 +1,4 @@
-"""What the text of a CUDA kernel says of bytes, as numbers: constants, and offsets of copies and of products."""
+"""Bytes in the text of a CUDA kernel, as numbers: constants, and offsets of copies and of products."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Loop:
 
 def constants(text: str, sizes: Numbers) -> dict[str, int]:
     """Return the integer constants of a kernel; ``sizes`` are the bytes of its types."""
-    found = {"sizeof_float": 4}
+    numbers = {"sizeof_float": 4}
     for name, stages in re.findall(r"using (\w+Ring) = (?:Ring<\w+, \w+, (\d+)>|Pair<)", text):
-        found[f"{name}_kStages"] = int(stages or 2)
+        numbers[f"{name}_kStages"] = int(stages or 2)
     for name, of in re.findall(r"using (\w*Element) = (\w+);", text):
-        found[f"sizeof_{name}"] = sizes[of]
+        numbers[f"sizeof_{name}"] = sizes[of]
     for line in re.findall(r"^constexpr (?:int|uint32_t) (.*?);", text, re.MULTILINE):
         for one in _split(line):
             name, expression = one.split(" = ")
-            found[name] = evaluate(expression, found)
-    return found
+            numbers[name] = evaluate(expression, numbers)
+    return numbers
 
 
 def evaluate(expression: str, numbers: Numbers) -> int:
@@ -93,7 +93,7 @@ def offset(loop: Loop, expression: str, value: int, numbers: Numbers, **others: 
 
 
 def _inside(text: str, start: int, brackets: str = "()") -> str:
-    """Return what stands up to the bracket that closes one which is open."""
+    """Text up to the bracket that closes one which is open."""
     depth = 1
     for i in range(start, len(text)):
         depth += (text[i] == brackets[0]) - (text[i] == brackets[1])

@@ -22,7 +22,7 @@ TRITON = tuple(name for name in SHIPPED if name not in ("hopper", "hopper_all", 
 def rendered(name: str) -> tuple[tuple[Plan, Source], ...]:
     """Return every Triton kernel of a shipped spec with its source."""
     plans = [plan(spec) for spec in expand(load_spec(specs_dir() / f"{name}.yaml"))]
-    return tuple((found, render(found)) for found in plans if found.backend == "triton")
+    return tuple((planned, render(planned)) for planned in plans if planned.backend == "triton")
 
 
 def assigned(function: ast.FunctionDef) -> set[str]:

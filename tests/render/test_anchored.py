@@ -80,17 +80,17 @@ def test_tiles_that_end_with_what_is_seen_hold_all_of_it(dtype: str, tile: str, 
         cases.append((bits, seqlen_q, seqlen_k, chance.choice([1, 40, 64, 200, 511]), chance.randrange(tiles)))
     words = [str(number) for case in cases for number in case]
     printed = subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout.split("\n")
-    found = [tuple(map(int, line.split())) for line in printed if line]
+    ranges = [tuple(map(int, line.split())) for line in printed if line]
     each = plan.structure.consumers + 1
-    shifted = [_check(plan, case, found[i * each : (i + 1) * each]) for i, case in enumerate(cases)]
+    shifted = [_check(plan, case, ranges[i * each : (i + 1) * each]) for i, case in enumerate(cases)]
     assert sum(shifted) > 15
 
 
-def _check(plan: Plan, case: tuple[int, ...], found: list[tuple[int, ...]]) -> bool:
+def _check(plan: Plan, case: tuple[int, ...], ranges: list[tuple[int, ...]]) -> bool:
     bits, seqlen_q, seqlen_k, window, q_tile = case
     rows, keys, consumers = plan.tile_m >> bits, plan.tile_n, plan.structure.consumers
     seen: set[int] = set()
-    for part, (lo, hi, full_lo, full_hi, offset) in zip(range(consumers, -1, -1), found, strict=True):
+    for part, (lo, hi, full_lo, full_hi, offset) in zip(range(consumers, -1, -1), ranges, strict=True):
         assert offset % ANCHOR == 0
         assert 0 <= offset < keys
         assert lo >= 0
@@ -107,7 +107,7 @@ def _check(plan: Plan, case: tuple[int, ...], found: list[tuple[int, ...]]) -> b
             assert all(of_tile <= one for one in sees), case
         if part == consumers and offset and visible:
             assert 0 <= hi * keys + offset - 1 - max(visible) < ANCHOR, case
-    return bool(found[0][-1])
+    return bool(ranges[0][-1])
 
 
 @pytest.mark.parametrize(

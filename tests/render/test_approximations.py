@@ -1,4 +1,4 @@
-"""Where functions are the hardware's approximations: in kernels of 16 bits with ``fast_math``."""
+"""Functions are the hardware's approximations only in kernels of 16 bits with ``fast_math``."""
 
 from __future__ import annotations
 

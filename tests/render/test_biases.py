@@ -25,7 +25,7 @@ def scored(score: str, tensors: str, mask: str = "True", **fields: Any) -> Plan:
 
 
 def tiled(plan: Plan) -> int:
-    """Return how many biases come as tiles, which the source agrees with."""
+    """Number of biases that come as tiles, which the source agrees with."""
     assert isinstance(plan.structure, HopperForward)
     text = render(plan).text
     assert ("biases_ring.wait();" in text) == ('#include "biases.cuh"' in text) == (plan.structure.biases > 0)
@@ -109,7 +109,7 @@ def backward(score: str, tensors: str, mask: str = "True", **fields: Any) -> Pla
 
 
 def tiled_by_keys(plan: Plan) -> int:
-    """Return how many biases come as tiles, which the source agrees with."""
+    """Number of biases that come as tiles, which the source agrees with."""
     assert isinstance(plan.structure, HopperBackward)
     text = render(plan).text
     assert ("biases_ring.wait();" in text) == ('#include "bias_columns.cuh"' in text) == (plan.structure.biases > 0)

@@ -36,51 +36,51 @@ both = pytest.mark.parametrize("spec", SPECS)
 
 @both
 def test_kernels_take_the_planned_arguments(spec: str) -> None:
-    for found, source in rendered(spec):
-        wanted = {found.name: [argument.name for argument in found.arguments]}
-        for launch in found.launches:
+    for kernel, source in rendered(spec):
+        wanted = {kernel.name: [argument.name for argument in kernel.arguments]}
+        for launch in kernel.launches:
             wanted[launch.symbol] = [argument.name for argument in launch.arguments]
         assert kernels(source.text) == wanted
-        assert source.name == found.name
-        assert source.file_name == f"{found.name}.cu"
+        assert source.name == kernel.name
+        assert source.file_name == f"{kernel.name}.cu"
 
 
 @both
 def test_sources_are_of_a_readable_size(spec: str) -> None:
-    for found, source in rendered(spec):
-        assert len(source.text.encode()) <= MAX_BYTES, found.name
-        assert max(map(len, source.text.splitlines())) <= MAX_LINE, found.name
-        assert not re.search(r"[ \t]$|\t|\n\n\n", source.text, re.M), f"{found.name}: blanks"
+    for kernel, source in rendered(spec):
+        assert len(source.text.encode()) <= MAX_BYTES, kernel.name
+        assert max(map(len, source.text.splitlines())) <= MAX_LINE, kernel.name
+        assert not re.search(r"[ \t]$|\t|\n\n\n", source.text, re.M), f"{kernel.name}: blanks"
         assert source.text.endswith("}\n")
 
 
 @both
 def test_no_template_syntax_is_left(spec: str) -> None:
-    for found, source in rendered(spec):
-        assert not re.search(r"\$\{|<%|%>|<#|#>|//%|\bUndefined\b", source.text), found.name
-        assert not re.search(r"\b(None|True|False)\b", code(source.text)), found.name
+    for kernel, source in rendered(spec):
+        assert not re.search(r"\$\{|<%|%>|<#|#>|//%|\bUndefined\b", source.text), kernel.name
+        assert not re.search(r"\b(None|True|False)\b", code(source.text)), kernel.name
 
 
 @both
 def test_brackets_balance(spec: str) -> None:
-    for found, source in rendered(spec):
+    for kernel, source in rendered(spec):
         open_ones = []
         for character in code(source.text):
             if character in "([{":
                 open_ones.append(character)
             elif character in ")]}":
-                assert open_ones, found.name
-                assert open_ones.pop() + character in ("()", "[]", "{}"), found.name
-        assert not open_ones, found.name
+                assert open_ones, kernel.name
+                assert open_ones.pop() + character in ("()", "[]", "{}"), kernel.name
+        assert not open_ones, kernel.name
 
 
 @both
 def test_sources_name_their_origin_and_no_machine(spec: str) -> None:
-    for found, source in rendered(spec):
+    for kernel, source in rendered(spec):
         head = source.text.partition("#include")[0]
-        assert head.startswith(f"// {found.name}\n")
-        assert f"variant {found.variant.name}: mask `{canonical(found.variant.mask)}`" in head
-        template = named(found.schedule).template
+        assert head.startswith(f"// {kernel.name}\n")
+        assert f"variant {kernel.variant.name}: mask `{canonical(kernel.variant.mask)}`" in head
+        template = named(kernel.schedule).template
         assert f"Rendered from templates/{template} by `attngen build {spec}`." in head
         assert str(root()) not in source.text
         assert not re.search(r"(/home/|/root/|/tmp/|/work/|[A-Z]:\\)", source.text)
@@ -89,9 +89,9 @@ def test_sources_name_their_origin_and_no_machine(spec: str) -> None:
 
 @both
 def test_every_include_is_carried(spec: str) -> None:
-    for found, source in rendered(spec):
+    for kernel, source in rendered(spec):
         included = re.findall(r'^#include "([^"]*)"$', source.text, re.M)
-        assert source.text.count("#include") == len(included) >= 5, found.name
+        assert source.text.count("#include") == len(included) >= 5, kernel.name
         assert set(included) <= set(source.headers)
     for text in headers().values():
         assert set(re.findall(r'#include "([^"]*)"', text)) <= set(headers())
@@ -142,17 +142,17 @@ def test_what_depends_on_the_head_is_computed_for_each_row() -> None:
 
 def value(expression: str, **names: int) -> int:
     """Evaluate integer arithmetic of a source: C and Python agree on the order of these operators."""
-    found = eval(expression.replace("work.", "").replace(" / ", " // "), {"min": min}, names)
-    assert isinstance(found, int)
-    return found
+    number = eval(expression.replace("work.", "").replace(" / ", " // "), {"min": min}, names)
+    assert isinstance(number, int)
+    return number
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 def test_rows_of_a_packed_tile_are_the_heads_of_a_query_then_the_next(layout: str, group: int) -> None:
     """Row r of a tile is query r / group and head r % group, wherever rows are written, masked or scored."""
-    found = planned("alibi", backend="cuda", layout=layout, pack_gqa="true", tile="{m: 192}")
-    text = render(found).text
+    kernel = planned("alibi", backend="cuda", layout=layout, pack_gqa="true", tile="{m: 192}")
+    text = render(kernel).text
     fixed = {"group": group, "group_bits": group.bit_length() - 1, "q_start": 5, "hk": 3, "seqlen_q": 10**6}
     wanted = {r: (5 + r // group, 3 * group + r % group) for r in range(192)}
     places = re.findall(r"const int q = (.*);\n *const int h = (.*);", text)
@@ -228,15 +228,15 @@ def collisions(spec: KernelSpec, together: int = TOGETHER) -> set[str]:
     names = sorted(
         {name for known in free.values() for name in known if is_legal(name) and "unheard" not in name} - own
     )
-    found = set[str]()
+    colliding = set[str]()
     for first in range(0, len(names), together):
         tried = names[first : first + together]
         before = free.get(len(tried)) or with_scalars(spec, unheard[: len(tried)])
         after = with_scalars(spec, tried)
         changed = {name for name in after | before if after[name] != before[name]}
         stepped_aside = {re.sub(r"_\d+$", "", name) for name in changed}  # a name that is taken gets a number
-        found |= {name for name in tried if name in changed | stepped_aside}
-    return found
+        colliding |= {name for name in tried if name in changed | stepped_aside}
+    return colliding
 
 
 #: One of each kind; the others by ``-m exhaustive``. Names of users begin with a prefix of their own in kernels, and
@@ -266,8 +266,8 @@ def test_a_collision_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["stage", "work", "wait", "kStages", "stride_out_b", "lse_ptr", "u_stage"])
 def test_a_tensor_may_have_a_name_of_the_kernel(name: str) -> None:
     declared = f'variants:\n  own:\n    mask: "kv < {name}[h]"\n    tensors: {{{name}: {{dtype: int32, shape: [h]}}}}\n'
-    found = planned("own", backend="cuda", declared=declared)
-    (parameters,) = kernels(render(found).text).values()
+    kernel = planned("own", backend="cuda", declared=declared)
+    (parameters,) = kernels(render(kernel).text).values()
     assert f"u_{name}" in parameters
     assert f"extent_u_{name}_0" in parameters
     assert len(set(parameters)) == len(parameters)
@@ -275,8 +275,8 @@ def test_a_tensor_may_have_a_name_of_the_kernel(name: str) -> None:
 
 def test_symbols_of_the_analysis_are_no_names_of_a_variant() -> None:
     """Else a scalar would stand for where a sequence begins, or for the number of its tiles."""
-    found = planned("causal", backend="cuda")
-    for bound in (corner_bindings(found, CUDA), element_bindings(found, ragged=True)):
+    kernel = planned("causal", backend="cuda")
+    for bound in (corner_bindings(kernel, CUDA), element_bindings(kernel, ragged=True)):
         assert not [name for name in bound if is_legal(name)]
 
 

@@ -66,9 +66,9 @@ def value(expr: Expr, names: Mapping[str, int]) -> int | bool:
         case Op(op="select", args=(c, a, b)):  # kernels compute both arms, but take one
             return value(a if value(c, names) else b, names)
         case Op(op=op, args=args):
-            found = FOLD[op](*(value(each, names) for each in args))
-            assert expr.type is not Type.INT or holds_int64(expr) or INT32[0] <= found <= INT32[1], expr
-            return found  # type: ignore[return-value]
+            folded = FOLD[op](*(value(each, names) for each in args))
+            assert expr.type is not Type.INT or holds_int64(expr) or INT32[0] <= folded <= INT32[1], expr
+            return folded  # type: ignore[return-value]
     raise AssertionError(expr)
 
 
@@ -93,10 +93,10 @@ def test_bounds_of_tiles_are_those_of_int64(name: str, along: Along) -> None:
     text, scalars = declared(name)
     passes = {"passes": "backward", "backward": "{backend: cuda}"} if along is QUERIES else {"backend": "cuda"}
     planned = plan(kernel_spec("own", declared=text, head_dim=128, **passes))
-    found = bands(planned.variant.mask, facts_of(planned), over=along.axis)
-    bounded = Bands(found.visible, (), exact=True)
+    visible = bands(planned.variant.mask, facts_of(planned), over=along.axis)
+    bounded = Bands(visible.visible, (), exact=True)
     pairs = [*segments(bounded, along.tile, along.length, facts_of(planned)).partial]
-    pairs += [inward(planned, each, along) for each in found.full]
+    pairs += [inward(planned, each, along) for each in visible.full]
     ends = [settled(planned, end, along) for pair in pairs for end in pair]
     exact = [narrowed(planned, end, along) for end in ends]
     if any(map(holds_int64, ends)):

@@ -1,4 +1,4 @@
-"""What a mask loads for keys comes with a tile of K, and what it loads for rows stays for a tile of work."""
+"""A mask's values of keys come with a tile of K, and its values of rows stay for a tile of work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.plan.specs import planned
 
 
 def masked(mask: str, tensors: str, **fields: str) -> tuple[int, str]:
-    """Return how many values of a key the plan has room for, and the kernel's source."""
+    """Number of values of a key that the plan has room for, and the kernel's source."""
     declared = f"variants:\n  own: {{mask: '{mask}', tensors: {{{tensors}}}}}\n"
     plan = planned("own", declared=declared, backend="cuda", arch="sm90a", **{"dtype": "bf16", **fields})
     assert isinstance(plan.structure, HopperForward)
@@ -104,8 +104,8 @@ def test_what_such_a_value_needs_is_computed_where_it_is_loaded() -> None:
     ],
 )
 def test_values_of_at_most_a_word_that_all_rows_share(mask: str, tensors: str, count: int) -> None:
-    found, text = masked(mask, tensors, tile_map="never")
-    assert found == (count if "KeyValues" in text else 0)
+    words, text = masked(mask, tensors, tile_map="never")
+    assert words == (count if "KeyValues" in text else 0)
     assert (count > 0) == ("struct KeyValues" in text)
 
 

@@ -175,10 +175,10 @@ def program(plan: Plan) -> str:
             fields, lines = loaded.fields, (*loaded.work, *loaded.lines)
         size, index, taken = "kBlockN", "key", "const auto of_key = [&](int key) { return values[2 * lane + key]; };"
     else:
-        found = probabilities(plan)
-        steps, before, form = found.partial, found.block, _BACKWARD
-        if found.query_values is not None:
-            fields, lines = found.query_values.fields, found.query_values.lines
+        bias = probabilities(plan)
+        steps, before, form = bias.partial, bias.block, _BACKWARD
+        if bias.query_values is not None:
+            fields, lines = bias.query_values.fields, bias.query_values.lines
         else:
             lines = ()
         size, index, taken = "kBlockM", "row", "const auto of_query = [&](int row) { return values[2 * lane + row]; };"
@@ -194,14 +194,14 @@ def program(plan: Plan) -> str:
 
 
 def tiles_program(plan: Plan) -> str:
-    """Return which tiles a box of a plan sees as a function of host C++."""
+    """Host C++ of the function that tells which tiles a box of a plan sees."""
     forward = plan.direction == "forward"
-    found = tiles(plan) if forward else tiles(plan, QUERIES)
+    view = tiles(plan) if forward else tiles(plan, QUERIES)
     votes = ""
     if plan.iteration != "ranges":
         votes = _VOTES.replace("WORD", text(word(plan).lines if forward else query_word(plan)))
-    either = " || ".join(f"tile >= {lo} && tile < {hi}" for lo, hi in named(found.visible, found.values))
-    all_of = " || ".join(f"tile >= {lo} && tile < {hi}" for lo, hi in named(found.full, found.values))
+    either = " || ".join(f"tile >= {lo} && tile < {hi}" for lo, hi in named(view.visible, view.values))
+    all_of = " || ".join(f"tile >= {lo} && tile < {hi}" for lo, hi in named(view.full, view.values))
     corners = (
         "const int q_start = box * kBlockM, q_hi = min(q_start + kBlockM, seqlen_q) - 1;"
         if forward
@@ -210,7 +210,7 @@ def tiles_program(plan: Plan) -> str:
     body = _TILES.format(
         axis="k" if forward else "q", along="kBlockN" if forward else "kBlockM", corners=corners,
         boxes="q_tiles" if forward else "kv_tiles", tiles="kv_tiles" if forward else "q_tiles",
-        spans=text(found.lines), visible=either, full=all_of or "false", votes=votes,
+        spans=text(view.lines), visible=either, full=all_of or "false", votes=votes,
     )  # fmt: skip
     return "\n".join((_SHIM, *declared(plan), body))
 
@@ -234,8 +234,8 @@ def declared(plan: Plan) -> list[str]:
 def sizes(name: str) -> list[dict[str, int]]:
     """Return scalars of some calls: the first one divides."""
     large = [_LARGEST] if name in ("chunks", "blocks", "dilated") else [65536]
-    found = [{"n": n, "m": m, "w": w} for n, m, w in product([1, 2, 3, 7, 64, *large], [5], [1, 3])]
-    return [*found, {"n": 641, "m": 1, "w": 17}, {"n": 5, "m": 65536, "w": 2}]
+    small = [{"n": n, "m": m, "w": w} for n, m, w in product([1, 2, 3, 7, 64, *large], [5], [1, 3])]
+    return [*small, {"n": 641, "m": 1, "w": 17}, {"n": 5, "m": 65536, "w": 2}]
 
 
 def truth(mask: str, scalars: dict[str, int], queries: int, keys: int) -> np.ndarray:

@@ -53,7 +53,7 @@ def kernel(request: pytest.FixtureRequest) -> dict[str, object]:
 
 
 @pytest.fixture(params=[2, 1], ids=["two bytes", "one byte"])
-def found(request: pytest.FixtureRequest, kernel: dict[str, object]) -> Iterator[tuple[Plan, str, dict[str, int]]]:
+def case(request: pytest.FixtureRequest, kernel: dict[str, object]) -> Iterator[tuple[Plan, str, dict[str, int]]]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == 1:
             use_one_byte(patch)
@@ -72,8 +72,8 @@ def boxes(plan: Plan) -> dict[str, tuple[int, int, int]]:
     return rows
 
 
-def test_constants_are_those_of_the_operands(found: tuple[Plan, str, dict[str, int]]) -> None:
-    plan, _, numbers = found
+def test_constants_are_those_of_the_operands(case: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, _, numbers = case
     operands, structure = plan.operands, plan.structure
     assert numbers["kMmaK"] == operands.q.mma_k
     assert numbers["kElementBytes"] == operands.q.bytes
@@ -86,16 +86,16 @@ def test_constants_are_those_of_the_operands(found: tuple[Plan, str, dict[str, i
         assert (numbers["kChunk"], numbers["kGradChunk"]) == (operands.dout.chunk_elements, operands.dq.chunk_elements)
 
 
-def test_matrices_fill_the_memory_that_is_planned(found: tuple[Plan, str, dict[str, int]]) -> None:
-    _, text, numbers = found
+def test_matrices_fill_the_memory_that_is_planned(case: tuple[Plan, str, dict[str, int]]) -> None:
+    _, text, numbers = case
     equations = asserted(text)
     assert len(equations) >= 2
     for equation in equations:
         assert evaluate(equation, numbers), equation
 
 
-def test_copies_go_where_products_look(found: tuple[Plan, str, dict[str, int]]) -> None:
-    plan, text, numbers = found
+def test_copies_go_where_products_look(case: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = case
     shapes, seen = boxes(plan), set()
     for tensor, where, step in copies(text):
         names = [tensor] if tensor else ["k", "v"]  # a cluster's loader has a function for both
@@ -111,8 +111,8 @@ def test_copies_go_where_products_look(found: tuple[Plan, str, dict[str, int]]) 
     assert seen == set(shapes)
 
 
-def test_products_step_by_32_bytes(found: tuple[Plan, str, dict[str, int]]) -> None:
-    plan, text, numbers = found
+def test_products_step_by_32_bytes(case: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = case
     element, seen = plan.operands.q, 0
     boxes_of_rows = ((numbers["kBoxColumns"], numbers["kBoxBytes"]), (64, 64 * element.bytes))  # and those of dS
     sides = {numbers["kBlockM"], numbers.get("kKeys", numbers["kBlockN"])}
@@ -134,8 +134,8 @@ def test_products_step_by_32_bytes(found: tuple[Plan, str, dict[str, int]]) -> N
     assert seen == len(re.findall(r"\b[sr]s<\d(?:, \d)?>\(", text)) >= 2
 
 
-def test_descriptors_have_boxes_of_the_bytes_that_are_swizzled(found: tuple[Plan, str, dict[str, int]]) -> None:
-    plan, text, numbers = found
+def test_descriptors_have_boxes_of_the_bytes_that_are_swizzled(case: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = case
     rows_of_boxes = {plan.structure.box_bytes, 64 * plan.operands.q.bytes, numbers.get("kVBoxBytes")}
     sides = {numbers["kBlockM"], numbers.get("kKeys", numbers["kBlockN"])}
     matrices = re.findall(r"using \w+ = Matrix<(.*?), (.*?), (\d)>;", text)
@@ -149,9 +149,9 @@ def test_descriptors_have_boxes_of_the_bytes_that_are_swizzled(found: tuple[Plan
         assert evaluate(leading, numbers) in {16, *(rows * size for rows in sides)}, leading
 
 
-def test_places_in_shared_memory_count_bytes_of_rows(found: tuple[Plan, str, dict[str, int]]) -> None:
+def test_places_in_shared_memory_count_bytes_of_rows(case: tuple[Plan, str, dict[str, int]]) -> None:
     """Rows of a box follow each other, 64 of a consumer; dS has boxes of the 64 keys of a consumer."""
-    plan, text, numbers = found
+    plan, text, numbers = case
     box, size = plan.structure.box_bytes, plan.operands.q.bytes
     keys = numbers.get("kKeys", numbers["kBlockN"])
     consumer = {
@@ -178,8 +178,8 @@ def test_places_in_shared_memory_count_bytes_of_rows(found: tuple[Plan, str, dic
                 assert moved in allowed, (place, name)
 
 
-def test_copies_announce_the_bytes_that_they_bring(found: tuple[Plan, str, dict[str, int]]) -> None:
-    plan, text, numbers = found
+def test_copies_announce_the_bytes_that_they_bring(case: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = case
     size = plan.operands.q.bytes
     told = re.findall(r"arrive_expecting\((.*?)\);", text)
     announced = {evaluate(one, {**numbers, "inside": 1}) for one in told}
@@ -196,9 +196,9 @@ def test_copies_announce_the_bytes_that_they_bring(found: tuple[Plan, str, dict[
     assert announced == wanted
 
 
-def test_chunks_are_16_bytes(found: tuple[Plan, str, dict[str, int]]) -> None:
-    """What a lane reads, what swizzles exchange, and what a loader clears."""
-    plan, text, numbers = found
+def test_chunks_are_16_bytes(case: tuple[Plan, str, dict[str, int]]) -> None:
+    """Reads of a lane, swizzled exchanges and what a loader clears are 16 bytes."""
+    plan, text, numbers = case
     read = plan.operands.dout.chunk_elements
     for expression in re.findall(r"<const int4\*>\(\w+ \+ .* \+ (\S+ \* chunk)\)", text):
         assert evaluate(expression, {**numbers, "chunk": 1}) == read
@@ -211,8 +211,8 @@ def test_chunks_are_16_bytes(found: tuple[Plan, str, dict[str, int]]) -> None:
         assert 16 * cleared == 32 * numbers["kKeys"] * plan.operands.k.bytes
 
 
-def test_probabilities_take_their_registers(found: tuple[Plan, str, dict[str, int]]) -> None:
-    plan, text, numbers = found
+def test_probabilities_take_their_registers(case: tuple[Plan, str, dict[str, int]]) -> None:
+    plan, text, numbers = case
     if plan.direction == "backward":
         return  # in pairs, as the kernel asserts
     registers = [evaluate(one, numbers) for one in re.findall(r"uint32_t p\[(.*?)\];", text)]

@@ -24,25 +24,25 @@ MAX_SOURCE_BYTES, MAX_LINE = 32_000, 320
 
 @pytest.mark.parametrize("spec", TRITON)
 def test_sources_parse_and_take_the_planned_arguments(spec: str) -> None:
-    for found, source in rendered(spec):
+    for kernel, source in rendered(spec):
         by_name = {function.name: function for function in functions(source.text)}
-        assert source.name == found.name
-        assert source.file_name == f"{found.name}.py"
-        for part in found.launches:
+        assert source.name == kernel.name
+        assert source.file_name == f"{kernel.name}.py"
+        for part in kernel.launches:
             assert parameters(by_name[part.symbol]) == [argument.name for argument in part.arguments]
-        if found.launches:
+        if kernel.launches:
             continue
-        assert parameters(by_name[found.name]) == [argument.name for argument in found.arguments]
-        for launch in found.launches:
+        assert parameters(by_name[kernel.name]) == [argument.name for argument in kernel.arguments]
+        for launch in kernel.launches:
             assert parameters(by_name[launch.symbol]) == [argument.name for argument in launch.arguments]
 
 
 @pytest.mark.parametrize("spec", TRITON)
 def test_no_kernel_binds_what_the_user_named(spec: str) -> None:
-    for found, source in rendered(spec):
-        own = {a.name for a in found.arguments if a.kind == "scalar" or (a.of or "").startswith("tensor:")}
+    for planned, source in rendered(spec):
+        own = {a.name for a in planned.arguments if a.kind == "scalar" or (a.of or "").startswith("tensor:")}
         for kernel in kernels(source.text):
-            assert not assigned(kernel) & own, found.name
+            assert not assigned(kernel) & own, planned.name
 
 
 def with_scalar(spec: KernelSpec, name: str) -> KernelSpec:
@@ -68,22 +68,22 @@ def test_a_scalar_with_the_name_of_any_temporary_does_not_collide(preset: str) -
 
 @pytest.mark.parametrize("spec", TRITON)
 def test_names_are_bound_before_they_are_read(spec: str) -> None:
-    for found, source in rendered(spec):
+    for kernel, source in rendered(spec):
         tree = ast.parse(source.text)
         known = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)} | {"tl", "triton", "float"}
         known |= {t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
         for function in functions(source.text):
             bound = known | set(parameters(function)) | assigned(function)
             loads = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-            assert loads <= bound, f"{found.name}: {sorted(loads - bound)}"
+            assert loads <= bound, f"{kernel.name}: {sorted(loads - bound)}"
 
 
 @pytest.mark.parametrize("spec", TRITON)
 def test_sources_are_of_a_readable_size(spec: str) -> None:
-    for found, source in rendered(spec):
-        assert len(source.text) < MAX_SOURCE_BYTES, found.name
-        assert max(map(len, source.text.splitlines())) <= MAX_LINE, found.name
-        assert not re.search(r"[ \t]$", source.text, re.M), f"{found.name}: trailing blanks"
+    for kernel, source in rendered(spec):
+        assert len(source.text) < MAX_SOURCE_BYTES, kernel.name
+        assert max(map(len, source.text.splitlines())) <= MAX_LINE, kernel.name
+        assert not re.search(r"[ \t]$", source.text, re.M), f"{kernel.name}: trailing blanks"
         assert "\n\n\n\n" not in source.text
         assert "\t" not in source.text
         assert source.text.endswith("\n")
@@ -92,9 +92,9 @@ def test_sources_are_of_a_readable_size(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", TRITON)
 def test_sources_name_their_origin_and_no_machine(spec: str) -> None:
-    for found, source in rendered(spec):
+    for kernel, source in rendered(spec):
         header = ast.get_docstring(ast.parse(source.text)) or ""
-        assert header.startswith(found.name)
+        assert header.startswith(kernel.name)
         assert f"`attngen build specs/{spec}.yaml`" in header
         assert "templates/triton/" in header
         assert str(root()) not in source.text
@@ -104,15 +104,15 @@ def test_sources_name_their_origin_and_no_machine(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", TRITON)
 def test_no_template_syntax_is_left(spec: str) -> None:
-    for found, source in rendered(spec):
-        assert not re.search(r"\$\{|<%|%>|<#|#>|#%|\bUndefined\b|= None\b", source.text), found.name
+    for kernel, source in rendered(spec):
+        assert not re.search(r"\$\{|<%|%>|<#|#>|#%|\bUndefined\b|= None\b", source.text), kernel.name
 
 
 def test_helpers_are_carried_only_where_they_are_called() -> None:
-    for found, source in rendered("hopper_triton"):
+    for kernel, source in rendered("hopper_triton"):
         for function in functions(source.text):
-            if function.name not in {launch.symbol for launch in found.launches}:
-                assert source.text.count(f"{function.name}(") >= 2, f"{found.name}: {function.name} is never called"
+            if function.name not in {launch.symbol for launch in kernel.launches}:
+                assert source.text.count(f"{function.name}(") >= 2, f"{kernel.name}: {function.name} is never called"
 
 
 HOSTILE = ("a b", "x;y", 'x"""', "../x", "ｘ", "import", "", "a\\nb", "_x", "x" * 65)

@@ -1,4 +1,4 @@
-"""What a user names lives in a namespace of its own: nothing in templates, headers or views begins like it."""
+"""Names of a user live in a namespace of their own: nothing in templates, headers or views begins like them."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ def test_kinds_of_names_do_not_meet(backend: str) -> None:
         + f"kernels: [{{variant: own, head_dim: 64, backend: {backend}}}]\n"
     )
     (spec,) = expand(load_spec_text(text))
-    found = plan(spec)
-    names = [argument.name for argument in found.arguments]
+    kernel = plan(spec)
+    names = [argument.name for argument in kernel.arguments]
     assert len(set(names)) == len(names)
-    source = identifiers(render(found).text)
+    source = identifiers(render(kernel).text)
     for name in names:
         assert source[name] >= 1
     for name in ("u_doc_ptr", "u_stride_doc_0", "u_doc_b", "u_u_doc"):
-        declared = len(re.findall(rf"(?:const \w+ |^ *){name} = ", render(found).text, re.MULTILINE))
+        declared = len(re.findall(rf"(?:const \w+ |^ *){name} = ", render(kernel).text, re.MULTILINE))
         assert declared == 0, f"{name} is an argument, and a temporary"
 
 
 def symbols_of_the_analysis() -> list[str]:
     """Return the names of all symbols that modules make beside those of variants, as texts have them."""
     made = (re.findall(r'\bown\("([\w ]+)"', path.read_text()) for path in MODULES)
-    return sorted({name for found in made for name in found if name.isidentifier()})
+    return sorted({name for bound in made for name in bound if name.isidentifier()})
 
 
 def test_all_symbols_of_the_analysis_are_found() -> None:
@@ -116,6 +116,6 @@ def test_a_let_value_keeps_its_name(backend: str, name: str) -> None:
     )
     (spec,) = expand(load_spec_text(text))
     plain = identifiers(render(plan(expand(load_spec_text(text.replace(name, "unheard_of")))[0])).text)
-    found = identifiers(render(plan(spec)).text)
-    assert found[f"u_{name}"] == plain["u_unheard_of"] >= 2
-    assert found[name] == plain[name]
+    counts = identifiers(render(plan(spec)).text)
+    assert counts[f"u_{name}"] == plain["u_unheard_of"] >= 2
+    assert counts[name] == plain[name]

@@ -29,12 +29,12 @@ def visited(text: str, lo: int, hi: int, full_lo: int, full_hi: int) -> list[int
 
     names["first"] = number(first[0] if number(any_whole) else first[1]) - 1
     assert "const int tile = remaining == tiles ? first : place + (place >= first);" in text
-    found = []
+    order = []
     for remaining in range(hi - lo, 0, -1):
         names["remaining"] = remaining
         at = number(place)
-        found.append(names["first"] if remaining == hi - lo else at + (at >= names["first"]))
-    return found
+        order.append(names["first"] if remaining == hi - lo else at + (at >= names["first"]))
+    return order
 
 
 def test_each_tile_comes_once_and_a_whole_one_first() -> None:
@@ -42,10 +42,10 @@ def test_each_tile_comes_once_and_a_whole_one_first() -> None:
     for lo, hi, full_lo, full_hi in product(range(3), range(1, 6), range(6), range(6)):
         if hi <= lo:
             continue
-        found = visited(text, lo, hi, full_lo, full_hi)
+        order = visited(text, lo, hi, full_lo, full_hi)
         whole = [tile for tile in range(lo, hi) if full_lo <= tile < full_hi]
         first = whole[-1] if whole else hi - 1
-        assert found == [first, *(tile for tile in range(hi - 1, lo - 1, -1) if tile != first)]
+        assert order == [first, *(tile for tile in range(hi - 1, lo - 1, -1) if tile != first)]
 
 
 @pytest.mark.parametrize("layout", ["varlen", "paged"])
