@@ -46,12 +46,12 @@ def both(given: dict[str, Any], written: tuple[str, ...] = ("k_cache", "v_cache"
         theirs["q_out"] = theirs["q"]
     call = Append(**theirs)
     wanted = append_torch.append(call, check(call))
-    found = attngen.append_kv(**{name: value for name, value in ours.items() if value is not None})
-    assert (found is None) == (wanted is None)
-    if found is not None:
+    rotated = attngen.append_kv(**{name: value for name, value in ours.items() if value is not None})
+    assert (rotated is None) == (wanted is None)
+    if rotated is not None:
         assert wanted is not None
-        assert found.dtype == wanted.dtype
-        assert torch.equal(bits(found), bits(wanted))
+        assert rotated.dtype == wanted.dtype
+        assert torch.equal(bits(rotated), bits(wanted))
     for name, t in ours.items():
         if isinstance(t, Tensor):
             changed = bytes_of(t.untyped_storage())

@@ -66,22 +66,22 @@ def compare(
     ]
     communication = CommDebugMode()
     with communication if silent else nullcontext():
-        found = call(*parts)
+        results = call(*parts)
     assert not silent or not communication.get_total_counts()
     wanted = call(*whole)
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(results, wanted, strict=True):
         torch.testing.assert_close(one.full_tensor(), other)
     leaves = [t for t in whole if t.requires_grad]
     own = [t for t in parts if t.requires_grad]
     weights = [torch.linspace(-1, 1, t.numel()).view(t.shape) for t in wanted]
     ours = torch.autograd.grad(
-        [(a * distribute_tensor(w, mesh, a.placements)).sum() for a, w in zip(found, weights, strict=True)], own
+        [(a * distribute_tensor(w, mesh, a.placements)).sum() for a, w in zip(results, weights, strict=True)], own
     )
     theirs = torch.autograd.grad([(a * w).sum() for a, w in zip(wanted, weights, strict=True)], leaves)
     for one, other in zip(ours, theirs, strict=True):
         assert isinstance(one, DTensor)
         torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-5)
-    return [list(t.placements) for t in found], [list(t.placements) for t in ours]
+    return [list(t.placements) for t in results], [list(t.placements) for t in ours]
 
 
 def _dense(mesh: DeviceMesh) -> None:
@@ -91,17 +91,19 @@ def _dense(mesh: DeviceMesh) -> None:
             return attngen.attention(q, k, v, variant="causal", layout=layout, return_lse=True)
 
         by_heads = Shard(heads)
-        found, gradients = compare(call, tensors(layout=layout), mesh, [by_heads] * 3)
-        assert found == [[by_heads], [Shard(1)]]
+        placements, gradients = compare(call, tensors(layout=layout), mesh, [by_heads] * 3)
+        assert placements == [[by_heads], [Shard(1)]]
         assert gradients == [[by_heads]] * 3
-        found, gradients = compare(call, tensors(layout=layout), mesh, [Shard(0)] * 3)
-        assert found == [[Shard(0)]] * 2
+        placements, gradients = compare(call, tensors(layout=layout), mesh, [Shard(0)] * 3)
+        assert placements == [[Shard(0)]] * 2
         assert gradients == [[Shard(0)]] * 3
-        found, _ = compare(call, tensors(layout=layout), mesh, [Replicate()] * 3)
-        assert found == [[Replicate()]] * 2
+        placements, _ = compare(call, tensors(layout=layout), mesh, [Replicate()] * 3)
+        assert placements == [[Replicate()]] * 2
         # one KV head, which all ranks have
-        found, gradients = compare(call, tensors(kv_heads=1, layout=layout), mesh, [by_heads, Replicate(), Replicate()])
-        assert found[0] == [by_heads]
+        placements, gradients = compare(
+            call, tensors(kv_heads=1, layout=layout), mesh, [by_heads, Replicate(), Replicate()]
+        )
+        assert placements[0] == [by_heads]
         assert gradients == [[by_heads], [Partial()], [Partial()]]
         compare(call, tensors(batch=3, layout=layout), mesh, [Shard(0)] * 3)  # which the ranks do not divide
         compare(call, tensors(layout=layout), mesh, [by_heads, Replicate(), Replicate()])
@@ -129,8 +131,10 @@ def _varlen(mesh: DeviceMesh) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor) -> Any:
         return attngen.attention_varlen(q, k, v, starts_q, starts_k, 7, 9, variant="causal", return_lse=True)
 
-    found, gradients = compare(call, [q, k, v, starts_q, starts_k], mesh, [*[Shard(1)] * 3, Replicate(), Replicate()])
-    assert found == [[Shard(1)], [Shard(0)]]
+    placements, gradients = compare(
+        call, [q, k, v, starts_q, starts_k], mesh, [*[Shard(1)] * 3, Replicate(), Replicate()]
+    )
+    assert placements == [[Shard(1)], [Shard(0)]]
     assert gradients == [[Shard(1)]] * 3
 
 
@@ -152,12 +156,12 @@ def _paged(mesh: DeviceMesh) -> None:
         ):
             parts = [distribute_tensor(t, mesh, [each]) for t, each in zip(given, lie, strict=True)]
             wanted = call(*given)
-            found = call(*parts)
+            actual = call(*parts)
             out = distribute_tensor(torch.zeros(wanted[0].shape), mesh, [lie[0]])
             with torch.no_grad():
                 into = attngen.attention_paged(*parts, page_layout=order, out=out)
             assert into is out
-            for one, other, placement in zip(found, wanted, results, strict=True):
+            for one, other, placement in zip(actual, wanted, results, strict=True):
                 assert list(one.placements) == [placement]
                 torch.testing.assert_close(one.full_tensor(), other)
             torch.testing.assert_close(out.full_tensor(), wanted[0])
@@ -230,6 +234,6 @@ def _two_axes(world: int) -> None:
 
     for shape in ((world, 1), (1, world)):
         mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
-        found, gradients = compare(call, tensors(), mesh, [(Shard(0), Shard(2))] * 3)
-        assert found == [[Shard(0), Shard(2)], [Shard(0), Shard(1)]]
+        placements, gradients = compare(call, tensors(), mesh, [(Shard(0), Shard(2))] * 3)
+        assert placements == [[Shard(0), Shard(2)], [Shard(0), Shard(1)]]
         assert gradients == [[Shard(0), Shard(2)]] * 3

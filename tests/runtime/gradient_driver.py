@@ -45,17 +45,17 @@ class GradientDriver(FakeDriver):
 def tensor(values: Mapping[str, Any], name: str, shape: Sequence[int]) -> Tensor:
     """Return a tensor (b, s, h, d) of bf16 at the address and with the strides of a launch."""
     strides = (*(values[f"stride_{name}_{axis}"] for axis in "bsh"), 1)
-    found = at(values[f"{name}_ptr"], shape, strides, "bf16")
-    assert found is not None
-    return found
+    view = at(values[f"{name}_ptr"], shape, strides, "bf16")
+    assert view is not None
+    return view
 
 
 def rows_of(values: Mapping[str, Any], name: str, b: int, s: int) -> Tensor:
     """Return a float32 number of each row (b, h, s)."""
     h = values["heads"]
-    found = at(values[f"{name}_ptr"], (b, h, s), (h * s, s, 1), "fp32")
-    assert found is not None
-    return found
+    view = at(values[f"{name}_ptr"], (b, h, s), (h * s, s, 1), "fp32")
+    assert view is not None
+    return view
 
 
 def preprocess(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -91,17 +91,17 @@ def gradients(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         target = tensor(values, "dq", (b, sq, h, d))
         target.copy_(torch.einsum("bhqk,bkhd->bqhd", ds, k) * values["softmax_scale"])
         if own:
-            for name, shape, found in (
+            for name, shape, gradient in (
                 ("slope", (h,), ds.sum((0, 2, 3)) * gain),
                 ("gain", (), (ds.sum((0, 2, 3)) * slope).sum()),
             ):
                 place = at(values[f"gradient:{name}_ptr"], shape, (1,) * len(shape), "fp32")
                 assert place is not None
-                place.add_(found)
+                place.add_(gradient)
         return
     dk, dv = torch.einsum("bhqk,bqhd->bkhd", ds, q) * values["softmax_scale"], torch.einsum("bhqk,bqhd->bkhd", p, dout)
-    for name, found in (("dk", dk), ("dv", dv)):
-        tensor(values, name, (b, sk, hk, d)).copy_(found.unflatten(2, (hk, h // hk)).sum(3))
+    for name, gradient in (("dk", dk), ("dv", dv)):
+        tensor(values, name, (b, sk, hk, d)).copy_(gradient.unflatten(2, (hk, h // hk)).sum(3))
 
 
 @contextmanager

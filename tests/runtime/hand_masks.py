@@ -1,4 +1,4 @@
-"""What each preset means, written by hand in torch index arithmetic: nothing here knows the expression language.
+"""The presets' meaning, written by hand in torch index arithmetic: nothing here knows the expression language.
 
 ``case(name, …)`` gives for one sequence the arguments of the call and two functions: which pairs are visible,
 (heads, seqlen_q, seqlen_k) of bool, and what becomes of the logits.

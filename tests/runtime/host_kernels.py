@@ -69,13 +69,13 @@ APPENDED = ("bf16", "fp16", "fp32", "bf16_kv_fp8_e4m3", "fp16_kv_fp8_e4m3")
 def prepared(*dtypes: str, arch: str = "sm90a") -> list[Prepared]:
     """Return the kernels of these dtypes, also of those that no kernel over pages has."""
     first = appends(expand(load_spec_text(SPEC)))[0]
-    found = []
+    rendered = []
     for dtype in dtypes:
         of_rows, _, of_cache = dtype.partition("_kv_")
         spec = replace(first, dtype=of_rows, kv_dtype=of_cache or None, arch=arch)
         planned = plan(spec)
-        found.append(Prepared(spec, planned, render(planned)))
-    return found
+        rendered.append(Prepared(spec, planned, render(planned)))
+    return rendered
 
 
 def plans(*dtypes: str) -> list[Plan]:
@@ -85,23 +85,23 @@ def plans(*dtypes: str) -> list[Plan]:
 
 def prepared_quantizers(*arches: str, tiles: bool = False) -> list[Prepared]:
     """Return the kernels that quantize, for these arches: those of any head dim, or those of ``tiles``."""
-    found = []
+    rendered = []
     for arch in arches or ("sm90a",):
         first = expand(load_spec_text(SPEC_OF_8_BITS))
         for spec in quantizers([replace(one, arch=arch) for one in first]):
             if (spec.loads == "descriptor") == tiles:
                 planned = plan(spec)
-                found.append(Prepared(spec, planned, render(planned)))
-    return found
+                rendered.append(Prepared(spec, planned, render(planned)))
+    return rendered
 
 
 def prepared_wideners() -> list[Prepared]:
     """Return the kernels that widen caches."""
-    found = []
+    rendered = []
     for spec in wideners(expand(load_spec_text(SPEC_OF_CACHES))):
         planned = plan(spec)
-        found.append(Prepared(spec, planned, render(planned)))
-    return found
+        rendered.append(Prepared(spec, planned, render(planned)))
+    return rendered
 
 
 @cache
@@ -128,9 +128,9 @@ def library(name: str) -> ctypes.CDLL:
          *(["-DANY_THREADS"] if source.name.startswith("quantize") else []), str(HOST / "blocks.cpp"), "-o", str(made)],
         check=True,
     )  # fmt: skip
-    found = ctypes.CDLL(str(made))
+    loaded = ctypes.CDLL(str(made))
     shutil.rmtree(folder)
-    return found
+    return loaded
 
 
 @dataclass

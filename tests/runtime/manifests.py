@@ -1,4 +1,4 @@
-"""What a compile of a plan leaves behind, without compiling: manifests, and cubins that the fake driver reads back."""
+"""Results of a compile, without compiling: manifests, and cubins that the fake driver reads back."""
 
 from __future__ import annotations
 

@@ -50,19 +50,19 @@ def cache(
     ).reshape(len(lengths), -1)
     shape = (pages, page_size, kv_heads)
     k, v = (torch.full((*shape, width), torch.nan, dtype=dtype) for width in (head_dim, head_dim_v or head_dim))
-    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    sequences: tuple[list[Tensor], list[Tensor]] = ([], [])
     for b, length in enumerate(lengths):
-        for tensor, kept in zip((k, v), found, strict=True):
+        for tensor, kept in zip((k, v), sequences, strict=True):
             kept.append(torch.randn(length, kv_heads, tensor.shape[-1], generator=generator).to(dtype))
         for i in range(counts[b]):
             page = order.pop()
             table[b, i] = page
-            for tensor, kept in zip((k, v), found, strict=True):
+            for tensor, kept in zip((k, v), sequences, strict=True):
                 rows = kept[b][i * page_size : (i + 1) * page_size]
                 tensor[page, : rows.shape[0]] = rows
     if page_layout == "HND":
         k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
-    return Cache(k, v, table, torch.tensor(lengths, dtype=torch.int32), tuple(found[0]), tuple(found[1]))
+    return Cache(k, v, table, torch.tensor(lengths, dtype=torch.int32), tuple(sequences[0]), tuple(sequences[1]))
 
 
 def starts_of(rows: Sequence[int]) -> Tensor:

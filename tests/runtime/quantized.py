@@ -48,7 +48,7 @@ def a_call(
 
 
 def in_torch(given: dict[str, Any]) -> Quantized:
-    """Return what plain torch makes of a call."""
+    """Result of a call in plain torch."""
     call = Quantize(**{name: given.get(name, DEFAULTS.get(name)) for name in Quantize.__dataclass_fields__})
     return Quantized(*quantize_torch.quantize(call, check(call)))
 
@@ -57,10 +57,10 @@ def both(given: dict[str, Any]) -> None:
     """Assert that a call gives with the kernel what it gives in torch, and changes none of its tensors. Bits are the
     same but where products transform rows, which add up in another order."""
     before = {name: t.clone() for name, t in given.items() if isinstance(t, Tensor)}
-    wanted, found = in_torch(given), attngen.quantize(**given)
+    wanted, results = in_torch(given), attngen.quantize(**given)
     by_products = given.get("hadamard", True) and "rotary_cos" not in given and given["q"].shape[-1] in (128, 256)
     for name in Quantized._fields:
-        ours, theirs = getattr(found, name), getattr(wanted, name)
+        ours, theirs = getattr(results, name), getattr(wanted, name)
         assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride()), name
         if by_products and name[0] in "qk":
             alike(ours, theirs)

@@ -95,7 +95,7 @@ def run(rank: int, world: int, device_type: str, meeting: str, folders: Sequence
 
 
 def variant_of(folders: Sequence[str]) -> Any:
-    """Return what names the kernels of these folders, which are made known, or the variant that needs none."""
+    """Name of the kernels of these folders, which are made known, or the variant that needs none."""
     if not folders:
         return preset("causal")
     package = package_of_kernels([read_kernel(Path(folder)) for folder in folders], "tests/runtime/sharded")

@@ -25,9 +25,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, position: int, *, interleaved: b
     second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
     pairs = torch.complex(x[:, first].double(), x[:, second].double())
     pairs = pairs * torch.complex(cos[position].double(), sin[position].double())
-    found = x.double().clone()
-    found[:, first], found[:, second] = pairs.real, pairs.imag
-    return found.to(x.dtype)
+    rotated = x.double().clone()
+    rotated[:, first], rotated[:, second] = pairs.real, pairs.imag
+    return rotated.to(x.dtype)
 
 
 def table_of(chance: random.Random) -> Tensor:
@@ -98,8 +98,8 @@ def test_new_tokens_stand_where_they_belong(
     theirs = [c.transpose(1, 2).contiguous() if page_layout == "HND" else c for c in caches]
     before = torch.tensor(LENGTHS, dtype=torch.int32)
     rotated = attngen.append_kv(k, v, *theirs, before, page_layout=page_layout, **given)
-    for found, whole in zip(theirs, wanted, strict=True):
-        torch.testing.assert_close(found.transpose(1, 2) if page_layout == "HND" else found, whole)
+    for cache, whole in zip(theirs, wanted, strict=True):
+        torch.testing.assert_close(cache.transpose(1, 2) if page_layout == "HND" else cache, whole)
     assert before.tolist() == list(LENGTHS)
     if half:
         assert rotated is not None
@@ -186,9 +186,9 @@ def test_nothing_to_append(shape: tuple[int, ...]) -> None:
     k, cache = torch.ones(shape), torch.zeros(4, 8, 1, DIM)
     cos, sin = angles(8)
     used = torch.zeros(shape[0], dtype=torch.int32)
-    found = attngen.append_kv(k, k, cache, cache.clone(), used, q=k, rotary_cos=cos, rotary_sin=sin)
-    assert found is not None
-    assert found.shape == shape
+    rotated = attngen.append_kv(k, k, cache, cache.clone(), used, q=k, rotary_cos=cos, rotary_sin=sin)
+    assert rotated is not None
+    assert rotated.shape == shape
     assert (cache == 0).all()
 
 
@@ -335,8 +335,8 @@ def test_a_program_compiles_without_a_graph_break(backend: str) -> None:
             caches = [torch.zeros(PAGES, PAGE_SIZE, HEADS, width) for width in (DIM, DIM_V)]
             rotated = q.clone()
             with torch._dynamo.config.patch(error_on_recompile=turn > 0):
-                found = run(k, v, rotated, caches, torch.tensor(LENGTHS, dtype=torch.int32), table)
-            results.append((*found, *caches, rotated))
+                outputs = run(k, v, rotated, caches, torch.tensor(LENGTHS, dtype=torch.int32), table)
+            results.append((*outputs, *caches, rotated))
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b)
 

@@ -57,8 +57,8 @@ def run(gpu: FakeDriver, bias: Tensor, name: str = "biased") -> tuple[int, tuple
     given = inputs(bias.shape[-1])
     wanted = attngen.attention(*given, variant=name, bias=bias, backend="reference")
     for _ in range(2):
-        found = attngen.attention(*given, variant=name, bias=bias)
-        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+        out = attngen.attention(*given, variant=name, bias=bias)
+        torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
     return described(gpu)
 
 
@@ -119,8 +119,8 @@ def test_heads_side_by_side_and_one_query_are_copied(gpu: FakeDriver, keys: int)
     bias = random(1, keys, 3).permute(2, 0, 1)[None].expand(2, 3, 1, keys)
     given = random(2, 1, 3, 64), random(2, keys, 3, 64), random(2, keys, 3, 64)
     wanted = attngen.attention(*given, variant="biased", bias=bias, backend="reference")
-    found = attngen.attention(*given, variant="biased", bias=bias)
-    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+    out = attngen.attention(*given, variant="biased", bias=bias)
+    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
     address, extents, strides = described(gpu)
     assert address != bias.data_ptr()
     assert (extents, strides[-2]) == ((1, 3, 1, keys), -(-keys // 8) * 8)

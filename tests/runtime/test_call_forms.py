@@ -56,6 +56,6 @@ def test_what_goes_with_pages(function: Callable[..., Any], given: dict[str, Any
 
 
 def test_the_arguments_of_a_call_are_explained_as_they_are() -> None:
-    found = attngen.tile_map(Q, Q, variant="causal")
-    assert explain(Q, tile_map=found).runs == "reference"
+    tiles = attngen.tile_map(Q, Q, variant="causal")
+    assert explain(Q, tile_map=tiles).runs == "reference"
     assert explain(Q[0], **PACKED).runs == "reference"

@@ -76,10 +76,10 @@ def mutated(value: Any, rng: random.Random) -> Any:
     """Return a copy of a JSON value of which one to three places are gone, moved or of another type."""
     value = json.loads(json.dumps(value))
     for _ in range(rng.randint(1, 3)):
-        found = list(places(value))
-        depths = sorted({len(path) for path in found})
+        paths = list(places(value))
+        depths = sorted({len(path) for path in paths})
         depth = rng.choice(depths)
-        path = rng.choice([path for path in found if len(path) == depth])
+        path = rng.choice([path for path in paths if len(path) == depth])
         if not path:
             if rng.random() < 0.2:
                 return rng.choice(VALUES)
@@ -182,9 +182,9 @@ def test_a_mutated_entry_of_a_build_is_passed_over() -> None:
 
 def index_of(root: Path) -> dict[str, Any]:
     """The index that a build wrote."""
-    found = json.loads((root / "builds" / "own.json").read_bytes())
-    assert isinstance(found, dict)
-    return found
+    index = json.loads((root / "builds" / "own.json").read_bytes())
+    assert isinstance(index, dict)
+    return index
 
 
 @pytest.mark.parametrize("sealed", [False, True])

@@ -1,4 +1,4 @@
-"""Which of the last tiles of keys of a backward are cut: where blocks end unevenly, and nowhere else."""
+"""The last tiles of keys of a backward are cut where blocks end unevenly, and nowhere else."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def cut_of(*given: Any, **more: Any) -> Cut:
 
 
 def ends(steps: list[int], cut: Cut, blocks: int = BLOCKS, more: float = 2.6) -> float:
-    """Return when the last block is done, as if parts cost nothing more than tiles."""
+    """Time at which the last block is done, as if parts cost nothing more than tiles."""
     times = [(step / cut.parts) for i, step in enumerate(steps) for _ in range(cut.parts)
              if i >= len(steps) - cut.tiles]  # fmt: skip
     free = [0.0] * blocks
@@ -113,7 +113,7 @@ def test_a_cut_is_bounded() -> None:
 
 
 def test_one_block_has_nobody_to_share_with() -> None:
-    """What runs at once is not known where no device is asked."""
+    """The number of blocks that run at once is 1 where no device is asked."""
     assert best_cut((64, 32), 4, 2, 2, 1) == NONE
 
 
@@ -146,21 +146,21 @@ def test_packed_sequences_are_cut_where_they_are_alike() -> None:
     ],
 )
 def test_neither_a_fixed_order_nor_clusters_nor_crowded_loaders_are_cut(fields: dict[str, Any]) -> None:
-    found = kernel(**fields)
-    assert not any(launch.cuts for launch in found.launches)
-    assert "partials" not in [one.name for one in found.workspaces]
-    lengths = [1024] if found.layout == "varlen" else None
+    cut = kernel(**fields)
+    assert not any(launch.cuts for launch in cut.launches)
+    assert "partials" not in [one.name for one in cut.workspaces]
+    lengths = [1024] if cut.layout == "varlen" else None
     scalars: dict[str, dict[str, object]] = {"sliding_window": {"window": 100}, "softcap": {"cap": 20.0}}
-    own = scalars.get(found.variant.name, {})
-    assert geometry(found, 1, 1024, 32, 8, lengths=lengths, **own).sizes["cut_tiles"] == 0
+    own = scalars.get(cut.variant.name, {})
+    assert geometry(cut, 1, 1024, 32, 8, lengths=lengths, **own).sizes["cut_tiles"] == 0
 
 
 def test_each_part_has_a_block_memory_and_a_counter() -> None:
     of = kernel()
-    found = geometry(of, 1, 1024, 32, 8)
-    tiles, parts = found.sizes["cut_tiles"], found.sizes["parts"]
-    assert (found.tiles, found.blocks(FakeDriver(), 0)) == (64 + tiles * (parts - 1), BLOCKS)
-    sizes = workspace_sizes(of, [found] * len(of.launches))
+    grid = geometry(of, 1, 1024, 32, 8)
+    tiles, parts = grid.sizes["cut_tiles"], grid.sizes["parts"]
+    assert (grid.tiles, grid.blocks(FakeDriver(), 0)) == (64 + tiles * (parts - 1), BLOCKS)
+    sizes = workspace_sizes(of, [grid] * len(of.launches))
     assert sizes["partials"] == tiles * parts * 128 * (128 + 128)
     units, states = 8, 32 * 16
     assert sizes["dq_state"] == -(-(units + 1 + 2 * tiles + states) // 4) * 4
@@ -171,9 +171,9 @@ def test_each_part_has_a_block_memory_and_a_counter() -> None:
 def test_the_bound_of_memory_holds(seqlen: int, batch: int, heads: int, kv_heads: int) -> None:
     """Also where each tile of keys has as many parts and counters as it may."""
     of, sizes = kernel(), {"batch": batch, "heads": heads, "kv_heads": kv_heads}
-    found = geometry(of, batch, seqlen, heads, kv_heads)
-    for parts in (found.sizes["parts"], MOST_PARTS):
+    grid = geometry(of, batch, seqlen, heads, kv_heads)
+    for parts in (grid.sizes["parts"], MOST_PARTS):
         tiles = -(-seqlen // 128) * batch * kv_heads
-        found.sizes |= {"cut_tiles": tiles, "cut_parts": tiles * parts}
-        held = 4 * sum(workspace_sizes(of, [found] * len(of.launches)).values())
+        grid.sizes |= {"cut_tiles": tiles, "cut_parts": tiles * parts}
+        held = 4 * sum(workspace_sizes(of, [grid] * len(of.launches)).values())
         assert held <= workspace_bound(planned(), seqlen_q=seqlen, seqlen_k=seqlen, **sizes)

@@ -1,4 +1,4 @@
-"""What ``torch.set_default_dtype`` says changes no result: scales and log-sum-exps are float32."""
+"""``torch.set_default_dtype`` changes no result: scales and log-sum-exps are float32."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def restored() -> Iterator[None]:
 
 
 def quantized(**options: Any) -> tuple[Tensor, ...]:
-    found = attngen.quantize(Q, K, V, **options)
-    out = attngen.attention(found.q, found.k, found.v, **found.descales)
-    return (*(x.float() for x in found[:3]), *found[3:], out)
+    values = attngen.quantize(Q, K, V, **options)
+    out = attngen.attention(values.q, values.k, values.v, **values.descales)
+    return (*(x.float() for x in values[:3]), *values[3:], out)
 
 
 def scored(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -55,6 +55,6 @@ CALLS: dict[str, Callable[[], tuple[Tensor, ...]]] = {
 def test_results_do_not_depend_on_it(name: str, dtype: torch.dtype) -> None:
     wanted = CALLS[name]()
     torch.set_default_dtype(dtype)
-    for found, same in zip(CALLS[name](), wanted, strict=True):
-        assert found.dtype == same.dtype
-        assert torch.equal(found, same)
+    for actual, same in zip(CALLS[name](), wanted, strict=True):
+        assert actual.dtype == same.dtype
+        assert torch.equal(actual, same)

@@ -19,8 +19,8 @@ FORM = r"float32 of shape \(\) or \(batch, kv_heads\) = \(2, 2\)"
 def operands(*, heads: int = 4, kv_heads: int = 2, layout: str = "bshd") -> tuple[Tensor, ...]:
     """Return q, k and v in 8 bits, of 2 sequences."""
     shapes = ((2, 40, heads, 32), (2, 50, kv_heads, 32), (2, 50, kv_heads, 16))
-    found = [(8 * torch.randn(shape)).to(FP8) for shape in shapes]
-    return tuple(x.transpose(1, 2).contiguous() if layout == "bhsd" else x for x in found)
+    tensors = [(8 * torch.randn(shape)).to(FP8) for shape in shapes]
+    return tuple(x.transpose(1, 2).contiguous() if layout == "bhsd" else x for x in tensors)
 
 
 def scales() -> dict[str, Tensor]:
@@ -89,9 +89,9 @@ def test_packed_sequences_have_the_scales_of_their_batch_entry() -> None:
 def test_heads_may_come_first() -> None:
     q, k, v = operands(layout="bhsd")
     given = scales()
-    found = attngen.attention(q, k, v, layout="bhsd", **given)
+    out = attngen.attention(q, k, v, layout="bhsd", **given)
     wanted = attngen.attention(*(x.transpose(1, 2) for x in (q, k, v)), **given)
-    torch.testing.assert_close(found.transpose(1, 2), wanted)
+    torch.testing.assert_close(out.transpose(1, 2), wanted)
 
 
 def test_no_key_gives_zeros_in_the_dtype_of_the_output() -> None:

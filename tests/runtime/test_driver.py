@@ -179,9 +179,9 @@ def test_clusters_of_another_size_are_another_library(stub: Stub) -> None:
     ]
 
 
-@pytest.mark.parametrize(("told", "found"), [((2_619_000, 5120), 3352.32), ((0, 5120), inf), ((2_619_000, 0), inf)])
+@pytest.mark.parametrize(("told", "expected"), [((2_619_000, 5120), 3352.32), ((0, 5120), inf), ((2_619_000, 0), inf)])
 def test_a_driver_may_not_tell_the_clock_of_memory(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch, told: tuple[int, int], found: float
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, told: tuple[int, int], expected: float
 ) -> None:
     """Predictions divide by what memory moves."""
     values = dict(
@@ -190,7 +190,7 @@ def test_a_driver_may_not_tell_the_clock_of_memory(
     monkeypatch.setattr(
         stub, "cuDeviceGetAttribute", lambda name, _: (Status.CUDA_SUCCESS, values[name]), raising=False
     )
-    assert CudaDriver().bandwidth(0) == pytest.approx(found)
+    assert CudaDriver().bandwidth(0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("fit", [0, 15])

@@ -65,10 +65,10 @@ def test_as_many_are_dropped_as_asked_for_and_independently(p: float) -> None:
     threshold, scale = rate_of(call(p))
     assert abs(threshold / 65536 - p) <= 2**-16
     assert scale == pytest.approx(1 / (1 - threshold / 65536))
-    found = kept(call(p), 0, slice(0, 512), 512).double()
-    share, count = 1 - threshold / 65536, found.numel()
+    stays = kept(call(p), 0, slice(0, 512), 512).double()
+    share, count = 1 - threshold / 65536, stays.numel()
     deviation = math.sqrt(share * (1 - share))
-    assert abs(float(found.mean()) - share) <= 5 * deviation / math.sqrt(count)
+    assert abs(float(stays.mean()) - share) <= 5 * deviation / math.sqrt(count)
     if p in (0.0, MAX_RATE):
         return
 
@@ -115,11 +115,11 @@ def test_a_rate_of_zero_drops_nothing() -> None:
 def test_dropout_changes_nothing_on_average() -> None:
     q, k, v = inputs()
     torch.manual_seed(5)
-    found = torch.stack([attngen.attention(q, k, v, variant=DROPPED, dropout_p=0.2) for _ in range(200)])
+    outputs = torch.stack([attngen.attention(q, k, v, variant=DROPPED, dropout_p=0.2) for _ in range(200)])
     plain = attngen.attention(q, k, v, variant=preset("causal"))
-    error = (found.mean(0) - plain) / (found.std(0) / math.sqrt(len(found))).clamp(min=1e-12)
+    error = (outputs.mean(0) - plain) / (outputs.std(0) / math.sqrt(len(outputs))).clamp(min=1e-12)
     assert float(error.abs().max()) < 6
-    assert float(found.std(0).max()) > 0.1
+    assert float(outputs.std(0).max()) > 0.1
 
 
 def test_numbers_are_drawn_from_torchs_generator() -> None:

@@ -39,12 +39,12 @@ def random(*shape: int) -> Tensor:
 def expanded_heads(layout: str, heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     q = random(2, 12, heads, 64)
     k, v = (random(2, 20, 1, 64).mul(scale).expand(2, 20, heads, 64) for scale in (1.0, 0.5))
-    found = (q, k, v) if layout == "bshd" else tuple(t.transpose(1, 2) for t in (q, k, v))
-    return found[0], found[1], found[2]
+    tensors = (q, k, v) if layout == "bshd" else tuple(t.transpose(1, 2) for t in (q, k, v))
+    return tensors[0], tensors[1], tensors[2]
 
 
-def near(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+def near(actual: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -117,8 +117,8 @@ def test_a_tile_map_is_that_of_the_call(gpu: FakeDriver) -> None:
     q, k, v = expanded_heads("bshd")
     allowed = torch.rand(12, 20) < 0.5
     tiles = attngen.tile_map(q, k, variant="mapped", allowed=allowed)
-    found = attngen.attention(q, k, v, variant="mapped", allowed=allowed, tile_map=tiles)
-    near(found, attngen.attention(q, k, v, variant="mapped", allowed=allowed, backend="reference"))
+    out = attngen.attention(q, k, v, variant="mapped", allowed=allowed, tile_map=tiles)
+    near(out, attngen.attention(q, k, v, variant="mapped", allowed=allowed, backend="reference"))
 
 
 def test_what_no_kernel_takes_is_refused_as_ever(gpu: FakeDriver) -> None:
@@ -146,9 +146,9 @@ def gradients(kind: str, *, backend: str | None = None, compiled: bool = False) 
     call = torch.compile(attngen.attention, backend="aot_eager") if compiled else attngen.attention
     out = call(q, k, v, variant="causal", backend=backend)
     (out.float() * random(2, 40, 4, 64).float()).sum().backward()
-    found = (q.grad, sources[0].grad, sources[1].grad, *((k.grad,) if kind == "kept" else ()))
-    assert all(gradient is not None for gradient in found)
-    return found  # type: ignore[return-value]
+    gradients_of_inputs = (q.grad, sources[0].grad, sources[1].grad, *((k.grad,) if kind == "kept" else ()))
+    assert all(gradient is not None for gradient in gradients_of_inputs)
+    return gradients_of_inputs  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -51,8 +51,8 @@ def test_a_fresh_process_loads_a_program(modules: str, tmp_path: Path) -> None:
     program = (
         f"import {modules}\n"
         f"given, wanted = torch.load({str(tmp_path / 'tensors.pt')!r})\n"
-        f"found = torch.export.load({str(tmp_path / 'program.pt2')!r}).module()(*given)\n"
-        "assert torch.equal(found, wanted)\n"
+        f"out = torch.export.load({str(tmp_path / 'program.pt2')!r}).module()(*given)\n"
+        "assert torch.equal(out, wanted)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(root())}
     done = subprocess.run(

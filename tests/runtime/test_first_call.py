@@ -243,7 +243,7 @@ def test_kernels_are_compiled_while_a_program_is_traced(
     starts = torch.tensor([0, 24, 48, 72], dtype=torch.int32)
     monkeypatch.setattr("attngen.integrations.choice.on_gpu", lambda tensor: True)
     with attngen.jit():
-        found = compiled(q, starts)
+        result = compiled(q, starts)
     directions = ("forward", "backward") if learns else ("forward",)
     assert sorted(at_trace) == sorted(
         (name, direction, 80, "fp16")
@@ -252,7 +252,7 @@ def test_kernels_are_compiled_while_a_program_is_traced(
     )
     assert len(asked) == len(at_trace)
     torch._dynamo.reset()
-    torch.testing.assert_close(found, program(q.detach(), starts), check_device=False)
+    torch.testing.assert_close(result, program(q.detach(), starts), check_device=False)
 
 
 def test_what_cannot_be_compiled_at_trace_time_is_told_when_it_runs(
@@ -353,8 +353,8 @@ def test_a_saved_spec_keeps_two_definitions_of_one_name_apart(asked: list[Any], 
         attngen.attention(tensors(128), tensors(128), tensors(128), variant=other)
     attngen.jit.save(tmp_path / "mine.yaml")
     saved = load_spec_text((tmp_path / "mine.yaml").read_text())
-    found = [(k.variant.name, k.variant.definition, k.head_dim_qk) for k in expand(saved)]
-    assert found == [
+    definitions = [(k.variant.name, k.variant.definition, k.head_dim_qk) for k in expand(saved)]
+    assert definitions == [
         ("custom", other.value.definition, 64), ("custom_2", window.value.definition, 64),
         ("custom", other.value.definition, 128),
     ]  # fmt: skip

@@ -40,7 +40,7 @@ def keywords(form: str) -> list[str]:
 
 
 def said(form: str, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> tuple[dict[str, Any], Given]:
-    """What is said to a call, each keyword something of its own, and the value that it makes of that."""
+    """Keywords of a call, each with a value of its own, and the ``Given`` that they make."""
     made: list[Given] = []
     monkeypatch.setattr(calls, "run", made.append)
     values = {name: (name,) for name in keywords(form)} | changed

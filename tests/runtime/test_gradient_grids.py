@@ -72,8 +72,8 @@ def test_blocks_that_have_no_tile_of_keys_round_dq() -> None:
         call = bind(
             variant(), q, k, k, None, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd", arguments={}
         )
-        found = geometries(kernel, call, {})
-        assert [one.blocks(FakeDriver(), 0) for one in found if one.launch.name == "dqkv"] == [blocks]
+        grids = geometries(kernel, call, {})
+        assert [one.blocks(FakeDriver(), 0) for one in grids if one.launch.name == "dqkv"] == [blocks]
 
 
 @pytest.mark.parametrize(

@@ -95,16 +95,16 @@ class Launches:
 
 
 def partial_pairs(words: torch.Tensor) -> dict[tuple[int, int], int]:
-    """Return what the map has of each partial tile: the number of its pairs, or -1 if it has none."""
-    found = {}
+    """Number of pairs of each partial tile of the map, or -1 where it has none."""
+    pairs = {}
     for row in range(ROWS):
         for column in range(TILES):
             if int(words[row * 2 * WORDS + WORDS + column // 32]) >> column % 32 & 1:
                 slot = int(words[MAP_WORDS + row * 32 * WORDS + column])
                 bits = words[MAP_WORDS + SLOTS + slot * TILE_WORDS :][:TILE_WORDS]
                 assert slot < 0 or len(set(bits.tolist())) == 1
-                found[row, column] = int(bits[0]) if slot >= 0 else -1
-    return found
+                pairs[row, column] = int(bits[0]) if slot >= 0 else -1
+    return pairs
 
 
 def expected(content: torch.Tensor) -> dict[tuple[int, int], int]:

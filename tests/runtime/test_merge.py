@@ -126,14 +126,14 @@ def test_gradients_of_rows_that_saw_nothing_are_zero() -> None:
     leaves = [t.requires_grad_() for t in (*outs, *lses)]
     out, lse = attngen.merge(outs, lses)
     above = (torch.randn_like(out), torch.randn_like(lse))
-    found = torch.autograd.grad((out, lse), leaves, above)
-    assert all(torch.isfinite(t).all() for t in found)
-    for i, (of_out, of_lse) in enumerate(zip(found[:3], found[3:], strict=True)):
+    gradients = torch.autograd.grad((out, lse), leaves, above)
+    assert all(torch.isfinite(t).all() for t in gradients)
+    for i, (of_out, of_lse) in enumerate(zip(gradients[:3], gradients[3:], strict=True)):
         blind = lses[i].detach() == -math.inf
         assert (of_lse[blind] == 0).all()
         assert (of_out.transpose(1, 2)[blind] == 0).all()
         assert (of_lse[~blind] != 0).all()
-    torch.testing.assert_close(found[0][:, 1], above[0][:, 1])  # the only part of its row gets all of it
+    torch.testing.assert_close(gradients[0][:, 1], above[0][:, 1])  # the only part of its row gets all of it
 
 
 def test_gradcheck_beside_rows_that_saw_nothing() -> None:

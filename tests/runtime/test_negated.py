@@ -21,10 +21,10 @@ COS, SIN = torch.rand(16, 8), torch.rand(16, 8)
 
 def negated(tensor: Tensor) -> Tensor:
     """Return a tensor of the same numbers whose memory holds their negatives."""
-    found = torch._neg_view(-tensor)
-    assert found.is_neg()
-    assert torch.equal(found, tensor)
-    return found
+    view = torch._neg_view(-tensor)
+    assert view.is_neg()
+    assert torch.equal(view, tensor)
+    return view
 
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -69,5 +69,7 @@ def test_what_is_prepared_depends_on_it() -> None:
 def test_gradients_with_it_are_taken_as_they_are() -> None:
     leaves = [tensor.clone().requires_grad_() for tensor in (Q, K, V)]
     direction = torch.randn_like(Q)
-    found = [torch.autograd.grad(attngen.attention(*leaves), leaves, way) for way in (direction, negated(direction))]
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    gradients = [
+        torch.autograd.grad(attngen.attention(*leaves), leaves, way) for way in (direction, negated(direction))
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

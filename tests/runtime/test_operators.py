@@ -190,7 +190,7 @@ def test_second_derivatives_of_an_operator(*, packed: bool) -> None:
     operator = getattr(getattr(torch.ops, namespace), f"{name}__varlen" if packed else name)
     shift = torch.zeros(7 if packed else 20, dtype=torch.int32)
     starts = torch.tensor([0, 5, 12], dtype=torch.int32)
-    found = []
+    results = []
     for traced in (True, False):
         q, k, v = (t.flatten(0, 1)[:12] if packed else t for t in tensors())
         slope = torch.linspace(0.1, 0.9, 4)
@@ -205,8 +205,8 @@ def test_second_derivatives_of_an_operator(*, packed: bool) -> None:
             out, lse = call(q, k, v, *packing, variant="graded", **options)  # type: ignore[operator]
         above = torch.linspace(-1, 1, out.numel()).view(out.shape).requires_grad_()
         first = torch.autograd.grad((out, lse.sum()), given, (above, torch.ones(())), create_graph=True)
-        found.append((*first, *torch.autograd.grad([t.square().sum() for t in first], (*given, above))))
-    for one, other in zip(*found, strict=True):
+        results.append((*first, *torch.autograd.grad([t.square().sum() for t in first], (*given, above))))
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 

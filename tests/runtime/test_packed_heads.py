@@ -64,8 +64,8 @@ ALL = (WIDE, PACKED, PACKED_WIDE)
 def test_the_least_time_comes_first(seqlen_q: int, heads: int, order: Sequence[str]) -> None:
     for given in (ALL, ALL[::-1]):
         assert preferred(given, call_of(seqlen_q, heads))[0].name == order[0]
-    found = [kernel.name for kernel in preferred(ALL, call_of(seqlen_q, heads))]
-    assert tuple(found) == tuple(order)
+    names = [kernel.name for kernel in preferred(ALL, call_of(seqlen_q, heads))]
+    assert tuple(names) == tuple(order)
     assert preferred(ALL)[0] is WIDE
 
 
@@ -97,8 +97,8 @@ def test_explain_tells_what_packing_saves(gpu: FakeDriver) -> None:
     q, k, v = tensors(5, 16)
     explanation = attngen.explain(q.contiguous(), k, v, variant="causal")
     assert explanation.kernel is PACKED
-    found = explanation.to_dict()
-    assert (found["pack_gqa"], found["grid"]) == (True, 6)
+    facts = explanation.to_dict()
+    assert (facts["pack_gqa"], facts["grid"]) == (True, 6)
     assert "the 8 query heads of a KV head share tiles: 6 tiles of work, else 48" in str(explanation)
 
 
@@ -106,11 +106,11 @@ def test_explain_tells_what_packing_saves(gpu: FakeDriver) -> None:
 def test_the_numbers_of_a_launch(seqlen_q: int, heads: int) -> None:
     call = call_of(seqlen_q, heads)
     group = heads // 2
-    found = Geometry(PACKED.main, call)
-    assert found.sizes["group"] == 1 << found.sizes["group_bits"] == group
-    assert found.sizes["q_tiles"] == -(-seqlen_q * group // 64)
-    assert found.tiles == found.sizes["q_tiles"] * 3 * 2
+    geometry = Geometry(PACKED.main, call)
+    assert geometry.sizes["group"] == 1 << geometry.sizes["group_bits"] == group
+    assert geometry.sizes["q_tiles"] == -(-seqlen_q * group // 64)
+    assert geometry.tiles == geometry.sizes["q_tiles"] * 3 * 2
     # heads that run side by side are KV heads: with as many keys to keep, as many of them
     apart = Geometry(WIDE.main, call)
-    assert apart.sizes["section"] == min(found.sizes["section"] * group, 3 * heads)
+    assert apart.sizes["section"] == min(geometry.sizes["section"] * group, 3 * heads)
     assert apart.tiles == -(-seqlen_q // 128) * 3 * heads

@@ -111,9 +111,9 @@ def test_pages_may_be_shared() -> None:
     table = c.page_table.clone()
     table[1, 0] = table[0, 0]  # a common prefix
     q = torch.randn(2, 1, 4, 8)
-    found = attngen.attention_paged(q, c.k_pages, c.v_pages, table, c.seqused_k, variant=CAUSAL)
+    out = attngen.attention_paged(q, c.k_pages, c.v_pages, table, c.seqused_k, variant=CAUSAL)
     k, v = (torch.cat([one[0][:4], one[1][4:]])[None] for one in (c.keys, c.values))
-    torch.testing.assert_close(found[1:], attngen.attention(q[1:], k, v, variant=CAUSAL))
+    torch.testing.assert_close(out[1:], attngen.attention(q[1:], k, v, variant=CAUSAL))
 
 
 def test_the_reference_has_gradients() -> None:
@@ -204,11 +204,11 @@ def test_results_go_where_the_caller_says(gpu: FakeDriver, packed: bool) -> None
     for backend in (None, "reference"):
         for padding in (0, 64):
             memory = torch.full((*q.shape[:-1], 64 + padding), 7.0).bfloat16()
-            found, lse = attngen.attention_paged(
+            result, lse = attngen.attention_paged(
                 *tensors, out=memory[..., :64], return_lse=True, backend=backend, **given
             )
-            assert found.data_ptr() == memory.data_ptr()
-            torch.testing.assert_close(found, wanted)
+            assert result.data_ptr() == memory.data_ptr()
+            torch.testing.assert_close(result, wanted)
             torch.testing.assert_close(lse, wanted_lse)
             assert (memory[..., 64:] == 7).all()
             assert attngen.attention_paged(*tensors, out=memory[..., :64], backend=backend, **given) is not memory
@@ -339,15 +339,15 @@ def test_a_call_over_pages_is_explained(gpu: FakeDriver) -> None:
     c = cache([40, 7], 16, head_dim=64, dtype=torch.bfloat16)
     tensors = (torch.randn(2, 1, 4, 64).bfloat16(), c.k_pages, c.v_pages)
     given: dict[str, Any] = {"variant": "causal", "page_table": c.page_table, "seqused_k": c.seqused_k}
-    found = attngen.explain(*tensors, **given)
-    assert (found.runs, found.to_dict()["call"]) == ("kernel", "forward, paged, bf16, head_dim 64")
-    assert found.kernel is not None
-    assert found.kernel.split_kv
+    explanation = attngen.explain(*tensors, **given)
+    assert (explanation.runs, explanation.to_dict()["call"]) == ("kernel", "forward, paged, bf16, head_dim 64")
+    assert explanation.kernel is not None
+    assert explanation.kernel.split_kv
     one = attngen.explain(*tensors, **given, num_splits=1)
     assert one.kernel is not None
     assert not one.kernel.split_kv
     many = attngen.explain(torch.randn(2, 50, 4, 64).bfloat16(), *tensors[1:], **given, split_size=64)
-    assert many.kernel is found.kernel
+    assert many.kernel is explanation.kernel
     assert not gpu.launches
     assert "do not share keys" not in str(many)
     with pytest.raises(CallError, match="attention over pages has no backward"):
@@ -362,8 +362,8 @@ def test_one_split_is_no_call_for_blocks_that_share_the_keys_of_a_tile(gpu: Fake
     c = cache([40, 7], 16, head_dim=64, dtype=torch.bfloat16)
     tensors = (torch.randn(2, 1, 4, 64).bfloat16(), c.k_pages, c.v_pages)
     given: dict[str, Any] = {"variant": "causal", "page_table": c.page_table, "seqused_k": c.seqused_k}
-    found = [attngen.explain(*tensors, **given, num_splits=count).kernel for count in (None, 1)]
-    assert [one is not None and one.name == "shared" for one in found] == [True, False]
+    kernels = [attngen.explain(*tensors, **given, num_splits=count).kernel for count in (None, 1)]
+    assert [one is not None and one.name == "shared" for one in kernels] == [True, False]
     told = str(attngen.explain(*tensors, **given, num_splits=1))
     assert "pages/shared: its blocks share the keys of a tile, and the call has num_splits=1" in told
 
@@ -504,8 +504,8 @@ def test_a_program_compiles_without_a_graph_break(backend: str, given: bool) -> 
         ours, theirs = torch.zeros_like(q), torch.zeros_like(q)
         tensors = (q, c.k_pages, c.v_pages, c.page_table, c.seqused_k)
         with torch._dynamo.config.patch(error_on_recompile=turn > 0):
-            found = compiled(*tensors, ours)
-        for a, b in zip((*found, ours), (*program(*tensors, theirs), theirs), strict=True):
+            result = compiled(*tensors, ours)
+        for a, b in zip((*result, ours), (*program(*tensors, theirs), theirs), strict=True):
             torch.testing.assert_close(a, b)
         assert (ours != 0).any() == given
 

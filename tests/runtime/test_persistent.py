@@ -90,14 +90,14 @@ def test_the_counter_of_the_stream_reaches_the_kernel(gpu: FakeDriver) -> None:
 
 def test_each_stream_has_a_counter_of_its_own(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     registry.add(package_of_kernels([persistent_kernel()], "memory"))
-    found = []
+    addresses = []
     for stream in (0, 7, 0, 9, 7):
         monkeypatch.setattr(gpu, "stream", lambda device, stream=stream: stream)
         attngen.attention(*tensors(), variant="causal")
-        found.append(counter_of(gpu))
-    assert found[0] == found[2]
-    assert found[1] == found[4]
-    assert len(set(found)) == 3
+        addresses.append(counter_of(gpu))
+    assert addresses[0] == addresses[2]
+    assert addresses[1] == addresses[4]
+    assert len(set(addresses)) == 3
 
 
 def test_each_device_has_counters_of_its_own(gpu: FakeDriver) -> None:
@@ -125,11 +125,11 @@ def test_a_pinned_launch_takes_the_counter_of_its_stream(gpu: FakeDriver, monkey
         kernel.variant, q, k, v, None, softmax_scale=None, seqused_k=None, return_lse=False, layout="bshd", arguments={}
     )
     pinned = Pinned(kernel, call, Buffers(q, k, v, torch.empty_like(q)))
-    found = []
+    addresses = []
     for stream in (5, 6, 5):
         monkeypatch.setattr(gpu, "stream", lambda device, stream=stream: stream)
         pinned()
-        found.append(counter_of(gpu))
+        addresses.append(counter_of(gpu))
     assert gpu.launches[-1].grid == MULTIPROCESSORS
-    assert found[0] == found[2] == counters.address(5, 0)
-    assert found[1] == counters.address(6, 0) != found[0]
+    assert addresses[0] == addresses[2] == counters.address(5, 0)
+    assert addresses[1] == counters.address(6, 0) != addresses[0]

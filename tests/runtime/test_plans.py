@@ -1,4 +1,4 @@
-"""What plans write, the runtime can launch: every parameter of real plans, for all presets."""
+"""The runtime can launch every plan: every parameter of real plans, for all presets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call should take: its tiles of work, handed out one by one, beside the same by hand."""
+"""Predicted times: tiles of work, handed out one by one, beside the same by hand."""
 
 from __future__ import annotations
 
@@ -60,44 +60,44 @@ def by_hand(kernel: Kernel, call: Call, causal: bool) -> float:
 def test_tiles_are_handed_out_one_by_one(sizes: tuple[int, ...], pack_gqa: bool, causal: bool) -> None:
     kernel = made(64, 32, pack_gqa=pack_gqa, visible=SEEN_BY_CAUSAL if causal else [])
     call = call_of(*sizes)
-    found = predict(kernel, call, Card(BLOCKS))
-    assert found is not None
-    assert found.nanoseconds == pytest.approx(by_hand(kernel, call, causal))
-    assert found.microseconds == found.nanoseconds / 1e3
+    predicted = predict(kernel, call, Card(BLOCKS))
+    assert predicted is not None
+    assert predicted.nanoseconds == pytest.approx(by_hand(kernel, call, causal))
+    assert predicted.microseconds == predicted.nanoseconds / 1e3
 
 
 @pytest.mark.parametrize("sizes", [(1, 350, 350, 8, 4), (3, 100, 90, 2, 2), (1, 64, 640, 4, 4)])
 def test_blocks_of_a_cluster_take_neighbouring_tiles_at_once(sizes: tuple[int, ...]) -> None:
     clustered, wide, call = made(64, 32), made(128, 32), call_of(*sizes)
     clustered.main.cluster = 2
-    found, same = predict(clustered, call, Card(2 * BLOCKS)), predict(wide, call, Card(BLOCKS))
-    assert found is not None
+    predicted, same = predict(clustered, call, Card(2 * BLOCKS)), predict(wide, call, Card(BLOCKS))
+    assert predicted is not None
     assert same is not None
-    assert (found.nanoseconds, found.tiles) == (same.nanoseconds, 2 * same.tiles)
+    assert (predicted.nanoseconds, predicted.tiles) == (same.nanoseconds, 2 * same.tiles)
 
 
 @pytest.mark.parametrize("sizes", [(1, 4096, 4096, 3, 1), (2, 2000, 5000, 4, 4), (16, 1024, 1024, 16, 16)])
 def test_many_tiles_are_looked_at_in_groups(sizes: tuple[int, ...]) -> None:
     kernel, call = made(64, 32, visible=SEEN_BY_CAUSAL), call_of(*sizes)
-    found = predict(kernel, call, Card(BLOCKS))
-    assert found is not None
-    assert found.tiles == -(-sizes[1] // 64) * sizes[0] * sizes[3] > prediction._LOOKED_AT
-    assert found.nanoseconds == pytest.approx(by_hand(kernel, call, causal=True), rel=0.04)
+    predicted = predict(kernel, call, Card(BLOCKS))
+    assert predicted is not None
+    assert predicted.tiles == -(-sizes[1] // 64) * sizes[0] * sizes[3] > prediction._LOOKED_AT
+    assert predicted.nanoseconds == pytest.approx(by_hand(kernel, call, causal=True), rel=0.04)
 
 
 def test_what_the_call_passes_does_not_decide() -> None:
     """The bounds of a window are not known from shapes, unless the variant fixes it: it is taken to be of a quarter."""
     visible = [[["add", ["sub", "q_pos_lo", "window"], 1], ["add", "q_pos_hi", 1]]]
-    found = []
+    times = []
     for scalar in ({}, {"default": 200}, {"const": 200}, {"default": 4000}, {"default": 2048 // 4}):
         own = window_variant(**scalar)
         call = call_of(1, 2048, 2048, 1, 1, own)
         prediction = predict(made(64, 32, own, visible=visible), call, Card(BLOCKS))
         assert prediction is not None
-        found.append(prediction.nanoseconds)
+        times.append(prediction.nanoseconds)
     causal = predict(made(64, 32, visible=SEEN_BY_CAUSAL), call_of(1, 2048, 2048, 1, 1), Card(BLOCKS))
     assert causal is not None
-    assert found[3] == causal.nanoseconds > found[0] == found[4] > found[1] == found[2]
+    assert times[3] == causal.nanoseconds > times[0] == times[4] > times[1] == times[2]
 
 
 def test_packed_sequences_are_taken_to_be_equally_long() -> None:
@@ -148,12 +148,12 @@ def shared(most: int = 8, **fields: Any) -> Kernel:
 )
 def test_as_many_blocks_share_keys_as_take_the_least_time(tiles: int, keys: int, wanted: int) -> None:
     call = call_of(1, 64, keys, tiles, tiles)
-    found = predict(shared(), call, Card(132))
-    assert found is not None
-    assert found.shares == wanted
+    predicted = predict(shared(), call, Card(132))
+    assert predicted is not None
+    assert predicted.shares == wanted
     launch, tile, step = TIMES
-    assert found.nanoseconds == launch + tile + step * -(-keys // 32 // wanted)
-    assert ("blocks share" in str(found)) == (wanted > 1)
+    assert predicted.nanoseconds == launch + tile + step * -(-keys // 32 // wanted)
+    assert ("blocks share" in str(predicted)) == (wanted > 1)
 
 
 def test_clusters_that_the_driver_knows_decide() -> None:
@@ -181,8 +181,8 @@ def test_it_is_preferred_where_it_is_faster_alone() -> None:
 def test_where_memory_binds_few_blocks_are_enough() -> None:
     """Keys and values of 16 heads are 13.1 MB; with 0.8 of 2,000 bytes in a nanosecond they take 8.2 microseconds."""
     call = call_of(1, 64, 3200, 16, 16)
-    found = {bandwidth: predict(shared(), call, Card(132, "", bandwidth)) for bandwidth in (1e6, 2000.0, 1000.0)}
-    assert [one and one.shares for one in found.values()] == [6, 2, 1]
-    memory = found[2000.0]
+    predicted = {bandwidth: predict(shared(), call, Card(132, "", bandwidth)) for bandwidth in (1e6, 2000.0, 1000.0)}
+    assert [one and one.shares for one in predicted.values()] == [6, 2, 1]
+    memory = predicted[2000.0]
     assert memory is not None
     assert memory.nanoseconds == pytest.approx(TIMES[0] + TIMES[1] + 16 * 3200 * 2 * 64 * 2 / 1600)

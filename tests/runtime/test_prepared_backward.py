@@ -1,4 +1,4 @@
-"""What is kept between backwards is found again, fits the call that finds it, and keeps nothing else alive."""
+"""Prepared backwards are found again, fit the call that finds them, and keep nothing else alive."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def test_a_gradient_of_the_log_sum_exp_is_told_apart(gpu: GradientDriver) -> Non
     inputs = leaves(seqlen_k=70)
     for parts in (slice(0, 1), slice(1, 2), slice(0, 2), slice(0, 1)):
 
-        def found(backend: str | None, parts: slice = parts) -> tuple[Tensor, ...]:
+        def grads_of(backend: str | None, parts: slice = parts) -> tuple[Tensor, ...]:
             results = attngen.attention(*inputs, variant="causal", return_lse=True, backend=backend)
             loss = sum(part.float().sin().sum() for part in results[parts])
             return torch.autograd.grad(loss, inputs[:2])
 
-        ours, theirs = found(None), found("reference")
+        ours, theirs = grads_of(None), grads_of("reference")
         close(ours, theirs)
     assert len(training._PREPARED) == 2
 
@@ -166,11 +166,11 @@ def test_nothing_is_kept_alive(gpu: GradientDriver) -> None:
     check(leaves())
     inputs = leaves()
     out = attngen.attention(*inputs, variant="causal")
-    found = torch.autograd.grad(out, inputs, torch.ones_like(out))
-    alive = [weakref.ref(tensor) for tensor in (*inputs, out, *found)]
+    grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    alive = [weakref.ref(tensor) for tensor in (*inputs, out, *grads)]
     gc.disable()
     try:
-        del inputs, out, found
+        del inputs, out, grads
         assert not any(reference() is not None for reference in alive)
     finally:
         gc.enable()

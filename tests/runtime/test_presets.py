@@ -30,18 +30,18 @@ def test_they_are_those_of_the_specs() -> None:
 @pytest.mark.parametrize("name", names_of_specs())
 def test_each_runs_on_the_cpu(name: str) -> None:
     """Dense, packed and, where the variant may, in pages; with the values that the same variant as a value gets."""
-    found = preset(name)
-    assert found is not None
+    variant = preset(name)
+    assert variant is not None
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 16, 2, 16) for _ in range(3))
-    own = arguments_of(found, Case("one", (16,), (16,), kv_heads=2), "dense", torch.Generator().manual_seed(0))
-    wanted = attngen.attention(q, k, v, variant=found, **own)
+    own = arguments_of(variant, Case("one", (16,), (16,), kv_heads=2), "dense", torch.Generator().manual_seed(0))
+    wanted = attngen.attention(q, k, v, variant=variant, **own)
     assert wanted.isfinite().all()
     assert torch.equal(attngen.attention(q, k, v, variant=name, **own), wanted)
     starts = torch.tensor([0, 16], dtype=torch.int32)
     packed = attngen.attention_varlen(q[0], k[0], v[0], starts, starts, 16, 16, variant=name, **own)
     torch.testing.assert_close(packed[None], wanted)
-    if found.packed_keys() is None:
+    if variant.packed_keys() is None:
         table, used = torch.tensor([[0]], dtype=torch.int32), torch.tensor([16], dtype=torch.int32)
         torch.testing.assert_close(attngen.attention_paged(q, k, v, table, used, variant=name, **own), wanted)
 

@@ -1,4 +1,4 @@
-"""What ``import attngen`` brings along: nothing heavy."""
+"""``import attngen`` brings nothing heavy along."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_a_call_imports_no_part_of_the_build() -> None:
         "q = torch.zeros(1, 2, 1, 16)\n"
         "attngen.attention(q, q, q, variant=compile_variant('causal', 'q_pos >= kv'))"
     )
-    found = set(_imported(code, BUILD_ONLY).split())
-    assert not found - {"triton"}, "torch itself may import triton"
+    imported = set(_imported(code, BUILD_ONLY).split())
+    assert not imported - {"triton"}, "torch itself may import triton"
 
 
 def test_names() -> None:

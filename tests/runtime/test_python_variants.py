@@ -62,14 +62,14 @@ def test_what_a_spec_refuses_is_refused_in_the_same_words(fields: dict[str, Any]
 
     with pytest.raises(SpecError) as caught:
         attngen.variant(**fields)
-    found = caught.value
+    error = caught.value
     text = yaml.safe_dump({"schema": 1, "variants": {"custom": fields}}, sort_keys=False)
     with pytest.raises(SpecError) as caught:
         load_spec_text(text)
     wanted = re.sub(r"spec\.yaml:\d+: ", "", str(caught.value)).replace("variants.custom.", "")
-    assert sorted(wanted.splitlines()) == sorted(str(found).splitlines())
-    assert found.location is None
-    assert found.to_dict()["file"] is None
+    assert sorted(wanted.splitlines()) == sorted(str(error).splitlines())
+    assert error.location is None
+    assert error.to_dict()["file"] is None
 
 
 @pytest.mark.parametrize(
@@ -236,10 +236,10 @@ def test_it_explains_bands_and_counts_only_what_was_given() -> None:
     assert told.endswith("how many that are depends on what was not given: sizes, window")
     assert windows().explain(256).counted is None
     assert windows().explain(256).missing == ("window",)
-    found = windows().explain((1, 2, 256, 256), window=torch.tensor([1, 256], dtype=torch.int32)).counted
-    assert found is not None
-    assert found.visible == 256 + 256 * 257 // 2
-    assert (found.full, found.partial, found.empty) == (1, 4, 3)
+    of_window = windows().explain((1, 2, 256, 256), window=torch.tensor([1, 256], dtype=torch.int32)).counted
+    assert of_window is not None
+    assert of_window.visible == 256 + 256 * 257 // 2
+    assert (of_window.full, of_window.partial, of_window.empty) == (1, 4, 3)
     bounded = attngen.variant("kv < limit", scalars={"limit": {"type": "int32", "default": 3}})
     counted = bounded.explain(8).counted
     assert counted is not None
@@ -301,9 +301,9 @@ def test_sizes_may_be_named_and_unknown_arguments_are_refused() -> None:
 
 
 def test_what_is_probably_not_meant_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"variant 'odd': mask: '&' binds tighter than '>='[^^]*\n +\^{15}$") as found:
+    with pytest.warns(UserWarning, match=r"variant 'odd': mask: '&' binds tighter than '>='[^^]*\n +\^{15}$") as caught:
         attngen.variant("q_pos >= kv & q_pos - kv < 5", name="odd")
-    assert found[0].filename == __file__
+    assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match="the extent 'seq_k' is new.*did you mean 'seqlen_k'"):
         attngen.variant("t[kv] > 0", tensors={"t": {"dtype": "int32", "shape": ["seq_k"]}})
     with warnings.catch_warnings():

@@ -69,15 +69,15 @@ def scales_of(x: Tensor, granularity: str | int, kv_heads: int, largest: float, 
     if granularity == "tensor":
         return torch.tensor(one(x))
     if granularity == "head" or (granularity == "token" and of_v):
-        found = [[one(x[b, h * group : (h + 1) * group]) for h in range(kv_heads)] for b in range(x.shape[0])]
-        return torch.tensor(found)
+        by_head = [[one(x[b, h * group : (h + 1) * group]) for h in range(kv_heads)] for b in range(x.shape[0])]
+        return torch.tensor(by_head)
     block = 1 if granularity == "token" else int(granularity)
     starts = range(0, x.shape[2], block)
     return torch.tensor([[[one(rows[i : i + block]) for i in starts] for rows in heads] for heads in x])
 
 
 def in_units(values: Tensor, scale: Tensor, granularity: str | int, layout: str) -> Tensor:
-    """Return what 8-bit numbers stand for, (batch, heads, seqlen, head_dim) float64."""
+    """Values of 8-bit numbers, (batch, heads, seqlen, head_dim) float64."""
     x = (values if layout == "bhsd" else values.transpose(1, 2)).double()
     scale = scale.double()
     if scale.dim() == 2:
@@ -96,10 +96,10 @@ def test_scales_and_errors(element: torch.dtype, granularity: str | int, layout:
     """Each scale is the largest magnitude of its own; each number is off by half a step of 8 bits at most."""
     torch.manual_seed(1)
     given = a_call(element, granularity=granularity, layout=layout, lengths=(131, 64), dims=(96, 40), dtype=rounded)
-    found = attngen.quantize(**given)
+    results = attngen.quantize(**given)
     bits = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}[rounded]
     for name in "qkv":
-        values, scale = getattr(found, name), found.descales[f"{name}_descale"]
+        values, scale = getattr(results, name), results.descales[f"{name}_descale"]
         assert (values.shape, values.dtype, values.is_contiguous()) == (given[name].shape, rounded, True)
         exact = rows_of(given, name)
         wanted = scales_of(exact, granularity, 2, LARGEST[rounded], of_v=name == "v")
@@ -149,13 +149,13 @@ def test_rotations_come_before_the_transform(half: int, offsets: bool, interleav
     given = a_call(
         torch.float32, half=half, offsets=offsets, rotary_interleaved=interleaved, granularity="token", lengths=(20, 9)
     )
-    found = attngen.quantize(**given)
+    results = attngen.quantize(**given)
     for name in "qk":
         exact = rows_of(given, name)
-        ours = in_units(getattr(found, name), found.descales[f"{name}_descale"], "token", "bshd")
+        ours = in_units(getattr(results, name), results.descales[f"{name}_descale"], "token", "bshd")
         assert (ours - exact).abs().max() <= exact.abs().max() / 28
         torch.testing.assert_close(
-            found.descales[f"{name}_descale"].double(),
+            results.descales[f"{name}_descale"].double(),
             scales_of(exact, "token", 2, 448.0).double(),
             rtol=1e-5,
             atol=0.0,
@@ -170,11 +170,11 @@ def test_products_stay_as_they_are() -> None:
     exact = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double())
 
     def error(**more: Any) -> float:
-        found = attngen.quantize(q, k, k, **more)
+        results = attngen.quantize(q, k, k, **more)
         granularity = more.get("granularity", "head")
         ours, theirs = (
             in_units(x, scale, granularity, "bshd")
-            for x, scale in ((found.q, found.q_descale), (found.k, found.k_descale))
+            for x, scale in ((results.q, results.q_descale), (results.k, results.k_descale))
         )
         return float((ours @ theirs.transpose(2, 3) - exact).square().mean().sqrt())
 
@@ -191,9 +191,9 @@ def test_it_is_what_attention_takes() -> None:
     causal = variant()
     exact = attngen.attention(q, k, v, variant=causal)
     for granularity in ("head", "tensor"):
-        found = attngen.quantize(q, k, v, granularity=granularity)
-        assert isinstance(found, Quantized)
-        out = attngen.attention(found.q, found.k, found.v, variant=causal, **found.descales)
+        results = attngen.quantize(q, k, v, granularity=granularity)
+        assert isinstance(results, Quantized)
+        out = attngen.attention(results.q, results.k, results.v, variant=causal, **results.descales)
         assert out.dtype == torch.bfloat16
         assert (out.float() - exact).square().mean().sqrt() < 0.05 * exact.square().mean().sqrt()
 
@@ -204,23 +204,23 @@ def test_it_is_what_attention_takes() -> None:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_zeros_have_scale_1(granularity: str | int) -> None:
     x = torch.zeros(2, 70, 2, 64)
-    found = attngen.quantize(x, x, x, granularity=granularity)
-    for scale in found.descales.values():
+    results = attngen.quantize(x, x, x, granularity=granularity)
+    for scale in results.descales.values():
         assert (scale == 1).all()
-    assert all((values.float() == 0).all() for values in found[:3])
+    assert all((values.float() == 0).all() for values in results[:3])
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("size", [1e-30, 1e-38, 1e-42])
 def test_tiny_numbers_give_no_nan(granularity: str | int, size: float) -> None:
     x = torch.randn(1, 70, 2, 64) * size
-    found = attngen.quantize(x, x, x, granularity=granularity, hadamard=False)
-    for scale in found.descales.values():
+    results = attngen.quantize(x, x, x, granularity=granularity, hadamard=False)
+    for scale in results.descales.values():
         assert (scale >= 2.0**-126).all()
-    for values in found[:3]:
+    for values in results[:3]:
         assert not values.float().isnan().any()
     if size == 1e-30:
-        assert found.q.float().abs().max() == 448
+        assert results.q.float().abs().max() == 448
 
 
 @pytest.mark.parametrize("hadamard", [False, True])
@@ -234,11 +234,11 @@ def test_what_is_not_finite_changes_no_other_row(granularity: str | int, hadamar
         given[name][place] = 0
         strange[name][place] = 0
         strange[name][(*place, 5)] = what
-    clean, found = attngen.quantize(**given), attngen.quantize(**{**given, **strange})
-    for ours, wanted in zip(found[3:], clean[3:], strict=True):
+    clean, results = attngen.quantize(**given), attngen.quantize(**{**given, **strange})
+    for ours, wanted in zip(results[3:], clean[3:], strict=True):
         assert torch.equal(ours, wanted)
     for name, place, what in (("q", (0, 3, 1), torch.nan), ("k", (1, 70, 0), torch.inf), ("v", (0, 9, 1), -torch.inf)):
-        ours, wanted = getattr(found, name).float(), getattr(clean, name).float()
+        ours, wanted = getattr(results, name).float(), getattr(clean, name).float()
         row = ours[place].clone()
         ours[place] = wanted[place]
         assert torch.equal(ours, wanted), name
@@ -253,9 +253,9 @@ def test_what_is_not_finite_changes_no_other_row(granularity: str | int, hadamar
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
 def test_nothing_to_quantize(granularity: str | int, shape: tuple[int, int]) -> None:
     x = torch.zeros(*shape, 2, 16)
-    found = attngen.quantize(x, x, x, granularity=granularity)
-    assert all(values.shape == x.shape for values in found[:3])
-    assert all((scale == 1).all() for scale in found[3:])
+    results = attngen.quantize(x, x, x, granularity=granularity)
+    assert all(values.shape == x.shape for values in results[:3])
+    assert all((scale == 1).all() for scale in results[3:])
 
 
 def test_it_stays_whole_in_a_program() -> None:

@@ -43,9 +43,9 @@ def test_preset_equals_its_mask_by_hand(name: str, shape: tuple[int, ...]) -> No
     torch.testing.assert_close(lse, wanted_lse)
     weight = torch.randn_like(out)
     alive = wanted_lse.detach() != -math.inf
-    found = torch.autograd.grad((out * weight).sum() + lse[alive].sum(), (q, k, v))
+    gradients = torch.autograd.grad((out * weight).sum() + lse[alive].sum(), (q, k, v))
     expected = torch.autograd.grad((wanted * weight).sum() + wanted_lse[alive].sum(), (q, k, v))
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs.nan_to_num(0.0))
 
 

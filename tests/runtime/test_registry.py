@@ -1,4 +1,4 @@
-"""Where variants come from: order of the search, ambiguity, broken kernels, specs that changed."""
+"""Sources of variants: order of the search, ambiguity, broken kernels, specs that changed."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *points: Any) -> None:
     monkeypatch.setattr(metadata, "entry_points", lambda group: list(points) if group == "attngen.kernels" else [])
 
 
-def point(name: str, found: Any) -> Any:
-    return SimpleNamespace(name=name, load=lambda: found)
+def point(name: str, target: Any) -> Any:
+    return SimpleNamespace(name=name, load=lambda: target)
 
 
 def test_loaded_before_installed_before_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -95,8 +95,7 @@ def test_an_ambiguous_name_shows_each_field_that_differs(fields: Any, field: str
 
 
 def test_one_definition_is_one_variant_with_the_kernels_of_all_packages(tmp_path: Path) -> None:
-    """However it is written, whatever ``let`` names in it, and of whatever rank; a lower rank's other definition is
-    shadowed."""
+    """Spelling, names of ``let`` and rank make no difference; a lower rank's other definition is shadowed."""
     spelled = variant(mask="(q_pos)  >= here", let={"here": "kv"})
     assert spelled != variant()
     assert spelled.definition == variant().definition
@@ -106,9 +105,9 @@ def test_one_definition_is_one_variant_with_the_kernels_of_all_packages(tmp_path
     attngen.load(tmp_path / "k0")
     write_kernel(tmp_path / "k1", manifest_of(variant(), package="more", head_dim=128))
     attngen.load(tmp_path / "k1")
-    found = registry.find("causal")
-    assert found.package == "given"
-    assert [kernel.package for kernel in found.kernels] == ["given", "more", "own"]
+    entry = registry.find("causal")
+    assert entry.package == "given"
+    assert [kernel.package for kernel in entry.kernels] == ["given", "more", "own"]
     assert [kernel.package for kernel in registry.find("more/causal").kernels] == ["more"]
     assert [kernel.package for kernel in registry.find("causal", "own").kernels] == ["own"]
 
@@ -198,9 +197,9 @@ def test_an_answer_that_another_thread_overtakes_is_not_kept(monkeypatch: pytest
     search = registry._search
 
     def overtaken(name: str, wanted: str | None) -> Any:
-        found = search(name, wanted)
+        answer = search(name, wanted)
         registry.add(package("mine", variant(mask="q_pos > kv")))
-        return found
+        return answer
 
     with monkeypatch.context() as patch:
         patch.setattr(registry, "_search", overtaken)

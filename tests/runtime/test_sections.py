@@ -1,4 +1,4 @@
-"""How many heads run side by side: as L2 holds, and no last section of a few."""
+"""Number of heads side by side: as many as L2 holds, and no last section of a few."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_powers_of_two_keep_theirs() -> None:
 
 
 def ends(heads: int, size: int, q_tiles: int = 128, blocks: int = 132) -> float:
-    """Return when the last block of a causal call is done, in units of a perfect division."""
+    """Time at which the last block of a causal call is done, in units of a perfect division."""
     order = [q_tiles - i // min(size, heads - at) for at in range(0, heads, size)
              for i in range(q_tiles * min(size, heads - at))]  # fmt: skip
     free = [0.0] * blocks

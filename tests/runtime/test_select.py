@@ -1,4 +1,4 @@
-"""Which kernel takes a call, and the error where none does."""
+"""The kernel that takes a call, and the error where none does."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def tensors(dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[torch.Te
 
 
 def chosen(*args: Any, **options: Any) -> str:
-    found = attngen.explain(*args, variant="causal", **options).kernel
-    assert found is not None
-    return found.name
+    selected = attngen.explain(*args, variant="causal", **options).kernel
+    assert selected is not None
+    return selected.name
 
 
 def test_descriptors_first_then_order(gpu: FakeDriver) -> None:
@@ -281,8 +281,8 @@ def test_what_is_proposed_serves_the_call(gpu: FakeDriver, seed: int) -> None:
     added = yaml.safe_load(lines)
     known = "arch" in added
     added.setdefault("arch", [next(a.name for a in ARCHES.values() if a.capability == gpu.compute_capability)])
-    (found,) = expand(load_spec_text(yaml.safe_dump({"schema": 1, "package": "mine", **added})))
-    planned = plan(found)
+    (spec,) = expand(load_spec_text(yaml.safe_dump({"schema": 1, "package": "mine", **added})))
+    planned = plan(spec)
     assert (planned.head_dim_qk, planned.head_dim_v) == tuple(dims)
     artifact = compile_as_manifest(planned, SimpleNamespace(text=""))
     if known:  # a variant that nothing is built of says what its tensors are, and not how they lie in memory

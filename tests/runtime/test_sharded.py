@@ -27,6 +27,6 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     alone = sharded.model(preset("causal"), "cpu")
     before = [parameter.detach().clone() for parameter in alone.parameters()]
     sharded.train(alone, slice(None))
-    for found, wanted, start in zip(torch.load(whole), alone.parameters(), before, strict=True):
-        torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-5)
-        assert not torch.equal(found, start)
+    for trained, wanted, start in zip(torch.load(whole), alone.parameters(), before, strict=True):
+        torch.testing.assert_close(trained, wanted.detach(), rtol=1e-4, atol=1e-5)
+        assert not torch.equal(trained, start)

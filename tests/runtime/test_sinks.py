@@ -85,7 +85,7 @@ def test_gradients_of_the_reference(variant: Variant, packed: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("variant", [CAUSAL, MIXED], ids=lambda v: v.name)
 def test_row_sums_give_the_gradients_of_sinks(variant: Variant, packed: bool) -> None:
-    """What a kernel leaves of each row, its log-sum-exp and D, with garbage in rows of no sequence."""
+    """Gradients from each row's log-sum-exp and D alone, with garbage in rows of no sequence."""
     q, k, v = inputs()
     packing = None
     if packed:
@@ -108,7 +108,7 @@ def test_row_sums_give_the_gradients_of_sinks(variant: Variant, packed: bool) ->
         lse[:, 11:] = math.nan
     gradients = {name: torch.zeros(tensors[name].shape, dtype=torch.float32) for name in names}
     add_gradients(call, lse.detach().float(), delta.detach().float(), gradients)
-    again = {name: torch.zeros_like(found) for name, found in gradients.items()}
+    again = {name: torch.zeros_like(once) for name, once in gradients.items()}
     add_gradients(call, lse.detach().float(), delta.detach().float(), again)
     for name, gradient in zip(names, wanted, strict=True):
         torch.testing.assert_close(gradients[name], gradient.float(), rtol=2e-5, atol=2e-5)
@@ -127,11 +127,11 @@ def test_calls_without_keys(packed: bool) -> None:
     tensors = own(MIXED, 2, 4, 2, torch.float32)
     call = bound(MIXED, q, k, v, packing, **tensors)
     with torch.no_grad():
-        found, wanted = without_keys(call), reference(call, q, k, v)
-    for one, other in zip(found, wanted, strict=True):
+        results, wanted = without_keys(call), reference(call, q, k, v)
+    for one, other in zip(results, wanted, strict=True):
         torch.testing.assert_close(one, other)
         assert one.dtype == other.dtype
-    assert not found[0].any()
+    assert not results[0].any()
     out, lse = reference(call, q, k, v)
     (gradient,) = torch.autograd.grad(lse.sum(), [tensors["table"]])
     through = {"table": torch.zeros_like(gradient), "bias": torch.zeros(3), "gain": torch.zeros(())}

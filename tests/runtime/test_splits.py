@@ -47,20 +47,20 @@ def call(batch: int = 2, rows: int = 1, keys: int = 1000, heads: int = 8, kv_hea
 )
 def test_warps_of_rows(rows: int, group: int, row_warps: int) -> None:
     """As many as there are blocks of 16 rows, a power of two, up to half of a block's warps."""
-    found = split_sizes(Launch(), call(rows=rows, heads=2 * group), Capacity(132, 15))
-    assert (found["row_warps"], 1 << found["row_bits"]) == (row_warps, row_warps)
+    sizes = split_sizes(Launch(), call(rows=rows, heads=2 * group), Capacity(132, 15))
+    assert (sizes["row_warps"], 1 << sizes["row_bits"]) == (row_warps, row_warps)
 
 
 @pytest.mark.parametrize("clusters", [0, 1, 14, 16])
 @pytest.mark.parametrize("keys", [0, 1, 1000, 100_000])
 @pytest.mark.parametrize("batch", [1, 7, 300])
 def test_blocks_run_at_once_and_clusters_are_whole(batch: int, keys: int, clusters: int) -> None:
-    found = split_sizes(Launch(), call(batch, keys=keys), Capacity(132, clusters))
-    assert found["split_cluster"] in (1, 8)
-    assert found["split_blocks"] % found["split_cluster"] == 0
-    assert 1 <= found["split_blocks"] <= (132 if found["split_cluster"] == 1 else 8 * clusters)
-    assert found["split_tiles"] == 0
-    assert (found["split_slots"], found["split_counters"]) == (2 * found["split_blocks"], found["split_blocks"])
+    sizes = split_sizes(Launch(), call(batch, keys=keys), Capacity(132, clusters))
+    assert sizes["split_cluster"] in (1, 8)
+    assert sizes["split_blocks"] % sizes["split_cluster"] == 0
+    assert 1 <= sizes["split_blocks"] <= (132 if sizes["split_cluster"] == 1 else 8 * clusters)
+    assert sizes["split_tiles"] == 0
+    assert (sizes["split_slots"], sizes["split_counters"]) == (2 * sizes["split_blocks"], sizes["split_blocks"])
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_blocks_run_at_once_and_clusters_are_whole(batch: int, keys: int, cluste
 def test_little_work_takes_clusters_and_much_takes_all_blocks(
     batch: int, keys: int, heads: int, kv_heads: int, cluster: int, blocks: int
 ) -> None:
-    found = split_sizes(Launch(), call(batch, keys=keys, heads=heads, kv_heads=kv_heads), Capacity(132, 15))
-    assert (found["split_cluster"], found["split_blocks"]) == (cluster, blocks)
+    sizes = split_sizes(Launch(), call(batch, keys=keys, heads=heads, kv_heads=kv_heads), Capacity(132, 15))
+    assert (sizes["split_cluster"], sizes["split_blocks"]) == (cluster, blocks)
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
@@ -95,10 +95,10 @@ def test_reciprocals_divide_exactly(divisor: int, number: int) -> None:
 )  # fmt: skip
 def test_asked_splits_have_a_place_and_a_counter_each(asked: dict[str, int], tiles: int, most: int) -> None:
     """A place for each split of the rows of each KV head, however the blocks share them."""
-    found = split_sizes(Launch(), call(3, rows=40, heads=8, kv_heads=2, **asked), Capacity(132, 15))
+    sizes = split_sizes(Launch(), call(3, rows=40, heads=8, kv_heads=2, **asked), Capacity(132, 15))
     units = 3 * 2 * 3  # of 64 of the 160 rows each
-    assert (found["split_tiles"], found["max_splits"]) == (tiles, most)
-    assert (found["split_slots"], found["split_counters"]) == (units * most, units)
+    assert (sizes["split_tiles"], sizes["max_splits"]) == (tiles, most)
+    assert (sizes["split_slots"], sizes["split_counters"]) == (units * most, units)
 
 
 @pytest.fixture
@@ -127,17 +127,17 @@ def test_launches_of_a_stream_share_counters(memory: FakeDriver) -> None:
 
 def test_launches_in_graphs_have_counters_of_their_own(memory: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    found: list[tuple[int, int]] = [
+    assigned: list[tuple[int, int]] = [
         (counters.of_splits(count, 5, 0), count) for count in (100, 128, 9000, 9000, 50_000, 7)
     ]
-    for i, (address, count) in enumerate(found):
-        for other, others in found[:i]:
+    for i, (address, count) in enumerate(assigned):
+        for other, others in assigned[:i]:
             assert address + 4 * count <= other or other + 4 * others <= address
     spans: list[tuple[int, int]] = []
     for _, block in memory.cleared:
         start = ctypes.addressof(block)
         spans.append((start, start + len(block)))
-    for address, count in found:
+    for address, count in assigned:
         assert any(start <= address and address + 4 * count <= end for start, end in spans)
 
 
@@ -164,9 +164,9 @@ def test_a_cluster_for_each_tile_of_queries(memory: FakeDriver, rows: int, wante
     manifest = {**manifest_of(variant(), tiles=(64, 32)), "times": [1000.0, 100.0, 1000.0]}
     manifest["launches"][-1] |= {"grid": "key_shares", "cluster": wanted}
     made, asked = kernel_of(manifest), call(1, rows, 32 * 56, heads=2)
-    found = capacity_for(made, asked, drivers.current, 0)
-    assert found.shares == wanted
-    geometry = Geometry(made.main, asked, capacity=found)
+    capacity = capacity_for(made, asked, drivers.current, 0)
+    assert capacity.shares == wanted
+    geometry = Geometry(made.main, asked, capacity=capacity)
     assert geometry.cluster == wanted
     assert geometry.blocks(memory, 0) == wanted * 2 * -(-rows // 64)
     assert memory.loads, "the driver says how many clusters run at once"

@@ -1,4 +1,4 @@
-"""Which tensors a TMA descriptor can describe, and the cache of encoded ones."""
+"""Tensors that a TMA descriptor can describe, and the cache of encoded ones."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tests.runtime.support import FakeDriver
     ],
 )
 def test_reasons(shape: tuple[int, ...], strides: tuple[int, ...], reason: str | None) -> None:
-    found = reason_against("q", shape, strides, 2)
-    assert (found is None) == (reason is None)
-    assert reason is None or reason in str(found)
+    error = reason_against("q", shape, strides, 2)
+    assert (error is None) == (reason is None)
+    assert reason is None or reason in str(error)
 
 
 def test_an_axis_of_one_gets_a_legal_stride() -> None:
@@ -68,13 +68,13 @@ def test_descriptors_are_encoded_once_per_address() -> None:
 
 def box(memory: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], base: int, at: tuple[int, ...],
         extent: tuple[int, ...]) -> torch.Tensor:  # fmt: skip
-    """Return what a copy of a box brings: the values at its coordinates, and zeros where one is out of bounds."""
-    found = torch.zeros(extent, dtype=memory.dtype)
+    """Result of a copy of a box: the values at its coordinates, and zeros where one is out of bounds."""
+    values = torch.zeros(extent, dtype=memory.dtype)
     for place in itertools.product(*map(range, extent)):
         index = [start + step for start, step in zip(at, place, strict=True)]
         if all(0 <= i < n for i, n in zip(index, shape, strict=True)):
-            found[place] = memory[base + sum(i * s for i, s in zip(index, strides, strict=True))]
-    return found
+            values[place] = memory[base + sum(i * s for i, s in zip(index, strides, strict=True))]
+    return values
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -95,36 +95,38 @@ def test_a_window_ends_where_a_sequence_ends(batched: bool) -> None:
             continue  # a sequence ends inside the tensor
         outer, extent = ((1,), (1,)) if batched else ((), ())
         at = (*outer, row + n, window - n, head, 0)
-        found = box(memory, seen, steps, base, at, (*extent, 1, window, 1, width)).reshape(window, width)
+        copied = box(memory, seen, steps, base, at, (*extent, 1, window, 1, width)).reshape(window, width)
         wanted = torch.zeros(window, width, dtype=torch.int64)
         wanted[:n] = (values[1] if batched else values)[row : row + n, head]
-        assert torch.equal(found, wanted), (row, n, head)
+        assert torch.equal(copied, wanted), (row, n, head)
 
 
 def test_a_window_with_too_many_rows_would_be_seen() -> None:
     """The same box without the window shows the neighbour's rows, so the test above can fail."""
     memory = torch.arange(1, 29)
-    found = box(memory, (7, 1, 4), (4, 4, 1), 0, (5, 0, 0), (3, 1, 4))
-    assert found[:2].all()
+    copied = box(memory, (7, 1, 4), (4, 4, 1), 0, (5, 0, 0), (3, 1, 4))
+    assert copied[:2].all()
     assert box(memory, (7, 1, 4), (4, 4, 1), 0, (2, 0, 0), (3, 1, 4)).all()
 
 
 def test_a_windowed_descriptor_starts_a_window_before_the_tensor() -> None:
     driver = FakeDriver()
     shape, strides = (2, 8, 4, 64), (2048, 256, 64, 1)
-    found = TensorMap(driver, 0, "bf16", shape, strides, (1, 1, 3, 1, 64), 128, window=3).at(1 << 20)
-    address, rank = struct.unpack_from("<Qq", found)
-    extents = struct.unpack_from(f"<{rank}q", found, 16)
-    steps = struct.unpack_from(f"<{rank - 1}q", found, 16 + 8 * rank)
+    descriptor = TensorMap(driver, 0, "bf16", shape, strides, (1, 1, 3, 1, 64), 128, window=3).at(1 << 20)
+    address, rank = struct.unpack_from("<Qq", descriptor)
+    extents = struct.unpack_from(f"<{rank}q", descriptor, 16)
+    steps = struct.unpack_from(f"<{rank - 1}q", descriptor, 16 + 8 * rank)
     assert address == (1 << 20) - 3 * 256 * 2
     assert extents == (64, 4, 3, 9, 2)
     assert steps == (128, 512, 512, 4096)
 
 
 def test_a_windowed_descriptor_of_one_row_has_a_legal_stride() -> None:
-    found = TensorMap(FakeDriver(), 0, "bf16", (1, 1, 4, 64), (3, 5, 64, 1), (1, 1, 16, 1, 64), 128, window=16).at(4096)
-    _, rank = struct.unpack_from("<Qq", found)
-    assert all(step % 16 == 0 for step in struct.unpack_from(f"<{rank - 1}q", found, 16 + 8 * rank))
+    descriptor = TensorMap(FakeDriver(), 0, "bf16", (1, 1, 4, 64), (3, 5, 64, 1), (1, 1, 16, 1, 64), 128, window=16).at(
+        4096
+    )
+    _, rank = struct.unpack_from("<Qq", descriptor)
+    assert all(step % 16 == 0 for step in struct.unpack_from(f"<{rank - 1}q", descriptor, 16 + 8 * rank))
 
 
 # --- pages ----------------------------------------------------------------------------------------------------
@@ -151,10 +153,10 @@ def test_a_box_of_a_page_ends_where_a_sequence_ends(rows_first: bool, page_size:
         range(pages), range(0, page_size, rows), range(1, rows + 1), range(heads)
     ):
         at = (page, head, first + n, rows - n, 0)
-        found = box(memory, seen, steps, base, at, found_box).reshape(rows, width)
+        copied = box(memory, seen, steps, base, at, found_box).reshape(rows, width)
         wanted = torch.zeros(rows, width, dtype=torch.int64)
         wanted[:n] = values[page, first : first + n, head]
-        assert torch.equal(found, wanted), (page, first, n, head)
+        assert torch.equal(copied, wanted), (page, first, n, head)
 
 
 # --- packed heads ---------------------------------------------------------------------------------------------
@@ -175,20 +177,20 @@ def test_a_packed_box_brings_the_heads_of_a_group_then_the_next_row(group: int, 
     queries = values[1] if batched else values
     for start, hk in itertools.product(range(0, rows, box_rows // group), range(kv_heads)):
         at = (*((1,) if batched else ()), hk, start, 0, 0)
-        found = box(values.flatten(), seen, steps, 0, at, extent).reshape(box_rows, width)
+        copied = box(values.flatten(), seen, steps, 0, at, extent).reshape(box_rows, width)
         for r in range(box_rows):
             q, h = start + r // group, hk * group + r % group
             wanted = queries[q, h] if q < rows else torch.zeros(width, dtype=torch.int64)
-            assert torch.equal(found[r], wanted), (start, hk, r)
+            assert torch.equal(copied[r], wanted), (start, hk, r)
 
 
 def test_a_packed_descriptor_has_the_group_between_columns_and_rows() -> None:
     shape, strides = (2, 40, 8, 64), (20480, 512, 64, 1)
-    found = TensorMap(FakeDriver(), 0, "bf16", shape, strides, (1, 128, 1, 64), 128, group=4).at(1 << 20)
-    address, rank = struct.unpack_from("<Qq", found)
+    descriptor = TensorMap(FakeDriver(), 0, "bf16", shape, strides, (1, 128, 1, 64), 128, group=4).at(1 << 20)
+    address, rank = struct.unpack_from("<Qq", descriptor)
     assert address == 1 << 20
-    assert struct.unpack_from(f"<{rank}q", found, 16) == (64, 4, 40, 2, 2)
-    assert struct.unpack_from(f"<{rank - 1}q", found, 16 + 8 * rank) == (128, 1024, 512, 40960)
+    assert struct.unpack_from(f"<{rank}q", descriptor, 16) == (64, 4, 40, 2, 2)
+    assert struct.unpack_from(f"<{rank - 1}q", descriptor, 16 + 8 * rank) == (128, 1024, 512, 40960)
 
 
 @pytest.mark.parametrize(

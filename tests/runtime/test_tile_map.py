@@ -42,16 +42,16 @@ def by_counting(seen: torch.Tensor, kv_tiles: int) -> torch.Tensor:
     """Return (heads, q_tiles, 2, words) for the pairs (heads, rows, keys) of one sequence."""
     heads, rows, keys = seen.shape
     words = -(-kv_tiles // 32)
-    found = torch.zeros(heads, -(-rows // TILE_M), 2, words, dtype=torch.int64)
+    bits = torch.zeros(heads, -(-rows // TILE_M), 2, words, dtype=torch.int64)
     for h in range(heads):
-        for i in range(found.shape[1]):
+        for i in range(bits.shape[1]):
             for t in range(keys // TILE_N):
                 tile = seen[h, i * TILE_M : (i + 1) * TILE_M, t * TILE_N : (t + 1) * TILE_N]
                 if tile.all():
-                    found[h, i, 0, t // 32] |= 1 << t % 32
+                    bits[h, i, 0, t // 32] |= 1 << t % 32
                 elif tile.any():
-                    found[h, i, 1, t // 32] |= 1 << t % 32
-    return found
+                    bits[h, i, 1, t // 32] |= 1 << t % 32
+    return bits
 
 
 def unsigned(words: torch.Tensor) -> torch.Tensor:

@@ -98,8 +98,8 @@ def test_autocast(gpu: GradientDriver) -> None:
         torch.set_autocast_enabled("cuda", False)
         torch.set_autocast_dtype("cuda", torch.float16)
     assert out.dtype == torch.bfloat16
-    found = torch.autograd.grad(out.float().square().sum(), (q, k, v))
-    assert {gradient.dtype for gradient in found} == {torch.float32}
+    gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
     assert gpu.launches == ["forward", "preprocess", "dkdv", "dq"]
 
 
@@ -113,8 +113,8 @@ def test_autocast_on_the_cpu() -> None:
             compiled = torch.compile(attngen.attention, backend="aot_eager")(q, k, v, variant="causal")
         torch.testing.assert_close(out, wanted, rtol=0, atol=0)
         torch.testing.assert_close(compiled, wanted, rtol=0, atol=0)
-        found = torch.autograd.grad(out.float().square().sum(), given)
-        assert {gradient.dtype for gradient in found} == {torch.float32}
+        gradients = torch.autograd.grad(out.float().square().sum(), given)
+        assert {gradient.dtype for gradient in gradients} == {torch.float32}
     with torch.autocast("cpu", torch.bfloat16):
         assert attngen.attention(*(t.double() for t in given), variant="causal").dtype == torch.float64
     with torch.autocast("cpu", torch.bfloat16, enabled=False):
@@ -143,8 +143,8 @@ def test_a_transform_of_something_else_changes_nothing(gpu: GradientDriver) -> N
     build()
     q, k, v = leaves()
     wanted = attngen.attention(q, k, v, variant="causal")
-    found = torch.func.vmap(lambda scale: attngen.attention(q, k, v, variant="causal") * scale)(torch.ones(2))
-    assert torch.equal(found[1].float(), wanted.float())
+    out = torch.func.vmap(lambda scale: attngen.attention(q, k, v, variant="causal") * scale)(torch.ones(2))
+    assert torch.equal(out[1].float(), wanted.float())
     assert gpu.launches == ["forward"] * 2
 
 

@@ -37,16 +37,16 @@ def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, causal
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    found: Tensor = attngen.attention(q, k, v, variant="causal")
-    return found
+    out: Tensor = attngen.attention(q, k, v, variant="causal")
+    return out
 
 
 def loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *given: function(*given).sin().sum()
 
 
-def same(found: Any, wanted: Any, atol: float = 1e-9) -> None:
-    for one, other in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+def same(actual: Any, wanted: Any, atol: float = 1e-9) -> None:
+    for one, other in zip(tree_leaves(actual), tree_leaves(wanted), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
@@ -107,8 +107,8 @@ def test_tensors_of_a_variant() -> None:
     slope = torch.rand(3, HEADS, dtype=torch.float64)
     sloped = lambda q, k, v, slope: attngen.attention(q, k, v, variant=SLOPED, slope=slope)  # noqa: E731
     same(vmap(sloped)(*given, slope), vmap(dense)(*given))
-    found = vmap(grad(loss(sloped), 3))(*given, slope)
-    assert found.shape == slope.shape
+    gradients = vmap(grad(loss(sloped), 3))(*given, slope)
+    assert gradients.shape == slope.shape
     recorded = {variant: transforms.Recorded.of(_given(variant, given), None, None)[0] for variant in (COUNTED, BIASED)}
     alone = [None] * len(transforms.TENSORS)
     assert transforms.batch_axes(recorded[COUNTED], tuple(alone), alone) is None
@@ -125,8 +125,8 @@ def test_packed_sequences_and_used_keys() -> None:
     starts = torch.tensor([0, 6, 12], dtype=torch.int32)
 
     def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found: Tensor = attngen.attention_varlen(q, k, v, starts, starts, 6, 6, variant="causal")
-        return found
+        out: Tensor = attngen.attention_varlen(q, k, v, starts, starts, 6, 6, variant="causal")
+        return out
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return dense(*(t.unflatten(0, (2, 6)) for t in (q, k, v))).flatten(0, 1)
@@ -197,8 +197,8 @@ def rounded() -> list[Tensor]:
     return [torch.randn(2, 20, heads, 64).to(torch.bfloat16) for heads in (4, 2, 2)]
 
 
-def near(found: Any, wanted: Any) -> None:
-    for one, other in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+def near(actual: Any, wanted: Any) -> None:
+    for one, other in zip(tree_leaves(actual), tree_leaves(wanted), strict=True):
         assert one.shape == other.shape
         torch.testing.assert_close(one.double(), other, rtol=0, atol=0.03 * float(other.abs().max()))
 
@@ -216,9 +216,9 @@ LAUNCHED = {
 def test_kernels_run_under_transforms(gpu: GradientDriver, name: str) -> None:
     build()
     given = rounded()
-    found = DERIVATIVES[name](causal, given)
+    derivatives = DERIVATIVES[name](causal, given)
     assert gpu.launches == LAUNCHED[name]
-    near(found, DERIVATIVES[name](dense, [t.double() for t in given]))
+    near(derivatives, DERIVATIVES[name](dense, [t.double() for t in given]))
 
 
 def test_second_derivatives_and_tangents_of_kernels(gpu: GradientDriver) -> None:
@@ -234,9 +234,9 @@ def test_second_derivatives_and_tangents_of_kernels(gpu: GradientDriver) -> None
     assert gpu.launches == ["forward", *["preprocess", "dkdv", "dq"] * 2]  # dO depends on q, too
     q, k, v = (t.detach() for t in given)
     with forward_ad.dual_level():
-        found = forward_ad.unpack_dual(causal(forward_ad.make_dual(q, k.repeat_interleave(2, 2)), k, v)).tangent
+        tangent = forward_ad.unpack_dual(causal(forward_ad.make_dual(q, k.repeat_interleave(2, 2)), k, v)).tangent
     moved = jvp(lambda q: dense(q, k.double(), v.double()), (q.double(),), (k.double().repeat_interleave(2, 2),))[1]
-    near(found, moved)
+    near(tangent, moved)
 
 
 def test_a_gradient_that_no_kernel_has_is_refused(gpu: GradientDriver) -> None:
@@ -260,9 +260,9 @@ def appended(k: Tensor, cache: Tensor = PAGES) -> Tensor:
 
 
 def scaled(scale: Tensor) -> Tensor:
-    found = attngen.quantize(FEW_Q, FEW_K, FEW_K)
-    descales = {**found.descales, "q_descale": scale}
-    return attngen.attention(found.q, found.k, found.v, **descales).float().sum()
+    quantized = attngen.quantize(FEW_Q, FEW_K, FEW_K)
+    descales = {**quantized.descales, "q_descale": scale}
+    return attngen.attention(quantized.q, quantized.k, quantized.v, **descales).float().sum()
 
 
 @pytest.mark.parametrize(

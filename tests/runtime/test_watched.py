@@ -59,8 +59,8 @@ def keep(policy: CheckpointPolicy, context: Any, operator: Any, *_: Any, **__: A
 
 def checkpointed(function: Callable[..., Tensor], *given: Tensor, policy: CheckpointPolicy) -> Tensor:
     contexts = partial(create_selective_checkpoint_contexts, partial(keep, policy))
-    found: Tensor = checkpoint(function, *given, use_reentrant=False, context_fn=contexts)
-    return found
+    out: Tensor = checkpoint(function, *given, use_reentrant=False, context_fn=contexts)
+    return out
 
 
 @pytest.mark.parametrize(("policy", "runs"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.PREFER_RECOMPUTE, 2)])
@@ -121,9 +121,9 @@ def test_calls_of_each_form_are_one_operator() -> None:
     }
     for name, call in calls.items():
         with Seen() as seen:
-            found = call()
+            out = call()
         assert seen.own == [name]
-        torch.testing.assert_close(found, call())
+        torch.testing.assert_close(out, call())
     with Seen() as seen:
         attngen.quantize(q, k, v)
     assert seen.own == ["attngen.qkv__quantize"]
@@ -133,9 +133,9 @@ def test_variants_that_are_values_are_operators_too() -> None:
     given = inputs()
     for chosen in (preset("causal"), attngen.variant("q_pos >= kv", name="mine")):
         with Seen() as seen:
-            found = attngen.attention(*given, variant=chosen)
+            out = attngen.attention(*given, variant=chosen)
         assert len(seen.own) == 1
-        torch.testing.assert_close(found, attngen.attention(*given, variant="causal"))
+        torch.testing.assert_close(out, attngen.attention(*given, variant="causal"))
 
 
 def test_a_drop_in_is_an_operator() -> None:
@@ -175,17 +175,17 @@ def test_what_an_operator_lacks_is_still_there() -> None:
 
     for call in (penalty, undeclared, tangent, mapped, paged):
         with Seen() as seen:
-            found = call()
+            out = call()
         assert seen.names
-        torch.testing.assert_close(found, call())
+        torch.testing.assert_close(out, call())
 
 
 def test_float64_stays_float64() -> None:
     given = inputs(dtype=torch.float64)
     with Seen() as seen:
-        found = attngen.attention(*given, variant="causal", return_lse=True)
+        results = attngen.attention(*given, variant="causal", return_lse=True)
     assert seen.own == ["attngen_variants.causal"]
-    torch.testing.assert_close(found, attngen.attention(*given, variant="causal", return_lse=True), rtol=0, atol=0)
+    torch.testing.assert_close(results, attngen.attention(*given, variant="causal", return_lse=True), rtol=0, atol=0)
 
 
 def test_dropout_is_drawn_before_the_operator() -> None:
@@ -194,9 +194,9 @@ def test_dropout_is_drawn_before_the_operator() -> None:
     wanted = attngen.attention(*given, variant=chosen, dropout_p=0.5)
     torch.manual_seed(7)
     with Seen() as seen:
-        found = attngen.attention(*given, variant=chosen, dropout_p=0.5)
+        out = attngen.attention(*given, variant=chosen, dropout_p=0.5)
     assert len(seen.own) == 1
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(out, wanted)
 
 
 @pytest.mark.parametrize("change", [{"window": "a"}, {"window": 2.5}, {"windw": 3}, {}, {"window": 3, "layout": "x"}])

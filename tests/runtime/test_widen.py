@@ -72,20 +72,20 @@ def a_call(queries: int, keys: int, *, batch: int = 1, pages: int | None = 16, *
     """Return the arguments of ``explain``: 32 query heads and 8 KV heads of 128."""
     shape = (batch, keys, 8, 128) if pages is None else (batch * keys // pages, pages, 8, 128)
     cache = torch.empty(shape, dtype=torch.float8_e4m3fn)
-    found = {"q": torch.empty(batch, queries, 32, 128, dtype=torch.bfloat16), "k": cache, "v": cache}
-    found |= {"k_descale": torch.ones(()), "v_descale": torch.ones(batch, 8), "variant": "causal"}
+    arguments = {"q": torch.empty(batch, queries, 32, 128, dtype=torch.bfloat16), "k": cache, "v": cache}
+    arguments |= {"k_descale": torch.ones(()), "v_descale": torch.ones(batch, 8), "variant": "causal"}
     if pages is not None:
-        found["page_table"] = torch.zeros(batch, keys // pages, dtype=torch.int32)
-        found["seqused_k"] = torch.full((batch,), keys, dtype=torch.int32)
-    return found | more
+        arguments["page_table"] = torch.zeros(batch, keys // pages, dtype=torch.int32)
+        arguments["seqused_k"] = torch.full((batch,), keys, dtype=torch.int32)
+    return arguments | more
 
 
 @pytest.mark.parametrize("pages", [None, 16, 48])
 def test_many_queries_take_an_ordinary_kernel(gpu: FakeDriver, pages: int | None) -> None:
-    found = attngen.explain(**a_call(512, 8160 if pages == 48 else 8192, pages=pages)).to_dict()
-    assert found["widened_by"] == WIDENER
-    assert "_bf16_d128_" in found["kernel"]
-    assert "decode" not in found["kernel"]
+    facts = attngen.explain(**a_call(512, 8160 if pages == 48 else 8192, pages=pages)).to_dict()
+    assert facts["widened_by"] == WIDENER
+    assert "_bf16_d128_" in facts["kernel"]
+    assert "decode" not in facts["kernel"]
     assert f"k and v are widened to bf16 first, by {WIDENER}" in str(
         attngen.explain(**a_call(512, 8160 if pages == 48 else 8192, pages=pages))
     )
@@ -93,9 +93,9 @@ def test_many_queries_take_an_ordinary_kernel(gpu: FakeDriver, pages: int | None
 
 def test_few_queries_read_the_cache_as_it_is(gpu: FakeDriver) -> None:
     for queries in (1, 4, 16, 64):
-        found = attngen.explain(**a_call(queries, 8192)).to_dict()
-        assert "widened_by" not in found
-        assert "kv_fp8_e4m3" in found["kernel"]
+        facts = attngen.explain(**a_call(queries, 8192)).to_dict()
+        assert "widened_by" not in facts
+        assert "kv_fp8_e4m3" in facts["kernel"]
 
 
 def test_what_keeps_a_call_on_the_cache(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
