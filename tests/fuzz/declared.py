@@ -1,4 +1,4 @@
-"""What a random variant declares: scalars and tensors, each by a name that tells what it holds."""
+"""Declarations of random variants: scalars and tensors, each by a name that tells what it holds."""
 
 from __future__ import annotations
 

@@ -34,11 +34,11 @@ class Exact:
     lse: Tensor
     shown: Tensor  # share of visible pairs
 
-    def ratios(self, found: dict[str, Tensor], lse: Tensor) -> dict[str, Tensor]:
-        """How far each row of each result is off, (heads, rows), in units of what is allowed; infinite for NaN."""
+    def ratios(self, results: dict[str, Tensor], lse: Tensor) -> dict[str, Tensor]:
+        """Error of each row of each result, (heads, rows), in units of what is allowed; infinite for NaN."""
         off = torch.where(self.lse == lse, 0.0, (self.lse - lse).abs())
         ratios = {"lse": off / (_LSE + 2e-6 * self.lse.abs().nan_to_num(posinf=0.0))}
-        for name, given in found.items():
+        for name, given in results.items():
             exact, dtype = self.results[name], given.dtype
             off = (given.double() - exact).norm(dim=-1)
             limit = _EPS[dtype] * (_SHARE[name] * self.sizes[name] + exact.norm(dim=-1)) + _FLOOR[dtype]
@@ -47,7 +47,7 @@ class Exact:
         return {name: torch.where(ratio.isnan(), torch.inf, ratio) for name, ratio in ratios.items()}
 
     def describe(self, name: str, ratio: Tensor, given: Tensor) -> str:
-        """Where a result is off, by its ratios."""
+        """Places where a result is off, by its ratios."""
         head, row = divmod(int(ratio.argmax()), ratio.shape[1])
         exact = self.lse if name == "lse" else self.results[name].norm(dim=-1)
         given = given if name == "lse" else given.double().norm(dim=-1)

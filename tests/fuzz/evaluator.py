@@ -94,10 +94,10 @@ class Evaluator:
                 parts = index.elts if isinstance(index, ast.Tuple) else [index]
                 return self.element(_name(tensor), [of(part) for part in parts])
             case ast.BoolOp(op=op, values=values):
-                found = of(values[0])
+                joined = of(values[0])
                 for part in values[1:]:
-                    found = found & of(part) if isinstance(op, ast.And) else found | of(part)
-                return found
+                    joined = joined & of(part) if isinstance(op, ast.And) else joined | of(part)
+                return joined
             case ast.Compare(left=left, ops=ops, comparators=comparators):
                 return self.compared([of(part) for part in (left, *comparators)], ops)
             case ast.UnaryOp(op=op, operand=operand):
@@ -125,14 +125,14 @@ class Evaluator:
         flat = torch.tensor(0)
         for place, extent in zip(index, tensor.shape, strict=True):
             flat = flat * extent + place.clamp(0, extent - 1)
-        found = self.constant(tensor.reshape(-1).take(flat.to(tensor.device)))
-        return torch.where(inside, found, torch.zeros_like(found))
+        element_value = self.constant(tensor.reshape(-1).take(flat.to(tensor.device)))
+        return torch.where(inside, element_value, torch.zeros_like(element_value))
 
     def compared(self, parts: Sequence[Tensor], ops: Sequence[ast.cmpop]) -> Tensor:
-        found = torch.tensor(True)
+        holds = torch.tensor(True)
         for left, op, right in zip(parts, ops, parts[1:], strict=False):
-            found = found & _COMPARISONS[type(op)](*self.alike(left, right))
-        return found
+            holds = holds & _COMPARISONS[type(op)](*self.alike(left, right))
+        return holds
 
     def binary(self, op: ast.operator, left: Tensor, right: Tensor) -> Tensor:
         if isinstance(op, ast.Div):
@@ -167,10 +167,10 @@ class Evaluator:
                 return torch.minimum(torch.maximum(*numbers[:2]), numbers[2])
             case "min" | "max":
                 choose = torch.minimum if name == "min" else torch.maximum
-                found = numbers[0]
+                extreme = numbers[0]
                 for number in numbers[1:]:
-                    found = choose(found, number)
-                return found
+                    extreme = choose(extreme, number)
+                return extreme
         raise AssertionError(name)
 
 

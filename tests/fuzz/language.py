@@ -256,7 +256,7 @@ class Language(Masks):
         return f"{row} {sign} {key}"
 
     def apart(self) -> str:
-        """Return whether a function at query and key differs by little."""
+        """Condition that a function at query and key differs by little."""
         row, key = self.applied()
         return self.chance.choice(
             (
@@ -332,7 +332,7 @@ class Language(Masks):
         return name
 
     def ids(self) -> str:
-        """Return whether ids of query and key fit, of two tensors."""
+        """Condition that ids of query and key fit, of two tensors."""
         batched = self.chance.random() < 0.6
         lead, at = (["b"], "b, ") if batched else ([], "")
         of_q, of_k = self.id_tensor([*lead, "seqlen_q"]), self.id_tensor([*lead, "seqlen_k"])
@@ -348,7 +348,7 @@ class Language(Masks):
         )
 
     def ids_of_place(self) -> str:
-        """Return whether the ids of query and key in one tensor fit."""
+        """Condition that the ids of query and key in one tensor fit."""
         batched = self.chance.random() < 0.6
         lead, at = (["b"], "b, ") if batched else ([], "")
         name = self.id_tensor([*lead, "seqlen_k"])

@@ -73,9 +73,9 @@ def legal(seed: int, *, arch: str = "sm90a") -> Legal:
         return _written(seed, arch, variant, kernel | {"passes": passes}, ())
     for _ in range(_DRAWS):
         fields = _fields(chance, variant, kernel, passes)
-        found = _written(seed, arch, variant, kernel | {"passes": passes} | fields, tuple(fields))
-        if _fits(found):
-            return found
+        candidate = _written(seed, arch, variant, kernel | {"passes": passes} | fields, tuple(fields))
+        if _fits(candidate):
+            return candidate
     return _written(seed, arch, variant, kernel | {"passes": passes}, ())
 
 
@@ -106,8 +106,8 @@ def _in_8_bits(chance: random.Random, seed: int, variant: Fields, kernel: Fields
         if fields["tile"] is not None:
             fields["tile"] = {"n": 64}
     given = {name: value for name, value in fields.items() if value is not None}
-    found = _written(seed, "sm90a", variant, kernel | given, tuple(given))
-    return found if _fits(found) else _written(seed, "sm90a", variant, kernel, ())
+    candidate = _written(seed, "sm90a", variant, kernel | given, tuple(given))
+    return candidate if _fits(candidate) else _written(seed, "sm90a", variant, kernel, ())
 
 
 def _with_shared_keys(chance: random.Random, seed: int, variant: Fields, kernel: Fields) -> Legal:
@@ -120,9 +120,9 @@ def _with_shared_keys(chance: random.Random, seed: int, variant: Fields, kernel:
         else:
             fields = _of_splits(chance, kernel["dtype"], "tiles" if kind == "tiles" else True)
         given = {name: value for name, value in fields.items() if value is not None}
-        found = _written(seed, "sm90a", variant, kernel | given, tuple(given))
-        if _fits(found):
-            return found
+        candidate = _written(seed, "sm90a", variant, kernel | given, tuple(given))
+        if _fits(candidate):
+            return candidate
     return _written(seed, "sm90a", variant, kernel, ())
 
 
@@ -156,13 +156,13 @@ def _of_splits(chance: random.Random, dtype: str, split_kv: bool | str) -> Field
     }
 
 
-def _fits(found: Legal) -> bool:
+def _fits(candidate: Legal) -> bool:
     """Whether no field that the spec fixes is beyond a budget; any other refusal is for who asked to see."""
     from attngen.plan import plan
     from attngen.schema import expand
 
     try:
-        for kernel in expand(load_spec_text(found.text, "legal.yaml")):
+        for kernel in expand(load_spec_text(candidate.text, "legal.yaml")):
             plan(kernel)
     except PlanError as error:
         return not any(reason in str(error) for reason in _UNFIT)

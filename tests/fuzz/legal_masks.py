@@ -79,7 +79,7 @@ class Masks:
         return f"kv {sign} {self.bound()}"
 
     def bound(self) -> str:
-        """Return where an interval of keys begins or ends."""
+        """Start or end of an interval of keys."""
         kind = self.chance.random()
         row = self.row()
         if kind < 0.2:
@@ -152,7 +152,7 @@ class Masks:
         )
 
     def modular(self) -> str:
-        """Return what repeats along the keys, the queries or their difference."""
+        """Pattern that repeats along the keys, the queries or their difference."""
         period = self.declared.divisor()
         row = self.row()
         return self.chance.choice(
@@ -170,7 +170,7 @@ class Masks:
         )
 
     def documents(self) -> str:
-        """Return which keys are of the query's document, or of an earlier one."""
+        """Keys of the query's document, or of an earlier one."""
         declared, dtype = self.declared, self.declared.integers()
         kind = self.chance.choice(("batch", "all", "own", "global", "starts", "flag"))
         sign = self.chance.choice(("==", "==", "==", ">=", "<="))

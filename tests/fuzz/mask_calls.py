@@ -21,7 +21,7 @@ from tests.fuzz.language import Drawn, fill
 
 @dataclass
 class Findings:
-    """What calls of a mask showed."""
+    """Results of calls of a mask."""
 
     problems: list[str] = field(default_factory=list)
     calls: int = 0
@@ -108,12 +108,12 @@ class MaskCall:
         return Evaluator(names, tensors, self.made.variant.get("let", {}), real)
 
     def visible(self, b: int, rows: slice, keys: slice) -> Tensor:
-        """Which pairs of a sequence the mask shows, (heads, rows, keys)."""
+        """Pairs of a sequence that the mask shows, (heads, rows, keys)."""
         text = str(self.made.variant["mask"])
         return self.evaluator(b, rows, keys, torch.float32)(text).to(self.device).broadcast_to(self._shape(rows, keys))
 
     def shown_by_score(self, b: int, rows: slice, keys: slice) -> Tensor:
-        """Which pairs of a sequence the score does not hide."""
+        """Pairs of a sequence that the score does not hide."""
         shape = self._shape(rows, keys)
         text = self.made.variant.get("score")
         if text is None:
@@ -135,11 +135,11 @@ class MaskCall:
         flat_lse = lse.transpose(0, 1).flatten(1) if lse.ndim == 3 else lse
         checked = []
         for (b, rows, keys), exact in zip(self.sequences(), parts, strict=True):
-            found = {name: one[rows].transpose(0, 1) for name, one in of_rows.items()}
-            found |= {name: one[keys].transpose(0, 1) for name, one in of_keys.items()}
-            ratios = exact.ratios(found, flat_lse[:, rows])
-            found["lse"] = flat_lse[:, rows]
-            checked += [(b, exact, name, ratio, found[name]) for name, ratio in ratios.items() if ratio.numel()]
+            results = {name: one[rows].transpose(0, 1) for name, one in of_rows.items()}
+            results |= {name: one[keys].transpose(0, 1) for name, one in of_keys.items()}
+            ratios = exact.ratios(results, flat_lse[:, rows])
+            results["lse"] = flat_lse[:, rows]
+            checked += [(b, exact, name, ratio, results[name]) for name, ratio in ratios.items() if ratio.numel()]
         worst = torch.stack([ratio.max() for *_, ratio, _ in checked]).tolist() if checked else []
         for value, (b, exact, name, ratio, given) in zip(worst, checked, strict=True):
             findings.note(name, value)

@@ -22,8 +22,8 @@ from tests.fuzz.variants import banded, typed
 #: The sample that is compiled, and compared with the reference.
 SEEDS = range(100)
 
-#: What fuzzing found wrong before.
-FOUND = Path(__file__).with_name("found.yaml")
+#: Kernels that fuzzing once showed to be wrong.
+REGRESSIONS = Path(__file__).with_name("regressions.yaml")
 
 
 #: All that there are, and those of models more often.
@@ -56,9 +56,9 @@ def _text(name: str, variant: dict[str, Any], kernel: dict[str, Any]) -> str:
     return yaml.safe_dump(spec, sort_keys=False)
 
 
-def found() -> list[Prepared]:
+def regressions() -> list[Prepared]:
     """Return the kernels that were wrong once."""
-    return prepare(load_spec(FOUND))
+    return prepare(load_spec(REGRESSIONS))
 
 
 def interpretable(seed: int) -> Prepared:

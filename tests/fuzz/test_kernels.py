@@ -1,4 +1,4 @@
-"""Check 30: fuzzed specs become kernels that compute what the float64 reference computes.
+"""Fuzzed specs become kernels that compute what the float64 reference computes.
 
 A few of the sample are interpreted here, and a few compiled; ``tests/gpu/test_fuzzed.py`` compiles and runs all.
 """
@@ -13,13 +13,13 @@ import pytest
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels
 from attngen.tools.verify.interpreted import try_interpreted
-from tests.fuzz.specs import SEEDS, backward_of, found, interpretable, prepared
+from tests.fuzz.specs import SEEDS, backward_of, interpretable, prepared, regressions
 
 INTERPRETED, COMPILED, BACKWARDS = (17, 40, 94), (85,), (13, 20)
 
 
 def problems(kernels: Sequence[Prepared]) -> dict[str, tuple[str, ...]]:
-    """Return what is wrong with kernels in the interpreter, by their names."""
+    """Problems of kernels in the interpreter, by their names."""
     verdicts = list(try_interpreted(kernels, 0, None, lambda name, total: None))
     assert [verdict.plan.name for verdict in verdicts if verdict.status == "not run"] == []
     return {verdict.plan.name: verdict.problems for verdict in verdicts if verdict.status == "failed"}
@@ -31,7 +31,7 @@ def test_the_same_seed_gives_the_same_kernel() -> None:
 
 
 def test_a_few_keep_their_contract() -> None:
-    assert problems([*map(interpretable, INTERPRETED), *found()]) == {}
+    assert problems([*map(interpretable, INTERPRETED), *regressions()]) == {}
 
 
 @pytest.mark.exhaustive
@@ -50,7 +50,7 @@ def test_a_few_compile(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_those_found_compile(tmp_path: Path) -> None:
-    check_compile(found(), tmp_path)
+    check_compile(regressions(), tmp_path)
 
 
 def check_compile(kernels: Sequence[Prepared], folder: Path) -> None:

@@ -59,8 +59,8 @@ def test_a_pair_too_few_is_noticed() -> None:
     key = int(usual.nonzero()[0])
     visible[0, 5, key] = False
     other = attend(q, k, v, dout, visible, None)
-    found = {name: one.bfloat16() for name, one in other.results.items()}
-    ratios = exact.ratios(found, other.lse)
+    rounded = {name: one.bfloat16() for name, one in other.results.items()}
+    ratios = exact.ratios(rounded, other.lse)
     assert min(float(ratios[name][0, 5]) for name in ("lse", "out", "dq")) > 1.2
     assert min(float(ratios[name][0, key]) for name in ("dk", "dv")) > 1.2
     right = {name: one.bfloat16() for name, one in exact.results.items()}

@@ -30,9 +30,9 @@ CHECKED, COMPILED = (*range(5), 61, 195), (2, 11)
 def planned(seeds: Sequence[int]) -> list[Planned]:
     """Return the plans of seeds, made on all cores."""
     calls = [Job(f"legal_{seed}", "tests.fuzz.trials:plan_one", (seed,)) for seed in seeds]
-    found = sorted(run_jobs(calls, available_cores()), key=lambda result: result.index)
-    assert [str(result.error) for result in found if result.error is not None] == []
-    return [result.value for result in found]
+    results = sorted(run_jobs(calls, available_cores()), key=lambda result: result.index)
+    assert [str(result.error) for result in results if result.error is not None] == []
+    return [result.value for result in results]
 
 
 def refused(specs: list[Planned]) -> list[str]:
@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_spec() -> None:
 
 
 def test_specs_are_of_all_kinds() -> None:
-    """What a generator leaves out, no test of its specs finds."""
+    """The generator leaves no kind of spec out; no other test would notice."""
     texts = [legal(seed).text for seed in ALL[:400]]
     wanted = (
         "dense", "varlen", "bf16", "fp16", "fp32", "backward", "sink:", "dropout: true", "grad: true", "tanh",
@@ -92,11 +92,11 @@ def test_a_refusal_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         def prepare(self) -> list[Prepared]:
             raise self.error
 
-    found = []
+    verdicts = []
     for error in (AttngenError("no"), KeyError("n")):
         monkeypatch.setattr("tests.fuzz.trials.legal", lambda seed, error=error: Broken(error))
-        found.append((plan_one(1, False).verdict, plan_one(1, False).problem))
-    assert found == [("plan refuses", "no"), ("traceback", "KeyError: 'n'")]
+        verdicts.append((plan_one(1, False).verdict, plan_one(1, False).problem))
+    assert verdicts == [("plan refuses", "no"), ("traceback", "KeyError: 'n'")]
 
 
 def test_cuda_sources_are_right() -> None:
@@ -125,12 +125,14 @@ def test_the_runner_of_the_gpu_goes_on_after_a_crash(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(generated, "TRIER", "tests.fuzz.crashing:try_one")
     rows = [generated.Row(seed, f"kernel_{seed}", "compiled", folder="/nowhere") for seed in range(6)]
     rows.append(generated.Row(6, "legal_6", "plan refuses", "no"))
-    found = sorted(generated.tried(rows, 1), key=lambda row: row.seed)
+    outcomes = sorted(generated.tried(rows, 1), key=lambda row: row.seed)
     verdicts = ["passed", "crashed", "wrong", "passed", "crashed", "wrong", "plan refuses"]
-    assert [row.verdict for row in found] == verdicts
-    assert "an illegal memory access" in found[1].problem
-    assert len(generated.describe(found)) == 5
-    assert generated.describe(found)[0].startswith("seed 1, kernel_1: crashed: kernel_1: its compiler process exited")
+    assert [row.verdict for row in outcomes] == verdicts
+    assert "an illegal memory access" in outcomes[1].problem
+    assert len(generated.describe(outcomes)) == 5
+    assert generated.describe(outcomes)[0].startswith(
+        "seed 1, kernel_1: crashed: kernel_1: its compiler process exited"
+    )
 
 
 def test_a_spec_that_is_written_is_read_as_it_is() -> None:

@@ -16,7 +16,7 @@ from tests.fuzz.legal import legal
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What became of a spec before any compile: its kernels, or the verdict and the reason."""
+    """A spec before any compile: its kernels, or the verdict and the reason."""
 
     seed: int
     fixed: tuple[str, ...]

@@ -40,8 +40,8 @@ def typed(chance: random.Random) -> Declared:
         if chance.random() < 0.75:
             variant["score"] = _typed_score(chance)
         variant["let"] = randoms.LET
-        found = _compiled(variant, randoms.SCALARS, randoms.TENSORS)
-        if found is not None and _is_fair(found):
+        checked = _compiled(variant, randoms.SCALARS, randoms.TENSORS)
+        if checked is not None and _is_fair(checked):
             return variant | _declarations(randoms.SCALARS, randoms.TENSORS)
 
 
@@ -50,10 +50,10 @@ def banded(chance: random.Random) -> Declared:
     while True:
         mask = bruteforce.Masks(chance).boolean(chance.choice([1, 2, 2, 3]))
         variant: Declared = {"mask": canonical(mask)}
-        found = _compiled(variant, _BANDED_SCALARS, bruteforce.TENSORS)
-        if found is None or any(node.type is Type.FLOAT for node in walk(found.mask)):
+        checked = _compiled(variant, _BANDED_SCALARS, bruteforce.TENSORS)
+        if checked is None or any(node.type is Type.FLOAT for node in walk(checked.mask)):
             continue
-        if _shows_pairs(found.mask, chance):
+        if _shows_pairs(checked.mask, chance):
             return variant | _declarations(_BANDED_SCALARS, bruteforce.TENSORS)
 
 

@@ -18,7 +18,7 @@ import torch
 
 #: Words in the names of tests that take long, most of all those under compute-sanitizer: each worker begins with some.
 LONG = (
-    "test_check_10", "test_check_11", "test_check_12", "checks_10_and_12", "sanitizer", "beyond_its_memory",
+    "nothing_is_read", "no_races_in_shared", "barriers_are_right", "sanitizer", "beyond_its_memory",
     "within_their_memory", "generated_specs", "thousand", "test_bench", "example_runs", "races_under_load",
     "a_server_gives", "static_cache", "test_models_first_call", "test_package", "test_model_spec", "every_divisor",
     "test_flash_grids",
@@ -74,15 +74,15 @@ def in_order(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     long = [item for item in items if any(word in item.nodeid for word in LONG)]
     chosen = set(map(id, long))
     short = sorted((item for item in items if id(item) not in chosen), key=_place)
-    found = []
+    ordered = []
     for worker in range(workers):
         own = long[worker::workers]
         # as xdist divides: what is left, evenly among the workers that are left
-        share = (len(items) - len(found)) // (workers - worker)
+        share = (len(items) - len(ordered)) // (workers - worker)
         taken = max(share - len(own), 0)
-        found += own + short[:taken]
+        ordered += own + short[:taken]
         del short[:taken]
-    return found + short
+    return ordered + short
 
 
 def _place(item: pytest.Item) -> tuple[str, str]:
@@ -126,7 +126,7 @@ def _nothing_known() -> None:
 
 @pytest.fixture(autouse=True)
 def _known(request: pytest.FixtureRequest, _nothing_known: None) -> None:
-    """What a module makes known stays known from one of its tests to the next."""
+    """Packages that a module makes known stay known from one of its tests to the next."""
     for value in list(vars(request.module).values()):
         again = getattr(value, "known_again", None)
         if again is not None:
@@ -145,7 +145,7 @@ def only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     from tests.gpu.packages import package
 
     chosen = package(request.param)
-    before = [found for rank, found in registry.packages() if rank == "loaded"]
+    before = [loaded for rank, loaded in registry.packages() if rank == "loaded"]
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path))  # the user's builds are not seen
     registry.clear()
     registry.add(chosen)

@@ -18,7 +18,7 @@ LAYOUTS = ("dense", "varlen", "paged")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a kernel is built for."""
+    """Properties that a kernel is built for."""
 
     variant: str
     layout: str

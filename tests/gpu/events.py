@@ -55,9 +55,9 @@ class LeftOut:
         self._path = path
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        found = sum(1 for item in items if item.get_closest_marker("exhaustive"))
+        count = sum(1 for item in items if item.get_closest_marker("exhaustive"))
         with open(self._path, "a") as file:
-            file.write(json.dumps({"event": "left out", "exhaustive": found}) + "\n")
+            file.write(json.dumps({"event": "left out", "exhaustive": count}) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:

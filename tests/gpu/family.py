@@ -148,10 +148,10 @@ def known(build: Callable[[], tuple[Built, Package]]) -> Callable[[], Built]:
 
     @wraps(build)
     def built() -> Built:
-        found, package = once()
+        result, package = once()
         if not any(other is package for other in loaded()):
             registry.add(package)
-        return found
+        return result
 
     built.known_again = lambda: built() if once.cache_info().currsize else None  # type: ignore[attr-defined]
     return built
@@ -191,8 +191,8 @@ def to_build() -> list[Prepared]:
 @known
 def kernels() -> tuple[Kernels, Package]:
     """Return the kernels by their labels, and make the package known."""
-    found = Kernels(rendered(some_of(_planned(), left_out())))
-    return found, package_of_kernels(list(found.values()), "tests/gpu")
+    by_label = Kernels(rendered(some_of(_planned(), left_out())))
+    return by_label, package_of_kernels(list(by_label.values()), "tests/gpu")
 
 
 @dataclass
@@ -246,12 +246,12 @@ class Run:
 
     def visible(self) -> list[Tensor]:
         """Return for each sequence which pairs the mask shows: (heads, rows, keys)."""
-        found = []
+        masks = []
         for b, (rows, keys, q_offset, k_offset) in enumerate(lengths(self.call)):
             names = names_of(self.call, b, slice(0, rows), rows, keys, q_offset, k_offset)
             value = evaluate(self.call.variant.mask, names, self.call.tensors)
-            found.append(torch.as_tensor(value, device=DEVICE).broadcast_to(self.call.heads, rows, keys))
-        return found
+            masks.append(torch.as_tensor(value, device=DEVICE).broadcast_to(self.call.heads, rows, keys))
+        return masks
 
     def keys_of(self, sequence: int) -> tuple[Tensor, Tensor]:
         """Return the views of k and v that hold a sequence's keys, to be changed in place."""

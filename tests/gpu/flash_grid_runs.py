@@ -69,13 +69,13 @@ def _serve(
         while left:
             worker = worker or _Worker(cache, device)
             place, left = left[0], left[1:]
-            found = worker.ask(cases[place])
-            outcomes[place] = found or Outcome("wrong", f"the process died, or was silent for {PATIENCE} s")
-            if found is None or found.verdict == "lost":
+            outcome = worker.ask(cases[place])
+            outcomes[place] = outcome or Outcome("wrong", f"the process died, or was silent for {PATIENCE} s")
+            if outcome is None or outcome.verdict == "lost":
                 worker.stop()
                 worker = None
-                if found is not None:
-                    outcomes[place] = Outcome("wrong", found.reason)
+                if outcome is not None:
+                    outcomes[place] = Outcome("wrong", outcome.reason)
     if worker is not None:
         worker.stop()
 
@@ -128,10 +128,10 @@ def _outcome(case: Case, device: str) -> Outcome:
 
     for attempt in range(3):
         try:
-            found = run(case, device)
+            outcome = run(case, device)
             if device == "cuda":
                 torch.cuda.synchronize()
-            return found
+            return outcome
         except torch.OutOfMemoryError:  # other processes share the card
             torch.cuda.empty_cache()
             time.sleep(5 * (attempt + 1))
@@ -141,20 +141,20 @@ def _outcome(case: Case, device: str) -> Outcome:
     return Outcome("not run", "not enough memory on the card")
 
 
-def summary(found: Sequence[tuple[Case, Outcome]]) -> dict[str, dict[str, int]]:
+def summary(outcomes: Sequence[tuple[Case, Outcome]]) -> dict[str, dict[str, int]]:
     """Counts by family: right, wrong, refused for ``qv``, otherwise refused, not run."""
     counts: dict[str, Counter[str]] = {family: Counter() for family in GRIDS}
-    for case, outcome in found:
+    for case, outcome in outcomes:
         known = outcome.verdict == "refused" and EXPECTED in outcome.reason
         counts[case.family]["refused: qv" if known else outcome.verdict] += 1
     return {family: dict(count) for family, count in counts.items()}
 
 
-def unexpected(found: Sequence[tuple[Case, Outcome]]) -> list[str]:
+def unexpected(outcomes: Sequence[tuple[Case, Outcome]]) -> list[str]:
     """Lines about the cases that are neither right nor refused for ``qv``."""
     return [
         f"{outcome.verdict}: {outcome.reason.strip()}\n    {case}"
-        for case, outcome in found
+        for case, outcome in outcomes
         if outcome.verdict != "right" and not (outcome.verdict == "refused" and EXPECTED in outcome.reason)
     ]
 
@@ -175,12 +175,12 @@ def main() -> int:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         cache = given.cache or Path(folder)
-        found = run_all(draw(given.cases, given.seed), given.processes, cache)
+        outcomes = run_all(draw(given.cases, given.seed), given.processes, cache)
         kernels = len(list(Store(cache).all_keys()))
-    lines, counts = unexpected(found), summary(found)
+    lines, counts = unexpected(outcomes), summary(outcomes)
     record = {
         "card": torch.cuda.get_device_name(), "attngen": attngen.__version__, "torch": torch.__version__,
-        "seed": given.seed, "cases": len(found), "kernels": kernels, "seconds": round(time.perf_counter() - start),
+        "seed": given.seed, "cases": len(outcomes), "kernels": kernels, "seconds": round(time.perf_counter() - start),
         "counts": counts, "unexpected": lines,
     }  # fmt: skip
     if given.json is not None:

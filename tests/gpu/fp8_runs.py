@@ -38,7 +38,7 @@ def kernels() -> Kernels:
 
 
 def a_run(name: str, case: Case, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return what launches a kernel on random inputs, into fresh poisoned memory, and returns what it wrote."""
+    """Function that launches a kernel on random inputs, into fresh poisoned memory, and returns what it wrote."""
     kernel = kernels()[name]
     inputs = make_inputs(kernel.variant, case, kernel.layout, element_of(kernel), "cuda", seed)
     call = inputs.bind(kernel.variant)

@@ -61,8 +61,8 @@ def compiled(seeds: Sequence[int], jobs: int) -> list[Row]:
         if result.error is not None:
             rows.append(Row(seed, f"legal_{seed}", "traceback", str(result.error)))
         elif result.value.verdict is not None:
-            found = result.value
-            rows.append(Row(seed, f"legal_{seed}", found.verdict, found.problem, found.fixed))
+            outcome = result.value
+            rows.append(Row(seed, f"legal_{seed}", outcome.verdict, outcome.problem, outcome.fixed))
         else:
             todo.append(result.value)
     store = Store()
@@ -112,9 +112,9 @@ def run(seeds: Sequence[int], *, jobs: int | None = None, deadline: float | None
 def memchecked(seeds: Sequence[int], sanitizer: str, *, jobs: int | None = None) -> list[Row]:
     """Compile the specs of some seeds and run them under compute-sanitizer's memcheck, some processes at once."""
     jobs = jobs or available_cores()
-    found = compiled(seeds, jobs)
-    rows = [row for row in found if row.verdict != "compiled"]
-    todo = [row for row in found if row.verdict == "compiled"]
+    outcomes = compiled(seeds, jobs)
+    rows = [row for row in outcomes if row.verdict != "compiled"]
+    todo = [row for row in outcomes if row.verdict == "compiled"]
     shards = [todo[shard::jobs] for shard in range(min(jobs, len(todo)))]
     while any(shards):
         running = [(shard, _sanitized(shard, sanitizer)) for shard in shards if shard]
@@ -161,8 +161,8 @@ def report(rows: Sequence[Row], title: str) -> None:
     counts = Counter(row.verdict for row in rows)
     print(f"{title}: {', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}", flush=True)
     if "OUT" in os.environ:
-        found = {"counts": counts, "failures": [asdict(row) for row in rows if row.verdict != "passed"]}
-        Path(os.environ["OUT"], "generated.json").write_text(json.dumps(found, indent=1))
+        content = {"counts": counts, "failures": [asdict(row) for row in rows if row.verdict != "passed"]}
+        Path(os.environ["OUT"], "generated.json").write_text(json.dumps(content, indent=1))
 
 
 def describe(rows: Sequence[Row]) -> list[str]:

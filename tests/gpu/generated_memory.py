@@ -1,4 +1,4 @@
-"""What of generated specs runs under memcheck: ``python -m tests.gpu.generated_memory FOLDER...``, folders of kernels.
+"""Generated specs under memcheck: ``python -m tests.gpu.generated_memory FOLDER...``, folders of kernels.
 
 Memory is not cached by torch here (PYTORCH_NO_CUDA_MEMORY_CACHING), so that each input ends with its allocation.
 """

@@ -16,7 +16,7 @@ from attngen.tools.verify.poison import poisoned_gradients
 
 
 def gradient_run(kernel: Kernel, case: Case, seed: int) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """Return what launches a backward, into fresh garbage each time, and returns dq, dk and dv."""
+    """Function that launches a backward, into fresh garbage each time, and returns dq, dk and dv."""
     element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v)
     given = make_inputs(kernel.variant, case, kernel.layout, element, "cuda", seed)
     call = given.bind(kernel.variant)

@@ -101,18 +101,18 @@ def only_package(spec: str) -> Any:
     return pytest.mark.parametrize("only", [spec], indirect=True)
 
 
-def no_worse(found: Tensor, plain: Tensor, exact: Tensor, times: float = 2, least: float = 0.0) -> None:
+def no_worse(actual: Tensor, plain: Tensor, exact: Tensor, times: float = 2, least: float = 0.0) -> None:
     """Assert that a result errs at most ``times`` as much as plain PyTorch in the same dtype, or by one unit of it.
 
     The unit is that of the largest value, or of ``least`` where that is larger. All have one shape; ``exact`` is in a
     wider dtype. A row that sees no key may be NaN in ``plain``.
     """
-    assert found.shape == exact.shape
+    assert actual.shape == exact.shape
     plain = plain.nan_to_num()
-    assert torch.isfinite(found).all()
-    unit = torch.finfo(found.dtype).eps * max(float(exact.abs().max()), least)
+    assert torch.isfinite(actual).all()
+    unit = torch.finfo(actual.dtype).eps * max(float(exact.abs().max()), least)
     allowed = max(times * float((plain.to(exact.dtype) - exact).abs().max()), unit)
-    assert float((found.to(exact.dtype) - exact).abs().max()) <= allowed
+    assert float((actual.to(exact.dtype) - exact).abs().max()) <= allowed
 
 
 def qkv(rows: int, keys: int, dim: int, dtype: torch.dtype, *, heads_first: bool = False) -> list[Tensor]:
@@ -158,8 +158,8 @@ def model(family: str, implementation: str, *, all_experts: bool = False, dtype:
 @cache
 def exact(family: str, *, all_experts: bool = False) -> Any:
     """Return the eager model in float32, of the same weights rounded to bf16."""
-    found = families.make(family, 64, "eager", "cuda", all_experts=all_experts)
+    rounded = families.make(family, 64, "eager", "cuda", all_experts=all_experts)
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in rounded.parameters():
             parameter.copy_(parameter.bfloat16())
-    return found
+    return rounded

@@ -36,13 +36,13 @@ def modules() -> list[str]:
 
 def planned(module: str, part: str | None, last: bool = True) -> list[tuple[str, Prepared]]:
     """Return the kernels of a module's tests, or a part of them, with their keys, for the GPU that is here."""
-    found = import_module(f"tests.gpu.{module}")
-    kernels = [for_this_gpu(kernel) for kernel in (found.to_build() if part is None else found.called(part))]
+    members = import_module(f"tests.gpu.{module}")
+    kernels = [for_this_gpu(kernel) for kernel in (members.to_build() if part is None else members.called(part))]
     return [(key_of(kernel.plan, kernel.source), kernel) for kernel in kernels]
 
 
 def parts_of(module: str) -> list[tuple[str, str | None]]:
-    """Return what is planned at once: a module, or each of the shipped specs."""
+    """Parts that are planned at once: a module, or each of the shipped specs."""
     return [(module, spec) for spec in CALLED] if module == "packages" else [(module, None)]
 
 
@@ -51,13 +51,13 @@ def wanted(jobs: int | None = None) -> dict[str, list[tuple[str, Prepared]]]:
     names = sorted(modules(), key=lambda name: name != "packages")  # what takes longest is begun first
     parts = [part for name in names for part in parts_of(name)]
     calls = [Job(name, "tests.gpu.prebuilt:planned", (name, part)) for name, part in parts]
-    found: dict[str, list[tuple[str, Prepared]]] = {name: [] for name in names}
+    kernels: dict[str, list[tuple[str, Prepared]]] = {name: [] for name in names}
     for result in run_jobs(calls, jobs or available_cores()):
         name, _ = parts[result.index]
         if result.error is not None:
             print(f"{name}: {result.error}", flush=True)
-        found[name] += result.value or []
-    return found
+        kernels[name] += result.value or []
+    return kernels
 
 
 def batches(kernels: Sequence[Prepared]) -> list[list[Prepared]]:
@@ -107,15 +107,15 @@ def main() -> None:
     parser.add_argument("--nearly", type=Path, help="a file that is written when one of twelve is left, or none")
     chosen = parser.parse_args()
     begun = time.monotonic()
-    found = wanted(chosen.jobs)
-    print(", ".join(f"{name} {len(rows)}" for name, rows in found.items()))
-    kernels = list({key: kernel for rows in found.values() for key, kernel in rows}.values())
+    kernels_by_part = wanted(chosen.jobs)
+    print(", ".join(f"{name} {len(rows)}" for name, rows in kernels_by_part.items()))
+    kernels = list({key: kernel for rows in kernels_by_part.values() for key, kernel in rows}.values())
     kinds = Counter(f"{kernel.plan.backend} {kernel.plan.direction}" for kernel in kernels)
     print(f"{len(kernels)} kernels: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}", flush=True)
     if not chosen.list:
         print(f"planned and rendered after {time.monotonic() - begun:.0f} s", flush=True)
         if chosen.nearly:
-            keys = [key for rows in found.values() for key, _ in rows]
+            keys = [key for rows in kernels_by_part.values() for key, _ in rows]
             Thread(target=note, args=(keys, len(kernels) // 12, chosen.nearly), daemon=True).start()
         done, wrong = build(kernels, chosen.jobs)
         print(*wrong, f"{done} built, {len(wrong)} not, after {time.monotonic() - begun:.0f} s", sep="\n", flush=True)

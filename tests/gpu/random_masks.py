@@ -49,7 +49,7 @@ _SECONDS = 150.0
 
 @dataclass
 class Row:
-    """What became of the mask of a seed."""
+    """Outcome of the mask of a seed."""
 
     seed: int
     line: str
@@ -76,10 +76,10 @@ def prepared(made: Drawn) -> list[Prepared]:
 def built(kernels: Sequence[Prepared], workers: Workers | None = None) -> list[Kernel]:
     """Compile what the cache lacks."""
     store = Store()
-    found, failures = compile_kernels(kernels, store=store, jobs=1, workers=workers)
+    artifacts, failures = compile_kernels(kernels, store=store, jobs=1, workers=workers)
     if failures:
         raise failures[0].error
-    return [read_kernel(store.path(found[one.plan.name].key)) for one in kernels]
+    return [read_kernel(store.path(artifacts[one.plan.name].key)) for one in kernels]
 
 
 _stack = ExitStack()
@@ -191,7 +191,7 @@ def map_shape(call: MaskCall, kernel: Kernel) -> MapShape:
 
 
 def run(seeds: Sequence[int], jobs: int) -> Iterator[Row]:
-    """Yield what became of each mask."""
+    """Yield the outcome of each mask."""
     todo = [Job(f"random_{seed}", "tests.gpu.random_masks:check_one", (seed,)) for seed in seeds]
     for result in run_jobs(todo, jobs, timeout=_SECONDS):
         if result.error is not None:

@@ -79,7 +79,7 @@ def family_of(test: str) -> str:
 
 @dataclass
 class Test:
-    """What is known of a test from the lines of ``tests.gpu.events``."""
+    """State of a test, from the lines of ``tests.gpu.events``."""
 
     begun: bool = False
     ended: bool = False
@@ -278,12 +278,12 @@ def card_and_driver() -> tuple[str, str]:
 
 def versions() -> dict[str, str]:
     """Return the versions of what compiles and runs kernels."""
-    found = {"python": platform.python_version()}
+    by_name = {"python": platform.python_version()}
     for name in ("torch", "triton", "cupy-cuda13x", "transformers"):
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+            by_name[name] = metadata.version(name)
     compilers = [metadata.version(d) for d in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12") if _has(d)]
-    return found | ({"nvrtc": ", ".join(compilers)} if compilers else {})
+    return by_name | ({"nvrtc": ", ".join(compilers)} if compilers else {})
 
 
 def _has(distribution: str) -> bool:
@@ -303,7 +303,7 @@ def clean_commit() -> str | None:
 
 
 def report(suite: Suite, record: Record, said: Iterable[str], folder: Path) -> str:
-    """Return what happened as a text: counts, failures, times of files and of tests, and what programs printed."""
+    """Report of a run: counts, failures, times of files and of tests, and what programs printed."""
     lines = [*said, f"{record.card}: {record.counts()}, {record.exhaustive} exhaustive", ""]
     lines += [f"{family}: {dict(counts)}" for family, counts in record.families.items()]
     lines += ["", *(f"FAILED {name}" for name in record.failed)]

@@ -1,4 +1,4 @@
-"""What runs under compute-sanitizer: ``python -m tests.gpu.sanitized TOOL``.
+"""Forward kernels under compute-sanitizer: ``python -m tests.gpu.sanitized TOOL``.
 
 Memory is not cached by torch here (PYTORCH_NO_CUDA_MEMORY_CACHING), so that each input ends with its allocation.
 """

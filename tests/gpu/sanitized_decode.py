@@ -1,4 +1,4 @@
-"""What runs of the split-KV kernels under compute-sanitizer: ``python -m tests.gpu.sanitized_decode TOOL``."""
+"""Split-KV kernels under compute-sanitizer: ``python -m tests.gpu.sanitized_decode TOOL``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs of the kernels in 8 bits under compute-sanitizer: ``python -m tests.gpu.sanitized_fp8 TOOL``."""
+"""Kernels in 8 bits under compute-sanitizer: ``python -m tests.gpu.sanitized_fp8 TOOL``."""
 
 from __future__ import annotations
 

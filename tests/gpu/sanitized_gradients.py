@@ -1,4 +1,4 @@
-"""What runs of the backwards in CUDA under compute-sanitizer: ``python -m tests.gpu.sanitized_gradients TOOL``."""
+"""Backward kernels in CUDA under compute-sanitizer: ``python -m tests.gpu.sanitized_gradients TOOL``."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def main(tool: str) -> None:
     for place, name in enumerate(KERNELS):
         turned = SIZES[place % len(SIZES) :] + SIZES[: place % len(SIZES)]
         for rows, keys in turned[:_AT_ONCE] if tool == "memcheck" else SIZES[-1:]:
-            found = gradient_run(kernels()[name], Case("sanitized", (rows,), (keys,), heads=2, kv_heads=1), rows)()
-            assert all(torch.isfinite(gradient).all() for gradient in found)
+            gradients = gradient_run(kernels()[name], Case("sanitized", (rows,), (keys,), heads=2, kv_heads=1), rows)()
+            assert all(torch.isfinite(gradient).all() for gradient in gradients)
     torch.cuda.synchronize()
     print(f"{len(KERNELS)} kernels ran")
 

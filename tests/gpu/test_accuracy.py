@@ -1,4 +1,4 @@
-"""Checks 1 to 4 and 8: errors against the float64 reference, finite results, dead rows, uninitialized memory."""
+"""Errors against the float64 reference, finite results, dead rows, and memory that nothing initialized."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def trial(name: str) -> Trial:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_check_01_largest_error(name: str) -> None:
+def test_the_largest_error_is_within_its_bound(name: str) -> None:
     for result in trial(name).results:
         assert result.error is None, result.error
         assert result.skipped is None, result.skipped
-        found = result.deviation
-        assert found is not None
-        assert found.max_error <= found.max_allowed, (result.case, result.seed)
-        assert found.lse_error <= found.lse_allowed, (result.case, result.seed)
+        deviation = result.deviation
+        assert deviation is not None
+        assert deviation.max_error <= deviation.max_allowed, (result.case, result.seed)
+        assert deviation.lse_error <= deviation.lse_allowed, (result.case, result.seed)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_check_02_mean_error(name: str) -> None:
+def test_the_rms_error_is_within_its_bound(name: str) -> None:
     tally = trial(name).tally
     assert 0 < tally.rmse <= tally.rmse_allowed
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_check_03_finite(name: str) -> None:
+def test_results_of_large_inputs_are_finite(name: str) -> None:
     """Large inputs: logits up to 2^30, in fp16 2^26; docs/limits.md states the limit.
 
     exp2(x * scale - max) is one FMA, whose exact product differs from the rounded maximum by up to 2^-24 of it.
@@ -67,7 +67,7 @@ def test_check_03_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_check_04_dead_rows(name: str) -> None:
+def test_dead_rows_are_zero(name: str) -> None:
     """By mask, by more queries than keys, by a window, by an empty sequence: all cases together have some."""
     result = trial(name)
     assert result.tally.dead_rows > 0
@@ -75,7 +75,7 @@ def test_check_04_dead_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_check_08_uninitialized_memory(name: str) -> None:
+def test_uninitialized_memory_changes_nothing(name: str) -> None:
     """Outputs and tile maps full of NaN and of 0xAA give the same bits."""
     run = Run.of(name, Case("ragged", (70,) * 2, (333,) * 2, heads=2, used=(333, 201)))
     results = []

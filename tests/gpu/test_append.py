@@ -61,8 +61,8 @@ def _known() -> Iterator[None]:
 
 def launched() -> bool:
     """Whether a kernel took every call so far, and there was one."""
-    found = list(append_run._PREPARED.values())
-    return bool(found) and all(isinstance(one, PreparedAppend) for one in found)
+    kept_calls = list(append_run._PREPARED.values())
+    return bool(kept_calls) and all(isinstance(one, PreparedAppend) for one in kept_calls)
 
 
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])

@@ -1,4 +1,4 @@
-"""What the plan tries where its first choice does not compile cleanly: each choice is a kernel that keeps its contract.
+"""The plan's other choices, for a first one that does not compile cleanly, are kernels that keep their contract.
 
 Most of them are never needed: one of eight is compiled and run always, the others by ``-m exhaustive``.
 """

@@ -1,4 +1,4 @@
-"""The backward: checks 1, 2, 4, 5, 6, 8, 13, 15, 20, 21, 23 and 24, and autograd, torch.compile and checkpointing."""
+"""The backward: its contract, bits that do not change, autograd, torch.compile, CUDA graphs and checkpointing."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def to_build() -> list[Prepared]:
 @known
 def kernels() -> tuple[Kernels, Package]:
     """Return forwards and backwards by their labels, and make the package known."""
-    found = Kernels(rendered(some_of(_PLANNED, LEFT_OUT)))
-    return found, package_of_kernels(list(found.values()), "tests/gpu")
+    by_label = Kernels(rendered(some_of(_PLANNED, LEFT_OUT)))
+    return by_label, package_of_kernels(list(by_label.values()), "tests/gpu")
 
 
 @cache
@@ -60,12 +60,12 @@ def trial(name: str) -> Trial:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_checks_01_02_04_and_05(name: str) -> None:
+def test_gradients_keep_the_contract(name: str) -> None:
     """Errors within those of plain PyTorch; rows that see nothing give 0 and take nothing, though their dO is 1e4."""
-    found = trial(name)
-    assert found.problems == ()
-    assert not [result.skipped for result in found.results if result.skipped]
-    assert found.tally.dead_rows > 0
+    attempt = trial(name)
+    assert attempt.problems == ()
+    assert not [result.skipped for result in attempt.results if result.skipped]
+    assert attempt.tally.dead_rows > 0
 
 
 def gradients(name: str, case: Case, *, fill: int = 0xFF, seed: int = 0) -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ def gradients(name: str, case: Case, *, fill: int = 0xFF, seed: int = 0) -> tupl
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_checks_08_and_15_the_same_bits_whatever_memory_held(name: str) -> None:
+def test_the_same_bits_whatever_memory_held(name: str) -> None:
     case = Case("ragged", (270,) * 2, (333,) * 2, heads=4, kv_heads=2, used=(333, 201))
     first, *others = (gradients(name, case, fill=fill) for fill in (0xFF, 0xAA, 0x00, 0xFF))
     if _in_no_order(name):
@@ -98,7 +98,7 @@ def test_checks_08_and_15_the_same_bits_whatever_memory_held(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["backward causal-bf16-d64-dense-descriptor", "backward allowed-bf16-d128-dense-descriptor"]
 )
-def test_check_13_the_same_bits_under_load(name: str) -> None:
+def test_the_same_bits_under_load(name: str) -> None:
     case = Case("load", (239,) * 3, (239,) * 3, heads=4, kv_heads=2)
     first = gradients(name, case)
     for _ in range(20):
@@ -266,7 +266,7 @@ def test_tensors_that_were_kept_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("kind", ["expanded", "transposed", "odd"])
-def test_check_20_gradients_of_any_strides(kind: str) -> None:
+def test_gradients_of_any_strides(kind: str) -> None:
     inputs = leaves()
     out = attention(*inputs)
     above = {
@@ -278,13 +278,13 @@ def test_check_20_gradients_of_any_strides(kind: str) -> None:
     close(torch.autograd.grad(out, inputs, above), theirs)
 
 
-def test_check_21_empty_work() -> None:
+def test_calls_without_queries_or_keys_have_zero_gradients() -> None:
     kernels()
     for s, keys in ((0, 5), (5, 0)):
         inputs = [torch.randn(2, n, 2, 64, device="cuda").bfloat16().requires_grad_() for n in (s, keys, keys)]
-        for tensor, found in zip(inputs, torch.autograd.grad(attention(*inputs).sum(), inputs), strict=True):
-            assert found.shape == tensor.shape
-            assert not found.any()
+        for tensor, gradient in zip(inputs, torch.autograd.grad(attention(*inputs).sum(), inputs), strict=True):
+            assert gradient.shape == tensor.shape
+            assert not gradient.any()
 
 
 def test_a_program_is_compiled_whole() -> None:
@@ -304,7 +304,7 @@ def test_activation_checkpointing() -> None:
     assert same(plain, torch.autograd.grad(kept.float().square().sum(), inputs))
 
 
-def test_check_23_a_step_is_captured() -> None:
+def test_a_step_is_captured() -> None:
     inputs = leaves()
     above = torch.randn(2, 150, 4, 64, device="cuda").bfloat16()
 

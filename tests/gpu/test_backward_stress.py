@@ -42,9 +42,11 @@ def stress(shapes: int, seed: int) -> int:
         runs = [gradient_run(kernels()[name], case(chance, name), chance.randrange(2**31)) for name in names]
         first: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for index in chance.sample([n for n in range(len(runs)) for _ in range(ROUNDS)], ROUNDS * len(runs)):
-            found = runs[index]()
+            gradients = runs[index]()
             launches += 1
-            for name, before, now in zip(("dq", "dk", "dv"), first.setdefault(index, found), found, strict=True):
+            for name, before, now in zip(
+                ("dq", "dk", "dv"), first.setdefault(index, gradients), gradients, strict=True
+            ):
                 assert not now.isnan().any(), names[index]
                 if name == "dq" and not kernels()[names[index]].ordered:  # added up in any order
                     torch.testing.assert_close(now, before, rtol=0, atol=4e-3 * (1e-6 + float(before.abs().max())))
@@ -63,7 +65,7 @@ def test_ten_thousand_launches_of_random_shapes() -> None:
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
-def test_checks_10_and_12(tool: str) -> None:
+def test_the_sanitizer_reports_nothing(tool: str) -> None:
     """racecheck follows barriers thread by thread, as ``tests.gpu.sanitized`` says."""
     kernels()  # compiled before, so that the sanitizer sees no compiler
     sanitize(tool, program="tests.gpu.sanitized_gradients", count=len(KERNELS), kernels=("bwd_",))

@@ -60,7 +60,7 @@ def _package() -> Any:
 @pytest.fixture(autouse=True)
 def kernels() -> Iterator[None]:
     """Make these kernels known, and no others."""
-    before = [found for rank, found in registry.packages() if rank == "loaded"]
+    before = [package for rank, package in registry.packages() if rank == "loaded"]
     registry.clear()
     registry.add(_package())
     yield
@@ -107,9 +107,9 @@ def verify(inputs: list[Tensor], above: Tensor, call: dict[str, Any]) -> list[Te
     """Compare a call and its gradients with float64, and return them."""
     wanted = gradients([one.double() for one in inputs], above, backend="reference", **call)
     plain = gradients(inputs, above, backend="reference", **call)
-    found = gradients(inputs, above, **call)
-    check(found, wanted, plain)
-    return found
+    results = gradients(inputs, above, **call)
+    check(results, wanted, plain)
+    return results
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -154,10 +154,10 @@ def test_forms_in_memory(head_dim: int, form: str) -> None:
         "odd": lambda: random(batch, heads, rows, keys + 1)[..., :keys],
     }[form]()
     call = {"variant": "of_each", "cap": 8.0}
-    found = verify(inputs, above, {**call, "bias": bias})
+    results = verify(inputs, above, {**call, "bias": bias})
     with torch.no_grad():
         out = attngen.attention(*inputs, **call, bias=bias.contiguous())
-    assert torch.equal(found[0], out)
+    assert torch.equal(results[0], out)
 
 
 @pytest.mark.parametrize("name", ["of_heads", "causal_of_heads"])
@@ -170,8 +170,8 @@ def test_minus_infinity(head_dim: int, name: str) -> None:
     bias[torch.rand(bias.shape, device=DEVICE) < 0.5] = float("-inf")
     bias[:, :, 0] = 0.0
     inputs, above = inputs_of(head_dim, rows, keys, 1, heads, 1)
-    found = verify(inputs, above, {"variant": name, "bias": bias})
-    assert all(bool(one.isfinite().all()) for one in found)
+    results = verify(inputs, above, {"variant": name, "bias": bias})
+    assert all(bool(one.isfinite().all()) for one in results)
 
 
 def test_keys_in_use() -> None:
@@ -212,7 +212,7 @@ def test_packed_sequences(name: str) -> None:
         *given, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest, variant=name,
         bias=bias,
     )  # fmt: skip
-    found = torch.autograd.grad(out, given, above)
+    grads = torch.autograd.grad(out, given, above)
     for n, length in enumerate(lengths):
         rows = slice(int(bounds[n]), int(bounds[n + 1]))
         own = bias[n : n + 1] if name == "of_batch" else bias
@@ -220,4 +220,4 @@ def test_packed_sequences(name: str) -> None:
         parts = [one[rows][None] for one in (q, k, v)]
         wanted = gradients([one.double() for one in parts], above[rows][None], backend="reference", **call)
         plain = gradients(parts, above[rows][None], backend="reference", **call)
-        check([out[rows][None].detach(), *(one[rows][None] for one in found)], wanted, plain)
+        check([out[rows][None].detach(), *(one[rows][None] for one in grads)], wanted, plain)

@@ -18,7 +18,7 @@ Builder = Callable[[str], None]
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Builder]:
     """Build a spec into a cache of its own, whose kernels are then the only ones."""
-    before = [found for rank, found in registry.packages() if rank == "loaded"]
+    before = [package for rank, package in registry.packages() if rank == "loaded"]
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     registry.clear()
 
@@ -105,8 +105,8 @@ def test_a_backward_of_more_tiles_than_twenty_bits_count(built: Builder) -> None
     rows, keys, values = (t.detach().double().requires_grad_() for t in (q[:, first:], k, v))
     visible = (torch.arange(128, device="cuda") < 64).expand(128, 128)
     wanted = torch.autograd.grad(shown(rows, keys, values, visible), (rows, keys, values), weight.double())
-    for found, right in zip((dq[:, first:], dk, dv), wanted, strict=True):
-        torch.testing.assert_close(found.double(), right, atol=5e-2, rtol=5e-2)
+    for gradient, right in zip((dq[:, first:], dk, dv), wanted, strict=True):
+        torch.testing.assert_close(gradient.double(), right, atol=5e-2, rtol=5e-2)
     assert not dk[:, 64:].any()
     assert not dv[:, 64:].any()
 
@@ -133,12 +133,12 @@ def test_scores_with_conditions(built: Builder, score: str, factor: Callable[...
     q, k, v, dout = (randoms(1, 700, 1, 128, seed=seed) for seed in range(4))
     q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
     out = attngen.attention(q, k, v, variant="own")
-    found = torch.autograd.grad(out, (q, k, v), dout)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
     exact = tuple(t.detach().double().requires_grad_() for t in (q, k, v))
     row, key = torch.arange(700, device="cuda")[:, None], torch.arange(700, device="cuda")
     logits = factor(exact[0][0, :, 0] @ exact[1][0, :, 0].T / 128**0.5, row, key)
     weights = logits.masked_fill(key > row, -torch.inf).softmax(-1)
     wanted = (weights @ exact[2][0, :, 0])[None, :, None]
     torch.testing.assert_close(out.detach().double(), wanted.detach(), atol=2e-2, rtol=2e-2)
-    for gradient, right in zip(found, torch.autograd.grad(wanted, exact, dout.double()), strict=True):
+    for gradient, right in zip(gradients, torch.autograd.grad(wanted, exact, dout.double()), strict=True):
         torch.testing.assert_close(gradient.double(), right, atol=6e-2, rtol=6e-2)

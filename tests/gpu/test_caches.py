@@ -1,4 +1,4 @@
-"""What the runtime keeps between calls is right, and bounded: memory that moves, streams, threads, several GPUs."""
+"""State kept between calls is right, and bounded: memory that moves, streams, threads, several GPUs."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def qkv(seqlen: int, device: str = "cuda", *, batch: int = 2, heads: int = 4, di
 
 
 def forward(tensors: list[Tensor], **options: Any) -> Results:
-    found = attngen.attention(*tensors, variant="causal", package=PACKAGE, return_lse=True, **options)
-    assert isinstance(found, tuple)
-    return found
+    results = attngen.attention(*tensors, variant="causal", package=PACKAGE, return_lse=True, **options)
+    assert isinstance(results, tuple)
+    return results
 
 
 def step(tensors: list[Tensor]) -> Results:
@@ -129,14 +129,14 @@ def test_many_streams() -> None:
     wanted = [on_cpu(step(tensors)) for tensors in inputs]
     streams = [torch.cuda.Stream() for _ in range(48)]
     torch.cuda.synchronize()
-    found: list[tuple[int, Results]] = []
+    launched: list[tuple[int, Results]] = []
     for turn in range(3):
         for number, stream in enumerate(streams):
             index = (turn + number) % len(shapes)
             with torch.cuda.stream(stream):
-                found.append((index, step(inputs[index])))
+                launched.append((index, step(inputs[index])))
     torch.cuda.synchronize()
-    assert all(equal(on_cpu(results), wanted[index]) for index, results in found)
+    assert all(equal(on_cpu(results), wanted[index]) for index, results in launched)
     assert [word_at(address) for address in counters._COUNTERS.values()] == [0] * len(counters._COUNTERS)
 
 
@@ -230,7 +230,7 @@ def test_a_graph_on_the_second_of_two_gpus() -> None:
     with torch.cuda.device(1):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-            found = forward(tensors)
+            results = forward(tensors)
     graph.replay()
     torch.cuda.synchronize(1)
-    assert equal(on_cpu(found), wanted)
+    assert equal(on_cpu(results), wanted)

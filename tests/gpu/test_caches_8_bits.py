@@ -45,8 +45,8 @@ def kernels() -> tuple[list[Kernel], Package]:
     store, wanted = Store(), to_build()
     built, failures = compile_kernels(wanted, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    found = [read_kernel(store.path(built[one.plan.name].key)) for one in wanted]
-    return found, package_of_kernels(found, "tests/gpu/test_caches_8_bits")
+    built_kernels = [read_kernel(store.path(built[one.plan.name].key)) for one in wanted]
+    return built_kernels, package_of_kernels(built_kernels, "tests/gpu/test_caches_8_bits")
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +60,8 @@ def on_gpu(own: dict[str, Any]) -> dict[str, Any]:
     return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in own.items()}
 
 
-def close(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-    out, lse = found[0].cpu().double(), found[1].cpu().double()
+def close(actual: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    out, lse = actual[0].cpu().double(), actual[1].cpu().double()
     torch.testing.assert_close(out, wanted[0].double(), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse, wanted[1].double(), rtol=1e-3, atol=2e-3)
     assert not out.isnan().any()
@@ -100,11 +100,11 @@ def paged(
     if "q_descale" in own:
         units *= own.pop("q_descale").double().repeat_interleave(heads // kv_heads, dim=1)[:, None, :, None]
     wanted = attngen.attention_paged(units, *everything, package=PACKAGE, **own)
-    found = attngen.attention_paged(
+    results = attngen.attention_paged(
         q.cuda(), *(t.cuda() for t in everything), package=PACKAGE, **options, **on_gpu(given)
     )
-    close(found, wanted)
-    return found
+    close(results, wanted)
+    return results
 
 
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])
@@ -173,8 +173,8 @@ def dense(
     given |= {"seqused_k": torch.tensor(lengths, dtype=torch.int32)}
     everything: dict[str, Any] = {"variant": variant, "return_lse": True, "package": PACKAGE, "layout": layout}
     wanted = attngen.attention(q.double(), k, v, **everything, **given)
-    found = attngen.attention(q.cuda(), k.cuda(), v.cuda(), **everything, **on_gpu(given))
-    close(found, wanted)
+    results = attngen.attention(q.cuda(), k.cuda(), v.cuda(), **everything, **on_gpu(given))
+    close(results, wanted)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

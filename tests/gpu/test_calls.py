@@ -1,4 +1,4 @@
-"""Checks 5, 16, 17 and 19 to 25: calls as users make them: offsets, strides, empty work, graphs, streams, devices."""
+"""Calls as users make them: offsets, strides, empty work, graphs, streams, devices."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def qkv(
 
 
 def attention(*tensors: Tensor, variant: str = "causal", **options: Any) -> tuple[Tensor, Tensor]:
-    found = attngen.attention(*tensors, variant=variant, package=PACKAGE, return_lse=True, **options)
-    assert isinstance(found, tuple)
-    return found
+    results = attngen.attention(*tensors, variant=variant, package=PACKAGE, return_lse=True, **options)
+    assert isinstance(results, tuple)
+    return results
 
 
-def test_check_05_a_backward_that_does_not_exist_is_refused() -> None:
+def test_a_backward_that_does_not_exist_is_refused() -> None:
     q, k, v = qkv()
     out, _ = attention(q.requires_grad_(), k, v)
     with pytest.raises(NoKernelError, match="no backward kernel of this variant is built"):
@@ -53,7 +53,7 @@ def test_check_05_a_backward_that_does_not_exist_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_check_16_batch_invariance(name: str) -> None:
+def test_a_sequence_alone_gives_the_bits_of_the_batch(name: str) -> None:
     """A sequence alone gives the bits that it gives in a batch, for the same kernel."""
     run = Run.of(name, Case("batch", (130,) * 3, (421,) * 3, heads=4, kv_heads=2, used=(421, 77, 305)))
     out, lse = run.results()
@@ -74,7 +74,7 @@ def test_check_16_batch_invariance(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in DENSE if name.split("-")[0] in ("causal", "sliding_window", "alibi")]
 )
-def test_check_17_decode_equals_prefill(name: str) -> None:
+def test_decode_equals_prefill(name: str) -> None:
     run = Run.of(name, Case("prefill", (150,), (300,), heads=4, kv_heads=2))
     out, lse = run.results()
     inputs = run.inputs
@@ -106,7 +106,7 @@ def large_memory() -> Iterator[Tensor]:
 @pytest.mark.parametrize(
     "name", ["causal-bf16-d64-dense-descriptor", "causal-bf16-d64-dense-pointer", "causal-bf16-d64-dense-wgmma"]
 )
-def test_check_19_offsets_beyond_int32(name: str, power: int, large_memory: Tensor) -> None:
+def test_offsets_beyond_int32(name: str, power: int, large_memory: Tensor) -> None:
     kernel = kernels()[name]
     q, k, v = qkv(batch=2)
     stride = 2**power + 64
@@ -124,7 +124,7 @@ def test_check_19_offsets_beyond_int32(name: str, power: int, large_memory: Tens
 
 
 @pytest.mark.alone
-def test_check_19_packed_rows_beyond_int32(large_memory: Tensor) -> None:
+def test_packed_rows_beyond_int32(large_memory: Tensor) -> None:
     """The last sequence starts beyond 2**32 elements, in q, k, v and out."""
     heads, head_dim, far_rows, rows = 128, 64, 2**19 + 32, 96
     kernel = kernels()["causal-bf16-d64-varlen-descriptor"]
@@ -170,7 +170,7 @@ def strided(kind: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], s
 
 @pytest.mark.parametrize("kind", ["bhsd", "transposed view", "slices of packed qkv", "padded", "seq first"])
 @pytest.mark.parametrize("variant", ["causal", "full", "alibi"])
-def test_check_20_strides(variant: str, kind: str) -> None:
+def test_strides_change_nothing(variant: str, kind: str) -> None:
     q, k, v = qkv(150, 150, kv_heads=4)
     options = {"slope": torch.rand(4, device="cuda")} if variant == "alibi" else {}
     wanted = attention(q, k, v, variant=variant, **options)
@@ -180,7 +180,7 @@ def test_check_20_strides(variant: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["odd offset", "odd stride"])
-def test_check_20_strides_that_only_a_pointer_kernel_takes(kind: str) -> None:
+def test_strides_that_only_a_pointer_kernel_takes(kind: str) -> None:
     q, k, v = qkv(150, 150, kv_heads=4)
     pointer = kernels()["causal-bf16-d64-dense-pointer"]
     wanted = Run.with_inputs(pointer, q, k, v).results()
@@ -190,7 +190,7 @@ def test_check_20_strides_that_only_a_pointer_kernel_takes(kind: str) -> None:
         attention(*tensors, variant="alibi", slope=torch.rand(4, device="cuda"))
 
 
-def test_check_20_expanded() -> None:
+def test_expanded_keys_and_values() -> None:
     q, k, v = qkv(150, 150, kv_heads=4)
     one_k, one_v = (t[:1, :, :1].expand(2, 150, 4, 64) for t in (k, v))
     pointer = kernels()["causal-bf16-d64-dense-pointer"]
@@ -198,20 +198,20 @@ def test_check_20_expanded() -> None:
     assert same(attention(q, one_k, one_v), wanted)
     # no kernel of this variant steps along axes of stride 0: one KV head of each sequence is copied
     call = partial(attention, q, variant="alibi", slope=torch.rand(4, device="cuda"))
-    found = call(one_k, one_v)
-    assert same(found, call(*(t[:, :, :1].contiguous() for t in (one_k, one_v))))
-    for ours, theirs in zip(found, call(one_k.contiguous(), one_v.contiguous()), strict=True):
+    results = call(one_k, one_v)
+    assert same(results, call(*(t[:, :, :1].contiguous() for t in (one_k, one_v))))
+    for ours, theirs in zip(results, call(one_k.contiguous(), one_v.contiguous()), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
 
 
-def test_check_20_a_last_dimension_that_is_not_contiguous_is_refused() -> None:
+def test_a_last_dimension_that_is_not_contiguous_is_refused() -> None:
     q, k, v = qkv()
     with pytest.raises(CallError, match="must be contiguous"):
         attention(torch.stack([q, q], dim=-1)[..., 0], k, v)
 
 
 @pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0), (1, 0, 0)])
-def test_check_21_empty_work(batch: int, seqlen_q: int, seqlen_k: int) -> None:
+def test_calls_without_queries_or_keys_give_zeros(batch: int, seqlen_q: int, seqlen_k: int) -> None:
     q, k, v = qkv(seqlen_q, seqlen_k, batch=batch)
     out, lse = attention(q, k, v)
     assert out.shape == q.shape
@@ -220,7 +220,7 @@ def test_check_21_empty_work(batch: int, seqlen_q: int, seqlen_k: int) -> None:
     assert (lse == -math.inf).all()
 
 
-def test_check_21_single_lengths_of_zero() -> None:
+def test_sequences_of_length_zero() -> None:
     q, k, v = (t[0] for t in qkv(40, 50, batch=1))
     offsets = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 0, 30, 40, 40], [0, 20, 20, 50, 50])]
     out, lse = attngen.attention_varlen(
@@ -245,14 +245,14 @@ def test_check_21_single_lengths_of_zero() -> None:
         ([0, 35, 36, 40], [0, 20, 40, 50], "max_seqlen_q"),
     ],
 )
-def test_check_22_malformed_offsets(starts_q: list[int], starts_k: list[int], message: str) -> None:
+def test_malformed_offsets_are_refused(starts_q: list[int], starts_k: list[int], message: str) -> None:
     q, k, v = (t[0] for t in qkv(40, 50, batch=1))
     offsets = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (starts_q, starts_k)]
     with attngen.debug(), pytest.raises(ValueError, match=message):
         attngen.attention_varlen(q, k, v, *offsets, 30, 30, variant="causal", package=PACKAGE)
 
 
-def test_check_22_mixed_dtypes_devices_and_shapes() -> None:
+def test_mixed_dtypes_devices_and_shapes_are_refused() -> None:
     q, k, v = qkv()
     slope = torch.rand(4, device="cuda")
     for tensors, options, message in (
@@ -272,7 +272,7 @@ def test_check_22_mixed_dtypes_devices_and_shapes() -> None:
             attention(*tensors, **options)
 
 
-def test_check_22_declared_facts_are_checked_under_debug() -> None:
+def test_declared_facts_are_checked_under_debug() -> None:
     q, k, v = qkv(100, 100)
     doc = torch.arange(100, device="cuda", dtype=torch.int32).repeat(2, 1)
     doc[1, 50] = 3
@@ -300,7 +300,7 @@ class Captured:
 
 
 @pytest.mark.parametrize("variant", ["causal", "packed_documents", "dilated", "allowed", "softcap"])
-def test_check_23_cuda_graphs(variant: str) -> None:
+def test_calls_in_cuda_graphs(variant: str) -> None:
     q, k, v = qkv(200, 260)
     used = torch.tensor([260, 100], dtype=torch.int32, device="cuda")
     options: dict[str, Any] = {
@@ -324,16 +324,16 @@ def test_check_23_cuda_graphs(variant: str) -> None:
         assert same(captured.replay(), call())
 
 
-def test_check_23_cuda_graphs_of_packed_sequences() -> None:
+def test_calls_of_packed_sequences_in_cuda_graphs() -> None:
     q, k, v = (t[0] for t in qkv(300, 400, batch=1))
     starts = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 100, 300], [0, 150, 400])]
 
     def call() -> tuple[Tensor, Tensor]:
-        found = attngen.attention_varlen(
+        results = attngen.attention_varlen(
             q, k, v, *starts, 300, 400, variant="causal", package=PACKAGE, return_lse=True
         )  # fmt: skip
-        assert isinstance(found, tuple)
-        return found
+        assert isinstance(results, tuple)
+        return results
 
     captured = Captured(call)
     for offsets in (([0, 7, 300], [0, 400, 400]), ([0, 299, 300], [0, 1, 400])):
@@ -343,7 +343,7 @@ def test_check_23_cuda_graphs_of_packed_sequences() -> None:
         assert same(captured.replay(), call())
 
 
-def test_check_23_a_call_never_waits() -> None:
+def test_a_call_never_waits() -> None:
     q, k, v = qkv()
     attention(q, k, v)
     torch.cuda.set_sync_debug_mode("error")
@@ -358,43 +358,43 @@ def qkv_like(q: Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tens
     return q[:, :length], k[:, :length], v[:, :length]
 
 
-def test_check_24_inputs_freed_straight_after_on_a_side_stream() -> None:
+def test_inputs_freed_straight_after_on_a_side_stream() -> None:
     wanted = attention(*qkv(300, 300))
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     for _ in range(50):
         with torch.cuda.stream(stream):
             q, k, v = qkv(300, 300)
-            found = attention(q, k, v)
+            results = attention(q, k, v)
             del q, k, v
             torch.full((2, 300, 4, 64), torch.nan, device="cuda", dtype=torch.bfloat16)  # takes freed memory
         stream.synchronize()
-        assert same(found, wanted)
+        assert same(results, wanted)
 
 
-def test_check_24_overlapping_streams() -> None:
+def test_overlapping_streams() -> None:
     shapes = ((100, 333), (257, 257), (1, 900), (700, 64))
     inputs = [qkv(*shape) for shape in shapes]
     wanted = [attention(*tensors) for tensors in inputs]
     streams = [torch.cuda.Stream() for _ in shapes]
     torch.cuda.synchronize()
-    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in shapes]
+    outputs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in shapes]
     for _ in range(100):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[index].append(attention(*inputs[index]))
+                outputs[index].append(attention(*inputs[index]))
     torch.cuda.synchronize()
-    for results, one in zip(found, wanted, strict=True):
+    for results, one in zip(outputs, wanted, strict=True):
         assert all(same(result, one) for result in results)
 
 
-def test_check_25_device_guard() -> None:
+def test_a_call_runs_on_the_device_of_its_inputs() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     with torch.cuda.device(0):
         wanted = attention(*qkv())
         elsewhere = [t.to("cuda:1") for t in qkv()]
-        found = attention(*elsewhere)
+        results = attention(*elsewhere)
         assert torch.cuda.current_device() == 0
-        assert found[0].device == torch.device("cuda:1")
-        assert all(torch.equal(bits(a).cpu(), bits(b).cpu()) for a, b in zip(found, wanted, strict=True))
+        assert results[0].device == torch.device("cuda:1")
+        assert all(torch.equal(bits(a).cpu(), bits(b).cpu()) for a, b in zip(results, wanted, strict=True))

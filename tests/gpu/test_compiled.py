@@ -110,8 +110,8 @@ def test_reduced_overhead() -> None:
             for tensor in inputs:
                 tensor.copy_(torch.randn_like(tensor))
         torch.compiler.cudagraph_mark_step_begin()
-        found = [gradient.clone() for gradient in torch.autograd.grad(compiled(*inputs), inputs)]
-        for one, other in zip(found, torch.autograd.grad(program(*inputs), inputs), strict=True):
+        gradients = [gradient.clone() for gradient in torch.autograd.grad(compiled(*inputs), inputs)]
+        for one, other in zip(gradients, torch.autograd.grad(program(*inputs), inputs), strict=True):
             assert float((one - other).abs().max()) <= 2e-2 * float(other.abs().max()), turn
 
 
@@ -162,8 +162,8 @@ def test_a_captured_training_step() -> None:
 
 def test_compiled_and_eager_calls_give_the_same_bits() -> None:
     inputs = inputs_of(2, 257)
-    found = torch.compile(dense, fullgraph=True)(*inputs, None, 0)
-    assert same((found,), (dense(*inputs, None, 0),))
+    out = torch.compile(dense, fullgraph=True)(*inputs, None, 0)
+    assert same((out,), (dense(*inputs, None, 0),))
 
 
 @pytest.mark.parametrize(("policy", "runs"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.PREFER_RECOMPUTE, 2)])

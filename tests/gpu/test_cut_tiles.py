@@ -65,8 +65,8 @@ def test_parts_keep_the_contract(name: str, cut: int) -> None:
     def launch(call: Call, buffers: GradientBuffers) -> None:
         PinnedGradients(kernel, call, buffers)()
 
-    found = try_backward(kernel, launch, "cuda", 70_000 + cut, small=False)
-    assert found.problems == ()
+    attempt = try_backward(kernel, launch, "cuda", 70_000 + cut, small=False)
+    assert attempt.problems == ()
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -96,25 +96,25 @@ def test_the_rule_cuts_a_call_of_few_tiles_and_graphs_can_be_replayed(monkeypatc
         launch()
         return launch, (buffers.dq, buffers.dk, buffers.dv), buffers
 
-    launch, found, buffers = run()
+    launch, results, buffers = run()
     assert buffers.workspaces["partials"].numel() > 0
-    first = tuple(one.clone() for one in found)
+    first = tuple(one.clone() for one in results)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
         launch()
     for _ in range(5):
-        for one in (*found, *buffers.workspaces.values()):
+        for one in (*results, *buffers.workspaces.values()):
             one.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-        close(found, first)
-        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found[1:], first[1:], strict=True))
+        close(results, first)
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(results[1:], first[1:], strict=True))
     monkeypatch.setattr(geometry, "cut_of", lambda *_: NONE)
     close(run()[1], first)
 
 
-def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+def close(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
     """Sums of dQ in another order may round to the next number in bf16, which is up to 2^-7 of the largest away."""
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(actual, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=8e-3 * (1e-6 + float(other.abs().max())))

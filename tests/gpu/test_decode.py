@@ -39,9 +39,9 @@ def kernels() -> tuple[list[Kernel], Package]:
     assert {one.plan.schedule for one in wanted} == {"hopper_decode"}
     built, failures = compile_kernels(wanted, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    found = [read_kernel(store.path(built[one.plan.name].key)) for one in wanted]
-    assert all(one.split_kv for one in found)
-    return found, package_of_kernels(found, "tests/gpu/test_decode")
+    built_kernels = [read_kernel(store.path(built[one.plan.name].key)) for one in wanted]
+    assert all(one.split_kv for one in built_kernels)
+    return built_kernels, package_of_kernels(built_kernels, "tests/gpu/test_decode")
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +70,9 @@ def on_gpu(own: dict[str, Any]) -> dict[str, Any]:
     return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in own.items()}
 
 
-def close(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+def close(actual: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
     """Assert that output and log-sum-exp are those of float64, up to the rounding of results and probabilities."""
-    out, lse = found[0].cpu().double(), found[1].cpu().double()
+    out, lse = actual[0].cpu().double(), actual[1].cpu().double()
     torch.testing.assert_close(out, wanted[0].double(), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse, wanted[1].double(), rtol=1e-3, atol=2e-3)
     assert not out.isnan().any()
@@ -107,9 +107,11 @@ def paged(
         **given, **own,
     )  # fmt: skip
     tensors = [t.cuda() for t in (q, c.k_pages, c.v_pages, c.page_table, c.seqused_k)]
-    found = attngen.attention_paged(*tensors, variant=variant, **everything, **options, **on_gpu(given), **on_gpu(own))
-    close(found, wanted)
-    return found
+    results = attngen.attention_paged(
+        *tensors, variant=variant, **everything, **options, **on_gpu(given), **on_gpu(own)
+    )
+    close(results, wanted)
+    return results
 
 
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])
@@ -163,9 +165,9 @@ def dense(
     for b, length in enumerate(lengths):
         for t in (k, v):
             (t if layout == "bshd" else t.transpose(1, 2))[b, length:] = torch.nan
-    found = attngen.attention(q.cuda(), k.cuda(), v.cuda(), seqused_k=used.cuda(), **everything, **on_gpu(own))
-    close(found, wanted)
-    return found
+    results = attngen.attention(q.cuda(), k.cuda(), v.cuda(), seqused_k=used.cuda(), **everything, **on_gpu(own))
+    close(results, wanted)
+    return results
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -186,10 +188,10 @@ def test_varlen(variant: str, rows: int | list[int]) -> None:
     options: dict[str, Any] = {"variant": variant, "return_lse": True, "package": PACKAGE}
     longest = max(each), max(LENGTHS)
     wanted = attngen.attention_varlen(q.double(), k.double(), v.double(), *starts, *longest, **options, **own)
-    found = attngen.attention_varlen(
+    results = attngen.attention_varlen(
         q.cuda(), k.cuda(), v.cuda(), *(t.cuda() for t in starts), *longest, **options, **on_gpu(own)
     )
-    close(found, wanted)
+    close(results, wanted)
 
 
 @pytest.mark.parametrize(
@@ -232,9 +234,9 @@ def test_a_graph_stays_right_while_lengths_grow() -> None:
     used = torch.ones(3, dtype=torch.int32, device="cuda")
 
     def call() -> tuple[Tensor, Tensor]:
-        found = attngen.attention_paged(q, k, v, table, used, variant="causal", return_lse=True, package=PACKAGE)
-        assert isinstance(found, tuple)
-        return found
+        out_and_lse = attngen.attention_paged(q, k, v, table, used, variant="causal", return_lse=True, package=PACKAGE)
+        assert isinstance(out_and_lse, tuple)
+        return out_and_lse
 
     call()
     graph = torch.cuda.CUDAGraph()

@@ -55,8 +55,8 @@ def test_launches_in_random_order() -> None:
     for index in chance.choices(range(len(calls)), k=2000):
         call, (out, _) = calls[index], first[index]
         into = {"out": torch.full_like(out, torch.nan)} if call.form.layout == "paged" else {}
-        for found, before in zip(call.run(**into), first[index], strict=True):
-            differ += (found.view(torch.uint8) != before.view(torch.uint8)).any()
+        for result, before in zip(call.run(**into), first[index], strict=True):
+            differ += (result.view(torch.uint8) != before.view(torch.uint8)).any()
     assert int(differ) == 0
 
 

@@ -54,7 +54,7 @@ class Chain:
         self.page_table = pages.view(batch, -1)
 
     def run(self, wait: bool = False) -> Tensor:
-        x, found = self.q, []
+        x, steps = self.q, []
         for i in range(STEPS):
             if self.paged:
                 attngen.append_kv(self.new_k + i, self.new_v, self.k, self.v, self.lengths, page_table=self.page_table)
@@ -63,10 +63,10 @@ class Chain:
                 )
             else:
                 x = attngen.attention(x, self.k, self.v, seqused_k=self.lengths, variant="causal", package="chains")
-            found.append(x)
+            steps.append(x)
             if wait:
                 torch.cuda.synchronize()
-        return torch.stack(found)
+        return torch.stack(steps)
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -84,8 +84,8 @@ def test_a_chain_has_the_bits_of_one_step_at_a_time(
     assert torch.equal(chain.run(), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = chain.run()
+        outputs = chain.run()
     for _ in range(5):
-        found.zero_()
+        outputs.zero_()
         graph.replay()
-    assert torch.equal(found, expected)
+    assert torch.equal(outputs, expected)

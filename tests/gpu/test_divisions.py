@@ -42,14 +42,14 @@ def kernels() -> dict[str, Kernel]:
     store = Store()
     built, failures = compile_kernels(here, store=store)
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    found = [read_kernel(store.path(built[kernel.plan.name].key)) for kernel in here]
-    return dict(zip((plan.name for plan in _PLANS), found, strict=True))
+    built_kernels = [read_kernel(store.path(built[kernel.plan.name].key)) for kernel in here]
+    return dict(zip((plan.name for plan in _PLANS), built_kernels, strict=True))
 
 
 @pytest.fixture
 def only(request: pytest.FixtureRequest) -> Iterator[str]:
     """Make one forward and one backward known, and no other kernel."""
-    before: list[Package] = [found for rank, found in registry.packages() if rank == "loaded"]
+    before: list[Package] = [package for rank, package in registry.packages() if rank == "loaded"]
     registry.clear()
     registry.add(package_of_kernels([kernels()[name] for name in request.param], "tests/gpu/divisions"))
     yield kernels()[request.param[0]].variant.name
@@ -71,5 +71,5 @@ def test_every_divisor(only: str) -> None:
             out = attngen.attention(*given, variant=only, n=n, backend=backend)
             out.backward(above)
             results.append([out, *(t.grad for t in given)])
-        for found, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05, msg=f"n = {n}")
+        for actual, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=0.05, atol=0.05, msg=f"n = {n}")

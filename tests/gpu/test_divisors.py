@@ -110,9 +110,9 @@ def test_divisions_are_those_of_torch(name: str, dim: int, n: int) -> None:
         out.backward(dout)
         exact = by_torch(name, n, w, inputs, dout, torch.float64)
         plain = by_torch(name, n, w, inputs, dout, torch.bfloat16)
-        for number, (found, wanted, usual) in enumerate(zip((out, q.grad, k.grad, v.grad), exact, plain, strict=True)):
-            assert found is not None
+        for number, (actual, wanted, usual) in enumerate(zip((out, q.grad, k.grad, v.grad), exact, plain, strict=True)):
+            assert actual is not None
             allowed = 3 * (usual.double() - wanted).norm() + 2e-3 * wanted.norm() + 1e-6
             if number in (1, 2):  # dQ and dK of a query that sees one key are 0, but for the rounding of O
                 allowed += 5e-3 * dout.double().norm()
-            assert (found.detach().double() - wanted).norm() <= allowed, (queries, keys, number)
+            assert (actual.detach().double() - wanted).norm() <= allowed, (queries, keys, number)

@@ -41,8 +41,8 @@ def to_build() -> list[Prepared]:
 @known
 def kernels() -> tuple[Kernels, Package]:
     """Return all kernels by their names in the plan, and make the package known."""
-    found = Kernels(some_of(_PREPARED, LEFT_OUT))
-    return found, package_of_kernels(list(found.values()), "tests/gpu")
+    by_label = Kernels(some_of(_PREPARED, LEFT_OUT))
+    return by_label, package_of_kernels(list(by_label.values()), "tests/gpu")
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -62,9 +62,9 @@ def test_backwards_drop_the_same(name: str) -> None:
     def launch(call: Call, buffers: GradientBuffers) -> None:
         PinnedGradients(kernel, call, buffers)()
 
-    found = try_backward(kernel, launch, "cuda", 71_000, small=False)
-    assert found.problems == ()
-    assert not [result.skipped for result in found.results if result.skipped]
+    attempt = try_backward(kernel, launch, "cuda", 71_000, small=False)
+    assert attempt.problems == ()
+    assert not [result.skipped for result in attempt.results if result.skipped]
 
 
 # --- through the library ------------------------------------------------------------------------------------
@@ -115,16 +115,16 @@ def test_training_matches_the_reference_with_one_state(backend: str) -> None:
         out, lse = attention(*inputs, rng_state=state, return_lse=True, backend=backend)
         return out.float().square().sum() + torch.where(lse.isinf(), 0.0, lse).sin().sum()
 
-    found, wanted = (torch.autograd.grad(loss(b), inputs) for b in (backend, "reference"))
-    close(found, wanted)
-    assert same(found, torch.autograd.grad(loss(backend), inputs))
+    gradients, wanted = (torch.autograd.grad(loss(b), inputs) for b in (backend, "reference"))
+    close(gradients, wanted)
+    assert same(gradients, torch.autograd.grad(loss(backend), inputs))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rate_of_zero_drops_nothing(backend: str) -> None:
     q, k, v = (t.detach() for t in leaves())
-    found = attention(q, k, v, p=0.0, backend=backend, rng_state=torch.tensor([1, 2], device="cuda"))
-    close([found], [attention(q, k, v, p=0.0, backend="reference")], 1e-2)
+    out = attention(q, k, v, p=0.0, backend=backend, rng_state=torch.tensor([1, 2], device="cuda"))
+    close([out], [attention(q, k, v, p=0.0, backend="reference")], 1e-2)
 
 
 def test_a_varlen_step() -> None:

@@ -26,8 +26,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     registry.clear()
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+def close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.float(), wanted.float(), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 72])
@@ -41,8 +41,8 @@ def test_forward_and_backward_of_a_mask_of_ones_own(head_dim: int, capfd: pytest
         out = attngen.attention(*leaves, variant=made, doc=doc, backend=backend)
         out.backward(grad)
         results.append((out, *(leaf.grad for leaf in leaves)))
-    for found, wanted in zip(*results, strict=True):
-        close(found, wanted)
+    for actual, wanted in zip(*results, strict=True):
+        close(actual, wanted)
     assert capfd.readouterr().err.count("attngen.jit: compiled") == 2
 
 
@@ -57,8 +57,8 @@ def test_a_preset_packed_in_pages_and_compiled() -> None:
     close(traced(q), wanted)
     with attngen.integrations.sdpa():
         heads_first = q.transpose(1, 2)
-        found = torch.nn.functional.scaled_dot_product_attention(heads_first, heads_first, heads_first, is_causal=True)
-    close(found.transpose(1, 2), wanted)
+        out = torch.nn.functional.scaled_dot_product_attention(heads_first, heads_first, heads_first, is_causal=True)
+    close(out.transpose(1, 2), wanted)
 
 
 def test_nothing_is_compiled_inside_a_capture() -> None:
@@ -90,7 +90,7 @@ def test_a_compiled_program_finds_its_kernels_when_it_first_runs() -> None:
     torch._dynamo.reset()
     q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with torch.no_grad():
-        found = torch.compile(program, fullgraph=True, backend=watched)(q)
+        compiled_out = torch.compile(program, fullgraph=True, backend=watched)(q)
     assert there == [1]
     torch._dynamo.reset()
     trained = torch.compile(program, fullgraph=True, mode="reduce-overhead")
@@ -100,7 +100,7 @@ def test_a_compiled_program_finds_its_kernels_when_it_first_runs() -> None:
     wanted = q.detach().requires_grad_()
     out = attngen.attention(wanted * 2, wanted, wanted, variant="causal", backend="reference").square()
     out.sum().backward()
-    close(found, out)
+    close(compiled_out, out)
     assert wanted.grad is not None
     torch.testing.assert_close(q.grad.float(), wanted.grad.float(), rtol=5e-2, atol=5e-2)
 
@@ -150,7 +150,7 @@ def test_lists_of_blocks_decide_what_is_seen() -> None:
     leaves = [torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     out, aux = flex.flex_attention(*leaves, block_mask=mask, return_aux=flex.AuxRequest(lse=True, max_scores=True))
     above = torch.randn_like(out)
-    found = torch.autograd.grad(out, leaves, above)
+    gradients = torch.autograd.grad(out, leaves, above)
     places = torch.arange(256, device="cuda")
     visible = _flex_documents(None, None, places[:, None], places)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -159,5 +159,5 @@ def test_lists_of_blocks_decide_what_is_seen() -> None:
     close(out, wanted.to(out.dtype))
     close(aux.lse, logits.logsumexp(-1).float())
     close(aux.max_scores, logits.amax(-1).float())
-    for one, other in zip(found, torch.autograd.grad(wanted, exact, above.double()), strict=True):
+    for one, other in zip(gradients, torch.autograd.grad(wanted, exact, above.double()), strict=True):
         close(one, other.to(one.dtype))

@@ -24,8 +24,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     registry.clear()
 
 
-def near(found: Any, wanted: Any) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def near(actual: Any, wanted: Any) -> None:
+    for one, other in zip(actual, wanted, strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=2e-2, atol=2e-2)
 
 
@@ -43,9 +43,9 @@ def test_results_and_gradients(given: dict[str, Any], sinks: bool) -> None:
     near((out, lse), wanted)
     leaves = inputs if sink is None else [*inputs, sink]
     weights = torch.randn_like(out), torch.randn_like(lse)
-    found = torch.autograd.grad((out, lse), leaves, weights)
+    gradients = torch.autograd.grad((out, lse), leaves, weights)
     exact = torch.autograd.grad(wanted, leaves, tuple(w.double() for w in weights))
-    for one, other in zip(found, exact, strict=True):
+    for one, other in zip(gradients, exact, strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=3e-2, atol=6e-2)
     with torch.no_grad():  # a kernel with sinks of its own, where there is one
         near((flash_attn_func(*inputs, **given, learnable_sink=sink)[0],), wanted[:1])

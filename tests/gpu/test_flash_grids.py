@@ -13,8 +13,8 @@ from tests.integrations.flash_grids import draw
 
 def _check(count: int, seed: int, processes: int, folder: Path, *, longest: int = 2**30) -> None:
     """Nothing is wrong, and nothing but ``qv`` is refused."""
-    found = run_all(draw(count, seed, longest=longest), min(os.cpu_count() or 1, processes), folder)
-    assert not unexpected(found), "\n".join(unexpected(found))
+    outcomes = run_all(draw(count, seed, longest=longest), min(os.cpu_count() or 1, processes), folder)
+    assert not unexpected(outcomes), "\n".join(unexpected(outcomes))
 
 
 def test_a_sample(tmp_path: Path) -> None:

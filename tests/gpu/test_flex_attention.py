@@ -30,8 +30,8 @@ SAMPLE = [name for number, name in enumerate(MODS) if number % 2 == 0 or name in
 
 def spec_of(made: dict[str, Any], device: str) -> str:
     """Return the spec of functions whose tensors are on a device."""
-    found = [ours.meaning(*functions, torch.device(device)).variant for functions in made.values()]
-    variants = {variant.name: variant.fields for variant in found}
+    meanings = [ours.meaning(*functions, torch.device(device)).variant for functions in made.values()]
+    variants = {variant.name: variant.fields for variant in meanings}
     kernels = [{
         "variant": sorted(variants), "head_dim": DIM, "dtype": "bf16", "arch": ["sm90a"],
         "passes": ["forward", "backward"],
@@ -53,8 +53,8 @@ def _built(tmp_path_factory: pytest.TempPathFactory) -> None:
     registry.clear()
 
 
-def _close(found: Tensor, exact: Tensor, plain: Tensor) -> None:
-    error, allowed = ((t.double() - exact).abs().max().item() for t in (found, plain))
+def _close(actual: Tensor, exact: Tensor, plain: Tensor) -> None:
+    error, allowed = ((t.double() - exact).abs().max().item() for t in (actual, plain))
     assert error <= 3 * allowed + 1e-3, f"{error} against {allowed}"
 
 
@@ -71,16 +71,16 @@ def test_functions_and_gradients(name: str) -> None:
         return [out, *torch.autograd.grad(out, [q, k, v], given[3].to(out.dtype))]
 
     with attngen.jit() if name not in SAMPLE else nullcontext():
-        found = run(lambda q, k, v: ours.flex_attention(q, k, v, score_mod, mask), torch.bfloat16)
+        results = run(lambda q, k, v: ours.flex_attention(q, k, v, score_mod, mask), torch.bfloat16)
     exact = run(lambda q, k, v: dense(q, k, v, mask_mod, score_mod)[0], torch.float64)
     plain = run(lambda q, k, v: dense(q, k, v, mask_mod, score_mod)[0], torch.bfloat16)
-    for one, other, third in zip(found, exact, plain, strict=True):
+    for one, other, third in zip(results, exact, plain, strict=True):
         _close(one, other, third)
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_program_keeps_it_in_its_graph(name: str) -> None:
-    """What a score_mod's tensors hold is not taken for granted in a program, whose kernel may then be another one."""
+    """A program takes nothing for granted of a score_mod's tensors, whose kernel may then be another one."""
     mask_mod, score_mod = _MADE[name]
     torch.manual_seed(2)
     q, k, v = (torch.randn(BATCH, HEADS, LENGTH, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
@@ -92,7 +92,7 @@ def test_a_compiled_program_keeps_it_in_its_graph(name: str) -> None:
 
     torch._dynamo.reset()
     with attngen.jit():
-        wanted, found = program(q, k, v), torch.compile(program, fullgraph=True)(q, k, v)
-        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
-        for one, other in zip(*(torch.autograd.grad(t.sum(), [q]) for t in (found, wanted)), strict=True):
+        wanted, out = program(q, k, v), torch.compile(program, fullgraph=True)(q, k, v)
+        torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+        for one, other in zip(*(torch.autograd.grad(t.sum(), [q]) for t in (out, wanted)), strict=True):
             torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)

@@ -1,4 +1,4 @@
-"""What captured tensors hold on a GPU: masks are made without waiting, and mean what the tensors say."""
+"""Captured tensors on a GPU: masks are made without waiting, and mean what the tensors say."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_new_tensors_captures_and_programs() -> None:
                 torch.cuda._sleep(20_000_000)
                 doc = doc.clone()
                 mask = _documents(doc)
-                found = ours.flex_attention(q, q, q, None, mask)
+                out = ours.flex_attention(q, q, q, None, mask)
             torch.cuda.synchronize()
-            torch.testing.assert_close(found, _wanted(q, doc), atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(out, _wanted(q, doc), atol=2e-2, rtol=2e-2)
             doc.copy_(docs[0])  # the same mask, over other numbers
             torch.testing.assert_close(ours.flex_attention(q, q, q, None, mask), _wanted(q, doc), atol=2e-2, rtol=2e-2)
 

@@ -1,4 +1,4 @@
-"""Check 30: generated specs, forward and backward, meet their contracts, and touch no memory but their own.
+"""Generated specs, forward and backward, meet their contracts, and touch no memory but their own.
 
 ``ATTNGEN_FUZZ_SEEDS=a:b`` names the seeds, and ``ATTNGEN_FUZZ_MEMCHECK=a:b`` those under compute-sanitizer; a few by
 default. ``python -m tests.gpu.generated`` does the same without pytest, and goes on after each kernel.

@@ -1,4 +1,4 @@
-"""Checks 6 and 7: what is hidden changes nothing, whatever it holds; what is seen reaches exactly who sees it."""
+"""Hidden keys change nothing, whatever they hold; a visible NaN reaches exactly the rows that see it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def representable(value: float, tensor: Tensor) -> float:
 
 
 @sampled(name=ALL, value=VALUES)
-def test_check_06_keys_and_values_behind_the_end(name: str, value: float) -> None:
+def test_keys_and_values_after_the_end_change_nothing(name: str, value: float) -> None:
     def results(fill: float) -> tuple[Tensor, Tensor]:
         run = Run.of(name, case_of(name), **small_scalars(name))
         for tensor in (run.inputs.k, run.inputs.v):
@@ -53,7 +53,7 @@ def test_check_06_keys_and_values_behind_the_end(name: str, value: float) -> Non
 
 
 @sampled(name=ALL, value=VALUES)
-def test_check_06_keys_that_no_query_sees(name: str, value: float) -> None:
+def test_keys_that_no_query_sees_change_nothing(name: str, value: float) -> None:
     """Also inside tiles that are seen in part."""
 
     def results(fill: float) -> tuple[Tensor, Tensor, int]:
@@ -74,7 +74,7 @@ def test_check_06_keys_that_no_query_sees(name: str, value: float) -> None:
 
 
 @sampled(name=of_variants("sliding_window", "sink_window", "allowed"), value=[torch.nan, 1e38], rows=[70, 2])
-def test_check_06_tiles_that_the_mask_proves_empty(name: str, value: float, rows: int) -> None:
+def test_tiles_that_the_mask_proves_empty_change_nothing(name: str, value: float, rows: int) -> None:
     """No query sees anything of these KV tiles, so neither their keys nor their values matter.
 
     With two rows, that is so for the tile before a ragged last one too. Where tiles do not begin at multiples of their
@@ -109,7 +109,7 @@ def test_check_06_tiles_that_the_mask_proves_empty(name: str, value: float, rows
 
 
 @pytest.mark.parametrize("name", of_variants("causal", "full", "sliding_window", "allowed"))
-def test_check_07_a_visible_nan_in_k_reaches_exactly_who_sees_it(name: str) -> None:
+def test_a_visible_nan_in_k_reaches_exactly_the_rows_that_see_it(name: str) -> None:
     run = Run.of(name, case_of(name), **small_scalars(name))
     before = run.results()
     visible = run.visible()
@@ -128,7 +128,7 @@ def test_check_07_a_visible_nan_in_k_reaches_exactly_who_sees_it(name: str) -> N
 
 
 @pytest.mark.parametrize("name", of_variants("causal", "full", "sliding_window"))
-def test_check_07_a_visible_nan_in_v_reaches_at_least_who_sees_it(name: str) -> None:
+def test_a_visible_nan_in_v_reaches_at_least_the_rows_that_see_it(name: str) -> None:
     run = Run.of(name, case_of(name), **small_scalars(name))
     before = run.results()
     visible = run.visible()

@@ -51,7 +51,7 @@ def test_flash_attn(given: dict[str, Any], dim: int, dtype: torch.dtype, only: P
     drops = factors(1, RATE, BATCH, HEADS, 257, 300, "cuda")
     out, lse, probabilities = flash_attn.flash_attn_func(*inputs, RATE, **options, return_attn_probs=True)
     assert probabilities.numel() == 0
-    found = torch.autograd.grad(out, inputs, weights)
+    grads = torch.autograd.grad(out, inputs, weights)
     (exact, exact_lse), (plain, _) = (
         oracles.flash_attention(*inputs, **options, factors=drops, compute=c) for c in (torch.float64, dtype)
     )
@@ -60,7 +60,7 @@ def test_flash_attn(given: dict[str, Any], dim: int, dtype: torch.dtype, only: P
         lse.detach().double(), exact_lse.detach(), rtol=1e-3, atol=2e-3
     )  # that of the softmax before dropout
     no_worse_gradients(
-        found, torch.autograd.grad(plain, inputs, weights), torch.autograd.grad(exact, inputs, weights.double())
+        grads, torch.autograd.grad(plain, inputs, weights), torch.autograd.grad(exact, inputs, weights.double())
     )
 
 
@@ -201,10 +201,10 @@ def test_sdpa_falls_back_to_what_torch_drops(only: Package) -> None:
     with sdpa() as routed:
         for _ in range(2):
             torch.manual_seed(5)
-            found = F.scaled_dot_product_attention(q, k, v, dropout_p=RATE, enable_gqa=True)
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=RATE, enable_gqa=True)
             torch.manual_seed(5)
             plain = torch._C._nn.scaled_dot_product_attention(q, k, v, dropout_p=RATE, enable_gqa=True)
-            assert torch.equal(found, plain)
+            assert torch.equal(out, plain)
     assert (routed.routed, routed.fell_back) == (0, 2)
     assert "dtype is bf16, the call has fp32" in routed.report()
 
@@ -220,12 +220,12 @@ def test_replays_of_a_graph_draw_again(only: Package) -> None:
         step()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = step()
+            out = step()
     assert routed.routed == 2, routed.report()
     seen = []
     for _ in range(2):
         graph.replay()
-        seen.append(found.clone())
+        seen.append(out.clone())
     assert torch.isfinite(seen[0]).all()
     assert not torch.equal(*seen)
 
@@ -298,16 +298,16 @@ def dropping_as_attngen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("dropping_as_attngen")
 def test_transformers(family: str, padding: str, only: Package) -> None:
     times = 1 if family == "t5" else {"none": 10, "left": 1}[padding]  # as in test_integration_gradients
-    found, plain = (trained(family, name, padding, times, torch.bfloat16) for name in ("attngen", "eager"))
-    near(found, plain, trained(family, "eager", padding, times, torch.float32))
+    grads, plain = (trained(family, name, padding, times, torch.bfloat16) for name in ("attngen", "eager"))
+    near(grads, plain, trained(family, "eager", padding, times, torch.float32))
 
 
 @only_package("transformers")
 @pytest.mark.usefixtures("dropping_as_attngen")
 def test_transformers_without_a_kernel_warn_and_run_the_reference(only: Package) -> None:
     with pytest.warns(RuntimeWarning, match="no shipped spec has 'softcap_dropout'"):
-        found = trained("gemma2", "attngen", "none", 1, torch.bfloat16)
-    near(found, *(trained("gemma2", "eager", "none", 1, dtype) for dtype in (torch.bfloat16, torch.float32)))
+        grads = trained("gemma2", "attngen", "none", 1, torch.bfloat16)
+    near(grads, *(trained("gemma2", "eager", "none", 1, dtype) for dtype in (torch.bfloat16, torch.float32)))
 
 
 @only_package("transformers")
@@ -318,13 +318,13 @@ def test_packed_sequences_of_transformers(only: Package) -> None:
     offsets = torch.tensor([0, 150, 151, 221], device="cuda", dtype=torch.int32)
     positions = torch.cat([torch.arange(n, device="cuda") for n in (150, 1, 70)])[None]
     packing = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 150, "max_length_k": 150}
-    found = []
+    outputs = []
     for seed in (8, 8, 9):
         torch.manual_seed(seed)
-        found.append(model(input_ids=ids, position_ids=positions, use_cache=False, **packing).logits.detach())
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+        outputs.append(model(input_ids=ids, position_ids=positions, use_cache=False, **packing).logits.detach())
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
     model.eval()
     plain = [model(input_ids=ids, position_ids=positions, use_cache=False, **packing).logits.detach() for _ in "ab"]
     assert torch.equal(*plain)
-    assert not torch.equal(plain[0], found[0])
+    assert not torch.equal(plain[0], outputs[0])

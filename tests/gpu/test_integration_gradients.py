@@ -41,9 +41,9 @@ def leaves(rows: int, keys: int, dim: int, dtype: torch.dtype, **options: Any) -
     return [t.requires_grad_() for t in qkv(rows, keys, dim, dtype, **options)]
 
 
-def no_worse_gradients(found: Any, plain: Any, exact: Any) -> None:
+def no_worse_gradients(grads: Any, plain: Any, exact: Any) -> None:
     size = max(float(wanted.abs().max()) for wanted in exact)  # with one key for each query dQ and dK are 0
-    for one, other, wanted in zip(found, plain, exact, strict=True):
+    for one, other, wanted in zip(grads, plain, exact, strict=True):
         no_worse(one, other, wanted.double(), times=3, least=1e-3 * size)
 
 
@@ -58,10 +58,10 @@ def test_flash_attn(given: dict[str, Any], dim: int, dtype: torch.dtype, only: P
     options = flash_options(given)
     inputs = leaves(257, 300, dim, dtype)
     weights = torch.randn(BATCH, 257, HEADS, dim, device="cuda").to(dtype)
-    found = torch.autograd.grad(flash_attn.flash_attn_func(*inputs, **options), inputs, weights)
+    grads = torch.autograd.grad(flash_attn.flash_attn_func(*inputs, **options), inputs, weights)
     exact = torch.autograd.grad(oracles.flash_attention(*inputs, **options)[0], inputs, weights.double())
     plain = torch.autograd.grad(oracles.flash_attention(*inputs, **options, compute=dtype)[0], inputs, weights)
-    no_worse_gradients(found, plain, exact)
+    no_worse_gradients(grads, plain, exact)
 
 
 @only_package("flash_attn")
@@ -77,7 +77,7 @@ def test_flash_attn_varlen(given: dict[str, Any], only: Package) -> None:
     inputs = [t.bfloat16().requires_grad_() for t in inputs]
     weights = torch.randn(387, HEADS, 64, device="cuda").bfloat16()
     out = flash_attn.flash_attn_varlen_func(*inputs, starts_q, starts_k, 257, 300, **options)
-    found = torch.autograd.grad(out, inputs, weights)
+    grads = torch.autograd.grad(out, inputs, weights)
 
     def by_sequence(compute: torch.dtype) -> tuple[Tensor, ...]:
         parts = []
@@ -91,7 +91,7 @@ def test_flash_attn_varlen(given: dict[str, Any], only: Package) -> None:
             parts.append(oracles.flash_attention(*one, **own, compute=compute)[0][0])
         return torch.autograd.grad(torch.cat(parts), inputs, weights.to(compute))
 
-    no_worse_gradients(found, by_sequence(torch.bfloat16), by_sequence(torch.float64))
+    no_worse_gradients(grads, by_sequence(torch.bfloat16), by_sequence(torch.float64))
 
 
 @only_package("flash_attn")
@@ -99,9 +99,9 @@ def test_flash_attn_packed_tensors_get_one_gradient(only: Package) -> None:
     torch.manual_seed(2)
     packed = torch.randn(BATCH, 200, 3, HEADS, 64, device="cuda").bfloat16().requires_grad_()
     weights = torch.randn(BATCH, 200, HEADS, 64, device="cuda").bfloat16()
-    found = torch.autograd.grad(flash_attn.flash_attn_qkvpacked_func(packed, causal=True), packed, weights)
+    grad = torch.autograd.grad(flash_attn.flash_attn_qkvpacked_func(packed, causal=True), packed, weights)
     split = torch.autograd.grad(flash_attn.flash_attn_func(*packed.unbind(2), causal=True), packed, weights)
-    assert same(found, split)
+    assert same(grad, split)
 
 
 @only_package("flash_attn")
@@ -112,8 +112,8 @@ def test_flash_attn_compiles_with_its_backward(only: Package) -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attn.flash_attn_func(q * 2, k, v, causal=True, window_size=(99, 0)).float().square().sum()
 
-    found = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*inputs), inputs)
-    for one, wanted in zip(found, torch.autograd.grad(loss(*inputs), inputs), strict=True):
+    grads = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*inputs), inputs)
+    for one, wanted in zip(grads, torch.autograd.grad(loss(*inputs), inputs), strict=True):
         assert float((one - wanted).abs().max()) <= 1e-2 * float(wanted.abs().max())
 
 
@@ -155,12 +155,12 @@ def test_sdpa(variant: str, given: dict[str, Any], dim: int, dtype: torch.dtype,
     with sdpa() as routed:
         out = F.scaled_dot_product_attention(*inputs, **options, enable_gqa=True)
     assert dict(routed.variants) == {variant: 1}, routed.report()
-    found = torch.autograd.grad(out, inputs, weights)
+    grads = torch.autograd.grad(out, inputs, weights)
     plain, wanted = (
         torch.autograd.grad(dense_sdpa(*inputs, compute, **options), inputs, weights.to(compute))
         for compute in (dtype, torch.float64)
     )
-    no_worse_gradients(found, plain, wanted)
+    no_worse_gradients(grads, plain, wanted)
 
 
 @only_package("sdpa")
@@ -206,17 +206,17 @@ def test_sdpa_in_checkpointed_layers_under_autocast(reentrant: bool, only: Packa
 # --- transformers -------------------------------------------------------------------------------------------
 
 
-def near(found: dict[str, Tensor], plain: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def near(actual: dict[str, Tensor], plain: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     """Assert that each gradient errs at most twice as much as eager's in bf16, or by one unit of the largest one.
 
     The error of fewer than 16 numbers is itself uncertain by one over the root of how many they are.
     """
     size = {name: float(gradient.square().mean().sqrt()) for name, gradient in wanted.items()}
     unit = 2**-8 * max(size.values())
-    assert found.keys() == wanted.keys()
+    assert actual.keys() == wanted.keys()
     for name, gradient in wanted.items():
-        assert torch.isfinite(found[name]).all(), name
-        error, allowed = (float((t[name].float() - gradient).square().mean().sqrt()) for t in (found, plain))
+        assert torch.isfinite(actual[name]).all(), name
+        error, allowed = (float((t[name].float() - gradient).square().mean().sqrt()) for t in (actual, plain))
         doubt = gradient.numel() ** -0.5 if gradient.numel() < 16 else 0.0
         assert error <= 2 * (1 + doubt) * allowed + unit, (name, error, allowed, unit)
 
@@ -232,10 +232,10 @@ def test_transformers(family: str, padding: str, only: Package) -> None:
     times = {"none": 10, "left": 1}[padding]  # several tiles, and one
     if family == "t5":
         times = 1  # its logits are not scaled: with more keys eager's own gradients are noise in bf16
-    found, plain = (
+    actual, plain = (
         of_batch(model(family, name, all_experts=True), family, padding, times) for name in ("attngen", "eager")
     )
-    near(found, plain, of_batch(exact(family, all_experts=True), family, padding, times, torch.float32))
+    near(actual, plain, of_batch(exact(family, all_experts=True), family, padding, times, torch.float32))
 
 
 @only_package("transformers")
@@ -265,25 +265,25 @@ def test_transformers_with_gradient_checkpointing(reentrant: bool, only: Package
     trained.gradient_checkpointing_enable({"use_reentrant": reentrant})
     trained.enable_input_require_grads()
     try:
-        found = gradients(trained, logits(trained, given))
+        actual = gradients(trained, logits(trained, given))
     finally:
         trained.gradient_checkpointing_disable()
         trained.disable_input_require_grads()
         trained.eval()
-    assert found.keys() == wanted.keys()
+    assert actual.keys() == wanted.keys()
     for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-2, atol=1e-2 * float(gradient.abs().max()))
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-2, atol=1e-2 * float(gradient.abs().max()))
 
 
 @only_package("transformers")
 def test_transformers_under_autocast(only: Package) -> None:
     """Weights in float32, attention in bf16."""
     given = batch("llama", "left", "cuda", torch.float32, times=10)
-    found = []
+    by_attention = []
     for name in ("attngen", "eager"):
         trained = model("llama", name, all_experts=True, dtype=torch.float32)
         with torch.autocast("cuda", torch.bfloat16):
             out = logits(trained, given)
-        found.append(gradients(trained, out))
+        by_attention.append(gradients(trained, out))
     wanted_model = model("llama", "eager", all_experts=True, dtype=torch.float32)
-    near(*found, gradients(wanted_model, logits(wanted_model, given)))
+    near(*by_attention, gradients(wanted_model, logits(wanted_model, given)))

@@ -34,16 +34,16 @@ def of_dims(rows: int, keys: int, dims: tuple[int, int], dtype: torch.dtype, *, 
     return q, k, leaves(rows, keys, dims[1], dtype, heads_first=heads_first)[2]
 
 
-def compare(found: Tensor, inputs: Any, wanted: Any, dtype: torch.dtype) -> None:
+def compare(out: Tensor, inputs: Any, wanted: Any, dtype: torch.dtype) -> None:
     """Compare an output and its gradients; ``wanted`` gives the output of some inputs, computed in a dtype.
 
     Exact gradients are those of inputs in float64: where they pass through one of 16 bits, they are rounded to it.
     """
-    weights = torch.randn_like(found)
+    weights = torch.randn_like(out)
     wide = [t.detach().double().requires_grad_() for t in inputs]
     plain, precise = wanted(inputs, dtype), wanted(wide, torch.float64)
-    no_worse(found.detach(), plain.detach(), precise.detach())
-    gradients = torch.autograd.grad(found, inputs, weights)
+    no_worse(out.detach(), plain.detach(), precise.detach())
+    gradients = torch.autograd.grad(out, inputs, weights)
     no_worse_gradients(
         gradients, torch.autograd.grad(plain, inputs, weights), torch.autograd.grad(precise, wide, weights.double())
     )
@@ -58,8 +58,8 @@ def compare(found: Tensor, inputs: Any, wanted: Any, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("given", [{}, {"causal": True}, {"window_size": (90, 40)}, {"softcap": 2.0}], ids=str)
 def test_other_head_dims(given: dict[str, Any], dims: tuple[int, int], dtype: torch.dtype, only: Package) -> None:
     inputs = of_dims(257, 300, dims, dtype)
-    found = flash_attn.flash_attn_func(*inputs, **given)
-    compare(found, inputs, lambda tensors, c: oracles.flash_attention(*tensors, **given, compute=c)[0], dtype)
+    out = flash_attn.flash_attn_func(*inputs, **given)
+    compare(out, inputs, lambda tensors, c: oracles.flash_attention(*tensors, **given, compute=c)[0], dtype)
 
 
 @only_package("flash_attn")
@@ -76,8 +76,8 @@ def test_other_head_dims(given: dict[str, Any], dims: tuple[int, int], dtype: to
 def test_attention_chunk(given: dict[str, Any], dim: int, dtype: torch.dtype, only: Package) -> None:
     for rows, keys in ((257, 300), (300, 257)):
         inputs = leaves(rows, keys, dim, dtype)
-        found = flash_attn_3.flash_attn_func(*inputs, **given, num_splits=3, pack_gqa=True, sm_margin=4)
-        compare(found, inputs, lambda tensors, c: oracles.flash_attention(*tensors, **given, compute=c)[0], dtype)
+        out = flash_attn_3.flash_attn_func(*inputs, **given, num_splits=3, pack_gqa=True, sm_margin=4)
+        compare(out, inputs, lambda tensors, c: oracles.flash_attention(*tensors, **given, compute=c)[0], dtype)
 
 
 @only_package("flash_attn")
@@ -102,14 +102,14 @@ def test_used_queries(given: dict[str, Any], only: Package) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     weights = torch.randn_like(out)
-    found = torch.autograd.grad(out, inputs, weights)
+    gradients = torch.autograd.grad(out, inputs, weights)
     for i in range(3):
         first, first_k = int(starts[0][i]), int(starts[1][i])
         rows, keys = slice(first, first + used_q[i]), slice(first_k, first_k + used_k[i])
         idle = slice(first + used_q[i], first + lengths_q[i])
         assert not out[idle].any()
-        assert not found[0][idle].any()
-        assert not found[1][first_k + used_k[i] : first_k + lengths_k[i]].any()
+        assert not gradients[0][idle].any()
+        assert not gradients[1][first_k + used_k[i] : first_k + lengths_k[i]].any()
         if not used_q[i]:
             continue
         parts = [t[None, where].detach().requires_grad_() for t, where in zip(inputs, (rows, keys, keys), strict=True)]
@@ -118,7 +118,7 @@ def test_used_queries(given: dict[str, Any], only: Package) -> None:
         no_worse(out[rows].detach(), plain[0].detach(), precise[0].detach())
         of_plain = torch.autograd.grad(plain, parts, weights[None, rows])
         of_precise = torch.autograd.grad(precise, parts, weights[None, rows].double())
-        mine = [t[None, where] for t, where in zip(found, (rows, keys, keys), strict=True)]
+        mine = [t[None, where] for t, where in zip(gradients, (rows, keys, keys), strict=True)]
         no_worse_gradients(mine, of_plain, of_precise)
 
 
@@ -141,9 +141,9 @@ def test_ring(dim: int, causal: bool, softcap: float, only: Package) -> None:
         out, lse = merged([(piece.float(), piece_lse) for piece, piece_lse, *_ in forwards])
         outs.append(out.to(dtype))
         for j in seen:
-            found = [torch.full_like(t, float("nan")) for t in (q[i], k[j], v[j])]
-            flash_attn._flash_attn_backward(douts[i], q[i], k[j], v[j], outs[i], lse, *found, 0.0, *options[j], False)
-            for whose, place, gradient in zip(gradients, (i, j, j), found, strict=True):
+            step = [torch.full_like(t, float("nan")) for t in (q[i], k[j], v[j])]
+            flash_attn._flash_attn_backward(douts[i], q[i], k[j], v[j], outs[i], lse, *step, 0.0, *options[j], False)
+            for whose, place, gradient in zip(gradients, (i, j, j), step, strict=True):
                 whose[place] += gradient
     results = {
         c: oracles.flash_attention(*inputs, causal=causal, softcap=softcap, compute=c)[0]
@@ -172,10 +172,10 @@ def test_passes_are_those_of_a_call(deterministic: bool, rate: float, only: Pack
     torch.manual_seed(1)
     options = (None, True, -1, -1, 2.0, None)
     out, lse, _, state = flash_attn._flash_attn_forward(*inputs, rate, *options, False)
-    found = [torch.empty_like(t) for t in inputs]
-    flash_attn._flash_attn_backward(dout, *inputs, out, lse, *found, rate, *options, deterministic, state)
+    gradients = [torch.empty_like(t) for t in inputs]
+    flash_attn._flash_attn_backward(dout, *inputs, out, lse, *gradients, rate, *options, deterministic, state)
     assert torch.equal(out, whole)
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(gradients, wanted, strict=True):
         if deterministic:
             assert torch.equal(one, other)
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
@@ -191,11 +191,11 @@ def test_causal_bias(make: Any, rows: int, only: Package) -> None:
     inputs = leaves(rows, 300, 64, torch.bfloat16, heads_first=True)
     bias = make(rows, 300)
     with sdpa() as routed:
-        found = F.scaled_dot_product_attention(*inputs, bias, enable_gqa=True)
+        out = F.scaled_dot_product_attention(*inputs, bias, enable_gqa=True)
     name = "causal" if make is causal_lower_right and rows != 300 else "causal_top_left"
     assert dict(routed.variants) == {name: 1}, routed.report()
-    mask = bias._materialize(found.device)
-    compare(found, inputs, lambda tensors, c: dense_sdpa(*tensors, c, attn_mask=mask), torch.bfloat16)
+    mask = bias._materialize(out.device)
+    compare(out, inputs, lambda tensors, c: dense_sdpa(*tensors, c, attn_mask=mask), torch.bfloat16)
 
 
 @only_package("sdpa")
@@ -205,8 +205,8 @@ def test_a_causal_bias_that_falls_back(only: Package) -> None:
     for make in (causal_upper_left, causal_lower_right):
         wanted = F.scaled_dot_product_attention(q, k, v, make(100, 130))
         with sdpa() as routed:
-            found = F.scaled_dot_product_attention(q, k, v, make(100, 130))
-        assert torch.equal(found, wanted)
+            out = F.scaled_dot_product_attention(q, k, v, make(100, 130))
+        assert torch.equal(out, wanted)
         assert routed.fell_back == 1
 
 
@@ -225,9 +225,9 @@ def test_sdpa_at_other_head_dims(kind: str, dims: tuple[int, int], dtype: torch.
     elif kind == "bias":
         options["attn_mask"] = torch.randn(257, 300, device="cuda").to(dtype)
     with sdpa() as routed:
-        found = F.scaled_dot_product_attention(*inputs, **options, enable_gqa=True)
+        out = F.scaled_dot_product_attention(*inputs, **options, enable_gqa=True)
     assert routed.routed == 1, routed.report()
-    compare(found, inputs, lambda tensors, c: dense_sdpa(*tensors, c, **options), dtype)
+    compare(out, inputs, lambda tensors, c: dense_sdpa(*tensors, c, **options), dtype)
 
 
 # --- transformers -------------------------------------------------------------------------------------------
@@ -246,11 +246,11 @@ def test_steps_against_a_static_cache(
         attngen_transformers, "_tensor_mask", lambda *given: served.append("tensor") or tensor_mask(*given)
     )
     given = batch(family, padding, "cuda", torch.bfloat16)
-    tokens, found = families.generate(model(family, "attngen"), given, cache_implementation="static")
+    tokens, step_logits = families.generate(model(family, "attngen"), given, cache_implementation="static")
     _, dynamic = families.generate(model(family, "attngen"), given)
     assert not served
     assert tokens.shape[1] == families.LENGTH + 8
-    torch.testing.assert_close(found[0], dynamic[0], rtol=5e-2, atol=5e-2 * float(dynamic[0].abs().max()))
+    torch.testing.assert_close(step_logits[0], dynamic[0], rtol=5e-2, atol=5e-2 * float(dynamic[0].abs().max()))
 
 
 @only_package("transformers")
@@ -268,6 +268,6 @@ def test_a_mask_that_is_added_beside_softcap(by_head: bool, only: Package) -> No
         given = batch("gemma2", "none", "cuda", dtype, times)
         given.inputs["attention_mask"] = torch.where(allowed, 0.0, torch.finfo(dtype).min).to(dtype)
         made.append(logits(one, given).float())
-    found, plain, wanted = made
-    error, least = ((t - wanted).square().mean().sqrt().item() for t in (found, plain))
+    out, plain, wanted = made
+    error, least = ((t - wanted).square().mean().sqrt().item() for t in (out, plain))
     assert error <= 2 * least

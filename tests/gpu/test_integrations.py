@@ -122,25 +122,25 @@ def test_sdpa(variant: str, given: dict[str, Any], dim: int, dtype: torch.dtype,
     q, k, v = qkv(257, 300, dim, dtype, heads_first=True)
     options = larger(given, 257, 300, dtype)
     with sdpa() as routed:
-        found = F.scaled_dot_product_attention(q, k, v, **options, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, **options, enable_gqa=True)
     assert dict(routed.variants) == {variant: 1}, routed.report()
     torch.cuda.synchronize()
     if "attn_mask" in options:  # torch's kernels were seen to crash on masks that repeat one column
         options["attn_mask"] = options["attn_mask"].broadcast_to(*q.shape[:3], k.shape[2]).contiguous()
     plain = F.scaled_dot_product_attention(q, k, v, **options, enable_gqa=True)
-    no_worse(found, plain, oracles.sdpa(q, k, v, **options, enable_gqa=True))
+    no_worse(out, plain, oracles.sdpa(q, k, v, **options, enable_gqa=True))
 
 
 @only_package("sdpa")
 def test_sdpa_falls_back(only: Package) -> None:
-    """What no kernel takes gives torch's own bits, and the reason."""
+    """Calls that no kernel takes give torch's own bits, and the reason."""
     with sdpa(explain=True) as routed:
         for dim, dtype in ((40, torch.bfloat16), (80, torch.float32)):
             q, k, v = qkv(100, 100, dim, dtype, heads_first=True)
             for _ in range(2):
-                found = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+                out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
                 with torch.no_grad():
-                    assert torch.equal(found, torch._C._nn.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+                    assert torch.equal(out, torch._C._nn.scaled_dot_product_attention(q, k, v, enable_gqa=True))
     assert routed.routed == 0
     assert routed.fell_back == 4
     assert "head_dim of q and k is 64, the call has 40" in routed.report()
@@ -154,11 +154,11 @@ def test_sdpa_in_a_cuda_graph(only: Package) -> None:
         wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert routed.routed == 2, routed.report()
-    found.zero_()
+    out.zero_()
     graph.replay()
-    assert torch.equal(found, wanted)
+    assert torch.equal(out, wanted)
 
 
 # --- transformers -------------------------------------------------------------------------------------------
@@ -171,8 +171,8 @@ def test_sdpa_in_a_cuda_graph(only: Package) -> None:
 @torch.no_grad()
 def test_logits(family: str, padding: str, times: int, only: Package) -> None:
     given = batch(family, padding, "cuda", torch.bfloat16, times)
-    found, plain = (logits(model(family, name), given) for name in ("attngen", "eager"))
-    close(found, plain, logits(exact(family), batch(family, padding, "cuda", times=times)))
+    actual, plain = (logits(model(family, name), given) for name in ("attngen", "eager"))
+    close(actual, plain, logits(exact(family), batch(family, padding, "cuda", times=times)))
 
 
 @only_package("transformers")
@@ -181,8 +181,8 @@ def test_logits(family: str, padding: str, times: int, only: Package) -> None:
 @torch.no_grad()
 def test_cached_decoding(family: str, padding: str, only: Package) -> None:
     given = batch(family, padding, "cuda", torch.bfloat16, times=10)
-    found, plain = (families.step_by_step(model(family, name), given, prefill=120) for name in ("attngen", "eager"))
-    close(found, plain, logits(exact(family), batch(family, padding, "cuda", times=10)))
+    actual, plain = (families.step_by_step(model(family, name), given, prefill=120) for name in ("attngen", "eager"))
+    close(actual, plain, logits(exact(family), batch(family, padding, "cuda", times=10)))
 
 
 @only_package("transformers")
@@ -191,10 +191,10 @@ def test_cached_decoding(family: str, padding: str, only: Package) -> None:
 def test_encoder_decoders_generate(family: str, only: Package) -> None:
     """Greedy decoding against both caches; where rounding decides tokens differ, so the first logits are compared."""
     given = batch(family, "none", "cuda", torch.bfloat16)
-    _, found = families.generate(model(family, "attngen"), given)
+    _, scores = families.generate(model(family, "attngen"), given)
     _, plain = families.generate(model(family, "eager"), given)
     _, wanted = families.generate(exact(family), batch(family, "none", "cuda"))
-    close(found[0], plain[0], wanted[0])
+    close(scores[0], plain[0], wanted[0])
 
 
 @only_package("transformers")
@@ -203,11 +203,11 @@ def test_encoder_decoders_generate(family: str, only: Package) -> None:
 def test_static_cache(family: str, only: Package) -> None:
     """transformers compiles the decoding step for a static cache on a GPU."""
     given = batch(family, "left", "cuda", torch.bfloat16)
-    tokens, found = families.generate(model(family, "attngen"), given, cache_implementation="static")
+    tokens, step_logits = families.generate(model(family, "attngen"), given, cache_implementation="static")
     _, dynamic = families.generate(model(family, "attngen"), given)
-    assert torch.isfinite(found).all()
+    assert torch.isfinite(step_logits).all()
     assert tokens.shape[1] == families.LENGTH + 8
-    torch.testing.assert_close(found[0], dynamic[0], rtol=5e-2, atol=5e-2 * float(dynamic[0].abs().max()))
+    torch.testing.assert_close(step_logits[0], dynamic[0], rtol=5e-2, atol=5e-2 * float(dynamic[0].abs().max()))
 
 
 @only_package("transformers")
@@ -220,19 +220,19 @@ def test_packed_by_cu_seqlens(family: str, only: Package) -> None:
     positions = torch.cat([torch.arange(n, device="cuda") for n in lengths])[None]
     offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
     packing = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 150, "max_length_k": 150}
-    found = model(family, "attngen")(input_ids=ids, position_ids=positions, use_cache=False, **packing).logits
+    packed = model(family, "attngen")(input_ids=ids, position_ids=positions, use_cache=False, **packing).logits
     for start, stop in zip(offsets.tolist()[:-1], offsets.tolist()[1:], strict=True):
         alone = {"input_ids": ids[:, start:stop], "use_cache": False}
         plain, wanted = (one(**alone).logits for one in (model(family, "eager"), exact(family)))
-        close(found[:, start:stop], plain, wanted)
+        close(packed[:, start:stop], plain, wanted)
 
 
-def close(found: Tensor, plain: Tensor, wanted: Tensor) -> None:
+def close(actual: Tensor, plain: Tensor, wanted: Tensor) -> None:
     """Assert that most tokens err at most twice as much as eager's do in the same dtype, by their root mean squares.
 
     The median token, since one that a router sends to another expert for a rounding errs by anything.
     """
-    assert found.shape == wanted.shape
-    assert torch.isfinite(found).all()
-    error, allowed = ((t.float() - wanted).square().mean(dim=-1).sqrt().median().item() for t in (found, plain))
+    assert actual.shape == wanted.shape
+    assert torch.isfinite(actual).all()
+    error, allowed = ((t.float() - wanted).square().mean(dim=-1).sqrt().median().item() for t in (actual, plain))
     assert error <= 2 * allowed + 1e-6 * float(wanted.abs().max()), (error, allowed)

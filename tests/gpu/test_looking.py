@@ -32,10 +32,10 @@ def tensors(queries: int, keys: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("variant", "own"), [("causal", {}), ("softcap", {"cap": 20.0})])
 def test_kernels_and_their_gradients_are_close(variant: str, own: dict[str, Any]) -> None:
-    found = attngen.debug.compare(*tensors(700, 900), variant=variant, gradients=True, **own)
-    assert found.ok, found
-    assert "fwd_sm90a" in found.ran
-    assert {part.what for part in found.parts} == {"out", "lse", "dq", "dk", "dv"}
+    report = attngen.debug.compare(*tensors(700, 900), variant=variant, gradients=True, **own)
+    assert report.ok, report
+    assert "fwd_sm90a" in report.ran
+    assert {part.what for part in report.parts} == {"out", "lse", "dq", "dk", "dv"}
 
 
 @pytest.mark.alone
@@ -53,15 +53,15 @@ def test_rows_of_16k_keys_and_what_is_broken(monkeypatch: pytest.MonkeyPatch) ->
         return out, lse
 
     monkeypatch.setattr(comparison, "_attend", broken)
-    found = attngen.debug.compare(*inputs, variant="causal", rows=slice(15900, 16100))
-    assert [(one.what, one.head, one.count) for one in found.differences] == [("out", 3, 3)]
-    assert found.differences[0].rows[0] <= 16000 <= found.differences[0].rows[1]
+    report = attngen.debug.compare(*inputs, variant="causal", rows=slice(15900, 16100))
+    assert [(one.what, one.head, one.count) for one in report.differences] == [("out", 3, 3)]
+    assert report.differences[0].rows[0] <= 16000 <= report.differences[0].rows[1]
 
 
 def test_scores_on_the_card() -> None:
     q, k, v = tensors(100, 16384)
-    found = attngen.debug.scores(q, k, v, variant="causal", rows=[0, 99], heads=[1, 7])
+    looked = attngen.debug.scores(q, k, v, variant="causal", rows=[0, 99], heads=[1, 7])
     out = attngen.attention(q, k, v, variant="causal")
     values = v[0].double()[:, [0, 1]].transpose(0, 1)
-    torch.testing.assert_close((found.probabilities @ values).transpose(0, 1), out[0, [0, 99]][:, [1, 7]].double(),
+    torch.testing.assert_close((looked.probabilities @ values).transpose(0, 1), out[0, [0, 99]][:, [1, 7]].double(),
                                rtol=1e-2, atol=1e-2)  # fmt: skip

@@ -48,7 +48,7 @@ def _package() -> Any:
 @pytest.fixture(autouse=True)
 def kernels() -> Iterator[None]:
     """Make these kernels known, and no others."""
-    before = [found for rank, found in registry.packages() if rank == "loaded"]
+    before = [package for rank, package in registry.packages() if rank == "loaded"]
     registry.clear()
     registry.add(_package())
     yield
@@ -106,9 +106,9 @@ def gradients(inputs: list[Tensor], above: Tensor, **call: Any) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, given, above.to(out.dtype))]
 
 
-def check(found: list[Tensor], wanted: list[Tensor], plain: list[Tensor]) -> None:
+def check(actual: list[Tensor], wanted: list[Tensor], plain: list[Tensor]) -> None:
     """The error is at most a small multiple of that of plain arithmetic in the same dtype."""
-    for number, (one, right, usual) in enumerate(zip(found, wanted, plain, strict=True)):
+    for number, (one, right, usual) in enumerate(zip(actual, wanted, plain, strict=True)):
         error, limit = (one.double() - right).abs().max(), (usual.double() - right).abs().max()
         least = 0.01 * right.abs().max() + 1e-6  # one key alone has gradients of 0
         assert error <= (3 if number else 2) * limit + least, f"result {number}: {error} > {limit}"
@@ -215,11 +215,11 @@ def test_packed_sequences() -> None:
             *given, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=511, max_seqlen_k=511,
             variant="runs_scored", id=ids, slope=slope,
         )  # fmt: skip
-        found = torch.autograd.grad(out, given, above)
+        grads = torch.autograd.grad(out, given, above)
         for n, length in enumerate(lengths):
             rows = slice(int(bounds[n]), int(bounds[n + 1]))
             call = {"variant": "runs_scored", "id": ids[n : n + 1, :length].contiguous(), "slope": slope}
             parts = [one[rows][None] for one in (q, k, v)]
             wanted = gradients([one.double() for one in parts], above[rows][None], backend="reference", **call)
             plain = gradients(parts, above[rows][None], backend="reference", **call)
-            check([out[rows][None].detach(), *(one[rows][None] for one in found)], wanted, plain)
+            check([out[rows][None].detach(), *(one[rows][None] for one in grads)], wanted, plain)

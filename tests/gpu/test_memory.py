@@ -1,4 +1,4 @@
-"""Checks 9 to 13: writes and reads out of bounds, races in shared memory, barriers, races under load."""
+"""Writes and reads out of bounds, races in shared memory, barriers, races under load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_check_09_writes_out_of_bounds(name: str) -> None:
+def test_nothing_is_written_out_of_bounds(name: str) -> None:
     """Outputs are inner views of larger buffers: not a word around them changes."""
     case = Case("odd", (67, 3), (131, 20)) if "varlen" in name else Case("odd", (67,) * 2, (131,) * 2)
     run = Run.of(name, case)
@@ -75,17 +75,17 @@ def sanitize_forwards(tool: str) -> None:
     sanitize(tool, count=len(subjects(tool)))
 
 
-def test_check_10_reads_out_of_bounds() -> None:
+def test_nothing_is_read_out_of_bounds() -> None:
     """memcheck: inputs end with their allocation, in odd sizes."""
     sanitize_forwards("memcheck")
 
 
-def test_check_11_shared_memory_races() -> None:
+def test_no_races_in_shared_memory() -> None:
     sanitize_forwards("racecheck")
 
 
 @pytest.mark.parametrize("tool", ["synccheck", "initcheck"])
-def test_check_12_barriers_and_uninitialized_reads(tool: str) -> None:
+def test_barriers_are_right_and_every_read_is_initialized(tool: str) -> None:
     sanitize_forwards(tool)
 
 
@@ -116,7 +116,7 @@ REPEATS = 1000
 
 
 @sampled(name=RACES, shape=[(1, 239), (239, 1), (113, 203), (500, 517), (2048, 2048)])
-def test_check_13_races_under_load(name: str, shape: tuple[int, int]) -> None:
+def test_no_races_under_load(name: str, shape: tuple[int, int]) -> None:
     """1,000 repeats beside a busy stream, on a GPU that is half full: every one gives the same bits."""
     rows, keys = shape
     run = Run.of(name, Case("race", (rows,), (keys,), heads=4, kv_heads=2))

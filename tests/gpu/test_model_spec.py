@@ -27,9 +27,9 @@ def test_a_model_generates_on_the_kernels_of_its_spec(
     try:
         model = families.make(family, 64, "attngen", "cuda", torch.bfloat16, all_experts=True)
         for padding in ("none", "left", "right"):  # a call that no kernel takes raises
-            found = families.logits(model, families.batch(family, padding, "cuda"))
-            assert found.isfinite().all()
-            gradients = families.gradients(model, found)
+            outputs = families.logits(model, families.batch(family, padding, "cuda"))
+            assert outputs.isfinite().all()
+            gradients = families.gradients(model, outputs)
             assert all(gradient.isfinite().all() for gradient in gradients.values())
         for options in ({}, {"cache_implementation": "static"}):
             tokens, logits = families.generate(model, families.batch(family, "left", "cuda"), **options)

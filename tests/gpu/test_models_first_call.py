@@ -30,14 +30,14 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def _models(family: str, dim: int, dtype: torch.dtype) -> list[Any]:
     """Return the model on attngen, on plain torch, and on plain torch in float32 with the same weights."""
-    found = [
+    models = [
         families.make(family, dim, name, "cuda", kind, all_experts=True)
         for name, kind in (("attngen", dtype), ("eager", dtype), ("eager", torch.float32))
     ]
     with torch.no_grad():
-        for parameter in found[2].parameters():
+        for parameter in models[2].parameters():
             parameter.copy_(parameter.to(dtype))
-    return found
+    return models
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_a_model_that_nobody_built_for(
     if padding != "right":
         with torch.no_grad():
             compared.append([families.step_by_step(model, given, prefill=100).float() for model in made])
-    for found, plain, wanted in compared:
-        error, least = ((t - wanted).square().mean().sqrt().item() for t in (found, plain))
+    for actual, plain, wanted in compared:
+        error, least = ((t - wanted).square().mean().sqrt().item() for t in (actual, plain))
         assert error <= 1.5 * least, f"{error} against {least}"
     assert "attngen.jit: compiled bwd" in capfd.readouterr().err
 
@@ -76,10 +76,10 @@ def test_a_compiled_step_of_ones_own_reads_no_mask(capfd: pytest.CaptureFixture[
     from transformers import StaticCache
 
     ids = torch.randint(3, families.VOCABULARY, (2, 104), device="cuda")
-    found = []
+    outputs = []
     for model in _models("llama", 64, torch.bfloat16):
         cache, logits, step = StaticCache(model.config, max_cache_len=256), [], model
-        if not found:
+        if not outputs:
             torch._dynamo.reset()
             step = torch.compile(model, fullgraph=True, mode="reduce-overhead")
         for start, stop in ((0, 100), *((place, place + 1) for place in range(100, 104))):
@@ -88,7 +88,7 @@ def test_a_compiled_step_of_ones_own_reads_no_mask(capfd: pytest.CaptureFixture[
             logits.append(
                 run(input_ids=ids[:, start:stop], **{cache_name(model.forward): cache}).logits[:, -1].float().clone()
             )
-        found.append(torch.stack(logits))
-    error, least = ((t - found[2]).square().mean().sqrt().item() for t in found[:2])
+        outputs.append(torch.stack(logits))
+    error, least = ((t - outputs[2]).square().mean().sqrt().item() for t in outputs[:2])
     assert error <= 1.5 * least, f"{error} against {least}"
     assert "allowed" not in capfd.readouterr().err

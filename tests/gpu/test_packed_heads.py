@@ -27,10 +27,10 @@ def check(name: str, case: Case, seed: int) -> None:
     buffers = memory.buffers
     assert buffers.lse is not None
     Pinned(kernel, call, buffers)()
-    found = deviation(call, buffers.out, buffers.lse, wanted)
-    assert found.wrong + memory.overrun() == ()
-    assert found.max_error <= found.max_allowed
-    assert found.lse_error <= found.lse_allowed
+    errors = deviation(call, buffers.out, buffers.lse, wanted)
+    assert errors.wrong + memory.overrun() == ()
+    assert errors.max_error <= errors.max_allowed
+    assert errors.lse_error <= errors.lse_allowed
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 64])

@@ -126,10 +126,10 @@ def test_calls_wait_for_nothing_and_are_right(page_layout: str, page_size: int, 
     tensors = (q, *c.pages, c.table, c.lengths)
     call(*tensors, page_layout=page_layout)  # loads the kernel, and finds what it costs
     with without_waiting():
-        found, lse = call(*tensors, page_layout=page_layout, out=out, return_lse=True)
-    assert found is out
+        result, lse = call(*tensors, page_layout=page_layout, out=out, return_lse=True)
+    assert result is out
     wanted, wanted_lse = call(*tensors, page_layout=page_layout, return_lse=True, backend="reference")
-    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(result, wanted, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-3)
     assert lse.stride() == wanted_lse.stride()
 
@@ -186,9 +186,9 @@ def test_a_compiled_step_is_right() -> None:
 
     def step(q: Tensor, out: Tensor) -> Tensor:
         attngen.append_kv(k, v, *c.pages, c.lengths, page_table=c.table)
-        found = call(q, *c.pages, c.table, c.lengths + 1, variant="causal", out=out)
-        assert isinstance(found, Tensor)
-        return found + 1
+        result = call(q, *c.pages, c.table, c.lengths + 1, variant="causal", out=out)
+        assert isinstance(result, Tensor)
+        return result + 1
 
     compiled = torch.compile(step, fullgraph=True)
     outs = [torch.empty_like(q) for _ in range(2)]
@@ -245,7 +245,7 @@ def test_merging_waits_for_nothing_and_has_gradients() -> None:
         lse.requires_grad_()
     with without_waiting():
         out, lse = attngen.merge(outs, lses)
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             (out, torch.where(lse == -torch.inf, 0.0, lse)),
             (*outs, *lses),
             (torch.ones_like(out), torch.ones_like(lse)),
@@ -256,7 +256,7 @@ def test_merging_waits_for_nothing_and_has_gradients() -> None:
         (wanted_out, torch.where(wanted_lse == -torch.inf, 0.0, wanted_lse)), there,
         (torch.ones_like(wanted_out), torch.ones_like(wanted_lse)),
     )  # fmt: skip
-    for ours, theirs in zip((out, lse, *found), (wanted_out, wanted_lse, *wanted), strict=True):
+    for ours, theirs in zip((out, lse, *gradients), (wanted_out, wanted_lse, *wanted), strict=True):
         torch.testing.assert_close(ours.cpu().double(), theirs, rtol=1e-5, atol=1e-5)
 
 

@@ -88,7 +88,7 @@ def kernels() -> dict[str, Kernel]:
 
 @pytest.fixture(autouse=True)
 def _alone() -> Any:
-    before = [found for rank, found in registry.packages() if rank == "loaded"]
+    before = [package for rank, package in registry.packages() if rank == "loaded"]
     yield
     registry.clear()
     for other in before:
@@ -153,8 +153,8 @@ class Run:
 
     def __call__(self, cache: Cache | None = None, **options: Any) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp of each row."""
-        found = cache or self.cache
-        k, v, table, used = (t.to(DEVICE) for t in (found.k_pages, found.v_pages, found.page_table, found.seqused_k))
+        pages = cache or self.cache
+        k, v, table, used = (t.to(DEVICE) for t in (pages.k_pages, pages.v_pages, pages.page_table, pages.seqused_k))
         q = self.q
         if self.eight:  # the same number for all, so that bits do not depend on where keys lie
             rows = k.shape[0] if self.kernel.name.endswith("pagescales") else len(self.rows)
@@ -213,16 +213,16 @@ def test_bits_do_not_depend_on_where_keys_lie(name: str) -> None:
             run = Run(name, [70, 9], [517, 300], page_size, page_layout=page_layout)
             if "seqlen_k" in {str(axis) for tensor in run.kernel.variant.tensors for axis in tensor.shape}:
                 pytest.skip("its own tensor has the shape of the table")
-            found = run()
-            first = first or found
-            assert same(found, first), (page_size, page_layout)
+            results = run()
+            first = first or results
+            assert same(results, first), (page_size, page_layout)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "sliding_window" in name])
 def test_a_window_reads_its_own_pages_alone(name: str) -> None:
     """Pages before the tiles of the window may hold anything, and entries of the table may be no pages."""
     run = Run(name, [33, 1], [4000, 2500], 64)
-    found = run()
+    results = run()
     table, k, v = run.cache.page_table.clone(), run.cache.k_pages.clone(), run.cache.v_pages.clone()
     for b, length in enumerate((4000, 2500)):
         seen = (length - run.rows[b] - 100 - 2 * run.kernel.tile_n) // 64
@@ -231,7 +231,7 @@ def test_a_window_reads_its_own_pages_alone(name: str) -> None:
             k[page], v[page] = torch.nan, torch.nan
         table[b, :seen] = 2**31 - 1
     changed = Cache(k, v, table, run.cache.seqused_k, run.cache.keys, run.cache.values)
-    assert same(run(changed), found)
+    assert same(run(changed), results)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -250,10 +250,10 @@ def test_sequences_share_pages(name: str) -> None:
 def test_numbers_that_are_no_pages_read_nothing_outside(name: str) -> None:
     """Wrong tables are the caller's fault; their keys count as zeros, and other sequences do not notice."""
     run = Run(name, [20, 20], [640, 640], 64)
-    found = run()
+    results = run()
     table, keys = run.cache.page_table.clone(), run.cache
     for wrong in (-1, -(2**31), 2**31 - 1, keys.k_pages.shape[0]):
         table[1, 3] = wrong
         out, lse = run(Cache(keys.k_pages, keys.v_pages, table, keys.seqused_k, keys.keys, keys.values))
-        assert same((out[:20], lse[:, :20]), (found[0][:20], found[1][:, :20]))
+        assert same((out[:20], lse[:, :20]), (results[0][:20], results[1][:, :20]))
         assert torch.isfinite(out).all()

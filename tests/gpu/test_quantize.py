@@ -66,17 +66,17 @@ def _known() -> Iterator[None]:
 
 def launched() -> bool:
     """Whether a kernel took every call so far, and there was one."""
-    found = list(quantize_run._PREPARED.values())
-    return bool(found) and all(isinstance(kept[0], PreparedQuantize) for kept in found)
+    prepared = list(quantize_run._PREPARED.values())
+    return bool(prepared) and all(isinstance(kept[0], PreparedQuantize) for kept in prepared)
 
 
 def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in given.items()}
 
 
-def alike(found: Quantized, wanted: Quantized) -> None:
+def alike(actual: Quantized, wanted: Quantized) -> None:
     """Assert that results are those of torch, as far as rounding lets them."""
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(actual, wanted, strict=True):
         assert (ours.shape, ours.dtype, ours.is_contiguous()) == (theirs.shape, theirs.dtype, True)
         quantized.alike(ours, theirs)
 
@@ -84,11 +84,11 @@ def alike(found: Quantized, wanted: Quantized) -> None:
 def both(given: dict[str, Any]) -> Quantized:
     """Assert that a call gives with the kernel what it gives in torch on the same GPU, and changes no input."""
     before = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
-    found = attngen.quantize(**given)
-    alike(found, in_torch(given))
+    results = attngen.quantize(**given)
+    alike(results, in_torch(given))
     for name, tensor in before.items():
         assert torch.equal(tensor.nan_to_num(), given[name].nan_to_num()), name
-    return found
+    return results
 
 
 @pytest.mark.parametrize("rounded", ROUNDED, ids=str)
@@ -125,8 +125,8 @@ def test_every_rotation(dims: tuple[int, int], interleaved: bool, table_dtype: t
 def test_the_cpu_gives_the_same() -> None:
     for granularity in GRANULARITIES:
         given = a_call(torch.bfloat16, granularity=granularity, half=32, seed=11)
-        found = attngen.quantize(**on_gpu(given))
-        alike(Quantized(*(t.cpu() for t in found)), attngen.quantize(**given))
+        results = attngen.quantize(**on_gpu(given))
+        alike(Quantized(*(t.cpu() for t in results)), attngen.quantize(**given))
     assert launched()
 
 
@@ -136,8 +136,8 @@ def test_what_is_not_finite_stays_where_it_is(granularity: str | int) -> None:
     given["q"][0, 3, 1, 5] = torch.nan
     given["k"][1, 70, 1, 9] = torch.inf
     given["v"][1, 2, 0, 60:] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0], device="cuda")
-    found = both(given)
-    assert all(scale.isfinite().all() for scale in found[3:])
+    results = both(given)
+    assert all(scale.isfinite().all() for scale in results[3:])
     assert launched()
 
 
@@ -146,8 +146,8 @@ def test_zeros_and_tiny_numbers(granularity: str | int) -> None:
     given = on_gpu(a_call(torch.bfloat16, granularity=granularity))
     given["q"].zero_()
     given["k"] *= 1e-38
-    found = both(given)
-    assert (found.q_descale == 1).all()
+    results = both(given)
+    assert (results.q_descale == 1).all()
     assert launched()
 
 
@@ -172,8 +172,8 @@ def test_fresh_calls_of_all_kinds() -> None:
 
 def by_tiles() -> bool:
     """Whether kernels of tiles took every call so far."""
-    found = list(quantize_run._PREPARED.values())
-    return launched() and all(kept[0].label.endswith(("_d64", "_d128")) for kept in found)
+    prepared = list(quantize_run._PREPARED.values())
+    return launched() and all(kept[0].label.endswith(("_d64", "_d128")) for kept in prepared)
 
 
 @pytest.fixture
@@ -240,13 +240,13 @@ def test_blocks_that_wait_for_each_other_need_not_wait_for_another_call() -> Non
     assert by_tiles()
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in given]
-    found = []
+    results = []
     for _ in range(20):
         for call, stream in zip(given, streams, strict=True):
             with torch.cuda.stream(stream):
-                found.append(attngen.quantize(**call))
+                results.append(attngen.quantize(**call))
     torch.cuda.synchronize()
-    for one in found:
+    for one in results:
         for ours, theirs in zip(one, wanted, strict=True):
             assert torch.equal(ours.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8))
 
@@ -263,12 +263,12 @@ def test_short_calls_of_tiles_in_a_graph(granularity: int | str, rotated: bool) 
     attngen.quantize(**given)  # loads it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [attngen.quantize(**given) for _ in range(4)]
+        results = [attngen.quantize(**given) for _ in range(4)]
     for size in (8.0, 1.0, 0.25):
         for name in "qkv":
             given[name].normal_(std=size)
         graph.replay()
-        for one in found:
+        for one in results:
             alike(one, in_torch(given))
     assert by_tiles()
 
@@ -287,10 +287,10 @@ def test_long_calls_have_tiles() -> None:
 def test_more_elements_than_31_bits_count() -> None:
     q = torch.zeros(1, 2**19 + 3, 33, 128, device="cuda", dtype=torch.bfloat16)
     q[0, -1, -1, 3] = 7
-    found = attngen.quantize(q, q[:, :64, :1], q[:, :64, :1], granularity=128, hadamard=False)
-    assert found.q.flatten()[-128 + 3].float() == 448
-    assert int((found.q.view(torch.int8) != 0).sum()) == 1
-    assert float(found.q_descale[0, -1, -1]) == 7 / 448
+    results = attngen.quantize(q, q[:, :64, :1], q[:, :64, :1], granularity=128, hadamard=False)
+    assert results.q.flatten()[-128 + 3].float() == 448
+    assert int((results.q.view(torch.int8) != 0).sum()) == 1
+    assert float(results.q_descale[0, -1, -1]) == 7 / 448
     assert launched()
 
 
@@ -307,12 +307,12 @@ def test_a_graph_stays_right(granularity: str | int) -> None:
     attngen.quantize(**given)  # loads it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attngen.quantize(**given)
+        results = attngen.quantize(**given)
     for size in (8.0, 1.0, 0.25):
         for name in "qkv":
             given[name].normal_(std=size)
         graph.replay()
-        alike(found, in_torch(given))
+        alike(results, in_torch(given))
     assert launched()
 
 
@@ -320,9 +320,9 @@ def test_a_first_call_may_be_captured() -> None:
     given = on_gpu(a_call(torch.bfloat16))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attngen.quantize(**given)
+        results = attngen.quantize(**given)
     graph.replay()
-    alike(found, in_torch(given))
+    alike(results, in_torch(given))
 
 
 def test_same_numbers_same_bits() -> None:
@@ -337,8 +337,8 @@ def test_a_compiled_program_keeps_it_as_one_operator() -> None:
     given = on_gpu(a_call(torch.bfloat16, half=16, granularity=64))
 
     def program(given: dict[str, Any]) -> tuple[Tensor, ...]:
-        found = attngen.quantize(**{**given, "q": given["q"] * 2})
-        return found.q.float() + 1, found.k, found.q_descale * 2
+        results = attngen.quantize(**{**given, "q": given["q"] * 2})
+        return results.q.float() + 1, results.k, results.q_descale * 2
 
     compiled = torch.compile(program, fullgraph=True)
     for ours, wanted in zip(compiled(given), program(given), strict=True):

@@ -29,6 +29,6 @@ def test_processes_train_as_the_reference_does(world: int, tmp_path: Path) -> No
     alone = sharded.model(preset("causal"), "cpu")
     before = [parameter.detach().clone() for parameter in alone.parameters()]
     sharded.train(alone, slice(None))
-    for found, wanted, start in zip(torch.load(whole), alone.parameters(), before, strict=True):
-        step, error = (wanted.detach() - start).norm(), (found - wanted.detach()).norm()
+    for trained, wanted, start in zip(torch.load(whole), alone.parameters(), before, strict=True):
+        step, error = (wanted.detach() - start).norm(), (trained - wanted.detach()).norm()
         assert 0 < float(error) <= 0.1 * float(step)  # parameters, activations and gradients are in bf16

@@ -77,10 +77,10 @@ def test_any_number_of_blocks(name: str, blocks: int) -> None:
             buffers = memory.buffers
             assert buffers.lse is not None
             Pinned(kernel, call, buffers)()
-            found = deviation(call, *in_rows(call, buffers.out, buffers.lse), wanted)
-            assert found.wrong + memory.overrun() == ()
-            assert found.max_error <= found.max_allowed
-            assert found.lse_error <= found.lse_allowed
+            errors = deviation(call, *in_rows(call, buffers.out, buffers.lse), wanted)
+            assert errors.wrong + memory.overrun() == ()
+            assert errors.max_error <= errors.max_allowed
+            assert errors.lse_error <= errors.lse_allowed
             results.append((buffers.out.clone(), buffers.lse.clone()))
         assert all(torch.equal(a, b) for one in results[1:] for a, b in zip(one, results[0], strict=True))
 
@@ -88,9 +88,9 @@ def test_any_number_of_blocks(name: str, blocks: int) -> None:
 def test_a_call_of_few_tiles_takes_it_in_a_graph_too() -> None:
     """128 queries at the end of 8,192 keys: the kernel that shares keys; 4,096 queries: another one."""
     name = "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s3c2_shared"
-    found = [kernels()[name], *Kernels(rendered(ORDINARY)).values()]
+    members = [kernels()[name], *Kernels(rendered(ORDINARY)).values()]
     registry.clear()
-    registry.add(package_of_kernels(found, "tests/gpu/test_shared_tiles"))
+    registry.add(package_of_kernels(members, "tests/gpu/test_shared_tiles"))
     torch.manual_seed(1)
     q = torch.randn(1, 4096, 16, 128, device=DEVICE).bfloat16()
     k, v = (torch.randn(1, 8192, 4, 128, device=DEVICE).bfloat16() for _ in "kv")

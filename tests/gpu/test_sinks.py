@@ -44,8 +44,8 @@ def to_build() -> list[Prepared]:
 @known
 def kernels() -> tuple[Kernels, Package]:
     """Return all kernels by their names in the plan, and make the package known."""
-    found = Kernels(some_of(_PREPARED, LEFT_OUT))
-    return found, package_of_kernels(list(found.values()), "tests/gpu")
+    by_label = Kernels(some_of(_PREPARED, LEFT_OUT))
+    return by_label, package_of_kernels(list(by_label.values()), "tests/gpu")
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -55,9 +55,9 @@ def test_forwards_keep_the_contract(name: str) -> None:
     def launch(call: Call, buffers: Buffers) -> None:
         Pinned(kernel, call, buffers)()
 
-    found = try_kernel(kernel, launch, "cuda", 60_000, small=False)
-    assert found.problems == ()
-    assert found.tally.dead_rows > 0
+    attempt = try_kernel(kernel, launch, "cuda", 60_000, small=False)
+    assert attempt.problems == ()
+    assert attempt.tally.dead_rows > 0
 
 
 @cache
@@ -72,10 +72,10 @@ def trial(name: str) -> Trial:
 
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backwards_keep_the_contract(name: str) -> None:
-    found = trial(name)
-    assert found.problems == ()
-    assert not [result.skipped for result in found.results if result.skipped]
-    assert found.tally.dead_rows > 0
+    attempt = trial(name)
+    assert attempt.problems == ()
+    assert not [result.skipped for result in attempt.results if result.skipped]
+    assert attempt.tally.dead_rows > 0
 
 
 @pytest.mark.parametrize("size", [0.0, 40.0, -40.0, 1e4, -1e4, 1e30, -1e30, -math.inf])
@@ -94,11 +94,11 @@ def test_sinks_of_any_size(name: str, size: float) -> None:
     memory = poisoned(kernel, call, made.q, made.k, made.v)
     Pinned(kernel, call, memory.buffers)()
     assert memory.buffers.lse is not None
-    found = deviation(call, memory.buffers.out, memory.buffers.lse, wanted)
-    assert found.wrong + memory.overrun() == ()
-    assert found.max_error <= found.max_allowed
-    assert found.lse_error <= found.lse_allowed
-    assert found.dead_rows == 2 * 8 * 50
+    errors = deviation(call, memory.buffers.out, memory.buffers.lse, wanted)
+    assert errors.wrong + memory.overrun() == ()
+    assert errors.max_error <= errors.max_allowed
+    assert errors.lse_error <= errors.lse_allowed
+    assert errors.dead_rows == 2 * 8 * 50
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 64])
@@ -119,8 +119,8 @@ def test_packed_rows_have_the_sinks_of_their_heads(name: str, group: int) -> Non
         Pinned(kernel, call, memory.buffers)()
         assert memory.buffers.lse is not None
         wanted = expected(call, inputs.q, inputs.k, inputs.v)
-        found = deviation(call, memory.buffers.out, memory.buffers.lse, wanted)
-        assert found.ok, found
+        errors = deviation(call, memory.buffers.out, memory.buffers.lse, wanted)
+        assert errors.ok, errors
 
 
 # --- through the library ------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ def test_a_server_gives_the_tokens_of_eager(family: str, graphs: bool) -> None:
     model = families.make(
         family, head_dim=64, implementation="attngen", device="cuda", dtype=torch.bfloat16, all_experts=True
     )
-    found = serve(model, use_cuda_graph=graphs)
-    assert [len(tokens) for tokens in found] == [NEW] * len(PROMPTS)
-    for prompt, tokens, wanted in zip(prompts(), found, plain(exact), strict=True):
+    served = serve(model, use_cuda_graph=graphs)
+    assert [len(tokens) for tokens in served] == [NEW] * len(PROMPTS)
+    for prompt, tokens, wanted in zip(prompts(), served, plain(exact), strict=True):
         first = next((i for i in range(NEW) if tokens[i] != wanted[i]), None)
         if first is not None:  # from there on the sequences are others
             with torch.no_grad():

@@ -33,8 +33,8 @@ def rounded(batch: int = 2, seqlen: int = 150) -> list[Tensor]:
     return [torch.randn(batch, seqlen, heads, 64, device="cuda").to(torch.bfloat16) for heads in (4, 2, 2)]
 
 
-def near(found: Any, wanted: Any, share: float = 0.03) -> None:
-    for one, other in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+def near(actual: Any, wanted: Any, share: float = 0.03) -> None:
+    for one, other in zip(tree_leaves(actual), tree_leaves(wanted), strict=True):
         assert one.shape == other.shape
         torch.testing.assert_close(one.double(), other, rtol=0, atol=share * float(other.abs().max()))
 
@@ -76,8 +76,8 @@ def test_second_derivatives_and_tangents() -> None:
     near(twice(causal, given), twice(dense, doubles), 0.05)
     q, k, v = (t.detach() for t in given)
     with forward_ad.dual_level():
-        found = forward_ad.unpack_dual(causal(forward_ad.make_dual(q, q), k, v)).tangent
-    near(found, jvp(lambda q: dense(q, k.double(), v.double()), (q.double(),), (q.double(),))[1])
+        tangent = forward_ad.unpack_dual(causal(forward_ad.make_dual(q, q), k, v)).tangent
+    near(tangent, jvp(lambda q: dense(q, k.double(), v.double()), (q.double(),), (q.double(),))[1])
 
 
 def test_packed_sequences() -> None:

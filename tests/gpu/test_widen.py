@@ -124,9 +124,9 @@ def test_results_are_those_of_the_cache(scales: str, page_size: int | None, dtyp
     if scales == "page" and (page_size is None or dtype == torch.float16):
         pytest.skip("no such kernel")
     given = a_call(dtype, scales, page_size)
-    found = errors(ran(given), given)
+    error = errors(ran(given), given)
     assert any(isinstance(each, widen.WidenedCall) for each in dispatch._PREPARED.values())
-    assert found < (6e-3 if dtype == torch.bfloat16 else 1e-3)
+    assert error < (6e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
 def test_graphs_and_compiled_programs() -> None:
