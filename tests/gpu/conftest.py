@@ -141,15 +141,10 @@ def _workers(fresh_workers: None) -> None:
 @pytest.fixture
 def only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Make the kernels of one shipped spec known, and no others."""
-    from attngen.runtime.registry.lookup import registry
+    from tests.gpu.family import only_known
     from tests.gpu.packages import package
 
     chosen = package(request.param)
-    before = [loaded for rank, loaded in registry.packages() if rank == "loaded"]
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path))  # the user's builds are not seen
-    registry.clear()
-    registry.add(chosen)
-    yield chosen
-    registry.clear()
-    for other in before:
-        registry.add(other)
+    with only_known(chosen):
+        yield chosen

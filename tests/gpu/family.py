@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -24,7 +25,7 @@ from attngen.runtime.reference.eager import lengths, names_of
 from attngen.runtime.registry.lookup import Package, package_of_kernels, registry
 from attngen.schema import KernelSpec, load_spec
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, plans
+from attngen.tools.build.pipeline import Prepared, compile_kernels, plans, prepare
 from attngen.tools.cases import Case
 from attngen.tools.verify.inputs import Element, Inputs, make_inputs
 from attngen.tools.verify.poison import Poisoned, poisoned
@@ -163,6 +164,49 @@ def loaded() -> Iterator[Package]:
         if rank != "loaded":
             return
         yield package
+
+
+@contextmanager
+def only_known(*packages: Package) -> Iterator[None]:
+    """Make these packages known, and no others; those known before are known again at the end."""
+    before = list(loaded())
+    registry.clear()
+    for package in packages:
+        registry.add(package)
+    try:
+        yield
+    finally:
+        registry.clear()
+        for package in before:
+            registry.add(package)
+
+
+def compiled_kernels(prepared: Sequence[Prepared]) -> list[Kernel]:
+    """Compile what the cache lacks, and read all kernels, in their order; a failure is the test's."""
+    store = Store()
+    built, failures = compile_kernels(prepared, store=store)
+    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
+    return [read_kernel(store.path(built[one.plan.name].key)) for one in prepared]
+
+
+@cache
+def package_of_spec(path: Path) -> Package:
+    """The kernels of a spec of this folder, for the GPU that is here."""
+    here = [for_this_gpu(kernel) for kernel in prepare(load_spec(path))]
+    return package_of_kernels(compiled_kernels(here), f"tests/gpu/{path.stem}")
+
+
+def in_graph(step: Callable[[], Built]) -> tuple[torch.cuda.CUDAGraph, Built]:
+    """Capture a step, after one on a side stream that loads what is loaded once; its results are the graph's."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
 
 
 class Kernels(dict[str, Kernel]):

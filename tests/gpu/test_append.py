@@ -22,12 +22,11 @@ from attngen.errors import CallError
 from attngen.runtime.helpers import append_run, append_torch
 from attngen.runtime.helpers.append_arguments import Append, check
 from attngen.runtime.helpers.append_kernel import PreparedAppend
-from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels
+from attngen.tools.build.pipeline import Prepared
 from attngen.tools.verify.gpu import try_pinned
-from tests.gpu.family import arch_here
+from tests.gpu.family import arch_here, compiled_kernels
 from tests.runtime.appended import BATCH, DTYPES, PLACES, UNSUITED, a_call, bits, both, on_gpu
 from tests.runtime.host_kernels import APPENDED, prepared
 
@@ -41,13 +40,9 @@ def to_build() -> list[Prepared]:
 @cache
 def kernels() -> dict[str, Kernel]:
     """Compile the kernels of all dtypes for the GPU that is here."""
-    store, wanted = Store(), to_build()
-    built, failures = compile_kernels(wanted, store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    return {
-        one.plan.name.removeprefix(f"append_{one.plan.arch.name}_"): read_kernel(store.path(built[one.plan.name].key))
-        for one in wanted
-    }
+    wanted = to_build()
+    names = [one.plan.name.removeprefix(f"append_{one.plan.arch.name}_") for one in wanted]
+    return dict(zip(names, compiled_kernels(wanted), strict=True))
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from attngen.tools.verify.gradient_contract import expected_gradients
 from attngen.tools.verify.inputs import Element, make_inputs
 from attngen.tools.verify.poison import poisoned_gradients
 from attngen.tools.verify.trial import Trial, try_backward
-from tests.gpu.family import Kernels, known, label, mentioned, rare, rendered, same, some_of
+from tests.gpu.family import Kernels, in_graph, known, label, mentioned, rare, rendered, same, some_of
 from tests.gpu.gradient_runs import gradient_run
 
 SPEC = Path(__file__).with_name("backward.yaml")
@@ -311,14 +311,7 @@ def test_a_step_is_captured() -> None:
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(attention(*inputs), inputs, above)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = in_graph(step)
     with torch.no_grad():
         for tensor in inputs:
             tensor.copy_(torch.randn_like(tensor))

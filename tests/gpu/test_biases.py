@@ -5,7 +5,6 @@ or batch, with rows that begin anywhere, with -inf, in packed sequences, and in 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,9 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.kernels.module import read_kernel
-from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec
-from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
-from tests.gpu.family import for_this_gpu
+from attngen.tools.build.pipeline import Prepared, prepare
+from tests.gpu.family import only_known, package_of_spec
 from tests.gpu.test_mask_bits import check, gradients
 
 SPEC = Path(__file__).with_name("biases.yaml")
@@ -48,25 +44,11 @@ def to_build() -> list[Prepared]:
     return prepare(load_spec(SPEC))
 
 
-@cache
-def _package() -> Any:
-    here = [for_this_gpu(kernel) for kernel in to_build()]
-    store = Store()
-    built, failures = compile_kernels(here, store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    return package_of_kernels([read_kernel(store.path(built[one.plan.name].key)) for one in here], "tests/gpu/biases")
-
-
 @pytest.fixture(autouse=True)
 def kernels() -> Iterator[None]:
     """Make these kernels known, and no others."""
-    before = [package for rank, package in registry.packages() if rank == "loaded"]
-    registry.clear()
-    registry.add(_package())
-    yield
-    registry.clear()
-    for other in before:
-        registry.add(other)
+    with only_known(package_of_spec(SPEC)):
+        yield
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

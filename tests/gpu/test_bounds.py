@@ -11,6 +11,7 @@ import torch
 import attngen
 from attngen.runtime.registry.lookup import registry
 from attngen.tools.build.pipeline import build
+from tests.gpu.family import only_known
 
 Builder = Callable[[str], None]
 
@@ -18,9 +19,7 @@ Builder = Callable[[str], None]
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Builder]:
     """Build a spec into a cache of its own, whose kernels are then the only ones."""
-    before = [package for rank, package in registry.packages() if rank == "loaded"]
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
-    registry.clear()
 
     def make(text: str) -> None:
         path = tmp_path / "bounds.yaml"
@@ -28,10 +27,8 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Builder]:
         assert not build(path).failures
         registry.clear()
 
-    yield make
-    registry.clear()
-    for other in before:
-        registry.add(other)
+    with only_known():
+        yield make
 
 
 def needs_hopper(gigabytes: int = 1) -> None:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
-from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare_each
-from tests.gpu.family import known
+from attngen.tools.build.pipeline import Prepared, prepare_each
+from tests.gpu.family import compiled_kernels, known
 from tests.runtime.pages import cache as pages_of
 from tests.runtime.pages import starts_of
 
@@ -35,13 +34,11 @@ def to_build() -> list[Prepared]:
 @known
 def kernels() -> tuple[list[Kernel], Package]:
     """Compile the split-KV kernels of the spec, which alone are known as the package: no other takes a call."""
-    store, wanted = Store(), to_build()
+    wanted = to_build()
     assert {one.plan.schedule for one in wanted} == {"hopper_decode"}
-    built, failures = compile_kernels(wanted, store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    built_kernels = [read_kernel(store.path(built[one.plan.name].key)) for one in wanted]
-    assert all(one.split_kv for one in built_kernels)
-    return built_kernels, package_of_kernels(built_kernels, "tests/gpu/test_decode")
+    built = compiled_kernels(wanted)
+    assert all(one.split_kv for one in built)
+    return built, package_of_kernels(built, "tests/gpu/test_decode")
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 import attngen
-from attngen.runtime.kernels.module import Kernel, read_kernel
-from attngen.runtime.registry.lookup import Package, package_of_kernels, registry
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import package_of_kernels
 from attngen.schema import load_spec
-from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, plans, prepare
-from tests.gpu.family import for_this_gpu
+from attngen.tools.build.pipeline import Prepared, plans, prepare
+from tests.gpu.family import compiled_kernels, for_this_gpu, only_known
 
 SPEC = Path(__file__).with_name("divisions.yaml")
 ROWS = 128
@@ -39,23 +38,15 @@ def to_build() -> list[Prepared]:
 def kernels() -> dict[str, Kernel]:
     """Compile what the cache lacks, by the names of the plans for sm90a."""
     here = [for_this_gpu(kernel) for kernel in to_build()]
-    store = Store()
-    built, failures = compile_kernels(here, store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    built_kernels = [read_kernel(store.path(built[kernel.plan.name].key)) for kernel in here]
-    return dict(zip((plan.name for plan in _PLANS), built_kernels, strict=True))
+    return dict(zip((plan.name for plan in _PLANS), compiled_kernels(here), strict=True))
 
 
 @pytest.fixture
 def only(request: pytest.FixtureRequest) -> Iterator[str]:
     """Make one forward and one backward known, and no other kernel."""
-    before: list[Package] = [package for rank, package in registry.packages() if rank == "loaded"]
-    registry.clear()
-    registry.add(package_of_kernels([kernels()[name] for name in request.param], "tests/gpu/divisions"))
-    yield kernels()[request.param[0]].variant.name
-    registry.clear()
-    for other in before:
-        registry.add(other)
+    package = package_of_kernels([kernels()[name] for name in request.param], "tests/gpu/divisions")
+    with only_known(package):
+        yield kernels()[request.param[0]].variant.name
 
 
 @pytest.mark.parametrize("only", _PAIRS, indirect=True, ids=[" ".join(pair) for pair in _PAIRS])

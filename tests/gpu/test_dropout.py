@@ -19,7 +19,7 @@ from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.verify.trial import try_backward, try_kernel
-from tests.gpu.family import Kernels, known, rare, same, some_of
+from tests.gpu.family import Kernels, in_graph, known, rare, same, some_of
 
 SPEC = Path(__file__).with_name("dropout.yaml")
 PACKAGE = "attngen_gpu_dropout"
@@ -174,14 +174,7 @@ def test_replays_of_a_graph_draw_again_and_their_gradients_agree() -> None:
         out = attention(q, k, v)
         return out, torch.autograd.grad(out, v, above)[0]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, dv = step()
+    graph, (out, dv) = in_graph(step)
     seen = []
     for _ in range(3):
         graph.replay()

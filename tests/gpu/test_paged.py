@@ -13,13 +13,12 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
-from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
+from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.verify.gpu import Gpu, try_pinned
-from tests.gpu.family import for_this_gpu
+from tests.gpu.family import compiled_kernels, for_this_gpu
 
 DEVICE = "cuda"
 
@@ -55,11 +54,8 @@ def to_build() -> list[Prepared]:
 def kernels() -> dict[str, Kernel]:
     """Compile what the cache lacks, for the GPU that is here."""
     here = [for_this_gpu(kernel) for kernel in to_build()]
-    store = Store()
-    built, failures = compile_kernels(here, store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
     assert len(here) == len(ASKED)
-    return {kernel.plan.name: read_kernel(store.path(built[kernel.plan.name].key)) for kernel in here}
+    return {kernel.plan.name: built for kernel, built in zip(here, compiled_kernels(here), strict=True)}
 
 
 @pytest.fixture(autouse=True)

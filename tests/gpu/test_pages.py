@@ -3,6 +3,7 @@ appended tokens, shared pages; the bits do not depend on where keys lie; nothing
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -12,12 +13,11 @@ from torch import Tensor
 
 import attngen
 from attngen import resources
-from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec, load_spec_text
-from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
-from tests.gpu.family import for_this_gpu, rare, same, some_of
+from attngen.tools.build.pipeline import Prepared, prepare
+from tests.gpu.family import compiled_kernels, for_this_gpu, only_known, rare, same, some_of
 from tests.runtime.pages import Cache, starts_of
 from tests.runtime.pages import cache as pages_of
 from tests.sampling import sampled
@@ -80,19 +80,13 @@ NAMES = sorted(_PREPARED)
 def kernels() -> dict[str, Kernel]:
     """Compile what the cache lacks, for the GPU that is here."""
     here = {kernel.plan.name: for_this_gpu(kernel) for kernel in to_build()}
-    store = Store()
-    built, failures = compile_kernels(list(here.values()), store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    return {name: read_kernel(store.path(built[kernel.plan.name].key)) for name, kernel in here.items()}
+    return dict(zip(here, compiled_kernels(list(here.values())), strict=True))
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Any:
-    before = [package for rank, package in registry.packages() if rank == "loaded"]
-    yield
-    registry.clear()
-    for other in before:
-        registry.add(other)
+def _alone() -> Iterator[None]:
+    with only_known():
+        yield
 
 
 def only(name: str) -> Kernel:

@@ -22,12 +22,11 @@ from attngen.runtime.calls.quantize import Quantized
 from attngen.runtime.helpers import quantize_run, quantize_tiles
 from attngen.runtime.helpers.quantize_arguments import GRANULARITIES
 from attngen.runtime.helpers.quantize_launch import PreparedQuantize
-from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels
+from attngen.tools.build.pipeline import Prepared
 from attngen.tools.verify.gpu import try_pinned
-from tests.gpu.family import arch_here
+from tests.gpu.family import arch_here, compiled_kernels
 from tests.runtime import quantized
 from tests.runtime.host_kernels import prepared_quantizers
 from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_call, in_torch
@@ -46,12 +45,10 @@ def to_build() -> list[Prepared]:
 @cache
 def kernels() -> list[Kernel]:
     """Compile the kernels for the GPU that is here."""
-    store, wanted = Store(), to_build()
+    wanted = to_build()
     if not wanted:
         pytest.skip(f"{arch_here().name} does not round to 8 bits")
-    built, failures = compile_kernels(wanted, store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    return [read_kernel(store.path(built[one.plan.name].key)) for one in wanted]
+    return compiled_kernels(wanted)
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,11 @@ import torch
 
 import attngen
 from attngen import resources
-from attngen.runtime.kernels.module import read_kernel
-from attngen.runtime.registry.lookup import package_of_kernels, registry
+from attngen.runtime.registry.lookup import package_of_kernels
 from attngen.schema import load_spec
-from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
+from attngen.tools.build.pipeline import Prepared, prepare
 from tests.docs.blocks import ROOT, blocks
-from tests.gpu.family import for_this_gpu
+from tests.gpu.family import compiled_kernels, for_this_gpu, only_known
 
 
 def to_build() -> list[Prepared]:
@@ -32,13 +30,8 @@ def kernels() -> Iterator[None]:
     """Make these kernels known, and no others."""
     wanted = [for_this_gpu(kernel) for kernel in to_build()]
     assert wanted
-    store = Store()
-    built, failures = compile_kernels(wanted, store=store)
-    assert not failures
-    registry.clear()
-    registry.add(package_of_kernels([read_kernel(store.path(built[k.plan.name].key)) for k in wanted], "tests/gpu"))
-    yield
-    registry.clear()
+    with only_known(package_of_kernels(compiled_kernels(wanted), "tests/gpu")):
+        yield
 
 
 def test_the_loop_and_its_graph(kernels: None) -> None:

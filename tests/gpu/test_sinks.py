@@ -23,7 +23,7 @@ from attngen.tools.verify.contract import deviation, expected
 from attngen.tools.verify.inputs import Element, Inputs, make_inputs
 from attngen.tools.verify.poison import poisoned
 from attngen.tools.verify.trial import Trial, try_backward, try_kernel
-from tests.gpu.family import Kernels, known, rare, same, some_of
+from tests.gpu.family import Kernels, in_graph, known, rare, same, some_of
 
 SPEC = Path(__file__).with_name("sinks.yaml")
 PACKAGE = "attngen_gpu_sinks"
@@ -211,14 +211,7 @@ def test_a_step_is_captured() -> None:
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(attention(*inputs), inputs, above)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = in_graph(step)
     with torch.no_grad():
         for tensor in inputs:
             tensor.copy_(torch.randn_like(tensor))

@@ -15,13 +15,10 @@ import torch
 import attngen
 from attngen.errors import CallError
 from attngen.runtime.arguments.checked import Call
-from attngen.runtime.kernels.module import read_kernel
 from attngen.runtime.launch.tile_map import kept_maps
-from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec
-from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
-from tests.gpu.family import for_this_gpu
+from attngen.tools.build.pipeline import Prepared, prepare
+from tests.gpu.family import for_this_gpu, only_known, package_of_spec
 from tests.map_oracle import VARIANTS, check_map, values
 
 SPEC = Path(__file__).with_name("maps.yaml")
@@ -34,25 +31,11 @@ def to_build() -> list[Prepared]:
     return prepare(load_spec(SPEC))
 
 
-@cache
-def _package() -> Any:
-    here = [for_this_gpu(kernel) for kernel in to_build()]
-    store = Store()
-    built, failures = compile_kernels(here, store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    return package_of_kernels([read_kernel(store.path(built[one.plan.name].key)) for one in here], "tests/gpu/maps")
-
-
 @pytest.fixture(autouse=True)
 def kernels() -> Iterator[None]:
     """Make these kernels known, and no others."""
-    before = [package for rank, package in registry.packages() if rank == "loaded"]
-    registry.clear()
-    registry.add(_package())
-    yield
-    registry.clear()
-    for other in before:
-        registry.add(other)
+    with only_known(package_of_spec(SPEC)):
+        yield
 
 
 @cache

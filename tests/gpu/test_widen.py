@@ -15,12 +15,12 @@ import attngen
 from attngen.formats import WIDEN
 from attngen.runtime.calls import dispatch
 from attngen.runtime.helpers import widen
-from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
-from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
+from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.verify.gpu import try_pinned
+from tests.gpu.family import compiled_kernels
 
 SPEC = """
 schema: 1
@@ -48,10 +48,7 @@ def to_build() -> list[Prepared]:
 def kernels() -> list[Kernel]:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper card")
-    store, wanted = Store(), to_build()
-    built, failures = compile_kernels(wanted, store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    return [read_kernel(store.path(one.key)) for one in built.values()]
+    return compiled_kernels(to_build())
 
 
 @pytest.fixture(autouse=True)
