@@ -91,10 +91,9 @@ def test_a_tile_that_does_not_fit_is_made_smaller() -> None:
     kernel = planned(
         passes="backward", head_dim=256, arch="sm86", backward="{dkdv: {tile: {n: 64}}, dq: {tile: {m: 64}}}"
     )
-    for part in kernel.launches:
-        if part.name in ("dkdv", "dq"):
-            kept, moved = (part.tile_n, part.tile_m) if part.name == "dkdv" else (part.tile_m, part.tile_n)
-            assert 2 * 2 * 256 * (kept + part.stages * moved) <= kernel.arch.shared_memory
+    dkdv, dq = kernel.launch("dkdv"), kernel.launch("dq")
+    for part, kept, moved in ((dkdv, dkdv.tile_n, dkdv.tile_m), (dq, dq.tile_m, dq.tile_n)):
+        assert 2 * 2 * 256 * (kept + part.stages * moved) <= kernel.arch.shared_memory
 
 
 def test_full_tiles_have_no_mask_code_and_the_scale_is_applied_once() -> None:

@@ -238,6 +238,8 @@ _OF_TWO_BYTES = re.compile(
 
 def test_no_line_of_a_template_takes_two_bytes_for_granted() -> None:
     folder = root() / "templates" / "cuda"
-    for path in sorted(folder.glob("*/*.j2")):
+    paths = sorted(folder.rglob("*.j2"))
+    assert paths
+    for path in paths:
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
             assert not _OF_TWO_BYTES.search(line), f"{path.relative_to(folder)}:{number}: {line.strip()}"
