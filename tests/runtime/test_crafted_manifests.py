@@ -189,7 +189,7 @@ def index_of(root: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_mutated_index_is_damage(sealed: bool) -> None:
-    """Most are refused, with their path, and nothing else is raised, also with a digest that fits: it is no signature."""
+    """Most are refused, with their path, also those with a digest that fits: it is no signature."""
     rng = random.Random(sealed)
     store = write_build("own", variant(), window_variant())
     path = store.root / "builds" / "own.json"
