@@ -94,13 +94,13 @@ calls = [
 ]
 wanted = calls[0]()
 torch.cuda.synchronize()
-found = []
+outputs = []
 for _ in range(50):
     for stream, call in zip(streams, calls):
         with torch.cuda.stream(stream):
-            found.append(call())
+            outputs.append(call())
 torch.cuda.synchronize()
-assert all(torch.equal(out, wanted) for out in found)
+assert all(torch.equal(out, wanted) for out in outputs)
 assert "attngen_on_gpu/" in str(attngen.explain(q, k, v, variant="causal", package="attngen_on_gpu"))
 """
 

@@ -153,9 +153,9 @@ TOGETHER = """
 import sys, torch, attngen
 
 q = torch.randn(1, 9, 2, 64)
-found = attngen.attention(q, q, q, variant="attngen_small/causal")
-assert torch.equal(found, attngen.attention(q, q, q, variant="causal", package="attngen_other"))
-assert torch.equal(found, attngen.attention(q, q, q, variant="causal"))  # one definition is one variant
+out = attngen.attention(q, q, q, variant="attngen_small/causal")
+assert torch.equal(out, attngen.attention(q, q, q, variant="causal", package="attngen_other"))
+assert torch.equal(out, attngen.attention(q, q, q, variant="causal"))  # one definition is one variant
 assert not {"attngen_small", "attngen_other"} & set(sys.modules)  # found without their runtimes
 
 import attngen_other, attngen_small
@@ -170,9 +170,9 @@ for attention, more in (
     (attngen_small.attention, {}), (attngen_other.attention, {}),
     (attngen.attention, {"package": "attngen_small"}), (attngen.attention, {"package": "attngen_other"}),
 ):
-    assert torch.equal(compiled(attention, **more), found)
+    assert torch.equal(compiled(attention, **more), out)
     with torch.no_grad():
-        assert torch.equal(attention(q, q, q, variant="causal", **more), found)
+        assert torch.equal(attention(q, q, q, variant="causal", **more), out)
 names = sorted(n.rpartition("::")[0] for n in torch._C._dispatch_get_all_op_names() if n.endswith("::causal"))
 print(*names)
 try:
@@ -338,10 +338,10 @@ for call in (program, torch.compile(program, backend="aot_eager", fullgraph=True
         position = int(used[b]) + j
         entry, row = int(table[b, position // 8]), position % 8
         assert torch.equal(pages[1][entry, row], v[b, j])
-        for found, x in ((pages[0][entry, row], k[b, j]), (turned[b, j], q[b, j])):
+        for turned_row, x in ((pages[0][entry, row], k[b, j]), (turned[b, j], q[b, j])):
             first, second = x[:, :32], x[:, 32:]
             c, s = cos[position], sin[position]
-            torch.testing.assert_close(found, torch.cat([first * c - second * s, first * s + second * c], dim=1))
+            torch.testing.assert_close(turned_row, torch.cat([first * c - second * s, first * s + second * c], dim=1))
 print(torch.ops.attngen_cached.kv__append.default._schema.name)
 """
 
