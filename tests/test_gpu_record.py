@@ -106,7 +106,7 @@ def test_a_crash_a_hang_and_a_lost_context_cost_one_test_each(tmp_path: Path, mo
     assert len(said) == 2
 
 
-def test_what_the_limit_cuts_off_is_named(tmp_path: Path) -> None:
+def test_tests_that_the_limit_cuts_off_are_named(tmp_path: Path) -> None:
     text = """
         import time
         import pytest
@@ -125,7 +125,7 @@ def test_what_the_limit_cuts_off_is_named(tmp_path: Path) -> None:
     assert why <= {"cut off at the limit", "the limit was reached before"}
 
 
-def test_what_found_no_memory_runs_again(tmp_path: Path) -> None:
+def test_tests_that_ran_out_of_memory_run_again(tmp_path: Path) -> None:
     """Its second run decides."""
     told = {"event": "report", "when": "call", "seconds": 1.0, "worker": "gw0"}
     lines: list[dict[str, Any]] = [{"event": "collected", "tests": ["one", "other"]}]
@@ -187,7 +187,7 @@ def test_every_file_of_tests_has_a_family() -> None:
 # --- the kernels that are compiled ahead ----------------------------------------------------------------------------
 
 
-def test_what_is_compiled_ahead_is_what_tests_compile() -> None:
+def test_kernels_compiled_ahead_are_those_that_tests_compile() -> None:
     """Each module that compiles in the user's cache says what; two of them are planned here, as their tests do."""
     compiling = {
         path.stem

@@ -175,7 +175,7 @@ def test_importing_attngen_imports_nothing_else() -> None:
     assert loaded("import attngen", *COMPILERS, *OTHERS) == []
 
 
-def test_what_a_call_needs_holds_no_compiler() -> None:
+def test_the_modules_of_a_call_hold_no_compiler() -> None:
     code = "import attngen\nfor name in attngen.__all__:\n    getattr(attngen, name)"
     assert loaded(code, *COMPILERS, "attngen.compile.triton") == []
 

@@ -35,7 +35,7 @@ def test_table():
     assert sum("causal" in line and "sm90a" in line for line in result.output.splitlines()) == 2
 
 
-def test_what_only_a_compiler_knows_is_said_and_learnt_from_the_cache(tmp_path, monkeypatch):
+def test_registers_that_only_a_compiler_knows_are_read_from_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     path = write(tmp_path, "schema: 1\narch: sm90a\nkernels:\n  - {variant: causal, head_dim: 64, passes: backward}\n")
     result = run(path)
@@ -175,7 +175,7 @@ kernels:
 """
 
 
-def test_what_is_probably_not_meant_is_a_warning(tmp_path):
+def test_probable_mistakes_are_warnings(tmp_path):
     path = write(tmp_path, DOUBTED)
     result = run(path)
     assert result.exit_code == 0, result.output

@@ -52,7 +52,7 @@ def test_as_json(spec: Path) -> None:
     assert report["wheel"]["rest_bytes"] + share["wheel_bytes"] == file["bytes"]
 
 
-def test_what_is_wrong_is_said_without_a_traceback(spec: Path) -> None:
+def test_errors_are_said_without_a_traceback(spec: Path) -> None:
     refused = attngen("package", spec, "--max-size", "10 kB", code=1)
     assert "more than the 10,000 B that max-size allows" in refused.stderr
     assert os.listdir("dist") == []

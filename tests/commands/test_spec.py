@@ -52,7 +52,7 @@ def test_a_mask_and_a_score_become_one_variant(here: str) -> None:
     assert declared.variant.tensor("doc").monotone is not None
 
 
-def test_it_builds_for_hopper_unless_an_arch_is_named(here: str) -> None:
+def test_specs_are_for_hopper_unless_an_arch_is_named(here: str) -> None:
     done = attngen("spec", "--from-flex", f"{here}:capped", "--training")
     kernels = expand(load_spec_text(done.output))
     assert {(one.arch, one.head_dim_qk, one.direction) for one in kernels} == {
@@ -84,7 +84,7 @@ def test_an_entry_builds_it(here: str) -> None:
         ("{}:sorted_keys", "aten.stack.default has no equivalent in attngen's language"),
     ],
 )
-def test_what_is_no_such_function_is_refused(here: str, place: str, reason: str) -> None:
+def test_names_of_no_function_are_refused(here: str, place: str, reason: str) -> None:
     done = attngen("spec", "--from-flex", place.format(here), code=2)
     assert reason in done.output
 

@@ -63,7 +63,7 @@ def test_products_of_a_score_with_a_condition_are_asynchronous(
 
 
 @pytest.mark.parametrize("score", ["lengths and heads nested", "arms that choose"])
-def test_nor_are_those_of_8_bits(score: str) -> None:
+def test_products_of_8_bits_are_asynchronous(score: str) -> None:
     """No kernel in Triton takes their place."""
     serialized, _ = serialized_and_spills(kernel(SCORES[score], 64, "fp8_e4m3", "dense", backend="cuda"))
     assert not serialized
@@ -93,7 +93,7 @@ def test_arms_of_elements_are_computed_before_one_is_taken(condition: str) -> No
     assert re.search(r"x = choose\(.*\);", text)
 
 
-def test_what_is_the_same_for_a_tile_of_work_stays_a_branch() -> None:
+def test_conditions_that_are_the_same_for_a_tile_of_work_stay_branches() -> None:
     score = "s * (2.0 * seqlen_q if h % 3 == 0 else seqlen_k / 3)"
     assert "choose(" not in render(kernel(score, 64, "bf16", "dense", backend="cuda")).text
 

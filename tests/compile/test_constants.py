@@ -36,14 +36,14 @@ def compiled(kernels: list[Prepared], folder: Path) -> int:
     return len(artifacts)
 
 
-def test_they_compile(tmp_path: Path) -> None:
+def test_kernels_of_constants_compile(tmp_path: Path) -> None:
     assert (
         compiled([kernel for n, kernel in enumerate(prepare(load_spec_text(SPEC))) if n not in LEFT_OUT], tmp_path) == 4
     )
 
 
 @pytest.mark.exhaustive
-def test_all_compile(tmp_path: Path) -> None:
+def test_all_kernels_of_constants_compile(tmp_path: Path) -> None:
     assert compiled(prepare(load_spec_text(SPEC)), tmp_path) == 11
 
 

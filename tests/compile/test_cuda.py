@@ -214,7 +214,7 @@ def test_a_spill_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> N
     assert allowed.manifest["resources"]["spills"] == SPILLS.bytes + 4
 
 
-def test_a_few_bytes_of_spills_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_bytes_of_spills_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = compiled("causal", 128)
     with_log(monkeypatch, plan, CLEAN.replace("0 bytes spill stores", f"{SPILLS.bytes} bytes spill stores"))
     assert compile_source(plan, render(plan)).manifest["resources"]["spills"] == SPILLS.bytes
@@ -263,7 +263,7 @@ def test_a_log_without_resources_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         compile_source(plan, render(plan))
 
 
-def test_what_ptxas_spills_is_seen() -> None:
+def test_spills_of_ptxas_are_noticed() -> None:
     """A kernel that needs more registers than it may have: the log of the real compiler, read by the real reader."""
     text = (
         'extern "C" __global__ void __launch_bounds__(1024) NAME(float* x) {\n'

@@ -102,7 +102,7 @@ def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> 
         ({"head_dim": 64}, Resources(168, 0, True), "ptxas serialized wgmma"),
     ],
 )
-def test_what_would_be_slow_is_refused_with_the_way_out(
+def test_slow_backwards_are_refused_with_the_way_out(
     fields: dict[str, object], resources: Resources, reason: str
 ) -> None:
     plan = planned(passes="backward", backward=None, **fields)

@@ -77,12 +77,12 @@ def test_an_unknown_operation_may_write_four_registers() -> None:
         ("LDSM.16.M88.4 R64, [R64+UR40]", {64, 65, 66, 67}),
     ],
 )
-def test_all_registers_that_are_written(text: str, written: set[int]) -> None:
+def test_registers_that_an_instruction_writes(text: str, written: set[int]) -> None:
     (instruction,) = parse(f"        /*0100*/                   {text} ;")
     assert instruction.writes == written
 
 
-def test_what_is_no_cubin() -> None:
+def test_files_that_are_no_cubins_are_refused() -> None:
     for data in (b"", b"no cubin", cubin()[:3000]):
         with pytest.raises(CompileError, match="not an ELF file"):
             decode(data)

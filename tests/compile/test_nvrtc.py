@@ -216,7 +216,7 @@ def test_commands_say_it_once_and_exit_1(tmp_path: Path, broken: Path, monkeypat
     assert "! NVRTC: NVRTC 12.9.99 (nvidia-cuda-nvrtc-cu12) does not work" in doctor.stdout
 
 
-def test_whoever_compiles_stops(tmp_path: Path, broken: Path) -> None:
+def test_every_compile_stops_when_nvrtc_does_not_work(tmp_path: Path, broken: Path) -> None:
     """attngen.jit, verify, bench and tune compile by this function, which keeps nothing of a broken compiler."""
     kernel = kernel_spec("causal", backend="cuda")
     plan = planned("causal", backend="cuda")
@@ -229,7 +229,7 @@ def test_whoever_compiles_stops(tmp_path: Path, broken: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "kind"), [(6, ChoiceError), (11, ChoiceError), (7, ToolchainError), (5, ToolchainError)]
 )
-def test_what_nvrtc_refuses_and_what_it_cannot_do_differ(
+def test_errors_of_sources_and_of_nvrtc_differ(
     monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
 ) -> None:
     """COMPILATION and INTERNAL_ERROR are of a source; BUILTIN_OPERATION_FAILURE and INVALID_OPTION are not."""

@@ -53,7 +53,7 @@ def test_older_spelling_of_pointers() -> None:
 
 
 @pytest.mark.parametrize("text", ["", ".func f() {}", PTX + PTX, ".entry g(.param .v4 .b32 x)\n{"])
-def test_what_is_not_understood_is_refused(text: str) -> None:
+def test_ptx_that_is_not_understood_is_refused(text: str) -> None:
     with pytest.raises(CompileError):
         ptx_parameters(text)
 

@@ -27,7 +27,7 @@ READING = [name for name, arch in ARCHES.items() if arch.capability >= 89]
         for dtype in ("bf16", "fp16")
     ],
 )
-def test_it_reads_8_bytes_and_writes_16(arch: str, dtype: str) -> None:
+def test_a_lane_reads_8_bytes_and_writes_16(arch: str, dtype: str) -> None:
     (spec,) = (one.spec for one in prepared_wideners() if one.spec.dtype == dtype)
     planned = plan(replace(spec, arch=arch))
     artifact = compile_source(planned, render(planned))

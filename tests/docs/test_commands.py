@@ -176,7 +176,7 @@ def test_commands_in_prose_run(shown: Shown, folders: dict[str, Path]) -> None:
     assert result.exit_code == 0, (str(shown), result.output, result.exception)
 
 
-def test_what_is_shown_of_a_cuda_kernel(folders: dict[str, Path]) -> None:
+def test_forms_of_show_of_a_cuda_kernel(folders: dict[str, Path]) -> None:
     """Each form of ``show``, of a kernel in CUDA: what there is, and a sentence for what there cannot be."""
     for line in ("attngen build specs/my_mask.yaml", "attngen show my_mask"):
         assert _run(line, folders).exit_code == 0

@@ -125,7 +125,7 @@ REFUSED = [row[0] for rows in tables(SPEC, "entry", "reason") for row in rows]
 
 
 @pytest.mark.parametrize("entry", REFUSED)
-def test_what_the_plan_refuses(entry: str) -> None:
+def test_entries_that_the_plan_refuses(entry: str) -> None:
     given = yaml.safe_load(code(entry))
     spec = spec_with(models.KernelModel, given | ({"passes": "backward"} if "backward" in given else {}))
     kernels = expand(load_spec_text(yaml.safe_dump(spec)))
@@ -163,7 +163,7 @@ ITERATIONS = [(code(row[0]), row) for rows in tables(LANGUAGE, "mask", "iteratio
 
 
 @pytest.mark.parametrize(("mask", "row"), ITERATIONS, ids=[mask for mask, _ in ITERATIONS])
-def test_iterations(mask: str, row: list[str]) -> None:
+def test_iterations_of_masks_are_those_of_the_table(mask: str, row: list[str]) -> None:
     document = {"dtype": "int32", "shape": ["b", "seqlen_k"]}
     variant = {
         "mask": mask,

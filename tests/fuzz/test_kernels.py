@@ -49,7 +49,7 @@ def test_a_few_compile(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_those_found_compile(tmp_path: Path) -> None:
+def test_regressions_compile(tmp_path: Path) -> None:
     check_compile(regressions(), tmp_path)
 
 

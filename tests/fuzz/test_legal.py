@@ -70,7 +70,7 @@ def test_specs_are_of_all_kinds() -> None:
     assert sum("backend" not in text for text in texts) > 60
 
 
-def test_what_a_spec_leaves_out_is_left_out() -> None:
+def test_open_fields_of_a_spec_are_left_out() -> None:
     """A spec that fixes no field is there as often as one that does."""
     fixed = Counter(bool(legal(seed).fixed) for seed in ALL[:200])
     assert min(fixed.values()) > 50

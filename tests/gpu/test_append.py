@@ -135,7 +135,7 @@ def test_verify_finds_nothing(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("how", UNSUITED)
-def test_what_no_kernel_takes_is_done_in_torch(how: str) -> None:
+def test_calls_that_no_kernel_takes_run_in_torch(how: str) -> None:
     given = a_call(random.Random(1), "pages", torch.bfloat16, half=32)
     both(on_gpu({**given, **UNSUITED[how](given)}))
     assert not launched()
@@ -220,7 +220,7 @@ def test_the_operator_is_as_it_says() -> None:
         torch.library.opcheck(torch.ops.attngen.kv__append.default, arguments)
 
 
-def test_what_tensors_hold_is_checked_under_debug() -> None:
+def test_contents_of_tensors_are_checked_under_debug() -> None:
     """And the kernel writes what it writes elsewhere."""
     given = on_gpu(a_call(random.Random(1), "pages", torch.bfloat16, half=32, lost=False))
     with attngen.debug():

@@ -20,7 +20,7 @@ ROUNDS = 4
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_keeps_its_contract(name: str) -> None:
+def test_kernels_in_8_bits_keep_their_contract(name: str) -> None:
     trial = try_pinned(kernels()[name], torch.device("cuda"), secrets.randbelow(2**31), small=False)
     assert trial.problems == ()
 

@@ -195,7 +195,7 @@ def test_as_many_are_dropped_as_by_torch(rate: float, only: Package) -> None:
 
 
 @only_package("sdpa")
-def test_sdpa_falls_back_to_what_torch_drops(only: Package) -> None:
+def test_sdpa_falls_back_to_the_dropout_of_torch(only: Package) -> None:
     """The reason is found before anything is drawn, also the first time."""
     q, k, v = qkv(100, 100, 64, torch.float32, heads_first=True)
     with sdpa() as routed:

@@ -131,7 +131,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install(folder / "site", *wheels)
 
 
-def test_it_runs_with_no_compiler_and_no_network(site: Path) -> None:
+def test_a_package_runs_with_no_compiler_and_no_network(site: Path) -> None:
     run(CALLS, site)
 
 

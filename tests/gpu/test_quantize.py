@@ -128,7 +128,7 @@ def test_the_cpu_gives_the_same() -> None:
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_what_is_not_finite_stays_where_it_is(granularity: str | int) -> None:
+def test_values_that_are_not_finite_stay_where_they_are(granularity: str | int) -> None:
     given = on_gpu(a_call(torch.bfloat16, granularity=granularity, lengths=(200, 130)))
     given["q"][0, 3, 1, 5] = torch.nan
     given["k"][1, 70, 1, 9] = torch.inf
@@ -348,7 +348,7 @@ def test_a_compiled_program_keeps_it_as_one_operator() -> None:
     )  # fmt: skip
 
 
-def test_what_tensors_hold_is_checked_under_debug() -> None:
+def test_contents_of_tensors_are_checked_under_debug() -> None:
     given = on_gpu(a_call(torch.bfloat16, half=16, lengths=(90, 20), offsets=True))
     attngen.quantize(**given)
     with attngen.debug():

@@ -85,7 +85,7 @@ def test_any_number_of_blocks(name: str, blocks: int) -> None:
         assert all(torch.equal(a, b) for one in results[1:] for a, b in zip(one, results[0], strict=True))
 
 
-def test_a_call_of_few_tiles_takes_it_in_a_graph_too() -> None:
+def test_a_call_of_few_tiles_shares_keys_also_in_a_graph() -> None:
     """128 queries at the end of 8,192 keys: the kernel that shares keys; 4,096 queries: another one."""
     name = "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s3c2_shared"
     members = [kernels()[name], *Kernels(rendered(ORDINARY)).values()]

@@ -21,7 +21,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_what_is_constant(interpreter: Interpreter, fields: str) -> None:
+def test_constant_masks_and_scores_are_right(interpreter: Interpreter, fields: str) -> None:
     declared = f"variants:\n  odd:\n    {fields}"
     assert interpreter.call("problems", forward("odd", declared=declared), 19) == ()
     assert interpreter.call("gradient_problems", backward("odd", declared=declared, layout="varlen"), 19) == ()

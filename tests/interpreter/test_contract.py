@@ -82,7 +82,7 @@ NARROW = {"sliding_window": {"window": 3}, "sink_window": {"sinks": 0, "window":
 
 
 @sampled(variant=NARROW.keys(), name=["k", "v"], keys=[64, 69])
-def test_the_tile_before_the_last_one_is_empty_too(
+def test_an_empty_tile_before_a_ragged_last_one_is_never_loaded(
     interpreter: Interpreter, variant: str, name: str, keys: int
 ) -> None:
     """No query sees any of its keys, also where a ragged last tile is moved back over it."""

@@ -364,7 +364,7 @@ def test_an_index_that_is_not_solved_makes_nothing_full() -> None:
     assert texts(bands(op("eq", load("token", position), var("b")), FACTS)) == ([".."], [], False)
 
 
-def test_what_is_kept_is_kept_for_the_same_facts_alone() -> None:
+def test_bands_are_kept_for_the_same_facts_alone() -> None:
     """Bands are kept by mask and facts: equal facts in another order find them; facts that say less do not."""
     mask = variant("doc[b, q] == doc[b, kv]").mask
     tensors = {declared.name: declared for declared in DECLARED.values() if isinstance(declared, Tensor)}

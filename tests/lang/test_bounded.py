@@ -43,7 +43,7 @@ def _variant(score: str, *scalars: Scalar) -> Variant:
         ("s", None),
     ],
 )
-def test_what_is_bounded(score: str, expected: tuple[float, float] | str | None) -> None:
+def test_bounds_of_scores(score: str, expected: tuple[float, float] | str | None) -> None:
     variant = _variant(score)
     limits = score_bounds(variant.score, variant.ranges)
     if expected is None:

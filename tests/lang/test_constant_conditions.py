@@ -61,7 +61,7 @@ def logits(of: Variant) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("mask", "score", "settled_mask", "settled_score"), SETTLED)
-def test_what_ranges_decide_is_put_in_place(
+def test_conditions_that_ranges_decide_are_folded(
     mask: str, score: str | None, settled_mask: str, settled_score: str | None
 ) -> None:
     before = variant(mask, score)
@@ -75,7 +75,7 @@ def test_what_ranges_decide_is_put_in_place(
 
 
 @pytest.mark.parametrize(("mask", "score"), UNDECIDED)
-def test_what_they_do_not_decide_is_left_alone(mask: str, score: str) -> None:
+def test_other_conditions_are_left_alone(mask: str, score: str) -> None:
     before = variant(mask, score)
     assert fold_conditions(before) is before
 

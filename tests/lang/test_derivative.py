@@ -159,7 +159,7 @@ _INNER = [
 ]  # fmt: skip
 
 
-def test_what_is_flat_or_not_chosen_takes_no_part_in_an_infinite_derivative() -> None:
+def test_flat_and_unchosen_arms_take_no_part_in_an_infinite_derivative() -> None:
     """Wherever torch's derivative is finite, ours is the same: no 0 * inf anywhere along the chain."""
     random = Random(7)
     f64 = torch.float64

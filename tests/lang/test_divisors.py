@@ -91,7 +91,7 @@ def test_multiplications_are_exact(tmp_path: Path) -> None:
         ("q // (n // m + 1) == kv // m", {"n": (1, 99), "m": (1, 9)}, ["n // m + 1", "m"]),
     ],
 )
-def test_which_divisors_are_prepared(mask: str, scalars: dict[str, tuple[int, int]], names: list[str]) -> None:
+def test_divisors_that_are_prepared(mask: str, scalars: dict[str, tuple[int, int]], names: list[str]) -> None:
     assert sorted(each.text for each in divisors(made(mask, **scalars))) == sorted(names)
 
 
@@ -131,6 +131,6 @@ def test_dividends_of_32_bits_take_symbols(mask: str, scalars: dict[str, tuple[i
         assert canonical(plain) == canonical(chosen.mask)
 
 
-def test_divisors_of_scores_count_too() -> None:
+def test_divisors_of_scores_are_prepared() -> None:
     assert [each.text for each in divisors(made("q >= kv", score="s + float(h // n)", n=(1, 8)))] == ["n"]
     assert divisors(made("q >= kv and n > 3", n=(1, 8))) == ()

@@ -63,7 +63,7 @@ def doubts(mask: str, **fields: Any) -> list[tuple[str, str]]:
         ("q_pos >= kv and q_pos - kv < zero", "exclude each other", "q_pos >= kv and q_pos - kv < zero"),
     ],
 )  # fmt: skip
-def test_what_is_probably_not_meant_is_marked(mask: str, message: str, marked: str) -> None:
+def test_probable_mistakes_are_marked(mask: str, message: str, marked: str) -> None:
     ((text, place),) = doubts(mask)
     assert message in text
     assert place == marked
@@ -88,11 +88,11 @@ def test_what_is_probably_not_meant_is_marked(mask: str, message: str, marked: s
         "False",
     ],
 )
-def test_what_may_be_meant_is_not(mask: str) -> None:
+def test_intended_conditions_are_not_marked(mask: str) -> None:
     assert doubts(mask) == []
 
 
-def test_scores_and_values_are_read_as_well() -> None:
+def test_mistakes_in_scores_and_values_are_marked() -> None:
     ((text, place),) = doubts("q_pos >= kv", score="s if kv >= 0 else -inf")
     assert "always true" in text
     assert place == "kv >= 0"

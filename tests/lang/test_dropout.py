@@ -26,7 +26,7 @@ def test_a_variant_with_dropout_takes_a_rate_and_a_state() -> None:
 
 
 @pytest.mark.parametrize("name", ["dropout_p", "rng_state"])
-def test_its_names_are_not_for_others(name: str) -> None:
+def test_names_of_dropout_are_reserved(name: str) -> None:
     with pytest.raises(SpecError, match=f"'{name}' is reserved"):
         compile_variant("v", scalars=[Scalar(name, "fp32")])
     with pytest.raises(SpecError, match=f"unknown (name|tensor) '{name}'"):

@@ -248,7 +248,7 @@ def test_a_masked_position_has_no_gradient() -> None:
     assert s.grad.tolist() == [0.0, 0.25]
 
 
-def test_where_torch_decides() -> None:
+def test_gradients_at_kinks_are_those_of_torch() -> None:
     assert gradient("clamp(s, -1, 1)", [-2.0, -1.0, 0.0, 1.0, 2.0]) == [0.0, 1.0, 1.0, 1.0, 0.0]
     assert gradient("max(s, 0.0)", [-1.0, 0.0, 1.0]) == [0.0, 0.5, 1.0]
     assert gradient("abs(s)", [-1.0, 0.0, 1.0]) == [-1.0, 0.0, 1.0]

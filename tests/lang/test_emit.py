@@ -105,7 +105,7 @@ def test_a_mask_is_one_expression() -> None:
     assert code == Text((), (), "q_position[:, None] >= kv_index[None, :]", ROW | COLUMN)
 
 
-def test_what_is_used_twice_is_computed_once() -> None:
+def test_an_expression_used_twice_is_computed_once() -> None:
     code = mask("0 <= q_pos - kv < window")
     assert code.body == ("q_pos_minus_kv = q_position[:, None] - kv_index[None, :]",)
     assert code.result == "(0 <= q_pos_minus_kv) & (q_pos_minus_kv < window)"
@@ -119,7 +119,7 @@ def test_names_of_let_values_are_used() -> None:
     assert code.body == ("mask_q_pos_minus_kv = q_position[:, None] - kv_index[None, :]",)
 
 
-def test_what_does_not_vary_along_the_keys_is_hoisted() -> None:
+def test_expressions_that_do_not_vary_along_the_keys_are_hoisted() -> None:
     code = mask("kv // 64 == q_pos // 64 and kv < q_pos * 2 + 1")
     assert code.hoisted == (
         "q_pos_div_64 = q_position[:, None] >> 6",
@@ -258,7 +258,7 @@ def test_floor_division_of_what_may_be_negative() -> None:
     assert "((remainder < 0) != (step < 0))" in code.result
 
 
-def test_tanh_is_good_to_float32_near_0_too(tmp_path: Path) -> None:
+def test_tanh_is_good_to_float32_also_near_0(tmp_path: Path) -> None:
     """A cap is much larger than most logits: what is lost of a small angle is lost of the logit."""
     scales = (1e-4, 0.02, 0.2, 1.0, 4.0)
     exprs = [score_of(f"tanh(s * {scale})") for scale in scales]
@@ -343,7 +343,7 @@ def test_floats_become_integers() -> None:
     assert score("int(s)", Target.CUDA).result == "float(__float2int_rz(s))"
 
 
-def test_an_index_that_was_a_float_is_proven_too() -> None:
+def test_an_index_that_was_a_float_is_proven() -> None:
     """NaN becomes 0, so that it is within the bounds as well."""
     assert "mask=" not in "".join(score("s + table[int(clamp(s, 0.0, 1000.0))]").body)
     assert "mask=" in "".join(score("s + table[int(clamp(s, 1.0, 1024.0))]").body)

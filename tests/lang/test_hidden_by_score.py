@@ -68,7 +68,7 @@ def test_a_condition_becomes_the_mask(mask: str | None, score: str, seen: str, r
         "(0 if q >= kv else -inf) * s",
     ],
 )
-def test_what_stays_a_score(score: str) -> None:
+def test_scores_that_become_no_mask(score: str) -> None:
     compiled = variant(None, score)
     assert not compiled.masked
     assert compiled.score is not None

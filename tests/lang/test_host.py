@@ -44,7 +44,7 @@ def test_values_of_bounds(bound: Any, values: list[int] | None) -> None:
      ["add", None, 1], [["add"], 1, 2], {"add": 1},
      ["add", "x", ["add", 1, 2.0]]],
 )  # fmt: skip
-def test_what_is_no_bound(bound: Any) -> None:
+def test_other_values_are_no_bounds(bound: Any) -> None:
     assert not is_bound(bound)
 
 

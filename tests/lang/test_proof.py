@@ -112,7 +112,7 @@ def _similar(source: random.Random, expr: Expr) -> Expr:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_proved_holds(seed: int) -> None:
+def test_proved_orders_hold(seed: int) -> None:
     source = random.Random(seed)
     worlds = [World.random(source) for _ in range(12)]
     for _ in range(40):

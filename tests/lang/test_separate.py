@@ -63,7 +63,7 @@ def plain(expr: Expr, chosen: Variant) -> Expr:
         ("(q - kv + far) % n == 0", "(q - kv + far) % n == 0"),  # an int64
     ],
 )
-def test_what_is_left_for_each_pair(mask: str, rest: str) -> None:
+def test_the_rest_of_a_mask_for_each_pair(mask: str, rest: str) -> None:
     assert left(mask) == rest
 
 
@@ -114,7 +114,7 @@ def test_nothing_is_seen_differently(mask: str, along: str) -> None:
         ("kv // 64 % 2 == q // 64 % 2", [], []),
     ],
 )
-def test_what_is_found_once_for_a_key_or_a_query(mask: str, of_key: list[str], of_query: list[str]) -> None:
+def test_intervals_computed_once_for_a_key_or_a_query(mask: str, of_key: list[str], of_query: list[str]) -> None:
     chosen = made(mask)
     facts = with_symbols(Facts.of(chosen), chosen)
     for along, names, others, wanted in (("kv", KEYS, ROWS, of_key), ("q", ROWS, KEYS, of_query)):

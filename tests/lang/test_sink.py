@@ -50,7 +50,7 @@ def test_a_sink_is_a_float_over_batch_and_head(text: str | float, printed: str) 
         ("sink[h]", "unknown tensor 'sink'; did you mean 'sinks'"),
     ],
 )
-def test_what_differs_within_a_head_is_refused(text: str, reason: str) -> None:
+def test_sinks_that_differ_within_a_head_are_refused(text: str, reason: str) -> None:
     with pytest.raises(SpecError, match=reason) as raised:
         sink(text)
     assert raised.value.field == "sink"

@@ -60,7 +60,7 @@ def test_the_factors_multiply_to_the_derivative(score: str | None, fast_math: bo
         torch.testing.assert_close(total.detach(), by_slope)  # type: ignore[union-attr]
 
 
-def test_what_may_be_infinite_is_told() -> None:
+def test_slopes_that_may_be_infinite() -> None:
     for score, finite in (
         ("tanh(s)", True), ("log(s)", False), ("s / (1 + s * s)", False), ("2 * sin(s)", True),
         ("-(abs(s) + 0.01) * (1.0 if kv % 4 != 3 else inf)", False),

@@ -47,7 +47,7 @@ def test_the_values_stay(score: str) -> None:
         ("s", False),
     ],
 )
-def test_what_is_multiplied_with_the_key_stands_apart(score: str, splits: bool) -> None:
+def test_the_factor_of_the_key_stands_apart(score: str, splits: bool) -> None:
     variant = compile_variant("test", True, score, [Scalar("slope", "fp32")], [])
     value = split_keys(fold_logit(variant.score, variant.ranges, fast_math=True).value, FIRST, KEY)
     parts = split_slope(value, KEY)

@@ -43,7 +43,7 @@ SCALARS = (Scalar("nx", "int32", min=1),)
         ("time[q] * 2 > time[kv]", None, ["time[q]", "time[kv]"]),
     ],
 )  # fmt: skip
-def test_what_depends_on_one_side_is_one_statistic(mask: str, rest: str | None, values: list[str]) -> None:
+def test_an_expression_of_one_side_is_one_statistic(mask: str, rest: str | None, values: list[str]) -> None:
     variant = compile_variant("test", mask, None, SCALARS, TENSORS)
     parts = separated(variant.mask, Facts.of(variant))
     assert [canonical(each.value) for each in parts.statistics] == values

@@ -65,7 +65,7 @@ def test_a_damaged_manifest_is_refused() -> None:
         restore_variant({**PACKED.to_dict(), "mask": "__import__('os')"})
 
 
-def test_what_a_variant_knows() -> None:
+def test_properties_of_a_variant() -> None:
     assert [scalar.name for scalar in PACKED.arguments] == ["window", "floor_"]
     assert set(PACKED.labels.values()) == {"gap"}
     assert PACKED.uses() == (

@@ -46,21 +46,21 @@ def known() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("known")
-def test_it_is_asked_first_and_takes_what_it_can() -> None:
+def test_the_outside_schedule_is_asked_first_and_takes_what_it_can() -> None:
     assert [(kernel.schedule, kernel.variant.name) for kernel in plans()] == [
         *[("split_keys", "full")] * 4, *[("hopper_forward", "causal")] * 4,
     ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("known")
-def test_what_it_refuses_is_told_where_nobody_else_takes_it() -> None:
+def test_its_reason_is_in_the_error_where_no_schedule_takes_a_kernel() -> None:
     text = SPEC.replace("variant: causal", "variant: causal, backend: cuda, loads: pointer")
     with pytest.raises(PlanError, match=r"no mask, no score.*; cuda kernels load through tensor descriptors"):
         [plan(kernel) for kernel in expand(load_spec_text(text))]
 
 
 @pytest.mark.usefixtures("known")
-def test_it_renders_and_compiles_with_its_launches_and_workspaces() -> None:
+def test_the_outside_schedule_renders_and_compiles_with_its_launches_and_workspaces() -> None:
     for kernel in (one for one in plans() if one.schedule == "split_keys"):
         artifact = compile_source(kernel, render(kernel))
         manifest = artifact.manifest
@@ -123,7 +123,7 @@ def test_a_call_makes_both_launches_on_one_workspace(recorder: Recorder) -> None
 
 
 @pytest.mark.usefixtures("known")
-def test_it_is_explained_beside_those_that_attngen_knows(tmp_path: Path) -> None:
+def test_the_outside_schedule_is_explained_beside_the_built_in_ones(tmp_path: Path) -> None:
     path = tmp_path / "outside.yaml"
     path.write_text(SPEC)
     for explanation in explain_spec(path, seqlens=[128]):

@@ -153,7 +153,7 @@ def test_a_source_distribution_needs_no_attngen_of_this_machine(project: Path, t
     ],
     ids=["key", "file", "size", "name", "mask"],
 )  # fmt: skip
-def test_what_is_wrong_with_a_project_is_said(
+def test_errors_of_a_project_are_said(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str],
     place: str, old: str, new: str, message: str,
 ) -> None:  # fmt: skip

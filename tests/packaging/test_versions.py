@@ -45,7 +45,9 @@ def tensors(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Te
     return q, k, v
 
 
-def test_it_launches_what_the_reference_computes(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_of_another_version_computes_the_same_as_the_reference(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu = FakeDriver()
     allowed = torch.rand(2, 40, 40) < 0.5
     with on_fake_gpu(site, monkeypatch, gpu) as package:

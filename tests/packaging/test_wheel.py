@@ -40,7 +40,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def test_it_holds_the_runtime_the_kernels_and_their_sources(wheel: Path) -> None:
+def test_a_wheel_holds_the_runtime_the_kernels_and_their_sources(wheel: Path) -> None:
     files = contents(wheel)
     index = json.loads(files["attngen_small/package.json"])
     assert (index["package"], index["attngen"], index["spec"]) == ("attngen_small", VERSION, "small.yaml")
@@ -71,7 +71,7 @@ def test_it_holds_the_runtime_the_kernels_and_their_sources(wheel: Path) -> None
     assert "Triton 3.0 (triton)" in notice
 
 
-def test_its_metadata(wheel: Path) -> None:
+def test_metadata_of_a_wheel(wheel: Path) -> None:
     assert wheel.name == "attngen_small-0.1.0-py3-none-manylinux_2_17_aarch64.manylinux_2_17_x86_64.whl"
     files = contents(wheel)
     info = "attngen_small-0.1.0.dist-info"
@@ -151,7 +151,7 @@ def test_arch_version_platform_and_licence(tmp_path: Path) -> None:
         make(write_spec(tmp_path), tmp_path / "dist", licence=tmp_path / "nowhere")
 
 
-def test_what_costs_how_much(wheel: Path) -> None:
+def test_bytes_of_a_wheel_by_kernel(wheel: Path) -> None:
     sizes = sizes_of(wheel)
     assert sizes.total == wheel.stat().st_size
     assert {(s.variant, s.head_dim, s.arch, s.kernels) for s in sizes.shares} == {
@@ -202,7 +202,7 @@ def test_an_earlier_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("fake_compiler")
-def test_what_cannot_be_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_cannot_be_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = write_spec(tmp_path, "schema: 1\npackage: nothing\n", "nothing.yaml")
     with pytest.raises(SpecError, match="nothing.yaml: kernels: no kernels"):
         make(empty, tmp_path / "dist")

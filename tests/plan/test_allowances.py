@@ -78,7 +78,7 @@ def refused(traits: frozenset[str], head_dim: int) -> str:
 
 
 @pytest.mark.parametrize("row", LEFT_TO_OTHERS, ids=lambda row: "-".join(sorted(row.traits)))
-def test_what_is_left_to_others_is_refused_and_nothing_beside_it(row: LeftToOthers) -> None:
+def test_rows_of_the_table_are_refused_and_nothing_beside_them(row: LeftToOthers) -> None:
     head_dim = row.beyond + 64
     assert row.says in refused(row.traits, head_dim)
     assert row.says not in refused(row.traits, ALL_OF_DQ) or row.beyond < ALL_OF_DQ

@@ -61,7 +61,7 @@ def test_the_faster_backend_is_tried_to_its_end_and_then_the_other() -> None:
     assert {p.backend for p in attempts(kernel_spec("causal", backend="cuda"))} == {"cuda"}
 
 
-def test_what_a_spec_fixes_stays() -> None:
+def test_fixed_fields_of_a_spec_stay() -> None:
     spec = kernel_spec("causal", backend=None, tile="{m: 128}", pipeline="{stages: 2}")
     plans = list(attempts(spec))
     assert len(plans) > 2

@@ -78,7 +78,7 @@ def test_fields_of_cuda_kernels_decide(fields: dict[str, object]) -> None:
         planned(backend="triton", **fields)  # type: ignore[arg-type]
 
 
-def test_what_no_backend_can_do_is_refused_with_the_reason_of_each() -> None:
+def test_forwards_that_no_backend_has_are_refused_with_the_reason_of_each() -> None:
     with pytest.raises(
         PlanError, match=r"test\.yaml:\d: warps: cuda: 4 consumers are not allowed.*; triton: .*no roles"
     ):
@@ -153,7 +153,7 @@ def own(score: str, *, grad: bool = False, dropout: bool = False) -> dict[str, o
         (BOTH_READ | {"deterministic": "true"}, "a mask and a score that both read tensors by position"),
     ],
 )
-def test_what_only_triton_has_decides_for_a_backward(fields: dict[str, object], reason: str) -> None:
+def test_fields_that_only_triton_has_decide_for_a_backward(fields: dict[str, object], reason: str) -> None:
     kernel = free_backward(**fields)
     assert kernel.backend == "triton"
     assert kernel.backend_reason.startswith("not cuda: ")
@@ -175,11 +175,11 @@ def test_what_only_triton_has_decides_for_a_backward(fields: dict[str, object], 
         own("s + t[h]", grad=True) | {"head_dim": 128},
     ],
 )
-def test_what_a_backward_in_cuda_can_do_gets_one(fields: dict[str, object]) -> None:
+def test_backwards_that_cuda_can_do_are_in_cuda(fields: dict[str, object]) -> None:
     assert free_backward(**fields).backend == "cuda"
 
 
-def test_what_no_backward_can_do_is_refused_with_the_reason_of_each() -> None:
+def test_backwards_that_no_backend_has_are_refused_with_the_reason_of_each() -> None:
     with pytest.raises(PlanError, match=r"backward: cuda: .*own tensors.*; triton: .*added atomically"):
         free_backward(**own("s + t[h]", grad=True), deterministic="true")
 
@@ -197,13 +197,13 @@ def test_what_no_backward_can_do_is_refused_with_the_reason_of_each() -> None:
         ("warps: 8", ["triton", "cuda"]),
     ],
 )
-def test_what_an_entry_says_of_both_passes(entry: str, backends: list[str]) -> None:
+def test_backends_of_an_entry_with_both_passes(entry: str, backends: list[str]) -> None:
     text = f"{{variant: causal, head_dim: 64, passes: [forward, backward], {entry}}}"
     kernels = expand(load_spec_text(f"schema: 1\narch: sm90a\nkernels: [{text}]\n"))
     assert [plan(kernel).backend for kernel in kernels] == backends
 
 
-def test_the_reason_is_told() -> None:
+def test_explain_has_the_reason_of_a_backend() -> None:
     (explanation,) = explain_spec(specs_dir() / "hopper.yaml", "bf16_d128_full_m128n128s2c2", seqlens=[64])[:1]
     assert ("backend", "cuda, the spec names it") in explanation.facts()
     (other,) = explain_spec(specs_dir() / "presets" / "softcap.yaml", "d64_softcap_m", seqlens=[64])

@@ -48,18 +48,18 @@ def test_a_backward_has_tiles_of_its_own() -> None:
         "order: natural", "epilogue: direct", "pack_gqa: true",
     ],
 )  # fmt: skip
-def test_what_is_the_forwards_is_refused_without_one(field: str) -> None:
+def test_fields_of_the_forward_are_refused_without_one(field: str) -> None:
     with pytest.raises(SpecError, match=rf"kernels\[0\]\.{field.split(':')[0]}: is for the forward"):
         kernels(f"passes: backward, {field}")
 
 
 @pytest.mark.parametrize("field", ["order: natural", "epilogue: direct", "pack_gqa: [false, true]"])
-def test_what_is_the_forwards_leaves_the_backward_as_it_is(field: str) -> None:
+def test_fields_of_the_forward_leave_the_backward_as_it_is(field: str) -> None:
     alone, _ = dict.fromkeys(kernels("passes: [backward, forward]"))
     assert [one for one in kernels(f"passes: [forward, backward], {field}") if one.direction == "backward"] == [alone]
 
 
-def test_how_the_backward_is_computed_is_refused_without_one() -> None:
+def test_fields_of_the_backward_are_refused_without_one() -> None:
     with pytest.raises(SpecError, match=r"kernels\[0\]\.backward: .*allowed: passes: \[forward, backward\]"):
         kernels("backward: {dq: {warps: 4}}")
 

@@ -103,7 +103,7 @@ def test_turns_in_8_bits_last_until_products_are_done_where_these_are_short(head
         ({"alignment": 4}, r"alignment: 4 is not allowed; allowed: 16, 2 \(one element\)"),
     ],
 )
-def test_what_does_not_exist_is_refused_by_name(fields: dict[str, object], message: str) -> None:
+def test_choices_that_do_not_exist_are_refused_by_name(fields: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         planned(**fields)  # type: ignore[arg-type]
 

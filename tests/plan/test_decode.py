@@ -39,7 +39,7 @@ def test_every_layout_and_mask_has_one_launch_in_cuda(layout: str, variant: str)
     assert ("page_table_ptr" in given) == ("box_rows" in given) == (layout == "paged")
 
 
-def test_its_name_and_that_of_the_ordinary_kernel_differ() -> None:
+def test_names_of_the_split_and_the_ordinary_kernel_differ() -> None:
     ordinary, split = expand(
         load_spec_text("schema: 1\narch: [sm90a]\nkernels: [{variant: causal, head_dim: 64, split_kv: true}]\n")
     )
@@ -81,7 +81,7 @@ def test_memory(head_dim: str, dtype: str) -> None:
         ("variant: dropped", "split_kv", "dropout shares random numbers among rows of one head"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_field(entry: str, field: str, reason: str) -> None:
+def test_unsupported_fields_are_refused_by_name(entry: str, field: str, reason: str) -> None:
     head_dim = "12" if "head_dim" in entry else "64"
     with pytest.raises(PlanError, match=reason) as caught:
         planned(

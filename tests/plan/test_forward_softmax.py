@@ -66,7 +66,7 @@ def test_a_bounded_score_has_a_constant_reference(
         ("30 * tanh(s / 30)", {}, "fp8_e4m3", "'bounded' does not exist in fp8_e4m3"),
     ],
 )
-def test_what_is_not_bounded_is_refused_with_what_would_be(
+def test_unbounded_scores_are_refused_with_a_bounded_form(
     score: str, scalar: dict[str, float], dtype: str, message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
@@ -95,7 +95,7 @@ def test_what_is_not_bounded_is_refused_with_what_would_be(
         ("s", {}, (False, False)),
     ],
 )
-def test_which_scores_take_other_ways(score: str, fields: dict[str, object], expected: tuple[bool, bool]) -> None:
+def test_capped_and_relative_scores(score: str, fields: dict[str, object], expected: tuple[bool, bool]) -> None:
     structure = _structure(_declared(score), **{"head_dim": 64, **fields})
     assert (structure.capped, structure.relative) == expected
 

@@ -67,7 +67,7 @@ def test_every_choice_of_a_spec_lands_in_the_plan() -> None:
     assert "work_asked" not in [region.name for region in roles.shared]
 
 
-def test_what_a_spec_leaves_open_is_chosen() -> None:
+def test_open_fields_of_a_spec_are_chosen() -> None:
     plan = on_hopper()
     roles = roles_of(plan)
     assert plan.backend == "cuda"
@@ -373,7 +373,7 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_by_name(fields: dict[str, object], message: str) -> None:
+def test_impossible_fields_are_refused_by_name(fields: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
         on_hopper(**fields)  # type: ignore[arg-type]
     assert str(caught.value).startswith("test.yaml:")

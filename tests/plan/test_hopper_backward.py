@@ -176,7 +176,9 @@ def test_two_kernels_of_one_source() -> None:
         ("dilated", {}, "tile_map", "pingpong"), ("allowed", {}, "tile_map", "pingpong"),
     ],
 )  # fmt: skip
-def test_how_a_block_finds_its_queries(variant: str, fields: dict[str, object], iteration: str, overlap: str) -> None:
+def test_iteration_over_the_queries_of_a_block(
+    variant: str, fields: dict[str, object], iteration: str, overlap: str
+) -> None:
     kernel = backward(variant, **fields)
     assert (kernel.iteration, kernel.launch("dqkv").iteration) == (iteration, iteration)
     assert [part.name for part in kernel.launches].count("classify_dqkv") == (iteration == "tile_map")
@@ -262,7 +264,7 @@ def test_counters_stand_behind_the_sums_or_alone() -> None:
         ("sliding_window", {"head_dim": 256}, False, 0),
     ],
 )
-def test_what_spans_of_consumers_and_values_of_queries_ask_for(
+def test_spans_of_consumers_and_values_of_queries_are_planned_and_rendered(
     variant: str, fields: dict[str, object], own: bool, values: int
 ) -> None:
     kernel = backward(variant, **fields)
@@ -340,7 +342,9 @@ def declared(score: str) -> dict[str, object]:
         ("relative_bias", {"head_dim": 128}, "dk", None),
     ],
 )
-def test_what_a_score_asks_for(variant: str, fields: dict[str, object], overlap: str, weighted: str | None) -> None:
+def test_overlap_and_derivative_of_a_score(
+    variant: str, fields: dict[str, object], overlap: str, weighted: str | None
+) -> None:
     kernel = backward(variant, **fields)
     assert kernel.structure is not None
     assert kernel.structure.overlap == overlap
@@ -407,7 +411,7 @@ def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_shar
         ),
     ],
 )
-def test_what_is_refused(variant: str, fields: dict[str, str], message: str) -> None:
+def test_unsupported_backwards_are_refused(variant: str, fields: dict[str, str], message: str) -> None:
     with pytest.raises(PlanError, match=rf"test\.yaml:\d+: {message}"):
         backward(variant, **fields)
 
@@ -514,5 +518,5 @@ def test_heads_of_a_group_go_by_stripes(variant: str) -> None:
         ("allowed", {}),
     ],
 )
-def test_who_goes_head_by_head(variant: str, fields: dict[str, object]) -> None:
+def test_backwards_that_go_head_by_head(variant: str, fields: dict[str, object]) -> None:
     assert backward(variant, **{"head_dim": 128, **fields}).structure.stripe == 0

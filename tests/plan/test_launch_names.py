@@ -41,7 +41,7 @@ def test_the_gradients_that_a_launch_computes_are_in_its_name(backend: str, vari
 
 
 @pytest.mark.parametrize(("head_dim", "last"), [(128, "dqkv"), (256, "postprocess")])
-def test_what_only_rounds_dq_says_so(head_dim: int, last: str) -> None:
+def test_a_launch_that_only_rounds_dq_has_a_name_of_its_own(head_dim: int, last: str) -> None:
     backward = planned("causal", head_dim=head_dim, passes="backward", backward="{backend: cuda}")
     assert backward.launches[-1].name == last
     names = {argument.of for argument in backward.launches[-1].arguments}

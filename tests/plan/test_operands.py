@@ -42,7 +42,7 @@ def regions(plan: Plan) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_what_follows_from_the_bytes_of_a_dtype(name: str) -> None:
+def test_elements_of_chunks_and_registers_follow_from_the_bytes_of_a_dtype(name: str) -> None:
     row = dtype(name)
     for elements, of in ((row.chunk_elements, 16), (row.mma_k, 32)):
         assert elements * row.bytes == of

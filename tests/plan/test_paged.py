@@ -53,14 +53,14 @@ def test_k_and_v_have_a_loader_each_over_pages_alone(layout: str) -> None:
     assert ("pages.cuh" in text) == paged
 
 
-def test_what_explain_says_of_the_loaders() -> None:
+def test_loaders_as_explain_names_them() -> None:
     for layout, loads in (("varlen", "warp 9 loads K and V, and 10 Q"), ("paged", "warp 9 loads K, 10 Q, and 11 V,")):
         plan = planned(head_dim=128, backend="cuda", layout=layout)
         assert isinstance(plan.structure, HopperForward)
         assert any(loads in line for line in hopper_forward._roles(plan, plan.structure))
 
 
-def test_what_a_paged_kernel_is_told() -> None:
+def test_arguments_of_a_paged_kernel() -> None:
     names = [one.name for one in planned(head_dim=128, backend="cuda", layout="paged").arguments]
     told = {"page_table_ptr", "page_table_stride", "page_size", "num_pages", "box_rows"}
     assert told | {"seqused_k_ptr", "cu_seqlens_q_ptr", "has_cu_seqlens_q"} <= {*names}
@@ -74,7 +74,7 @@ def test_what_a_paged_kernel_is_told() -> None:
         ({"backend": "triton"}, "triton forwards"),
     ],
 )
-def test_what_reads_no_pages_refuses_them(fields: dict[str, str], what: str) -> None:
+def test_kernels_that_read_no_pages_refuse_them(fields: dict[str, str], what: str) -> None:
     with pytest.raises(PlanError, match=f"{what} have no kernel with 'paged'; allowed: dense, varlen") as caught:
         planned(head_dim=64, layout="paged", **fields)
     assert caught.value.field == "layout"

@@ -198,7 +198,7 @@ def test_an_arrival_more_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("model", list(MODELS))
-def test_what_is_declared_runs(model: str) -> None:
+def test_the_declared_pipes_run(model: str) -> None:
     for seed in range(20):
         MODELS[model][1](Random(seed))
 

@@ -50,7 +50,7 @@ def test_nothing_outside_asks_which_schedule_it_is(path: Path) -> None:
     assert not asked(path.read_text("utf-8"))
 
 
-def test_who_asks_is_found() -> None:
+def test_imports_and_names_of_schedules_are_noticed() -> None:
     assert asked("from attngen.plan.schedules.structures import HopperForward")
     assert asked("from attngen.plan.schedules import hopper_forward")
     assert asked("def f(plan):\n    return plan.schedule == 'hopper_cluster'")

@@ -24,7 +24,7 @@ def roles(kernel: Plan) -> HopperForward:
     return kernel.structure
 
 
-def test_it_is_a_kernel_beside_the_ordinary_one() -> None:
+def test_the_kernel_that_shares_keys_stands_beside_the_ordinary_one() -> None:
     ordinary, shared = planned("variant: causal, head_dim: 128")
     assert ordinary.name == "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s2c2"
     assert shared.name == "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s3c2_shared"
@@ -88,7 +88,7 @@ def test_partial_results_have_room(dims: str) -> None:
         ("variant: full, head_dim: 64, kv_dtype: fp8_e4m3", "kv_dtype", "allowed: split_kv: true"),
     ],
 )
-def test_what_it_cannot_do_is_refused(entry: str, field: str, told: str) -> None:
+def test_unsupported_fields_are_refused(entry: str, field: str, told: str) -> None:
     text = f"schema: 1\narch: [sm90a]\nkernels:\n  - {{split_kv: tiles, {entry}}}\n"
     (shared,) = (one for one in expand(load_spec_text(text)) if one.split_tiles)
     with pytest.raises(PlanError, match=told) as caught:

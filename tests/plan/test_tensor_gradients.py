@@ -108,7 +108,7 @@ def value_of(node: Expr, values: dict[str, int]) -> int:
     return int(FOLD[node.op](*(value_of(argument, values) for argument in node.args)))
 
 
-def test_what_is_left_to_triton() -> None:
+def test_wide_heads_are_left_to_triton() -> None:
     kernel = backward("s + gate[h]", head_dim=192)
     assert kernel.backend == "triton"
     assert "own tensors (grad: true) beyond head dim 128" in kernel.backend_reason
@@ -129,7 +129,7 @@ def test_places_of_large_gradients_are_counted_in_64_bits() -> None:
     assert "const int entry = " in render(backward("s * table[h, clamp(q_pos - kv, 0, 256)]")).text
 
 
-def test_which_biases_may_be_stored_as_they_are() -> None:
+def test_gradients_of_biases_that_are_stored_as_they_are() -> None:
     (bias,) = stored_gradients(backward("s + bias[h, q, kv]"))
     assert bias.prefix == {"h"}
     for score in ("s + wide[b, h, q, kv]", "s + 2.0 * bias[h, q, kv]", "s + bias[0, q, kv] + bias[1, q, kv]"):

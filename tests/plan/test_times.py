@@ -18,7 +18,7 @@ from attngen.tools.verify.interpreter import kernel_of
 MULTIPROCESSORS = 132
 
 
-def test_what_was_measured_keeps_its_times() -> None:
+def test_measured_tiles_keep_their_times() -> None:
     for row in TABLE:
         assert times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster) == (row.launch, row.tile, row.step)
         assert is_measured(row.consumers, row.tile_n, row.columns, 2, row.cluster)

@@ -125,7 +125,7 @@ def _check(plan: Plan, case: tuple[int, ...], ranges: list[tuple[int, ...]]) -> 
         ("sliding_window", {"dtype": "fp8_e4m3"}, False),
     ],
 )
-def test_which_kernels_have_such_tiles(variant: str, fields: dict[str, str], expected: bool) -> None:
+def test_kernels_with_tiles_that_end_with_what_is_seen(variant: str, fields: dict[str, str], expected: bool) -> None:
     plan = planned(variant, backend="cuda", head_dim=128, **fields)
     assert isinstance(plan.structure, HopperForward)
     assert plan.structure.anchored is expected

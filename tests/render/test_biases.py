@@ -48,7 +48,7 @@ def tiled(plan: Plan) -> int:
         ("s + bias[h, kv]", "bias: {dtype: bf16, shape: [h, seqlen_k]}", 0),
     ],
 )
-def test_which_elements_come_as_tiles(score: str, tensors: str, count: int) -> None:
+def test_biases_that_come_as_tiles(score: str, tensors: str, count: int) -> None:
     plan = scored(score, tensors)
     assert tiled(plan) == len(biases(plan.variant)) == count
 
@@ -73,7 +73,7 @@ def test_the_loader_brings_them_and_consumers_read_no_element() -> None:
     ],
     ids=lambda fields: next(iter(fields.items())),
 )
-def test_where_they_do_not_fit_consumers_load_elements(fields: dict[str, str]) -> None:
+def test_consumers_load_elements_where_tiles_do_not_fit(fields: dict[str, str]) -> None:
     plan = scored("s + bias[h, q, kv]", OF_HEADS, **fields)
     assert tiled(plan) == 0
     assert "u_bias[" in render(plan).text or "+ u_bias" in render(plan).text
@@ -128,7 +128,7 @@ def tiled_by_keys(plan: Plan) -> int:
     ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_which_elements_a_backward_has_as_tiles(score: str, tensors: str, count: int, head_dim: int) -> None:
+def test_biases_that_come_as_tiles_in_a_backward(score: str, tensors: str, count: int, head_dim: int) -> None:
     assert tiled_by_keys(backward(score, tensors, head_dim=head_dim)) == count
 
 
@@ -168,7 +168,7 @@ def test_tiles_of_a_backward_fit_shared_memory(mask: str, head_dim: int) -> None
         ("s + bias[0, q, kv] + bias[1, q, kv]", "bias: {dtype: bf16, shape: [2, seqlen_q, seqlen_k]}", {}),  # no room
     ],
 )
-def test_where_tiles_do_not_fit_a_backward_loads_elements(score: str, tensors: str, fields: dict[str, Any]) -> None:
+def test_a_backward_loads_elements_where_tiles_do_not_fit(score: str, tensors: str, fields: dict[str, Any]) -> None:
     assert tiled_by_keys(backward(score, tensors, **fields)) == 0
 
 

@@ -118,7 +118,7 @@ def test_the_users_own_text_reaches_no_source() -> None:
 # --- packed heads ---------------------------------------------------------------------------------------------
 
 
-def test_what_depends_on_the_head_is_computed_for_each_row() -> None:
+def test_values_of_the_head_are_computed_for_each_row() -> None:
     """No line outside the loop over elements, and no multiplier, holds a value of one head."""
     declared = (
         'variants:\n  own:\n    mask: "kv < limit[h] and kv <= q_pos - 3 * h"\n'

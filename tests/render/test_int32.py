@@ -93,10 +93,10 @@ def test_bounds_of_tiles_are_those_of_int64(name: str, along: Along) -> None:
     text, scalars = declared(name)
     passes = {"passes": "backward", "backward": "{backend: cuda}"} if along is QUERIES else {"backend": "cuda"}
     planned = plan(kernel_spec("own", declared=text, head_dim=128, **passes))
-    visible = bands(planned.variant.mask, facts_of(planned), over=along.axis)
-    bounded = Bands(visible.visible, (), exact=True)
+    intervals = bands(planned.variant.mask, facts_of(planned), over=along.axis)
+    bounded = Bands(intervals.visible, (), exact=True)
     pairs = [*segments(bounded, along.tile, along.length, facts_of(planned)).partial]
-    pairs += [inward(planned, each, along) for each in visible.full]
+    pairs += [inward(planned, each, along) for each in intervals.full]
     ends = [settled(planned, end, along) for pair in pairs for end in pair]
     exact = [narrowed(planned, end, along) for end in ends]
     if any(map(holds_int64, ends)):

@@ -38,7 +38,7 @@ def test_the_loader_loads_for_keys_and_consumers_for_rows_once() -> None:
     assert "u_doc[" not in steps
 
 
-def test_in_8_bits_too() -> None:
+def test_values_of_keys_in_8_bits() -> None:
     count, text = masked(*DOCUMENTS, dtype="fp8_e4m3")
     assert count == 1
     assert "key_values[i] = {u_doc_kv};" in text
@@ -63,7 +63,7 @@ def test_in_a_backward_they_come_with_the_queries() -> None:
         ("seen[b, kv]", "seen: {dtype: bool, shape: [b, seqlen_k]}", 0),
     ],
 )
-def test_which_values_come_with_the_queries_of_a_backward(mask: str, tensors: str, count: int) -> None:
+def test_values_that_come_with_the_queries_of_a_backward(mask: str, tensors: str, count: int) -> None:
     declared = f"variants:\n  own: {{mask: '{mask}', tensors: {{{tensors}}}}}\n"
     plan = planned(
         "own", declared=declared, passes="backward", head_dim=128, backward="{backend: cuda}", tile_map="never"
@@ -73,7 +73,7 @@ def test_which_values_come_with_the_queries_of_a_backward(mask: str, tensors: st
     assert ("QueryValues values[kBlockM / 32];" in render(plan).text) == (count > 0)
 
 
-def test_what_decides_nothing_is_not_loaded() -> None:
+def test_values_that_decide_nothing_are_not_loaded() -> None:
     """Both arms show the same keys, which are an interval."""
     mask = "kv <= q_pos if x[{0}] > 0 else kv <= q_pos"
     assert masked(mask.format("kv"), "x: {dtype: int32, shape: [n]}")[0] == 0
@@ -84,7 +84,7 @@ def test_what_decides_nothing_is_not_loaded() -> None:
     assert "u_x[" not in render(plan).text
 
 
-def test_what_such_a_value_needs_is_computed_where_it_is_loaded() -> None:
+def test_the_index_of_a_value_is_computed_where_it_is_loaded() -> None:
     plan = planned("causal_packed", passes="backward", head_dim=128, backward="{backend: cuda}")
     loader, consumer = render(plan).text.split("// A consumer: 64 keys.")
     assert "const int u_q_pos_max_0 = max(q_pos, 0);" in loader
@@ -146,7 +146,7 @@ def test_the_room_is_for_values_of_the_mask_alone() -> None:
     assert "const auto [u_doc_kv] = of_key(key);" in render(plan).text
 
 
-def test_those_of_a_head_differ_between_rows_of_packed_heads() -> None:
+def test_values_of_a_head_do_not_come_with_packed_heads() -> None:
     own = "of_head[h, kv] > 0", "of_head: {dtype: int32, shape: [h, seqlen_k]}"
     assert masked(*own, tile_map="never")[0] == 1
     assert masked(*own, pack_gqa="true", tile_map="never")[0] == 0

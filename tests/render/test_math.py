@@ -39,7 +39,7 @@ def test_products_are_said_in_comments(direction: str, backend: str, variant: st
     assert unsaid(text) == []
 
 
-def test_other_loops_too() -> None:
+def test_products_of_other_loops_are_said_in_comments() -> None:
     unified = planned(backend="cuda", warps="{producer: 0}", head_dim=128)
     decode = planned(backend="cuda", split_kv="true", head_dim=128)
     for plan in (unified, decode):
@@ -48,6 +48,6 @@ def test_other_loops_too() -> None:
         assert unsaid(text) == []
 
 
-def test_what_is_unsaid_is_found() -> None:
+def test_a_product_without_its_comment_is_noticed() -> None:
     text = render(planned(backend="cuda", head_dim=128)).text
     assert unsaid(text.replace("// O += P V", "// the product"))

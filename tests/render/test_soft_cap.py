@@ -37,7 +37,7 @@ int main(int count, char** given) {
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-def test_it_is_as_good_as_tanh_where_it_holds_and_says_where_it_does_not(tmp_path: Path) -> None:
+def test_the_soft_cap_is_as_good_as_tanh_where_it_holds_and_says_where_not(tmp_path: Path) -> None:
     for name in ("soft_cap.cuh", "softmax.cuh"):
         (tmp_path / name).write_text(on_host(name, headers()[name]))
     (tmp_path / "soft_cap.cpp").write_text(PROGRAM)

@@ -108,7 +108,7 @@ FORMS = {
         ("decay", 32, "fp16", "dense", (150, 300), 0),
     ],
 )
-def test_what_it_adds(
+def test_sums_are_those_of_float64(
     form: str, head_dim: int, dtype: str, layout: str, lengths: tuple[int, int], stored: int, tmp_path: Path
 ) -> None:
     score = FORMS[form]

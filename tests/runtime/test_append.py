@@ -146,7 +146,7 @@ def test_rotated_queries_go_where_the_caller_says() -> None:
     assert not torch.equal(q, kept)
 
 
-def test_what_was_appended_is_seen() -> None:
+def test_appended_tokens_are_seen() -> None:
     """Token by token, as a decode loop does it, gives what one causal call over all tokens gives."""
     torch.manual_seed(6)
     from tests.runtime.support import variant
@@ -308,7 +308,7 @@ _COS = angles(8)[0]
         ({"k": _K.clone().requires_grad_()}, "append_kv is not differentiable"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
+def test_errors_name_the_argument(changed: dict[str, Any], message: str) -> None:
     call: dict[str, Any] = {"k": _K, "v": _K, "k_cache": _CACHE, "v_cache": _CACHE, "cache_seqlens": _USED}
     with pytest.raises(CallError, match=message):
         attngen.append_kv(**{**call, **changed})

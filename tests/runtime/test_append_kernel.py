@@ -123,13 +123,13 @@ def test_tensors_lie_as_they_like(host: HostDriver) -> None:
 
 
 @pytest.mark.parametrize("how", UNSUITED)
-def test_what_no_kernel_takes_is_done_in_torch(host: HostDriver, how: str) -> None:
+def test_calls_that_no_kernel_takes_run_in_torch(host: HostDriver, how: str) -> None:
     given = a_call(random.Random(1), "pages", torch.bfloat16, half=32)
     both({**given, **UNSUITED[how](given)})
     assert not host.launches
 
 
-def test_other_dtypes_and_devices_without_a_kernel(host: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtypes_and_devices_without_a_kernel_run_in_torch(host: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     given = a_call(random.Random(1), "dense", torch.float32)
     doubles = {name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in given.items()}
     attngen.append_kv(**doubles)

@@ -94,7 +94,7 @@ def test_expanded_axes_of_heads_and_batch_have_one_place(gpu: FakeDriver, axes: 
     ],
     ids=["odd", "shifted", "one_row", "transposed"],
 )
-def test_others_are_copied(gpu: FakeDriver, bias: Tensor) -> None:
+def test_biases_that_no_descriptor_can_describe_are_copied(gpu: FakeDriver, bias: Tensor) -> None:
     install()
     address, extents, strides = run(gpu, bias)
     assert address != bias.data_ptr()
@@ -134,7 +134,7 @@ def test_a_kernel_that_reads_elements_gets_no_copy(gpu: FakeDriver) -> None:
     assert gpu.launches[-1].values["bias_ptr"] == bias.data_ptr()
 
 
-def test_other_tensors_are_never_copied() -> None:
+def test_tensors_that_are_no_tiles_are_never_copied() -> None:
     table = variant("table", score="s + t[h, kv]", tensors=[Declared("t", "bf16", ("h", "seqlen_k"))])
     for chosen, own in ((table, {"t": random(3, 25)}), (OF_EACH, {"bias": random(2, 3, 16, 24)})):
         given = inputs(next(iter(own.values())).shape[-1])

@@ -43,14 +43,16 @@ def tile_map(q: torch.Tensor, **given: Any) -> Any:
         ({"softmax_scal": 1.0}, "unknown argument 'softmax_scal'"),
     ],
 )
-def test_what_a_dense_call_does_not_take(function: Callable[..., Any], given: dict[str, Any], message: str) -> None:
+def test_arguments_that_a_dense_call_does_not_take(
+    function: Callable[..., Any], given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CallError, match=message):
         function(Q[0] if "cu_seqlens_q" in given else Q, **given)
 
 
 @pytest.mark.parametrize("function", [explain, scores, compare])
 @pytest.mark.parametrize("given", [{"page_layout": "HND"}, {"num_splits": 2}, {"split_size": 128}])
-def test_what_goes_with_pages(function: Callable[..., Any], given: dict[str, Any]) -> None:
+def test_arguments_that_go_with_pages_alone(function: Callable[..., Any], given: dict[str, Any]) -> None:
     with pytest.raises(CallError, match=f"{next(iter(given))} goes with page_table, which this call does not have"):
         function(Q, **given)
 

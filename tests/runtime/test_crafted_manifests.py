@@ -219,7 +219,7 @@ def test_a_mutated_index_is_damage(sealed: bool) -> None:
 
 @pytest.mark.parametrize("name", ["manifest.json", "SHA256SUMS", "kernel.cubin"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_what_is_no_file_neither_hangs_nor_fills_memory(
+def test_files_that_are_not_regular_neither_hang_nor_fill_memory(
     tmp_path: Path, name: str, make: Callable[[Path], None]
 ) -> None:
     folder = write_kernel(tmp_path / "k", manifest_of(variant()))

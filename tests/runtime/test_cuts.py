@@ -98,7 +98,7 @@ def test_the_last_round_is_cut_and_not_those_before() -> None:
         ([0, 0], 8),  # nothing is seen
     ],
 )
-def test_what_ends_evenly_or_soon_is_left_whole(steps: list[int], units: int) -> None:
+def test_tiles_that_end_evenly_or_soon_are_left_whole(steps: list[int], units: int) -> None:
     assert best_cut(tuple(steps), 1, units, max(units, 1), BLOCKS) == NONE
 
 

@@ -158,7 +158,7 @@ def test_gradients_of_the_reference(variant: Variant) -> None:
         ({"variant": DROPPED, "dropout_p": 0.1, "rng_state": torch.zeros(3).long()}, "axis 0 must be 2, got"),
     ],
 )  # fmt: skip
-def test_what_is_refused(options: dict[str, Any], reason: str) -> None:
+def test_wrong_rates_and_states_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(CallError) as raised:
         attngen.attention(*inputs(), **options)
     assert reason in str(raised.value)

@@ -121,7 +121,7 @@ def test_a_tile_map_is_that_of_the_call(gpu: FakeDriver) -> None:
     near(out, attngen.attention(q, k, v, variant="mapped", allowed=allowed, backend="reference"))
 
 
-def test_what_no_kernel_takes_is_refused_as_ever(gpu: FakeDriver) -> None:
+def test_expanded_tensors_that_no_kernel_takes_are_refused(gpu: FakeDriver) -> None:
     install(variant("causal"))
     q, k, v = (t[..., :8] for t in expanded_heads("bshd"))
     for kept in (k, k.clone()):

@@ -74,14 +74,14 @@ def test_operators_of_a_package_are_defined_when_they_are_named() -> None:
     assert hasattr(torch.ops.attngen, "qkv__quantize")
 
 
-def test_a_preset_that_a_package_has_too() -> None:
+def test_a_preset_has_an_operator_beside_that_of_a_package() -> None:
     """A program that was exported where the package is not built."""
     install("has_preset", variant("prefix_lm", "q_pos >= kv"))
     assert hasattr(torch.ops.attngen_variants, "prefix_lm")
     assert hasattr(torch.ops.attngen_has_preset, "prefix_lm")
 
 
-def test_what_no_package_has_is_named_with_advice(tmp_path: Path) -> None:
+def test_missing_packages_and_variants_are_named_with_advice(tmp_path: Path) -> None:
     install("gone", variant("lost"))
     save(tmp_path / "program.pt2", variant="lost")
     registry.clear()

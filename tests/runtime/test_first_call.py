@@ -103,7 +103,7 @@ def test_a_forward_and_its_backward_are_compiled_once(
     ]  # fmt: skip
 
 
-def test_what_is_compiled_without_approximations(
+def test_a_kernel_without_approximations_keeps_its_backend(
     launched: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """It keeps the backend of the kernel with them, where that has one without."""
@@ -142,7 +142,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, gpu: FakeDriver) -> list[Any]:
     return recorder.asked
 
 
-def test_what_is_asked_for_is_what_the_error_says_to_add(asked: list[Any]) -> None:
+def test_the_error_proposes_the_kernel_that_was_asked_for(asked: list[Any]) -> None:
     """For a preset, a name of a package that lacks the head_dim, and a value; dense, packed and in pages."""
     own = attngen.variant("q_pos > kv", name="own").value
     registry.add(package_of_kernels([kernel(own, package="mine")], "memory"))
@@ -197,7 +197,7 @@ def test_a_drop_in_misses_no_head_dim_and_no_mask(asked: list[Any]) -> None:
     assert [each.head_dim_qk for each in asked] == [72]
 
 
-def test_what_no_spec_can_add_is_refused_as_without_it(asked: list[Any]) -> None:
+def test_calls_that_no_spec_can_serve_are_refused_as_without_jit(asked: list[Any]) -> None:
     q = tensors(20)
     with attngen.jit(), pytest.raises(NoKernelError, match="No kernel can be built for head_dim 20"):
         attngen.attention(q, q, q, variant="causal")
@@ -255,7 +255,7 @@ def test_kernels_are_compiled_while_a_program_is_traced(
     torch.testing.assert_close(result, program(q.detach(), starts), check_device=False)
 
 
-def test_what_cannot_be_compiled_at_trace_time_is_told_when_it_runs(
+def test_failures_to_compile_at_trace_time_are_reported_at_run_time(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Any] = []

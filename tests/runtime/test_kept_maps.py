@@ -240,7 +240,7 @@ def test_the_oldest_maps_are_dropped(calls: Calls, monkeypatch: pytest.MonkeyPat
     assert calls.launches.calls == before
 
 
-def test_what_is_known_of_a_kept_map(calls: Calls) -> None:
+def test_the_state_and_origin_of_a_kept_map(calls: Calls) -> None:
     seen = content(14)
     given = Given(seen, seen, seen, arguments={"seen": seen, "least": 1})
     calls.call.scalars = {"least": 1}
@@ -313,7 +313,7 @@ def test_a_map_that_streams_share_outlives_what_they_enqueued(calls: Calls, monk
     assert list(map(id, held)) == [id(words)] * 2
 
 
-def test_what_the_compiler_runs_before_a_graph_keeps_no_map(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_runs_of_a_graph_keep_no_map(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory comes from the graph's pool, where nothing may outlive the program."""
     stream = SimpleNamespace(cuda_stream=7)
     trees = SimpleNamespace(get_manager=lambda _, create_if_none_exists: SimpleNamespace(stream=stream))

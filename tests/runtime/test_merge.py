@@ -104,7 +104,7 @@ def with_blind_rows(dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tens
     return outs, lses
 
 
-def test_what_a_part_did_not_see_does_not_matter() -> None:
+def test_rows_that_a_part_did_not_see_do_not_matter() -> None:
     outs, lses = with_blind_rows()
     out, lse = attngen.merge(outs, lses)
     assert (out[:, 0] == 0).all()
@@ -219,6 +219,6 @@ _OUT, _LSE = torch.zeros(2, 3, 4, 8), torch.zeros(2, 4, 3)
         ([_OUT.expand(2, 3, 4, 8), torch.zeros(3, 3, 4, 8)], [_LSE, torch.zeros(3, 4, 3)], {}, r"has \(3, 3, 4, 8\)"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(outs: Any, lses: Any, options: dict[str, str], message: str) -> None:
+def test_errors_name_the_tensors_that_do_not_fit(outs: Any, lses: Any, options: dict[str, str], message: str) -> None:
     with pytest.raises(CallError, match=message):
         attngen.merge(outs, lses, **options)

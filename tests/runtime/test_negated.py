@@ -58,7 +58,7 @@ def test_each_is_refused(form: str, name: str) -> None:
         call(**given | {name: negated(given[name])})
 
 
-def test_what_is_prepared_depends_on_it() -> None:
+def test_negated_tensors_are_prepared_apart() -> None:
     """A call of the same shapes was made before, and its launch would be taken."""
     keys: list[list[Any]] = [[], []]
     for key, tensor in zip(keys, (Q, negated(Q)), strict=True):

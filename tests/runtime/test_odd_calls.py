@@ -41,7 +41,7 @@ def test_sparse_tensors_and_what_is_no_dtype() -> None:
         attngen.quantize(Q, K, V, dtype=[])
 
 
-def test_what_is_no_tensor_beside_the_meta_device() -> None:
+def test_a_text_beside_meta_tensors_is_refused() -> None:
     with pytest.raises(CallError, match="k must be a torch.Tensor, got str"):
         attngen.attention(Q.to("meta"), "k", V.to("meta"))
 
@@ -76,7 +76,7 @@ def test_a_cache_whose_entries_share_memory() -> None:
         attngen.append_kv(K, V, cache, cache, torch.tensor([0, 0], dtype=torch.int32))
 
 
-def test_what_merge_does_not_take() -> None:
+def test_merge_refuses_numbers() -> None:
     with pytest.raises(CallError, match="outs must be a sequence of tensors, or a tensor, got int"):
         attngen.merge(3, 4)  # type: ignore[arg-type]
 

@@ -378,7 +378,7 @@ def test_a_kernel_of_the_other_kind_serves_where_it_is_the_only_one(gpu: FakeDri
     assert str(caught.value).splitlines()[-2:] == ["      layout: paged", "      split_kv: true"]
 
 
-def test_other_layouts_are_no_pages(gpu: FakeDriver) -> None:
+def test_kernels_of_other_layouts_take_no_pages(gpu: FakeDriver) -> None:
     registry.add(package_of_kernels([kernel(CAUSAL, layout="varlen"), kernel(CAUSAL)], "memory"))
     c = cache([40, 7], 16, head_dim=64, dtype=torch.bfloat16)
     with pytest.raises(NoKernelError, match="layout is varlen, the call has paged") as caught:
@@ -453,7 +453,7 @@ _Q, _PACKED, _STARTS = torch.randn(2, 3, 4, 8), torch.randn(6, 4, 8), starts_of(
         ({"scale": 0.1}, "unknown argument 'scale'; did you mean 'softmax_scale'"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
+def test_errors_name_the_argument(changed: dict[str, Any], message: str) -> None:
     call: dict[str, Any] = {
         "q": _Q, "k_pages": _C.k_pages, "v_pages": _C.v_pages, "page_table": _C.page_table, "seqused_k": _C.seqused_k,
         "variant": CAUSAL,

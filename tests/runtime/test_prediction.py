@@ -85,7 +85,7 @@ def test_many_tiles_are_looked_at_in_groups(sizes: tuple[int, ...]) -> None:
     assert predicted.nanoseconds == pytest.approx(by_hand(kernel, call, causal=True), rel=0.04)
 
 
-def test_what_the_call_passes_does_not_decide() -> None:
+def test_scalars_of_the_call_do_not_change_the_prediction() -> None:
     """The bounds of a window are not known from shapes, unless the variant fixes it: it is taken to be of a quarter."""
     visible = [[["add", ["sub", "q_pos_lo", "window"], 1], ["add", "q_pos_hi", 1]]]
     times = []
@@ -168,7 +168,7 @@ def test_clusters_that_the_driver_knows_decide() -> None:
     assert prediction.shares(shared(4), alone, card, lambda size: 0) == 1
 
 
-def test_it_is_preferred_where_it_is_faster_alone() -> None:
+def test_the_kernel_that_shares_keys_is_preferred_only_where_it_is_faster() -> None:
     ordinary = kernel_of({**manifest_of(variant(), backend="cuda", tiles=(64, 32)), "times": TIMES})
     ordinary.main.persistent = True
     merges = shared(backend="cuda", times=[1000.0, 600.0, 100.0])
@@ -178,7 +178,7 @@ def test_it_is_preferred_where_it_is_faster_alone() -> None:
         assert preferred([merges, ordinary], call, Card(132))[0] is best
 
 
-def test_where_memory_binds_few_blocks_are_enough() -> None:
+def test_few_blocks_are_enough_where_memory_binds() -> None:
     """Keys and values of 16 heads are 13.1 MB; with 0.8 of 2,000 bytes in a nanosecond they take 8.2 microseconds."""
     call = call_of(1, 64, 3200, 16, 16)
     predicted = {bandwidth: predict(shared(), call, Card(132, "", bandwidth)) for bandwidth in (1e6, 2000.0, 1000.0)}

@@ -176,7 +176,7 @@ def test_nothing_is_kept_alive(gpu: GradientDriver) -> None:
         gc.enable()
 
 
-def test_what_was_overwritten_is_refused(gpu: GradientDriver) -> None:
+def test_inputs_overwritten_before_the_backward_are_refused(gpu: GradientDriver) -> None:
     build()
     inputs = leaves()
     scaled = [tensor * 2 for tensor in inputs]

@@ -19,7 +19,7 @@ from attngen.tools.values import arguments_of
 from tests.runtime.support import FakeDriver
 
 
-def test_they_are_those_of_the_specs() -> None:
+def test_presets_are_those_of_the_specs() -> None:
     assert preset_names() == names_of_specs()
     for name in preset_names():
         assert preset(name) == of_spec(name)
@@ -67,7 +67,7 @@ def test_a_fresh_installation_needs_no_part_of_the_build(tmp_path: Path) -> None
     assert "which is not installed: pip install 'attngen[build]'" in done.stdout
 
 
-def test_what_is_no_preset_is_unknown_with_the_nearest_one() -> None:
+def test_an_unknown_preset_is_refused_with_the_nearest_one() -> None:
     q = torch.randn(1, 8, 2, 16)
     with pytest.raises(NoKernelError, match="no kernel of variant 'casual' is built; did you mean 'causal'"):
         attngen.attention(q, q, q, variant="casual")

@@ -56,7 +56,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", WRONG, ids=str)
-def test_what_a_spec_refuses_is_refused_in_the_same_words(fields: dict[str, Any]) -> None:
+def test_errors_have_the_words_of_those_of_a_spec(fields: dict[str, Any]) -> None:
     """A spec's error names file, line and the path to the variant; Python's names the argument."""
     import yaml
 
@@ -87,13 +87,13 @@ def test_what_a_spec_refuses_is_refused_in_the_same_words(fields: dict[str, Any]
         ({"dropout": np.ones(2)}, "dropout: found"),
     ],
 )
-def test_what_no_file_could_hold_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_fields_that_no_file_could_hold_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=re.escape(message)):
         attngen.variant(**fields)
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_it_computes_what_the_same_fields_of_a_spec_compute(name: str) -> None:
+def test_a_variant_computes_the_same_as_its_fields_in_a_spec(name: str) -> None:
     """And its own YAML says the same again."""
     fields = declared_preset(name).model.model_dump(exclude_unset=True, exclude={"description"})
     made = attngen.variant(name=name, **fields)
@@ -102,7 +102,7 @@ def test_it_computes_what_the_same_fields_of_a_spec_compute(name: str) -> None:
     assert again.variant == preset(name)
 
 
-def test_its_yaml_is_a_spec() -> None:
+def test_the_yaml_of_a_variant_is_a_spec() -> None:
     text = windows().to_yaml(package="mine", arch=["sm90a"], head_dim=[64, 128], dtype="bf16", passes=["forward"])
     spec = load_spec_text(text)
     assert spec.package == "mine"
@@ -113,7 +113,7 @@ def test_its_yaml_is_a_spec() -> None:
         windows().to_yaml(arch="sm90a", head_dims=64)
 
 
-def test_what_it_was_made_of_may_change_afterwards() -> None:
+def test_changes_of_its_arguments_do_not_change_a_variant() -> None:
     fields = {"window": dict(WINDOW["window"])}
     made = attngen.variant("kv < window[h]", tensors=fields)
     text = made.to_yaml()
@@ -121,7 +121,7 @@ def test_what_it_was_made_of_may_change_afterwards() -> None:
     assert made.to_yaml() == text
 
 
-def test_it_goes_wherever_a_name_goes(gpu: FakeDriver) -> None:
+def test_a_variant_goes_wherever_a_name_goes(gpu: FakeDriver) -> None:
     made, q = windows(), torch.randn(1, 8, 2, 64).bfloat16()
     own = {"window": torch.tensor([3, 8], dtype=torch.int32)}
     wanted = attngen.attention(q, q, q, variant=made, backend="reference", **own)
@@ -175,7 +175,7 @@ def test_two_of_one_name_do_not_mix_in_compiled_programs() -> None:
     assert not torch.equal(*results)
 
 
-def test_its_name_is_the_same_in_every_process() -> None:
+def test_the_name_of_a_variant_is_the_same_in_every_process() -> None:
     code = (
         "import attngen\nmade = attngen.variant('q_pos >= back', name='mine', let={'back': 'kv + 1'})\nprint(str(made))"
     )
@@ -230,7 +230,7 @@ def test_a_mask_of_wrong_values_or_sizes_is_refused() -> None:
         windows().plot(8, h=1, **own)
 
 
-def test_it_explains_bands_and_counts_only_what_was_given() -> None:
+def test_explanations_have_bands_and_count_only_what_was_given() -> None:
     told = str(windows().explain())
     assert "some query sees  q_pos_lo - window[h] + 1 <= kv < q_pos_hi + 1" in told
     assert told.endswith("how many that are depends on what was not given: sizes, window")
@@ -300,7 +300,7 @@ def test_sizes_may_be_named_and_unknown_arguments_are_refused() -> None:
         causal.mask()
 
 
-def test_what_is_probably_not_meant_is_a_warning() -> None:
+def test_probable_mistakes_are_warnings() -> None:
     with pytest.warns(UserWarning, match=r"variant 'odd': mask: '&' binds tighter than '>='[^^]*\n +\^{15}$") as caught:
         attngen.variant("q_pos >= kv & q_pos - kv < 5", name="odd")
     assert caught[0].filename == __file__
@@ -311,7 +311,7 @@ def test_what_is_probably_not_meant_is_a_warning() -> None:
         pickle.loads(pickle.dumps(windows()))
 
 
-def test_its_picture_is_text() -> None:
+def test_the_picture_of_a_variant_is_text() -> None:
     assert str(attngen.variant("q_pos >= kv", name="causal").plot(3)).splitlines() == [
         "causal: 3 queries down, 3 keys across", "█ all seen  ▒ some  · none", "█··", "██·", "███",
     ]  # fmt: skip

@@ -185,7 +185,7 @@ def test_products_stay_as_they_are() -> None:
     assert error(granularity=64) <= error(granularity="tensor") * 1.02
 
 
-def test_it_is_what_attention_takes() -> None:
+def test_attention_takes_quantized_tensors() -> None:
     torch.manual_seed(3)
     q, k, v = torch.randn(2, 40, 4, 64), torch.randn(2, 40, 2, 64), torch.randn(2, 40, 2, 64)
     causal = variant()
@@ -225,7 +225,7 @@ def test_tiny_numbers_give_no_nan(granularity: str | int, size: float) -> None:
 
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_what_is_not_finite_changes_no_other_row(granularity: str | int, hadamard: bool) -> None:
+def test_values_that_are_not_finite_change_no_other_row(granularity: str | int, hadamard: bool) -> None:
     """Beside the same call with zeros in the place of those rows."""
     torch.manual_seed(4)
     given = a_call(torch.bfloat16, granularity=granularity, hadamard=hadamard, lengths=(130, 130))
@@ -258,7 +258,7 @@ def test_nothing_to_quantize(granularity: str | int, shape: tuple[int, int]) -> 
     assert all((scale == 1).all() for scale in results[3:])
 
 
-def test_it_stays_whole_in_a_program() -> None:
+def test_quantize_is_one_operator_of_a_program() -> None:
     """One operator, of which nothing is known but the shapes of its results."""
     torch.manual_seed(0)
     for granularity in GRANULARITIES:

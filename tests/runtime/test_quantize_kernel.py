@@ -61,7 +61,9 @@ def test_every_width(host: HostDriver, dims: tuple[int, int], granularity: str |
 
 @pytest.mark.parametrize("rounded", ROUNDED, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_both_forms_of_8_bits(host: HostDriver, dtype: torch.dtype, rounded: torch.dtype) -> None:
+def test_numbers_of_all_sizes_in_both_forms_of_8_bits(
+    host: HostDriver, dtype: torch.dtype, rounded: torch.dtype
+) -> None:
     """Numbers of many sizes: subnormal ones, too, and those that saturate."""
     given = a_call(dtype, granularity=128, dtype=rounded, hadamard=False)
     given["k"] *= 10.0 ** torch.randint(-7, 1, given["k"].shape)
@@ -93,7 +95,9 @@ def test_signs_may_be_given(host: HostDriver) -> None:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("hadamard", [False, True])
-def test_what_is_not_finite_stays_where_it_is(host: HostDriver, hadamard: bool, granularity: str | int) -> None:
+def test_values_that_are_not_finite_stay_where_they_are(
+    host: HostDriver, hadamard: bool, granularity: str | int
+) -> None:
     given = a_call(torch.bfloat16, granularity=granularity, hadamard=hadamard)
     given["q"][0, 3, 1, 5] = torch.nan
     given["q"][1, 3, 1, 5] = -torch.inf
@@ -158,7 +162,7 @@ UNSUITED: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", UNSUITED)
 @pytest.mark.parametrize("granularity", ["head", 64])
-def test_what_no_kernel_takes_is_done_in_torch(host: HostDriver, granularity: str | int, how: str) -> None:
+def test_calls_that_no_kernel_takes_run_in_torch(host: HostDriver, granularity: str | int, how: str) -> None:
     given = a_call(torch.bfloat16, half=32, granularity=granularity)
     both({**given, **UNSUITED[how](given)})
     assert not host.launches

@@ -84,7 +84,7 @@ def test_sets_that_share_a_scale(host: HostDriver, dim: int, granularity: str) -
 
 
 @pytest.mark.parametrize("granularity", ["head", "token"])
-def test_what_is_not_finite_and_rows_of_zeros(host: HostDriver, granularity: str) -> None:
+def test_values_that_are_not_finite_and_rows_of_zeros(host: HostDriver, granularity: str) -> None:
     given = a_call(torch.bfloat16, dims=(128, 128), granularity=granularity, hadamard=False)
     given["q"][0, 3, 1, 5] = torch.nan
     given["k"][1, 3, 1, 9] = -torch.inf
@@ -146,7 +146,7 @@ def test_short_calls_and_blocks_without_a_transform_take_the_general_kernel(
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
-def test_what_it_does_not_take(given: dict[str, Any], reason: str) -> None:
+def test_calls_that_it_does_not_take(given: dict[str, Any], reason: str) -> None:
     kernel = next(one for one in quantizing_kernels(tiles=True) if one.head_dim_qk == 128)
     call, sizes = _checked(a_call(torch.bfloat16, **{"dims": (128, 128), "granularity": 64, **given}))
     assert prepare_on(kernel, call, sizes, HostDriver()) == reason

@@ -151,7 +151,7 @@ def test_dead_rows_are_zero_and_take_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
-def test_what_nobody_sees_does_not_leak(bad: float) -> None:
+def test_hidden_values_do_not_leak(bad: float) -> None:
     chosen = compile_variant("cut", "q_pos >= kv and kv < limit", scalars=[Scalar("limit", "int32")])
     q, k, v = (t.requires_grad_() for t in tensors(1, 2, 2, 10, 10))
     clean = attngen.attention(q, k, v, variant=chosen, limit=8)
@@ -178,7 +178,7 @@ def test_a_hidden_pair_does_not_leak_where_others_see_the_key(bad: float) -> Non
     torch.testing.assert_close(ours[:, :8], theirs[:, :8])
 
 
-def test_what_somebody_sees_does_propagate() -> None:
+def test_visible_values_propagate() -> None:
     q, k, v = tensors(1, 1, 1, 10, 10)
     k[0, 4, 0, 0] = math.nan
     out = attngen.attention(q, k, v, variant=window_variant(), window=3)

@@ -253,7 +253,7 @@ def test_a_grid_has_a_limit(gpu: FakeDriver) -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_what_is_proposed_serves_the_call(gpu: FakeDriver, seed: int) -> None:
+def test_the_proposed_kernel_serves_the_call(gpu: FakeDriver, seed: int) -> None:
     """The lines of the error are planned, and a kernel of that plan takes the very call."""
     from attngen.plan import plan
     from attngen.schema import expand, load_spec_text

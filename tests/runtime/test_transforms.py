@@ -160,7 +160,7 @@ def test_log_sum_exps_sinks_and_rows_that_see_nothing() -> None:
     assert not moved[:, 0].any()
 
 
-def test_merged_parts_are_differentiated_too() -> None:
+def test_merged_parts_are_differentiated() -> None:
     q, k, v = tensors(2, 5, 6)
 
     def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ def scaled(scale: Tensor) -> Tensor:
         ),
     ],
 )
-def test_what_no_rule_covers_is_refused(call: Callable[[], Any], told: str) -> None:
+def test_transforms_without_a_rule_are_refused(call: Callable[[], Any], told: str) -> None:
     with pytest.raises(CallError, match=told):
         call()
 

@@ -28,12 +28,12 @@ def test_sparse_tensors_are_refused(form: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("form", "name"), PLACES)
-def test_so_they_are_where_addresses_are_asked_for_first(gpu: FakeDriver, form: str, name: str) -> None:
+def test_sparse_tensors_are_refused_where_addresses_are_asked_for_first(gpu: FakeDriver, form: str, name: str) -> None:
     refused(form, name, CALLS[form][1][name].to_sparse())
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_so_are_those_without_strides(name: str) -> None:
+def test_tensors_without_strides_are_refused(name: str) -> None:
     refused("dense", name, CALLS["dense"][1][name].to_sparse_csr())
 
 

@@ -145,7 +145,7 @@ def test_a_drop_in_is_an_operator() -> None:
     assert routed.routed == len(seen.own) == 1
 
 
-def test_what_an_operator_lacks_is_still_there() -> None:
+def test_calls_that_an_operator_cannot_express_still_work() -> None:
     """Second derivatives, those of tensors that no spec declares, tangents, transforms, and pages."""
     q, k, v = inputs(requires_grad=True)
     bias = torch.randn(4, 9, 9, requires_grad=True)

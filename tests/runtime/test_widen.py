@@ -98,7 +98,7 @@ def test_few_queries_read_the_cache_as_it_is(gpu: FakeDriver) -> None:
         assert "kv_fp8_e4m3" in facts["kernel"]
 
 
-def test_what_keeps_a_call_on_the_cache(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_not_worth_widening_read_the_cache(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that shows little of it, a share of keys that the call names, no ordinary kernel, too much memory."""
     narrow = a_call(256, 131072, variant="sliding_window", window=1024)
     for given in (narrow, a_call(512, 8192, num_splits=4), a_call(512, 8192, pages=None, variant="full")):

@@ -163,19 +163,19 @@ def survive(text: str) -> bool:
 
 @RELAXED
 @given(ANYTHING)
-def test_anything(value):
+def test_any_yaml_is_a_spec_or_a_clear_error(value):
     survive(yaml.safe_dump(value, allow_unicode=True))
 
 
 @settings(RELAXED, max_examples=100)
 @given(SPECS)
-def test_almost_specs(value):
+def test_almost_valid_specs_are_specs_or_clear_errors(value):
     survive(yaml.safe_dump(value, allow_unicode=True, sort_keys=False))
 
 
 @RELAXED
 @given(st.text(max_size=300))
-def test_any_text(text):
+def test_any_text_is_a_spec_or_a_clear_error(text):
     survive(text)
 
 

@@ -61,7 +61,7 @@ FIELDS = [
 
 
 @pytest.mark.parametrize(("path", "name"), FIELDS)
-def test_what_is_wrong_is_said_in_words(path: tuple[str | int, ...], name: str) -> None:
+def test_errors_are_said_in_words(path: tuple[str | int, ...], name: str) -> None:
     for value in WRONG:
         try:
             expand(load_spec_text(changed(path, name, value), "wrong.yaml"))

@@ -65,7 +65,7 @@ def test_choices_come_back_from_the_file(tmp_path: Path, index: int) -> None:
     assert (tuned.name, tuned.gpu) == ("card.tuned.yaml", "NVIDIA H200")
 
 
-def test_what_a_spec_chooses_itself_stays(tmp_path: Path) -> None:
+def test_choices_of_a_spec_go_before_tuned_ones(tmp_path: Path) -> None:
     kernel = kernels()[0]
     tuned = load_tuned(written(tmp_path, row(kernel, {"tile": {"n": 64}})))
     assert tuned.applied(replace(kernel, tile_n=96)) is None

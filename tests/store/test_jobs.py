@@ -118,7 +118,7 @@ def test_spare_workers_wait_for_the_next_job_and_end(monkeypatch: pytest.MonkeyP
         os.kill(second, 0)
 
 
-def test_what_a_job_prints_does_not_disturb_its_answer() -> None:
+def test_output_of_a_job_does_not_disturb_its_answer() -> None:
     assert [len(result.value) for result in run([job("chatty")] * 2)] == [300_000] * 2
 
 

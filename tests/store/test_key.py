@@ -88,7 +88,7 @@ def test_types_that_print_alike_differ() -> None:
     assert len({digest(value) for value in values}) == len(values)
 
 
-def test_how_the_compiler_is_called_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_that_calls_the_compiler_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import attngen.compile
 
     before = compile_digest()

@@ -66,7 +66,7 @@ def test_a_root_that_no_folder_can_be(monkeypatch: pytest.MonkeyPatch, chosen: s
 
 
 @pytest.mark.parametrize("classifier", [False, True])
-def test_what_is_put_is_got(store: Store, classifier: bool) -> None:
+def test_an_entry_that_is_put_can_be_read(store: Store, classifier: bool) -> None:
     assert store.get(KEY) is None
     put = artifact("one", classifier=classifier)
     store.put(KEY, put)
@@ -294,7 +294,7 @@ def test_a_fault_at_any_step(store: Store, monkeypatch: pytest.MonkeyPatch, code
     assert fetch(store) in ("built", "cached")
 
 
-def test_what_the_disk_changes_is_noticed_before_the_entry_counts(
+def test_bytes_lost_by_the_disk_are_noticed_before_the_entry_counts(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lossy(path: Path, data: bytes) -> None:

@@ -62,7 +62,7 @@ def use(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["", *FOLDERS])
 @pytest.mark.parametrize("mode", [0o775, 0o757, 0o777, 0o1777])
-def test_what_others_may_write_to_is_not_used(root: Path, tmp_path: Path, folder: str, mode: int) -> None:
+def test_folders_that_others_may_write_to_are_not_used(root: Path, tmp_path: Path, folder: str, mode: int) -> None:
     (root / folder).mkdir(exist_ok=True)
     (root / folder).chmod(mode)
     use(root, tmp_path)
@@ -111,7 +111,7 @@ def test_a_link_to_ones_own_folder_is_followed(root: Path, tmp_path: Path, monke
     use(link, tmp_path)
 
 
-def test_what_the_cache_makes_is_its_owners_whatever_the_umask(tmp_path: Path) -> None:
+def test_files_of_the_cache_are_its_owners_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         store = Store(tmp_path / "new")
