@@ -60,10 +60,10 @@ def test_results_of_large_inputs_are_finite(name: str) -> None:
             tensor.copy_(sign * size)
         out, lse = run.results()
         live = torch.cat([visible.any(-1) for visible in run.visible()], dim=1)  # (heads, rows)
-        found_out = out if out.dim() == 3 else out[0]
-        found_lse = lse if lse.dim() == 2 else lse[0]
-        assert torch.isfinite(found_out).all(), signs
-        assert torch.isfinite(found_lse[live]).all(), signs
+        flat_out = out if out.dim() == 3 else out[0]
+        flat_lse = lse if lse.dim() == 2 else lse[0]
+        assert torch.isfinite(flat_out).all(), signs
+        assert torch.isfinite(flat_lse[live]).all(), signs
 
 
 @pytest.mark.parametrize("name", ALL)

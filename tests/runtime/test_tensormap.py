@@ -122,9 +122,8 @@ def test_a_windowed_descriptor_starts_a_window_before_the_tensor() -> None:
 
 
 def test_a_windowed_descriptor_of_one_row_has_a_legal_stride() -> None:
-    descriptor = TensorMap(FakeDriver(), 0, "bf16", (1, 1, 4, 64), (3, 5, 64, 1), (1, 1, 16, 1, 64), 128, window=16).at(
-        4096
-    )
+    shape, strides, extents = (1, 1, 4, 64), (3, 5, 64, 1), (1, 1, 16, 1, 64)
+    descriptor = TensorMap(FakeDriver(), 0, "bf16", shape, strides, extents, 128, window=16).at(4096)
     _, rank = struct.unpack_from("<Qq", descriptor)
     assert all(step % 16 == 0 for step in struct.unpack_from(f"<{rank - 1}q", descriptor, 16 + 8 * rank))
 
@@ -145,15 +144,15 @@ def test_a_box_of_a_page_ends_where_a_sequence_ends(rows_first: bool, page_size:
     if not rows_first:
         values = held.view(pages, heads, page_size, width).transpose(1, 2)
     rows = math.gcd(page_size, tile)
-    shape, strides, found_box = paged(values.shape, values.stride(), (1, 1, 1, tile, width))
-    assert found_box == (1, 1, 1, rows, width)
+    shape, strides, page_box = paged(values.shape, values.stride(), (1, 1, 1, tile, width))
+    assert page_box == (1, 1, 1, rows, width)
     seen, steps = windowed(shape, strides, rows, rows=-2)
     base = pad - rows * strides[-2]
     for page, first, n, head in itertools.product(
         range(pages), range(0, page_size, rows), range(1, rows + 1), range(heads)
     ):
         at = (page, head, first + n, rows - n, 0)
-        copied = box(memory, seen, steps, base, at, found_box).reshape(rows, width)
+        copied = box(memory, seen, steps, base, at, page_box).reshape(rows, width)
         wanted = torch.zeros(rows, width, dtype=torch.int64)
         wanted[:n] = values[page, first : first + n, head]
         assert torch.equal(copied, wanted), (page, first, n, head)
