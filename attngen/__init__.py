@@ -13,7 +13,7 @@ from attngen.formats import VERSION
 from attngen.runtime.calls.exported import install as _install
 
 if TYPE_CHECKING:
-    from attngen import errors, integrations
+    from attngen import errors, integrations, parallel
     from attngen.first_call import jit
     from attngen.looking import debug
     from attngen.runtime.calls.append import append_kv
@@ -28,7 +28,7 @@ __version__ = VERSION
 
 __all__ = [
     "append_kv", "attention", "attention_paged", "attention_varlen", "debug", "define_operators", "errors", "explain",
-    "integrations", "jit", "load", "merge", "quantize", "tile_map", "variant",
+    "integrations", "jit", "load", "merge", "parallel", "quantize", "tile_map", "variant",
 ]  # fmt: skip
 
 #: Public name → the module that holds it; None for a submodule of that name.
@@ -45,6 +45,7 @@ _HOMES = {
     "jit": "attngen.first_call",
     "load": "attngen.runtime.registry.lookup",
     "merge": "attngen.runtime.calls.merge",
+    "parallel": None,
     "quantize": "attngen.runtime.calls.quantize",
     "tile_map": "attngen.runtime.calls.dispatch",
     "variant": "attngen.variants",

@@ -26,6 +26,7 @@ LAYERS = (
     {"integrations"},
     {"tools"},
     {"variants", "first_call", "looking"},
+    {"parallel"},
     {"packaging"},
     {"commands", "cli"},
 )

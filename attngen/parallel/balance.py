@@ -1,0 +1,112 @@
+"""Which rank gets which tiles of the sequence: equal numbers of tokens, balanced work, few bytes.
+
+Several ways to cut and deal are tried: one run for each rank, and chunks dealt by their work, heaviest first, to the
+rank that has least, then swapped between the rank that has most and others. The least predicted time wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from attngen.parallel.cost import Cost
+from attngen.parallel.visits import Visits
+
+#: Chunks for each rank that are tried.
+CHUNKS = (1, 2, 4, 8, 16)
+
+#: A finer cut has to be better by this share.
+_GAIN = 0.99
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """The rank of each tile, the predicted seconds, and the chunks that each rank has."""
+
+    owner: np.ndarray
+    seconds: float
+    chunks: int
+
+
+def deal(
+    each: Sequence[tuple[Visits, float]], tiles: int, ranks: int, tile: int, cost: Cost, *,
+    chunks: int | None = None, whole: bool = False,
+) -> Dealt:  # fmt: skip
+    """Deal ``tiles`` to ``ranks``; ``each`` has the visits of a variant and how many layers have it.
+
+    ``chunks`` fixes how many each rank gets. With ``whole`` all keys are sent anyway.
+    """
+    work = sum(found.tiles * layers for found, layers in each)
+    most = max(tiles // ranks, 1)
+    tried = [chunks] if chunks is not None else [n for n in CHUNKS if n <= most]
+    best: Dealt | None = None
+    for number in tried:
+        owner = _dealt(np.asarray(work), tiles, ranks, number)
+        computing = [predicted_work(found, owner, ranks, tile, cost) * layers for found, layers in each]
+        if best is not None and sum(computing) > best.seconds * _GAIN:
+            continue  # whatever it sends
+        sending = 0.0
+        if not whole:
+            sending = sum(
+                cost.of_tokens(float(received(found, owner, ranks).max()) * tile) * layers for found, layers in each
+            )
+        seconds = sum(computing) + sending
+        if best is None or seconds < best.seconds * _GAIN:
+            best = Dealt(owner, seconds, number)
+    assert best is not None
+    return best
+
+
+def predicted_work(found: Visits, owner: np.ndarray, ranks: int, tile: int, cost: Cost) -> float:
+    """Seconds of the rank that visits most tiles."""
+    return cost.of_tiles(float(np.bincount(owner, weights=found.tiles, minlength=ranks).max()), tile)
+
+
+def received(found: Visits, owner: np.ndarray, ranks: int) -> np.ndarray:
+    """Tiles of keys that each rank visits and does not hold."""
+    needed = found.needs(owner, ranks)
+    held = needed[owner, np.arange(len(owner))]
+    return needed.sum(axis=1) - np.bincount(owner, weights=held, minlength=ranks)  # type: ignore[no-any-return]
+
+
+def _dealt(work: np.ndarray, tiles: int, ranks: int, chunks: int) -> np.ndarray:
+    """The rank of each tile if each rank gets ``chunks`` runs of them."""
+    count = ranks * chunks
+    starts = np.arange(count + 1) * tiles // count
+    sizes = np.diff(starts)
+    if chunks == 1:
+        return np.repeat(np.arange(ranks), sizes)
+    sums = np.concatenate([[0.0], np.cumsum(work)])
+    weights = sums[starts[1:]] - sums[starts[:-1]]
+    rank_of = np.empty(count, dtype=np.int64)
+    load = np.zeros(ranks)
+    order = np.lexsort((np.arange(count), -weights, -sizes))  # larger ones first, so that all get as many tokens
+    for first in range(0, count, ranks):
+        some = order[first : first + ranks]
+        some = some[np.argsort(-weights[some], kind="stable")]
+        least = np.argsort(load, kind="stable")
+        rank_of[some] = least
+        load[least] += weights[some]
+    _swap(rank_of, weights, sizes, load)
+    return np.repeat(rank_of, sizes)
+
+
+def _swap(rank_of: np.ndarray, weights: np.ndarray, sizes: np.ndarray, load: np.ndarray) -> None:
+    """Swap chunks of one size between the rank with most work and others, while that makes the most less."""
+    for _ in range(4 * len(load)):
+        most = int(load.argmax())
+        mine = np.flatnonzero(rank_of == most)
+        others = np.flatnonzero(rank_of != most)
+        moved = weights[mine][:, None] - weights[others][None, :]
+        after = np.maximum(load[most] - moved, load[rank_of[others]][None, :] + moved)
+        after = np.where(sizes[mine][:, None] == sizes[others][None, :], after, np.inf)
+        place = int(after.argmin())
+        a, b = mine[place // len(others)], others[place % len(others)]
+        if not after.flat[place] < load[most] * (1 - 1e-6):
+            return
+        other = int(rank_of[b])
+        step = weights[a] - weights[b]
+        load[most], load[other] = load[most] - step, load[other] + step
+        rank_of[a], rank_of[b] = other, most

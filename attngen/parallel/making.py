@@ -1,0 +1,254 @@
+"""``attngen.parallel.plan``: from variants, lengths and values to a plan, kept for the next call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError, suggest
+from attngen.lang.variant import Variant
+from attngen.parallel.balance import deal, predicted_work, received
+from attngen.parallel.cost import Cost
+from attngen.parallel.one_row import as_one_row, documents
+from attngen.parallel.plans import Layer, Plan
+from attngen.parallel.routes import Needs, Tokens
+from attngen.parallel.values import refuse_unknown, values_of_mask
+from attngen.parallel.visits import Visits, visits
+from attngen.runtime.registry.binding import find
+from attngen.variants import PythonVariant
+
+#: How keys reach the rows that see them.
+METHODS = ("auto", "gather", "exchange")
+
+#: Rows of the tiles that are dealt and sent, in order of preference: the first of which all ranks get as many.
+TILES = (128, 64, 32, 16)
+
+#: ``auto`` exchanges if a rank then receives less than this share of what gathering sends.
+_WORTH = 0.9
+
+#: Most plans, and most counts of tiles, that are kept.
+_KEPT = 32
+
+_plans: OrderedDict[Any, tuple[Any, Plan]] = OrderedDict()
+_visits: OrderedDict[Any, tuple[Any, tuple[Visits, dict[str, Any]]]] = OrderedDict()
+
+
+def plan(
+    variant: str | Variant | Sequence[str | Variant] | Mapping[str | Variant, float],
+    seqlen: int,
+    group: Any = None,
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    method: str = "auto",
+    tile: int | None = None,
+    chunks: int | None = None,
+    cost: Cost | None = None,
+    **values: Any,
+) -> Plan:
+    """Return which tokens of a sequence each rank holds, so that attention is balanced, and what attention sends.
+
+    ``variant`` is one variant, several of one model, or a mapping to the number of layers that have each. ``seqlen``
+    counts all tokens, queries and keys alike; with ``cu_seqlens`` they are documents that are packed one after the
+    other. ``group`` is a ``DeviceMesh`` of one axis, a process group of ``torch.distributed``, a number of ranks (to
+    look at a plan), or None for all processes. ``values`` are the scalars and whole tensors of the variants: all that a
+    mask reads, and any others.
+
+    ``method`` says how keys come: ``gather`` brings all to every rank, ``exchange`` the tiles that its rows visit,
+    ``auto`` chooses. ``tile`` is the number of rows that are dealt and sent together: by default 128, or less where
+    then all ranks get as many. ``chunks`` is how many runs of tiles each rank gets, by default the number with the
+    least predicted time, which ``cost`` weighs.
+
+    All ranks pass the same arguments and get the same plan, without communication. Plans are kept: the same arguments
+    give the same one, tensors by identity and version. Reads tensors, so that it waits for a GPU that they are on.
+    Raises CallError.
+    """
+    cost = cost if cost is not None else Cost()
+    group, ranks, rank = _group(group)
+    sources = _sources(variant)
+    offsets = _offsets(cu_seqlens, seqlen)
+    tile = _checked(seqlen, ranks, method, tile, chunks, cost)
+    found = [(source, find(source, None).variant, layers) for source, layers in sources]
+    refuse_unknown({each.name: each for _, each, _ in found}, values)
+    for _, each, _ in found:
+        if each.dropout:
+            raise CallError(f"{each.name} has dropout, which parallel plans do not take; allowed: variants without")
+    tensors = [value for value in values.values() if isinstance(value, Tensor)]
+    told = tuple((name, _identity(value)) for name, value in sorted(values.items()))
+    sizes = seqlen, offsets, tile, cost, told
+    key = (tuple((each, layers) for _, each, layers in found), sizes, ranks, rank, id(group), method, chunks)
+    known = _plans.get(key)
+    if known is not None:
+        _plans.move_to_end(key)
+        return known[1]
+    counted = [_counted(each, sizes, seqlen, offsets, tile, cost, values, tensors) for _, each, _ in found]
+    tiles = -(-seqlen // tile)
+    dealt = deal(
+        [(each[0], layers) for each, (_, _, layers) in zip(counted, found, strict=True)], tiles, ranks, tile, cost,
+        chunks=chunks, whole=method == "gather",
+    )  # fmt: skip
+    tokens = Tokens(dealt.owner, ranks, seqlen, tile)
+    made = Plan(
+        seqlen, ranks, rank, group, tile, dealt.chunks, cost, 0.0,
+        tuple(
+            _layer(source, each, layers, counts, tokens, method, offsets, values)
+            for (source, each, layers), counts in zip(found, counted, strict=True)
+        ),
+        tokens, offsets,
+    )  # fmt: skip
+    object.__setattr__(made, "seconds", _seconds(made))
+    _keep(_plans, key, ((tensors, group), made))
+    return made
+
+
+def _layer(
+    source: str | Variant, variant: Variant, layers: float, counted: tuple[Visits, dict[str, Any]], tokens: Tokens,
+    method: str, offsets: tuple[int, ...] | None, values: Mapping[str, Any],
+) -> Layer:  # fmt: skip
+    found, of_documents = counted
+    seen = Needs.of(tokens, found.needs(tokens.owner, tokens.ranks))
+    everything = Needs.of(tokens, np.ones((tokens.ranks, len(tokens.owner)), dtype=bool))
+    if method == "auto":
+        method = "exchange" if seen.received.max() < _WORTH * everything.received.max() else "gather"
+    declared = {each.name for each in (*variant.tensors, *variant.arguments)}
+    own = {name: value for name, value in values.items() if name in declared}
+    return Layer(
+        variant.name, source, variant if offsets is None else as_one_row(variant), layers, method,
+        {**own, **of_documents}, found, seen if method == "exchange" else everything, seen,
+    )  # fmt: skip
+
+
+def _seconds(made: Plan) -> float:
+    """Predicted seconds of attention in all layers, forward."""
+    owner, total = made.dealt.owner, 0.0
+    for layer in made.layers:
+        work = predicted_work(layer.visits, owner, made.ranks, made.tile, made.cost)
+        total += layer.layers * (work + made.cost.of_tokens(float(layer.sent.received.max())))
+    return total
+
+
+def _counted(
+    variant: Variant, sizes: Any, seqlen: int, offsets: tuple[int, ...] | None, tile: int, cost: Cost,
+    values: Mapping[str, Any], tensors: Sequence[Tensor],
+) -> tuple[Visits, dict[str, Any]]:  # fmt: skip
+    """The visits of a variant, and the tensors of its documents."""
+    key = (variant, sizes)
+    known = _visits.get(key)
+    if known is not None:
+        _visits.move_to_end(key)
+        return known[1]
+    of_documents: dict[str, Any] = {} if offsets is None else documents(offsets)
+    whole = variant if offsets is None else as_one_row(variant)
+    lengths = {
+        extent: length
+        for tensor in whole.tensors
+        if isinstance(values.get(tensor.name), Tensor) and values[tensor.name].dim() == len(tensor.shape)
+        for extent, length in zip(tensor.shape, values[tensor.name].shape, strict=True)
+    }
+    if offsets is not None and lengths.get("documents", len(offsets) - 1) != len(offsets) - 1:
+        raise CallError(f"a tensor has {lengths['documents']} documents, cu_seqlens {len(offsets) - 1}")
+    heads = lengths.get("h", cost.heads)
+    kv_heads = lengths.get("hk", cost.kv_heads if heads % cost.kv_heads == 0 else heads)
+    batch = lengths.get("b", 1)
+    read = values_of_mask(whole, seqlen, batch, (heads, kv_heads), {**values, **of_documents})
+    found = visits(whole, seqlen, tile, read, batch, heads, kv_heads)
+    _keep(_visits, key, (tensors, (found, of_documents)))
+    return found, of_documents
+
+
+def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    kept[key] = value
+    while len(kept) > _KEPT:
+        kept.popitem(last=False)
+
+
+def _identity(value: Any) -> Any:
+    return (id(value), value._version) if isinstance(value, Tensor) else (type(value).__name__, value)
+
+
+# --- arguments ----------------------------------------------------------------------------------------------
+
+
+def _group(group: Any) -> tuple[Any, int, int | None]:
+    """The process group, its size, and the rank of this process in it."""
+    if isinstance(group, int) and not isinstance(group, bool):
+        if group < 1:
+            raise CallError(f"a plan is of 1 rank or more, got {group}")
+        return None, group, None
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise CallError(
+            "torch.distributed is not initialized; allowed: torch.distributed.init_process_group() before, or a number "
+            "of ranks, to look at a plan"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    elif isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ()
+            allowed = " or ".join(f"mesh[{name!r}]" for name in names) or "a mesh of one axis"
+            raise CallError(f"the mesh has {group.ndim} axes; allowed: {allowed}")
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise CallError(f"group must be a DeviceMesh, a process group or a number of ranks, got {type(group).__name__}")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise CallError("this process is not in the group")
+    return group, dist.get_world_size(group), rank
+
+
+def _sources(variant: Any) -> list[tuple[str | Variant, float]]:
+    if isinstance(variant, str | Variant):
+        return [(variant, 1.0)]
+    if isinstance(variant, Mapping):
+        for name, layers in variant.items():
+            if isinstance(layers, bool) or not isinstance(layers, int | float) or not layers > 0:
+                raise CallError(f"variant '{name}' must have a positive number of layers, got {layers!r}")
+        each = list(variant.items())
+    elif isinstance(variant, Sequence):
+        each = [(one, 1.0) for one in variant]
+    else:
+        each = []
+    if not each:
+        raise CallError(f"variant must be a variant, several, or a mapping to numbers of layers, got {variant!r}")
+    names = [one.name if isinstance(one, Variant | PythonVariant) else str(one) for one, _ in each]
+    if len(set(names)) < len(names):
+        raise CallError(f"a plan names each variant once, got {', '.join(names)}")
+    return each
+
+
+def _offsets(cu_seqlens: Any, seqlen: Any) -> tuple[int, ...] | None:
+    if cu_seqlens is None:
+        return None
+    numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    if len(numbers) < 2 or not all(type(n) is int for n in numbers):
+        raise CallError("cu_seqlens must hold integers, one more than documents")
+    falls = [i for i, (a, b) in enumerate(pairwise(numbers)) if b < a]
+    if numbers[0] != 0 or falls or numbers[-1] != seqlen:
+        raise CallError(
+            f"cu_seqlens must begin with 0, never decrease and end with seqlen, which is {seqlen}; got {numbers[0]} to "
+            f"{numbers[-1]}{f', and a decrease after place {falls[0]}' if falls else ''}"
+        )
+    return tuple(numbers)
+
+
+def _checked(seqlen: Any, ranks: int, method: Any, tile: Any, chunks: Any, cost: Any) -> int:
+    """The tile of a plan. Raises CallError for an argument that is wrong."""
+    for name, value in (("seqlen", seqlen), ("tile", tile), ("chunks", chunks)):
+        if (value is not None or name == "seqlen") and (type(value) is not int or not 0 < value < 2**30):
+            raise CallError(f"{name} must be a positive integer, got {value!r}")
+    if method not in METHODS:
+        raise CallError(
+            f"method must be one of {', '.join(METHODS)}, got {method!r}{suggest(str(method), METHODS)}"
+        )
+    if not isinstance(cost, Cost):
+        raise CallError(f"cost must be an attngen.parallel.Cost, got {type(cost).__name__}")
+    if tile is not None:
+        return int(tile)
+    return next((each for each in TILES if seqlen % (each * ranks) == 0), TILES[0])

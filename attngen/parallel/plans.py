@@ -1,0 +1,369 @@
+"""Plans of context parallelism: which tokens each rank holds, what it gets from others, and the calls that follow."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError, suggest
+from attngen.lang.printing import canonical
+from attngen.lang.variant import Variant
+from attngen.parallel.agreement import agree
+from attngen.parallel.called import called
+from attngen.parallel.cost import Cost
+from attngen.parallel.exchange import exchange
+from attngen.parallel.explanation import Explanation, Shares
+from attngen.parallel.local import (
+    KEY_BEGIN, KEY_POSITION, ROW_BEGIN, ROW_POSITION, TOKENS, TOTAL, Local, Positions, local_variant, own_values,
+)  # fmt: skip
+from attngen.parallel.routes import Needs, Route, Tokens
+from attngen.parallel.values import Cutter, read_by_mask, refuse_unknown
+from attngen.parallel.visits import Visits
+from attngen.runtime.arguments import debug as debugging
+from attngen.runtime.calls.entry import attention
+from attngen.variants import PythonVariant
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One variant of a plan: its visits and needs, how many layers have it, and the values that the plan got.
+
+    ``variant`` is that of one dense sequence; ``sent`` is what the method sends, ``seen`` what rows visit.
+    """
+
+    name: str
+    source: str | Variant
+    variant: Variant
+    layers: float
+    method: str
+    values: Mapping[str, Any]
+    visits: Visits
+    sent: Needs
+    seen: Needs
+    kept: dict[Any, Any] = field(default_factory=dict)  # what calls of one rank and device share
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Where the tokens of a sequence lie on the ranks of a group, and what attention sends between them.
+
+    Made by ``attngen.parallel.plan``. A plan of a number of ranks has neither ``rank`` nor ``group``: its methods take
+    ``rank=``, and it has no ``attention``.
+    """
+
+    seqlen: int
+    ranks: int
+    rank: int | None
+    group: Any
+    tile: int
+    chunks: int
+    cost: Cost
+    seconds: float
+    layers: tuple[Layer, ...]
+    dealt: Tokens
+    cu_seqlens: tuple[int, ...] | None
+    _agreed: set[tuple[Any, ...]] = field(default_factory=set)
+    _rows_on: dict[Any, Tensor] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        variants = ", ".join(layer.name for layer in self.layers)
+        return f"<attngen.parallel plan: {variants}, {self.seqlen} tokens on {self.ranks} ranks>"
+
+    # --- where tokens lie -----------------------------------------------------------------------------------
+
+    def tokens(self, rank: int | None = None) -> int:
+        """How many tokens a rank holds, by default this one."""
+        return int(self.dealt.counts[self._rank(rank)])
+
+    def rows(self, rank: int | None = None, *, device: torch.device | str | None = None) -> Tensor:
+        """Place of each token of a rank in the whole tensor, ascending: int64."""
+        key = (self._rank(rank), torch.device(device or "cpu"))
+        if key not in self._rows_on:
+            self._rows_on[key] = torch.from_numpy(self.dealt.positions(key[0])).to(key[1])
+        return self._rows_on[key]
+
+    def positions(self, rank: int | None = None, *, device: torch.device | str | None = None) -> Tensor:
+        """Position of each token of a rank in its sequence or document, as rotary embeddings take them: int64."""
+        rows = self.rows(rank)
+        if self.cu_seqlens is not None:
+            offsets = torch.tensor(self.cu_seqlens)
+            rows = rows - offsets[torch.searchsorted(offsets, rows, right=True) - 1]
+        return rows.to(device or "cpu")
+
+    def shard(self, x: Tensor, dim: int | None = None, *, rank: int | None = None) -> Tensor:
+        """The tokens of a whole tensor that a rank holds; they lie along axis 1, of packed sequences along axis 0,
+        unless ``dim`` is given."""
+        dim = self._dim(dim, x, "shard", self.seqlen, f"{self.seqlen} tokens")
+        return x.index_select(dim, self.rows(rank, device=x.device))
+
+    def unshard(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """The whole tensor, on every rank, of which each rank passes the tokens that it holds.
+
+        All ranks of the group call it. Differentiable: the gradients of all ranks are added up.
+        """
+        rank = self._in_group()
+        dim = self._dim(dim, x, "unshard", self.tokens(), f"the {self.tokens()} tokens of rank {rank}")
+        return self._arrived(self._whole.route(rank), x, dim)
+
+    # --- attention ------------------------------------------------------------------------------------------
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        variant: str | Variant | None = None,
+        softmax_scale: float | None = None,
+        return_lse: bool = False,
+        layout: str = "bshd",
+        backend: str | None = None,
+        package: str | None = None,
+        deterministic: bool = False,
+        **values: Any,
+    ) -> Any:
+        """Attention of this rank's rows to the keys of all ranks; q, k and v hold the tokens that ``shard`` gives.
+
+        Shapes and results are those of ``attngen.attention`` for the tokens of this rank. Packed sequences have the
+        shapes of ``attngen.attention_varlen``: q (tokens, heads, head_dim), and a log-sum-exp of (heads, tokens).
+        ``variant`` says which one, if the plan has several. ``values`` are the scalars and tensors of the variant that
+        the plan did not get; a tensor with something for each token holds all tokens, or those of this rank.
+
+        All ranks of the group make the call, and run its backward, in the same order. The first call compares plans
+        and arguments, and fails on all ranks if they differ or one is wrong; under ``attngen.debug()`` every call does.
+        Raises CallError, and what ``attngen.attention`` raises.
+        """
+        layer = self._layer(variant)
+        rank = self._in_group()
+        self._compare(layer, q, k, v, layout, values)
+        packed = self.cu_seqlens is not None
+        if packed:
+            q, k, v = (tensor.unsqueeze(0) for tensor in (q, k, v))
+        elif layout == "bhsd":
+            q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        route = self._route(layer, rank)
+        keys, held = (t.transpose(0, 1) for t in exchange(route, self._wire, k.transpose(0, 1), v.transpose(0, 1)))
+        options = {
+            "softmax_scale": softmax_scale, "backend": backend, "package": package, "deterministic": deterministic
+        }  # fmt: skip
+        source, arguments = self._arguments(layer, rank, q, values)
+        if q.shape[1]:
+            out, lse = attention(q, keys, held, variant=source, return_lse=True, **options, **arguments)
+        else:  # the backward of the exchange is a collective, which this rank takes part in
+            connected = keys.sum() * 0 + held.sum() * 0
+            out = q.new_zeros((*q.shape[:3], v.shape[3])) + connected
+            lse = q.new_zeros((q.shape[0], q.shape[2], 0), dtype=torch.float32) + connected
+        if packed:
+            out, lse = out.squeeze(0), lse.squeeze(0)
+        elif layout == "bhsd":
+            out = out.transpose(1, 2)
+        return (out, lse) if return_lse else out
+
+    def called(self, variant: str | Variant | None = None) -> PythonVariant | str | Variant:
+        """The variant that each rank calls over its rows and keys: what to build kernels of."""
+        return self._called(self._layer(variant))
+
+    def explain(self) -> Explanation:
+        """Work and bytes of each rank, beside the least of both."""
+        variants = tuple(
+            Shares(
+                layer.name,
+                layer.layers,
+                layer.method,
+                tuple(round(n) for n in np.bincount(self.dealt.owner, weights=layer.visits.tiles, minlength=self.ranks)),
+                tuple(map(int, layer.sent.received)),
+                tuple(map(int, layer.seen.received)),
+            )
+            for layer in self.layers
+        )
+        tokens = tuple(map(int, self.dealt.counts))
+        return Explanation(self.seqlen, self.tile, self.chunks, tokens, self.cost.token_bytes(), self.seconds, variants)
+
+    @cached_property
+    def digest(self) -> str:
+        """What two plans have in common only if they send the same rows and call the same variants."""
+        told = hashlib.sha256()
+        told.update(repr((self.seqlen, self.ranks, self.tile, self.cu_seqlens)).encode())
+        told.update(self.dealt.owner.astype("<i8").tobytes())
+        for layer in self.layers:
+            text = [canonical(e) for e in (layer.variant.mask, layer.variant.score, layer.variant.sink) if e is not None]
+            told.update(repr((layer.name, layer.method, layer.sent.keys, text)).encode())
+            told.update(np.packbits(layer.sent.tiles).tobytes())
+            told.update(repr({n: v for n, v in layer.values.items() if not isinstance(v, Tensor)}).encode())
+        return told.hexdigest()[:16]
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    @property
+    def _wire(self) -> Any:
+        return self.group if self.ranks > 1 else None
+
+    @cached_property
+    def _whole(self) -> Needs:
+        """All tokens on every rank."""
+        return Needs.of(self.dealt, np.ones((self.ranks, len(self.dealt.owner)), dtype=bool))
+
+    @cached_property
+    def _row_kind(self) -> Positions:
+        if self.ranks == 1:
+            return "all"
+        changes = int(np.count_nonzero(np.diff(self.dealt.owner)))
+        return "run" if changes < self.ranks and changes + 1 == len(np.unique(self.dealt.owner)) else "table"
+
+    def _rank(self, rank: int | None) -> int:
+        if rank is None:
+            if self.rank is None:
+                raise CallError(f"this plan has no group; allowed: rank=0 to {self.ranks - 1}")
+            return self.rank
+        if type(rank) is not int or not 0 <= rank < self.ranks:
+            raise CallError(f"rank must be 0 to {self.ranks - 1}, got {rank!r}")
+        return rank
+
+    def _in_group(self) -> int:
+        if self.rank is None:
+            raise CallError(
+                "this plan is of a number of ranks, and nothing can be exchanged; allowed: a plan of a DeviceMesh, or of "
+                "a group of torch.distributed"
+            )
+        return self.rank
+
+    def _dim(self, dim: int | None, x: Tensor, what: str, length: int, allowed: str) -> int:
+        dim = dim if dim is not None else 1 if self.cu_seqlens is None else 0
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != length:
+            raise CallError(f"{what}: x has shape {tuple(x.shape)}; allowed along axis {dim}: {allowed}")
+        return dim % x.dim()
+
+    def _layer(self, variant: str | Variant | None) -> Layer:
+        if variant is None:
+            if len(self.layers) == 1:
+                return self.layers[0]
+        else:
+            for layer in self.layers:
+                if variant in (layer.source, layer.name) or variant == layer.variant:
+                    return layer
+        named = ", ".join(layer.name for layer in self.layers)
+        got = f"got {variant!s}{suggest(str(variant), [layer.name for layer in self.layers])}" if variant else "got none"
+        raise CallError(f"variant must be one of the plan's, {got}; allowed: {named}")
+
+    def _route(self, layer: Layer, rank: int) -> Route:
+        if ("route", rank) not in layer.kept:
+            layer.kept["route", rank] = layer.sent.route(rank)
+        return layer.kept["route", rank]  # type: ignore[no-any-return]
+
+    def _local(self, layer: Layer) -> Local:
+        return local_variant(layer.variant, self._row_kind, layer.sent.keys)
+
+    def _called(self, layer: Layer) -> PythonVariant | str | Variant:
+        if self.ranks == 1 and self.cu_seqlens is None:
+            return layer.source
+        return called(self._local(layer).variant)
+
+    def _arrived(self, route: Route, x: Tensor, dim: int) -> Tensor:
+        """The rows that a route brings, of a tensor that has its own along an axis."""
+        rows = x.movedim(dim, 0)
+        (arrived,) = exchange(route, self._wire, rows.reshape(len(rows), 1, -1))
+        return arrived.reshape(-1, *rows.shape[1:]).movedim(0, dim)
+
+    def _arguments(
+        self, layer: Layer, rank: int, q: Tensor, values: Mapping[str, Any]
+    ) -> tuple[PythonVariant | str | Variant, dict[str, Any]]:
+        """The variant of a rank's call, and its scalars and tensors; those that the plan got are cut once."""
+        given = {**layer.values, **values}
+        source = self._called(layer)
+        if source is layer.source:
+            return source, given
+        local, route = self._local(layer), self._route(layer, rank)
+        key = (rank, q.device)
+        if key not in layer.kept:
+            rows, keys = self.rows(rank), torch.from_numpy(layer.sent.key_positions(rank))
+            cutter = Cutter(
+                self.seqlen, rows.to(q.device), keys.to(q.device),
+                lambda x, axis: self._arrived(route, x, axis),
+                lambda x, axis: self._arrived(self._whole.route(rank), x, axis),
+            )  # fmt: skip
+            here = {
+                ROW_BEGIN: int(rows[0]) if len(rows) else 0, ROW_POSITION: rows.to(q.device, torch.int32),
+                KEY_BEGIN: route.begin, KEY_POSITION: keys.to(q.device, torch.int32), TOKENS: self.seqlen,
+            }  # fmt: skip
+            fixed = {
+                name: value.to(q.device)
+                for name, value in layer.values.items()
+                if isinstance(value, Tensor) and not value.requires_grad
+            }
+            cuts = {name: cut for name, cut in local.cuts.items() if cut.of in fixed}
+            layer.kept[key] = cutter, own_values(layer.variant, here), cutter.values(cuts, fixed, layer.name)
+        cutter, own, tensors = layer.kept[key]
+        (total,) = own_values(layer.variant, {TOTAL: q.shape[0] * self.seqlen}).items()
+        own = dict([*own.items(), total])
+        wanted = {each.name for each in (*local.variant.tensors, *local.variant.scalars)}
+        cuts = {name: cut for name, cut in local.cuts.items() if name not in tensors}
+        scalars = {name: value for name, value in given.items() if name in {s.name for s in layer.variant.arguments}}
+        arguments = {**scalars, **tensors, **cutter.values(cuts, given, layer.name), **own}
+        return source, {name: value for name, value in arguments.items() if name in wanted}
+
+    # --- checks ---------------------------------------------------------------------------------------------
+
+    def _compare(self, layer: Layer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> None:
+        """Raise CallError for a wrong call, on the first call on all ranks."""
+        problem = None
+        try:
+            self._check(layer, q, k, v, layout, values)
+        except CallError as error:
+            problem = str(error)
+        signature: tuple[Any, ...] = ()
+        if problem is None:
+            signature = (layer.name, layout, *self._signature(q, k, v, values))
+        if problem is not None and (self._wire is None or (self._agreed and not debugging.active())):
+            raise CallError(problem)
+        if self._wire is None or (signature in self._agreed and not debugging.active()):
+            return
+        agree(self.group, (self.digest, repr(signature)), problem)
+        self._agreed.add(signature)
+
+    def _signature(self, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What has to be the same on all ranks: shapes without the tokens, and which tensors hold those of a rank."""
+        held = self.tokens()
+
+        def shape(tensor: Tensor) -> tuple[Any, ...]:
+            return tuple("tokens" if n == held else n for n in tensor.shape)
+
+        own = tuple((name, shape(x) if isinstance(x, Tensor) else x) for name, x in sorted(values.items()))
+        return *(shape(tensor) for tensor in (q, k, v)), str(q.dtype), q.device.type, own
+
+    def _check(self, layer: Layer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> None:
+        packed = self.cu_seqlens is not None
+        if layout not in ("bshd", "bhsd") or (packed and layout != "bshd"):
+            raise CallError(f"layout must be bshd{'' if packed else ' or bhsd'}, got {layout!r}")
+        axis = 0 if packed else 1 if layout == "bshd" else 2
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(tensor, Tensor):
+                raise CallError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            if tensor.dim() != (3 if packed else 4) or tensor.shape[axis] != self.tokens():
+                shape = "(tokens, heads, head_dim)" if packed else "(batch, tokens, heads, head_dim)"
+                shape = "(batch, heads, tokens, head_dim)" if axis == 2 else shape
+                raise CallError(f"{name} has shape {tuple(tensor.shape)}; allowed: {shape} with {self.tokens()} tokens")
+        if not q.dtype == k.dtype == v.dtype:
+            raise CallError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+        refuse_unknown({layer.name: layer.variant}, values)
+        read = read_by_mask(layer.variant)
+        for name, value in values.items():
+            fixed = layer.values.get(name)
+            same = value is fixed or (not isinstance(value, Tensor) and not isinstance(fixed, Tensor) and value == fixed)
+            if name in read and not same:
+                raise CallError(
+                    f"'{name}' is read by the mask of {layer.name}, so the plan fixes it; allowed: {name}=… as an "
+                    "argument of another plan"
+                )
+        missing = [
+            each.name for each in (*layer.variant.tensors, *layer.variant.arguments)
+            if each.name not in {**layer.values, **values} and getattr(each, "default", None) is None
+        ]  # fmt: skip
+        if missing:
+            raise CallError(f"{layer.name} takes {', '.join(missing)}, which neither the plan nor the call got")

@@ -1,0 +1,224 @@
+"""Routes: which rows each rank sends to which, and where a received key lies, as numbers and as index tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from attngen.parallel.local import Positions
+
+#: Keys that lie here as a run may have holes of this share, which cost memory; more, and a table says where they lie.
+_HOLES = 0.5
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which rows of a sequence each rank holds: tiles of ``tile`` rows, the last one ragged."""
+
+    owner: np.ndarray
+    ranks: int
+    seqlen: int
+    tile: int
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Rows of each tile."""
+        starts = np.arange(len(self.owner)) * self.tile
+        return np.minimum(self.tile, self.seqlen - starts)
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Rows of each rank."""
+        return np.bincount(self.owner, weights=self.sizes, minlength=self.ranks).astype(np.int64)
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Where each tile begins on the rank that holds it."""
+        starts = np.empty(len(self.owner), dtype=np.int64)
+        for rank in range(self.ranks):
+            own = np.flatnonzero(self.owner == rank)
+            starts[own] = np.cumsum(self.sizes[own]) - self.sizes[own]
+        return starts
+
+    def positions(self, rank: int) -> np.ndarray:
+        """Positions in the sequence of the rows of a rank, ascending."""
+        return self.spread(np.flatnonzero(self.owner == rank))
+
+    def spread(self, tiles: np.ndarray, starts: np.ndarray | None = None) -> np.ndarray:
+        """Rows of some tiles, one after the other; ``starts`` says where each begins, if not in the sequence."""
+        sizes = self.sizes[tiles]
+        first = tiles * self.tile if starts is None else starts
+        return np.repeat(first - np.cumsum(sizes) + sizes, sizes) + np.arange(int(sizes.sum()))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which tiles of keys each rank gets, and how they lie there: ``tiles`` is bool (ranks, tiles)."""
+
+    tokens: Tokens
+    tiles: np.ndarray
+    keys: Positions
+
+    @classmethod
+    def of(cls, tokens: Tokens, tiles: np.ndarray) -> Needs:
+        """Needs that lie as a run where that has few holes on every rank, else by a table."""
+        if tiles.all():
+            return cls(tokens, tiles, "all")
+        some = tiles.any(axis=1)
+        first, last = tiles.argmax(axis=1), tiles.shape[1] - tiles[:, ::-1].argmax(axis=1)
+        length, held = np.where(some, last - first, 0), tiles.sum(axis=1)
+        return cls(tokens, tiles, "run" if (held >= length * (1 - _HOLES)).all() else "table")
+
+    def place(self, rank: int) -> tuple[np.ndarray, int, int]:
+        """Where each tile of keys begins on a rank (−1: it is not there), the first key's position, and the rows."""
+        tokens, need = self.tokens, self.tiles[rank]
+        held = np.flatnonzero(need)
+        places = np.full(len(need), -1, dtype=np.int64)
+        if not len(held):
+            return places, 0, 0
+        if self.keys == "table":
+            sizes = tokens.sizes[held]
+            places[held] = np.cumsum(sizes) - sizes
+            return places, int(held[0]) * tokens.tile, int(sizes.sum())
+        begin = 0 if self.keys == "all" else int(held[0]) * tokens.tile
+        end = tokens.seqlen if self.keys == "all" else int(held[-1]) * tokens.tile + int(tokens.sizes[held[-1]])
+        places[held] = held * tokens.tile - begin
+        return places, begin, end - begin
+
+    def route(self, rank: int) -> Route:
+        """What ``rank`` sends and receives."""
+        tokens, owner = self.tokens, self.tokens.owner
+        places, begin, rows = self.place(rank)
+        mine = owner == rank
+        sent = [np.flatnonzero(mine & self.tiles[other]) for other in range(tokens.ranks)]
+        come = [np.flatnonzero((owner == other) & self.tiles[rank]) for other in range(tokens.ranks)]
+        send = [tokens.spread(tiles, tokens.offsets[tiles]) for tiles in sent]
+        receive = [tokens.spread(tiles, places[tiles]) for tiles in come]
+        equal = int(tokens.counts.min()) == int(tokens.counts.max())
+        return Route(
+            rank,
+            int(tokens.counts[rank]),
+            rows,
+            begin,
+            self.keys == "all" and equal,
+            tuple(map(len, send)),
+            tuple(map(len, receive)),
+            torch.from_numpy(np.concatenate(send)),
+            torch.from_numpy(np.concatenate(receive)),
+        )
+
+    def key_positions(self, rank: int) -> np.ndarray:
+        """Positions in the sequence of the keys on a rank, holes too."""
+        if self.keys == "table":
+            return self.tokens.spread(np.flatnonzero(self.tiles[rank]))
+        _, begin, rows = self.place(rank)
+        return np.arange(begin, begin + rows)
+
+    @cached_property
+    def received(self) -> np.ndarray:
+        """Rows that each rank receives from others."""
+        rows = self.tiles @ self.tokens.sizes
+        own = np.where(self.tiles[self.tokens.owner, np.arange(len(self.tokens.owner))], self.tokens.sizes, 0)
+        kept = np.bincount(self.tokens.owner, weights=own, minlength=self.tokens.ranks)
+        return (rows - kept).astype(np.int64)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one rank sends and receives: local rows in the order of the ranks that get them, and where those that arrive
+    go, in the order of the ranks that they come from. Rows that stay here are in both."""
+
+    rank: int
+    held: int  # rows of this rank
+    rows: int  # keys that lie here afterwards
+    begin: int  # position of the first of them, if they are a run
+    gathers: bool  # every rank gets all rows, and all ranks hold as many
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    send: torch.Tensor
+    receive: torch.Tensor
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether every place gets a row."""
+        return len(self.receive) == self.rows
+
+    @cached_property
+    def _on(self) -> dict[torch.device, tuple[Take, Put]]:
+        return {}
+
+    @cached_property
+    def _takes(self) -> dict[torch.device, list[Take]]:
+        return {}
+
+    def send_takes(self, device: torch.device) -> list[Take]:
+        """The rows that each rank gets."""
+        if device not in self._takes:
+            self._takes[device] = [Take.of(part, device) for part in self.send.split(list(self.send_counts))]
+        return self._takes[device]
+
+    def on(self, device: torch.device) -> tuple[Take, Put]:
+        """How to take what is sent, and how to put what arrives, with indices on ``device``."""
+        if device not in self._on:
+            self._on[device] = Take.of(self.send, device), Put(Take.of(self.receive, device), self.rows, self.dense)
+        return self._on[device]
+
+
+@dataclass(frozen=True)
+class Take:
+    """Some rows of a tensor in some order: as few slices, or by index."""
+
+    index: torch.Tensor
+    runs: tuple[tuple[int, int], ...]  # start and length, if there are few
+
+    #: Most runs that are copied one by one.
+    MOST = 64
+
+    @classmethod
+    def of(cls, index: torch.Tensor, device: torch.device) -> Take:
+        """Take the rows of an index."""
+        order = index.numpy()
+        if not len(order):
+            return cls(index.to(device), ())
+        breaks = np.flatnonzero(np.diff(order) != 1) + 1
+        starts = np.concatenate([[0], breaks])
+        runs: tuple[tuple[int, int], ...] = ()
+        if len(starts) <= cls.MOST:
+            lengths = np.diff(np.concatenate([starts, [len(order)]]))
+            runs = tuple((int(order[s]), int(n)) for s, n in zip(starts, lengths, strict=True))
+        return cls(index.to(device), runs)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of a tensor, contiguous or a view."""
+        if len(self.runs) == 1:
+            return rows.narrow(0, *self.runs[0])
+        if self.runs:
+            return torch.cat([rows.narrow(0, *run) for run in self.runs])
+        return rows.index_select(0, self.index)
+
+
+@dataclass(frozen=True)
+class Put:
+    """The inverse of a ``Take``: rows go to their places of a new tensor, whose other rows are 0."""
+
+    take: Take
+    rows: int
+    dense: bool
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """The new tensor."""
+        runs = self.take.runs
+        if self.dense and len(runs) == 1 and runs[0] == (0, len(rows)):
+            return rows
+        shape = (self.rows, *rows.shape[1:])
+        whole = rows.new_empty(shape) if self.dense else rows.new_zeros(shape)
+        if not runs:
+            return whole.index_copy_(0, self.take.index, rows)
+        start = 0
+        for place, length in runs:
+            whole.narrow(0, place, length).copy_(rows.narrow(0, start, length))
+            start += length
+        return whole

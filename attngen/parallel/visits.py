@@ -1,0 +1,198 @@
+"""Which tiles of keys each tile of queries visits, for one call: by the bands of its mask, evaluated for all tiles at
+once; what bands do not bound is classified tile by tile, with the least and greatest values of what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attngen.lang.bands import bands, classify
+from attngen.lang.eager import evaluate
+from attngen.lang.facts import KV_START, Q_START, Facts
+from attngen.lang.ir import Expr, Search, Type, Var, rewrite
+from attngen.lang.statistics import Statistic, separated
+from attngen.lang.variant import Variant
+
+#: Names by which a mask differs from head to head.
+_HEADS = frozenset(("h", "hk", "heads", "kv_heads"))
+
+#: Most nodes of a bound of a tile: the host has no registers to save.
+_NODES = 4096
+
+#: Most tiles that are classified at once.
+_BLOCK = 2**20
+
+
+@dataclass(frozen=True)
+class Visits:
+    """Runs of tiles: the queries of tile ``row[i]`` visit the tiles of keys ``lo[i]`` to ``hi[i] - 1``.
+
+    Runs of one sequence and head are disjoint; ``tiles`` counts the tiles of keys of each tile of queries, as the mean
+    over heads and the sum over sequences.
+    """
+
+    row: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    tiles: np.ndarray
+
+    def needs(self, owner: np.ndarray, ranks: int) -> np.ndarray:
+        """Which tiles of keys each rank visits, if ``owner`` says whose each tile is: bools (ranks, tiles)."""
+        count = len(owner)
+        rank = owner[self.row] * (count + 1)
+        steps = np.bincount(rank + self.lo, minlength=ranks * (count + 1)).astype(np.int32)
+        steps -= np.bincount(rank + self.hi, minlength=ranks * (count + 1))
+        return steps.reshape(ranks, count + 1).cumsum(axis=1)[:, :count] > 0  # type: ignore[no-any-return]
+
+
+def visits(
+    variant: Variant, seqlen: int, tile: int, values: Mapping[str, Any], batch: int, heads: int, kv_heads: int
+) -> Visits:
+    """Which tiles of ``tile`` keys each tile of ``tile`` queries visits in a dense call of ``seqlen`` tokens.
+
+    ``values`` holds all that the mask reads, tensors on the CPU. What is visited is never less than what is visible.
+    """
+    read, loaded = variant.uses(variant.mask)
+    shapes = {extent for name in loaded for extent in variant.tensor(name).shape}
+    sequences = batch if "b" in read or "b" in shapes else 1
+    places = [(b, h) for b in range(sequences) for h in range(heads if read & _HEADS else 1)]
+    each = [_Grid(variant, seqlen, tile, values, place, (batch, heads, kv_heads)).runs() for place in places]
+    row, lo, hi = (np.concatenate(parts) for parts in zip(*each, strict=True))
+    tiles = np.bincount(row, weights=hi - lo, minlength=-(-seqlen // tile))
+    return Visits(row, lo, hi, tiles * (batch / len(places)))
+
+
+class _Grid:
+    """All tiles of queries of one sequence and head: their corners as a column of numbers."""
+
+    def __init__(
+        self, variant: Variant, seqlen: int, tile: int, values: Mapping[str, Any], place: tuple[int, int],
+        sizes: tuple[int, int, int],
+    ) -> None:  # fmt: skip
+        self._variant, self._seqlen, self._tile = variant, seqlen, tile
+        self._count = -(-seqlen // tile)
+        self._facts = Facts.of(variant)
+        self._tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        (b, h), (batch, heads, kv_heads) = place, sizes
+        self._plain: dict[str, Any] = {
+            "seqlen_q": seqlen, "seqlen_k": seqlen, "total_q": batch * seqlen, "total_k": batch * seqlen,
+            "heads": heads, "kv_heads": kv_heads, "b": b, "h": h, "hk": h // max(heads // kv_heads, 1),
+            **{s.name: s.const for s in variant.scalars if s.const is not None},
+            **{name: value for name, value in values.items() if name not in self._tensors},
+            Q_START.name: b * seqlen, KV_START.name: b * seqlen,
+        }  # fmt: skip
+        self._plain |= {
+            extent: length
+            for name, tensor in self._tensors.items()
+            for extent, length in zip(variant.tensor(name).shape, tensor.shape, strict=True)
+            if isinstance(extent, str) and extent not in self._plain
+        }
+        first = torch.arange(self._count) * tile
+        last = (first + tile - 1).clamp(max=seqlen - 1)
+        self._corners = {"q_lo": first, "q_hi": last, "q_pos_lo": first, "q_pos_hi": last}
+
+    def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Row, first and last tile (exclusive) of each run."""
+        found = bands(self._variant.mask, self._facts, over="kv")
+        tiles = np.arange(self._count)
+        lows, highs = [], []
+        for interval in found.visible:
+            lo = torch.zeros(()) if interval.lo is None else self._value(interval.lo, self._corners)
+            hi = torch.tensor(self._seqlen) if interval.hi is None else self._value(interval.hi, self._corners)
+            lo, hi = (end.clamp(0, self._seqlen).to(torch.int64).expand(self._count).numpy() for end in (lo, hi))
+            first, last = lo // self._tile, -(-hi // self._tile)
+            lows.append(np.where(lo < hi, first, self._count))
+            highs.append(np.where(lo < hi, last, self._count))
+        if not found.exact:
+            return self._classified(lows, highs)
+        rows, lo, hi = [tiles[:0]], [tiles[:0]], [tiles[:0]]
+        order = np.argsort(np.array(lows).reshape(-1, self._count), axis=0, kind="stable")
+        done = np.zeros(self._count, dtype=np.int64)
+        for place in range(len(lows)):
+            column = order[place]
+            first = np.maximum(np.array(lows)[column, tiles], done)
+            last = np.array(highs)[column, tiles]
+            some = first < last
+            rows, lo, hi = [*rows, tiles[some]], [*lo, first[some]], [*hi, last[some]]
+            done = np.maximum(done, last)
+        return np.concatenate(rows), np.concatenate(lo), np.concatenate(hi)
+
+    def _classified(
+        self, lows: list[np.ndarray], highs: list[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Runs of the tiles within the bands of which some pair may be visible."""
+        parts = separated(self._variant.mask, self._facts)
+        may, _ = classify(parts.mask, self._facts, nodes=_NODES, statistics=parts.statistics)
+        first = torch.arange(self._count)[None, :] * self._tile
+        keys: dict[str, Tensor] = {"kv_lo": first, "kv_hi": (first + self._tile - 1).clamp(max=self._seqlen - 1)}
+        queries = {name: corner[:, None] for name, corner in self._corners.items()}
+        for statistic in parts.statistics:
+            column = statistic.axis == "q"
+            for name, end in self._ends(statistic):
+                (queries if column else keys)[name] = end[:, None] if column else end[None, :]
+        rows, lo, hi = [], [], []
+        tiles = np.arange(self._count)
+        height = max(_BLOCK // self._count, 1)
+        for start in range(0, self._count, height):
+            part = slice(start, min(start + height, self._count))
+            corners = {**keys, **{name: corner[part] for name, corner in queries.items()}}
+            shape = (part.stop - start, self._count)
+            seen = self._value(may, corners).broadcast_to(shape).numpy()
+            inside = np.zeros(shape, dtype=bool)
+            for low, high in zip(lows, highs, strict=True):
+                inside |= (tiles >= low[part, None]) & (tiles < high[part, None])
+            steps = np.diff((seen & inside).astype(np.int8), axis=1, prepend=0, append=0)
+            where = np.nonzero(steps == 1)
+            rows.append(where[0] + start)
+            lo.append(where[1])
+            hi.append(np.nonzero(steps == -1)[1])
+        return np.concatenate(rows), np.concatenate(lo), np.concatenate(hi)
+
+    def _ends(self, statistic: Statistic) -> Iterator[tuple[str, Tensor]]:
+        """The least and greatest value of a statistic over each tile, and whether all are numbers, by their names."""
+        place = torch.arange(self._seqlen)
+        axes = ("q", "q_pos", "q_global") if statistic.axis == "q" else ("kv", "kv_global")
+        values = self._value(statistic.value, dict.fromkeys(axes, place)).broadcast_to((self._seqlen,))
+        if statistic.value.type is Type.BOOL:
+            values = values.to(torch.int8)
+        missing = -self._seqlen % self._tile
+        padded = torch.cat([values, values[-1:].expand(missing)]).view(self._count, self._tile)
+        floats = values.is_floating_point()
+        least, greatest = padded.nan_to_num(nan=torch.inf).amin(1) if floats else padded.amin(1), padded.amax(1)
+        for name, end in zip(statistic.ends, (least, greatest), strict=True):
+            yield name.name, end.bool() if statistic.value.type is Type.BOOL else end
+        if floats:
+            yield statistic.numbers.name, ~padded.isnan().any(1)
+
+    def _value(self, expr: Expr, corners: Mapping[str, Any]) -> Tensor:
+        """The value of an expression for all tiles."""
+        names: dict[str, Any] = {**self._plain, **corners}
+        numbers = count()
+
+        def searched(node: Expr) -> Expr | None:
+            if not isinstance(node, Search):
+                return None
+            name = f"search_{next(numbers)}"
+            names[name] = self._search(node, names)
+            return Var(name, node.type)
+
+        return evaluate(rewrite(expr, searched), names, self._tensors, checked=False)
+
+    def _search(self, node: Search, names: Mapping[str, Any]) -> Tensor:
+        length = int(evaluate(node.length, names, self._tensors))
+        value = evaluate(node.value, names, self._tensors, checked=False)
+        tensor = self._tensors[node.tensor]
+        if 0 in tensor.shape:
+            return torch.zeros_like(value)
+        indices = [evaluate(i, names, self._tensors, checked=False) for i in node.indices]
+        # one value for all tiles: indices of other axes never vary over a box
+        place: list[Any] = [i.reshape(-1)[:1].clamp(0, n - 1) for i, n in zip(indices, tensor.shape, strict=True)]
+        place[node.axis] = torch.arange(min(max(length, 0), tensor.shape[node.axis]))
+        row = tensor[tuple(torch.broadcast_tensors(*place))]
+        return torch.searchsorted(row.contiguous().to(torch.int64), value.contiguous(), right=node.strict)
