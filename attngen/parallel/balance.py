@@ -68,19 +68,19 @@ def received(found: Visits, owner: np.ndarray, ranks: int) -> np.ndarray:
     """Tiles of keys that each rank visits and does not hold."""
     needed = found.needs(owner, ranks)
     held = needed[owner, np.arange(len(owner))]
-    return needed.sum(axis=1) - np.bincount(owner, weights=held, minlength=ranks)  # type: ignore[no-any-return]
+    return needed.sum(axis=1) - np.bincount(owner, weights=held, minlength=ranks)
 
 
 def _dealt(work: np.ndarray, tiles: int, ranks: int, chunks: int) -> np.ndarray:
     """The rank of each tile if each rank gets ``chunks`` runs of them."""
     count = ranks * chunks
-    starts = np.arange(count + 1) * tiles // count
+    starts: np.ndarray = np.arange(count + 1) * tiles // count
     sizes = np.diff(starts)
-    if chunks == 1:
+    if chunks == 1 or ranks == 1:
         return np.repeat(np.arange(ranks), sizes)
     sums = np.concatenate([[0.0], np.cumsum(work)])
     weights = sums[starts[1:]] - sums[starts[:-1]]
-    rank_of = np.empty(count, dtype=np.int64)
+    rank_of: np.ndarray = np.empty(count, dtype=np.int64)
     load = np.zeros(ranks)
     order = np.lexsort((np.arange(count), -weights, -sizes))  # larger ones first, so that all get as many tokens
     for first in range(0, count, ranks):

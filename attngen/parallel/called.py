@@ -7,7 +7,7 @@ from typing import Any
 
 from attngen.errors import SpecError
 from attngen.lang.variant import Variant
-from attngen.variants import PythonVariant, checked, settled
+from attngen.variants import PythonVariant, checked, python_variant
 
 
 @lru_cache(maxsize=256)
@@ -23,4 +23,4 @@ def called(variant: Variant) -> PythonVariant:
     for scalar in variant.scalars:
         if scalar.grad:
             fields["scalars"][scalar.name]["grad"] = True
-    return settled(checked(variant.name, fields), fields)
+    return python_variant(checked(variant.name, fields), fields)

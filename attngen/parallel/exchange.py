@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from attngen.parallel.routes import Route, Take
 
-Group = dist.ProcessGroup
+Group = Any  # a process group of torch.distributed
 
 #: Its name in torch before 2.14.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -21,13 +21,19 @@ from attngen.parallel.one_row import scalar_without_lengths, tensor_without_leng
 #: How positions of rows or keys are known: all of them lie here, or a run of them, or a table says where each lies.
 Positions = Literal["all", "run", "table"]
 
+#: What tells the names of local variants apart.
+_SUFFIXES = {
+    ("rows", "all"): "", ("rows", "run"): "_from_row", ("rows", "table"): "_by_rows",
+    ("keys", "all"): "", ("keys", "run"): "_from_key", ("keys", "table"): "_by_keys",
+}  # fmt: skip
+
 #: Names of the call's own scalars and tensors.
 ROW_BEGIN, ROW_POSITION = "row_begin", "row_position"
 KEY_BEGIN, KEY_POSITION = "key_begin", "key_position"
 TOKENS, TOTAL = "tokens", "tokens_of_all"
 
 #: Extents along which a tensor has something for each token of a sequence.
-_OF_TOKENS = ("seqlen_q", "seqlen_k")
+OF_TOKENS = ("seqlen_q", "seqlen_k")
 
 
 #: What of a tensor lies along an axis of tokens: the rows of a rank, its keys, or all tokens.
@@ -77,13 +83,13 @@ def local_variant(variant: Variant, rows: Positions, keys: Positions) -> Local:
         axes: list[tuple[int, Part]] = []
         shape, indices = list(declared.shape), list(load.indices)
         for axis, (extent, place) in enumerate(zip(declared.shape, load.indices, strict=True)):
-            if extent in _OF_TOKENS and place == q and rows != "all":
+            if extent in OF_TOKENS and place == q and rows != "all":
                 axes.append((axis, "rows"))
                 shape[axis], indices[axis] = "seqlen_q", index("q")
-            elif extent in _OF_TOKENS and place == kv and keys != "all":
+            elif extent in OF_TOKENS and place == kv and keys != "all":
                 axes.append((axis, "keys"))
                 shape[axis], indices[axis] = "seqlen_k", index("kv")
-            elif extent in _OF_TOKENS:
+            elif extent in OF_TOKENS:
                 axes.append((axis, "all"))
                 shape[axis] = "seqlen_k" if keys == "all" else names(TOKENS)
             elif extent in ("total_q", "total_k"):
@@ -118,7 +124,7 @@ def local_variant(variant: Variant, rows: Positions, keys: Positions) -> Local:
     )  # fmt: skip
     made = replace(
         whole,
-        name=f"{variant.name}_of_{'rows' if keys == 'all' else 'rows_and_keys'}"[:64],
+        name=f"{variant.name}{_SUFFIXES['rows', rows]}{_SUFFIXES['keys', keys]}"[:64],
         scalars=(
             *(scalar_without_lengths(scalar) for scalar in variant.scalars),
             *(scalar for scalar in own_scalars if scalar.name in {*read, *extents}),
@@ -133,7 +139,7 @@ class _Names:
     """Names of the call's own, which no name of the variant equals."""
 
     def __init__(self, variant: Variant) -> None:
-        self._taken = {each.name for each in (*variant.scalars, *variant.tensors)}
+        self._taken = {*(scalar.name for scalar in variant.scalars), *(tensor.name for tensor in variant.tensors)}
         self._taken |= {extent for tensor in variant.tensors for extent in tensor.shape if isinstance(extent, str)}
 
     def has(self, name: str) -> bool:
@@ -163,6 +169,6 @@ def _positions(
 
 
 def own_values(variant: Variant, here: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``here``, by the names above, that a local variant of ``variant`` may read, by the names that it uses."""
+    """Values by the names above, by those that a local variant of ``variant`` has for them."""
     names = _Names(variant)
     return {names(name): value for name, value in here.items()}

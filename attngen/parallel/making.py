@@ -8,17 +8,16 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from attngen.errors import CallError, suggest
 from attngen.lang.variant import Variant
-from attngen.parallel.balance import deal, predicted_work, received
+from attngen.parallel.balance import deal, predicted_work
 from attngen.parallel.cost import Cost
 from attngen.parallel.one_row import as_one_row, documents
 from attngen.parallel.plans import Layer, Plan
 from attngen.parallel.routes import Needs, Tokens
-from attngen.parallel.values import refuse_unknown, values_of_mask
+from attngen.parallel.values import passed, refuse_unknown, values_of_mask
 from attngen.parallel.visits import Visits, visits
 from attngen.runtime.registry.binding import find
 from attngen.variants import PythonVariant
@@ -115,8 +114,7 @@ def _layer(
     everything = Needs.of(tokens, np.ones((tokens.ranks, len(tokens.owner)), dtype=bool))
     if method == "auto":
         method = "exchange" if seen.received.max() < _WORTH * everything.received.max() else "gather"
-    declared = {each.name for each in (*variant.tensors, *variant.arguments)}
-    own = {name: value for name, value in values.items() if name in declared}
+    own = {name: values[name] for name in passed(variant) if name in values}
     return Layer(
         variant.name, source, variant if offsets is None else as_one_row(variant), layers, method,
         {**own, **of_documents}, found, seen if method == "exchange" else everything, seen,
@@ -244,9 +242,7 @@ def _checked(seqlen: Any, ranks: int, method: Any, tile: Any, chunks: Any, cost:
         if (value is not None or name == "seqlen") and (type(value) is not int or not 0 < value < 2**30):
             raise CallError(f"{name} must be a positive integer, got {value!r}")
     if method not in METHODS:
-        raise CallError(
-            f"method must be one of {', '.join(METHODS)}, got {method!r}{suggest(str(method), METHODS)}"
-        )
+        raise CallError(f"method must be one of {', '.join(METHODS)}, got {method!r}{suggest(str(method), METHODS)}")
     if not isinstance(cost, Cost):
         raise CallError(f"cost must be an attngen.parallel.Cost, got {type(cost).__name__}")
     if tile is not None:

@@ -12,16 +12,24 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attngen.lang.facts import index
+from attngen.lang.bands import bands
+from attngen.lang.facts import Facts, index
 from attngen.lang.ir import MAX_SEQLEN, Expr, Load, Op, Type, Var, rewrite
-from attngen.lang.simplify import sub
+from attngen.lang.simplify import COMPLEMENT, Linear, add, integer, linear, make, sub
+from attngen.lang.symbols import Symbols
 from attngen.lang.variant import VISIBLE, Bound, Monotone, Scalar, Tensor, Variant
 
 #: Tensors of one row that say in which document each token is. No name of a variant can be one of these twice.
 BEGIN, END, NUMBER, LENGTH = "document_begin", "document_end", "document_number", "document_length"
 
 #: Extents of packed tensors, and what they are for one row.
-_EXTENTS = {"b": "documents", "seqlen_q": "longest", "seqlen_k": "longest", "total_q": "seqlen_q", "total_k": "seqlen_k"}
+_EXTENTS = {
+    "b": "documents",
+    "seqlen_q": "longest",
+    "seqlen_k": "longest",
+    "total_q": "seqlen_q",
+    "total_k": "seqlen_k",
+}
 
 
 def as_one_row(variant: Variant) -> Variant:
@@ -37,28 +45,54 @@ def as_one_row(variant: Variant) -> Variant:
     def rewritten(expr: Expr) -> Expr:
         return rewrite(expr, lambda node: names.get(node.name) if isinstance(node, Var) else None)
 
-    inside = Op("and", (Op("le", (begin, kv), Type.BOOL), Op("lt", (kv, end), Type.BOOL)), Type.BOOL)
-    mask = inside if variant.mask == VISIBLE else Op("and", (inside, rewritten(variant.mask)), Type.BOOL)
-    tables = tuple(
-        Tensor(name, "int32", ("seqlen_q",), Monotone(0), (0, MAX_SEQLEN)) for name in (BEGIN, END, NUMBER)
-    )
+    inside: Expr = Op("le", (begin, kv), Type.BOOL)
+    if not _ends_at_query(variant):
+        inside = Op("and", (inside, Op("lt", (kv, end), Type.BOOL)), Type.BOOL)
+    mask = inside
+    if variant.mask != VISIBLE:
+        mask = Op("and", (inside, rewrite(rewritten(variant.mask), _shorter)), Type.BOOL)
+    tables = tuple(Tensor(name, "int32", ("seqlen_q",), Monotone(0), (0, MAX_SEQLEN)) for name in (BEGIN, END, NUMBER))
     lengths = Tensor(LENGTH, "int32", ("seqlen_q",), None, (1, MAX_SEQLEN))
     return replace(
         variant,
+        name=f"{variant.name}_in_documents"[:64],
         mask=mask,
         score=None if variant.score is None else rewritten(variant.score),
         sink=None if variant.sink is None else rewritten(variant.sink),
         scalars=tuple(scalar_without_lengths(scalar) for scalar in variant.scalars),
         tensors=(*(_renamed(tensor_without_lengths(tensor)) for tensor in variant.tensors), *tables, lengths),
-        let=(),
-    )
+        let=(), mask_text=None, score_text=None, sink_text=None,
+    )  # fmt: skip
+
+
+def _ends_at_query(variant: Variant) -> bool:
+    """Whether no query sees a key after itself, so that no other condition has to say where a document ends."""
+    facts = Facts.of(variant)
+    same = rewrite(variant.mask, lambda node: index("q") if node == index("q_pos") else None)
+    order = Symbols(facts.of_tiles(), {})
+    after = add(index("q_hi"), integer(1))
+    visible = bands(same, facts, over="kv").visible
+    return all(interval.hi is not None and order.holds("le", interval.hi, after) for interval in visible)
+
+
+def _shorter(node: Expr) -> Expr | None:
+    """A comparison of integers without the terms that both sides have, such as the document's begin."""
+    if not isinstance(node, Op) or node.op not in COMPLEMENT or any(arg.type is not Type.INT for arg in node.args):
+        return None
+    left, right = (linear(arg) for arg in node.args)
+    total = left.plus(right, -1)
+    if not len(total.terms) < len({*left.terms, *right.terms}):
+        return None
+    more = Linear({t: c for t, c in total.terms.items() if c > 0}, max(total.constant, 0))
+    less = Linear({t: -c for t, c in total.terms.items() if c < 0}, max(-total.constant, 0))
+    return make(node.op, more.expr(), less.expr())
 
 
 def documents(cu_seqlens: Sequence[int]) -> dict[str, torch.Tensor]:
     """Begin, end, number and length of the document of each token, by the names of the tensors of one row."""
     offsets = np.asarray(cu_seqlens, dtype=np.int32)
     lengths = np.diff(offsets)
-    numbers = np.arange(len(lengths), dtype=np.int32)
+    numbers: np.ndarray = np.arange(len(lengths), dtype=np.int32)
     values = {BEGIN: offsets[:-1], END: offsets[1:], NUMBER: numbers, LENGTH: lengths}
     return {name: torch.from_numpy(np.repeat(value, lengths)) for name, value in values.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,16 +15,15 @@ from torch import Tensor
 from attngen.errors import CallError, suggest
 from attngen.lang.printing import canonical
 from attngen.lang.variant import Variant
+from attngen.parallel import local as names
 from attngen.parallel.agreement import agree
 from attngen.parallel.called import called
 from attngen.parallel.cost import Cost
 from attngen.parallel.exchange import exchange
 from attngen.parallel.explanation import Explanation, Shares
-from attngen.parallel.local import (
-    KEY_BEGIN, KEY_POSITION, ROW_BEGIN, ROW_POSITION, TOKENS, TOTAL, Local, Positions, local_variant, own_values,
-)  # fmt: skip
+from attngen.parallel.local import OF_TOKENS, Local, Positions, local_variant, own_values
 from attngen.parallel.routes import Needs, Route, Tokens
-from attngen.parallel.values import Cutter, read_by_mask, refuse_unknown
+from attngen.parallel.values import Cutter, passed, read_by_mask, refuse_unknown
 from attngen.parallel.visits import Visits
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.calls.entry import attention
@@ -150,16 +149,14 @@ class Plan:
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         route = self._route(layer, rank)
         keys, held = (t.transpose(0, 1) for t in exchange(route, self._wire, k.transpose(0, 1), v.transpose(0, 1)))
-        options = {
+        options: dict[str, Any] = {
             "softmax_scale": softmax_scale, "backend": backend, "package": package, "deterministic": deterministic
         }  # fmt: skip
         source, arguments = self._arguments(layer, rank, q, values)
         if q.shape[1]:
             out, lse = attention(q, keys, held, variant=source, return_lse=True, **options, **arguments)
-        else:  # the backward of the exchange is a collective, which this rank takes part in
-            connected = keys.sum() * 0 + held.sum() * 0
-            out = q.new_zeros((*q.shape[:3], v.shape[3])) + connected
-            lse = q.new_zeros((q.shape[0], q.shape[2], 0), dtype=torch.float32) + connected
+        else:
+            out, lse = _nothing(q, keys, held, *(x for x in arguments.values() if isinstance(x, Tensor)))
         if packed:
             out, lse = out.squeeze(0), lse.squeeze(0)
         elif layout == "bhsd":
@@ -177,7 +174,9 @@ class Plan:
                 layer.name,
                 layer.layers,
                 layer.method,
-                tuple(round(n) for n in np.bincount(self.dealt.owner, weights=layer.visits.tiles, minlength=self.ranks)),
+                tuple(
+                    round(n) for n in np.bincount(self.dealt.owner, weights=layer.visits.tiles, minlength=self.ranks)
+                ),
                 tuple(map(int, layer.sent.received)),
                 tuple(map(int, layer.seen.received)),
             )
@@ -193,7 +192,9 @@ class Plan:
         told.update(repr((self.seqlen, self.ranks, self.tile, self.cu_seqlens)).encode())
         told.update(self.dealt.owner.astype("<i8").tobytes())
         for layer in self.layers:
-            text = [canonical(e) for e in (layer.variant.mask, layer.variant.score, layer.variant.sink) if e is not None]
+            text = [
+                canonical(e) for e in (layer.variant.mask, layer.variant.score, layer.variant.sink) if e is not None
+            ]
             told.update(repr((layer.name, layer.method, layer.sent.keys, text)).encode())
             told.update(np.packbits(layer.sent.tiles).tobytes())
             told.update(repr({n: v for n, v in layer.values.items() if not isinstance(v, Tensor)}).encode())
@@ -229,8 +230,8 @@ class Plan:
     def _in_group(self) -> int:
         if self.rank is None:
             raise CallError(
-                "this plan is of a number of ranks, and nothing can be exchanged; allowed: a plan of a DeviceMesh, or of "
-                "a group of torch.distributed"
+                "this plan is of a number of ranks, and nothing can be exchanged; allowed: a plan of a DeviceMesh, or "
+                "of a group of torch.distributed"
             )
         return self.rank
 
@@ -249,13 +250,15 @@ class Plan:
                 if variant in (layer.source, layer.name) or variant == layer.variant:
                     return layer
         named = ", ".join(layer.name for layer in self.layers)
-        got = f"got {variant!s}{suggest(str(variant), [layer.name for layer in self.layers])}" if variant else "got none"
+        got = (
+            f"got {variant!s}{suggest(str(variant), [layer.name for layer in self.layers])}" if variant else "got none"
+        )
         raise CallError(f"variant must be one of the plan's, {got}; allowed: {named}")
 
     def _route(self, layer: Layer, rank: int) -> Route:
         if ("route", rank) not in layer.kept:
             layer.kept["route", rank] = layer.sent.route(rank)
-        return layer.kept["route", rank]  # type: ignore[no-any-return]
+        return layer.kept["route", rank]
 
     def _local(self, layer: Layer) -> Local:
         return local_variant(layer.variant, self._row_kind, layer.sent.keys)
@@ -289,8 +292,9 @@ class Plan:
                 lambda x, axis: self._arrived(self._whole.route(rank), x, axis),
             )  # fmt: skip
             here = {
-                ROW_BEGIN: int(rows[0]) if len(rows) else 0, ROW_POSITION: rows.to(q.device, torch.int32),
-                KEY_BEGIN: route.begin, KEY_POSITION: keys.to(q.device, torch.int32), TOKENS: self.seqlen,
+                names.ROW_BEGIN: int(rows[0]) if len(rows) else 0, names.ROW_POSITION: rows.to(q.device, torch.int32),
+                names.KEY_BEGIN: route.begin, names.KEY_POSITION: keys.to(q.device, torch.int32),
+                names.TOKENS: self.seqlen,
             }  # fmt: skip
             fixed = {
                 name: value.to(q.device)
@@ -300,9 +304,9 @@ class Plan:
             cuts = {name: cut for name, cut in local.cuts.items() if cut.of in fixed}
             layer.kept[key] = cutter, own_values(layer.variant, here), cutter.values(cuts, fixed, layer.name)
         cutter, own, tensors = layer.kept[key]
-        (total,) = own_values(layer.variant, {TOTAL: q.shape[0] * self.seqlen}).items()
+        (total,) = own_values(layer.variant, {names.TOTAL: q.shape[0] * self.seqlen}).items()
         own = dict([*own.items(), total])
-        wanted = {each.name for each in (*local.variant.tensors, *local.variant.scalars)}
+        wanted = set(passed(local.variant))
         cuts = {name: cut for name, cut in local.cuts.items() if name not in tensors}
         scalars = {name: value for name, value in given.items() if name in {s.name for s in layer.variant.arguments}}
         arguments = {**scalars, **tensors, **cutter.values(cuts, given, layer.name), **own}
@@ -312,14 +316,13 @@ class Plan:
 
     def _compare(self, layer: Layer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> None:
         """Raise CallError for a wrong call, on the first call on all ranks."""
-        problem = None
+        problem: str | None = None
+        signature: tuple[Any, ...] = ()
         try:
-            self._check(layer, q, k, v, layout, values)
+            axis = self._check(layer, q, k, v, layout, values)
+            signature = (layer.name, layout, *self._signature(layer, (q, k, v), axis, values))
         except CallError as error:
             problem = str(error)
-        signature: tuple[Any, ...] = ()
-        if problem is None:
-            signature = (layer.name, layout, *self._signature(q, k, v, values))
         if problem is not None and (self._wire is None or (self._agreed and not debugging.active())):
             raise CallError(problem)
         if self._wire is None or (signature in self._agreed and not debugging.active()):
@@ -327,17 +330,27 @@ class Plan:
         agree(self.group, (self.digest, repr(signature)), problem)
         self._agreed.add(signature)
 
-    def _signature(self, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _signature(
+        self, layer: Layer, tensors: Sequence[Tensor], axis: int, values: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
         """What has to be the same on all ranks: shapes without the tokens, and which tensors hold those of a rank."""
-        held = self.tokens()
+        shapes = [(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in tensors]
+        own: list[Any] = []
+        for name, value in sorted(values.items()):
+            if not isinstance(value, Tensor):
+                own.append((name, value))
+                continue
+            extents = layer.variant.tensor(name).shape if name in {t.name for t in layer.variant.tensors} else ()
+            held = [
+                "whole" if n == self.seqlen else "own"
+                for extent, n in zip(extents, value.shape, strict=False)
+                if extent in OF_TOKENS
+            ]
+            own.append((name, value.dim(), *held))
+        return *shapes, str(tensors[0].dtype), tensors[0].device.type, *own
 
-        def shape(tensor: Tensor) -> tuple[Any, ...]:
-            return tuple("tokens" if n == held else n for n in tensor.shape)
-
-        own = tuple((name, shape(x) if isinstance(x, Tensor) else x) for name, x in sorted(values.items()))
-        return *(shape(tensor) for tensor in (q, k, v)), str(q.dtype), q.device.type, own
-
-    def _check(self, layer: Layer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> None:
+    def _check(self, layer: Layer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> int:
+        """The axis of tokens of q, k and v. Raises CallError."""
         packed = self.cu_seqlens is not None
         if layout not in ("bshd", "bhsd") or (packed and layout != "bshd"):
             raise CallError(f"layout must be bshd{'' if packed else ' or bhsd'}, got {layout!r}")
@@ -355,15 +368,25 @@ class Plan:
         read = read_by_mask(layer.variant)
         for name, value in values.items():
             fixed = layer.values.get(name)
-            same = value is fixed or (not isinstance(value, Tensor) and not isinstance(fixed, Tensor) and value == fixed)
+            same = value is fixed or (
+                not isinstance(value, Tensor) and not isinstance(fixed, Tensor) and value == fixed
+            )
             if name in read and not same:
                 raise CallError(
                     f"'{name}' is read by the mask of {layer.name}, so the plan fixes it; allowed: {name}=… as an "
                     "argument of another plan"
                 )
-        missing = [
-            each.name for each in (*layer.variant.tensors, *layer.variant.arguments)
-            if each.name not in {**layer.values, **values} and getattr(each, "default", None) is None
-        ]  # fmt: skip
+        given = {*layer.values, *values, *(s.name for s in layer.variant.arguments if s.default is not None)}
+        missing = [name for name in passed(layer.variant) if name not in given]
         if missing:
             raise CallError(f"{layer.name} takes {', '.join(missing)}, which neither the plan nor the call got")
+        return axis
+
+
+def _nothing(q: Tensor, keys: Tensor, values: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of no rows, which depend on all that a call does: the backward of an exchange is a
+    collective, in which a rank without rows takes part."""
+    given = (each for each in (q, keys, values, *others) if each.is_floating_point())
+    nothing = sum((each.reshape(-1)[:0].sum() for each in given), torch.zeros((), device=q.device))
+    out = q.new_zeros((*q.shape[:3], values.shape[3])) + nothing.to(q.dtype)
+    return out, torch.zeros((q.shape[0], q.shape[2], 0), device=q.device) + nothing

@@ -11,7 +11,7 @@ import torch
 from attngen.parallel.local import Positions
 
 #: Keys that lie here as a run may have holes of this share, which cost memory; more, and a table says where they lie.
-_HOLES = 0.5
+_HOLES = 0.875
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Tokens:
     @cached_property
     def sizes(self) -> np.ndarray:
         """Rows of each tile."""
-        starts = np.arange(len(self.owner)) * self.tile
-        return np.minimum(self.tile, self.seqlen - starts)
+        first: np.ndarray = np.arange(len(self.owner)) * self.tile
+        return np.minimum(self.tile, self.seqlen - first)
 
     @cached_property
     def counts(self) -> np.ndarray:
@@ -37,7 +37,7 @@ class Tokens:
     @cached_property
     def offsets(self) -> np.ndarray:
         """Where each tile begins on the rank that holds it."""
-        starts = np.empty(len(self.owner), dtype=np.int64)
+        starts: np.ndarray = np.empty(len(self.owner), dtype=np.int64)
         for rank in range(self.ranks):
             own = np.flatnonzero(self.owner == rank)
             starts[own] = np.cumsum(self.sizes[own]) - self.sizes[own]
@@ -51,7 +51,7 @@ class Tokens:
         """Rows of some tiles, one after the other; ``starts`` says where each begins, if not in the sequence."""
         sizes = self.sizes[tiles]
         first = tiles * self.tile if starts is None else starts
-        return np.repeat(first - np.cumsum(sizes) + sizes, sizes) + np.arange(int(sizes.sum()))  # type: ignore[no-any-return]
+        return np.repeat(first - np.cumsum(sizes) + sizes, sizes) + np.arange(int(sizes.sum()))
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Needs:
         """Where each tile of keys begins on a rank (−1: it is not there), the first key's position, and the rows."""
         tokens, need = self.tokens, self.tiles[rank]
         held = np.flatnonzero(need)
-        places = np.full(len(need), -1, dtype=np.int64)
+        places: np.ndarray = np.full(len(need), -1, dtype=np.int64)
         if not len(held):
             return places, 0, 0
         if self.keys == "table":
@@ -123,7 +123,7 @@ class Needs:
         rows = self.tiles @ self.tokens.sizes
         own = np.where(self.tiles[self.tokens.owner, np.arange(len(self.tokens.owner))], self.tokens.sizes, 0)
         kept = np.bincount(self.tokens.owner, weights=own, minlength=self.tokens.ranks)
-        return (rows - kept).astype(np.int64)  # type: ignore[no-any-return]
+        return (rows - kept).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Take:
         order = index.numpy()
         if not len(order):
             return cls(index.to(device), ())
-        breaks = np.flatnonzero(np.diff(order) != 1) + 1
+        breaks: np.ndarray = np.flatnonzero(np.diff(order) != 1) + 1
         starts = np.concatenate([[0], breaks])
         runs: tuple[tuple[int, int], ...] = ()
         if len(starts) <= cls.MOST:

@@ -16,6 +16,11 @@ from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.shapes import bind
 
 
+def passed(variant: Variant) -> list[str]:
+    """The names that calls of a variant pass, tensors first."""
+    return [*(tensor.name for tensor in variant.tensors), *(scalar.name for scalar in variant.arguments)]
+
+
 def read_by_mask(variant: Variant) -> tuple[str, ...]:
     """The names that a mask reads and a call passes, tensors first."""
     variables, loaded = variant.uses(variant.mask)
@@ -59,7 +64,7 @@ def _own(bound: Any) -> Any:
 
 def refuse_unknown(variants: Mapping[str, Variant], names: Mapping[str, Any]) -> None:
     """Raise CallError for a name that no variant declares."""
-    declared = [each.name for variant in variants.values() for each in (*variant.tensors, *variant.arguments)]
+    declared = [name for variant in variants.values() for name in passed(variant)]
     for name in names:
         if name not in declared:
             takes = ", ".join(dict.fromkeys(declared)) or "no arguments of its own"

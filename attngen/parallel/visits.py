@@ -48,7 +48,7 @@ class Visits:
         rank = owner[self.row] * (count + 1)
         steps = np.bincount(rank + self.lo, minlength=ranks * (count + 1)).astype(np.int32)
         steps -= np.bincount(rank + self.hi, minlength=ranks * (count + 1))
-        return steps.reshape(ranks, count + 1).cumsum(axis=1)[:, :count] > 0  # type: ignore[no-any-return]
+        return steps.reshape(ranks, count + 1).cumsum(axis=1)[:, :count] > 0
 
 
 def visits(
@@ -113,7 +113,7 @@ class _Grid:
             return self._classified(lows, highs)
         rows, lo, hi = [tiles[:0]], [tiles[:0]], [tiles[:0]]
         order = np.argsort(np.array(lows).reshape(-1, self._count), axis=0, kind="stable")
-        done = np.zeros(self._count, dtype=np.int64)
+        done: np.ndarray = np.zeros(self._count, dtype=np.int64)
         for place in range(len(lows)):
             column = order[place]
             first = np.maximum(np.array(lows)[column, tiles], done)
@@ -123,9 +123,7 @@ class _Grid:
             done = np.maximum(done, last)
         return np.concatenate(rows), np.concatenate(lo), np.concatenate(hi)
 
-    def _classified(
-        self, lows: list[np.ndarray], highs: list[np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _classified(self, lows: list[np.ndarray], highs: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Runs of the tiles within the bands of which some pair may be visible."""
         parts = separated(self._variant.mask, self._facts)
         may, _ = classify(parts.mask, self._facts, nodes=_NODES, statistics=parts.statistics)
@@ -136,7 +134,9 @@ class _Grid:
             column = statistic.axis == "q"
             for name, end in self._ends(statistic):
                 (queries if column else keys)[name] = end[:, None] if column else end[None, :]
-        rows, lo, hi = [], [], []
+        rows: list[np.ndarray] = []
+        lo: list[np.ndarray] = []
+        hi: list[np.ndarray] = []
         tiles = np.arange(self._count)
         height = max(_BLOCK // self._count, 1)
         for start in range(0, self._count, height):
@@ -144,7 +144,7 @@ class _Grid:
             corners = {**keys, **{name: corner[part] for name, corner in queries.items()}}
             shape = (part.stop - start, self._count)
             seen = self._value(may, corners).broadcast_to(shape).numpy()
-            inside = np.zeros(shape, dtype=bool)
+            inside: np.ndarray = np.zeros(shape, dtype=bool)
             for low, high in zip(lows, highs, strict=True):
                 inside |= (tiles >= low[part, None]) & (tiles < high[part, None])
             steps = np.diff((seen & inside).astype(np.int8), axis=1, prepend=0, append=0)

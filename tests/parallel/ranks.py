@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import attngen
+from attngen.errors import CallError
 from tests.parallel.cases import BATCH, HEAD_DIM, HEADS, KV_HEADS, Case, cases
 
 #: Numbers of tokens: one that all ranks share evenly, and one that leaves a ragged tile.
@@ -23,22 +26,127 @@ def run(rank: int, world: int, meeting: str, part: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     try:
+        if part == "exhaustive":
+            for case in cases():
+                for seqlen in (EVEN, RAGGED):
+                    for method in ("gather", "exchange"):
+                        check(case, seqlen, method, None)
+            return
         for n, case in enumerate(cases()):
-            lengths = (EVEN, RAGGED) if part == "all" else ((EVEN, RAGGED)[n % 2],)
-            methods = ("gather", "exchange") if part == "all" else (("gather", "exchange")[(n + n // 2) % 2],)
-            for seqlen in lengths:
-                for method in methods:
-                    check(case, seqlen, method, None if part == "all" else (None, 1, 3)[n % 3])
+            check(case, (EVEN, RAGGED)[n % 2], ("gather", "exchange")[(n + n // 2) % 2], (None, 1, 3)[n % 3])
+        for other in (_few_tokens, _whole_again, _own_tokens, _several, _refused_together, _refused_alone):
+            other(rank, world)
+        _lost(rank, world)
     finally:
         dist.destroy_process_group()
 
 
-def tensors(case: Case, seqlen: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def _few_tokens(rank: int, world: int) -> None:
+    """Ranks without a token take part: forward, backward, and shapes."""
+    for case in cases():
+        if case.name in ("causal", "window_sink", "varlen_one_document", "documents"):
+            check(case, 12, "exchange", None)
+            check(case, 18, "gather", None)
+
+
+def _whole_again(rank: int, world: int) -> None:
+    """What is sharded becomes whole again, along any axis, and gradients of all ranks are added up."""
+    plan = attngen.parallel.plan("causal", RAGGED, tile=TILE)
+    whole = torch.arange(RAGGED * 6.0).view(2, RAGGED, 3).requires_grad_()
+    again = plan.unshard(plan.shard(whole))
+    assert torch.equal(again, whole)
+    (again * (rank + 1)).sum().backward()
+    assert whole.grad is not None
+    mine = whole.grad.index_select(1, plan.rows())
+    assert torch.equal(mine, torch.full_like(mine, world * (world + 1) / 2))
+    flat = torch.arange(RAGGED, dtype=torch.int32)
+    assert torch.equal(plan.unshard(plan.shard(flat, 0), 0), flat)
+
+
+def _own_tokens(rank: int, world: int) -> None:
+    """Tensors by token may hold those of a rank alone: rows are there, and what is read by key is exchanged."""
+    case = next(case for case in cases() if case.name == "biases")
+    for method in ("gather", "exchange"):
+        plan = attngen.parallel.plan(case.variant, RAGGED, tile=TILE, method=method)
+        q, k, v = (plan.shard(x) for x in tensors(case, RAGGED)[:3])
+        passed = case.passed(RAGGED)
+        wanted = plan.attention(q, k, v, **passed)
+        by_row, by_key = passed["by_row"], passed["by_key"].clone().requires_grad_()
+        whole = torch.autograd.grad(plan.attention(q, k, v, **{**passed, "by_key": by_key}).sum(), by_key)[0]
+        dist.all_reduce(whole)
+        own = plan.shard(by_key.detach(), 1).requires_grad_()
+        found = plan.attention(q, k, v, by_row=plan.shard(by_row, 1), by_key=own, table=passed["table"])
+        compare(found, wanted, f"own tokens, {method}")
+        (gradient,) = torch.autograd.grad(found.sum(), own)
+        compare(gradient, plan.shard(whole, 1), f"gradient of own tokens, {method}")
+
+
+def _several(rank: int, world: int) -> None:
+    """One plan serves the variants of one model."""
+    plan = attngen.parallel.plan({"causal": 2, "sliding_window": 6}, EVEN, tile=TILE, window=20)
+    case = next(case for case in cases() if case.name == "causal")
+    whole = tensors(case, EVEN)[:3]
+    for name, values in (("causal", {}), ("sliding_window", {"window": 20})):
+        out = plan.attention(*map(plan.shard, whole), variant=name)
+        compare(out, plan.shard(attngen.attention(*whole, variant=name, **values)), name)
+    assert plan is attngen.parallel.plan({"causal": 2, "sliding_window": 6}, EVEN, tile=TILE, window=20)
+
+
+def _refused_together(rank: int, world: int) -> None:
+    """What one rank does wrong on the first call is an error of all ranks, and none waits."""
+    q = torch.zeros(1, EVEN // world, HEADS, HEAD_DIM)
+
+    def refused(match: str, plan: Any, *given: Any, **values: Any) -> None:
+        with pytest.raises(CallError, match=match):
+            plan.attention(*given, **values)
+
+    plan = attngen.parallel.plan("causal", EVEN, tile=TILE, chunks=1 if rank == 0 else 2)
+    refused("ranks disagree about the plan: ranks 0 have", plan, q, q, q)
+    plan = attngen.parallel.plan("sliding_window", EVEN, tile=TILE, window=9 + rank)
+    refused("ranks disagree about the plan", plan, q, q, q)
+    plan = attngen.parallel.plan("full", EVEN, tile=TILE)
+    refused(r"rank 1: q has shape \(1, 7, ", plan, q[:, :7] if rank == 1 else q, q, q)
+    refused("rank 0: full: unknown argument 'windw'", plan, q, q, q, **({"windw": 3} if rank == 0 else {}))
+    refused("ranks disagree about the call", plan, q.double(), q.double(), q.double()) if rank == 1 else refused(
+        "ranks disagree about the call", plan, q, q, q
+    )
+    assert plan.attention(q, q, q).shape == q.shape
+
+
+def _refused_alone(rank: int, world: int) -> None:
+    """What is wrong in the same way on all ranks."""
+    q = torch.zeros(1, EVEN // world, HEADS, HEAD_DIM)
+    plan = attngen.parallel.plan("sliding_window", EVEN, tile=TILE, window=20)
+    with pytest.raises(CallError, match="'window' is read by the mask of sliding_window, so the plan fixes it"):
+        plan.attention(q, q, q, window=21)
+    with pytest.raises(CallError, match="layout must be bshd or bhsd, got 'thd'"):
+        plan.attention(q, q, q, layout="thd")
+    with pytest.raises(CallError, match=rf"allowed along axis 1: the {EVEN // world} tokens of rank {rank}"):
+        plan.unshard(q[:, 1:])
+    sinks = attngen.parallel.plan("causal_sink", EVEN, tile=TILE)
+    with pytest.raises(CallError, match="causal_sink takes sinks, which neither the plan nor the call got"):
+        sinks.attention(q, q, q)
+
+
+def _lost(rank: int, world: int) -> None:
+    """Where a rank is lost, the others raise."""
+    plan = attngen.parallel.plan("causal", EVEN, tile=TILE)
+    q = torch.zeros(1, plan.tokens(), HEADS, HEAD_DIM)
+    plan.attention(q, q, q)
+    dist.barrier()
+    if rank == world - 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError):
+        for _ in range(100):
+            plan.attention(q, q, q)
+
+
+def tensors(case: Case, seqlen: int, head_dim: int = HEAD_DIM) -> list[Tensor]:
     """q, k, v and the gradient of the output, whole, in the shapes of the case."""
     generator = torch.Generator().manual_seed(seqlen)
     batch = () if case.documents else (BATCH,)
     made = [
-        torch.randn(*batch, seqlen, heads, HEAD_DIM, generator=generator, dtype=dtype)
+        torch.randn(*batch, seqlen, heads, head_dim, generator=generator)
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     ]
     return [t.transpose(1, 2).contiguous() for t in made] if case.options.get("layout") == "bhsd" else made
@@ -50,7 +158,7 @@ def alone(case: Case, q: Tensor, k: Tensor, v: Tensor, seqlen: int, values: dict
     options = {**case.options, **values, "variant": case.variant, "return_lse": True}
     if offsets is None:
         return attngen.attention(q, k, v, **options)
-    cu, longest = torch.tensor(offsets, dtype=torch.int32), max(b - a for a, b in zip(offsets, offsets[1:]))
+    cu, longest = torch.tensor(offsets, dtype=torch.int32), max(b - a for a, b in pairwise(offsets))
     return attngen.attention_varlen(q, k, v, cu, cu, longest, longest, **options)
 
 
@@ -86,10 +194,3 @@ def check(case: Case, seqlen: int, method: str, chunks: int | None) -> None:
 def compare(found: Tensor, wanted: Tensor, where: str) -> None:
     """Raise AssertionError unless two results in float32 agree."""
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5, msg=lambda text: f"{where}: {text}")
-
-
-def spawn(world: int, part: str, folder: str) -> Sequence[Any]:
-    """Run all processes of a group."""
-    import torch.multiprocessing as processes
-
-    return processes.start_processes(run, (world, f"{folder}/meeting", part), nprocs=world, start_method="fork")

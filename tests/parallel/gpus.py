@@ -1,0 +1,91 @@
+"""Calls by plans as one of several processes with a GPU each, through NCCL, beside the reference on one GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attngen
+from attngen.parallel import Cost, Plan
+from attngen.variants import PythonVariant
+from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
+from tests.parallel.ranks import alone, tensors
+
+HEAD_DIM = 64
+
+#: Cases by name, with the number of tokens, the method and the chunks of each rank.
+CALLS = (
+    ("causal", 2048, "gather", None),
+    ("causal", 1999, "exchange", 3),
+    ("window", 2048, "exchange", None),
+    ("documents", 2048, "exchange", 4),
+    ("alibi", 1999, "gather", 2),
+    ("window_sink", 2048, "exchange", 1),
+    ("softcap", 2048, "gather", None),
+    ("prefix_lm", 2048, "exchange", 2),
+    ("runs_of_segments", 2048, "gather", 2),
+    ("varlen_causal", 2048, "exchange", 4),
+    ("varlen_full", 1999, "gather", 2),
+)
+
+#: Allowed error, in errors of plain PyTorch in the same dtype.
+_FACTOR = 3.0
+
+
+def planned(group: Any = None) -> Iterator[tuple[Case, Plan]]:
+    """Each call's case and plan."""
+    known = {case.name: case for case in cases()}
+    for name, seqlen, method, chunks in CALLS:
+        case = known[name]
+        yield case, attngen.parallel.plan(
+            case.variant, seqlen, group, method=method, chunks=chunks, cu_seqlens=case.cu_seqlens(seqlen),
+            cost=Cost(HEADS, KV_HEADS, HEAD_DIM), **case.fixed(seqlen),
+        )  # fmt: skip
+
+
+def variants(ranks: int) -> dict[str, PythonVariant]:
+    """What the ranks call, by name."""
+    called = (plan.called() for _, plan in planned(ranks))
+    return {made.name: made for made in called if isinstance(made, PythonVariant)}
+
+
+def run(rank: int, world: int, meeting: str) -> None:
+    """Compare all calls as process ``rank`` of ``world``. Raises AssertionError."""
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=world, device_id=device)
+    try:
+        for case, plan in planned():
+            _check(case, plan, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _check(case: Case, plan: Plan, device: torch.device) -> None:
+    values = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in {**case.fixed(plan.seqlen), **case.passed(plan.seqlen)}.items()
+    }
+    passed = {name: value for name, value in values.items() if name in case.passed(plan.seqlen)}
+    whole = [x.to(device, torch.bfloat16) for x in tensors(case, plan.seqlen, HEAD_DIM)]
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        *leaves, weight = (x.to(dtype) for x in whole)
+        leaves = [x.requires_grad_() for x in leaves]
+        out, _ = alone(case, *leaves, plan.seqlen, {**values, "backend": "reference"})
+        grads = torch.autograd.grad(out, leaves, weight)
+        axis = 0 if case.documents else 1
+        results.append([plan.shard(x.detach().double(), axis) for x in (out, *grads)])
+    parts = [plan.shard(x, axis) for x in whole]
+    leaves = [x.detach().requires_grad_() for x in parts[:3]]
+    out = plan.attention(*leaves, **passed)
+    found = [out, *torch.autograd.grad(out, leaves, parts[3])]
+    for name, one, wanted, plain in zip(("out", "dq", "dk", "dv"), found, *results, strict=True):
+        error, allowed = (one.double() - wanted).abs().max(), (plain - wanted).abs().max() * _FACTOR + 1e-3
+        assert error <= allowed, f"{case.name}, {plan.seqlen} tokens: {name} is off by {error:.2e} of {allowed:.2e}"

@@ -1,0 +1,189 @@
+"""Context parallelism: calls of several processes compute what one process does; plans are balanced and sound."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attngen
+from attngen.errors import CallError
+from attngen.lang.eager import evaluate
+from attngen.parallel import Cost, making
+from attngen.resources import root
+from tests import forked
+from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
+
+SEQLEN, TILE = 200, 16
+
+
+def processes(world: int, part: str, folder: Path) -> None:
+    """Run the checks of a part in ``world`` processes."""
+    program = (
+        "import torch.multiprocessing\nfrom tests.parallel import ranks\n"
+        f"arguments = ({world}, {str(folder / 'meeting')!r}, {part!r})\n"
+        f"torch.multiprocessing.start_processes(ranks.run, arguments, nprocs={world}, start_method='fork')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(root())}
+    done = forked.preload().run([sys.executable, "-c", program], env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_compute_as_one(world: int, tmp_path: Path) -> None:
+    processes(world, "some", tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_processes_compute_as_one_by_all_methods(world: int, tmp_path: Path) -> None:
+    processes(world, "exhaustive", tmp_path)
+
+
+def plan_of(case: Case, ranks: int, **options: Any) -> Any:
+    return attngen.parallel.plan(
+        case.variant, SEQLEN, ranks, tile=TILE, cu_seqlens=case.cu_seqlens(SEQLEN), cost=Cost(HEADS, KV_HEADS),
+        **{**case.fixed(SEQLEN), **options},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+def test_every_visible_pair_is_visited(case: Case) -> None:
+    """And each rank gets the keys of the tiles that its rows visit."""
+    plan = plan_of(case, 3, method="exchange")
+    layer = plan.layers[0]
+    visited = np.zeros((-(-SEQLEN // TILE),) * 2, dtype=bool)
+    for row, lo, hi in zip(layer.visits.row, layer.visits.lo, layer.visits.hi, strict=True):
+        visited[row, lo:hi] = True
+    place = torch.arange(SEQLEN)
+    batch = 1 if case.documents else 2
+    names = {
+        "q": place[:, None], "q_pos": place[:, None], "kv": place[None, :], "seqlen_q": SEQLEN, "seqlen_k": SEQLEN,
+        "total_q": batch * SEQLEN, "total_k": batch * SEQLEN, "heads": HEADS, "kv_heads": KV_HEADS,
+    }  # fmt: skip
+    names |= {name: value for name, value in layer.values.items() if not isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in layer.values.items() if isinstance(value, torch.Tensor)}
+    seen = np.zeros_like(visited)
+    for b in range(batch):
+        for h in range(HEADS):
+            start = {"q_global": place[:, None] + b * SEQLEN, "kv_global": place[None, :] + b * SEQLEN}
+            mask = evaluate(layer.variant.mask, {**names, **start, "b": b, "h": h, "hk": h // 2}, tensors)
+            padded = torch.nn.functional.pad(mask.broadcast_to((SEQLEN, SEQLEN)), (0, -SEQLEN % TILE) * 2)
+            seen |= padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).any(3).any(1).numpy()
+    assert not (seen & ~visited).any()
+    if case.name in ("causal", "window", "documents", "document_starts", "prefix_lm", "varlen_causal", "chunked"):
+        assert (visited == seen).all()  # exact, where bands are
+    for rank in range(3):
+        assert (layer.sent.tiles[rank] == visited[plan.dealt.owner == rank].any(axis=0)).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("seqlen", [1, 40, 512, 513, 4096])
+def test_each_token_lies_on_one_rank(ranks: int, seqlen: int) -> None:
+    for chunks in (None, 1, 2, 5):
+        plan = attngen.parallel.plan("causal", seqlen, ranks, chunks=chunks)
+        rows = torch.cat([plan.rows(rank) for rank in range(ranks)])
+        assert torch.equal(rows.sort().values, torch.arange(seqlen))
+        counts = [plan.tokens(rank) for rank in range(ranks)]
+        assert max(counts) - min(counts) <= 2 * plan.tile  # one tile more, and the last one ragged
+        if seqlen % (ranks * 16) == 0:
+            assert len(set(counts)) == 1
+        x = torch.randn(2, seqlen, 3)
+        assert torch.equal(plan.shard(x, rank=ranks - 1), x[:, plan.rows(ranks - 1)])
+
+
+def test_positions_count_within_documents() -> None:
+    plan = attngen.parallel.plan("causal", 256, 2, cu_seqlens=[0, 100, 100, 256])
+    whole = torch.cat([torch.arange(100), torch.arange(156)])
+    for rank in range(2):
+        assert torch.equal(plan.positions(rank), whole[plan.rows(rank)])
+
+
+def test_causal_is_balanced_and_a_window_sends_little() -> None:
+    causal = attngen.parallel.plan("causal", 65536, 4).explain().variants[0]
+    assert causal.balance == 1.0
+    window = attngen.parallel.plan("sliding_window", 131072, 4, window=4096).explain().variants[0]
+    assert window.method == "exchange"
+    assert window.balance < 1.02
+    assert window.received == window.least
+    assert sum(window.received) <= 0.1 * 3 * 131072  # of what gathering sends
+
+
+def test_several_variants_are_balanced_together() -> None:
+    shares = attngen.parallel.plan({"causal": 1, "sliding_window": 5}, 65536, 4, window=1024).explain().variants
+    assert [share.balance < 1.05 for share in shares] == [True, True]
+
+
+def test_plans_are_kept_until_a_tensor_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    doc = torch.zeros(1, 512, dtype=torch.int32)
+    first = attngen.parallel.plan("packed_documents", 512, 2, doc=doc)
+    assert attngen.parallel.plan("packed_documents", 512, 2, doc=doc) is first
+    doc[:, 256:] = 1
+    second = attngen.parallel.plan("packed_documents", 512, 2, doc=doc)
+    assert second is not first
+    assert second.digest != first.digest
+    making._plans.clear()
+    assert attngen.parallel.plan("packed_documents", 512, 2, doc=doc).digest == second.digest
+
+
+def test_the_explanation_names_work_and_bytes() -> None:
+    plan = attngen.parallel.plan("causal", 4096, 2, method="gather")
+    text = str(plan.explain())
+    assert text.startswith("4096 tokens on 2 ranks: 2048 each, in 2 chunks of tiles of 128; predicted ")
+    assert "causal: gather; tiles 264 at most, 264.0 in the mean (1.000 x); sends 16.0 MiB of K and V" in text
+    assert plan.explain().to_dict()["balance"] == {"causal": 1.0}
+
+
+def test_local_variants_are_written_as_specs() -> None:
+    made = attngen.parallel.plan("causal", 4096, 2).called()
+    text = made.to_yaml(arch="sm90a", head_dim=128, dtype="bf16")
+    assert "row_position[q] >= kv" in text
+    window = attngen.parallel.plan("sliding_window", 4096, 2, window=64).called()
+    assert "q + row_begin" in window.to_yaml()
+    packed = attngen.parallel.plan("causal", 4096, 2, cu_seqlens=[0, 1000, 4096]).called()
+    assert "row_position[q] >= kv" in packed.to_yaml()
+    assert "document_end" not in packed.to_yaml()  # no query sees a key after itself
+    assert attngen.parallel.plan("causal", 4096, 1).called() == "causal"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values", "message"),
+    [
+        (("causal", 0, 2), {}, "seqlen must be a positive integer, got 0"),
+        (("causal", 512, 0), {}, "a plan is of 1 rank or more, got 0"),
+        (("causal", 512, None), {}, "torch.distributed is not initialized"),
+        (("causal", 512, 2), {"method": "exchnge"}, "got 'exchnge'; did you mean 'exchange'"),
+        (("causal", 512, 2), {"tile": -1}, "tile must be a positive integer, got -1"),
+        (("causal", 512, 2), {"windw": 3}, "causal: unknown argument 'windw'; takes no arguments of its own"),
+        (("sliding_window", 512, 2), {}, "a plan needs what the mask reads, and did not get window"),
+        (("sliding_window", 512, 2), {"window": 0}, "window"),
+        (("packed_documents", 512, 2), {"doc": torch.zeros(1, 12, dtype=torch.int32)}, "doc"),
+        (("packed_documents", 512, 2), {"doc": torch.arange(512, 0, -1, dtype=torch.int32)[None]}, "nondecreasing"),
+        (("causal", 512, 2), {"cu_seqlens": [0, 100]}, "end with seqlen, which is 512; got 0 to 100"),
+        (("causal", 512, 2), {"cu_seqlens": [0, 300, 200, 512]}, "a decrease after place 1"),
+        ((["causal", "causal"], 512, 2), {}, "a plan names each variant once"),
+        (({"causal": 0}, 512, 2), {}, "variant 'causal' must have a positive number of layers, got 0"),
+    ],
+)
+def test_wrong_plans_are_refused(arguments: tuple[Any, ...], values: dict[str, Any], message: str) -> None:
+    with pytest.raises(CallError, match=message.replace("(", r"\(")):
+        attngen.parallel.plan(*arguments, **values)
+
+
+def test_what_a_plan_without_a_group_cannot_do() -> None:
+    plan = attngen.parallel.plan("causal", 512, 2)
+    with pytest.raises(CallError, match="this plan has no group; allowed: rank=0 to 1"):
+        plan.tokens()
+    with pytest.raises(CallError, match="rank must be 0 to 1, got 2"):
+        plan.tokens(2)
+    with pytest.raises(CallError, match="nothing can be exchanged"):
+        plan.attention(*[torch.zeros(1, 256, 1, 8)] * 3)
+    with pytest.raises(CallError, match="dropout"):
+        attngen.parallel.plan(attngen.variant("q >= kv", dropout=True), 512, 2)
+    with pytest.raises(CallError, match=r"Cost: tflops must be a positive number, got 0"):
+        Cost(tflops=0)
