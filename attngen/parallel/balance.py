@@ -73,10 +73,12 @@ def received(found: Visits, owner: np.ndarray, ranks: int) -> np.ndarray:
 
 def _dealt(work: np.ndarray, tiles: int, ranks: int, chunks: int) -> np.ndarray:
     """The rank of each tile if each rank gets ``chunks`` runs of them."""
+    if ranks == 1:
+        return np.zeros(tiles, dtype=np.int64)
     count = ranks * chunks
     starts: np.ndarray = np.arange(count + 1) * tiles // count
     sizes = np.diff(starts)
-    if chunks == 1 or ranks == 1:
+    if chunks == 1:
         return np.repeat(np.arange(ranks), sizes)
     sums = np.concatenate([[0.0], np.cumsum(work)])
     weights = sums[starts[1:]] - sums[starts[:-1]]
