@@ -25,7 +25,7 @@ kernels:
   - {variant: [nothing, hidden, one_logit], head_dim: 64, passes: backward, backward: {backend: cuda}}
   - {variant: [nothing, hidden, one_logit], head_dim: 256, passes: backward, backward: {backend: cuda}}
 """
-#: By their places: a forward and two backwards in CUDA, each of another variant, are compiled, and one in Triton.
+#: By their places: a forward and two backward kernels in CUDA, each of another variant, and one in Triton are compiled.
 LEFT_OUT = {1, 2, 4, 5, 7, 8, 9}
 
 

@@ -7,10 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from attngen.runtime.arguments.checked import Call
-from attngen.runtime.launch.pinned import Buffers, Pinned
 from attngen.tools.cases import Case
-from attngen.tools.verify.trial import Trial, try_kernel
+from attngen.tools.verify.gpu import try_pinned
+from attngen.tools.verify.trial import Trial
 from tests.gpu.family import Run, kernels, labels, left_out, same
 
 ALL = labels()
@@ -23,10 +22,7 @@ def trial(name: str) -> Trial:
     """Run a kernel on every case of its layout, into poisoned memory."""
     kernel = kernels()[name]
 
-    def launch(call: Call, buffers: Buffers) -> None:
-        Pinned(kernel, call, buffers)()
-
-    return try_kernel(kernel, launch, "cuda", SEED, small=False)
+    return try_pinned(kernel, torch.device("cuda"), SEED, small=False)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.arguments.checked import Call
-from attngen.runtime.launch.gradients import GradientBuffers
 from attngen.runtime.launch.pinned import PinnedGradients, prepared_shapes
 from attngen.runtime.launch.tile_map import _KEPT, kept_maps
 from attngen.runtime.registry.lookup import Package, package_of_kernels
@@ -23,10 +21,11 @@ from attngen.schema import load_spec
 from attngen.tools.bench.memory import workspace, workspace_bound
 from attngen.tools.build.pipeline import Prepared, plans
 from attngen.tools.cases import Case
+from attngen.tools.verify.gpu import try_pinned
 from attngen.tools.verify.gradient_contract import expected_gradients
 from attngen.tools.verify.inputs import Element, make_inputs
 from attngen.tools.verify.poison import poisoned_gradients
-from attngen.tools.verify.trial import Trial, try_backward
+from attngen.tools.verify.trial import Trial
 from tests.gpu.family import Kernels, in_graph, known, label, mentioned, rare, rendered, same, some_of
 from tests.gpu.gradient_runs import gradient_run
 
@@ -44,7 +43,7 @@ def to_build() -> list[Prepared]:
 
 @known
 def kernels() -> tuple[Kernels, Package]:
-    """Return forwards and backwards by their labels, and make the package known."""
+    """Return forward and backward kernels by their labels, and make the package known."""
     by_label = Kernels(rendered(some_of(_PLANNED, LEFT_OUT)))
     return by_label, package_of_kernels(list(by_label.values()), "tests/gpu")
 
@@ -53,10 +52,7 @@ def kernels() -> tuple[Kernels, Package]:
 def trial(name: str) -> Trial:
     kernel = kernels()[name]
 
-    def launch(call: Call, buffers: GradientBuffers) -> None:
-        PinnedGradients(kernel, call, buffers)()
-
-    return try_backward(kernel, launch, "cuda", 30_000, small=False)
+    return try_pinned(kernel, torch.device("cuda"), 30_000, small=False)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -337,7 +333,7 @@ def _taken(name: str) -> bool:
     [name for name in ALL if "-dense-" in name and "learned" not in name and _has_forward(name) and _taken(name)],
 )
 def test_memory_beside_inputs_and_gradients(name: str, kv_heads: int) -> None:
-    """At most what the bound of all backwards says; in Triton, two numbers for each row, and maps of tiles."""
+    """Within the bound of all backward passes; in Triton, two numbers for each row, and tile maps."""
     kernel, plan = kernels()[name], _PLANNED[name][1]
     rows, keys = 1500, 1090
     element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v)

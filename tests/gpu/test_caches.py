@@ -20,7 +20,7 @@ from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import same
 from tests.gpu.packages import only_package
 
-#: Persistent kernels in CUDA, which take tiles from a counter, and their backwards; all use TMA descriptors.
+#: Persistent kernels in CUDA, which take tiles from a counter, and their backward kernels; all use TMA descriptors.
 PACKAGE = "attngen_flash_attn"
 
 

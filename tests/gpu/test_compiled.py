@@ -17,7 +17,7 @@ from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import same
 from tests.gpu.packages import only_package
 
-#: Forwards and backwards in CUDA.
+#: Forward and backward kernels in CUDA.
 PACKAGE = "attngen_flash_attn"
 HEADS, KV_HEADS, DIM = 4, 2, 64
 

@@ -6,13 +6,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from attngen.runtime.arguments.checked import Call
-from attngen.runtime.launch.gradients import GradientBuffers
-from attngen.runtime.launch.pinned import Buffers, Pinned, PinnedGradients
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, plans
-from attngen.tools.verify.trial import try_backward, try_kernel
+from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import Kernels, label, rare, rendered, some_of
 
 SPEC = Path(__file__).with_name("constants.yaml")
@@ -34,17 +32,11 @@ def kernels() -> Kernels:
 def test_forwards_of_constants(name: str) -> None:
     kernel = kernels()[name]
 
-    def launch(call: Call, buffers: Buffers) -> None:
-        Pinned(kernel, call, buffers)()
-
-    assert try_kernel(kernel, launch, "cuda", 40_000, small=False).problems == ()
+    assert try_pinned(kernel, torch.device("cuda"), 40_000, small=False).problems == ()
 
 
 @pytest.mark.parametrize("name", [name for name in _PLANNED if name.startswith("backward")])
 def test_backwards_of_constants(name: str) -> None:
     kernel = kernels()[name]
 
-    def launch(call: Call, buffers: GradientBuffers) -> None:
-        PinnedGradients(kernel, call, buffers)()
-
-    assert try_backward(kernel, launch, "cuda", 40_000, small=False).problems == ()
+    assert try_pinned(kernel, torch.device("cuda"), 40_000, small=False).problems == ()

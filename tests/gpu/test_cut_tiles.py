@@ -15,10 +15,10 @@ from attngen.runtime.geometry.cuts import NONE, Cut
 from attngen.runtime.launch.gradients import GradientBuffers
 from attngen.runtime.launch.pinned import PinnedGradients
 from attngen.tools.cases import Case
+from attngen.tools.verify.gpu import try_pinned
 from attngen.tools.verify.gradient_contract import expected_gradients
 from attngen.tools.verify.inputs import Element, make_inputs
 from attngen.tools.verify.poison import poisoned_gradients
-from attngen.tools.verify.trial import try_backward
 from tests.gpu.family import bits
 from tests.gpu.gradient_runs import gradient_run
 from tests.gpu.test_backward import ALL, kernels
@@ -62,10 +62,7 @@ def test_parts_keep_the_contract(name: str, cut: int) -> None:
     kernel = kernels()[name]
     assert any(launch.cuts for launch in kernel.launches)
 
-    def launch(call: Call, buffers: GradientBuffers) -> None:
-        PinnedGradients(kernel, call, buffers)()
-
-    attempt = try_backward(kernel, launch, "cuda", 70_000 + cut, small=False)
+    attempt = try_pinned(kernel, torch.device("cuda"), 70_000 + cut, small=False)
     assert attempt.problems == ()
 
 

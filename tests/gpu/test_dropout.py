@@ -12,13 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attngen
-from attngen.runtime.arguments.checked import Call
-from attngen.runtime.launch.gradients import GradientBuffers
-from attngen.runtime.launch.pinned import Buffers, Pinned, PinnedGradients
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, prepare
-from attngen.tools.verify.trial import try_backward, try_kernel
+from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import Kernels, in_graph, known, rare, same, some_of
 
 SPEC = Path(__file__).with_name("dropout.yaml")
@@ -49,20 +46,14 @@ def kernels() -> tuple[Kernels, Package]:
 def test_forwards_drop_what_the_reference_drops(name: str) -> None:
     kernel = kernels()[name]
 
-    def launch(call: Call, buffers: Buffers) -> None:
-        Pinned(kernel, call, buffers)()
-
-    assert try_kernel(kernel, launch, "cuda", 70_000, small=False).problems == ()
+    assert try_pinned(kernel, torch.device("cuda"), 70_000, small=False).problems == ()
 
 
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backwards_drop_the_same(name: str) -> None:
     kernel = kernels()[name]
 
-    def launch(call: Call, buffers: GradientBuffers) -> None:
-        PinnedGradients(kernel, call, buffers)()
-
-    attempt = try_backward(kernel, launch, "cuda", 71_000, small=False)
+    attempt = try_pinned(kernel, torch.device("cuda"), 71_000, small=False)
     assert attempt.problems == ()
     assert not [result.skipped for result in attempt.results if result.skipped]
 

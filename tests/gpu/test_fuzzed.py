@@ -5,15 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
 from attngen.compile.triton import WRONG_CODE
-from attngen.runtime.arguments.checked import Call
 from attngen.runtime.kernels.module import Kernel, read_kernel
-from attngen.runtime.launch.pinned import Buffers, Pinned
 from attngen.schema import load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels
-from attngen.tools.verify.trial import try_kernel
+from attngen.tools.verify.gpu import try_pinned
 from tests.fuzz.specs import REGRESSIONS, SEEDS, prepared, regressions
 from tests.gpu.family import for_this_gpu
 from tests.sampling import exhaustive, some
@@ -48,7 +47,4 @@ def test_fuzzed_specs_keep_the_contract(name: str) -> None:
         pytest.skip(f"refused: {kernel}")  # the sample fixes tiles, so that nothing else may be tried
     assert not isinstance(kernel, str), kernel
 
-    def launch(call: Call, buffers: Buffers) -> None:
-        Pinned(kernel, call, buffers)()
-
-    assert try_kernel(kernel, launch, "cuda", SEED, small=True).problems == ()
+    assert try_pinned(kernel, torch.device("cuda"), SEED, small=True).problems == ()

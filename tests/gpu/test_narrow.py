@@ -1,4 +1,4 @@
-"""Triton forwards of narrow and unequal head dims: every one compiles, runs and keeps the forward contract."""
+"""Triton forward kernels of narrow and unequal head dims: every one compiles, runs and keeps the forward contract."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from attngen.runtime.arguments.checked import Call
 from attngen.runtime.kernels.module import read_kernel
-from attngen.runtime.launch.pinned import Buffers, Pinned
 from attngen.schema import load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import BuiltKernel, Prepared, compile_kernels, prepare
-from attngen.tools.verify.trial import try_kernel
+from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import for_this_gpu, rare
 from tests.sampling import some
 
@@ -45,7 +44,4 @@ def test_narrow_head_dims(name: str) -> None:
     assert planned not in errors, errors[planned]
     kernel = read_kernel(Store().path(built[planned].key))
 
-    def launch(call: Call, buffers: Buffers) -> None:
-        Pinned(kernel, call, buffers)()
-
-    assert try_kernel(kernel, launch, "cuda", SEED, small=True).problems == ()
+    assert try_pinned(kernel, torch.device("cuda"), SEED, small=True).problems == ()

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.arguments.checked import Call
-from attngen.runtime.launch.gradients import GradientBuffers
-from attngen.runtime.launch.pinned import Buffers, Pinned, PinnedGradients
+from attngen.runtime.launch.pinned import Pinned
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.cases import Case
 from attngen.tools.verify.contract import deviation, expected
+from attngen.tools.verify.gpu import try_pinned
 from attngen.tools.verify.inputs import Element, Inputs, make_inputs
 from attngen.tools.verify.poison import poisoned
-from attngen.tools.verify.trial import Trial, try_backward, try_kernel
+from attngen.tools.verify.trial import Trial
 from tests.gpu.family import Kernels, in_graph, known, rare, same, some_of
 
 SPEC = Path(__file__).with_name("sinks.yaml")
@@ -52,10 +51,7 @@ def kernels() -> tuple[Kernels, Package]:
 def test_forwards_keep_the_contract(name: str) -> None:
     kernel = kernels()[name]
 
-    def launch(call: Call, buffers: Buffers) -> None:
-        Pinned(kernel, call, buffers)()
-
-    attempt = try_kernel(kernel, launch, "cuda", 60_000, small=False)
+    attempt = try_pinned(kernel, torch.device("cuda"), 60_000, small=False)
     assert attempt.problems == ()
     assert attempt.tally.dead_rows > 0
 
@@ -64,10 +60,7 @@ def test_forwards_keep_the_contract(name: str) -> None:
 def trial(name: str) -> Trial:
     kernel = kernels()[name]
 
-    def launch(call: Call, buffers: GradientBuffers) -> None:
-        PinnedGradients(kernel, call, buffers)()
-
-    return try_backward(kernel, launch, "cuda", 61_000, small=False)
+    return try_pinned(kernel, torch.device("cuda"), 61_000, small=False)
 
 
 @pytest.mark.parametrize("name", BACKWARDS)

@@ -25,7 +25,7 @@ def spec(variant: str = "causal", *, tile: str = "{m: 16, n: 16}", declared: str
 
 @sampled(
     name=preset_names(), layout=LAYOUTS[::-1], third=THIRDS
-)  # each in the layout that the forwards are not sampled in
+)  # each in the layout that forward kernels are not sampled in
 def test_every_preset(interpreter: Interpreter, name: str, layout: str, third: int) -> None:
     assert interpreter.call("gradient_problems", spec(name, layout=layout), 21, third) == ()
 

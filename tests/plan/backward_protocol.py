@@ -1,4 +1,4 @@
-"""A model of the barriers of the CUDA backward, as ``protocol`` has one of the forwards.
+"""A model of the barriers of the CUDA backward, as ``forward_protocol`` has one of the forward.
 
 Roles follow ``_gradient_loader``, ``_gradient_adder`` and ``_gradient_consumer`` with ``_gradient_steps``,
 ``_gradient_steps_overlap`` or ``_gradient_steps_pingpong``, line by line.

@@ -1,4 +1,4 @@
-"""Hopper forwards that keep no running max, or do without tanh or a subtraction for each logit."""
+"""Hopper forward kernels that keep no running max, or do without tanh or a subtraction for each logit."""
 
 from __future__ import annotations
 

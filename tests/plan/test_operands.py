@@ -69,7 +69,7 @@ def test_operands_that_a_schedule_needs_alike_are_refused_if_they_differ() -> No
         operands.shared("q", "k", "v")
 
 
-# --- CUDA forwards ----------------------------------------------------------------------------------------------
+# --- CUDA forward kernels ------------------------------------------------------------------------------------------
 
 
 def test_shared_memory_follows_from_each_operand(forwards: tuple[Plan, Plan]) -> None:

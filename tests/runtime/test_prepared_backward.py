@@ -1,4 +1,4 @@
-"""Prepared backwards are found again, fit the call that finds them, and keep nothing else alive."""
+"""Prepared backward passes are found again, fit the call that finds them, and keep nothing else alive."""
 
 from __future__ import annotations
 
