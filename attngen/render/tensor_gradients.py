@@ -15,6 +15,7 @@ from attngen.lang.statements import Code, Statement, joined, leaf, reads, writte
 from attngen.plan.model import Plan
 from attngen.plan.own_gradients import APART, TensorGradient, Way, is_large
 from attngen.plan.schedules.hopper_backward import derivative, gradients_of, stored_gradients
+from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.symbols import extent_name, gradient_pointer, stored_name
 from attngen.plan.traits import varies_within_head
 from attngen.render.cuda_statements import int_constant, number_queries
@@ -23,6 +24,8 @@ from attngen.render.expressions import CUDA, emit_for, in_product, known_ranges,
 _KEY, _QUERY, _TILE = frozenset({"kv"}), frozenset({"q"}), frozenset({"q", "kv"})
 #: What a record of a step of dS holds, as expressions read it.
 _OF_STEP = ("b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k")
+#: Registers of a thread with which ptxas plans a warp's matrix products.
+_OF_PRODUCTS = 32
 #: Which index is inside which extent by what it means.
 _NEVER_OUTSIDE = {("b", "b"), ("h", "h"), ("h", "heads"), ("hk", "hk"), ("hk", "kv_heads")}
 
@@ -106,10 +109,12 @@ class TileSum:
 
 @dataclass(frozen=True, slots=True)
 class TilesView:
-    """The sums of the warp that reads dS, and the lines that name what they read of a step."""
+    """The sums of the warp that reads dS, and the lines that name what they read of a step. ``multiplies``: it has the
+    registers to sum up a tile by matrix products."""
 
     sums: tuple[TileSum, ...]
     step_lines: tuple[str, ...]
+    multiplies: bool
 
 
 def register_sums(plan: Plan) -> SumsView | None:
@@ -207,7 +212,8 @@ def tile_sums(plan: Plan) -> TilesView | None:
         for name in _OF_STEP
         if name in read and not (name == "seqlen_q" and not plan.varlen)
     ]
-    return TilesView(sums, tuple(lines))
+    assert isinstance(plan.structure, HopperBackward)
+    return TilesView(sums, tuple(lines), multiplies=plan.structure.registers_of("tensor_adder") >= _OF_PRODUCTS)
 
 
 def _tile_sum(plan: Plan, each: TensorGradient) -> TileSum:

@@ -8,6 +8,7 @@ each tile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -64,19 +65,28 @@ def differentiable(call: Call) -> tuple[str, ...]:
     return tuple(tensor.name for tensor in call.variant.tensors if tensor.grad)
 
 
-def stored_gradients(kernel: Kernel, call: Call) -> frozenset[str]:
-    """Names of the biases whose gradients a kernel stores in their own dtype, since no two heads of the call share an
-    entry. Other gradients are summed in float32."""
-    stored = set()
+def stored_gradients(kernel: Kernel, call: Call) -> dict[str, bool]:
+    """Biases whose gradients a kernel stores in their own dtype, by name, and whether it stores every entry.
+
+    No two heads of the call share an entry of these. Other gradients are summed in float32.
+    """
+    stored = {}
     for launch in kernel.launches:
         for parameter in launch.entry.layout.parameters:
             if parameter.kind == "present" and parameter.of and parameter.of.startswith(_STORED):
-                axes = {"b": call.batch, "h": call.heads}
-                if "hk" in str(parameter.axis) and group_of(call) == 1:
-                    axes.pop("h")
-                if all(extent == 1 for axis, extent in axes.items() if axis not in str(parameter.axis).split(",")):
-                    stored.add(parameter.of.removeprefix(_STORED))
-    return frozenset(stored)
+                name, axes = parameter.of.removeprefix(_STORED), str(parameter.axis).split(",")
+                by_head = "h" in axes or ("hk" in axes and group_of(call) == 1)
+                if ("b" in axes or call.batch == 1) and (by_head or call.heads == 1):
+                    stored[name] = _is_covered(kernel, call, call.tensors[name].shape)
+    return stored
+
+
+def _is_covered(kernel: Kernel, call: Call, shape: tuple[int, ...]) -> bool:
+    """Whether a call sees every entry of a bias: it has no mask, and the bias has the shape of the scores."""
+    masked = kernel.variant.masked or call.variant.masked
+    if masked or call.layout != "dense" or call.seqused_k is not None:
+        return False
+    return tuple(shape[-2:]) == (call.seqlen_q, call.seqlen_k) and math.prod(shape[:-2]) == call.batch * call.heads
 
 
 def gradient_shapes(call: Call) -> dict[str, tuple[int, ...]]:

@@ -72,7 +72,10 @@ class PreparedBackward:
         # torch allocates a tensor faster that is like another one
         self._like = call.q == made["dq"], call.k == made["dk"], call.v == made["dv"]
         self._results = tuple(shapes.values())
-        self._gradients = tuple((name, None if name in stored else torch.float32) for name in differentiable(call))
+        self._gradients = tuple(
+            (name, None if name in stored else torch.float32, torch.empty if stored.get(name) else torch.zeros)
+            for name in differentiable(call)
+        )
         self._sinks = bool(learned(call.variant))
         sizes = self._launch.sizes
         self._maps = MapMaker(self._launch, kernel, call, call.device) if self._launch.maps else None
@@ -100,9 +103,9 @@ class PreparedBackward:
         workspace = lse.new_empty(self._floats)
         start = workspace.data_ptr()
         sums = {}
-        for name, dtype in self._gradients:
+        for name, dtype, make in self._gradients:
             own = arguments[name]
-            sums[name] = torch.zeros(own.shape, dtype=dtype or own.dtype, device=self._device)
+            sums[name] = make(own.shape, dtype=dtype or own.dtype, device=self._device)
             addresses.append(sums[name].data_ptr())
         addresses += [start + offset for offset in self._shared]
         maps = self._maps.append(given, addresses, scale, numbers) if self._maps else None

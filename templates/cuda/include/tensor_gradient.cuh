@@ -21,15 +21,24 @@ __device__ __forceinline__ float sum_of_warp(float x) {
   return x;
 }
 
-// The sum of a row of a tile of kRows queries and 128 keys. (By MMAs a warp would need more registers than it has.)
+// Eight neighbouring numbers of 16 bits in shared memory.
+__device__ __forceinline__ uint4 load_eight(uint32_t from) {
+  uint4 eight;
+  asm volatile(
+      "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(eight.x), "=r"(eight.y), "=r"(eight.z), "=r"(eight.w)
+      : "r"(from)
+      : "memory");
+  return eight;
+}
+
+// The sum of a row of a tile of kRows queries and 128 keys.
 template <typename Element, int kRows>
 __device__ __forceinline__ float sum_of_row(uint32_t tile, int row) {
   float2 sum = {};
 #pragma unroll 2
   for (int chunk = 0; chunk < 16; ++chunk) {
-    const uint32_t from = tile + chunk / 8 * (128 * kRows) + 128 * row + 16 * (chunk % 8 ^ row % 8);
-    uint4 eight;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(eight.x), "=r"(eight.y), "=r"(eight.z), "=r"(eight.w) : "r"(from) : "memory");
+    const uint4 eight = load_eight(tile + chunk / 8 * (128 * kRows) + 128 * row + 16 * (chunk % 8 ^ row % 8));
     const float2 a = unpack<Element>(eight.x), b = unpack<Element>(eight.y), c = unpack<Element>(eight.z), d = unpack<Element>(eight.w);
     sum.x += (a.x + b.x) + (c.x + d.x);
     sum.y += (a.y + b.y) + (c.y + d.y);
@@ -44,6 +53,39 @@ __device__ __forceinline__ float sum_of_tile(uint32_t tile, int lane) {
 #pragma unroll 1
   for (int row = lane; row < kRows; row += 32) sum += sum_of_row<Element, kRows>(tile, row);
   return sum_of_warp(sum);
+}
+
+// D (16 x 8, float32) += A (16 x 16) * B (16 x 8), where all elements of A are 1 (PTX ISA, "mma.m16n8k16"): all rows of D
+// have the sums over the rows of B.
+template <typename Element>
+__device__ __forceinline__ void add_columns(float (&d)[4], uint32_t b0, uint32_t b1);
+
+#define DEFINE_ADD_COLUMNS(Element, TYPE, ONES)                                                   \
+  template <>                                                                                     \
+  __device__ __forceinline__ void add_columns<Element>(float (&d)[4], uint32_t b0, uint32_t b1) { \
+    asm volatile(                                                                                 \
+        "mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                    \
+        ".f32 {%0, %1, %2, %3}, {%6, %6, %6, %6}, {%4, %5}, {%0, %1, %2, %3};"                    \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                          \
+        : "r"(b0), "r"(b1), "r"(ONES));                                                           \
+  }
+
+DEFINE_ADD_COLUMNS(bf16, "bf16", 0x3f803f80u)
+DEFINE_ADD_COLUMNS(fp16, "f16", 0x3c003c00u)
+
+// The same sum by matrix products, for which a warp needs more than 24 registers.
+template <typename Element, int kRows>
+__device__ __forceinline__ float multiplied_sum_of_tile(uint32_t tile, int lane) {
+  float sums[2][4] = {};
+#pragma unroll 4
+  for (int i = 0; i < kRows / 2; ++i) {  // 512 bytes, in whatever order
+    const uint4 eight = load_eight(tile + 512 * i + 16 * lane);
+    add_columns<Element>(sums[0], eight.x, eight.y);
+    add_columns<Element>(sums[1], eight.z, eight.w);
+  }
+  float sum = (sums[0][0] + sums[0][1]) + (sums[1][0] + sums[1][1]);
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  return sum + __shfl_xor_sync(~0u, sum, 2);
 }
 
 template <typename Element>
@@ -132,5 +174,31 @@ __device__ __forceinline__ void add_eight(float* to, const uint4& eight, float f
       if (i + 2 < count) add_float(to + i + 2, four.z);
       if (i + 3 < count) add_float(to + i + 3, four.w);
     }
+  }
+}
+
+// A whole tile: 16 lanes have a row of 128 keys each.
+template <typename Element, int kRows>
+__device__ __forceinline__ void store_tile(Element* to, long long stride, uint32_t tile, int lane) {
+  const uint32_t from = tile + lane % 16 / 8 * (128 * kRows) + lane / 16 * 128, chunk = lane % 8 ^ lane / 16;
+  to += lane / 16 * stride + 8 * (lane % 16);
+#pragma unroll 4
+  for (int row = 0; row < kRows; row += 2) {
+    *reinterpret_cast<uint4*>(to) = load_eight(from + 128 * row + 16 * (chunk ^ row % 8));
+    to += 2 * stride;
+  }
+}
+
+template <typename Element, int kRows>
+__device__ __forceinline__ void add_tile(float* to, long long stride, uint32_t tile, float factor, int lane) {
+  const uint32_t from = tile + lane % 16 / 8 * (128 * kRows) + lane / 16 * 128, chunk = lane % 8 ^ lane / 16;
+  to += lane / 16 * stride + 8 * (lane % 16);
+#pragma unroll 1
+  for (int row = 0; row < kRows; row += 2) {
+    const uint4 eight = load_eight(from + 128 * row + 16 * (chunk ^ row % 8));
+    const float2 a = unpack<Element>(eight.x), b = unpack<Element>(eight.y), c = unpack<Element>(eight.z), d = unpack<Element>(eight.w);
+    add_floats(to, make_float4(factor * a.x, factor * a.y, factor * b.x, factor * b.y));
+    add_floats(to + 4, make_float4(factor * c.x, factor * c.y, factor * d.x, factor * d.y));
+    to += 2 * stride;
   }
 }
