@@ -24,7 +24,9 @@ _COMMENT = re.compile(r"//[^\n]*")
 def rendered(spec: str) -> tuple[tuple[Plan, Source], ...]:
     """Return every CUDA kernel of a spec, named from the root of the checkout, with its source."""
     plans = [plan(kernel) for kernel in expand(load_spec(root() / spec))]
-    return tuple((planned, render(planned)) for planned in plans if planned.backend == "cuda")
+    here = tuple((planned, render(planned)) for planned in plans if planned.backend == "cuda")
+    assert here, f"{spec} has no CUDA kernel"
+    return here
 
 
 def code(text: str) -> str:
