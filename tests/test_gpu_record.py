@@ -126,7 +126,7 @@ def test_tests_that_the_limit_cuts_off_are_named(tmp_path: Path) -> None:
 
 
 def test_tests_that_ran_out_of_memory_run_again(tmp_path: Path) -> None:
-    """Its second run decides."""
+    """The second run of a test decides."""
     told = {"event": "report", "when": "call", "seconds": 1.0, "worker": "gw0"}
     lines: list[dict[str, Any]] = [{"event": "collected", "tests": ["one", "other"]}]
     for name in ("one", "other"):
@@ -229,7 +229,7 @@ def made(**fields: object) -> Record:
 
 @pytest.mark.parametrize("part", records.SOURCES)
 def test_a_change_of_any_source_is_seen(part: str, tmp_path: Path) -> None:
-    """Of each kind of file: changed, added, renamed, in a subfolder; what Python compiles is none."""
+    """Every kind of file counts: changed, added, renamed, in a subfolder; what Python compiles is none."""
     source = resources.templates_dir() if part == "templates" else ROOT / part
     copied = tmp_path / "copied"
     shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))

@@ -161,7 +161,7 @@ def test_parts_import_only_what_stands_before_them(path: Path) -> None:
 
 
 def loaded(code: str, *names: str) -> list[str]:
-    """Those of the modules that are loaded after ``code`` in a fresh process."""
+    """Modules among ``names`` that are loaded after ``code`` in a fresh process."""
     script = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nprint(*[n for n in {names} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -88,7 +88,7 @@ def test_products_of_no_condition_are_serialized(
 
 @pytest.mark.parametrize("condition", ["kv % 3 == 0", "h % 3 == 0", "seqlen_q > 7"])
 def test_arms_of_elements_are_computed_before_one_is_taken(condition: str) -> None:
-    """Also where all threads take the same one."""
+    """Both arms are computed, also where all threads take the same one."""
     text = render(kernel(f"s * 2.0 if {condition} else s - 1.0", 64, "bf16", "dense", backend="cuda")).text
     assert re.search(r"x = choose\(.*\);", text)
 

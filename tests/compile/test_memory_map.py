@@ -62,7 +62,7 @@ def test_records_of_forwards_are_aligned(
 
 
 def test_three_spans_of_one_range_are_padded() -> None:
-    """They take 24 bytes, so that the second record would not begin at a word of 16 bytes."""
+    """Three spans take 24 bytes, so that the second record would not begin at a word of 16 bytes."""
     check_forward((1, 0), 2, False, "dense")
 
 
@@ -76,7 +76,7 @@ def test_records_of_shared_tiles_are_aligned(bounds: tuple[int, int] | None, con
 
 
 def test_a_value_behind_a_condition_on_the_pair_comes_with_the_tile_of_keys() -> None:
-    """It takes the room that the plan made for it, and only the pairs that need it read it."""
+    """The value takes the room that the plan made for it, and only the pairs that need it read it."""
     mask = "abs(q_pos - kv) <= until[kv] and one[b, kv] and kv <= q_pos - 65 and two[b, kv]"
     padding = "{dtype: bool, shape: [b, seqlen_k]}"
     tensors = f"tensors: {{until: {{dtype: int64, shape: [seqlen_k]}}, one: {padding}, two: {padding}}}"

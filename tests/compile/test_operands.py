@@ -18,7 +18,7 @@ from tests.plan.specs import planned
     ("head_dim", "tile"), [(64, "{m: 192, n: 128}"), (128, "{m: 128, n: 128}"), (256, "{m: 128, n: 64}")]
 )
 def test_a_kernel_of_one_byte_operands_compiles_as_planned(head_dim: int, tile: str) -> None:
-    """Its own assertions hold, and it has half the products of a kernel of two bytes."""
+    """The kernel's own assertions hold, and it has half the products of a kernel of two bytes."""
     fields = {"backend": "cuda", "head_dim": head_dim, "tile": tile}
     two, one = planned(**fields), planned(**fields, dtype="fp8_e4m3")
     source = render(one)

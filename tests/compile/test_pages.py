@@ -221,7 +221,7 @@ def loaded(path: Path, caches: dict[str, Cache], numbers: Sequence[int], tile_n:
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 48, 64, 256])
 def test_a_tile_holds_the_keys_of_its_pages_and_zeros(program: SimpleNamespace, page_size: int) -> None:
-    """Of V every row after the end is 0, of K whole boxes are; nothing else of the cache, or of the table, is read."""
+    """Every row of V after the end is 0, and whole boxes of K; nothing else of the cache, or of the table, is read."""
     tile_n, random = program.tile_n, Random(page_size)
     for length in (1, tile_n, random.randint(tile_n + 1, 3 * tile_n)):
         needed = -(-length // page_size)

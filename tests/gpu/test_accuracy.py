@@ -64,7 +64,7 @@ def test_results_of_large_inputs_are_finite(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_dead_rows_are_zero(name: str) -> None:
-    """By mask, by more queries than keys, by a window, by an empty sequence: all cases together have some."""
+    """All cases together have dead rows: by mask, by more queries than keys, by a window, by an empty sequence."""
     result = trial(name)
     assert result.tally.dead_rows > 0
     assert not [r.describe() for r in result.results if r.deviation is None or r.deviation.wrong]

@@ -221,7 +221,7 @@ def test_the_operator_is_as_it_says() -> None:
 
 
 def test_contents_of_tensors_are_checked_under_debug() -> None:
-    """And the kernel writes what it writes elsewhere."""
+    """Wrong contents raise an error; right ones are appended as without the check."""
     given = on_gpu(a_call(random.Random(1), "pages", torch.bfloat16, half=32, lost=False))
     with attngen.debug():
         both(given)

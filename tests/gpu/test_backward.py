@@ -219,7 +219,7 @@ def test_gradients_of_the_variants_own_tensors() -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("s", [150, 154])
 def test_gradients_of_a_bias_of_pairs(batch: int, s: int) -> None:
-    """Of one sequence they are stored as they are, in the bias's own dtype; of several, they are added up."""
+    """Gradients of one sequence are stored in the bias's own dtype; those of several are added up."""
     kernels()
     torch.manual_seed(batch + s)
     q, k, v = (torch.randn(batch, n, 4, 64, device="cuda").bfloat16() for n in (s, s + 30, s + 30))
@@ -250,7 +250,7 @@ def test_gradients_of_gates_and_tables(variant: str, name: str, shape: tuple[int
 
 
 def test_tensors_that_were_kept_on_the_host() -> None:
-    """They come back contiguous, whatever strides they had."""
+    """Tensors come back from the host contiguous, whatever strides they had."""
     kernels()
     packed = torch.randn(2, 150, 3, 4, 64, device="cuda").bfloat16()
     inputs = [t.detach().requires_grad_() for t in packed.unbind(2)]

@@ -127,7 +127,7 @@ def test_groups(group: int) -> None:
 
 @pytest.mark.parametrize("rows", [2, 15, 16, 17, 64, 300])
 def test_tokens(rows: int) -> None:
-    """As many as a prompt has: rows beyond those of a unit are more units."""
+    """As many tokens as a prompt has: rows beyond those of a unit are more units."""
     paged(lengths=[rows, rows + 6, 2000, rows], rows=rows)
 
 

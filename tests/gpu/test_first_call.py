@@ -75,7 +75,7 @@ def test_nothing_is_compiled_inside_a_capture() -> None:
 
 
 def test_a_compiled_program_finds_its_kernels_when_it_first_runs() -> None:
-    """They are compiled while it is traced, so that its first run may be the capture of a CUDA graph."""
+    """Kernels are compiled while a program is traced, so that its first run may be the capture of a CUDA graph."""
     from torch._inductor.compile_fx import compile_fx
 
     there: list[int] = []

@@ -54,7 +54,7 @@ def test_keys_and_values_after_the_end_change_nothing(name: str, value: float) -
 
 @sampled(name=ALL, value=VALUES)
 def test_keys_that_no_query_sees_change_nothing(name: str, value: float) -> None:
-    """Also inside tiles that are seen in part."""
+    """Hidden keys change nothing, also inside partial tiles."""
 
     def results(fill: float) -> tuple[Tensor, Tensor, int]:
         run = Run.of(name, case_of(name), **small_scalars(name))

@@ -53,7 +53,7 @@ def test_forward(interpreter: Interpreter, name: str, layout: str, tile: str) ->
     ],
 )
 def test_backward(interpreter: Interpreter, name: str, layout: str, dtype: str, tile: str) -> None:
-    """Its two kernels have tiles of their own."""
+    """Both kernels of the backward have tiles of their own."""
     declared = f"variants:\n  odd:\n    {VARIANTS[name]}"
     text = backward_spec("odd", declared=declared, layout=layout, dtype=dtype, tile=tile)
     assert interpreter.call("gradient_problems", text.replace("dq: {tile: {m: 16", "dq: {tile: {m: 64"), 32) == ()

@@ -103,7 +103,7 @@ def test_loops_read_as_written_by_hand(name: str) -> None:
 
 
 def test_a_band_without_whole_tiles_is_one_range() -> None:
-    """Also one whose ends are too long for a proof that nothing lies before its first tile."""
+    """So is one whose ends are too long for a proof that nothing lies before its first tile."""
     reach = "({0} if {0} >= 0 else 1073741823)".format
     mask = f"q_pos - kv <= {reach('left')} and kv - q_pos <= {reach('right')} and q_pos // chunk == kv // chunk"
     scalars = [

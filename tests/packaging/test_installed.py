@@ -347,7 +347,7 @@ print(torch.ops.attngen_cached.kv__append.default._schema.name)
 
 
 def test_a_package_with_pages_appends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel is in it, no variant is called so, and its operator has a namespace of its own."""
+    """The package holds the append kernel, has no variant of that name, and its operator a namespace of its own."""
     monkeypatch.setattr("attngen.tools.build.pipeline.COMPILER", FAKE_COMPILER)
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     spec = tmp_path / "cached.yaml"

@@ -61,7 +61,7 @@ def test_memory_and_registers_of_a_cluster_fit(head_dim: object, variant: str) -
 
 @pytest.mark.parametrize("head_dim", WIDE)
 def test_no_copy_of_a_cluster_brings_padding_alone(head_dim: object) -> None:
-    """It would look up where a windowed descriptor begins, which may be nobody's memory."""
+    """Such a copy would look up where a windowed descriptor begins, which may be nobody's memory."""
     kernel = backward(head_dim=head_dim, layout="varlen")
     roles, text = kernel.structure, render(kernel).text
     assert roles is not None

@@ -50,7 +50,7 @@ def test_every_layout_of_a_spec_has_a_row() -> None:
     "row", [row.name for row in schedules("forward") + schedules("backward") if set(LAYOUTS) - set(row.layouts)]
 )
 def test_a_schedule_is_never_asked_for_a_layout_that_it_lacks(row: str) -> None:
-    """Else it would plan something, and read keys where none are."""
+    """Such a schedule would plan something, and read keys where none are."""
     schedule = named(row)
     lacking = [layout for layout in LAYOUTS if layout not in schedule.layouts]
     (spec,) = kernels("variant: causal")

@@ -155,7 +155,7 @@ def test_sections_and_floors_follow_from_bytes(forwards: tuple[Plan, Plan]) -> N
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_memory_of_backwards_follows_from_each_operand(head_dim: int) -> None:
-    """Of the plan alone: the kernels need 16 bits, which a spec is told."""
+    """The plan alone: the kernels need 16 bits, and a spec with others is refused."""
     two, one = pair(passes="backward", backward="{backend: cuda}", head_dim=head_dim)
     assert (one.tile_m, one.stages) == (two.tile_m, two.stages)
     before, after = regions(two), regions(one)

@@ -57,7 +57,7 @@ def test_tiles_and_stages(entry: str, tile: tuple[int, int], stages: int) -> Non
 
 @pytest.mark.parametrize("dims", ["64", "256", "{qk: 8, v: 256}", "{qk: 192, v: 128}"])
 def test_partial_results_have_room(dims: str) -> None:
-    """In the place of Q, K and V, and beside it where these are small."""
+    """Partial results take the place of Q, K and V, and more beside it where these are small."""
     _, shared = planned(
         f"backend: cuda, variant: full, head_dim: {dims}, tile: {{m: 64, n: 16}}, pipeline: {{stages: 2}}"
     )

@@ -274,7 +274,7 @@ def test_a_tensor_may_have_a_name_of_the_kernel(name: str) -> None:
 
 
 def test_symbols_of_the_analysis_are_no_names_of_a_variant() -> None:
-    """Else a scalar would stand for where a sequence begins, or for the number of its tiles."""
+    """A scalar of such a name would stand for where a sequence begins, or for the number of its tiles."""
     kernel = planned("causal", backend="cuda")
     for bound in (corner_bindings(kernel, CUDA), element_bindings(kernel, ragged=True)):
         assert not [name for name in bound if is_legal(name)]

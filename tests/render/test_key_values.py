@@ -223,7 +223,7 @@ def test_in_a_backward_with_tensors(mask: str, score: str, values: list[str]) ->
 
 
 def test_no_kernel_divides_by_scalars() -> None:
-    """They take reciprocals instead, in all roles."""
+    """All roles multiply by reciprocals instead."""
     for mask in ("(q_pos - kv) % n == 0", "abs(q // (n * m) - kv // (n * m)) <= w", "q_pos // n == kv // n"):
         for fields in ({}, {"passes": "backward"}, {"layout": "varlen"}, {"split_kv": True, "passes": "forward"}):
             text = render(divided(mask, head_dim=64, **fields)).text

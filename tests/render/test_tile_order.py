@@ -1,4 +1,4 @@
-"""In which order a Hopper forward goes through the tiles of keys that its rows see."""
+"""Order in which a Hopper forward goes through the tiles of keys that its rows see."""
 
 from __future__ import annotations
 

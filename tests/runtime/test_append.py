@@ -232,7 +232,7 @@ def test_a_place_outside_is_an_error_on_the_cpu(where: str) -> None:
 def test_a_place_outside_is_not_written_where_nothing_is_read_back(
     where: str, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: the other tokens are written, and nothing else is; if all are lost, nothing at all."""
+    """The other tokens are written, and nothing else is, as on a GPU; if all are lost, nothing at all."""
     from attngen.runtime.helpers import append_torch
 
     given, more, _ = misplaced(where)

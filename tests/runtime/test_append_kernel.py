@@ -46,7 +46,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_place(host: HostDriver, dtype: torch.dtype, where: str, packed: bool, page_layout: str) -> None:
-    """With and without tokens that have none: those write nothing."""
+    """Tokens with a place are written, and those without write nothing."""
     chance = random.Random(f"{dtype}{where}{packed}{page_layout}")
     torch.manual_seed(chance.randrange(2**31))
     for half, lost in ((0, True), (32, False), (16, True)):

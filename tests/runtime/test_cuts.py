@@ -169,7 +169,7 @@ def test_each_part_has_a_block_memory_and_a_counter() -> None:
 @pytest.mark.parametrize("seqlen", [1, 128, 129, 1024])
 @pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(1, 8, 8), (9, 2, 1), (1, 32, 8)])
 def test_the_bound_of_memory_holds(seqlen: int, batch: int, heads: int, kv_heads: int) -> None:
-    """Also where each tile of keys has as many parts and counters as it may."""
+    """The bound holds also where each tile of keys has as many parts and counters as it may."""
     of, sizes = kernel(), {"batch": batch, "heads": heads, "kv_heads": kv_heads}
     grid = geometry(of, batch, seqlen, heads, kv_heads)
     for parts in (grid.sizes["parts"], MOST_PARTS):

@@ -166,7 +166,7 @@ def test_load(stub: Stub) -> None:
 
 
 def test_clusters_of_another_size_are_another_library(stub: Stub) -> None:
-    """Their size is a property of a loaded kernel."""
+    """The size of clusters is a property of a loaded kernel."""
     driver, image = CudaDriver(), b"cubin"
     for cluster in (1, 8, 8):
         driver.load(image, "kernel", 0, 100, [8, 4], cluster)

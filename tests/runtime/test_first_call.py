@@ -106,7 +106,7 @@ def test_a_forward_and_its_backward_are_compiled_once(
 def test_a_kernel_without_approximations_keeps_its_backend(
     launched: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """It keeps the backend of the kernel with them, where that has one without."""
+    """The kernel keeps the backend of the one with approximations, where that has one without."""
     made = attngen.variant("q_pos >= kv", "8.0 * tanh(s / 8.0)", name="capped")
     q = tensors()
     with attngen.jit(fast_math=False):

@@ -111,7 +111,7 @@ def holds_a_tensor(value: Any) -> bool:
 
 
 def test_autograd_alone_keeps_the_tensors_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what replaces saved tensors, offloading and recomputing, would free nothing."""
+    """Otherwise offloading and recomputing, which replace saved tensors, would free nothing."""
     build()
     used = torch.tensor([70, 30], dtype=torch.int32)
     with taken_for_a_gpu(monkeypatch):

@@ -314,7 +314,7 @@ def test_a_map_that_streams_share_outlives_what_they_enqueued(calls: Calls, monk
 
 
 def test_warm_up_runs_of_a_graph_keep_no_map(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory comes from the graph's pool, where nothing may outlive the program."""
+    """The map's memory comes from the graph's pool, where nothing may outlive the program."""
     stream = SimpleNamespace(cuda_stream=7)
     trees = SimpleNamespace(get_manager=lambda _, create_if_none_exists: SimpleNamespace(stream=stream))
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)  # type: ignore[arg-type]

@@ -170,7 +170,7 @@ def test_opcheck_of_the_backward() -> None:
 
 
 def test_a_step_that_is_traced_whole_has_its_gradients() -> None:
-    """Its graph is run with autograd left out of dispatch, so that the reference must record for itself."""
+    """The step's graph runs with autograd left out of dispatch, so that the reference must record for itself."""
     install(variant("whole"))
     inputs = tensors()
 

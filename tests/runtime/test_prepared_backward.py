@@ -81,7 +81,7 @@ def test_other_strides_and_shapes_are_prepared_again(gpu: GradientDriver) -> Non
 
 
 def test_saved_tensors_may_come_back_elsewhere(gpu: GradientDriver) -> None:
-    """As from the host, or from a compressed form: with other strides, too."""
+    """Saved tensors may come from the host, or from a compressed form, with other strides."""
     build()
     inputs = leaves()
     check(inputs)

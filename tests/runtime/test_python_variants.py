@@ -94,7 +94,7 @@ def test_fields_that_no_file_could_hold_are_refused(fields: dict[str, Any], mess
 
 @pytest.mark.parametrize("name", preset_names())
 def test_a_variant_computes_the_same_as_its_fields_in_a_spec(name: str) -> None:
-    """And its own YAML says the same again."""
+    """The variant's own YAML says the same again."""
     fields = declared_preset(name).model.model_dump(exclude_unset=True, exclude={"description"})
     made = attngen.variant(name=name, **fields)
     assert made.value == preset(name)

@@ -141,7 +141,7 @@ def test_calls_without_keys(packed: bool) -> None:
 
 
 def test_an_index_out_of_extent_reads_zero_and_gets_nothing() -> None:
-    """As in kernels; the reference raises."""
+    """Kernels read zero at such an index; the reference raises."""
     variant = compile_variant("far", tensors=[Declared("t", "fp32", (3,), grad=True)], sink="t[h]")
     q, k, v = inputs(torch.float32)
     t = torch.ones(3)

@@ -43,7 +43,7 @@ class Seen(TorchDispatchMode):
 
     @property
     def own(self) -> list[str]:
-        """Those of attngen, without their overloads."""
+        """Operators of attngen, without their overloads."""
         return [name.removesuffix(".default") for name in self.names if name.startswith("attngen")]
 
 

@@ -111,7 +111,7 @@ def test_calls_that_are_not_worth_widening_read_the_cache(gpu: FakeDriver, monke
 def test_the_ordinary_call_has_pages_in_order(
     gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, page_layout: str
 ) -> None:
-    """It runs on what was written: the widening is the one launch here, the other call is looked at."""
+    """The ordinary call runs on the widened keys: the widening is the one launch here, the other call is looked at."""
     made: list[Any] = []
     run = dispatch.run
 

@@ -72,7 +72,7 @@ def test_reserved_names(section, name):
     "section", ["scalars: {{ {}: {{type: int32}} }}", "tensors: {{ {}: {{dtype: int32, shape: [h]}} }}"]
 )
 def test_names_of_kernels_are_free(section, name):
-    """They have a namespace of their own there."""
+    """Names of a user have a namespace of their own in kernels."""
     load_spec_text(f"schema: 1\nvariants: {{a: {{mask: true, {section.format(name)} }} }}")
 
 
@@ -92,7 +92,7 @@ def required_modules() -> set[str]:
            | required_modules()),
 )  # fmt: skip
 def test_a_package_hides_no_module_that_others_import(name, tmp_path):
-    """Nor does one that a file's name gives."""
+    """A name that a file gives its package is checked as well."""
     advice = f"'{name}' is a module that programs import, .* such as 'attngen_{name}'"
     with pytest.raises(SpecError, match=f":2: package: {advice}"):
         load_spec_text(f"schema: 1\npackage: {name}\narch: sm90a\n")
