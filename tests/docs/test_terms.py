@@ -36,8 +36,8 @@ PLAIN = {
 #: Folders of code whose names and docstrings follow the rules below; each one that comes to follow them joins.
 CODE = (
     "attngen/lang", "attngen/schema", "tests/commands", "tests/compile", "tests/docs", "tests/fuzz", "tests/gpu",
-    "tests/interpreter", "tests/lang", "tests/outside", "tests/packaging", "tests/plan", "tests/render",
-    "tests/runtime", "tests/schema", "tests/store",
+    "tests/interpreter", "tests/lang", "tests/outside", "tests/packaging", "tests/parallel", "tests/plan",
+    "tests/render", "tests/runtime", "tests/schema", "tests/store",
 )  # fmt: skip
 #: A docstring says the thing itself.
 ROUNDABOUT = re.compile(r"(Return|Yield)s? (what|how|which|whether|where|when|who)\b")

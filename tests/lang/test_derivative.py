@@ -126,7 +126,7 @@ def test_derivatives_are_short(text: str, wrt: str, printed: str) -> None:
                  "s ** round(s)", "abs(s) ** s", "1 / s"],
 )  # fmt: skip
 def test_functions_have_the_derivatives_of_torch(function: str) -> None:
-    """Derivatives agree at zeros, too, for whole exponents of negative numbers, and where torch's is NaN or infinite."""
+    """Derivatives agree at zeros, for whole exponents of negative numbers, and where torch's is NaN or infinite."""
     expr, f64 = score(f"{function} + 0 * x"), torch.float64
     s = torch.tensor([-2.0, -1.0, -0.5, 0.0, 0.25, 1.0, 3.0], dtype=f64).repeat(5, 1).requires_grad_()
     x = torch.tensor([-2.0, 0.0, 0.5, 1.0, 3.0], dtype=f64)[:, None].repeat(1, 7).requires_grad_()
