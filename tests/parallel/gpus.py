@@ -85,7 +85,7 @@ def _check(case: Case, plan: Plan, device: torch.device) -> None:
     parts = [plan.shard(x, axis) for x in whole]
     leaves = [x.detach().requires_grad_() for x in parts[:3]]
     out = plan.attention(*leaves, **passed)
-    found = [out, *torch.autograd.grad(out, leaves, parts[3])]
-    for name, one, wanted, plain in zip(("out", "dq", "dk", "dv"), found, *results, strict=True):
+    sharded = [out, *torch.autograd.grad(out, leaves, parts[3])]
+    for name, one, wanted, plain in zip(("out", "dq", "dk", "dv"), sharded, *results, strict=True):
         error, allowed = (one.double() - wanted).abs().max(), (plain - wanted).abs().max() * _FACTOR + 1e-3
         assert error <= allowed, f"{case.name}, {plan.seqlen} tokens: {name} is off by {error:.2e} of {allowed:.2e}"

@@ -75,9 +75,9 @@ def _own_tokens(rank: int, world: int) -> None:
         whole = torch.autograd.grad(plan.attention(q, k, v, **{**passed, "by_key": by_key}).sum(), by_key)[0]
         dist.all_reduce(whole)
         own = plan.shard(by_key.detach(), 1).requires_grad_()
-        found = plan.attention(q, k, v, by_row=plan.shard(by_row, 1), by_key=own, table=passed["table"])
-        compare(found, wanted, f"own tokens, {method}")
-        (gradient,) = torch.autograd.grad(found.sum(), own)
+        own_out = plan.attention(q, k, v, by_row=plan.shard(by_row, 1), by_key=own, table=passed["table"])
+        compare(own_out, wanted, f"own tokens, {method}")
+        (gradient,) = torch.autograd.grad(own_out.sum(), own)
         compare(gradient, plan.shard(whole, 1), f"gradient of own tokens, {method}")
 
 
@@ -178,10 +178,10 @@ def check(case: Case, seqlen: int, method: str, chunks: int | None) -> None:
     axis = 0 if case.documents else 2 if case.options.get("layout") == "bhsd" else 1
     parts = [plan.shard(x.detach(), axis).requires_grad_() for x in whole]
     own = {name: passed[name].clone().requires_grad_() for name in case.graded}
-    found, found_lse = plan.attention(*parts, return_lse=True, **case.options, **{**passed, **own})
-    compare(found, plan.shard(out, axis), where)
-    compare(found_lse, lse.index_select(-1, rows), f"{where}: lse")
-    loss = (found * plan.shard(weight, axis)).sum() + found_lse.clamp(min=-9).sum()
+    own_out, own_lse = plan.attention(*parts, return_lse=True, **case.options, **{**passed, **own})
+    compare(own_out, plan.shard(out, axis), where)
+    compare(own_lse, lse.index_select(-1, rows), f"{where}: lse")
+    loss = (own_out * plan.shard(weight, axis)).sum() + own_lse.clamp(min=-9).sum()
     ours = torch.autograd.grad(loss, [*parts, *own.values()])
     for name, one, other in zip("qkv", ours, wanted, strict=False):
         compare(one, plan.shard(other, axis), f"{where}: d{name}")
@@ -191,6 +191,6 @@ def check(case: Case, seqlen: int, method: str, chunks: int | None) -> None:
         compare(total, other, f"{where}: d{name}")
 
 
-def compare(found: Tensor, wanted: Tensor, where: str) -> None:
+def compare(actual: Tensor, wanted: Tensor, where: str) -> None:
     """Raise AssertionError unless two results in float32 agree."""
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5, msg=lambda text: f"{where}: {text}")
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=2e-5, msg=lambda text: f"{where}: {text}")
