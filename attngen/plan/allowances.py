@@ -1,5 +1,5 @@
-"""The only table of exceptions that were decided by hand: which costly machine code is accepted all the same, and what
-a schedule leaves to another although it could do it. Who, how much, why, and where it was measured."""
+"""The only table of exceptions decided by hand: costly machine code that is accepted, and kernels that a schedule
+leaves to another although it supports them. Each row says who, how much, why, and where it was measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Where figures stand: a page of the docs, and the words in it that give them."""
+    """Source of figures: a page of the docs, and the words in it that give them."""
 
     page: str
     figures: str
@@ -17,7 +17,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Spills:
-    """Bytes of a thread that launches may spill: whose, and why. ``measured`` is None where no page has figures."""
+    """Bytes per thread that some launches may spill. ``measured`` is None where no page has figures."""
 
     who: str
     bytes: int
@@ -27,7 +27,7 @@ class Spills:
 
 @dataclass(frozen=True, slots=True)
 class Serialized:
-    """Kernels whose matrix products may wait for each other: where they have this ``trait``, ptxas makes them wait."""
+    """Kernels whose matrix products ptxas may serialize, where they have this ``trait``."""
 
     who: str
     trait: str
@@ -37,7 +37,7 @@ class Serialized:
 
 @dataclass(frozen=True, slots=True)
 class LeftToOthers:
-    """What a schedule refuses since it takes too many registers: head dims ``beyond`` with all of these ``traits``."""
+    """A refusal for lack of registers: head dims greater than ``beyond``, with all of these ``traits``."""
 
     who: str
     beyond: int
@@ -52,48 +52,51 @@ class LeftToOthers:
 
 @dataclass(frozen=True, slots=True)
 class Slower:
-    """What it costs to leave a kernel to ``who``."""
+    """The cost of leaving a kernel to ``who``."""
 
     who: str
     says: str
     measured: Measured
 
 
-#: What the compiler may spill. A few values that are stored before the loops and read after them; and consumers that
-#: take turns, whose backward was faster with these spills than in an order without turns (softcap at head dim 128 on
-#: an H200).
+#: Spills that are accepted. A few values are stored before the loops and read after them. Ping-pong consumers of a
+#: backward were faster with these spills than consumers without ping-pong (softcap at head dim 128 on an H200).
 SPILLS = Spills("all launches", 32, "stored before the loops and read after them", None)
 PINGPONG_SPILLS = Spills(
-    "backwards in CUDA whose consumers take turns",
+    "CUDA backward kernels with ping-pong consumers",
     72,
-    "faster with turns and these spills than without turns",
+    "faster with ping-pong and these spills than without ping-pong",
     Measured("docs/notebook/hopper_backward.md", "551 at d 128"),
 )
 #: The warp that reads dS has the few registers of a producer, and waits for consumers most of the time.
-READER_SPILLS = Spills("backwards in CUDA with a warp that reads dS", 128, "spilled by a warp that mostly waits", None)
-CACHE_SPILLS = Spills("split-KV forwards of caches in 8 bits", 160, "stored before the loops and read after them", None)
+READER_SPILLS = Spills(
+    "CUDA backward kernels with a warp that reads dS", 128, "spilled by a warp that mostly waits", None
+)
+CACHE_SPILLS = Spills(
+    "split-KV forward kernels of caches in 8 bits", 160, "stored before the loops and read after them", None
+)
 
-#: What the least of several refused backwards in CUDA may spill before another backend is taken: values that a step
-#: loads once or twice, beside products that Triton runs at half the speed.
+#: If all CUDA plans of a backward are refused for spills, the one that spills least is still taken up to this limit:
+#: a step loads the spilled values once or twice, and Triton runs the products at half the speed.
 LAST_SPILLS = Spills(
-    "backwards in CUDA that another backend would follow",
+    "CUDA backward kernels whose only alternative is another backend",
     128,
     "spilled values of a step are few",
     Measured("docs/notebook/building.md", "1.30 to 4.76 times as fast as Triton"),
 )
 
-#: What messages say of a backward that takes too many registers in CUDA.
+#: Advice in messages about a backward that needs too many registers in CUDA.
 TRITON_BACKWARD = Slower(
-    "backwards in Triton",
+    "Triton backward kernels",
     "a backward in CUDA was 1.4 to 1.9 times as fast at head dim 128",
     Measured("docs/training.md", "1.4 to 1.9 times as fast as the one in Triton"),
 )
 
-#: Products that ptxas makes wait: what it says of these kernels (C7510) is no reason to refuse them, since nothing else
-#: computes them.
+#: Products that ptxas serializes. Its warning about these kernels (C7510) is no reason to refuse them, since no other
+#: kernel computes them.
 SERIALIZED = (
-    Serialized("backwards in Triton", "own_gradients", "atomic additions stand in the loop of the products", None),
-    Serialized("backwards in Triton", "constant_logits", "nothing reads S, whose product is dropped", None),
+    Serialized("Triton backward kernels", "own_gradients", "atomic additions stand in the loop of the products", None),
+    Serialized("Triton backward kernels", "constant_logits", "nothing reads S, whose product is dropped", None),
 )
 
 #: Beyond this head dim a backward in CUDA has too few registers to multiply all columns of dQ of a block at once.
@@ -101,9 +104,9 @@ ALL_OF_DQ = 192
 _WIDE = f"head dims beyond {ALL_OF_DQ} leave no registers in cuda for"
 _VARYING = "whose derivative differs from pair to pair, or from head to head,"
 _BOTH_READ = "beside a mask and a score that both read tensors by position"
-_BACKWARD = "backwards in CUDA"
+_BACKWARD = "CUDA backward kernels"
 
-#: Found by compiling, not by racing, so that no page has figures.
+#: Determined by compiling, not by benchmarks, so that no page has figures.
 LEFT_TO_OTHERS = (
     LeftToOthers(
         _BACKWARD, 0, frozenset({"varying_derivative", "dropout"}), f"scores {_VARYING} have no dropout in cuda", None
@@ -123,10 +126,10 @@ LEFT_TO_OTHERS = (
 
 
 def left_to_others(who: str, head_dim: int, traits: Collection[str]) -> Iterator[LeftToOthers]:
-    """Yield the rows that meet a kernel of ``who``."""
+    """Yield the rows that apply to a kernel of ``who``."""
     return (row for row in LEFT_TO_OTHERS if row.who == who and row.meets(head_dim, traits))
 
 
 def may_wait(who: str, traits: Collection[str]) -> bool:
-    """Whether products of a kernel of ``who`` with these traits may wait for each other."""
+    """Whether ptxas may serialize the products of a kernel of ``who`` with these traits."""
     return any(row.who == who and row.trait in traits for row in SERIALIZED)

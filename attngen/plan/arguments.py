@@ -29,7 +29,7 @@ def signature(
     max_seqlen_k: bool = False,
     present: Iterable[str] = ("seqused_k",),
 ) -> tuple[Argument, ...]:
-    """Return the arguments of a launch that multiplies: its ``operands``, and what every such launch takes.
+    """Arguments of a launch that multiplies: its ``operands``, and those that every such launch takes.
 
     A block is one of ``tiles`` ("q_tiles", "kv_tiles"). ``strided`` names the tensors that come by address and strides;
     these are ``promised`` to be multiples of the plan's alignment. ``counted``: tiles are taken from a counter.
@@ -59,7 +59,7 @@ def signature(
 
 
 def classifier_signature(plan: Plan, tiles: str, *, max_seqlen_k: bool = False) -> tuple[Argument, ...]:
-    """Return the arguments of the launch that computes the tile map of one whose blocks are ``tiles``."""
+    """Arguments of the launch that computes the tile map of a launch whose blocks are ``tiles``."""
     with_slots = plan.backend == "cuda"
     return (
         tile_map(),
@@ -93,9 +93,9 @@ def row_pointer(of: str) -> Argument:
 
 
 def descales(plan: Plan) -> Iterator[Argument]:
-    """Yield the addresses of the scales of quantized operands, and their strides; nothing where operands are what they
-    stand for. There is one for each batch entry and KV head, for each block of tokens of each head, or for each KV head
-    of a page."""
+    """Yield the addresses of the scales of quantized operands, and their strides; nothing for operands without scales.
+    There is one for each batch entry and KV head, for each block of tokens of each head, or for each KV head of a
+    page."""
     if not plan.descaled:
         return
     given = [name for name in DESCALES if plan.operands.of(name[0]).name in QUANTIZED_DTYPES]
@@ -162,28 +162,29 @@ def bias_map(tensor: Tensor, rows: int, box_bytes: int) -> Argument:
 
 
 def block_suffix(blocks: tuple[Columns, ...], index: int) -> str:
-    """Return what distinguishes a column block in names: nothing where there is only one."""
+    """Suffix of a column block in names; empty where there is only one."""
     return f"_{index}" if len(blocks) > 1 else ""
 
 
-# --- what launches have in common ---------------------------------------------------------------------------
+# --- arguments of several launches ---------------------------------------------------------------------------
 
 
 def lengths(plan: Plan, *names: str) -> Iterator[Argument]:
-    """Yield where packed sequences begin, which pages they have, and how many keys of each are used; or only ``names``
-    of these. ``cu_seqlens_q`` of a paged kernel may be null: sequence i then begins at row i * max_seqlen_q."""
-    found = {
+    """Yield the addresses of sequence starts, page tables and counts of used keys; or only ``names`` of these.
+    ``cu_seqlens_q`` of a paged kernel may be null: sequence i then begins at row i * max_seqlen_q."""
+    by_access = {
         "contiguous": ("seqused_k",),
         "ragged": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
         "paged": ("cu_seqlens_q", "page_table", "seqused_k"),
     }
-    for name in found[plan.key_access]:
+    for name in by_access[plan.key_access]:
         if not names or name in names:
             yield Argument(f"{name}_ptr", "pointer", "*i32", of=name, divisibility=4)
 
 
 def presence(plan: Plan, of: Iterable[str]) -> Iterator[Argument]:
-    """Yield whether a call gives what it may leave out: paged ones must give ``seqused_k``, others ``cu_seqlens_q``."""
+    """Yield a flag for each tensor that a call may leave out. Paged calls pass ``seqused_k``, others
+    ``cu_seqlens_q``."""
     for name in of:
         if plan.key_access == "paged" and name == "seqused_k":
             name = "cu_seqlens_q"
@@ -244,7 +245,7 @@ def size(name: str, of: str | None = None, form: str = "i32") -> Argument:
 
 
 def reciprocals(*names: str) -> Iterator[Argument]:
-    """Yield what a kernel multiplies by to divide by sizes (``Geometry.sizes``; divisor.cuh)."""
+    """Yield the reciprocals by which a kernel divides by sizes (``Geometry.sizes``; divisor.cuh)."""
     for name in names:
         yield size(f"{name}_reciprocal")
 
@@ -268,7 +269,7 @@ def scale() -> Argument:
     return Argument("softmax_scale", "scale", "fp32")
 
 
-# --- what a variant has of its own --------------------------------------------------------------------------
+# --- arguments of a variant --------------------------------------------------------------------------
 
 
 def tensor_pointers(variant: Variant) -> Iterator[Argument]:
@@ -290,7 +291,7 @@ def tensor_shapes(variant: Variant) -> Iterator[Argument]:
 
 
 def scalar_arguments(plan: Plan) -> Iterator[Argument]:
-    """Yield the scalars that a variant takes at the call, and what a CUDA kernel divides by."""
+    """Yield the scalars that a variant takes at the call, and the divisors of a CUDA kernel."""
     for scalar in plan.variant.arguments:
         yield Argument(argument_name(scalar.name), "scalar", _SCALAR_TYPES[scalar.dtype], of=scalar.name)
     for divisor in plan.divisors:

@@ -1,6 +1,6 @@
 """The plans of one kernel in the order in which they are compiled until one of them is clean.
 
-A plan is chosen before anything is compiled, by what masks and scores are made of; only the compiler knows how many
+A plan is chosen before anything is compiled, from the traits of masks and scores; only the compiler knows how many
 registers they take. So what a spec leaves open is chosen again where ptxas spills, makes tensor cores wait, or fails:
 smaller tiles, fewer stages, another order, another backend. What a spec fixes stays as it is.
 """
@@ -19,7 +19,7 @@ from attngen.plan.planner import plan
 from attngen.plan.schedules import backends, named
 from attngen.schema.expand import KernelSpec
 
-#: What a compile allows that comes last, if all other choices were slower than they should be.
+#: Allowances of the last compile, if all other choices were slower than they should be.
 _SLOW = ("spill", "serialized_wgmma")
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic of the resources that a tile takes; a refusal shows its sum."""
+"""Resources that a tile takes; a refusal shows the sum."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SharedMemory:
 def shared_memory(
     *, tile_m: int, tile_n: int, stages: int, width_qk: int, width_v: int, operands: Operands
 ) -> SharedMemory:
-    """Return what a tile needs: widths are padded head dims in elements."""
+    """Shared memory of a tile; widths are padded head dims in elements."""
     return SharedMemory(
         q=tile_m * width_qk * operands.q.bytes,
         k=tile_n * width_qk * operands.k.bytes,
@@ -66,7 +66,7 @@ def gradient_memory(
     operands: Operands,
     by_keys: bool,
 ) -> GradientMemory:
-    """Return what a tile of a kernel of the backward needs, which keeps K and V if it is ``by_keys``, else Q and dO."""
+    """Shared memory of a tile of a backward kernel, which keeps K and V if it is ``by_keys``, else Q and dO."""
     keys = ("K", width_qk * operands.k.bytes), ("V", width_v * operands.v.bytes)
     queries = ("Q", width_qk * operands.q.bytes), ("dO", width_v * operands.dout.bytes)
     kept, moved = (keys, queries) if by_keys else (queries, keys)

@@ -1,4 +1,4 @@
-"""The plans of one kernel among which the fastest is looked for by measuring them."""
+"""Candidate plans of one kernel, which tuning measures to take the fastest."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from attngen.schema.expand import KernelSpec
 
 
 def candidates(spec: KernelSpec) -> Iterator[tuple[KernelSpec, Plan]]:
-    """Yield a kernel with its choices and its plan: what is planned by itself first, then what else its schedule finds
-    worth measuring, each name once.
+    """Yield a kernel with its choices and its plan: the default plan first, then the other candidates of its schedule,
+    each name once.
 
     All are of the backend and the schedule of the first. Raises PlanError, before the first, if there is none.
     """

@@ -1,4 +1,4 @@
-"""Choices that plans of all schedules have in common, and how an illegal one is refused: with field and reason."""
+"""Choices that all schedules share, and the errors that refuse an illegal one with field and reason."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TILE_SIZES = (16, 32, 64, 128, 256)
 WARPS = (1, 2, 4, 8, 16)
 STAGES = tuple(range(1, 9))
 
-#: What is read again by the heads that run side by side should stay in L2; half of the H200's, measured best on it.
+#: Bytes that the heads running side by side read again, which should stay in L2. Half of the H200's L2 was fastest.
 SECTION_BYTES = 32 * 2**20
 
-#: The same where all tiles of work take equally long, so that nothing needs balancing: so little that heads come one
-#: after the other. Side by side, all blocks would read new heads from memory at the same moment.
+#: The same where all work items take equally long and need no balancing: small enough that heads run one after the
+#: other. Side by side, all blocks would read new heads from memory at the same moment.
 ONE_HEAD = 4096
 
 
@@ -77,6 +77,6 @@ def iteration_of(spec: KernelSpec, over: Axis = "kv", *, by_bits: bool = False) 
 
 
 def map_axes(variant: Variant, *, ragged: bool) -> tuple[bool, bool]:
-    """Return whether the tile map of a mask differs between batch entries, and between heads."""
+    """Whether the tile map of a mask differs between batch entries, and between heads."""
     used = names(variant.mask)
     return ragged or bool(used & {"b", "q_global", "kv_global"}), bool(used & {"h", "hk"})

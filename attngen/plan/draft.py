@@ -1,4 +1,4 @@
-"""What plans of all schedules have in common: everything that a spec says and no schedule decides."""
+"""The common part of all plans: everything that the spec decides and no schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def drafted(
     spec: KernelSpec, *, label: str, width: str, tile_map: bool, alignment: int, choices: tuple[str, ...] = (),
     **decided: Any,
 ) -> Plan:  # fmt: skip
-    """Return the plan of a kernel before its launches are known: what the spec says, and what a schedule ``decided``.
+    """Plan of a kernel without its launches: the choices of the spec, and those that a schedule ``decided``.
 
     ``label``, ``width`` and ``choices`` go into its name (``naming.kernel_name``).
     """
@@ -46,7 +46,7 @@ def drafted(
 
 
 def named(spec: KernelSpec, name: str, *, alignment: int, **decided: Any) -> Plan:
-    """Return the plan of a kernel of that name: what the spec says, and what a schedule ``decided``."""
+    """Plan of a kernel of that name: the choices of the spec, and those that a schedule ``decided``."""
     return Plan(
         name=name,
         package=spec.package,

@@ -18,7 +18,7 @@ ROWS = 64  # query rows of a consumer: M of wgmma
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What the chip does in a unit of time, and who says so."""
+    """A throughput of the chip, and its source."""
 
     name: str
     value: int
@@ -72,7 +72,7 @@ class Floor:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Clocks of one consumer by what takes them."""
+        """Clocks of one consumer by resource."""
         return {
             "products": self.qk.clocks + self.pv.clocks,
             "exponentials": ceil(self.exponentials / EXPONENTIALS.value),
@@ -86,7 +86,7 @@ class Floor:
 
     @property
     def clocks(self) -> int:
-        """Floor of a step of one consumer that has the multiprocessor to itself."""
+        """Floor of a step of one consumer that runs alone on a multiprocessor."""
         return max(self.parts.values())
 
     @property
@@ -119,7 +119,7 @@ class Floor:
 
 
 def floor(plan: Plan) -> Floor:
-    """Return the floors of a Hopper plan. Products run on the padding of head dims too, which memory does not hold."""
+    """Floors of a Hopper plan. Products include the padding of head dims, which memory does not hold."""
     width_qk, width_v = plan.columns_qk[0].width, plan.columns_v[0].width
     given = plan.operands
     k, v = plan.tile_n * width_qk * given.k.bytes, plan.tile_n * width_v * given.v.bytes
@@ -161,7 +161,7 @@ class GradientFloor:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Clocks of a step by what takes them."""
+        """Clocks of a step by resource."""
         return {
             "products": ceil(self.flops / self.flops_per_clock),
             "exponentials": ceil(self.exponentials / EXPONENTIALS.value),
@@ -174,7 +174,7 @@ class GradientFloor:
 
     @property
     def clocks(self) -> int:
-        """Floor of a step that has the multiprocessor to itself."""
+        """Floor of a step that runs alone on a multiprocessor."""
         return max(self.parts.values())
 
     @property
@@ -195,7 +195,7 @@ class GradientFloor:
 def gradient_floor(plan: Plan, launch: Launch) -> GradientFloor | None:
     """Return the floors of one kernel of a backward, None for those that multiply nothing.
 
-    Rates are those of sm90a. Products run on the padding of head dims too, which memory does not hold.
+    Rates are those of sm90a. Products include the padding of head dims, which memory does not hold.
     """
     products = _PRODUCTS_IN_CUDA if plan.sum_columns else _PRODUCTS
     if launch.name not in products:

@@ -1,4 +1,4 @@
-"""What follows from the layout of a kernel: how it finds queries and keys, and which of their axes have strides."""
+"""Layouts: how a kernel locates queries and keys, and which of their axes have strides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where queries and keys of a sequence stand. The last axis of q, k, v and out is contiguous, and has no stride.
+    """Location of the queries and keys of a sequence. The last axis of q, k, v and out is contiguous, and has no
+    stride.
 
     ``key_access``: the keys of a sequence are rows of a tensor of its own (``contiguous``), rows of one tensor from
     ``cu_seqlens_k[b]`` (``ragged``), or rows of the pages that ``page_table[b]`` lists (``paged``).

@@ -20,9 +20,9 @@ COLUMNS_OF_WORD = 64
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One kernel argument: its name and type in the source, and what the runtime puts there.
+    """One kernel argument: its name and type in the source, and the value that the runtime passes.
 
-    ``kind`` and ``of`` say what it is (a pointer to q, the stride of k along ``axis`` …); ``type`` is the Triton
+    ``kind`` and ``of`` identify the value (a pointer to q, the stride of k along ``axis`` …); ``type`` is the Triton
     type of the signature; ``divisibility`` is a promise of the runtime to the compiler (0: none).
     """
 
@@ -82,8 +82,8 @@ class Launch:
     """One entry of a kernel's source, and how it is launched. A call launches all of a plan's, one after the other.
 
     ``grid`` says what a block is: some ``rows`` of a head, a tile of ``queries`` or of ``keys``, or one word of the
-    tile map of either (``query_words``, ``key_words``); or it has a share of the keys of a tile of queries
-    (``key_shares``), as have the others of its cluster, of at most ``cluster`` blocks.
+    tile map of either (``query_words``, ``key_words``); or a range of the keys of a tile of queries (``key_shares``),
+    which the blocks of a cluster, at most ``cluster``, divide among themselves.
     """
 
     name: str
@@ -98,13 +98,13 @@ class Launch:
     arguments: tuple[Argument, ...] = ()
     persistent: bool = False  # a block works until no tile is left
     cluster: int = 1  # blocks of a tile
-    pdl: bool = False  # it may start before the work ahead of it is done, for which it waits by itself
-    cooperative: bool = False  # its blocks wait for each other, so that all of them run at the same time
-    row_warps: int = 1  # the most warps that have the query rows of a unit, where blocks share keys
+    pdl: bool = False  # programmatic dependent launch: it starts early and waits for the launches before it
+    cooperative: bool = False  # its blocks wait for each other, so all must be resident
+    row_warps: int = 1  # most warps that hold the query rows of a work item, where blocks share keys
     split: bool = False  # a tile has a block for each split of the keys
-    shared_bytes: int = 0  # of a block, where the plan lays it out; else the compiler does
+    shared_bytes: int = 0  # of a block; 0 where the compiler lays it out
     max_registers: int | None = None  # of a thread; None leaves it to ptxas
-    max_spills: int | None = None  # bytes of a thread that may be spilled; None: it is not held to a speed
+    max_spills: int | None = None  # bytes per thread that may be spilled; None: not checked
     products: int | None = None  # wgmma instructions that its code must have; None: not counted
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class TileMapAxes:
-    """The tile map that a launch reads or writes: whose it is, and whether it differs by batch entry and by head."""
+    """The tile map that a launch reads or writes: its owner, and whether it differs by batch entry and by head."""
 
     owner: str  # the launch that reads it
     batch: bool
@@ -146,12 +146,12 @@ class TileMapAxes:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A plan of the same kernel that was compiled before this one, and why its machine code was not taken."""
+    """A plan of the same kernel that was compiled before this one, and why its machine code was refused."""
 
     name: str
     backend: str
     reason: str  # in one line
-    slow: tuple[bool, int] | None = None  # products wait, bytes of spills: if it was right and only slow
+    slow: tuple[bool, int] | None = None  # serialized products, bytes of spills: if it was correct and only slow
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest."""
@@ -185,7 +185,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Warps of a block that do the same, from ``first`` on, and the registers of each thread."""
+    """Warps of a block with one task, from ``first`` on, and the registers of each thread."""
 
     name: str
     first: int
@@ -195,11 +195,11 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """What a schedule decides beside what all plans have; one that decides more than this has a subclass."""
+    """Decisions of a schedule beyond those of all plans; a schedule that decides more has a subclass."""
 
     consumers: int = 0  # warpgroups that multiply; 0: the compiler spreads products over all warps
     skips: bool = False  # a consumer skips tiles that only other consumers see
-    anchor: int = 0  # of which the first keys of tiles are multiples, where they end with what is seen; 0: of the tile
+    anchor: int = 0  # alignment of the first key of a tile, where tiles end with the last visible key; 0: the tile
     persistent: bool = False  # a block works until no tile is left
     shared: tuple[Region, ...] = ()
     warp_roles: tuple[Role, ...] = ()  # and their registers; none where all warps do the same
@@ -260,17 +260,17 @@ class Plan:
     workspaces: tuple[Workspace, ...] = ()
     structure: Structure = Structure()
     pack_gqa: bool = False  # the rows of a tile are all query heads of one KV head, then the next query
-    split_kv: bool = False  # a forward whose blocks share the keys of a sequence
-    sum_columns: int = 0  # of dQ in float32, where a backward adds it up in global memory; more than dQ has, maybe
+    split_kv: bool = False  # a forward whose blocks split the keys of a sequence
+    sum_columns: int = 0  # of the float32 dQ accumulator in global memory; may exceed those of dQ
     ordered: bool = False  # it adds them in a fixed order
-    times: tuple[float, ...] = ()  # nanoseconds of a launch, a tile of work and a step, as measured; none: unknown
+    times: tuple[float, ...] = ()  # measured nanoseconds of a launch, a work item and a step; none: unknown
     # keys that a tile of queries may see, or queries that may see a tile of keys: ``plan.times``; none: all
     visible: tuple[tuple[Any, Any], ...] = ()
     scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
     transposed_v: bool = False  # keys lie side by side in v
-    split_size: int = 0  # keys of a split; 0: the keys of a sequence are not shared among blocks
+    split_size: int = 0  # keys of a split; 0: blocks do not split the keys of a sequence
     section_heads: int = 1  # KV heads that run side by side at least, in a backward by tiles of keys
-    refused: tuple[Refused, ...] = ()  # what was compiled before, and was not taken
+    refused: tuple[Refused, ...] = ()  # plans that were compiled before and refused
     tuned: tuple[TunedOn, ...] = ()  # where its tile, stages and warps were measured, if a file had them
     backend_reason: str = ""  # of the choice, not of the kernel: no part of its JSON form
 
@@ -289,7 +289,7 @@ class Plan:
 
     @property
     def divisors(self) -> tuple[Divisor, ...]:
-        """What the kernel's integer divisions are multiplications for: divisors that scalars decide. Triton divides."""
+        """Divisors that scalars decide, by whose reciprocals the kernel multiplies. Triton divides instead."""
         return divisors(self.variant) if self.backend == "cuda" else ()
 
     @property
@@ -323,8 +323,8 @@ class Plan:
 
     @property
     def lane_keys_apart(self) -> int:
-        """How far apart the two keys lie that a lane has of each 8 in a product: in rows of 8 bits, whose banks would
-        collide otherwise, 4."""
+        """Distance of the two keys that a lane holds of each 8 in a product: 4 for rows of 8 bits, to avoid bank
+        conflicts, else 1."""
         return 4 if self.split_kv and self.descaled else 1
 
     @property
@@ -334,7 +334,7 @@ class Plan:
 
     @property
     def key_access(self) -> str:
-        """How the keys of a sequence are found: contiguous, ragged or paged."""
+        """Access to the keys of a sequence: contiguous, ragged or paged."""
         return LAYOUTS[self.layout].key_access
 
     @property
@@ -380,7 +380,7 @@ class Plan:
         return self.launch(self.main).arguments if self.launches else ()
 
     def with_launches(self, *launches: Launch, workspaces: tuple[Workspace, ...] = ()) -> Plan:
-        """Return the plan completed by what a call launches, in order, and by the memory that launches share."""
+        """The plan completed by its launches, in order, and by the memory that they share."""
         return replace(self, launches=launches, workspaces=workspaces)
 
     def launch(self, name: str) -> Launch:
@@ -392,7 +392,7 @@ class Plan:
 
     @property
     def split_tiles(self) -> bool:
-        """Whether blocks share the keys of a tile of queries."""
+        """Whether blocks split the keys of a tile of queries."""
         return any(launch.grid == "key_shares" for launch in self.launches)
 
     def has_launch(self, name: str) -> bool:

@@ -11,8 +11,8 @@ def head_dim_label(head_dim_qk: int, head_dim_v: int) -> str:
 
 
 def dtype_label(dtype: str, kv_dtype: str | None, out_dtype: str | None = None) -> str:
-    """Return ``bf16`` or, where k and v have another one, ``bf16_kv_fp8_e4m3``; and what the output is where it is not
-    the usual one, as in ``fp8_e4m3_out_fp16``."""
+    """``bf16`` or, where k and v have another dtype, ``bf16_kv_fp8_e4m3``; an unusual dtype of the output is appended,
+    as in ``fp8_e4m3_out_fp16``."""
     return "_".join([dtype, *(["kv", kv_dtype] if kv_dtype else []), *(["out", out_dtype] if out_dtype else [])])
 
 
@@ -75,7 +75,7 @@ def quantize_name(*, arch: str, dtype: str, head_dim: int = 0) -> str:
 
 
 def gradient_label(tile_m: int, tile_n: int, stages: int, warps: int) -> str:
-    """Return ``m64n128s2w8``: how one kernel of a backward is cut."""
+    """Tile, stages and warps of a backward kernel: ``m64n128s2w8``."""
     return f"m{tile_m}n{tile_n}s{stages}w{warps}"
 
 

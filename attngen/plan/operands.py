@@ -1,4 +1,4 @@
-"""The dtype of each matrix of a kernel, made from the spec in one place, and what follows from several of them."""
+"""The dtype of each matrix of a kernel, derived from the spec in one place."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _WARPGROUP_ROWS_PER_THREAD = 2  # 64 rows x n columns over 128 threads: n / 2 el
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What a kernel reads (q, k, v, dout), multiplies again (p, ds), adds up (accumulator) and writes (the others).
+    """Dtypes of the matrices that a kernel reads (q, k, v, dout), multiplies again (p, ds), accumulates (accumulator)
+    and writes (the others).
 
-    A forward has no use for those of a backward.
+    A forward does not use those of a backward.
     """
 
     q: DType
@@ -31,14 +32,14 @@ class Operands:
 
     def of(self, name: str) -> DType:
         """Return the dtype of a matrix by its name; AttributeError if there is none."""
-        found: DType = getattr(self, name)
-        return found
+        dtype: DType = getattr(self, name)
+        return dtype
 
     def shared(self, *names: str) -> DType:
         """Return the dtype that several matrices share; ValueError if a schedule that needs that was given others."""
-        found = {name: self.of(name) for name in names}
-        if len(set(found.values())) > 1:
-            listed = ", ".join(f"{name} {row.name}" for name, row in found.items())
+        dtypes = {name: self.of(name) for name in names}
+        if len(set(dtypes.values())) > 1:
+            listed = ", ".join(f"{name} {row.name}" for name, row in dtypes.items())
             raise ValueError(f"these operands must have one dtype: {listed}")
         return self.of(names[0])
 
@@ -48,17 +49,17 @@ class Operands:
 
     def bytes_of(self, *names: str) -> int:
         """Return the bytes of an element of several matrices; ValueError where they differ."""
-        found = {self.of(name).bytes for name in names}
-        if len(found) > 1:
+        sizes = {self.of(name).bytes for name in names}
+        if len(sizes) > 1:
             raise ValueError(f"elements of {', '.join(names)} must have as many bytes")
-        return found.pop()
+        return sizes.pop()
 
     def to_dict(self) -> dict[str, str]:
         """Return the JSON form of the manifest: names of dtypes."""
         return {field.name: self.of(field.name).name for field in fields(self)}
 
 
-#: What split-KV kernels multiply where K and V have 8 bits, of which it holds every number.
+#: Dtype of the products of split-KV kernels where K and V have 8 bits: it holds every number of 8 bits.
 _WIDENED = "fp16"
 
 
@@ -76,5 +77,5 @@ def operands_of(spec: KernelSpec) -> Operands:
 
 
 def fragment_registers(columns: int, element: DType) -> int:
-    """Return the registers of a thread that 64 rows of a warpgroup and ``columns`` columns take."""
+    """Registers per thread of a fragment of 64 rows and ``columns`` columns of a warpgroup."""
     return columns // _WARPGROUP_ROWS_PER_THREAD * element.bytes // REGISTER_BYTES

@@ -1,4 +1,4 @@
-"""The pipes of a kernel as values: who hands what to whom inside a block, and the barriers between them.
+"""The pipes of a kernel as values: writers and readers of shared memory in a block, and the barriers between them.
 
 A schedule declares them once. Shared memory, the constants and the initialization of the kernels, ``attngen explain``,
 the tables of docs/schedules.md and the models of the barriers in the tests all come from that.
@@ -14,19 +14,19 @@ from attngen.plan.model import Region, Role
 BARRIER_BYTES = 8  # an mbarrier
 WARPGROUP = 4  # warps
 
-#: Floats of a partial result beside its columns: reference and sum of a warp and of a block, and what keeps rows apart
-#: (split.cuh).
+#: Floats of a partial result beside its columns: row max and row sum of a warp and of a block, and padding
+#: between rows (split.cuh).
 ROW_PADDING = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """What completes a phase of a barrier: the number of ``arrivals``, ``by`` whom; and what the reader then knows."""
+    """Completion of a phase of a barrier: the number of ``arrivals``, ``by`` whom, and what the reader then knows."""
 
     arrivals: int
     by: str
     says: str
-    bytes: bool = False  # one who arrives announces bytes of copies, which must land, too
+    bytes: bool = False  # an arrival announces bytes of copies, which must land, too
 
     @property
     def sources(self) -> str:
@@ -44,7 +44,7 @@ class Barrier:
 
     @property
     def bytes(self) -> int:
-        """What they take of shared memory."""
+        """Bytes of shared memory that they take."""
         return self.count * BARRIER_BYTES
 
 
@@ -63,7 +63,7 @@ class Ring:
     full: Signal | None = None
     empty: Signal | None = None
     stored: tuple[tuple[str, int], ...] = ()
-    alternates: bool = False  # two places in turn by design: their number is not a choice of the plan
+    alternates: bool = False  # double-buffered by design: its stages are not a choice of the plan
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
@@ -110,9 +110,9 @@ class Pipes:
         """Check that barriers of one name, or of one number, are declared once."""
         names = [barrier.name for barrier in self.barriers]
         numbers = [0, *(one.first + i for one in self.named for i in range(one.count))]  # 0 is __syncthreads
-        for found in (names, numbers):
-            if len(set(found)) < len(found):
-                raise ValueError(f"declared twice: {found}")
+        for keys in (names, numbers):
+            if len(set(keys)) < len(keys):
+                raise ValueError(f"declared twice: {keys}")
         if max(numbers) > 15:
             raise ValueError(f"a block has 16 named barriers, not {max(numbers) + 1}")
         stored = {name for ring in self.rings for name, _ in ring.stored} | {name for name, _ in self.others}
@@ -156,18 +156,18 @@ class Pipes:
         stored = {name: ring.stages * size for ring in self.rings for name, size in ring.stored} | dict(self.others)
         sizes = {name: [(name, size)] for name, size in stored.items()}
         sizes["barriers"] = [(barrier.name, barrier.bytes) for barrier in self.barriers]
-        offset, found = 0, []
+        offset, regions = 0, []
         for region, size in (entry for name in self.order for entry in sizes.get(name, ())):
-            found.append(Region(region, offset, size))
+            regions.append(Region(region, offset, size))
             offset += size
-        return tuple(found)
+        return tuple(regions)
 
 
 _One = TypeVar("_One", Ring, Barrier, Role)
 
 
-def _find(found: tuple[_One, ...], name: str) -> _One:
-    for one in found:
+def _find(declared: tuple[_One, ...], name: str) -> _One:
+    for one in declared:
         if one.name == name:
             return one
     raise KeyError(name)

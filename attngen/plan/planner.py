@@ -125,11 +125,11 @@ def _check_layout(spec: KernelSpec, schedule: Schedule) -> None:
 
 
 def _together(refusals: Sequence[PlanError], names: Sequence[str] = ()) -> PlanError:
-    """Return one error for the refusals of several; each begins with its name, if there are names."""
+    """One error for several refusals; each begins with its name, if there are names."""
     first = refusals[0]
     if len(refusals) == 1:
         return first
-    told = (f"{name}: {error.message}" for name, error in zip(names, refusals, strict=True)) if names else (
+    lines = (f"{name}: {error.message}" for name, error in zip(names, refusals, strict=True)) if names else (
         error.message for error in refusals
     )  # fmt: skip
-    return PlanError("; ".join(told), location=first.location, field=first.field)
+    return PlanError("; ".join(lines), location=first.location, field=first.field)

@@ -1,4 +1,4 @@
-"""What a schedule is to the rest of the planner: one value, whose fields answer all that is asked of it."""
+"""A schedule as the rest of the planner sees it: one value, whose fields answer every question about it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Schedule:
     """One kernel structure: its name, and the functions of the module of ``attngen.plan.schedules`` that knows it.
 
     ``plan`` raises PlanError with field and reason for what the schedule cannot do. ``suits`` says whether a spec asks
-    for this structure at all: one that does not suit is passed over without a word. ``alternatives`` yields specs with
+    for this structure at all: one that does not suit is skipped without a message. ``alternatives`` yields specs with
     other choices, to be planned one after the other where ptxas does not take those of the first plan.
     ``tunable`` yields specs with the choices among which ``attngen tune`` looks for the fastest, legal or not.
-    ``keep_promises`` raises PlanError for what a spec that names no backend must not get: less exact results than
-    another backend gives. ``layouts`` are those that it has kernels for; ``split_kv``: blocks share the keys of a
-    sequence, so that it serves specs that ask for this, and no others; ``split_tiles``: it can also have blocks share
-    the keys of a tile of queries.
+    ``keep_promises`` raises PlanError where results are less exact than another backend's; a spec must name the
+    backend to accept that. ``layouts`` are those that it has kernels for; ``split_kv``: blocks split the keys of a
+    sequence, so that it serves only specs that ask for this; ``split_tiles``: blocks can also split the keys of a tile
+    of queries.
 
     ``template`` is a file below ``templates``, or below ``templates/`` of attngen; ``view`` is the function, as
     ``module:name``, that turns a plan into what the template is filled with. ``pipes`` returns the pipes
     of a kernel, where it declares them. ``explanation`` is the function, as ``module:name``, that turns a
-    plan and its pipes into what ``attngen explain`` says of it alone.
+    plan and its pipes into its part of ``attngen explain``.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What kernels call that which a user names: a namespace of its own, the same in all target languages.
+"""Names in kernels of everything that a user names: a namespace of its own, the same in all target languages.
 
 Names of scalars, tensors and ``let`` values, and of the temporaries of a user's expressions, begin with ``PREFIX``.
 Nothing that a template, a header or a compiler defines does, so that no name of a spec meets another meaning: no name
@@ -13,7 +13,7 @@ from attngen.lang.divisors import Divisor
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Tensor
 
-#: What every name of a user begins with in a kernel.
+#: Prefix of every user's name in a kernel.
 PREFIX = "u_"
 
 _OF_KERNELS = frozenset({DROPOUT_P.name, RNG_STATE.name})
@@ -56,6 +56,6 @@ def gradient_pointer(tensor: str) -> str:
 
 
 def stored_name(tensor: str) -> str:
-    """Return the name of the argument that says whether a tensor's gradient is stored in the tensor's dtype, once for
-    each entry; else it is added to sums in float32."""
+    """Name of the flag whether a tensor's gradient is stored in the tensor's dtype, once for each entry; else it is
+    added to sums in float32."""
     return f"stored_{argument_name(tensor)}"

@@ -1,4 +1,4 @@
-"""Tiles of Triton kernels: which family of the tables a kernel belongs to, and how head dims become column blocks."""
+"""Tiles of Triton kernels: the family of a kernel in the tables, and the column blocks of a head dim."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tile:
 
 
 def product_depth(element: DType) -> int:
-    """Return how many elements a product sums over, at least: the least K of ``tl.dot``."""
+    """Least number of elements that a product sums over: the least K of ``tl.dot``."""
     return max(16, element.mma_k)
 
 
@@ -43,7 +43,7 @@ def completed(given: KernelSpec | Gradient, tile: Tile) -> Tile:
 
 
 def family(arch: Arch, *, loads: str, aligned: bool, element: DType, gathers: bool, dropout: bool = False) -> str:
-    """Return which rows of the table a kernel takes; ``gathers``: mask or score load a value for every pair."""
+    """Family of the table's rows that a kernel takes; ``gathers``: mask or score load a value for every pair."""
     if element.mma is None:
         return "fp32"
     if loads == "descriptor":
@@ -84,5 +84,5 @@ def gradient_columns(head_dim: int, element: DType, *, wgmma: bool) -> tuple[Col
 
 
 def padded_width(blocks: tuple[Columns, ...]) -> int:
-    """Return how many columns the blocks hold, padding included."""
+    """Columns that the blocks hold, padding included."""
     return sum(block.width for block in blocks)

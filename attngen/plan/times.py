@@ -55,7 +55,7 @@ TABLE = (
 #: Tokens of the long sequence by which ``first_see_most`` compares first and last queries.
 _LONG = 16384
 
-#: What the blocks of a cluster add to a tile of work whose keys they share: they wait for each other and add up.
+#: Time that the blocks of a cluster add to a tile of work whose keys they split: they wait and merge results.
 MERGE = 2000.0
 
 #: A step in 8 bits beside one in 16, as far as it decides between tiles.
@@ -107,7 +107,7 @@ def visible_keys(spec: KernelSpec) -> tuple[tuple[Any, Any], ...]:
 
 
 def first_see_most(spec: KernelSpec) -> bool:
-    """Whether the first queries of a long sequence see more keys than the last ones; False if bounds do not tell.
+    """Whether the first queries of a long sequence see more keys than the last ones; False if bounds do not decide.
 
     A scalar without a default is assumed to be a fixed share of the keys, as in predictions.
     """
@@ -137,6 +137,6 @@ def visible_queries(spec: KernelSpec) -> tuple[tuple[Any, Any], ...]:
     return _written(bands_of(spec, "q"))
 
 
-def _written(found: Bands) -> tuple[tuple[Any, Any], ...]:
-    intervals = tuple((written(interval.lo), written(interval.hi)) for interval in found.visible)
+def _written(bands: Bands) -> tuple[tuple[Any, Any], ...]:
+    intervals = tuple((written(interval.lo), written(interval.hi)) for interval in bands.visible)
     return () if (None, None) in intervals else intervals

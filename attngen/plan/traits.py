@@ -1,4 +1,4 @@
-"""What masks and scores are made of, as far as it decides which schedule and which tile suit them."""
+"""Traits of masks and scores that decide which schedule and which tile suit them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attngen.schema.expand import KernelSpec
 
 
 def bands_of(spec: KernelSpec, over: Axis = "kv") -> Bands:
-    """Return which keys a tile of queries sees, or which queries a tile of keys."""
+    """Bands of keys that a tile of queries sees, or of queries that see a tile of keys."""
     return _bands(spec.variant, over, "packed" if spec.pack_gqa else "single")
 
 
@@ -42,13 +42,13 @@ def reads_data_per_query(variant: Variant) -> bool:
 
 
 def has_short_bounds_of(spec: KernelSpec) -> bool:
-    """Whether code of moderate size tells of each tile whether its rows see all of it, some, or nothing."""
+    """Whether code of moderate size classifies each tile as full, partial or empty."""
     return has_short_bounds(spec.variant.mask, Facts.of(spec.variant), "packed" if spec.pack_gqa else "single")
 
 
 def key_loads(variant: Variant, heads: Heads = "single") -> frozenset[Load]:
-    """Return the values of 4 bytes or less that a mask loads for each key, the same for all rows of a tile; none if one
-    is found by means of another.
+    """Values of 4 bytes or less that a mask loads for each key, the same for all rows of a tile; none if the index of
+    one depends on another.
 
     A forward with warp roles has room for as many, and its loader loads these.
     """
@@ -105,8 +105,8 @@ def _mask_loads(variant: Variant, along: Axis = "kv") -> frozenset[Load]:
 
 
 def query_loads(variant: Variant) -> int:
-    """Return how many values of 4 bytes or less a mask loads for each query, the same for all keys; 0 if it loads one
-    for each pair, or finds one by means of another, or if the score loads anything by position."""
+    """Number of values of 4 bytes or less that a mask loads for each query, the same for all keys; 0 if it loads one
+    for each pair, if the index of one depends on another, or if the score loads anything by position."""
     loads = _mask_loads(variant, "q")
     narrow = narrow_tensors(variant)
     used = [frozenset[str]().union(*map(names, load.indices)) for load in loads]
@@ -134,26 +134,13 @@ def reads_positions(variant: Variant) -> bool:
     return any(names(index) & (ROWS | KEYS) for load in loads for index in load.indices)
 
 
-def packed_keys(variant: Variant) -> str | None:
-    """Return what a variant reads of the place of keys in a tensor of all sequences, ``kv_global`` or ``total_k``, in
-    expressions, shapes or bounds; None if nothing."""
-    read: set[object] = set()
-    for expression in (variant.mask, variant.score):
-        read |= names(expression) if expression is not None else set()
-    for tensor in variant.tensors:
-        read |= {*tensor.shape, *(tensor.range or ())}
-    for scalar in variant.scalars:
-        read |= {scalar.min, scalar.max}
-    return next((name for name in ("kv_global", "total_k") if name in read), None)
-
-
 def varies_within_head(expr: Expr) -> bool:
     """Whether an expression differs from pair to pair of a head."""
     return bool(names(expr) & (ROWS | KEYS | {"s", PRODUCT.name}))
 
 
 def is_light(variant: Variant) -> bool:
-    """Whether there is no score, and the mask takes no registers to speak of: comparisons of sums, nothing else."""
+    """Whether there is no score, and the mask takes almost no registers: comparisons of sums, nothing else."""
     if variant.score is not None:
         return False
     return not divides(variant) and not any(isinstance(node, Load) for node in _nodes(variant))

@@ -1,4 +1,4 @@
-"""What the Triton schedules share: what none of them can do, and how they load."""
+"""Rules of all Triton schedules: what they do not support, and how they load."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from attngen.dtypes import PLAIN_DTYPES
 from attngen.plan.choices import check_head_dims, refuse
 from attngen.schema.expand import KernelSpec
 
-#: How names of kernels say through what they load.
+#: Labels of the loads in kernel names.
 LABELS = {"descriptor": "tma", "pointer": "ptr"}
 
 
 def loads_of(spec: KernelSpec, arch: Arch) -> str:
-    """Return through what a kernel loads, a descriptor if it can; PlanError for what Triton kernels cannot do."""
+    """Loads of a kernel, through descriptors if possible; PlanError for what Triton kernels do not support."""
     if spec.dtype not in PLAIN_DTYPES:
         raise refuse(spec, "dtype", f"Triton kernels take {', '.join(PLAIN_DTYPES)}, not {spec.dtype}")
     if spec.softmax not in (None, "exact_max"):

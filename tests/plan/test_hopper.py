@@ -331,7 +331,7 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
         ({"warps": "{consumer: 4}"}, r"4 consumers are not allowed; allowed: 1, 2, 3: .* 8 of its 32 lanes"),
         (
             {"warps": "{producer: 0, schedule: pingpong}"},
-            r"warps: without a producer .* warpgroups take no turns; allowed: cooperative",
+            r"warps: without a producer .* warpgroups have no ping-pong; allowed: cooperative",
         ),
         (
             {"warps": "{producer: 0, registers: {consumer: 240}}"},

@@ -60,8 +60,8 @@ def named(name: str) -> Schedule:
 
 
 def backends(arch: Arch, direction: str) -> tuple[str, ...]:
-    """Return the backends of the forwards or backwards that an arch can run, the fastest first: a spec that names none
-    gets the first of them that can do all that it asks for."""
+    """Backends whose kernels of a direction an arch can run, the fastest first. A spec that names none gets the first
+    that supports all it asks for."""
     return tuple(dict.fromkeys(row.backend for row in schedules(direction, arch)))
 
 
@@ -75,7 +75,7 @@ def candidates(spec: KernelSpec, backend: str) -> tuple[Schedule, ...]:
 
 @contextmanager
 def with_schedule(schedule: Schedule, *, before: str | None = None) -> Iterator[None]:
-    """Have the planner know one more schedule for a while, ahead of the one called ``before``, or after all."""
+    """Register one more schedule for a while, ahead of the one called ``before``, or last."""
     place = len(_ROWS) if before is None else _ROWS.index(named(before))
     _ROWS.insert(place, schedule)
     try:

@@ -18,7 +18,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.rows import rows_plan
 from attngen.schema.expand import KernelSpec
 
-#: What a block is: some vectors of 16 bytes, one of each thread.
+#: A block copies vectors of 16 bytes, one per thread.
 GRID = "vectors"
 
 _WARPS = 8

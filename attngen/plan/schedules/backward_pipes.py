@@ -9,12 +9,12 @@ from attngen.plan.pipes import WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signa
 from attngen.plan.schedules.structures import HopperBackward
 
 STEP_BYTES, SLOT_BYTES = 8, 8  # barriers follow, which need 8-byte alignment
-WORK_BYTES, CUT_WORK_BYTES = 32, 44  # the latter where tiles of keys may be cut into parts
+WORK_BYTES, CUT_WORK_BYTES = 32, 44  # the latter where tiles of keys may be split
 SUMS = 8  # steps whose place in the dQ accumulator is kept
 SUM_BYTES, CUT_SUM_BYTES, ORDERED_SUM_BYTES = 8, 12, 20
-#: Which step a tile of dS belongs to, where a warp reads it.
+#: Bytes that identify the step of a tile of dS, where a warp reads it.
 DS_STEP_BYTES = 48
-#: A piece of the dQ accumulator that is rounded at once, 64 rows and 32 columns, and its record.
+#: The 64 x 32 block of the dQ accumulator that a warp rounds at once, and its record.
 PIECE_BYTES, PIECE_TAKEN_BYTES = 64 * 32 * 4, 32
 _KEYS = 64  # of a consumer
 
@@ -78,8 +78,8 @@ def backward_pipes(
     )  # fmt: skip
     piece = Ring(
         "piece", 2, "the warp that rounds", "the warp that rounds",
-        guards="a piece of the dQ accumulator that is complete, until the same warp has rounded it",
-        full=Signal(1, "the warp that rounds", "a piece of the dQ accumulator has landed", bytes=True),
+        guards="a complete 64 x 32 block of the dQ accumulator, until the same warp has rounded it",
+        full=Signal(1, "the warp that rounds", "a block of the dQ accumulator has landed", bytes=True),
         stored=(("piece", PIECE_BYTES), ("piece_taken", PIECE_TAKEN_BYTES)),
         alternates=True,
     )  # fmt: skip
@@ -126,13 +126,13 @@ def backward_pipes_of(plan: Plan) -> Pipes:
 
 
 def _named(roles: HopperBackward) -> tuple[NamedBarrier, ...]:
-    """Return the named barriers: all consumers, the warps of each, and the turns at the tensor cores."""
+    """Named barriers of all consumers, of the warps of each, and of ping-pong at the tensor cores."""
     threads, consumers = 32 * WARPGROUP, roles.consumers
     return (
         NamedBarrier("all", 1, 1, threads * consumers, "all consumers meet, around dS and their outputs"),
         NamedBarrier("group", 2, consumers, threads, "threads of a consumer meet around dK and dV"),
         *(
-            [NamedBarrier("turn", 2 + consumers, consumers, threads * consumers, "turns at the tensor cores")]
+            [NamedBarrier("turn", 2 + consumers, consumers, threads * consumers, "ping-pong at the tensor cores")]
             if roles.pingpong
             else []
         ),
@@ -140,8 +140,8 @@ def _named(roles: HopperBackward) -> tuple[NamedBarrier, ...]:
 
 
 def backward_roles(consumers: int, producer: int, consumer: int, *, reads_ds: bool = False) -> tuple[Role, ...]:
-    """Return the warps with the registers of a thread of the producer and of a consumer: consumers first, then the
-    producer's, of which the third has nothing to do unless it ``reads_ds``."""
+    """Roles of the warps, with the registers of a thread of the producer and of a consumer: consumers first, then the
+    producer's warps, of which the third idles unless it ``reads_ds``."""
     first = WARPGROUP * consumers
     return (
         Role("consumers", 0, first, consumer),

@@ -1,4 +1,4 @@
-"""The pipes of the Hopper backward by clusters of two blocks: those of one block, in which the other one takes part."""
+"""The pipes of the Hopper backward by clusters of two blocks: those of one block, which the other block also uses."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def cluster_pipes_of(plan: Plan) -> Pipes:
 
 
 def cluster_roles(producer: int, consumer: int, queries: int, *, ordered: bool) -> tuple[Role, ...]:
-    """Return the warps of a block with the registers of their threads: a warpgroup for each of values, keys and
-    queries, then the loaders'."""
+    """Roles of the warps of a block, with the registers of their threads: a warpgroup for each of values, keys and
+    queries, then the loaders."""
     first, loaders = 3 * WARPGROUP, ("query_loader", "dout_loader", "row_loader", *(["turns"] if ordered else []))
     return (
         Role("values", 0, WARPGROUP, consumer),

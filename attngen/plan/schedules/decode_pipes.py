@@ -10,11 +10,11 @@ from attngen.plan.pipes import BARRIER_BYTES, ROW_PADDING, NamedBarrier, Pipes, 
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = ("kv", "q", "merge", "scales", "barriers", "begin", "last", "counts")
-_WALK_BYTES = 24  # where a share begins
-_COUNT_BYTES = 12  # of a warp: pieces, units, tiles of the longest unit
-_SCALE_BYTES = 16  # of a page: scale of K, and the logarithm and reciprocal of that of V
-_WIDENED_BYTES = 2  # of an element that products take
-_FILE = 64 * 1024  # registers of a multiprocessor
+_WALK_BYTES = 24  # start of a block's work
+_COUNT_BYTES = 12  # of a warp: splits, work items, tiles of the longest work item
+_SCALE_BYTES = 16  # of a page: the scale of K, and logarithm and reciprocal of the scale of V
+_WIDENED_BYTES = 2  # of an operand of the products
+_FILE = 64 * 1024  # 32-bit registers of a multiprocessor
 
 #: Warps that copy: one takes about 500 cycles for a step, in which a block can read four from memory.
 LOADERS = 4
@@ -71,11 +71,11 @@ def multiplied(columns: Columns, element: DType) -> Columns:
 def memory(
     warps: int, qk: Columns, v: Columns, element: DType, q_operand: str, *, keys: int, of_pages: bool = False
 ) -> dict[str, int]:
-    """Return the bytes of a stage of ``keys``, of the scales of its pages if there are some ``of_pages``, of what all
-    warps have found, and of Q."""
+    """Bytes of a stage of ``keys``, of the scales of its pages if there are some ``of_pages``, of the partial results
+    of all warps, and of Q."""
     rows, size = 16, element.bytes
     of_q, of_o = multiplied(qk, element).width, multiplied(v, element).width
-    factors = 4 if size < _WIDENED_BYTES else 0  # what brings a row of Q back to its units
+    factors = 4 if size < _WIDENED_BYTES else 0  # the scale of a row of Q
     return {
         "stage": keys * (qk.width + v.width) * size,
         "scales": keys * _SCALE_BYTES if of_pages else 0,

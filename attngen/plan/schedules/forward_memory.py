@@ -1,4 +1,4 @@
-"""Shared memory of the Hopper forwards: bytes of a row that a copy brings, and the regions that fit."""
+"""Shared memory of the Hopper forward kernels: bytes of a row that a copy loads, and the regions that fit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from attngen.plan.schedules.forward_pipes import forward_pipes
 from attngen.plan.schedules.structures import HopperForward
 from attngen.schema.expand import KernelSpec
 
-#: Bytes of a row that one copy may bring, swizzled: as many as divide the rows of all operands. Rows are padded to
-#: the fewest.
+#: Bytes of a row that one copy may load, swizzled: the most that divide the rows of all operands. Rows are padded to
+#: a multiple of the fewest.
 BOX_BYTES = (SWIZZLE_BYTES, 64)
 
-#: Bytes of a row of V where a kernel transposes it, so that no copy brings it.
+#: Bytes of a row of V where a kernel transposes it, so that no copy loads it.
 TRANSPOSED_BYTES = (*BOX_BYTES, 32)
 
 
@@ -69,7 +69,7 @@ def with_memory(
             scale_block=spec.scale_block,
         )  # fmt: skip
         regions = pipes.regions
-        # 1 KiB of the arch's limit is the system's, and stands before ours
+        # the system reserves 1 KiB of the limit, before the kernel's own
         if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
             return replace(roles, shared=regions)
     sizes = {region.name: region.bytes for region in regions}

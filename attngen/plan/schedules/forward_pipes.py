@@ -1,4 +1,4 @@
-"""The pipes of the Hopper forwards, with warp roles and without."""
+"""The pipes of the Hopper forward kernels, with warp roles and without."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def forward_pipes(
     scales = (("tile_scales", scale_bytes),) if scale_block else ()
     value_bytes = _TILES_OF_VALUES * _VALUE_BYTES * tile_n * roles.key_values
     values = (("key_values", value_bytes),) if roles.key_values else ()
-    told = ", and what each consumer does with it is written" if roles.specialized else ""
+    and_word = ", and what each consumer does with it is written" if roles.specialized else ""
     scheduler = roles.consumers + 1 if iteration == "ranges" else 1
     others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"
     if roles.transposes:
@@ -70,7 +70,7 @@ def forward_pipes(
         guards="a tile of K, and the word that says what each consumer does with it, stay until S is complete"
         if roles.specialized
         else "a tile of K stays until S is complete",
-        full=Signal(1, by_k, f"a tile of K has landed{told}", bytes=True),
+        full=Signal(1, by_k, f"a tile of K has landed{and_word}", bytes=True),
         empty=Signal(consumers * roles.cluster, shared, f"{done} K"),
         stored=(("k", tile_n * qk * operands.k.bytes), *tile_info, *scales, *values),
     )  # fmt: skip
@@ -156,8 +156,8 @@ def forward_pipes_of(plan: Plan) -> Pipes:
 def _others(
     roles: HopperForward, tile_m: int, tile_n: int, stages: int, qk: int, v: int, operands: Operands
 ) -> tuple[tuple[str, int], ...]:
-    """Return the regions that no ring hands over: O for its store, or what partial results need beside the place of
-    Q, K and V, which they take in the end."""
+    """Regions that no ring hands over: O for its store, or the memory of partial results beyond that of Q, K and V,
+    which they reuse at the end."""
     if roles.staged:
         return (("out", tile_m * roles.out_columns * operands.out.bytes),)
     if not roles.shares:
@@ -169,25 +169,25 @@ def _others(
 
 
 def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
-    """Return the named barriers: those in which a consumer's warps meet, and the turns at the tensor cores."""
+    """Named barriers at which a consumer's warps meet, and those of ping-pong at the tensor cores."""
     threads, consumers = 32 * WARPGROUP, roles.consumers
     meets = [*(["O"] if roles.staged else []), *(["skipped tiles"] if roles.skips and not roles.pingpong else [])]
-    found = []
+    barriers = []
     if meets:
         who = each.removeprefix("each ")
         together = f"threads of a {who} wait for each other around {' and '.join(meets)}"
-        found.append(NamedBarrier("group", 1, consumers, threads, together))
+        barriers.append(NamedBarrier("group", 1, consumers, threads, together))
     if roles.pingpong:
-        turns = "turns at the tensor cores: a consumer waits, the one before it arrives"
-        found.append(NamedBarrier("turn", 1 + consumers, consumers, 2 * threads, turns))
+        pingpong = "ping-pong at the tensor cores: a consumer waits, the one before it arrives"
+        barriers.append(NamedBarrier("turn", 1 + consumers, consumers, 2 * threads, pingpong))
     if roles.shares:
         together = "all consumers are done with Q, K and V, and partial results take their place"
-        found.append(NamedBarrier("consumers", 1 + 2 * consumers, 1, consumers * threads, together))
-    return tuple(found)
+        barriers.append(NamedBarrier("consumers", 1 + 2 * consumers, 1, consumers * threads, together))
+    return tuple(barriers)
 
 
 def _readers_of_work(roles: HopperForward) -> str:
-    """Return who reads the record of a tile of work, in words."""
+    """Readers of the record of a work item, in words."""
     if roles.transposes:
         return "the consumers, the loader and the transposers"
     return f"the consumers and {'all' if roles.value_loader else 'both'} loaders"
@@ -196,8 +196,8 @@ def _readers_of_work(roles: HopperForward) -> str:
 def forward_roles(
     consumers: int, producer: int, consumer: int, *, value_loader: bool = False, transposes: bool = False
 ) -> tuple[Role, ...]:
-    """Return the warps with the registers of a thread of the producer and of a consumer: consumers first, then the
-    producer's, of which the last has nothing to do unless it is a loader of V. Where two of them transpose V, the
+    """Roles of the warps, with the registers of a thread of the producer and of a consumer: consumers first, then the
+    producer's warps, of which the last idles unless it loads V. Where two of them transpose V, the
     scheduler loads Q."""
     first, producers = WARPGROUP * consumers, ["scheduler", "loader", "query_loader"]
     if value_loader:
@@ -211,5 +211,5 @@ def forward_roles(
 
 
 def alike(consumers: int, registers: int) -> tuple[Role, ...]:
-    """Return the warps where all do the same."""
+    """The one role of warps that all do the same."""
     return (Role("consumers", 0, WARPGROUP * consumers, registers),)

@@ -1,4 +1,4 @@
-"""Registers of the Hopper forwards: what each role has, and the tiles that a consumer can hold."""
+"""Registers of the Hopper forward kernels: those of each role, and the tiles that a consumer can hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attngen.schema.expand import KernelSpec, Roles
 #: Keys of a tile that are tried where those of the table take too many registers, or too much memory.
 FEWER_KEYS = (64, 32, 16)
 
-#: Registers that a consumer needs beside S, P and O: addresses, references, indices and sums.
+#: Registers that a consumer needs beside S, P and O: addresses, row maxima, indices and sums.
 _OTHER_REGISTERS = 24
 
 #: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
@@ -31,8 +31,8 @@ def warp_roles(
     spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int,
     default: tuple[int, int] | None = None, *, transposes: bool = False,
 ) -> tuple[Role, ...]:  # fmt: skip
-    """Return the roles with the registers per thread of the producer and of a consumer: what the spec gives, then the
-    ``default``, then as many as suit the number of consumers."""
+    """Roles with the registers per thread of the producer and of a consumer: those of the spec, else the ``default``,
+    else the table's for the number of consumers."""
     if default is None:
         default = REGISTERS[consumers]
         busy = searches(spec) or spec.pack_gqa is True
@@ -66,12 +66,12 @@ def warp_roles(
 
 
 def _needed_registers(tile_n: int, width_v: int, operands: Operands) -> int:
-    """Return what logits, probabilities, outputs and the rest take of a thread."""
+    """Registers per thread of logits, probabilities, outputs and the rest."""
     return sum(_fragments(tile_n, width_v, operands)) + _OTHER_REGISTERS
 
 
 def _fragments(tile_n: int, width_v: int, operands: Operands) -> tuple[int, int, int]:
-    """Return the registers of a thread that S, P and O take."""
+    """Registers per thread of S, P and O."""
     logits, outputs = (fragment_registers(columns, operands.accumulator) for columns in (tile_n, width_v))
     return logits, fragment_registers(tile_n, operands.p), outputs
 

@@ -1,4 +1,4 @@
-"""What the score of a Hopper forward allows its softmax: a constant reference, a polynomial for tanh, fewer sums."""
+"""Softmax choices that a score permits: a constant instead of the row max, a polynomial for tanh, fewer sums."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _LOG2E = math.log2(math.e)
 
 
 def softmax_of(spec: KernelSpec, exponents: tuple[int, int] | None) -> tuple[str, float | None]:
-    """Return how the reference is kept, and what it is if it is a constant, in units of log2.
+    """The softmax, and for ``bounded`` the constant that replaces the row max, in units of log2 (else None).
 
-    A spec that leaves it open gets ``bounded`` where what its variant declares bounds the logits, and P stays within
-    ``exponents`` with one reference for all rows; else ``fixed_reference``. PlanError if it asks for ``bounded`` and
-    that cannot be.
+    A spec that leaves it open gets ``bounded`` where the declarations of its variant bound the logits, and P stays
+    within ``exponents`` with one constant for all rows; else ``fixed_reference``. PlanError if it asks for ``bounded``
+    and no constant suffices.
     """
     if spec.softmax not in (None, "bounded"):
         return spec.softmax, None
-    constant = constant_reference(spec, exponents)
+    constant = constant_row_max(spec, exponents)
     if constant is not None:
         return "bounded", constant
     if spec.softmax == "bounded":
@@ -36,21 +36,21 @@ def is_soft_capped(spec: KernelSpec) -> bool:
     return folded is not None and cap_scale(folded, _heads(spec)) is not None
 
 
-def takes_reference(spec: KernelSpec) -> bool:
-    """Whether the reference of a row can be taken from a term of the score that is the same for all keys."""
+def takes_row_max(spec: KernelSpec) -> bool:
+    """Whether the row max can be subtracted from a term of the score that is the same for all keys."""
     folded = _folded(spec)
     return folded is not None and folded.multiplier == ONE and subtract(split_keys(folded.value), ONE) is not None
 
 
-def constant_reference(spec: KernelSpec, exponents: tuple[int, int] | None) -> float | None:
-    """Return a reference that serves all rows, in units of log2: 0 if that does, else a whole number; None if none
-    does."""
-    found = score_bounds(spec.variant.score, spec.variant.ranges)
-    if found is None or exponents is None:
+def constant_row_max(spec: KernelSpec, exponents: tuple[int, int] | None) -> float | None:
+    """The constant that replaces the row max of all rows, in units of log2: 0 if possible, else a whole number; None if
+    there is none."""
+    bounds = score_bounds(spec.variant.score, spec.variant.ranges)
+    if bounds is None or exponents is None:
         return None
-    (low, high), (least, most) = (end * _LOG2E for end in found), exponents
-    reference = 0.0 if least <= low and high <= most else float(math.ceil(high - most))
-    return reference if low - reference >= least else None
+    (low, high), (least, most) = (end * _LOG2E for end in bounds), exponents
+    constant = 0.0 if least <= low and high <= most else float(math.ceil(high - most))
+    return constant if low - constant >= least else None
 
 
 def _heads(spec: KernelSpec) -> Heads:
@@ -58,22 +58,22 @@ def _heads(spec: KernelSpec) -> Heads:
 
 
 def _folded(spec: KernelSpec) -> Logit | None:
-    """Return how the kernel computes a logit; None without a score, or if it may not be rearranged."""
+    """The kernel's form of the logit; None without a score, or if it may not be rearranged."""
     if spec.variant.score is None or not spec.fast_math:
         return None
     return fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True, heads=_heads(spec))
 
 
 def _against(spec: KernelSpec, exponents: tuple[int, int] | None) -> str:
-    """Say why no constant is a reference for all rows."""
+    """Reason why no constant can replace the row max of all rows."""
     if exponents is None:
         return f"'bounded' does not exist in {spec.dtype}"
     least, most = (end / _LOG2E for end in exponents)
-    found = score_bounds(spec.variant.score, spec.variant.ranges)
-    if found is not None:
+    bounds = score_bounds(spec.variant.score, spec.variant.ranges)
+    if bounds is not None:
         return (
             f"'bounded' takes logits of a range of {most - least:.3g} at most in {spec.dtype}, and the score may be "
-            f"{found[0]:.4g} to {found[1]:.4g}"
+            f"{bounds[0]:.4g} to {bounds[1]:.4g}"
         )
     limits = {scalar.name: bounding_maximum(spec.variant, scalar.name, most) for scalar in spec.variant.arguments}
     hint = [f"{name}: {{max: {limit:g}}}" for name, limit in limits.items() if limit is not None]

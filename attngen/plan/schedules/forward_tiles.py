@@ -1,4 +1,5 @@
-"""Tiles of the Hopper forwards: keys, rows and order of consumers by table, and others where these do not fit."""
+"""Tiles of the Hopper forward kernels: keys, rows and order of consumers by table, and others where these do not
+fit."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from attngen.plan.schedules.forward_memory import (
     with_memory,
 )
 from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, searches
-from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_reference
+from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_row_max
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import first_see_most
 from attngen.plan.traits import bands_of, gathers, is_light, key_values, reads_data_per_key
@@ -35,26 +36,26 @@ from attngen.schema.expand import KernelSpec, Roles
 SOFTMAXES = ("fixed_reference", "lazy", "exact_max", "bounded")
 ROWS = 64  # query rows of a consumer: M of wgmma
 
-#: Keys that N of wgmma goes by in these kernels, at least.
+#: Least multiple of keys in N of wgmma.
 _LEAST_KEYS = 16
 
-#: What the first key of an anchored tile is a multiple of.
+#: Alignment, in keys, of the first key of a tile that ends with the last visible key.
 ANCHOR = 16
 
 #: Keys of a fragment of V that is transposed.
 _FRAGMENT_KEYS = 16
 
-#: Registers with which a warp that transposes V has four fragments in flight, not three.
+#: Registers from which a warp that transposes V has four fragments in flight, not three.
 _REGISTERS_OF_FOUR = 40
 
-#: Columns up to which registers hold what is known of a first tile.
+#: Columns up to which registers hold the sum of a first tile.
 _REMEMBERED_COLUMNS = 128
 
 #: Columns of V up to which it leaves registers and memory for more keys than K has.
 _NARROW_V = 128
 
-#: Stages of the ring of K and V where blocks share the keys of a tile, the first that fits: a block waits for its first
-#: loads above all, and there is room for more of them than elsewhere.
+#: Stages of the ring of K and V where blocks split the keys of a tile; the first that fits is taken. A block mostly
+#: waits for its first loads, and has room for more of them than other kernels.
 _MANY_STAGES = (4, 3, 2)
 
 #: Keys that one copy of a bias has at least, stages of the ring of their tiles, the most that fit, and consumers of a
@@ -71,7 +72,7 @@ _TUNED_ORDERS = (("pingpong", 1), ("pingpong", 2), ("cooperative", 1))
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What kernels of a family get, up to ``head_dim``."""
+    """Tile and order of the kernels of a family, up to ``head_dim``."""
 
     family: str
     head_dim: int
@@ -80,17 +81,18 @@ class Choice:
     schedule: str
     registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
     stages: int = 2  # of the ring of K and V with that tile; else 2
-    keeps_turn: bool = False  # with turns: until the products of a step are done
+    keeps_turn: bool = False  # with ping-pong: until the products of a step are done
 
 
 @dataclass(frozen=True, slots=True)
 class Probabilities:
-    """How P stays within its dtype: the sum of a lane's probabilities that asks for a new reference, the growth of the
-    running max at which a lazy reference follows, and log2 of P of the largest logit when the reference is set.
-    ``settled``, where the largest P is not far above that, so that a partial first tile, or many logits that are alike,
-    would ask for a new reference often: log2 of the sum at most that one leaves a lane. ``exponents``: log2 of the
-    least and of the largest P of a row whose reference is a constant, whatever its logits are; None: there is no such
-    kernel.
+    """Rules that keep P within its dtype.
+
+    ``redo_above``: a lane's sum of probabilities above which the row max is recomputed. ``raise_above``: growth of the
+    running max at which a lazy row max follows. ``peak``: log2 of P of the largest logit when the row max is set.
+    ``settled``: log2 of the most that a lane may sum after that, for dtypes whose largest P is not far above ``peak``:
+    a partial first tile, or many equal logits, would often exceed it; 0: no limit. ``exponents``: log2 of the least and
+    of the largest P of a row where a constant replaces the row max; None: there is no such kernel.
     """
 
     redo_above: str
@@ -112,14 +114,13 @@ class HopperTile:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What tells the Hopper forwards apart, each from a module of its own.
+    """Differences between the Hopper forward kernels, each from a module of its own.
 
     ``check`` refuses what the roles of a spec and the iteration of its tiles do not allow. ``warp_roles`` returns the
-    roles with their registers, for a number of consumers, keys of a tile and columns of V, and for the registers that a
-    table gives, if it does. ``products`` counts the
-    wgmma instructions of a kernel, from those of one Q K^T and of one P V. ``numbers`` says by dtype how probabilities
-    are kept within it. ``capped_columns``: those up to which tanh and exp2 of a logit, which share a unit, take longer
-    than its products. ``transposes``: V has to be turned before its product.
+    roles with their registers, for a number of consumers, keys of a tile and columns of V, and for the registers of a
+    table, if it gives any. ``products`` counts the wgmma instructions of a kernel, from those of one Q K^T and of one
+    P V. ``numbers`` has the rules for P by dtype. ``capped_columns``: columns up to which tanh and exp2 of a logit,
+    which share the MUFU, take longer than its products. ``transposes``: V is transposed before its product.
     """
 
     schedule: str
@@ -140,9 +141,9 @@ def hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form) -> Hop
     Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these. Biases
     come as tiles if these fit; else consumers load each element of them.
     """
-    if found := _tiled_biases(spec, form):
+    if tiled := _tiled_biases(spec, form):
         with suppress(PlanError):
-            return _hopper_tile(spec, arch, iteration, form, found)
+            return _hopper_tile(spec, arch, iteration, form, tiled)
     return _hopper_tile(spec, arch, iteration, form, 0)
 
 
@@ -269,7 +270,7 @@ def _tile(
         anchor=ANCHOR if anchored else 0,
         redo_by_count=anchored and softmax == "fixed_reference" and not capped and not numbers.settled,
         cluster=_cluster(spec, form, iteration, roles),
-        relative=softmax == "fixed_reference" and not spec.scale_block and takes_reference(spec),
+        relative=softmax == "fixed_reference" and not spec.scale_block and takes_row_max(spec),
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
         biases=tiled,
@@ -300,7 +301,7 @@ def _tile(
 
 
 def _cluster(spec: KernelSpec, form: Form, iteration: str, roles: Roles) -> int:
-    """Return how many blocks load K and V for each other: what the spec says, or 1."""
+    """Number of blocks that load K and V for each other: the spec's, or 1."""
     if roles.cluster in (None, 1):
         return 1
     if not form.specialized:
@@ -322,12 +323,12 @@ def _cluster(spec: KernelSpec, form: Form, iteration: str, roles: Roles) -> int:
 
 def _one_interval(spec: KernelSpec) -> bool:
     """Whether the keys that rows see, and those that all rows of a tile see, are an interval each."""
-    found = bands_of(spec)
-    return len(found.visible) == 1 and len(found.full) == 1
+    bands = bands_of(spec)
+    return len(bands.visible) == 1 and len(bands.full) == 1
 
 
 def place_bits(step: int) -> int:
-    """Return the bits that say where any tile of keys begins, in multiples of ``step`` keys."""
+    """Bits of the first key of any tile, in multiples of ``step`` keys."""
     return ((MAX_SEQLEN - 1) // step).bit_length()
 
 
@@ -367,7 +368,7 @@ def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
 
 
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
-    """Yield the spec of a forward with other choices than those of its ``first`` plan, each with fewer registers taken:
+    """Yield the spec of a forward with other choices than those of its ``first`` plan, each with fewer registers:
     narrower tiles, then fewer consumers, which have more registers each, then probabilities that wait for V."""
     given, most = spec.roles or Roles(), first.structure.consumers
     fixed = given.consumer is not None or spec.tile_m is not None
@@ -403,32 +404,32 @@ def _families(spec: KernelSpec, iteration: str) -> frozenset[str]:
     expression reads does not matter."""
     if iteration == "tile_map":
         spec = replace(spec, variant=replace(spec.variant, mask=TRUE))
-    found = {"any"}
+    families = {"any"}
     if is_light(spec.variant) and not spec.variant.dropout:
-        found.add("light")
+        families.add("light")
         if spec.layout == "dense" and any(interval.lo is not None for interval in bands_of(spec).visible):
-            found.add("window")
+            families.add("window")
         elif spec.layout == "dense" and spec.pack_gqa is not True:
-            found.add("plain")
+            families.add("plain")
             if spec.head_dim_v <= _NARROW_V < spec.head_dim_qk:
-                found.add("narrow_v")
+                families.add("narrow_v")
     if gathers(spec.variant):
-        found.add("gather")
+        families.add("gather")
     elif iteration == "tile_map":
-        found.add("mapped")
+        families.add("mapped")
     if spec.variant.score is not None or spec.variant.dropout:
-        found.add("score")
+        families.add("score")
     if reads_data_per_key(spec.variant):
-        found.add("listed")
+        families.add("listed")
     elif _only_scores(spec):
-        found.add("scored")
+        families.add("scored")
     if spec.pack_gqa:
-        found.add("packed")
+        families.add("packed")
     if is_paged(spec):
-        found.add("paged")
+        families.add("paged")
     if spec.scale_block:
-        found.add("tokens" if spec.scale_block == 1 else "blocks")
-    return frozenset(found)
+        families.add("tokens" if spec.scale_block == 1 else "blocks")
+    return frozenset(families)
 
 
 def _only_scores(spec: KernelSpec) -> bool:
@@ -438,7 +439,7 @@ def _only_scores(spec: KernelSpec) -> bool:
 
 
 def _key_step(operands: Operands, v_by_columns: bool, transposed_v: bool) -> int:
-    """Return what the keys of a tile are a multiple of; where they are columns of V, they fill swizzled rows."""
+    """Least multiple of the keys of a tile; where keys are columns of V, they fill swizzled rows."""
     if v_by_columns:
         return (BOX_BYTES if transposed_v else TRANSPOSED_BYTES)[-1] // operands.v.bytes
     return max(_LEAST_KEYS, operands.p.mma_k)

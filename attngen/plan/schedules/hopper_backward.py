@@ -56,30 +56,30 @@ _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 
 #: Q, dO and the dQ accumulator of the heads that run side by side: about half of the H200's L2, measured best on it.
 _SECTION_BYTES = 24 * 2**20
-#: KV heads that run side by side at least where the mask reads tensors by position, as one of documents does. A tile
-#: sees few queries there, which L2 keeps in any case, and tiles differ much in their steps: where heads go one after
-#: the other, the tiles of the last one end unevenly.
+#: Least number of KV heads that run side by side where the mask reads tensors by position, as document masks do. A tile
+#: sees few queries there, which stay in L2 in any case, and tiles differ in their number of steps: if heads ran one
+#: after the other, the tiles of the last one would end unevenly.
 _SECTION_HEADS = 8
 
-#: How names of kernels say what the softmax runs over.
+#: Labels in kernel names of the products that the softmax overlaps.
 _LABELS = {
     "gradients": (), "pingpong": ("pingpong",), "dk": ("dkoverlap",), "nothing": ("nooverlap",), "roles": (),
     "dv": ("dvoverlap",),
 }  # fmt: skip
 
-#: Values of each query that come with its tile, at most: no more fit into shared memory at head dim 128.
+#: Most values of each query that come with its tile: no more fit into shared memory at head dim 128.
 _QUERY_VALUES = 1
 #: The same of values that the mask divides for, where there is room.
 _COSTLY_VALUES = 2
 
-#: What a kernel that cuts the last tiles of keys is told: how many are whole, the parts of one that is cut, what blocks
-#: take of both, and the states of dQ, behind which the counters of parts stand.
+#: Size arguments of kernels that split the last tiles of keys: the number of whole tiles, the splits of each other
+#: tile, the numbers of both that blocks take, and the states of dQ, after which the counters of splits stand.
 _CUT_SIZES = ("uncut_tiles", "parts", "work_items", "sum_tiles")
 
 #: Stages of the tiles of biases of each consumer, the most that fit.
 _BIAS_STAGES = (2, 1)
 
-#: Tiles of queries of a stripe, measured beside 4 and 16.
+#: Query tiles that all heads of a group visit before the next ones; measured against 4 and 16.
 _STRIPE = 8
 
 #: Query rows of a block of ``preprocess``, at least, and its warps.
@@ -88,7 +88,7 @@ _ROWS, _ROWS_WARPS = 16, 4
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What kernels of a family get, up to ``head_dim``."""
+    """Tile, overlap and registers of the kernels of a family, up to ``head_dim``."""
 
     family: str
     head_dim: int
@@ -131,7 +131,7 @@ _TABLE = (
     _Choice("reading", 256, 64, overlap="roles", packed=False, q_stages=3),
 )
 
-#: The families, those whose masks and scores take more registers after those that leave them free.
+#: The families, in the order of the registers that their masks and scores take.
 _FAMILIES = ("plain", "light", "divided", "biased", "derived", "valued", "reading", "tight")
 
 #: Head dims beyond this are computed by clusters of two blocks, in which warpgroups have roles: dK and dV of 64 keys
@@ -192,10 +192,10 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         raise refuse(
             spec,
             "backward.dkdv.stages",
-            f"{stages} is not allowed: consumers that take turns need dO of two steps; nearest: 2",
+            f"{stages} is not allowed: ping-pong consumers need dO of two steps; nearest: 2",
         )
     iteration = iteration_of(spec, "q", by_bits=not wide)
-    varlen = spec.layout == "varlen"  # its loader and its consumers keep more
+    varlen = spec.layout == "varlen"  # its loader and its consumers hold more values
     reads_ds = not all(each.in_registers for each in gradients_of(spec.variant, fast_math=spec.fast_math))
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     narrow = max(qk, v) <= _NARROW and (tiled > 0 or reads_ds or not crowded)
@@ -305,8 +305,8 @@ def _families_from(family: str, tiled: int) -> tuple[str, ...]:
 
 
 def _row_family(spec: KernelSpec, family: str, qk: int, v: int) -> str:
-    """Return whose rows of the table a family takes: beyond head dim 96, turns were not raced in a fixed order, so that
-    this keeps "gradients"; but packed sequences with dQ that is cut leave too few registers for that."""
+    """Return whose rows of the table a family takes: beyond head dim 96, ping-pong was not measured in a fixed order,
+    so that this keeps "gradients"; but packed sequences with dQ that is cut leave too few registers for that."""
     if family != "plain" or is_wide(spec) or max(qk, v) <= _NARROW or not spec.deterministic:
         return family
     return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == _BLOCK_HEAD_DIM else "ordered"
@@ -322,7 +322,7 @@ def _has_own_spans(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
 
 
 def _query_values(variant: Variant) -> int:
-    """Return how many values of each query come with its tile: those that the mask reads, or none if these are many."""
+    """Number of values of each query that come with its tile: those that the mask reads, or 0 if these are too many."""
     count = query_loads(variant)
     return count if count <= _QUERY_VALUES else 0
 
@@ -335,7 +335,7 @@ def _cuts(spec: KernelSpec, *, crowded: bool) -> bool:
 
 
 def _goes_by_stripes(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
-    """Whether heads of a group go through queries by stripes: where a step is short, and all heads see the same."""
+    """Whether all heads of a group visit some query tiles before the next ones: for short steps and equal masks."""
     return choice.tile_m < _KEYS and iteration == "ranges" and not by_head(spec.variant)
 
 
@@ -377,7 +377,7 @@ def _dq_columns(qk: int) -> int:
 
 
 def row_lanes(head_dim: int, element: DType) -> int:
-    """Return how many lanes of a warp read a row of ``head_dim`` columns, 16 bytes each; some may have none."""
+    """Lanes of a warp that read a row of ``head_dim`` columns, 16 bytes each; some may have none."""
     return 1 << (head_dim // element.chunk_elements - 1).bit_length()
 
 
@@ -402,7 +402,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "fast_math",
             "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
         )
-    for row in left_to_others("backwards in CUDA", max(spec.head_dim_qk, spec.head_dim_v), _traits(spec)):
+    for row in left_to_others("CUDA backward kernels", max(spec.head_dim_qk, spec.head_dim_v), _traits(spec)):
         return refuse(spec, "backward", f"{row.says}; allowed: triton")
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
@@ -436,18 +436,18 @@ def stored_gradients(plan: Plan) -> tuple[TensorGradient, ...]:
 
 
 def _traits(spec: KernelSpec) -> frozenset[str]:
-    """Return what the table of refusals asks about a spec: what takes registers beside accumulators."""
+    """Traits of a spec that the table of refusals names: those that take registers beside accumulators."""
     variant = spec.variant
     several = any(isinstance(node, Op) and node.op in ("and", "or") for node in walk(variant.mask))
     of_score = replace(variant, mask=TRUE)
-    found = {
+    holds_by_trait = {
         "dropout": variant.dropout,
         "ordered": spec.deterministic,
         "varying_derivative": _varies(spec),
         "positions_or_comparisons": several or reads_positions(variant),
         "both_read": reads_data_per_key(variant) and reads_positions(of_score),
     }
-    return frozenset(name for name, holds in found.items() if holds)
+    return frozenset(name for name, holds in holds_by_trait.items() if holds)
 
 
 def _varies(spec: KernelSpec) -> bool:
@@ -579,8 +579,8 @@ def _pointer(workspace: str) -> Argument:
 
 
 def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
-    """Yield what launches share: row statistics; the dQ accumulator by tiles of rows; and counters after it, or in
-    memory of their own, which is all that is cleared then.
+    """Yield the memory that launches share: row statistics; the dQ accumulator by tiles of rows; and counters after it,
+    or in memory of their own, which is all that is cleared then.
 
     There is a counter for each tile of keys, where the order is fixed; one for each KV head and one for all pieces,
     where the kernel that adds dQ up rounds it, too; one for each consumer of a tile of keys that is cut, whose parts'
@@ -605,7 +605,7 @@ def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
 
 
 def _products(plan: Plan, roles: HopperBackward) -> int:
-    """Return how many wgmma instructions the kernel of all products has.
+    """Number of wgmma instructions of the kernel of all products.
 
     In the loop one of each product; before it S of the first step and, where steps do not overlap, its dP and dV. Where
     consumers take turns, all of the first step stand before the loop, but dQ, which that of the last one follows.
@@ -628,7 +628,7 @@ def _gathered(spec: KernelSpec, tiled: int) -> Variant:
 
 
 def _family(spec: KernelSpec, tiled: int) -> str:
-    """Return what mask and score are made of: what they take of registers decides what a softmax can run over.
+    """Family of mask and score. The registers that they take decide which products the softmax can overlap.
 
     "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
     same for all pairs, or values of a batch. "divided": these, with divisions. "biased": these, with biases of which
@@ -646,7 +646,7 @@ def _family(spec: KernelSpec, tiled: int) -> str:
     if is_light(variant):
         return "plain"
     kept = any(each.of_product for each in gradients_of(spec.variant, fast_math=spec.fast_math))
-    if kept and not reads_positions(variant):  # beyond, turns leave too few registers for P times a derivative
+    if kept and not reads_positions(variant):  # beyond, ping-pong leaves too few registers for P times a derivative
         return "derived" if max(spec.head_dim_qk, spec.head_dim_v) <= _NARROW else "reading"
     if reads_positions(variant):
         return "valued" if _query_values(variant) and not is_wide(spec) and not mapped else "reading"
@@ -675,9 +675,9 @@ def _with_memory(
     of_biases = _BIAS_STAGES if draft.biases else (0,)
     for q_stages, bias_stages in product(range(draft.q_stages, 1, -1), of_biases):
         roles = replace(draft, q_stages=q_stages, bias_stages=bias_stages)
-        found = backward_pipes if roles.cluster == 1 else cluster_pipes
-        regions = found(roles, tile_m=tile_m, stages=stages, qk=qk, v=v, operands=operands).regions
-        # 1 KiB of the arch's limit is the system's, and stands before ours
+        pipes = backward_pipes if roles.cluster == 1 else cluster_pipes
+        regions = pipes(roles, tile_m=tile_m, stages=stages, qk=qk, v=v, operands=operands).regions
+        # the system reserves 1 KiB of the limit, before the kernel's own
         if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
             return replace(roles, shared=regions)
     listed = " + ".join(

@@ -1,4 +1,4 @@
-"""The Hopper split-KV forward: few query rows against many keys, which blocks share. Warps multiply by mma.sync."""
+"""The Hopper split-KV forward: few query rows against many keys, which blocks split. Warps multiply by mma.sync."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _WHOLE_BYTES = 8 * 2**20  # see docs/notebook/hopper_decode.md
 _CLUSTER = 8  # the most blocks of a cluster that every Hopper card takes
 
 _WARPS = (8, 4)
-#: Steps that are in shared memory for each warp: with fewer, fewer warps are taken; more are of no use.
+#: Steps in shared memory for each warp: with fewer, fewer warps are taken; more do not help.
 _LEAST_STEPS, _MOST_STEPS = 2, 4
-#: Registers of Q and O with which a thread comes by: beyond, Q stays in shared memory.
+#: Most registers of Q and O of a thread; beyond, Q stays in shared memory.
 _MOST_REGISTERS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperDecode(Structure):
-    """Roles and memory of a split-KV forward, and how its work is shared out: numbers of tiles of keys."""
+    """Roles and memory of a split-KV forward, and the numbers of KV tiles by which work is distributed."""
 
     consumers: int  # warps that multiply
     loaders: int  # warps that copy
-    cluster: int  # blocks that can work together
+    cluster: int  # most blocks that can work together
     box_bytes: int  # of a row of one copy, over which it is swizzled
-    least_tiles: int  # of a block: with fewer, fewer blocks work
-    cut_tiles: int  # what a block may have too many if its share then is of one unit alone
-    whole_tiles: int  # of a block: with more, idle blocks cost more than merging results in memory
+    least_tiles: int  # fewest of a block: with fewer, fewer blocks work
+    cut_tiles: int  # how many more a block may take if all its tiles then belong to one work item
+    whole_tiles: int  # most of a block without splits: with more, idle blocks cost more than merging results in memory
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:

@@ -1,4 +1,4 @@
-"""The Hopper forward in CUDA with warp roles, and the plan that it shares with that without and that of 8 bits."""
+"""The Hopper forward in CUDA with warp roles, and the common plan of all Hopper forward kernels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from attngen.schema.expand import KernelSpec
 #: K and V of the heads that run side by side where no mask makes tiles of work differ, and blocks load for each other.
 PAIRED_SECTION_BYTES = 8 * 2**20
 
-#: Columns up to which one head after the other is faster there; at 256 long sequences lose.
+#: Columns up to which one head after the other is faster there; slower for long sequences at head dim 256.
 _ONE_HEAD_COLUMNS = 192
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
@@ -68,8 +68,8 @@ TABLE = (
     Choice("any", 256, 2, 64, "pingpong"),
 )
 
-#: Sums stay far below the largest float16, and below float32's square root for their own sake.
-#: A constant reference leaves bfloat16 room for the sums of 2^20 keys and for values of 2^26, and P of float16 normal.
+#: Sums stay far below the largest float16, and below float32's square root for their own sake. A constant instead of
+#: the row max leaves bfloat16 room for the sums of 2^20 keys and for values of 2^26, and P of float16 normal.
 PROBABILITIES = {
     "bf16": Probabilities("0x1p40f", exponents=(-80, 80)),
     "fp16": Probabilities("0x1p14f", exponents=(-14, 14)),
@@ -165,14 +165,14 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
 
 
 def _section_bytes(spec: KernelSpec, roles: HopperForward, width: int) -> int:
-    """Return how much of K and V the heads that run side by side have: unmasked attention as it was measured."""
+    """Bytes of K and V of the heads that run side by side; measured for unmasked attention."""
     if spec.variant.masked or spec.layout != "dense" or spec.dtype in QUANTIZED_DTYPES or width > _ONE_HEAD_COLUMNS:
         return SECTION_BYTES
     return PAIRED_SECTION_BYTES if roles.cluster > 1 else ONE_HEAD
 
 
 def _scale_label(block: int) -> str:
-    """Return how names of kernels say what shares a scale."""
+    """Label in kernel names of the tokens that share a scale."""
     return "tokenscales" if block == 1 else f"scale{block}"
 
 
@@ -201,15 +201,15 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
 
 
 def _products(planned: Plan, roles: HopperForward, form: Form) -> int:
-    """Return how many wgmma instructions the kernel has."""
+    """Number of wgmma instructions of the kernel."""
     qk, pv = planned.columns_qk[0].width // planned.operands.q.mma_k, planned.tile_n // planned.operands.p.mma_k
     return form.products(roles, qk, pv)
 
 
 def products_with_roles(roles: HopperForward, qk: int, pv: int) -> int:
-    """Return how many there are: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P V
-    in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a
-    Q K^T of its own. Where blocks share keys, there is one tile of work: Q K^T for its first step and in the loop."""
+    """Number of wgmma instructions: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P
+    V in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a Q
+    K^T of its own. Where blocks share keys, there is one tile of work: Q K^T for its first step and in the loop."""
     if roles.shares:
         return 2 * qk + 2 * pv
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
@@ -233,7 +233,7 @@ def refusal(spec: KernelSpec, arch: Arch, numbers: Mapping[str, Probabilities]) 
 
 
 def keep_promises(spec: KernelSpec) -> None:
-    """Refuse what this backend would accept, and do less exactly than another: a spec has to name it for that."""
+    """Refuse what this backend computes less exactly than another; a spec must name the backend to accept that."""
     if not spec.fast_math:
         raise refuse(
             spec, "fast_math", "CUDA kernels fuse the argument of exp2 all the same; say 'backend: cuda' to accept that"

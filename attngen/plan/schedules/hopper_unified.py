@@ -26,7 +26,7 @@ def _check(spec: KernelSpec, roles: Roles, iteration: str) -> None:
             f"{none} tiles must be ranges that the mask's bounds give, not {iteration}; allowed: producer 1",
         )
     if roles.schedule == "pingpong":
-        raise refuse(spec, "warps", f"{none} warpgroups take no turns; allowed: cooperative")
+        raise refuse(spec, "warps", f"{none} warpgroups have no ping-pong; allowed: cooperative")
     if roles.producer_registers or roles.consumer_registers:
         raise refuse(spec, "warps", f"{none} all threads have the same registers; leave them out")
     if spec.persistent:

@@ -1,9 +1,9 @@
 """The kernel that quantizes queries, keys and values, with rotation and Hadamard transform on the way.
 
-Memory binds, as long as a number costs few instructions, and loads are always on their way: blocks stay, and load rows
-while they work on those before. Head dims, strides and what a scale is of are arguments: one kernel of a dtype serves
-all calls. A call launches it once, or twice where a scale is of more than a block sees: first to find the largest
-magnitudes, then to round.
+Memory binds, as long as a number costs few instructions and loads are always in flight: blocks are persistent, and load
+rows while they work on those before. Head dims, strides and what a scale is of are arguments: one kernel of a dtype
+serves all calls. A call launches it once, or twice where a scale is of more than a block sees: first to find the
+largest magnitudes, then to round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.rows import rows_plan
 from attngen.schema.expand import KernelSpec
 
-#: What a unit of work is: some rows of a head, which a block of threads holds in registers.
+#: A work item is some rows of a head, which a block of threads holds in registers.
 GRID = "row_tiles"
 
 #: The most warps of a block; a call chooses how many. Each thread has 128 registers, half of them for its numbers.
@@ -48,7 +48,7 @@ _DIVISORS = ("heads", "kv_heads", "group", "tiles_q", "tiles_k", "tiles_v", "lan
 
 
 def planned(spec: KernelSpec, arch: Arch) -> Plan:
-    """Return what is common to the plans of kernels that quantize: all but the launch."""
+    """Common part of the plans of quantization kernels: everything but the launch."""
     if arch.capability < _LEAST_CAPABILITY:
         raise refuse(spec, "arch", f"{arch.name} does not round to 8 bits, which sm89 and later do")
     name = naming.quantize_name(arch=spec.arch, dtype=spec.dtype)

@@ -23,7 +23,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import quantize
 from attngen.schema.expand import QUANTIZED_IN_TILES, KernelSpec
 
-#: What a unit of work is: a tile, the tokens of one head or of two, which four warps hold in registers.
+#: A work item is a tile: the tokens of one head or of two, which four warps hold in registers.
 GRID = "row_tiles"
 
 #: The launches of rows that are not transformed by blocks.
@@ -33,7 +33,7 @@ KEPT, ROTATED = "kept", "rotated"
 #: for each of them, fewer where angles lie beside them; tokens of a tile, boxes of a tile, bytes of a row of a box.
 GROUPS, STAGES, ROTATED_STAGES, ROWS, BOXES, BOX_BYTES = 4, 3, 2, 64, 2, 128
 
-#: Bytes for what threads tell each other, more than they need.
+#: Bytes through which threads exchange values, more than they need.
 _TOLD = {QUANTIZE: 1024, KEPT: 2048, ROTATED: 1024}
 
 #: How often the code of a launch has a tile multiplied.
@@ -81,7 +81,7 @@ def angle_pitch(plan: Plan) -> int:
 
 
 def angle_tables(plan: Plan) -> int:
-    """Return how many tables of cosines and sines of a tile's tokens lie in shared memory."""
+    """Number of tables of cosines and sines of a tile's tokens in shared memory."""
     return 256 // plan.head_dim_qk
 
 

@@ -1,4 +1,4 @@
-"""What plans have in common of kernels that move rows and multiply nothing: append, quantize, widen."""
+"""The common part of plans of kernels that move rows and multiply nothing: append, quantize, widen."""
 
 from __future__ import annotations
 

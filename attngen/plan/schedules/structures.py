@@ -1,4 +1,4 @@
-"""What the Hopper schedules decide beside what all plans have: roles, pipeline and memory."""
+"""Decisions of the Hopper schedules beyond those of all plans: roles, pipeline and memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class HopperForward(Structure):
     lanes_of_part: ClassVar[int] = 8
     most_consumers: ClassVar[int] = 32 // lanes_of_part - 1
 
-    specialized: bool  # a warpgroup more produces; else those that multiply also load
-    pingpong: bool  # consumers take turns at the tensor cores
-    keeps_turn: bool  # and pass theirs when the products of a step are done, not when these are issued
+    specialized: bool  # one more warpgroup is the producer; else the warpgroups that multiply also load
+    pingpong: bool  # consumers alternate at the tensor cores
+    keeps_turn: bool  # ping-pong hands over when the products of a step are done, not when they are issued
     overlap: bool  # O += P V runs under the softmax of the next tile
-    longest_first: bool  # query tiles from the last to the first, head by head within a section
+    longest_first: bool  # query tiles from the last to the first, head by head within an L2 head group
     from_first: bool  # the other way round, since the first queries see the most keys
     staged: bool  # outputs leave through shared memory
     boxes_out: bool  # from there by TMA, where all rows of a box exist
@@ -32,23 +32,25 @@ class HopperForward(Structure):
     lookahead: int  # steps before the end of a tile of work at which the next one is taken
     value_loader: bool  # V has a loader of its own
     key_values: int  # values of each key that the mask reads, and that come with a tile of K
-    v_by_columns: bool  # V lies in shared memory with keys along the rows, as products of 8 bits want it
-    transposes: bool  # it arrives as rows of keys, and warps turn it
+    v_by_columns: bool  # V is K-major in shared memory, as 8-bit products require
+    transposes: bool  # V arrives as rows of keys, and warps transpose it
     redo_above: str  # literal; see docs/performance.md
     redo_growth: str
-    raise_above: str  # growth of the running max, in units of log2, at which a lazy reference follows
+    raise_above: str  # growth of the running max, in units of log2, at which a lazy row max follows
     ahead: int  # fragments of V in flight at once where it is transposed
-    peak: int  # log2 of P of the largest logit: a dtype with few exponents is used from its top
-    settled: int  # log2 of the sum at most that a new reference leaves a lane in a step; 0: what the maximum gives
+    peak: int  # log2 of P of the largest logit, so that a dtype with few exponents is used from its top
+    settled: int  # log2 of the most that a lane may sum in a step after a new row max; 0: no limit
     softmax: str
-    renew_below: str = ""  # literal; a partial first tile that gives a lane less asks for a new reference; "": any
-    reference: str = "0.0f"  # literal; of all rows, in units of log2, where logits are bounded
+    renew_below: str = (
+        ""  # literal; a lane's sum of a partial first tile below which the row max is recomputed; "": any
+    )
+    reference: str = "0.0f"  # literal; constant instead of row maxima, in units of log2, where logits are bounded
     redo_by_count: bool = False  # a step may add one for each key of a lane, however little there was before
-    relative: bool = False  # logits of a step are counted from the reference, which a term of the score takes up
+    relative: bool = False  # a term of the score subtracts the row max, so that logits are relative to it
     capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
     cluster: int = 1  # blocks that have neighbouring tiles of queries, and load K and V for each other
-    sharing: int = 1  # the most blocks of a cluster that share the keys of a tile of work
+    sharing: int = 1  # most blocks of a cluster that split the keys of a work item
     biases: int = 0  # elements that the score reads at [..., q, kv], of which tiles come with those of K
     bias_stages: int = 0  # of the ring of these tiles
     bias_box_bytes: int = 0  # of a row of one copy of them, over which it is swizzled
@@ -60,12 +62,12 @@ class HopperForward(Structure):
 
     @property
     def anchored(self) -> bool:
-        """Whether tiles of keys end with what a tile of work sees, not at multiples of their size."""
+        """Whether tiles of keys end with the last key that a work item sees, not at multiples of their size."""
         return self.anchor > 0
 
     @property
     def shares(self) -> bool:
-        """Whether the blocks of a cluster share the keys of a tile of work, and add up their results."""
+        """Whether the blocks of a cluster split the keys of a work item and merge their results."""
         return self.sharing > 1
 
     @property
@@ -75,7 +77,7 @@ class HopperForward(Structure):
 
     @property
     def schedule(self) -> str:
-        """How consumers share the tensor cores, as specs say it."""
+        """Order of the consumers at the tensor cores, as specs name it: pingpong or cooperative."""
         return "pingpong" if self.pingpong else "cooperative"
 
 
@@ -93,15 +95,15 @@ class HopperBackward(Structure):
     q_stages: int  # tiles of Q in flight; those of dO are the plan's stages
     box_bytes: int  # of a row of one copy, over which it is swizzled
     dq_columns: int  # columns of dQ of a consumer, or of a block of a cluster
-    dq_by_rows: bool  # a consumer has half of dQ's rows, not half of its columns
+    dq_by_rows: bool  # a consumer multiplies half of dQ's rows, not half of its columns
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator
-    cluster: int = 1  # blocks that share a tile of keys, each with 64; 1: one block has all
+    cluster: int = 1  # blocks that divide a tile of keys, 64 each; 1: one block has all
     dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
     own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask
     query_values: int = 0  # values of each query that the mask reads, and that come with a tile of Q
-    cuts: bool = False  # a call may have the last tiles of keys cut into parts, which different blocks take
+    cuts: bool = False  # a call may split the last tiles of keys among several blocks
     uneven: bool = False  # data decide how many steps a tile of keys takes
-    stripe: int = 0  # tiles of queries that all heads of a group go through before others; 0: one head after the other
+    stripe: int = 0  # query tiles that all heads of a group visit before the next ones; 0: one head after the other
     slots: bool = False  # a step names the slot of its tile in a tile map, which has the mask as bits
     biases: int = 0  # elements that the score reads at [..., q, kv], of which tiles come with those of Q
     bias_stages: int = 0  # of the ring of these tiles, for each consumer
@@ -109,7 +111,7 @@ class HopperBackward(Structure):
 
     @property
     def pingpong(self) -> bool:
-        """Whether consumers take turns at the tensor cores."""
+        """Whether consumers alternate at the tensor cores."""
         return self.overlap == "pingpong"
 
     @property

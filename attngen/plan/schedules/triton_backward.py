@@ -101,7 +101,7 @@ _RACED = (64, 128)
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """One of the two kernels: the field of the spec, what it visits, and what it keeps meanwhile."""
+    """One of the two kernels: the field of the spec, the tiles that it visits, and the operands that it keeps."""
 
     name: str
     grid: str
@@ -215,9 +215,9 @@ def _default_tile(kernel: str, family: str, head_dim: int) -> Tile:
 
 
 def _may_wait(variant: Variant) -> bool:
-    """Whether ptxas makes products wait for each other, which the table of allowances knows."""
+    """Whether ptxas may serialize the products, by the table of allowances."""
     traits = {"own_gradients": bool(differentiable_of(variant)), "constant_logits": not reads_products(variant)}
-    return may_wait("backwards in Triton", [name for name, holds in traits.items() if holds])
+    return may_wait("Triton backward kernels", [name for name, holds in traits.items() if holds])
 
 
 def _numbers(tile: Tile) -> tuple[int, int, int, int]:
@@ -325,7 +325,7 @@ def _gradient(planned: Plan, kind: _Kind, tile: Tile, iteration: str) -> list[La
     return launches
 
 
-#: What each kernel keeps while it goes from tile to tile, and what it writes.
+#: Operands that each kernel keeps from tile to tile, and those that it writes.
 _KEPT = {"keys": ("k", "v"), "queries": ("q", "dout")}
 _WRITTEN = {"keys": ("dk", "dv"), "queries": ("dq",)}
 

@@ -20,7 +20,7 @@ from attngen.plan.triton import LABELS, alignment_of, loads_of
 from attngen.schema.expand import KernelSpec
 
 #: (family, largest head_dim) → tile, first match wins. The rows of "wgmma" were measured on an H200
-#: (docs/performance.md); the others follow from registers and shared memory, and were not raced.
+#: (docs/performance.md); the others follow from registers and shared memory, and were not benchmarked.
 _TABLE: tuple[tuple[str, int, Tile], ...] = (
     ("wgmma", 64, Tile(64, 64, 3, 4, 128)),
     ("wgmma", 128, Tile(64, 64, 3, 4)),
@@ -47,7 +47,7 @@ _TABLE: tuple[tuple[str, int, Tile], ...] = (
 )
 
 #: What is tried where the table's tile takes too many registers after all: tiles with fewer keys, more warps, and at
-#: last such small ones that products are not of warpgroups, which ptxas neither serializes nor parts.
+#: last such small ones that products are not of warpgroups, which ptxas neither serializes nor splits.
 _SMALLER = (
     Tile(64, 64, 2, 4), Tile(64, 32, 2, 4), Tile(64, 64, 2, 8), Tile(64, 16, 2, 4), Tile(64, 32, 1, 8),
     Tile(32, 32, 2, 4), Tile(16, 16, 1, 4),

@@ -18,7 +18,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.rows import rows_plan
 from attngen.schema.expand import KernelSpec
 
-#: What a block is: K or V of some tokens of a sequence.
+#: A block widens K or V of some tokens of a sequence.
 GRID = "tokens"
 
 _WARPS, _TOKENS = 8, 32
