@@ -396,7 +396,7 @@ def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_shar
         (
             "causal",
             {"backward": "{backend: cuda, dkdv: {stages: 1}}"},
-            r"backward\.dkdv\.stages: 1 is not allowed: consumers that take turns need dO of two steps; nearest: 2",
+            r"backward\.dkdv\.stages: 1 is not allowed: ping-pong consumers need dO of two steps; nearest: 2",
         ),
         (
             "causal",

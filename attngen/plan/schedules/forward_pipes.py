@@ -178,7 +178,7 @@ def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
         together = f"threads of a {who} wait for each other around {' and '.join(meets)}"
         barriers.append(NamedBarrier("group", 1, consumers, threads, together))
     if roles.pingpong:
-        pingpong = "ping-pong at the tensor cores: a consumer waits, the one before it arrives"
+        pingpong = "turns at the tensor cores: a consumer waits, the one before it arrives"
         barriers.append(NamedBarrier("turn", 1 + consumers, consumers, 2 * threads, pingpong))
     if roles.shares:
         together = "all consumers are done with Q, K and V, and partial results take their place"
