@@ -1,4 +1,4 @@
-"""Limits and features of each GPU architecture: the only place that knows them.
+"""Limits and features of each GPU architecture, kept nowhere else.
 
 Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
 """
@@ -43,6 +43,6 @@ ARCHES: dict[str, Arch] = {row.name: row for row in _ROWS}
 
 
 def arch_of(capability: int) -> Arch | None:
-    """Return the target that suits a device best, or None for a device that no target runs on."""
+    """The best target for a device, or None for a device that no target runs on."""
     suitable = [arch for arch in ARCHES.values() if arch.runs_on(capability)]
     return max(suitable, key=lambda arch: (arch.capability, arch.specific), default=None)

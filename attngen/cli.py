@@ -24,7 +24,7 @@ COMMANDS: dict[str, str] = {
     "show": "Show a kernel: source, PTX, SASS, resources.",
     "explain": "Explain the plan of a spec: tiles, memory, bands, efficiency.",
     "verify": "Compare built kernels with the float64 reference.",
-    "bench": "Race kernels against the attention libraries that are installed.",
+    "bench": "Benchmark kernels against the attention libraries that are installed.",
     "tune": "Find the fastest tile, stages and warps for this GPU.",
     "package": "Make a wheel of a spec's kernels.",
     "doctor": "Say what works on this machine and what is missing.",
@@ -98,14 +98,14 @@ class LazyGroup(click.Group):
             missing = (error.name or "").partition(".")[0]
             if missing not in EXTRAS:
                 raise
-            told = AttngenError(f"this needs {missing}, which is not installed; {EXTRAS[missing]}")
-            print_error(told)
+            unavailable = AttngenError(f"this needs {missing}, which is not installed; {EXTRAS[missing]}")
+            print_error(unavailable)
             if as_json:
-                _print_json([told.to_dict()])
+                _print_json([unavailable.to_dict()])
             ctx.exit(EXIT_FAILURE)
 
     def _wants_json(self, ctx: click.Context, arguments: Sequence[str]) -> bool:
-        """Return whether a command is given ``--json`` as a flag; of ``bench`` it is the name of a file."""
+        """Whether a command is given ``--json`` as a flag; for ``bench`` it is the name of a file."""
         command: click.Command | None = self
         for argument in arguments:
             if isinstance(command, click.Group) and not argument.startswith("-"):

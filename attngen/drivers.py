@@ -1,4 +1,4 @@
-"""Which driver a cubin needs, and what that driver is called."""
+"""Oldest drivers of cubins, and their names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OF_CAPABILITY = {89: 11080, 90: 11080, 100: 12080, 120: 12080}
 #: Driver branch that came with a CUDA release. Source: CUDA Toolkit release notes, table of driver versions.
 _BRANCHES = {11000: "r450", 11080: "r520", 12000: "r525", 12080: "r570", 13000: "r580"}
 
-#: How to get the NVRTC whose cubins load on most drivers, and the newest capability that it compiles for.
+#: Command that installs the NVRTC whose cubins load on most drivers, and the newest capability that it compiles for.
 INSTALL_NVRTC_12 = "pip install 'nvidia-cuda-nvrtc-cu12>=12.9,<13'"
 MOST_FOR_NVRTC_12 = 90
 

@@ -1,4 +1,4 @@
-"""One row per dtype: its name in specs, its names in torch, Triton, CUDA and PTX, and what follows from its bytes.
+"""One row per dtype: its name in specs, its names in torch, Triton, CUDA and PTX, and its sizes.
 
 Nothing else in attngen knows how many bytes an element has, or how many of them an MMA, a register or a copy holds.
 """
@@ -42,7 +42,7 @@ class DType:
 
     @property
     def chunk_elements(self) -> int:
-        """Elements of 16 bytes: what wide loads and stores take, what swizzles move, what strides are multiples of."""
+        """Elements of 16 bytes: the unit of wide loads and stores, of swizzles and of strides."""
         return CHUNK_BYTES // self.bytes
 
 
@@ -75,7 +75,7 @@ ALIASES: dict[str, str] = {
 #: Element types of q, k and v that come with scales, and that of the output beside each, unless another is asked for.
 QUANTIZED_DTYPES: dict[str, str] = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
 
-#: What the output of quantized q may be.
+#: Dtypes of the output of quantized q.
 OUT_DTYPES: tuple[str, ...] = ("bf16", "fp16")
 
 #: That of probabilities where v is quantized: they need precision more than range.
@@ -90,7 +90,7 @@ BESIDE_CACHES: tuple[str, ...] = ("bf16", "fp16")
 #: The scales that dequantize q, k and v, as arguments of calls and kernels name them.
 DESCALES = ("q_descale", "k_descale", "v_descale")
 
-#: What stands for the tokens of a page of a cache, whatever their number.
+#: Placeholder for the number of tokens of a cache page.
 PAGE_BLOCK = -1
 
 #: Tokens that share a scale, by the name that specs give it: all of a head, those of a block, each of q and k alone, or

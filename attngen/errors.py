@@ -1,4 +1,4 @@
-"""Every error that attngen raises on purpose. A message names the place, what was found and what is allowed."""
+"""Every error that attngen raises on purpose. A message names the place, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def internal_error(subject: str, error: Exception) -> InternalError:
     )
 
 
-def suggest(found: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> str:
+def suggest(name: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return ``; did you mean 'x'?`` for the nearest allowed name, or the empty string."""
-    nearest = get_close_matches(found, list(allowed), n=1, cutoff=cutoff)
+    nearest = get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
     return f"; did you mean '{nearest[0]}'?" if nearest else ""

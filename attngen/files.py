@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-#: Why nothing more can be written, by the number of the error.
+#: Reason why nothing more can be written, by errno.
 FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: The name of the package in the manifests of kernels that a call compiled.
 PACKAGE = "compiled_on_call"
 
-#: What a process that compiles loads before its first kernel arrives.
+#: Function that loads the compilers in a worker process before its first kernel.
 LOAD = "attngen.tools.build.compiles:load"
 
 
@@ -137,7 +137,7 @@ class _Maker:
                     f"no kernel takes this call: {what}; attngen.jit needs {error.name}, which is not installed: "
                     "pip install 'attngen[build]'"
                 ) from None
-            except Exception as error:  # whatever fails, the call has no kernel, and its error says why
+            except Exception as error:  # whatever fails: the call has no kernel, and its error says why
                 known = error if isinstance(error, AttngenError) else internal_error(what, error)
                 reason = f"attngen.jit cannot build one: {known}"
                 raise NoKernelError(f"no kernel takes this call: {what}; {reason}") from error
@@ -176,7 +176,7 @@ class _Maker:
 
             compiling = []
             for other in reversed(soon):  # a backward takes longer: the forward is planned while it is compiled
-                with suppress(AttngenError):  # told when it is asked for
+                with suppress(AttngenError):  # reported when it is requested
                     compiling.append(begin(other))
             try:
                 kernels, failures = begin(asked).result()
@@ -247,10 +247,10 @@ def _asked(request: Request, capability: int) -> KernelSpec:
     variant = request.call.variant
     lines = "\n".join(line.removeprefix("  ") for line in yaml_lines(request.call, capability, request))
     placeholder = f"schema: 1\npackage: {PACKAGE}\nvariants:\n  {variant.name}: {{mask: true}}\n{lines}\n"
-    found = [
+    kernels = [
         kernel for kernel in expand(load_spec_text(placeholder, "call.yaml")) if kernel.direction == request.direction
     ]
-    return replace(found[0], variant=variant)
+    return replace(kernels[0], variant=variant)
 
 
 def exact(asked: KernelSpec) -> KernelSpec:
@@ -258,10 +258,10 @@ def exact(asked: KernelSpec) -> KernelSpec:
     from attngen.plan import plan
 
     backend = plan(asked).backend
-    for found in (replace(asked, fast_math=False, backend=backend), replace(asked, fast_math=False)):
+    for kernel in (replace(asked, fast_math=False, backend=backend), replace(asked, fast_math=False)):
         with suppress(AttngenError):
-            plan(found)
-            return found
+            plan(kernel)
+            return kernel
     return asked
 
 

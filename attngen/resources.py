@@ -49,7 +49,7 @@ def variants_file() -> Path:
 
 
 def record_file() -> Path:
-    """Return the file of what the tests for GPUs have seen; a checkout or an installation may have none yet."""
+    """The file of recorded GPU test runs; a checkout or an installation may have none yet."""
     return root() / "tests" / "gpu" / "record.json"
 
 

@@ -69,7 +69,7 @@ class PythonVariant(str):
         return text
 
     def mask(self, sizes: Sizes | None = None, /, *, kv_heads: int | None = None, **arguments: Any) -> torch.Tensor:
-        """Return which key each query sees: bools, (batch, heads, queries, keys).
+        """Mask of visible keys: bool, (batch, heads, queries, keys).
 
         ``sizes`` is a number of queries and keys, (queries, keys), or (batch, heads, queries, keys). Batch and heads
         that it leaves out are those of the tensors, else 1; a mask that depends on them needs one or the other. The
@@ -84,7 +84,7 @@ class PythonVariant(str):
         self, sizes: Sizes | None = None, /, *, b: int | None = None, h: int | None = None,
         kv_heads: int | None = None, **arguments: Any,
     ) -> SeenKeys:  # fmt: skip
-        """Return which keys a tile of queries sees: the bands, as formulas, which print as text.
+        """Bands of keys that a tile of queries sees, as formulas that print as text.
 
         With ``sizes`` and arguments as ``mask`` takes them, it also counts visible pairs, and tiles that are full,
         partial and empty, over all sequences and heads, or those of sequence ``b`` and head ``h``. If an argument that
@@ -108,7 +108,7 @@ class PythonVariant(str):
         return picture(self.name, self.mask(sizes, kv_heads=kv_heads, **arguments), b, h)
 
     def _sizes(self, sizes: Sizes | None, arguments: dict[str, Any]) -> Sizes | None:
-        """Return the sizes, also where they were given by name: only a variant's own argument may have that one."""
+        """The sizes, even if they were passed by name: only a variant's own argument may be called ``sizes``."""
         own = {scalar.name for scalar in self.value.scalars} | {tensor.name for tensor in self.value.tensors}
         if sizes is None and "sizes" in arguments and "sizes" not in own:
             return arguments.pop("sizes")
@@ -134,8 +134,8 @@ def variant(
     {"dtype": "int32", "shape": ["h"]}}``; ``dropout`` drops probabilities. Kernels that were built from a spec under
     the same ``name``, with the same definition, serve its calls.
 
-    Raises SpecError, which names the argument and marks the place in an expression. Warns of what is legal and probably
-    not meant, such as a condition that is never true.
+    Raises SpecError, which names the argument and marks the place in an expression. Warns about expressions that
+    are legal but probably mistakes, such as a condition that is never true.
     """
     given = {
         "mask": mask, "score": score, "sink": sink, "let": let, "scalars": scalars, "tensors": tensors,

@@ -1,4 +1,4 @@
-"""``attngen cache``: what the cache holds, whether it is sound, and emptying it."""
+"""``attngen cache``: list the cache, check it, or empty it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``attngen check``: everything that can be known about a spec without compiling it."""
+"""``attngen check``: all checks of a spec that need no compiler."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Report:
-    """What the check of one spec found.
+    """Result of the check of one spec.
 
     ``plans`` are the first choices that no earlier build refused. ``unseen`` of them are in CUDA and were never
-    compiled, so that nobody knows their registers.
+    compiled, so that their registers are unknown.
     """
 
     file: str
@@ -40,7 +40,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on what makes CUDA kernels slower than necessary."""
+        """Remarks on variants that make CUDA kernels slower than necessary."""
         from attngen.lang.divisors import wide_divisions
 
         variants = {plan.variant.name: plan.variant for plan in self.plans if plan.backend == "cuda"}
@@ -152,7 +152,7 @@ def _print(report: Report) -> None:
     click.echo(f"{report.file}: {counted(len(report.plans), 'kernel')}, {verdict}")
 
 
-#: What the table shows; a kernel's name says the rest.
+#: Columns of the table; a kernel's name says the rest.
 _SHOWN = ("name", "variant", "head_dim", "backend", "tile", "stages", "warps", "iteration")
 
 

@@ -1,4 +1,4 @@
-"""``attngen doctor``: what is installed, what can be compiled, what can be run, what was tested."""
+"""``attngen doctor``: checks of the installation, of compilers, of GPUs, and of recorded tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. ``state`` is ok, missing or broken; ``text`` says what was found, or what to do."""
+    """One check. ``state`` is ok, missing or broken; ``text`` is its result, or the remedy."""
 
     part: str
     name: str
@@ -60,7 +60,7 @@ def command(context: click.Context, as_json: bool) -> None:
 
 _MARKS = {"ok": "+", "missing": "-", "broken": "!"}
 
-#: Distribution → what it is for, and how to get it.
+#: Distribution → its purpose, and how to install it.
 _PARTS = {
     "torch": ("calling kernels", "install the build for your CUDA as pytorch.org says"),
     "cuda-bindings": ("running kernels", "comes with torch's CUDA builds"),
@@ -83,8 +83,8 @@ def _installed() -> list[Finding]:
     findings = [Finding("installed", "attngen", "ok", __version__), Finding("installed", "Python", "ok", python)]
     for name, (purpose, remedy) in _PARTS.items():
         version = _version(name)
-        found = ("ok", version) if version else ("missing", f"needed for {purpose}; {remedy}")
-        findings.append(Finding("installed", name, *found))
+        result = ("ok", version) if version else ("missing", f"needed for {purpose}; {remedy}")
+        findings.append(Finding("installed", name, *result))
     return findings
 
 
@@ -112,7 +112,7 @@ def _build() -> list[Finding]:
 def _nvrtc() -> list[Finding]:
     """Compile a tiny kernel by each NVRTC that compiles for some arch.
 
-    Where NVRTC is missing, but the rest of what builds is there, builds of CUDA kernels fail: it counts as broken.
+    If only NVRTC is missing, builds of CUDA kernels fail, so that it counts as broken.
     """
     from attngen.compile.toolchain import Nvrtc, missing, newer_driver_note, nvrtc_for
 
@@ -174,7 +174,7 @@ def _arches() -> list[Finding]:
 
 
 def _wheels() -> list[Finding]:
-    """Look which drivers the kernels of each installed package run on."""
+    """Oldest drivers for the kernels of each installed package."""
     from attngen.runtime.registry.discovery import installed_packages
     from attngen.runtime.registry.shipped import INDEX
 

@@ -83,7 +83,7 @@ def command(
 
 
 def _pairs(items: Sequence[str], option: str, form: str) -> dict[str, str]:
-    """Return what an option gives as name and value."""
+    """Names and values of an option."""
     pairs = {}
     for item in items:
         name, equals, value = item.partition("=")
@@ -125,7 +125,7 @@ def _print_many(explanations: Sequence[PlanExplanation]) -> None:
 
 
 def _print_short(explanation: PlanExplanation) -> None:
-    """Print what a reader asks first: what is computed, the tile and the loop, what is seen, and how long it takes."""
+    """Print the summary: the variant, the tile and the loop, visible keys, and the predicted time."""
     plan = explanation.plan
     click.secho(plan.name, bold=True)
     for label, text in explanation.summary():
@@ -139,10 +139,10 @@ def _print_short(explanation: PlanExplanation) -> None:
     for line in _assumptions(explanation):
         click.echo(f"    {line}")
     times = dict(explanation.predicted)
-    for found in explanation.visits:
-        tiles = f"{found.full} full and {found.partial} partial tiles, {_percent(found)} of their pairs visible"
-        time = f"; predicted {times[found.seqlen]:.1f} µs" if found.seqlen in times else ""
-        click.echo(f"    seqlen {found.seqlen:6d}: {tiles}{time}")
+    for visits in explanation.visits:
+        tiles = f"{visits.full} full and {visits.partial} partial tiles, {_percent(visits)} of their pairs visible"
+        time = f"; predicted {times[visits.seqlen]:.1f} µs" if visits.seqlen in times else ""
+        click.echo(f"    seqlen {visits.seqlen:6d}: {tiles}{time}")
     if times:
         click.echo(f"    predicted: {_call(explanation)}")
 
@@ -153,15 +153,15 @@ def _counted(explanation: PlanExplanation) -> str:
 
 
 def _call(explanation: PlanExplanation) -> str:
-    """Say which call a predicted time is for, and what of it is assumed."""
+    """The call of a predicted time in words, with its assumed values."""
     given = ", ".join(
         f"{name}={value}" for name, value in explanation.scalars.items() if name not in explanation.assumed
     )
     assumed = ", ".join(f"{name}={explanation.scalars[name]}" for name in explanation.assumed)
-    told = "; ".join(part for part in (given, f"{assumed} assumed" if assumed else "") if part)
-    differs = explanation.tensors or any(found.heads > 1 for found in explanation.visits)
+    values = "; ".join(part for part in (given, f"{assumed} assumed" if assumed else "") if part)
+    differs = explanation.tensors or any(visits.heads > 1 for visits in explanation.visits)
     whole = "; keys that only tensors or some heads hide count as seen" if differs else ""
-    return f"one sequence of {HEADS} query heads to {KV_HEADS}{f', {told}' if told else ''}{whole}"
+    return f"one sequence of {HEADS} query heads to {KV_HEADS}{f', {values}' if values else ''}{whole}"
 
 
 def _print(explanation: PlanExplanation) -> None:
@@ -188,19 +188,19 @@ def _print(explanation: PlanExplanation) -> None:
     click.echo(f"  {_counted(explanation)}")
     for line in _assumptions(explanation):
         click.echo(f"    {line}")
-    for found in explanation.visits:
-        tiles, share = f"{found.full} full and {found.partial} partial tiles", _percent(found)
-        if found.skipped:
-            steps = f"{found.steps + found.skipped} steps of consumers, of which they skip {found.skipped}"
-            click.echo(f"    seqlen {found.seqlen:6d}: {tiles}; {steps}; {share} of the pairs of the others visible")
+    for visits in explanation.visits:
+        tiles, share = f"{visits.full} full and {visits.partial} partial tiles", _percent(visits)
+        if visits.skipped:
+            steps = f"{visits.steps + visits.skipped} steps of consumers, of which they skip {visits.skipped}"
+            click.echo(f"    seqlen {visits.seqlen:6d}: {tiles}; {steps}; {share} of the pairs of the others visible")
         else:
-            click.echo(f"    seqlen {found.seqlen:6d}: {tiles}, {share} of their pairs visible")
-        if not found.complete:
-            click.echo(f"                   scaled up from {found.sampled[0]} of {found.sampled[1]} tiles of queries")
+            click.echo(f"    seqlen {visits.seqlen:6d}: {tiles}, {share} of their pairs visible")
+        if not visits.complete:
+            click.echo(f"                   scaled up from {visits.sampled[0]} of {visits.sampled[1]} tiles of queries")
     if explanation.predicted:
         times = ", ".join(f"{us:.1f} µs at {seqlen}" for seqlen, us in explanation.predicted)
         click.echo(f"  predicted time: {times}; {_call(explanation)}")
-    outside = next((found.outside for found in explanation.visits if found.outside), None)
+    outside = next((visits.outside for visits in explanation.visits if visits.outside), None)
     if outside:
         click.echo(f"    {outside}; kernels read 0 there, and so do these figures")
 
@@ -216,19 +216,19 @@ def _assumptions(explanation: PlanExplanation) -> Iterator[str]:
         yield f"the shares depend on these values (seed {explanation.seed}); --tensor NAME=FILE gives real ones"
 
 
-def _print_bands(label: str, found: Sequence[Band], indent: int = 4) -> None:
-    for n, band in enumerate(found):
+def _print_bands(label: str, bands: Sequence[Band], indent: int = 4) -> None:
+    for n, band in enumerate(bands):
         click.echo(f"{' ' * indent}{label if n == 0 else 'or':16s} {band}")
-    if not found:
+    if not bands:
         click.echo(f"{' ' * indent}{label:16s} no key for certain")
 
 
 def _efficiency(explanation: PlanExplanation) -> list[list[object]]:
-    return [[found.seqlen, found.full, found.partial, _percent(found)] for found in explanation.visits]
+    return [[visits.seqlen, visits.full, visits.partial, _percent(visits)] for visits in explanation.visits]
 
 
-def _percent(found: Visits) -> str:
-    return f"{100 * found.efficiency:.1f} %"
+def _percent(visits: Visits) -> str:
+    return f"{100 * visits.efficiency:.1f} %"
 
 
 def _predicted(explanation: PlanExplanation) -> str:
@@ -236,7 +236,7 @@ def _predicted(explanation: PlanExplanation) -> str:
 
 
 def _floor(explanation: PlanExplanation) -> list[object]:
-    """Return clocks of a step of the block, and what takes them."""
+    """Clocks of a step of the block, and the resource that takes them."""
     floor = explanation.schedule.floor
     if floor is None:
         return ["", ""]

@@ -1,4 +1,4 @@
-"""``attngen list``: what is built or installed, kernel by kernel, and what each variant is built for."""
+"""``attngen list``: built and installed kernels, and the coverage of each variant."""
 
 from __future__ import annotations
 

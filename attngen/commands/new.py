@@ -28,7 +28,7 @@ kernels:                         # a list in a field makes one kernel for each o
     # pipeline: {{stages: 2}}
 """
 
-#: What expressions may say, above the variant that they are part of.
+#: Notes on expressions, above the variant.
 _NOTES = """\
   # mask: true where query q sees key kv. q_pos is q counted so that the last query is at the last key.
   # score: the logit, from s. Names: b h hk q kv q_pos seqlen_q seqlen_k heads kv_heads, and those declared.
@@ -71,9 +71,9 @@ def _copy_of(preset: str, name: str) -> str:
     declared_preset(preset)  # refuses an unknown name, with the nearest preset
     text = (resources.specs_dir() / "presets" / f"{preset}.yaml").read_text(encoding="utf-8")
     comment = "".join(f"  {line}\n" for line in re.match(r"(#.*\n)*", text)[0].splitlines())  # type: ignore[index]
-    section = re.search(rf"^variants:\n  {preset}:\n((?:    .*\n|\n)*)", text, re.MULTILINE)
-    assert section is not None, f"{preset}.yaml does not declare its variant as the other presets do"
-    return f"{comment}  {name}:\n{section[1].rstrip()}\n"
+    declared = re.search(rf"^variants:\n  {preset}:\n((?:    .*\n|\n)*)", text, re.MULTILINE)
+    assert declared is not None, f"{preset}.yaml does not declare its variant as the other presets do"
+    return f"{comment}  {name}:\n{declared[1].rstrip()}\n"
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for machines."""
+"""Output of commands: tables for people, JSON for machines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, tit
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in cells:
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
-    # a pipe has no width to fit: nothing may be folded there
+    # a pipe has no width: no line may be folded
     Console(width=None if sys.stdout.isatty() else 1000).print(table)
 
 

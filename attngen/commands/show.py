@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 @click.option("--json", "form", flag_value="json", help="The whole manifest.")
 def command(kernel: str, form: str | None) -> None:
     """Show a kernel. KERNEL is its name, PACKAGE/NAME, or a part of the name that only one has."""
-    found = find_kernel(kernel)
-    folder = Path(found.origin)
+    built = find_kernel(kernel)
+    folder = Path(built.origin)
     if form is None:
-        print_table(("", ""), facts(found.manifest, folder))
+        print_table(("", ""), facts(built.manifest, folder))
     elif form == "json":
-        print_json(found.manifest)
+        print_json(built.manifest)
     elif form == "source":
         click.echo(_source(folder), nl=False)
     elif form == "sass":
         click.echo(_machine_code(folder), nl=False)
-    elif found.backend == "cuda":
+    elif built.backend == "cuda":
         raise CallError(
-            f"{found.full_name} has no {_LABELS[form]}: CUDA kernels are compiled to machine code directly; "
+            f"{built.full_name} has no {_LABELS[form]}: CUDA kernels are compiled to machine code directly; "
             "--sass shows that, and --source what it was compiled from"
         )
     else:
@@ -55,14 +55,14 @@ def find_kernel(name: str) -> Kernel:
     """Return the one kernel that a name means; CallError if there is none or more than one."""
     kernels = _kernels()
     exact = [full for full in kernels if name in (full, full.partition("/")[2])]
-    found = exact or [full for full in kernels if name in full]
-    if len(found) == 1:
-        return kernels[found[0]]
-    if not found:
+    matches = exact or [full for full in kernels if name in full]
+    if len(matches) == 1:
+        return kernels[matches[0]]
+    if not matches:
         short = [full.partition("/")[2] for full in kernels]
         raise CallError(f"no kernel '{name}' is built{suggest(name, short)}; 'attngen list' shows what is")
-    shown = "\n  ".join(found[:20]) + ("\n  …" if len(found) > 20 else "")
-    raise CallError(f"{len(found)} kernels have '{name}' in their names; name one of\n  {shown}")
+    shown = "\n  ".join(matches[:20]) + ("\n  …" if len(matches) > 20 else "")
+    raise CallError(f"{len(matches)} kernels have '{name}' in their names; name one of\n  {shown}")
 
 
 def _kernels() -> dict[str, Kernel]:
@@ -77,7 +77,7 @@ def _kernels() -> dict[str, Kernel]:
 
 
 def facts(manifest: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
-    """Return what a reader wants to know first about a kernel, as label and value."""
+    """The main facts about a kernel, as labels and values."""
     variant, resources = manifest["variant"], manifest["resources"]
     score = variant.get("score_text") or variant.get("score") or "s"
     return [
@@ -99,7 +99,7 @@ def facts(manifest: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
 
 
 def _compiled(resources: Mapping[str, Any]) -> str:
-    """Return how long the compile took; packages leave it out, so that each build of one gives the same bytes."""
+    """Duration of the compile, in words; packages leave it out, so that each build of one gives the same bytes."""
     return f", compiled in {resources['compile_seconds']} s" if "compile_seconds" in resources else ""
 
 
@@ -114,7 +114,7 @@ def _source(folder: Path) -> str:
 
 
 def _machine_code(folder: Path) -> str:
-    """Return the machine code of all cubins of a kernel: its own, and those of its classifier or its other parts."""
+    """Return the machine code of all cubins of a kernel: its own, and those of its other launches."""
     from attngen.compile.inspect import disassemble
 
     cubins = sorted(folder.glob("*.cubin"), key=lambda path: (path.name != CUBIN, path.name))

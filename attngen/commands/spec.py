@@ -146,13 +146,13 @@ def _imported(place: str) -> object:
         )
     sys.path.insert(0, "")
     try:
-        found: object = import_module(module)
+        value: object = import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         raise SpecError(f"--from-flex {place}: {error}") from error
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise SpecError(f"--from-flex {place}: importing {module} raises {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove("")
-    return found
+    return value

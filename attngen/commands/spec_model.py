@@ -16,13 +16,13 @@ from attngen.schema import expand, load_spec_text, preset_names
 from attngen.schema.expand import KernelSpec
 from attngen.schema.writing import declaration, spec_text
 
-#: What kernels for servers (pages, and keys that blocks share) are built for.
+#: Arch and dtypes of kernels for servers (pages, and split-KV).
 _SERVED_ARCH, _SERVED_DTYPES = "sm90a", ("bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a spec for a model is to serve besides its forward."""
+    """Uses of a spec for a model besides its forward."""
 
     arches: tuple[str, ...]
     training: bool = False
@@ -85,7 +85,7 @@ class Made:
 
 
 def model_spec(asking: Sequence[Asking], wish: Wish, *, package: str, source: str, max_size: int | None = None) -> Made:
-    """Return the spec that serves a model; ``asking`` is what the model asks for in each dtype.
+    """Return the spec that serves a model; ``asking`` has the model's requests in each dtype.
 
     A wheel of it takes at most ``max_size`` bytes, by estimate: kernels whose calls other kernels take, too, are left
     out until it does, those of the fewest layers first. Raises PackageError if that is not enough, and SpecError if no
@@ -95,11 +95,11 @@ def model_spec(asking: Sequence[Asking], wish: Wish, *, package: str, source: st
     remarks = list(dict.fromkeys(gap for each in asking for gap in each.gaps))
     entries: list[Entry] = []
     for entry in _entries(asking, wish):
-        found = _planned(entry, wish)
-        if isinstance(found, Entry):
-            entries.append(found)
+        planned = _planned(entry, wish)
+        if isinstance(planned, Entry):
+            entries.append(planned)
         else:
-            remarks.append(f"left out, since no kernel can be built: {entry}: {found}")
+            remarks.append(f"left out, since no kernel can be built: {entry}: {planned}")
     if not entries:
         raise SpecError(f"--model: {remarks[-1]}")
     if max_size is not None:
@@ -126,10 +126,10 @@ def _check(asking: Sequence[Asking], wish: Wish) -> None:
 
 def _entries(asking: Sequence[Asking], wish: Wish) -> list[Entry]:
     """Return an entry for each variant that is the most specific one of a request."""
-    found: dict[Entry, list[tuple[Request, Use]]] = {}
+    uses_by_entry: dict[Entry, list[tuple[Request, Use]]] = {}
     for request, use in (pair for each in asking for pair in each.requests.items()):
         form = (request.head_dim_qk, request.head_dim_v, request.dtype, request.layout)
-        found.setdefault(Entry(request.variants[0], *form), []).append((request, use))
+        uses_by_entry.setdefault(Entry(request.variants[0], *form), []).append((request, use))
     layouts = ("dense", "varlen", "paged")
     return sorted(
         (
@@ -141,7 +141,7 @@ def _entries(asking: Sequence[Asking], wish: Wish) -> list[Entry]:
                 and any(use.grouped and (entry.layout == "paged" or use.steps) for _, use in uses),
                 uses=tuple(uses),
             )
-            for entry, uses in found.items()
+            for entry, uses in uses_by_entry.items()
         ),
         key=lambda entry: layouts.index(entry.layout),
     )
@@ -211,9 +211,9 @@ def _text(entries: Sequence[Entry], wish: Wish, package: str, head: str, layers:
     """Return a spec, with a line above each entry that says who uses it. Entries that differ in dtype alone are one."""
     rows: dict[str, tuple[str, dict[str, Any]]] = {}
     for entry in entries:
-        comment, told = _comment(entry, layers), entry.fields()
-        _, row = rows.setdefault(f"{comment} {told | {'dtype': None}}", (comment, {**told, "dtype": []}))
-        row["dtype"].append(told["dtype"])
+        comment, fields = _comment(entry, layers), entry.fields()
+        _, row = rows.setdefault(f"{comment} {fields | {'dtype': None}}", (comment, {**fields, "dtype": []}))
+        row["dtype"].append(fields["dtype"])
     for _, row in rows.values():
         row["dtype"] = row["dtype"][0] if len(row["dtype"]) == 1 else row["dtype"]
     comments, kernels = zip(*rows.values(), strict=True)
@@ -221,13 +221,13 @@ def _text(entries: Sequence[Entry], wish: Wish, package: str, head: str, layers:
 
 
 def _declarations(entries: Iterable[Entry]) -> dict[str, Mapping[str, Any]]:
-    """Return what a spec declares: the variants that are not presets."""
+    """Declarations of a spec: the variants that are not presets."""
     names = dict.fromkeys(entry.variant for entry in entries)
     return {name: declaration(catalogue.variant(name)) for name in names if name not in preset_names()}
 
 
 def _comment(entry: Entry, layers: Iterable[str]) -> str:
-    """Return which layers use an entry, and when, if not always."""
+    """The layers that use an entry, in words, and when, if not always."""
     counts: Mapping[str, int] = _counts(entry.layers)
     totals = _counts(layers)
     parts = []
@@ -240,7 +240,7 @@ def _comment(entry: Entry, layers: Iterable[str]) -> str:
 
 
 def _counts(layers: Iterable[str]) -> dict[str, int]:
-    """Return how many layers there are of each kind: those whose names differ in the first number alone."""
+    """Number of layers of each kind: those whose names differ only in the first number."""
     counts: dict[str, int] = {}
     for layer in layers:
         pattern = sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer, count=1)

@@ -1,1 +1,1 @@
-"""Wheels of compiled kernels: what is in them, the project that they are built from, and the hook of its builder."""
+"""Wheels of compiled kernels: their contents, the project that they are built from, and the hook of its builder."""

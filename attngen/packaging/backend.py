@@ -28,7 +28,7 @@ def build_sdist(sdist_directory: str, config_settings: _Settings = None) -> str:
 
 
 def get_requires_for_build_editable(config_settings: _Settings = None) -> list[str]:
-    """Return what hatchling needs for an editable installation, beyond what a wheel needs."""
+    """Requirements of hatchling for an editable installation, beyond those for a wheel."""
     return ["editables"]
 
 

@@ -31,7 +31,7 @@ _FULL_ERRORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The files of a package's module by their path in it, with what they were made from."""
+    """The files of a package's module by their path in it, with their sources."""
 
     module: str
     files: Mapping[str, bytes]
@@ -86,7 +86,7 @@ def contents_of(
 def view_of(
     spec: Spec, kernels: Sequence[Prepared], version: str, manifests: Sequence[Mapping[str, Any]] = ()
 ) -> PackageView:
-    """Return what the texts of a package say about it; without manifests, before anything is compiled."""
+    """Values for the texts of a package; without manifests, before anything is compiled."""
     variants = {
         kernel.plan.variant.name: kernel.plan.variant for kernel in kernels if kernel.plan.direction not in HELPERS
     }
@@ -120,9 +120,9 @@ def _kernel_files(kernel: BuiltKernel, manifest: Mapping[str, Any], store: Store
 
 
 def _lasting(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest without what differs between two compiles of one kernel.
+    """The part of a manifest that is the same in every compile of a kernel.
 
-    That includes the hash of the compiler's files: its wheels for two versions of Python compile a source alike.
+    It leaves out the hash of the compiler's files, too: its wheels for two versions of Python compile a source alike.
     """
     resources = {name: value for name, value in manifest["resources"].items() if name not in _PASSING}
     return {**manifest, "resources": resources, "toolchain": compilers_of([manifest])}

@@ -33,7 +33,7 @@ def generator_files() -> dict[str, bytes]:
 
 
 def requirements() -> list[str]:
-    """Return what the generator itself needs, sorted: third-party distributions only.
+    """Third-party distributions that the generator needs, sorted.
 
     Raises PackageError if attngen is not installed, since only its metadata lists them.
     """

@@ -55,7 +55,7 @@ def project_contents(
 
 
 def _clash(root: Path, module: str, taken: dict[str, str]) -> str | None:
-    """Return who else has the name of a module, or None."""
+    """The other owner of a module's name, in words, or None."""
     if module in taken:
         return f"as that of {taken[module]}"
     for folder in (root, root / "src"):

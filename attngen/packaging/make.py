@@ -28,7 +28,7 @@ from attngen.tools.build.pipeline import Observer
 class Made:
     """The files that were made. ``sizes`` and ``drivers``, the oldest by arch, are those of the wheel, if there is one.
 
-    ``note`` says where another compiler would make kernels for older drivers.
+    ``note`` says if another compiler would make kernels for older drivers.
     """
 
     package: str

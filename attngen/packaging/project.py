@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the one who packages decides: version, architectures, platform tags, a licence of their own, and files of
-    measured choices for kernels."""
+    """Choices of the packager: version, architectures, platform tags, a licence, and files of measured choices for
+    kernels."""
 
     version: str = "0.1.0"
     arches: tuple[str, ...] = ()
@@ -35,8 +35,8 @@ def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[s
     """Return the files of a project whose wheel is the package of a spec. Nothing is compiled.
 
     ``generator``: the project carries attngen itself, with which other machines build it. Raises SettingError for a
-    version that is none, a licence that cannot be read, and if it is not known what the generator needs, and SpecError
-    for a wrong file of choices.
+    version that is none, a licence that cannot be read, and if the requirements of the generator are unknown, and
+    SpecError for a wrong file of choices.
     """
     folder = PurePosixPath(spec.name).parent
     spec = replace(spec, name=(folder / Path(spec.file).name).as_posix())  # a link may have a name of its own
@@ -71,12 +71,12 @@ def _tuned_files(paths: Sequence[Path]) -> Mapping[str, bytes]:
     """Return files of choices by their paths in the project. Raises SettingError if two of them have one name."""
     from attngen.schema.tuned import load_tuned
 
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     for path in paths:
         tuned = load_tuned(path)
-        if found.setdefault(f"tuned/{path.name}", tuned.content) != tuned.content:
+        if files.setdefault(f"tuned/{path.name}", tuned.content) != tuned.content:
             raise SettingError(f"two files of choices are named {path.name!r}; give one of them another name")
-    return found
+    return files
 
 
 def _toml(values: object) -> str:

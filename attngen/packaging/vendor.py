@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import attngen
 from attngen.formats import VERSION
 
-#: What a package's own ``__init__`` imports; the rest follows from what these import.
+#: Modules that a package's own ``__init__`` imports; their imports add the rest.
 ROOTS = (
     "errors", "runtime.arguments.debug", "runtime.calls.append", "runtime.calls.dispatch", "runtime.calls.entry",
     "runtime.calls.merge", "runtime.calls.quantize", "runtime.launch.tile_map", "runtime.registry.lookup",
@@ -39,7 +39,7 @@ def runtime_files() -> dict[str, bytes]:
         module = waiting.pop()
         if module not in modules:
             modules.add(module)
-            waiting += [found for found, _ in _imports(module) if found not in LEFT_OUT]
+            waiting += [imported for imported, _ in _imports(module) if imported not in LEFT_OUT]
     strays = sorted(module for module in modules if module.split(".")[0] not in COPIED)
     assert not strays, f"the runtime imports what a package must not need: {', '.join(strays)}"
     files = {f"{module.replace('.', '/')}.py": _relative(module).encode() for module in modules}
@@ -77,7 +77,7 @@ def _relative(module: str) -> str:
 
 
 def _dotted(module: str, target: str) -> str:
-    """Return how a module names a target, ``attngen.a.b``, relative to itself."""
+    """The relative name by which a module imports a target, ``attngen.a.b``."""
     here, there = module.split(".")[:-1], target.split(".")[1:]
     shared = 0
     while shared < min(len(here), len(there)) and here[shared] == there[shared]:

@@ -1,4 +1,4 @@
-"""What the texts of a package are filled from: its name, its variants and how they are called, its compilers."""
+"""Values for the texts of a package: its name, its variants and their calls, its compilers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _PYTHON_TYPES = {"int32": "int", "int64": "int", "fp32": "float", "bool": "bool"
 #: Distribution that a manifest names as its compiler → its common name.
 _COMPILERS = {"triton": "Triton", **dict.fromkeys((*NVRTC_WHEELS, NVRTC_ELSEWHERE), "NVRTC")}
 
-#: How the line of a README begins that names the oldest drivers. They are written when the kernels are compiled.
+#: Beginning of the README's line that names the oldest drivers. It is written when the kernels are compiled.
 DRIVER_LINE = "NVIDIA driver: "
 
 
 @dataclass(frozen=True, slots=True)
 class VariantView:
-    """How stubs and tables show a variant."""
+    """A variant as stubs and tables show it."""
 
     name: str
     arguments: tuple[str, ...]  # as a stub declares them
@@ -59,7 +59,7 @@ def _declared(scalar: Scalar) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PackageView:
-    """What the texts of a package say about it. ``spec`` is the spec's file, never absolute."""
+    """Values for the texts of a package. ``spec`` is the spec's file, never absolute."""
 
     module: str
     version: str
@@ -83,16 +83,16 @@ class PackageView:
 
 def compilers_of(manifests: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the version of each compiler that made the kernels, by the name of its distribution, sorted."""
-    found = {name: text for m in manifests for name, text in m.get("toolchain", {}).items() if name in _COMPILERS}
-    return {name: str(found[name]) for name in sorted(found)}
+    versions = {name: text for m in manifests for name, text in m.get("toolchain", {}).items() if name in _COMPILERS}
+    return {name: str(versions[name]) for name in sorted(versions)}
 
 
 def drivers_of(manifests: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the oldest driver on which all kernels for an arch run, by arch."""
-    found: dict[str, int] = {}
+    oldest: dict[str, int] = {}
     for manifest in manifests:
-        found[manifest["arch"]] = max(found.get(manifest["arch"], 0), manifest.get("min_driver") or 0)
-    return found
+        oldest[manifest["arch"]] = max(oldest.get(manifest["arch"], 0), manifest.get("min_driver") or 0)
+    return oldest
 
 
 def drivers_text(drivers: Mapping[str, int]) -> str:
@@ -105,7 +105,7 @@ def drivers_text(drivers: Mapping[str, int]) -> str:
 
 
 def compiler_lines(compilers: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what the notice says about the kernels' origin, one line for each compiler."""
+    """Lines of the notice about the kernels' origin, one for each compiler."""
     return tuple(
         f"sources that attngen rendered from the spec, and what {_COMPILERS[name]} {version} ({name}) made of them"
         for name, version in compilers.items()

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: found by a hash of all that went into them, safe with many processes and crashes.
+"""Compiled kernels on disk, under a hash of all their inputs, safe with many processes and crashes.
 
 Importing this package imports only what reading an entry needs: no compiler, no locks, no platform lookup.
 """

@@ -18,7 +18,7 @@ CHECKSUMS = "SHA256SUMS"
 
 
 class DamagedEntryError(Exception):
-    """An entry whose files are not those that were written; the message says which and how."""
+    """An entry whose files differ from those that were written; the message names the file and the fault."""
 
 
 def files_of(artifact: Artifact) -> dict[str, bytes]:
@@ -58,7 +58,7 @@ def read_file(folder: Path, name: str, checksums: dict[str, str]) -> bytes:
 
 
 def read_entry(folder: Path) -> Artifact:
-    """Return what is needed to run the kernel of a folder (no texts), or raise DamagedEntryError."""
+    """The artifact of a folder, without texts: all that is needed to run its kernel. Raises DamagedEntryError."""
     checksums = read_checksums(folder)
     try:
         manifest = json.loads(read_file(folder, MANIFEST, checksums))

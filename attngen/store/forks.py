@@ -1,4 +1,4 @@
-"""A fork server: worker processes that start in milliseconds, as forks of one that has loaded what jobs need.
+"""A fork server: worker processes that start in milliseconds, as forks of a process that has imported everything.
 
 A worker that starts by itself spends longer on imports than many a kernel takes to compile, and as many page faults;
 with a worker for each of 64 cores that is most of a build. The server is a plain subprocess with one thread, whatever
@@ -57,7 +57,7 @@ class Fork:
                 code = self._read()
             except BlockingIOError:
                 raise
-            except OSError:  # the server was killed, and nobody else can tell
+            except OSError:  # the server was killed, so the exit code is lost
                 code = -signal.SIGKILL
             self.returncode = code
         return self.returncode
@@ -69,19 +69,19 @@ class Fork:
                 os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close what leads to the process, and wait for its end."""
+        """Close the streams to the process, and wait for its end."""
         for stream in (self.stdin, self.stdout):
-            with suppress(BrokenPipeError):  # nobody reads what was still to be written
+            with suppress(BrokenPipeError):  # nobody reads the remaining output
                 stream.close()
         self.wait()
         self._status.close()
 
     def _read(self) -> int:
         """Read a number, which comes whole."""
-        found = self._status.recv(_NUMBER)
-        if len(found) < _NUMBER:
+        data = self._status.recv(_NUMBER)
+        if len(data) < _NUMBER:
             raise OSError("the process that forks workers has ended")
-        return int.from_bytes(found, "little", signed=True)
+        return int.from_bytes(data, "little", signed=True)
 
 
 class ForkServer:
@@ -92,7 +92,7 @@ class ForkServer:
     ) -> None:
         self._channel, theirs = socket.socketpair()
         with theirs:
-            # the same interpreter and search path as here, whatever that came from
+            # the same interpreter and search path as here
             code = f"import sys; sys.path[:] = {sys.path!r}; from attngen.store.forks import serve; serve({load!r})"
             command = [sys.executable, "-c", code]
             self._process = popen(command, stdin=theirs.fileno(), stdout=log, stderr=log, env=environment)
@@ -116,7 +116,7 @@ class ForkServer:
         return Fork(os.fdopen(write, "wb"), os.fdopen(answers, "rb"), status)
 
     def close(self) -> None:
-        """End the server; its workers end by themselves when nothing leads to them."""
+        """End the server; its workers end by themselves when their streams close."""
         self._channel.close()
         self._process.kill()  # a fork of the caller may hold the channel too, which then never ends
         self._process.wait()
@@ -136,7 +136,7 @@ def serve(load: str | None) -> None:
         with suppress(Exception):
             getattr(importlib.import_module(module), name)()
     gc.collect()
-    gc.freeze()  # a collection in a fork would write to all pages that it shares
+    gc.freeze()  # a garbage collection in a fork would copy all pages that it shares
     wake, woken = socket.socketpair()
     for end in (wake, woken):
         end.setblocking(False)

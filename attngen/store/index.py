@@ -1,4 +1,4 @@
-"""What each package holds: one small JSON file for each, written by its last build, read by lookups."""
+"""The kernels of each package: one small JSON file for each package, written by its last build, read by lookups."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a job, by its position: a value or an error, and the warnings on the way."""
+    """Result of a job, by its position: a value or an error, and the warnings that it gave."""
 
     index: int
     value: Any = None
@@ -62,7 +62,7 @@ class _Worker:
 
 @dataclass
 class Workers:
-    """Processes for jobs: those that wait for one, and those that have one.
+    """Worker processes: the idle ones, and those that run a job.
 
     They are forks of one that calls ``load`` ("module:name") first; if that fails, it is no error.
     """
@@ -88,7 +88,7 @@ class Workers:
                 self._server = self._start()
             try:
                 process = self._server.fork(log)
-            except OSError:  # it was killed, for lack of memory maybe
+            except OSError:  # it was killed, perhaps for lack of memory
                 self._server.close()
                 self._server = self._start()
                 process = self._server.fork(log)
@@ -142,9 +142,9 @@ def run_jobs(
 ) -> Iterator[Result]:
     """Yield the result of each job as it finishes, with at most ``workers`` at once.
 
-    ``jobs`` may grow meanwhile: what is appended has its turn after those before it.
-    A job that returns None asks to be called again later, when every other job has had its turn; its last argument
-    is then True (False the first time). It is how a kernel that another process builds is left for the end.
+    ``jobs`` may grow meanwhile; appended jobs run after those before them.
+    A job that returns None asks to be called again after all other jobs; its last argument is then True (False the
+    first time). So a kernel that another process builds is left for the end.
     A worker that dies, or takes longer than ``timeout`` seconds, fails its job alone. Workers end with the iteration,
     but for those of ``shared``, which wait for the next one.
     """
@@ -193,14 +193,14 @@ class _Pool:
     def start(self, index: int, last: bool) -> _Worker:
         try:
             worker = self.workers.idle.pop()
-        except IndexError:  # none waits, or another thread took the last one
+        except IndexError:  # none is idle, or another thread took the last one
             worker = self.workers.spawn()
         job = self.jobs[index]
         worker.index, worker.started = index, time.monotonic()
         worker.log_start = os.fstat(worker.log.fileno()).st_size
         self.busy[_answers(worker)] = worker
         self.workers.busy.append(worker)
-        with suppress(BrokenPipeError):  # it has died: reading its answer finds out why
+        with suppress(BrokenPipeError):  # it has died: reading its answer tells why
             write_request(worker.process.stdin, (job.function, (*job.arguments, last)))
         return worker
 
@@ -234,7 +234,7 @@ class _Pool:
         return Result(worker.index, error=value, warnings=warnings)
 
     def dead(self, worker: _Worker) -> CompileError:
-        """Return why a worker gave no answer."""
+        """Error of a worker that gave no answer."""
         late = time.monotonic() - worker.started >= self.timeout
         code = worker.process.wait()
         reason = f"exited with {code}"
@@ -244,7 +244,7 @@ class _Pool:
             reason = f"died of {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 reason += ", probably for lack of memory; fewer --jobs need less"
-        # a compiler that crashes may still compile another plan; of one that was stopped nothing is known
+        # a compiler that crashed may still compile another plan; a timeout says nothing about that
         crashed = code < 0 and code != -signal.SIGKILL
         kind = CrashError if crashed else CompileError
         error = kind(f"{self.jobs[worker.index].label}: its compiler process {reason}{_said(worker)}")

@@ -1,4 +1,4 @@
-"""The cache key: a hash of everything that a compile reads, taken as a whole, so that nothing can be forgotten."""
+"""The cache key: a hash of everything that a compile reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def digest(value: Any) -> str:
 
 @cache
 def compile_digest() -> str:
-    """Return a hash over the sources of ``attngen.compile``: how a compiler is called counts as much as which one."""
+    """Return a hash over the sources of ``attngen.compile``: the options of a compiler matter as much as its
+    version."""
     import attngen.compile
 
     folder = Path(attngen.compile.__file__).parent

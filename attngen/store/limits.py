@@ -1,4 +1,4 @@
-"""How many compiles may run at once on this machine, or in this container."""
+"""The number of compiles that may run at once on this machine, or in this container."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def available_cores() -> int:
 
 
 def available_bytes() -> int | None:
-    """Return how many bytes can be allocated without swapping, or None where the system does not say."""
-    found = []
+    """Bytes that can be allocated without swapping, or None where the system does not say."""
+    limits = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                found.append(1024 * int(line.split()[1]))
+                limits.append(1024 * int(line.split()[1]))
     except OSError:
         pass
     limit, used = _words(_CGROUP / "memory.max"), _words(_CGROUP / "memory.current")
     if limit and used and limit[0] != "max":
-        found.append(max(0, int(limit[0]) - int(used[0])))
-    return min(found, default=None)
+        limits.append(max(0, int(limit[0]) - int(used[0])))
+    return min(limits, default=None)
 
 
 def job_limit(requested: int | None = None) -> int:
-    """Return how many jobs to run at once: as many as requested, or as there are cores, if memory suffices for them."""
+    """Number of jobs to run at once: as requested, or one per core, as far as memory suffices."""
     jobs = requested if requested is not None else available_cores()
     memory = available_bytes()
     if memory is not None:

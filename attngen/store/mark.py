@@ -43,7 +43,7 @@ _TAG_NAMES = re.compile(rf"{re.escape(TAG)}(?:-{_HEX12})?")
 
 
 def is_marked(root: Path) -> bool:
-    """Return whether a folder carries our mark. OSError if the mark cannot be read."""
+    """Whether a folder carries our mark. OSError if the mark cannot be read."""
     path = root / TAG
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):

@@ -1,4 +1,4 @@
-"""The proof that a build has nothing to do, found without loading a spec, a template or a compiler.
+"""The proof that a build has nothing to do, checked without loading a spec, a template or a compiler.
 
 A receipt remembers the content of all that a build read: the spec's files, the generator itself (templates,
 presets and Python sources), the versions of what it calls. If none of it changed, neither did the kernels.
@@ -31,7 +31,7 @@ _RENDERERS = ("jinja2", "pydantic", "PyYAML")
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a build read, and what it made: the package and, in order, the name and key of each kernel."""
+    """Inputs and results of a build: the package and, in order, the name and key of each kernel."""
 
     inputs: Mapping[str, str]
     generator: str

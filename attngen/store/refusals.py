@@ -22,7 +22,7 @@ FOLDER = "refusals"
 
 
 def read_refusal(store: Store, key: str) -> Refused | None:
-    """Return why the kernel of a key was refused, or None if it was not."""
+    """Reason why the kernel of a key was refused, or None if it was not."""
     try:
         fields = json.loads(read_regular(store.root / FOLDER / f"{key}.json"))
     except (OSError, ValueError, RecursionError):

@@ -17,7 +17,7 @@ SECONDS = 20.0
 
 
 class SpareWorkers:
-    """Processes for jobs that come now and then. They end after a while without one, and with this process."""
+    """Processes for occasional jobs. They end after a while without one, and with this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of what the timer touches, too

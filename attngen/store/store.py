@@ -61,7 +61,7 @@ class StoreWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """An entry that is not what was written, and why."""
+    """An entry that differs from what was written, and the reason."""
 
     key: str
     reason: str
@@ -125,13 +125,13 @@ class Store:
 
     def verify(self) -> list[Damage]:
         """Check every file of every entry against its checksum and return what is damaged."""
-        found = []
+        damages = []
         for key in self.all_keys():
             try:
                 verify_entry(self.path(key))
             except (DamagedEntryError, ValueError) as damage:
-                found.append(Damage(key, str(damage)))
-        return found
+                damages.append(Damage(key, str(damage)))
+        return damages
 
     def put(self, key: str, artifact: Artifact) -> None:
         """Keep a kernel under its key, replacing any other entry there. The caller holds ``locked(key)``.

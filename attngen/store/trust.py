@@ -1,4 +1,4 @@
-"""Whose kernels may run: those in a folder that only this user and root can write to, as ssh requires for its keys."""
+"""Trust in cached kernels: only those in folders that nobody but this user and root can write to, as ssh requires."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from attngen.store.mark import FOLDERS
 
 
 def distrust(root: Path) -> str | None:
-    """Return why kernels of a cache must not be run, and what to do about it; None for a sound or an absent folder.
+    """Reason why kernels of a cache must not run, and a remedy; None for a sound or an absent folder.
 
     The folder (symbolic links to it are followed) and its subfolders must belong to this user or to root, and neither
     group nor others may write to them. Root accepts any owner: what is mounted into a container is not root's.
     """
     for path in (root, *(root / name for name in FOLDERS)):
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except OSError:
             continue  # it is not there, or cannot be read either
         user = os.geteuid()
-        if user != 0 and found.st_uid not in (0, user):
+        if user != 0 and status.st_uid not in (0, user):
             return (
-                f"the cache {root} is not used: {path} belongs to another user (uid {found.st_uid}), whose kernels "
+                f"the cache {root} is not used: {path} belongs to another user (uid {status.st_uid}), whose kernels "
                 "would run as you; set ATTNGEN_CACHE to a folder of your own"
             )
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return (
                 f"the cache {root} is not used: users other than its owner may write to {path} "
-                f"(mode {stat.S_IMODE(found.st_mode):04o}), and what they put there would run as you; run "
+                f"(mode {stat.S_IMODE(status.st_mode):04o}), and what they put there would run as you; run "
                 f"'chmod -R go-w {shlex.quote(str(root))}', or set ATTNGEN_CACHE to a folder of your own"
             )
     return None

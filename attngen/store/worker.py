@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _full(error: BaseException) -> DiskFullError | None:
-    """The error of a job that found no room for its temporary files, or None.
+    """The error of a job that had no room for its temporary files, or None.
 
     Otherwise a compiler that cannot write would count as one that refuses the plan, and a slower plan would follow.
     """
@@ -93,12 +93,12 @@ def _full(error: BaseException) -> DiskFullError | None:
 
 def _named(function: str) -> Callable[..., Any]:
     module, _, name = function.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+    value: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return value
 
 
 def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[bool, Any, list[str]]:
-    """Return whether the job succeeded, its value or its error, and the warnings that it gave."""
+    """(success, value or error, warnings) of a job."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
