@@ -74,7 +74,7 @@ def _after(planned: Plan, refused: Sequence[Refused]) -> Plan:
 
 
 def _others(spec: KernelSpec, first: Plan) -> Iterator[Plan]:
-    """Yield what else can be chosen where the spec leaves it open: of the first plan's backend, then of slower ones."""
+    """Yield the other choices where the spec leaves them open: of the first plan's backend, then of slower ones."""
     spec = replace(spec, variant=fold_conditions(spec.variant))
     offered = backends(ARCHES[spec.arch], spec.direction)
     start = offered.index(first.backend)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,15 +32,6 @@ PLAIN = {
     "mean squared error or RMSE", "not a …",
 }  # fmt: skip
 
-#: Folders of code whose names and docstrings follow the rules below; each one that comes to follow them joins.
-CODE = (
-    "attngen/lang", "attngen/schema", "tests/commands", "tests/compile", "tests/docs", "tests/fuzz", "tests/gpu",
-    "tests/interpreter", "tests/lang", "tests/outside", "tests/packaging", "tests/parallel", "tests/plan",
-    "tests/render", "tests/runtime", "tests/schema", "tests/store",
-)  # fmt: skip
-#: A docstring says the thing itself.
-ROUNDABOUT = re.compile(r"(Return|Yield)s? (what|how|which|whether|where|when|who)\b")
-
 
 def texts() -> Iterator[tuple[Path, str]]:
     """Yield sources, templates and pages; the notebook tells of earlier kernels in the words of their time."""
@@ -69,36 +59,3 @@ def test_terms_are_defined() -> None:
     table = (ROOT / "docs" / "terms.md").read_text()
     for term in set(REPLACED.values()) - PLAIN:
         assert term.replace("A operand", "A, B operand") in table, term
-
-
-def syntax_trees(folder: str) -> Iterator[tuple[str, ast.Module]]:
-    """Yield the modules of a folder, by their paths."""
-    paths = sorted((ROOT / folder).rglob("*.py"))
-    assert paths, folder
-    for path in paths:
-        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text("utf-8"))
-
-
-@pytest.mark.parametrize("folder", CODE)
-def test_no_variable_is_called_found(folder: str) -> None:
-    """A variable is called what it holds."""
-    assigned = [
-        f"{path}:{node.lineno}"
-        for path, tree in syntax_trees(folder)
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.Name) and node.id == "found" and isinstance(node.ctx, ast.Store))
-        or (isinstance(node, ast.arg) and node.arg == "found")
-    ]
-    assert assigned == []
-
-
-@pytest.mark.parametrize("folder", CODE)
-def test_docstrings_say_the_thing_itself(folder: str) -> None:
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    roundabout = [
-        f"{path}: {text.splitlines()[0]}"
-        for path, tree in syntax_trees(folder)
-        for node in ast.walk(tree)
-        if isinstance(node, kinds) and (text := ast.get_docstring(node)) and ROUNDABOUT.match(text)
-    ]
-    assert roundabout == []

@@ -305,8 +305,8 @@ def _families_from(family: str, tiled: int) -> tuple[str, ...]:
 
 
 def _row_family(spec: KernelSpec, family: str, qk: int, v: int) -> str:
-    """Return whose rows of the table a family takes: beyond head dim 96, ping-pong was not measured in a fixed order,
-    so that this keeps "gradients"; but packed sequences with dQ that is cut leave too few registers for that."""
+    """The family whose rows of the table a family takes: beyond head dim 96, ping-pong was not measured in a fixed
+    order, so that this keeps "gradients"; but packed sequences with dQ that is cut leave too few registers for that."""
     if family != "plain" or is_wide(spec) or max(qk, v) <= _NARROW or not spec.deterministic:
         return family
     return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == _BLOCK_HEAD_DIM else "ordered"
