@@ -17,6 +17,9 @@ from attngen.parallel.visits import Visits
 #: Chunks for each rank that are tried.
 CHUNKS = (1, 2, 4, 8, 16)
 
+#: Work of the rank that has most, over the mean, which is not looked at any more.
+_BALANCED = 1.002
+
 #: A finer cut has to be better by this share.
 _GAIN = 0.99
 
@@ -50,7 +53,7 @@ def deal(
         sending = 0.0
         if not whole:
             sending = sum(
-                cost.of_tokens(float(received(found, owner, ranks).max()) * tile) * layers for found, layers in each
+                cost.of_tokens(float(found.received(owner, ranks).max()) * tile) * layers for found, layers in each
             )
         seconds = sum(computing) + sending
         if best is None or seconds < best.seconds * _GAIN:
@@ -62,13 +65,6 @@ def deal(
 def predicted_work(found: Visits, owner: np.ndarray, ranks: int, tile: int, cost: Cost) -> float:
     """Seconds of the rank that visits most tiles."""
     return cost.of_tiles(float(np.bincount(owner, weights=found.tiles, minlength=ranks).max()), tile)
-
-
-def received(found: Visits, owner: np.ndarray, ranks: int) -> np.ndarray:
-    """Tiles of keys that each rank visits and does not hold."""
-    needed = found.needs(owner, ranks)
-    held = needed[owner, np.arange(len(owner))]
-    return needed.sum(axis=1) - np.bincount(owner, weights=held, minlength=ranks)
 
 
 def _dealt(work: np.ndarray, tiles: int, ranks: int, chunks: int) -> np.ndarray:
@@ -99,6 +95,8 @@ def _swap(rank_of: np.ndarray, weights: np.ndarray, sizes: np.ndarray, load: np.
     """Swap chunks of one size between the rank with most work and others, while that makes the most less."""
     for _ in range(4 * len(load)):
         most = int(load.argmax())
+        if load[most] <= _BALANCED * load.mean():
+            return
         mine = np.flatnonzero(rank_of == most)
         others = np.flatnonzero(rank_of != most)
         moved = weights[mine][:, None] - weights[others][None, :]

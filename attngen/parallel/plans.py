@@ -154,14 +154,16 @@ class Plan:
         }  # fmt: skip
         source, arguments = self._arguments(layer, rank, q, values)
         if q.shape[1]:
-            out, lse = attention(q, keys, held, variant=source, return_lse=True, **options, **arguments)
+            found: Any = attention(q, keys, held, variant=source, return_lse=return_lse, **options, **arguments)
         else:
-            out, lse = _nothing(q, keys, held, *(x for x in arguments.values() if isinstance(x, Tensor)))
+            found = _nothing(q, keys, held, *(x for x in arguments.values() if isinstance(x, Tensor)))
+            found = found if return_lse else found[0]
+        out, lse = found if return_lse else (found, None)
         if packed:
-            out, lse = out.squeeze(0), lse.squeeze(0)
+            out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
         elif layout == "bhsd":
             out = out.transpose(1, 2)
-        return (out, lse) if return_lse else out
+        return out if lse is None else (out, lse)
 
     def called(self, variant: str | Variant | None = None) -> PythonVariant | str | Variant:
         """The variant that each rank calls over its rows and keys: what to build kernels of."""

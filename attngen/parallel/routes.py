@@ -120,7 +120,8 @@ class Needs:
     @cached_property
     def received(self) -> np.ndarray:
         """Rows that each rank receives from others."""
-        rows = self.tiles @ self.tokens.sizes
+        missing = self.tokens.tile - int(self.tokens.sizes[-1])
+        rows = self.tiles.sum(axis=1) * self.tokens.tile - self.tiles[:, -1] * missing
         own = np.where(self.tiles[self.tokens.owner, np.arange(len(self.tokens.owner))], self.tokens.sizes, 0)
         kept = np.bincount(self.tokens.owner, weights=own, minlength=self.tokens.ranks)
         return (rows - kept).astype(np.int64)

@@ -44,11 +44,52 @@ class Visits:
 
     def needs(self, owner: np.ndarray, ranks: int) -> np.ndarray:
         """Which tiles of keys each rank visits, if ``owner`` says whose each tile is: bools (ranks, tiles)."""
-        count = len(owner)
-        rank = owner[self.row] * (count + 1)
-        steps = np.bincount(rank + self.lo, minlength=ranks * (count + 1)).astype(np.int32)
-        steps -= np.bincount(rank + self.hi, minlength=ranks * (count + 1))
-        return steps.reshape(ranks, count + 1).cumsum(axis=1)[:, :count] > 0
+        merged = _Union.of(self, owner)
+        needed: np.ndarray = np.zeros((ranks, len(owner)), dtype=bool)
+        flat = needed.reshape(-1)
+        begins, ends = merged.runs()
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            flat[begin:end] = True
+        return needed
+
+    def received(self, owner: np.ndarray, ranks: int) -> np.ndarray:
+        """How many tiles of keys each rank visits and does not hold."""
+        merged, count = _Union.of(self, owner), len(owner)
+        begins, ends = merged.runs()
+        visited = np.bincount(begins // count, weights=ends - begins, minlength=ranks)
+        held = merged.has(owner * count + np.arange(count))
+        return visited - np.bincount(owner, weights=held, minlength=ranks)
+
+
+@dataclass(frozen=True)
+class _Union:
+    """The union of the runs of each rank, on one line: rank r has the places from r * tiles on."""
+
+    lo: np.ndarray  # ascending
+    hi: np.ndarray
+    reach: np.ndarray  # the end of all runs up to this one
+
+    @classmethod
+    def of(cls, found: Visits, owner: np.ndarray) -> _Union:
+        """The runs of all ranks."""
+        start = owner[found.row] * len(owner)
+        lo, hi = start + found.lo, start + found.hi
+        order = np.argsort(lo, kind="stable")
+        return cls(lo[order], hi[order], np.maximum.accumulate(hi[order]))
+
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Begin and end of each run of the union, within one rank and disjoint."""
+        before = np.concatenate([[0], self.reach[:-1]]) if len(self.lo) else self.lo
+        begin = np.maximum(self.lo, before)
+        some = self.hi > begin
+        return begin[some], self.hi[some]
+
+    def has(self, places: np.ndarray) -> np.ndarray:
+        """Whether each place lies in the union."""
+        if not len(self.lo):
+            return np.zeros(len(places), dtype=bool)
+        run = np.searchsorted(self.lo, places, side="right") - 1
+        return (run >= 0) & (self.reach[np.maximum(run, 0)] > places)
 
 
 def visits(
