@@ -41,19 +41,19 @@ def deal(
 
     ``chunks`` fixes how many each rank gets. With ``whole`` all keys are sent anyway.
     """
-    work = sum(found.tiles * layers for found, layers in each)
+    work = sum(visited.tiles * layers for visited, layers in each)
     most = max(tiles // ranks, 1)
     tried = [chunks] if chunks is not None else [n for n in CHUNKS if n <= most]
     best: Dealt | None = None
     for number in tried:
         owner = _dealt(np.asarray(work), tiles, ranks, number)
-        computing = [predicted_work(found, owner, ranks, tile, cost) * layers for found, layers in each]
+        computing = [predicted_work(visited, owner, ranks, tile, cost) * layers for visited, layers in each]
         if best is not None and sum(computing) > best.seconds * _GAIN:
             continue  # whatever it sends
         sending = 0.0
         if not whole:
             sending = sum(
-                cost.of_tokens(float(found.received(owner, ranks).max()) * tile) * layers for found, layers in each
+                cost.of_tokens(float(visited.received(owner, ranks).max()) * tile) * layers for visited, layers in each
             )
         seconds = sum(computing) + sending
         if best is None or seconds < best.seconds * _GAIN:
@@ -62,9 +62,9 @@ def deal(
     return best
 
 
-def predicted_work(found: Visits, owner: np.ndarray, ranks: int, tile: int, cost: Cost) -> float:
+def predicted_work(visited: Visits, owner: np.ndarray, ranks: int, tile: int, cost: Cost) -> float:
     """Seconds of the rank that visits most tiles."""
-    return cost.of_tiles(float(np.bincount(owner, weights=found.tiles, minlength=ranks).max()), tile)
+    return cost.of_tiles(float(np.bincount(owner, weights=visited.tiles, minlength=ranks).max()), tile)
 
 
 def _dealt(work: np.ndarray, tiles: int, ranks: int, chunks: int) -> np.ndarray:

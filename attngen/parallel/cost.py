@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from attngen.errors import CallError
 
 
@@ -43,8 +45,6 @@ class Cost:
         """Seconds that K and V of so many tokens take to arrive; with a backward their gradients go back."""
         return tokens * self.token_bytes() * (1.0 if self.passes == 1 else 2.0) / (self.gigabytes * 1e9)
 
-    def of_heads(self, tokens: float, ranks: int) -> float:
-        """Seconds that a rank with ``tokens`` rows takes to exchange rows for heads, and back."""
-        width = 2 * self.heads + 2 * self.kv_heads
-        sent = tokens * (ranks - 1) / ranks * width * self.head_dim * self.itemsize
-        return sent * (1.0 if self.passes == 1 else 2.0) / (self.gigabytes * 1e9)
+    def rows_of_heads(self, tokens: np.ndarray, ranks: int) -> np.ndarray:
+        """What ranks with so many tokens receive when they exchange rows for heads, and back, in rows of K and V."""
+        return tokens * ((ranks - 1) / ranks * (self.heads + self.kv_heads) / self.kv_heads)

@@ -41,7 +41,7 @@ class _Exchange(torch.autograd.Function):
         if route.gathers:
             arrived = _all_gather(_packed(parts, tails, None), sum(route.receive_counts), group)
         else:
-            arrived = _all_to_all(_packed(parts, tails, take), route.send_counts, route.receive_counts, group)
+            arrived = all_to_all(_packed(parts, tails, take), route.send_counts, route.receive_counts, group)
         return _split(put(arrived), tails)
 
     @staticmethod
@@ -49,7 +49,7 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         route: Route = ctx.route
         _, put = route.on(grads[0].device)
-        back = _all_to_all(_packed(grads, ctx.tails, put.take), route.receive_counts, route.send_counts, ctx.group)
+        back = all_to_all(_packed(grads, ctx.tails, put.take), route.receive_counts, route.send_counts, ctx.group)
         total = torch.float64 if back.dtype == torch.float64 else torch.float32
         if route.gathers:
             added = back.unflatten(0, (-1, route.held)).sum(dim=0, dtype=total)
@@ -101,7 +101,8 @@ def _split(packed: Tensor, tails: Sequence[torch.Size]) -> tuple[Tensor, ...]:
     )
 
 
-def _all_to_all(sent: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None) -> Tensor:
+def all_to_all(sent: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None) -> Tensor:
+    """Send rows to each rank, as many as ``send`` says, and return those that arrive, in the order of the ranks."""
     if group is None:
         return sent
     arrived = sent.new_empty((sum(receive), *sent.shape[1:]))

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from attngen.errors import CallError, suggest
 from attngen.lang.variant import Variant
-from attngen.parallel.balance import deal, predicted_work
+from attngen.parallel.balance import deal
 from attngen.parallel.cost import Cost
+from attngen.parallel.heads import heads_are_alike
 from attngen.parallel.one_row import as_one_row, documents
 from attngen.parallel.plans import Layer, Plan
 from attngen.parallel.routes import Needs, Tokens
@@ -23,7 +24,7 @@ from attngen.runtime.registry.binding import find
 from attngen.variants import PythonVariant
 
 #: How keys reach the rows that see them.
-METHODS = ("auto", "gather", "exchange")
+METHODS = ("auto", "gather", "exchange", "heads")
 
 #: Rows of the tiles that are dealt and sent, in order of preference: the first of which all ranks get as many.
 TILES = (128, 64, 32, 16)
@@ -50,7 +51,7 @@ def plan(
     cost: Cost | None = None,
     **values: Any,
 ) -> Plan:
-    """Return which tokens of a sequence each rank holds, so that attention is balanced, and what attention sends.
+    """Deal the tokens of a sequence to ranks, so that attention is balanced, and plan what attention sends.
 
     ``variant`` is one variant, several of one model, or a mapping to the number of layers that have each. ``seqlen``
     counts all tokens, queries and keys alike; with ``cu_seqlens`` they are documents that are packed one after the
@@ -58,10 +59,10 @@ def plan(
     look at a plan), or None for all processes. ``values`` are the scalars and whole tensors of the variants: all that a
     mask reads, and any others.
 
-    ``method`` says how keys come: ``gather`` brings all to every rank, ``exchange`` the tiles that its rows visit,
-    ``auto`` chooses. ``tile`` is the number of rows that are dealt and sent together: by default 128, or less where
-    then all ranks get as many. ``chunks`` is how many runs of tiles each rank gets, by default the number with the
-    least predicted time, which ``cost`` weighs.
+    ``method`` says how keys come: ``gather`` brings all to every rank, ``exchange`` the tiles that its rows visit, and
+    ``auto`` chooses one of these; with ``heads`` ranks exchange rows for heads (Ulysses). ``tile`` is the number of
+    rows that are dealt and sent together: by default 128, or less where then all ranks get as many. ``chunks`` is how
+    many runs of tiles each rank gets, by default the number with the least predicted time, which ``cost`` weighs.
 
     All ranks pass the same arguments and get the same plan, without communication. Plans are kept: the same arguments
     give the same one, tensors by identity and version. Reads tensors, so that it waits for a GPU that they are on.
@@ -72,35 +73,34 @@ def plan(
     sources = _sources(variant)
     offsets = _offsets(cu_seqlens, seqlen)
     tile = _checked(seqlen, ranks, method, tile, chunks, cost)
-    found = [(source, find(source, None).variant, layers) for source, layers in sources]
-    refuse_unknown({each.name: each for _, each, _ in found}, values)
-    for _, each, _ in found:
+    stated = [(source, find(source, None).variant, layers) for source, layers in sources]
+    refuse_unknown({each.name: each for _, each, _ in stated}, values)
+    for _, each, _ in stated:
         if each.dropout:
             raise CallError(f"{each.name} has dropout, which parallel plans do not take; allowed: variants without")
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
     told = tuple((name, _identity(value)) for name, value in sorted(values.items()))
     sizes = seqlen, offsets, tile, cost, told
-    key = (tuple((each, layers) for _, each, layers in found), sizes, ranks, rank, id(group), method, chunks)
+    key = (tuple((each, layers) for _, each, layers in stated), sizes, ranks, rank, id(group), method, chunks)
     known = _plans.get(key)
     if known is not None:
         _plans.move_to_end(key)
         return known[1]
-    counted = [_counted(each, sizes, seqlen, offsets, tile, cost, values, tensors) for _, each, _ in found]
+    counted = [_counted(each, sizes, seqlen, offsets, tile, cost, values, tensors) for _, each, _ in stated]
     tiles = -(-seqlen // tile)
     dealt = deal(
-        [(each[0], layers) for each, (_, _, layers) in zip(counted, found, strict=True)], tiles, ranks, tile, cost,
-        chunks=chunks, whole=method == "gather",
+        [(each[0], layers) for each, (_, _, layers) in zip(counted, stated, strict=True)], tiles, ranks, tile, cost,
+        chunks=1 if method == "heads" and chunks is None else chunks, whole=method == "gather",
     )  # fmt: skip
     tokens = Tokens(dealt.owner, ranks, seqlen, tile)
     made = Plan(
-        seqlen, ranks, rank, group, tile, dealt.chunks, cost, 0.0,
+        seqlen, ranks, rank, group, tile, dealt.chunks, cost,
         tuple(
             _layer(source, each, layers, counts, tokens, method, offsets, values)
-            for (source, each, layers), counts in zip(found, counted, strict=True)
+            for (source, each, layers), counts in zip(stated, counted, strict=True)
         ),
         tokens, offsets,
     )  # fmt: skip
-    object.__setattr__(made, "seconds", _seconds(made))
     _keep(_plans, key, ((tensors, group), made))
     return made
 
@@ -109,25 +109,21 @@ def _layer(
     source: str | Variant, variant: Variant, layers: float, counted: tuple[Visits, dict[str, Any]], tokens: Tokens,
     method: str, offsets: tuple[int, ...] | None, values: Mapping[str, Any],
 ) -> Layer:  # fmt: skip
-    found, of_documents = counted
-    seen = Needs.of(tokens, found.needs(tokens.owner, tokens.ranks))
+    visited, of_documents = counted
+    if method == "heads" and not heads_are_alike(variant):
+        raise CallError(
+            f"method heads: {variant.name} reads the number of a head, or of all of them, other than to index tensors "
+            "that have something for each head; allowed: gather, exchange"
+        )
+    seen = Needs.of(tokens, visited.needs(tokens.owner, tokens.ranks))
     everything = Needs.of(tokens, np.ones((tokens.ranks, len(tokens.owner)), dtype=bool))
     if method == "auto":
         method = "exchange" if seen.received.max() < _WORTH * everything.received.max() else "gather"
     own = {name: values[name] for name in passed(variant) if name in values}
     return Layer(
-        variant.name, source, variant if offsets is None else as_one_row(variant), layers, method,
-        {**own, **of_documents}, found, seen if method == "exchange" else everything, seen,
+        variant.name, source, variant, variant if offsets is None else as_one_row(variant), layers, method,
+        {**own, **of_documents}, visited, seen if method == "exchange" else everything, seen,
     )  # fmt: skip
-
-
-def _seconds(made: Plan) -> float:
-    """Predicted seconds of attention in all layers, forward."""
-    owner, total = made.dealt.owner, 0.0
-    for layer in made.layers:
-        work = predicted_work(layer.visits, owner, made.ranks, made.tile, made.cost)
-        total += layer.layers * (work + made.cost.of_tokens(float(layer.sent.received.max())))
-    return total
 
 
 def _counted(
@@ -154,9 +150,9 @@ def _counted(
     kv_heads = lengths.get("hk", cost.kv_heads if heads % cost.kv_heads == 0 else heads)
     batch = lengths.get("b", 1)
     read = values_of_mask(whole, seqlen, batch, (heads, kv_heads), {**values, **of_documents})
-    found = visits(whole, seqlen, tile, read, batch, heads, kv_heads)
-    _keep(_visits, key, (tensors, (found, of_documents)))
-    return found, of_documents
+    visited = visits(whole, seqlen, tile, read, batch, heads, kv_heads)
+    _keep(_visits, key, (tensors, (visited, of_documents)))
+    return visited, of_documents
 
 
 def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:

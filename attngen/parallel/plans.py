@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,13 @@ from attngen.parallel.called import called
 from attngen.parallel.cost import Cost
 from attngen.parallel.exchange import exchange
 from attngen.parallel.explanation import Explanation, Shares
+from attngen.parallel.heads import against, all_heads, all_rows, of_own_heads
 from attngen.parallel.local import OF_TOKENS, Local, Positions, local_variant, own_values
 from attngen.parallel.routes import Needs, Route, Tokens
 from attngen.parallel.values import Cutter, passed, read_by_mask, refuse_unknown
 from attngen.parallel.visits import Visits
 from attngen.runtime.arguments import debug as debugging
-from attngen.runtime.calls.entry import attention
+from attngen.runtime.calls.entry import attention, attention_varlen
 from attngen.variants import PythonVariant
 
 
@@ -34,11 +36,13 @@ from attngen.variants import PythonVariant
 class Layer:
     """One variant of a plan: its visits and needs, how many layers have it, and the values that the plan got.
 
-    ``variant`` is that of one dense sequence; ``sent`` is what the method sends, ``seen`` what rows visit.
+    ``stated`` is the variant itself, ``variant`` that of one dense sequence; ``sent`` is what the
+    method sends, ``seen`` what rows visit.
     """
 
     name: str
     source: str | Variant
+    stated: Variant
     variant: Variant
     layers: float
     method: str
@@ -64,12 +68,12 @@ class Plan:
     tile: int
     chunks: int
     cost: Cost
-    seconds: float
     layers: tuple[Layer, ...]
     dealt: Tokens
     cu_seqlens: tuple[int, ...] | None
     _agreed: set[tuple[Any, ...]] = field(default_factory=set)
     _rows_on: dict[Any, Tensor] = field(default_factory=dict)
+    _routes_of_all: dict[int, Route] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         variants = ", ".join(layer.name for layer in self.layers)
@@ -109,7 +113,7 @@ class Plan:
         """
         rank = self._in_group()
         dim = self._dim(dim, x, "unshard", self.tokens(), f"the {self.tokens()} tokens of rank {rank}")
-        return self._arrived(self._whole.route(rank), x, dim)
+        return self._arrived(self._route_of_all(rank), x, dim)
 
     # --- attention ------------------------------------------------------------------------------------------
 
@@ -147,18 +151,13 @@ class Plan:
             q, k, v = (tensor.unsqueeze(0) for tensor in (q, k, v))
         elif layout == "bhsd":
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        route = self._route(layer, rank)
-        keys, held = (t.transpose(0, 1) for t in exchange(route, self._wire, k.transpose(0, 1), v.transpose(0, 1)))
         options: dict[str, Any] = {
             "softmax_scale": softmax_scale, "backend": backend, "package": package, "deterministic": deterministic
         }  # fmt: skip
-        source, arguments = self._arguments(layer, rank, q, values)
-        if q.shape[1]:
-            found: Any = attention(q, keys, held, variant=source, return_lse=return_lse, **options, **arguments)
+        if layer.method == "heads":
+            out, lse = self._by_heads(layer, rank, q, k, v, values, {**options, "return_lse": return_lse})
         else:
-            found = _nothing(q, keys, held, *(x for x in arguments.values() if isinstance(x, Tensor)))
-            found = found if return_lse else found[0]
-        out, lse = found if return_lse else (found, None)
+            out, lse = self._by_keys(layer, rank, q, k, v, values, {**options, "return_lse": return_lse})
         if packed:
             out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
         elif layout == "bhsd":
@@ -176,16 +175,36 @@ class Plan:
                 layer.name,
                 layer.layers,
                 layer.method,
-                tuple(
-                    round(n) for n in np.bincount(self.dealt.owner, weights=layer.visits.tiles, minlength=self.ranks)
-                ),
-                tuple(map(int, layer.sent.received)),
+                tuple(map(round, self._tiles(layer))),
+                tuple(map(round, self._received(layer))),
                 tuple(map(int, layer.seen.received)),
             )
             for layer in self.layers
         )
         tokens = tuple(map(int, self.dealt.counts))
         return Explanation(self.seqlen, self.tile, self.chunks, tokens, self.cost.token_bytes(), self.seconds, variants)
+
+    def _tiles(self, layer: Layer) -> np.ndarray:
+        """Tiles of all heads that each rank visits, in tiles of one head."""
+        if layer.method == "heads":
+            return np.full(self.ranks, layer.visits.tiles.sum() / self.ranks)
+        return np.bincount(self.dealt.owner, weights=layer.visits.tiles, minlength=self.ranks)
+
+    def _received(self, layer: Layer) -> np.ndarray:
+        """Rows of K and V that each rank receives, or by heads as many bytes."""
+        if layer.method == "heads":
+            return self.cost.rows_of_heads(self.dealt.counts, self.ranks)
+        return layer.sent.received
+
+    @cached_property
+    def seconds(self) -> float:
+        """Predicted seconds of attention in all layers, forward."""
+        each = (
+            layer.layers * (self.cost.of_tiles(self._tiles(layer).max(), self.tile)
+                            + self.cost.of_tokens(self._received(layer).max()))
+            for layer in self.layers
+        )  # fmt: skip
+        return float(sum(each))
 
     @cached_property
     def digest(self) -> str:
@@ -201,6 +220,53 @@ class Plan:
             told.update(np.packbits(layer.sent.tiles).tobytes())
             told.update(repr({n: v for n, v in layer.values.items() if not isinstance(v, Tensor)}).encode())
         return told.hexdigest()[:16]
+
+    def _by_keys(
+        self, layer: Layer, rank: int, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any],
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The call over this rank's rows and the keys that come to it."""
+        route = self._route(layer, rank)
+        keys, held = (t.transpose(0, 1) for t in exchange(route, self._wire, k.transpose(0, 1), v.transpose(0, 1)))
+        source, arguments = self._arguments(layer, rank, q, values)
+        if not q.shape[1]:
+            return _nothing(q, keys, held, *(x for x in arguments.values() if isinstance(x, Tensor)))
+        result: Any = attention(q, keys, held, variant=source, **options, **arguments)
+        return result if options["return_lse"] else (result, None)
+
+    def _by_heads(
+        self, layer: Layer, rank: int, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any],
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The call of one GPU, for all rows and this rank's heads."""
+        route = self._route_of_all(rank)
+        rows = all_rows(route, self._wire, *(x.transpose(0, 1) for x in (q, k, v)))
+        whole = [x.transpose(0, 1) for x in rows]
+        given = {**layer.values, **values}
+        cuts = local_variant(layer.variant, "all", "all").cuts
+        own = {name: given[name] for name in passed(layer.stated) if name in given}
+        tensors = self._cutter(rank, route, q.device).values(
+            {name: cut for name, cut in cuts.items() if cut.of in own}, own, layer.name
+        )
+        arguments = of_own_heads(layer.stated, {**own, **tensors}, rank, self.ranks)
+        arguments = {name: x.to(q.device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        if self.cu_seqlens is None:
+            result: Any = attention(whole[0], whole[1], whole[2], variant=layer.source, **options, **arguments)
+        else:
+            offsets = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=q.device)
+            longest = max(b - a for a, b in pairwise(self.cu_seqlens))
+            rows_of = [x.squeeze(0) for x in whole]
+            result = attention_varlen(
+                rows_of[0], rows_of[1], rows_of[2], offsets, offsets, longest, longest, variant=layer.source,
+                **options, **arguments,
+            )  # fmt: skip
+        out, lse = result if options["return_lse"] else (result, None)
+        if self.cu_seqlens is not None:
+            out, lse = out.unsqueeze(0), None if lse is None else lse.unsqueeze(0)
+        (out,) = all_heads(route, self._wire, out.transpose(0, 1))
+        if lse is not None:
+            lse = all_heads(route, self._wire, lse.movedim(2, 0))[0].movedim(0, 2)
+        return out.transpose(0, 1), lse
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -262,11 +328,26 @@ class Plan:
             layer.kept["route", rank] = layer.sent.route(rank)
         return layer.kept["route", rank]
 
+    def _route_of_all(self, rank: int) -> Route:
+        """The route that brings all tokens."""
+        if rank not in self._routes_of_all:
+            self._routes_of_all[rank] = self._whole.route(rank)
+        return self._routes_of_all[rank]
+
+    def _cutter(self, rank: int, route: Route, device: torch.device, keys: Tensor | None = None) -> Cutter:
+        """What cuts tensors to the rows of a rank, and to the keys that a route brings."""
+        keys = torch.empty(0, dtype=torch.int64) if keys is None else keys
+        return Cutter(
+            self.seqlen, self.rows(rank, device=device), keys.to(device),
+            lambda x, axis: self._arrived(route, x, axis),
+            lambda x, axis: self._arrived(self._route_of_all(rank), x, axis),
+        )  # fmt: skip
+
     def _local(self, layer: Layer) -> Local:
         return local_variant(layer.variant, self._row_kind, layer.sent.keys)
 
     def _called(self, layer: Layer) -> PythonVariant | str | Variant:
-        if self.ranks == 1 and self.cu_seqlens is None:
+        if layer.method == "heads" or (self.ranks == 1 and self.cu_seqlens is None):
             return layer.source
         return called(self._local(layer).variant)
 
@@ -288,11 +369,7 @@ class Plan:
         key = (rank, q.device)
         if key not in layer.kept:
             rows, keys = self.rows(rank), torch.from_numpy(layer.sent.key_positions(rank))
-            cutter = Cutter(
-                self.seqlen, rows.to(q.device), keys.to(q.device),
-                lambda x, axis: self._arrived(route, x, axis),
-                lambda x, axis: self._arrived(self._whole.route(rank), x, axis),
-            )  # fmt: skip
+            cutter = self._cutter(rank, route, q.device, keys)
             here = {
                 names.ROW_BEGIN: int(rows[0]) if len(rows) else 0, names.ROW_POSITION: rows.to(q.device, torch.int32),
                 names.KEY_BEGIN: route.begin, names.KEY_POSITION: keys.to(q.device, torch.int32),
@@ -364,6 +441,10 @@ class Plan:
                 shape = "(tokens, heads, head_dim)" if packed else "(batch, tokens, heads, head_dim)"
                 shape = "(batch, heads, tokens, head_dim)" if axis == 2 else shape
                 raise CallError(f"{name} has shape {tuple(tensor.shape)}; allowed: {shape} with {self.tokens()} tokens")
+        heads_at = 1 if axis != 1 else 2
+        reason = against(q.shape[heads_at], k.shape[heads_at], self.ranks) if layer.method == "heads" else None
+        if reason is not None:
+            raise CallError(f"method heads: {reason}")
         if not q.dtype == k.dtype == v.dtype:
             raise CallError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
         refuse_unknown({layer.name: layer.variant}, values)

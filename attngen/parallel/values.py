@@ -87,15 +87,15 @@ class Cutter:
 
     def values(self, cuts: Mapping[str, Cut], values: Mapping[str, Any], variant: str) -> dict[str, Tensor]:
         """The tensors that a local variant reads, from those of the variant. Raises CallError."""
-        found = {}
+        cut_tensors = {}
         for name, cut in cuts.items():
             value = values.get(cut.of)
             if not isinstance(value, Tensor):
                 raise CallError(f"{variant}: tensor '{cut.of}' must be a torch.Tensor, got {type(value).__name__}")
             for axis, part in cut.axes:
                 value = self._cut(cut.of, value, axis, part)
-            found[name] = value
-        return found
+            cut_tensors[name] = value
+        return cut_tensors
 
     def _cut(self, name: str, value: Tensor, axis: int, part: str) -> Tensor:
         length, held = value.shape[axis] if axis < value.dim() else -1, len(self._places["rows"])

@@ -70,10 +70,10 @@ class _Union:
     reach: np.ndarray  # the end of all runs up to this one
 
     @classmethod
-    def of(cls, found: Visits, owner: np.ndarray) -> _Union:
+    def of(cls, visited: Visits, owner: np.ndarray) -> _Union:
         """The runs of all ranks."""
-        start = owner[found.row] * len(owner)
-        lo, hi = start + found.lo, start + found.hi
+        start = owner[visited.row] * len(owner)
+        lo, hi = start + visited.lo, start + visited.hi
         order = np.argsort(lo, kind="stable")
         return cls(lo[order], hi[order], np.maximum.accumulate(hi[order]))
 
@@ -140,17 +140,17 @@ class _Grid:
 
     def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Row, first and last tile (exclusive) of each run."""
-        found = bands(self._variant.mask, self._facts, over="kv")
+        known = bands(self._variant.mask, self._facts, over="kv")
         tiles = np.arange(self._count)
         lows, highs = [], []
-        for interval in found.visible:
+        for interval in known.visible:
             lo = torch.zeros(()) if interval.lo is None else self._value(interval.lo, self._corners)
             hi = torch.tensor(self._seqlen) if interval.hi is None else self._value(interval.hi, self._corners)
             lo, hi = (end.clamp(0, self._seqlen).to(torch.int64).expand(self._count).numpy() for end in (lo, hi))
             first, last = lo // self._tile, -(-hi // self._tile)
             lows.append(np.where(lo < hi, first, self._count))
             highs.append(np.where(lo < hi, last, self._count))
-        if not found.exact:
+        if not known.exact:
             return self._classified(lows, highs)
         rows, lo, hi = [tiles[:0]], [tiles[:0]], [tiles[:0]]
         order = np.argsort(np.array(lows).reshape(-1, self._count), axis=0, kind="stable")

@@ -21,7 +21,9 @@ def test_two_gpus_compute_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     made = gpus.variants(2)
     entry = {"arch": arch_here().name, "head_dim": gpus.HEAD_DIM, "dtype": "bf16", "passes": ["forward", "backward"]}
     spec = tmp_path / "parallel.yaml"
-    spec.write_text(spec_text({name: one.fields for name, one in made.items()}, [{"variant": list(made), **entry}]))
+    spec.write_text(
+        spec_text({name: one.fields for name, one in made.items()}, [{"variant": [*made, "causal"], **entry}])
+    )
     built = subprocess.run(
         [sys.executable, "-m", "attngen", "build", str(spec)], capture_output=True, text=True, check=False
     )

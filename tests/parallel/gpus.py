@@ -22,6 +22,7 @@ HEAD_DIM = 64
 CALLS = (
     ("causal", 2048, "gather", None),
     ("causal", 1999, "exchange", 3),
+    ("causal", 2048, "heads", None),
     ("window", 2048, "exchange", None),
     ("documents", 2048, "exchange", 4),
     ("alibi", 1999, "gather", 2),
@@ -85,7 +86,7 @@ def _check(case: Case, plan: Plan, device: torch.device) -> None:
     parts = [plan.shard(x, axis) for x in whole]
     leaves = [x.detach().requires_grad_() for x in parts[:3]]
     out = plan.attention(*leaves, **passed)
-    sharded = [out, *torch.autograd.grad(out, leaves, parts[3])]
-    for name, one, wanted, plain in zip(("out", "dq", "dk", "dv"), sharded, *results, strict=True):
+    ours = [out, *torch.autograd.grad(out, leaves, parts[3])]
+    for name, one, wanted, plain in zip(("out", "dq", "dk", "dv"), ours, *results, strict=True):
         error, allowed = (one.double() - wanted).abs().max(), (plain - wanted).abs().max() * _FACTOR + 1e-3
         assert error <= allowed, f"{case.name}, {plan.seqlen} tokens: {name} is off by {error:.2e} of {allowed:.2e}"

@@ -41,12 +41,17 @@ def run(rank: int, world: int, meeting: str, part: str) -> None:
         dist.destroy_process_group()
 
 
+def methods(world: int) -> tuple[str, ...]:
+    """Those that the heads of the cases allow."""
+    return ("gather", "exchange", "heads") if KV_HEADS % world == 0 else ("gather", "exchange")
+
+
 def _few_tokens(rank: int, world: int) -> None:
     """Ranks without a token take part: forward, backward, and shapes."""
     for case in cases():
         if case.name in ("causal", "window_sink", "varlen_one_document", "documents"):
             check(case, 12, "exchange", None)
-            check(case, 18, "gather", None)
+            check(case, 18, methods(world)[-1], None)
 
 
 def _whole_again(rank: int, world: int) -> None:
@@ -66,7 +71,7 @@ def _whole_again(rank: int, world: int) -> None:
 def _own_tokens(rank: int, world: int) -> None:
     """Tensors by token may hold those of a rank alone: rows are there, and what is read by key is exchanged."""
     case = next(case for case in cases() if case.name == "biases")
-    for method in ("gather", "exchange"):
+    for method in methods(world):
         plan = attngen.parallel.plan(case.variant, RAGGED, tile=TILE, method=method)
         q, k, v = (plan.shard(x) for x in tensors(case, RAGGED)[:3])
         passed = case.passed(RAGGED)
@@ -75,9 +80,9 @@ def _own_tokens(rank: int, world: int) -> None:
         whole = torch.autograd.grad(plan.attention(q, k, v, **{**passed, "by_key": by_key}).sum(), by_key)[0]
         dist.all_reduce(whole)
         own = plan.shard(by_key.detach(), 1).requires_grad_()
-        own_out = plan.attention(q, k, v, by_row=plan.shard(by_row, 1), by_key=own, table=passed["table"])
-        compare(own_out, wanted, f"own tokens, {method}")
-        (gradient,) = torch.autograd.grad(own_out.sum(), own)
+        ours = plan.attention(q, k, v, by_row=plan.shard(by_row, 1), by_key=own, table=passed["table"])
+        compare(ours, wanted, f"own tokens, {method}")
+        (gradient,) = torch.autograd.grad(ours.sum(), own)
         compare(gradient, plan.shard(whole, 1), f"gradient of own tokens, {method}")
 
 
@@ -111,6 +116,9 @@ def _refused_together(rank: int, world: int) -> None:
         "ranks disagree about the call", plan, q, q, q
     )
     assert plan.attention(q, q, q).shape == q.shape
+    three = torch.zeros(1, EVEN // world, 3, HEAD_DIM)
+    plan = attngen.parallel.plan("full", EVEN, tile=TILE, method="heads")
+    refused("method heads: 3 heads and 3 KV heads are no multiples of", plan, three, three, three)
 
 
 def _refused_alone(rank: int, world: int) -> None:
@@ -178,19 +186,19 @@ def check(case: Case, seqlen: int, method: str, chunks: int | None) -> None:
     axis = 0 if case.documents else 2 if case.options.get("layout") == "bhsd" else 1
     parts = [plan.shard(x.detach(), axis).requires_grad_() for x in whole]
     own = {name: passed[name].clone().requires_grad_() for name in case.graded}
-    own_out, own_lse = plan.attention(*parts, return_lse=True, **case.options, **{**passed, **own})
-    compare(own_out, plan.shard(out, axis), where)
-    compare(own_lse, lse.index_select(-1, rows), f"{where}: lse")
-    loss = (own_out * plan.shard(weight, axis)).sum() + own_lse.clamp(min=-9).sum()
-    ours = torch.autograd.grad(loss, [*parts, *own.values()])
-    for name, one, other in zip("qkv", ours, wanted, strict=False):
+    ours, ours_lse = plan.attention(*parts, return_lse=True, **case.options, **{**passed, **own})
+    compare(ours, plan.shard(out, axis), where)
+    compare(ours_lse, lse.index_select(-1, rows), f"{where}: lse")
+    loss = (ours * plan.shard(weight, axis)).sum() + ours_lse.clamp(min=-9).sum()
+    gradients = torch.autograd.grad(loss, [*parts, *own.values()])
+    for name, one, other in zip("qkv", gradients, wanted, strict=False):
         compare(one, plan.shard(other, axis), f"{where}: d{name}")
-    for name, one, other in zip(own, ours[3:], wanted[3:], strict=True):
+    for name, one, other in zip(own, gradients[3:], wanted[3:], strict=True):
         total = one.clone()
         dist.all_reduce(total)
         compare(total, other, f"{where}: d{name}")
 
 
-def compare(actual: Tensor, wanted: Tensor, where: str) -> None:
+def compare(ours: Tensor, wanted: Tensor, where: str) -> None:
     """Raise AssertionError unless two results in float32 agree."""
-    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=2e-5, msg=lambda text: f"{where}: {text}")
+    torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=2e-5, msg=lambda text: f"{where}: {text}")

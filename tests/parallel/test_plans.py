@@ -139,6 +139,14 @@ def test_the_explanation_names_work_and_bytes() -> None:
     assert plan.explain().to_dict()["balance"] == {"causal": 1.0}
 
 
+def test_ranks_that_exchange_heads_have_equal_work() -> None:
+    plan = attngen.parallel.plan("causal", 4096, 4, method="heads")
+    (shares,) = plan.explain().variants
+    assert shares.balance == 1.0
+    assert shares.received == (1024 * 3 // 4 * 40 // 8,) * 4  # of 32 heads and 8 KV heads, and back
+    assert plan.called() == "causal"
+
+
 def test_local_variants_are_written_as_specs() -> None:
     made = attngen.parallel.plan("causal", 4096, 2).called()
     text = made.to_yaml(arch="sm90a", head_dim=128, dtype="bf16")
@@ -185,5 +193,7 @@ def test_what_a_plan_without_a_group_cannot_do() -> None:
         plan.attention(*[torch.zeros(1, 256, 1, 8)] * 3)
     with pytest.raises(CallError, match="dropout"):
         attngen.parallel.plan(attngen.variant("q >= kv", dropout=True), 512, 2)
+    with pytest.raises(CallError, match="method heads: by_number reads the number of a head"):
+        attngen.parallel.plan(attngen.variant("q >= kv + h", name="by_number"), 512, 2, method="heads")
     with pytest.raises(CallError, match=r"Cost: tflops must be a positive number, got 0"):
         Cost(tflops=0)
