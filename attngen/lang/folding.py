@@ -30,6 +30,8 @@ KV_FIRST, KEY = own("kv_first"), Var("key", Type.INT)
 #: The same of queries: the first one as a row and as a position, and the distance of a query from it.
 Q_FIRST, Q_POS_FIRST, QUERY = own("q_first"), own("q_pos_first"), own("query of a lane")
 ONE = Const(1.0, Type.FLOAT)
+#: What the names of values begin with that are computed once for a key, and once for a query.
+_OF_KEY, _OF_QUERY = "of key ", "of query "
 
 #: What differs from element to element of a tile.
 _VARYING = frozenset({"q", "kv", "q_pos", "q_global", "kv_global", "s", PRODUCT.name})
@@ -93,13 +95,29 @@ def cap_scale(logit: Logit, heads: Heads = "single") -> Expr | None:
     return None
 
 
+def value_of_key(number: int, type: Type) -> Var:
+    """The symbol of a value that is computed once for a key, and stands in a score in its place."""
+    return own(f"{_OF_KEY}{number}", type)
+
+
+def value_of_query(number: int, type: Type) -> Var:
+    """The symbol of a value that is computed once for a query."""
+    return own(f"{_OF_QUERY}{number}", type)
+
+
+def _of_keys(node: Expr, key: Var = KEY) -> bool:
+    """Whether an expression differs from key to key."""
+    read = names(node)
+    return bool(read & {*_KEYS, key.name}) or any(name.startswith(own(_OF_KEY).name) for name in read)
+
+
 def subtract(value: Expr, subtrahend: Expr, sign: str = "sub") -> Expr | None:
     """``value - subtrahend``, subtracted from a term of a sum that is the same for all keys of a lane.
 
     It then costs no operation for each key. None if ``value`` is no sum with such a term. The sign ``add`` adds
     instead.
     """
-    if not names(value) & {*_KEYS, KEY.name, PRODUCT.name}:
+    if PRODUCT.name not in names(value) and not _of_keys(value):
         return Op(sign, (value, subtrahend), Type.FLOAT)
     if not isinstance(value, Op) or value.type is not Type.FLOAT or value.op not in ("add", "sub"):
         return None
@@ -129,7 +147,7 @@ def split_keys(value: Expr, first: Var = KV_FIRST, key: Var = KEY) -> Expr:
         return None
 
     def _fixed(node: Expr) -> bool:
-        return not names(node) & {*_KEYS, key.name, PRODUCT.name}
+        return PRODUCT.name not in names(node) and not _of_keys(node, key)
 
     def _ends_in(node: Expr, lane: Expr) -> bool:
         return node == lane or (isinstance(node, Op) and node.op == "mul" and node.args[0] == lane)
@@ -156,7 +174,8 @@ def split_queries(value: Expr) -> Expr:
         return None
 
     def _of_query(node: Expr) -> bool:
-        return bool(names(node) & {*_ROWS, QUERY.name, PRODUCT.name})
+        read = names(node)
+        return bool(read & {*_ROWS, QUERY.name, PRODUCT.name}) or any(n.startswith(own(_OF_QUERY).name) for n in read)
 
     def _ends(node: Expr) -> bool:
         return node == lane or (isinstance(node, Op) and node.op == "mul" and node.args[0] == lane)

@@ -127,6 +127,42 @@ def costly_values(
     )
 
 
+#: Operators that take an instruction or few: what has no others is no value to keep.
+_CHEAP = frozenset({
+    "add", "sub", "mul", "neg", "abs", "min", "max", "select", "to_float", "lt", "le", "gt", "ge", "eq", "ne", "and",
+    "or", "xor", "not", "bitand", "bitor", "bitxor", "invert", "lshift", "rshift",
+})  # fmt: skip
+
+
+def largest_values(value: Expr, of: frozenset[str], others: frozenset[str], narrow: frozenset[str]) -> tuple[Expr, ...]:
+    """Largest parts of a value, of 4 bytes each, that load or take more than cheap operators, and depend on the names
+    ``of`` but none of the ``others``; in order.
+
+    ``narrow``: tensors of at most 4 bytes.
+    """
+    values: dict[Expr, None] = {}
+
+    def is_work(node: Expr) -> bool:
+        return isinstance(node, Load) or (isinstance(node, Op) and node.op not in _CHEAP)
+
+    def collect(node: Expr) -> None:
+        read = names(node)
+        if not read & of:
+            return
+        if not read & others and not (node.type is Type.INT and is_int64(node, others)):
+            nodes = [each for each in walk(node) if names(each) & of and is_work(each)]
+            if not nodes:
+                return
+            if all(each.tensor in narrow for each in walk(node) if isinstance(each, Load)):
+                values[node] = None
+                return
+        for child in children(node):
+            collect(child)
+
+    collect(value)
+    return tuple(values)
+
+
 class _Separation:
     """Rules for ``ir.rewrite``; each returns an expression with the same value, or None."""
 

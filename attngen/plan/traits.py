@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from attngen.lang.bands import Axis, Bands, Heads, bands, has_short_bounds
 from attngen.lang.divisors import prepared, wide_names
 from attngen.lang.facts import Facts
-from attngen.lang.folding import PRODUCT
+from attngen.lang.folding import PRODUCT, fold_logit, fold_slope
 from attngen.lang.ir import Expr, Load, Op, children, names, rewrite, walk
 from attngen.lang.literals import fold_literals
-from attngen.lang.separate import KEYS, ROWS, asked, costly_values, narrow_tensors
+from attngen.lang.separate import KEYS, ROWS, asked, costly_values, largest_values, narrow_tensors
 from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
 from attngen.schema.expand import KernelSpec
@@ -61,15 +61,86 @@ def key_loads(variant: Variant, heads: Heads = "single") -> frozenset[Load]:
     return frozenset(load for load, read in used if load.tensor in narrow and read & KEYS and not read & varying)
 
 
-def key_values(variant: Variant, heads: Heads = "single") -> tuple[Expr, ...]:
-    """Values of a key, the same for all rows of a tile, that the loader of a forward may compute: first those that the
-    mask loads (``key_loads``), which always fit, then those that take divisions, the most costly first."""
-    others = wide_names(variant) | ROWS | ({"h"} if heads == "packed" else set())
-    costly = costly_values(_asked(variant), KEYS, others, narrow_tensors(variant))
-    loads = key_loads(variant, heads)
-    if costly:
-        loads &= frozenset(_loads_outside(_asked(variant), frozenset(costly)))
-    return tuple(sorted((*loads, *costly), key=lambda value: not isinstance(value, Load)))  # stable
+@dataclass(frozen=True, slots=True)
+class KeyValues:
+    """Values of a key, the same for all rows of a tile, that the loader of a forward may compute, in the order in which
+    there is room for them: those that the mask loads (``key_loads``), which always fit, those of the score, and those
+    that the mask divides for, the most costly first."""
+
+    loads: tuple[Expr, ...]
+    score: tuple[Expr, ...]
+    divided: tuple[Expr, ...]
+
+    def __len__(self) -> int:
+        return len(self.loads) + len(self.score) + len(self.divided)
+
+    def first(self, count: int) -> KeyValues:
+        """The first ``count`` of them."""
+        loads, score = self.loads[:count], self.score[: max(count - len(self.loads), 0)]
+        return KeyValues(loads, score, self.divided[: max(count - len(self.loads) - len(self.score), 0)])
+
+
+NO_KEY_VALUES = KeyValues((), (), ())
+
+
+def key_values(variant: Variant, heads: Heads = "single", *, fast_math: bool, bits: bool = False) -> KeyValues:
+    """Values of a key, the same for all rows of a tile, that the loader of a forward may compute.
+
+    ``bits``: a tile map has the mask as bits, so that only the score is left.
+    """
+    score = _key_values_of_score(variant, heads, fast_math)
+    if bits:
+        return KeyValues((), score, ())
+    divided, loads = key_divisions(variant, heads), key_loads(variant, heads)
+    if divided:
+        loads &= frozenset(_loads_outside(_asked(variant), frozenset(divided)))
+    return KeyValues(tuple(loads), score, divided)
+
+
+def key_divisions(variant: Variant, heads: Heads = "single") -> tuple[Expr, ...]:
+    """Values of a key, the same for all rows of a tile, that the mask divides for, the most costly first."""
+    return costly_values(_asked(variant), KEYS, _beside_keys(variant, heads), narrow_tensors(variant))
+
+
+@lru_cache(maxsize=256)
+def _key_values_of_score(variant: Variant, heads: Heads, fast_math: bool) -> tuple[Expr, ...]:
+    """Parts of a logit that depend on the key alone and load, divide or call a function."""
+    if variant.score is None:
+        return ()
+    logit = fold_logit(variant.score, variant.ranges, fast_math=fast_math, heads=heads)
+    others = _beside_keys(variant, heads) | {PRODUCT.name}
+    return largest_values(logit.value, KEYS, others, narrow_tensors(variant))
+
+
+@lru_cache(maxsize=256)
+def query_values_of_score(variant: Variant, *, fast_math: bool, bits: bool = False) -> tuple[Expr, ...]:
+    """Parts of a logit that depend on the query alone and load, divide or call a function, which the loader of a
+    backward may compute: none if the mask loads or divides for queries, if the derivative of the logit varies, or if
+    the logit loads anything else by query.
+
+    ``bits``: a tile map has the mask as bits.
+    """
+    of_mask = not bits and (_loads_by_query(_mask_loads(variant, "q")) or costly_query_values(variant))
+    if variant.score is None or of_mask:
+        return ()
+    logit = fold_logit(variant.score, variant.ranges, fast_math=fast_math)
+    if fold_slope(logit, fast_math=fast_math).varying is not None:
+        return ()
+    others = wide_names(variant) | KEYS | {PRODUCT.name}
+    values = largest_values(logit.value, ROWS, others, narrow_tensors(variant))
+    inside = {load for value in values for load in walk(value) if isinstance(load, Load)}
+    outside = (node for node in walk(logit.value) if isinstance(node, Load) and node not in inside)
+    return () if _loads_by_query(outside) else values
+
+
+def _loads_by_query(loads: Iterable[Load]) -> bool:
+    """Whether any of the loads depends on the query."""
+    return any(names(index) & ROWS for load in loads for index in load.indices)
+
+
+def _beside_keys(variant: Variant, heads: Heads) -> frozenset[str]:
+    """Names that no value of a key depends on."""
+    return wide_names(variant) | ROWS | ({"h"} if heads == "packed" else set())
 
 
 def costly_query_values(variant: Variant) -> tuple[Expr, ...]:
@@ -132,6 +203,12 @@ def reads_positions(variant: Variant) -> bool:
     """Whether mask or score read a tensor at an index that depends on the query or the key."""
     loads = (node for node in _nodes(variant) if isinstance(node, Load))
     return any(names(index) & (ROWS | KEYS) for load in loads for index in load.indices)
+
+
+def scores_keys(variant: Variant) -> bool:
+    """Whether tensors are read by position in the score alone, and there by key alone."""
+    loads = [node for node in walk(variant.score) if isinstance(node, Load)] if variant.score is not None else []
+    return not reads_positions(replace(variant, score=None)) and not _loads_by_query(loads)
 
 
 def varies_within_head(expr: Expr) -> bool:

@@ -5,7 +5,7 @@ A block keeps keys and goes along the queries. A lane holds elements of two keys
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from attngen.lang.emit import Binding
@@ -18,7 +18,19 @@ from attngen.plan.schedules.hopper_backward import derivative
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.symbols import pointer_name
 from attngen.render.biases import bias_bindings, go_beyond_queries, with_biases
-from attngen.render.cuda_math import Steps, TileBounds, bit_of, hide, masking, row_values, with_corners
+from attngen.render.cuda_math import (
+    ScoreValue,
+    Steps,
+    TileBounds,
+    bit_of,
+    hide,
+    masking,
+    row_values,
+    score_lines,
+    score_values,
+    with_corners,
+    with_score_values,
+)
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
@@ -55,9 +67,10 @@ _VARYING = (
 
 @dataclass(frozen=True, slots=True)
 class QueryValues:
-    """The values of a query that the mask reads or divides for, each with the type that it is held in, and the lines
-    that find them for the query ``q_row``: these come with a tile of Q. ``loads``: the lines load."""
+    """The values of a query that ``who``, mask or score, reads or computes, each with the type that it is held in, and
+    the lines that find them for the query ``q_row``: these come with a tile of Q. ``loads``: the lines load."""
 
+    who: str
     fields: tuple[tuple[str, str], ...]
     lines: tuple[Statement, ...]
     loads: bool
@@ -90,14 +103,17 @@ def probabilities(plan: Plan) -> Probabilities:
     logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
     slope = weighted_slope(plan, derivative(variant, fast_math=plan.fast_math))
     kept = weights(plan)
-    value = split_queries(logit.value) if plan.fast_math else logit.value
+    of_query = score_values(plan)
+    value = with_score_values(logit.value, of_query)
+    value = split_queries(value) if plan.fast_math else value
     varying = () if slope.varying is None else (with_biases(plan, slope.varying),)
     roots = [with_biases(plan, value), logit.multiplier, *varying]
     roots += [with_biases(plan, varying) for _, varying in kept]
     block: dict[Statement, None] = {}  # statements that are the same for all steps
-    found, multiplier = [], leaf("scale_log2e")
+    found: list[Steps] = []
+    multiplier = leaf("scale_log2e")
     for partial in (True, False):
-        bound = _elements(plan)
+        bound = _elements(plan) | {each.symbol.name: Binding(each.name, _Q) for each in of_query}
         scored = emit_for(plan, CUDA, roots, bound, inner="q")
         hoisted, body = list(scored.hoisted), list(scored.body)
         if slope.varying is not None:
@@ -117,7 +133,8 @@ def probabilities(plan: Plan) -> Probabilities:
             body.append(_HIDE_BEYOND)
         moving, once = depending(hoisted, _VARYING)
         block |= dict.fromkeys(once)
-        found.append(replace(_steps(moving, body), costly=mask.costly if partial and not plan.mask_words else ()))
+        steps = replace(_steps(moving, body), costly=mask.costly if partial and not plan.mask_words else ())
+        found.append(replace(steps, key=(*_taken(of_query), *steps.key)))
         if variant.score is not None:
             multiplier = scored.results[1]
     if variant.score is None:
@@ -148,6 +165,8 @@ def _with_query_values(plan: Plan, steps: Steps, block: Sequence[Statement]) -> 
     assert isinstance(plan.structure, HopperBackward)
     if not plan.structure.query_values:
         return steps, None
+    if of_score := score_values(plan):
+        return steps, _query_values_of_score(plan, of_score)
     before = {name for each in steps.tile if each.type == "const auto*" for name in each.names}
     loaded = before | {pointer_name(tensor.name) for tensor in plan.variant.tensors}
     divided = {*steps.costly[: plan.structure.query_values]}
@@ -161,11 +180,24 @@ def _with_query_values(plan: Plan, steps: Steps, block: Sequence[Statement]) -> 
     lines = (*needed(others, by_query), *by_query)
     tile = needed(steps.tile, lines)
     shared = needed(block, [*tile, *lines]) if divided else ()
-    values = QueryValues(fields_of(by_query), (*shared, *tile, *number_queries(reads(lines)), *lines), not divided)
+    values = QueryValues(
+        "mask", fields_of(by_query), (*shared, *tile, *number_queries(reads(lines)), *lines), not divided
+    )
     key = [each for each in steps.key if each not in by_query]
-    used = needed([*taken("of_query(8 * {i} + {j})", by_query), *key], steps.element)
+    used = needed([*taken("of_query(8 * {i} + {j})", declared(by_query)), *key], steps.element)
     tile = needed(steps.tile, [*steps.row, *used, *steps.element])
     return replace(steps, tile=tile, key=used), values
+
+
+def _query_values_of_score(plan: Plan, values: Sequence[ScoreValue]) -> QueryValues:
+    """Return the values of a query that the score reads."""
+    shared, lines, of_score = score_lines(plan, values, _elements(plan), (), inner="q")
+    return QueryValues("score", fields_of(of_score), (*shared, *number_queries(reads(lines)), *lines), True)
+
+
+def _taken(values: Iterable[ScoreValue]) -> list[Statement]:
+    """Return the line that takes values of the score from where they were put for a query."""
+    return taken("of_query(8 * {i} + {j})", [each.name for each in values])
 
 
 def _weighted(slope: Expr | None) -> Code | None:

@@ -7,9 +7,21 @@ from dataclasses import dataclass, field, replace
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding, EmittedMany
-from attngen.lang.folding import KEY, KV_FIRST, PRODUCT, cap_scale, fold_logit, split_keys, split_slope, subtract
+from attngen.lang.folding import (
+    KEY,
+    KV_FIRST,
+    PRODUCT,
+    cap_scale,
+    fold_logit,
+    split_keys,
+    split_slope,
+    subtract,
+    value_of_key,
+    value_of_query,
+)
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import MAX_SEQLEN, Expr, Load, Op, Type, names, own, spelled, tensors, walk
+from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, Var, names, own, rewrite, spelled, tensors, walk
+from attngen.lang.naming import label
 from attngen.lang.ranges import INT32
 from attngen.lang.segments import segments
 from attngen.lang.separate import asked
@@ -29,8 +41,16 @@ from attngen.lang.statements import (
 from attngen.lang.statistics import Separated, Statistic
 from attngen.lang.symbols import NODES
 from attngen.plan.model import Plan
-from attngen.plan.schedules.structures import HopperForward
-from attngen.plan.traits import costly_query_values, key_values
+from attngen.plan.schedules.structures import HopperBackward, HopperForward
+from attngen.plan.symbols import PREFIX
+from attngen.plan.traits import (
+    NO_KEY_VALUES,
+    KeyValues,
+    costly_query_values,
+    key_divisions,
+    key_values,
+    query_values_of_score,
+)
 from attngen.render.biases import bias_bindings, with_biases
 from attngen.render.cuda_statements import (
     SCALE,
@@ -115,6 +135,16 @@ class Logits:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreValue:
+    """A part of a score that is computed once for a key, or for a query: the symbol that takes its place, and its name
+    in a kernel."""
+
+    expr: Expr
+    symbol: Var
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sink:
     """The sink of the head of a row: the statements that compute it, and its value."""
 
@@ -144,7 +174,9 @@ def logits(plan: Plan) -> Logits:
     """Return the lines of the logits."""
     variant = plan.variant
     folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
-    value = split_keys(folded.value) if plan.fast_math else folded.value
+    of_key = score_values(plan)
+    value = with_score_values(folded.value, of_key)
+    value = split_keys(value) if plan.fast_math else value
     if isinstance(plan.structure, HopperForward) and plan.structure.relative:
         value = subtract(value, _COUNTED_FROM) or value
     scale = cap_scale(folded, plan.box_heads)
@@ -157,6 +189,7 @@ def logits(plan: Plan) -> Logits:
     multiplier = leaf("scale_log2e")
     for partial in (True, False):
         bound = element_bindings(plan, ragged=partial)
+        bound |= {each.symbol.name: Binding(each.name, _KV) for each in of_key}
         scored = emit_for(plan, CUDA, [with_biases(plan, value), folded.multiplier, *more], bound)
         hoisted, body = list(scored.hoisted), list(scored.body)
         of_mask: frozenset[str] = frozenset()
@@ -174,7 +207,8 @@ def logits(plan: Plan) -> Logits:
             of_mask, costly = frozenset(declared([*mask.hoisted, *mask.body])), mask.costly
         row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
-        steps.append(replace(_steps(plan, tile, row, body), of_mask=of_mask, costly=costly))
+        held = {each.name for each in of_key}
+        steps.append(replace(_steps(plan, tile, row, body, held), of_mask=of_mask, costly=costly))
         if variant.score is not None:
             multiplier = scored.results[1]
     statements = list(work)
@@ -186,6 +220,57 @@ def logits(plan: Plan) -> Logits:
     capped = None if scale is None else scored.results[2]
     drops, seen = _drops_products(folded.value), _visible(plan) if plan.mask_words else None
     return Logits(tuple(statements), steps[0], steps[1], seen, multiplier, drops, capped)
+
+
+def planned_key_values(plan: Plan) -> KeyValues:
+    """Return the values of a key that a plan has room for."""
+    if not isinstance(plan.structure, HopperForward) or not plan.structure.key_values:
+        return NO_KEY_VALUES
+    bits = plan.iteration == "tile_map"
+    values = key_values(plan.variant, plan.box_heads, fast_math=plan.fast_math, bits=bits)
+    return values.first(plan.structure.key_values)
+
+
+def score_values(plan: Plan) -> tuple[ScoreValue, ...]:
+    """Return the parts of the score that a plan has computed once for a key, or once for a query in a backward."""
+    exprs: tuple[Expr, ...] = ()
+    if isinstance(plan.structure, HopperForward):
+        exprs, symbol, role = planned_key_values(plan).score, value_of_key, "value_of_key"
+    elif isinstance(plan.structure, HopperBackward) and plan.structure.query_values:
+        bits = plan.iteration == "tile_map"
+        exprs = query_values_of_score(plan.variant, fast_math=plan.fast_math, bits=bits)
+        symbol, role = value_of_query, "value_of_query"
+    values: list[ScoreValue] = []
+    for number, expr in enumerate(exprs):
+        name = label(expr) or role
+        while any(name == other.name.removeprefix(PREFIX) for other in values):
+            name = f"{name}_{number}"
+        values.append(ScoreValue(expr, symbol(number, expr.type), f"{PREFIX}{name}"))
+    return tuple(values)
+
+
+def with_score_values(value: Expr, values: Iterable[ScoreValue]) -> Expr:
+    """Return a logit with the symbols of its parts that are computed once."""
+    for each in sorted(values, key=lambda each: -sum(1 for _ in walk(each.expr))):  # some are part of others
+        value = rewrite(value, {each.expr: each.symbol}.get)
+    return value
+
+
+def score_lines(
+    plan: Plan, values: Sequence[ScoreValue], bound: Mapping[str, Binding], before: Iterable[str], inner: str = "kv"
+) -> tuple[tuple[Statement, ...], tuple[Statement, ...], tuple[Statement, ...]]:
+    """Return the statements that parts of the score need of all keys (or queries), those that compute them for one, and
+    of the latter those that declare them; ``before`` are names that are not used again."""
+    if not values:
+        return (), (), ()
+    labels = {each.expr: each.name for each in values}
+    code = emit_for(plan, CUDA, [each.expr for each in values], bound, taken=before, labels=labels, inner=inner)
+    lines = list(code.body)
+    for each, result in zip(values, code.results, strict=True):
+        if result.text != each.name:
+            lines.append(constant(each.expr.type.value, each.name, result))
+    wanted = {each.name for each in values}
+    return code.hoisted, tuple(lines), tuple(each for each in lines if {*each.names} & wanted)
 
 
 def _visible(plan: Plan) -> Steps:
@@ -224,8 +309,10 @@ def sink(plan: Plan, before: Iterable[Statement]) -> Sink | None:
     return Sink((*code.hoisted, *code.body), code.results[0])
 
 
-def _steps(plan: Plan, tile: Sequence[Statement], row: Sequence[Statement], body: Sequence[Statement]) -> Steps:
-    """Return the statements of a tile, each where it runs least often."""
+def _steps(
+    plan: Plan, tile: Sequence[Statement], row: Sequence[Statement], body: Sequence[Statement], held: Iterable[str] = ()
+) -> Steps:
+    """Return the statements of a tile, each where it runs least often; ``held`` names values that come with a key."""
     element, key = depending(body, {"x", "row", *row_names(plan), *declared(row)})
     key, row = needed(key, element), needed(row, element)
     row = (*_row_lines(plan, reads([*row, *element])), *row)
@@ -233,7 +320,7 @@ def _steps(plan: Plan, tile: Sequence[Statement], row: Sequence[Statement], body
         tile=needed(tile, [*row, *key, *element]),
         row=row,
         row_values=row_values(row, element),
-        key=(*_key_lines(plan, reads([*key, *element])), *key),
+        key=(*_key_lines(plan, reads([*key, *element]), held), *key),
         element=element,
     )
 
@@ -311,7 +398,7 @@ def costly_values_of(plan: Plan, along: Along) -> tuple[Expr, ...]:
     """Return the values of a key, or of a query for a block that goes along queries, which the mask divides for."""
     if along.axis == "q":
         return costly_query_values(plan.variant)
-    return tuple(each for each in key_values(plan.variant, plan.box_heads) if not isinstance(each, Load))
+    return key_divisions(plan.variant, plan.box_heads)
 
 
 def from_zero(plan: Plan, end: Expr) -> Expr:
@@ -342,10 +429,10 @@ def element_bindings(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
     return scalar_bindings(plan, CUDA) | heads | rows
 
 
-def _key_lines(plan: Plan, read: frozenset[str]) -> list[Statement]:
-    """Return the statements that say which key an element belongs to, as far as it is read."""
+def _key_lines(plan: Plan, read: frozenset[str], held: Iterable[str]) -> list[Statement]:
+    """Return the statements that say which key an element belongs to, as far as it is read, or a value of it."""
     lines = []
-    if read & {"key", "kv", "kv_packed"}:
+    if read & {"key", "kv", "kv_packed", *held}:
         second = "{i} % 2" if plan.lane_keys_apart == 1 else f"{plan.lane_keys_apart} * ({{i}} % 2)"
         lines.append(int_constant("key", f"8 * ({{i}} / 2) + {second}", comment="from the first one of the lane"))
     if read & {"kv", "kv_packed"}:

@@ -51,7 +51,7 @@ FAMILIES = {
     "forward": (
         "accuracy", "hidden", "memory", "stress", "narrow", "attempts", "constants", "divisions", "divisors", "bounds",
         "looking", "calls", "waves", "shared_tiles", "mask_bits", "tile_maps", "biases", "outside", "transforms",
-        "columns",
+        "columns", "score_values",
     ),
     "backward": ("backward", "backward_stress", "cut_tiles"),
     "decode": ("decode", "decode_stress", "dependent_launches"),

@@ -137,13 +137,99 @@ def test_the_loader_computes_what_loads_need(mask: str, tensors: str, count: int
     assert "u_y[" not in consumer
 
 
-def test_the_room_is_for_values_of_the_mask_alone() -> None:
+def scored(score: str, tensors: str, *, mask: str = "q >= kv", **fields: object) -> Plan:
+    """Return the plan of a score over declared tensors and the scalar ``w``."""
+    scalars = "scalars: {w: {type: float32}, n: {type: int32, min: 1, max: 4096}}, "
+    declared = f"variants:\n  own: {{mask: '{mask}', score: '{score}', {scalars}tensors: {{{tensors}}}}}\n"
+    return planned("own", declared=declared, **{"backend": "cuda", "dtype": "bf16", "tile_map": "never", **fields})
+
+
+FORGETTING = "s + (f[h, q] - f[h, kv])", "f: {dtype: fp32, shape: [h, seqlen_k]}"
+
+
+def parts(plan: Plan) -> tuple[str, str, str]:
+    """Return the loader of a forward, and its consumer before and in the steps."""
+    loader, consumer = render(plan).text.split("// A consumer: 64 query rows.")
+    once, steps = consumer.split("const auto finish_logits")
+    return loader, once, steps
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_loader_computes_what_a_score_takes_of_a_key(head_dim: int) -> None:
+    plan = scored(*FORGETTING, head_dim=head_dim)
+    assert isinstance(plan.structure, HopperForward)
+    assert plan.structure.key_values == 1
+    loader, once, steps = parts(plan)
+    assert "u_f_h_kv_times_LOG2E = u_f_h_kv * kLog2e;" in loader
+    assert "key_values[i] = {u_f_h_kv_times_LOG2E};" in loader
+    assert "of_rows[row] = {u_f_h_q};" in once
+    assert steps.count("const auto [u_f_h_kv_times_LOG2E] = of_key(key);") == 2  # partial tiles and full ones
+    assert steps.count("(u_row_value - u_f_h_kv_times_LOG2E);") == 2
+    assert steps.count("const float u_row_value = u_f_h_q * kLog2e - counted_from[row];") == 2
+    assert "u_f_h[" not in steps
+
+
+def test_what_is_unknown_of_a_tensor_costs_its_loads_alone() -> None:
+    """The kernel of a FlexAttention score_mod, whose tensors declare no extents, has the same steps."""
+    declared = FORGETTING[1].replace("[h, seqlen_k]", "[f_0, f_1]")
+    steps, other = parts(scored(*FORGETTING))[2], parts(scored(FORGETTING[0], declared))[2]
+    assert other == steps
+
+
+@pytest.mark.parametrize(
+    ("score", "tensors", "fields"),
+    [
+        ("s + f[kv]", "f: {dtype: int32, shape: [n_keys]}", ["u_f_kv_float_times_LOG2E"]),
+        ("s * g[b, kv] + w * f[kv]", "f: {dtype: fp16, shape: [n_keys]}, g: {dtype: bf16, shape: [b, n_keys]}",
+         ["u_g_kv", "u_f_kv_times_w_times_LOG2E"]),
+        ("s + table[id[kv]]", "table: {dtype: fp32, shape: [64]}, id: {dtype: int32, shape: [n_keys]}",
+         ["u_table_id_kv_times_LOG2E"]),
+        ("s - 2 * exp(w * kv)", "", ["u_value_of_key"]),  # functions, too
+        ("s * f[kv] + f[kv]", "f: {dtype: fp32, shape: [n_keys]}", ["u_f_kv", "u_f_kv_times_LOG2E"]),
+        ("s - w * (kv - q)", "", []),  # sums and products alone: consumers know their keys
+        ("s + f[q, kv]", "f: {dtype: fp32, shape: [seqlen_q, n_keys]}", []),  # one for each pair
+        ("s + f[q]", "f: {dtype: fp32, shape: [seqlen_q]}", []),
+        ("s if f[kv] > 0 else 0.5 * s", "f: {dtype: int64, shape: [n_keys]}", []),  # 8 bytes
+    ],
+)  # fmt: skip
+def test_which_parts_of_a_score_are_values_of_a_key(score: str, tensors: str, fields: list[str]) -> None:
+    plan = scored(score, tensors)
+    assert isinstance(plan.structure, HopperForward)
+    assert plan.structure.key_values == len(fields)
+    loader, _, steps = parts(plan)
+    assert (f"key_values[i] = {{{', '.join(fields)}}};" in loader) == bool(fields)
+    if fields:
+        assert f"const auto [{', '.join(fields)}] = of_key(key);" in steps
+    assert not re.search(r"u_(f|g|table|id)(_b)?\[\w*kv", steps) or not fields
+
+
+def test_a_tile_map_leaves_the_score_to_values_of_a_key() -> None:
+    plan = scored("s + f[kv]", "doc: {dtype: int32, shape: [seqlen_k]}, f: {dtype: fp32, shape: [seqlen_k]}",
+                  mask="doc[q] == doc[kv]", tile_map="always")  # fmt: skip
+    assert isinstance(plan.structure, HopperForward)
+    assert plan.iteration == "tile_map"
+    assert plan.structure.key_values == 1
+    assert "What the score reads of a key" in render(plan).text
+
+
+def test_packed_heads_have_values_of_their_own() -> None:
+    for pack, count in (("true", 0), ("false", 1)):
+        plan = scored(*FORGETTING, pack_gqa=pack)
+        assert isinstance(plan.structure, HopperForward)
+        assert plan.structure.key_values == count
+
+
+def test_there_is_room_for_values_of_mask_and_score() -> None:
     tensors = "{doc: {dtype: int32, shape: [b, seqlen_k]}, bias: {dtype: fp32, shape: [seqlen_k]}}"
     declared = f"variants:\n  own: {{mask: 'doc[b, kv] <= q', score: 's + bias[kv]', tensors: {tensors}}}\n"
     plan = planned("own", declared=declared, backend="cuda", dtype="bf16", tile_map="never")
     assert isinstance(plan.structure, HopperForward)
-    assert plan.structure.key_values == 1
-    assert "const auto [u_doc_kv] = of_key(key);" in render(plan).text
+    assert plan.structure.key_values == 2
+    text = render(plan).text
+    assert "What mask and score read of a key" in text
+    assert "key_values[i] = {u_doc_kv, u_bias_kv_times_LOG2E};" in text
+    # full tiles take that of the score
+    assert text.count("const auto [u_doc_kv, u_bias_kv_times_LOG2E] = of_key(key);") == 2
 
 
 def test_values_of_a_head_do_not_come_with_packed_heads() -> None:
@@ -229,3 +315,36 @@ def test_no_kernel_divides_by_scalars() -> None:
             text = render(divided(mask, head_dim=64, **fields)).text
             assert "const Divisor by_u_n" in text
             assert not re.search(r"[/%] \(?u_[nm]\b|floor_(div|mod)\([^;]*, u_|floor_(div|mod)\(static_cast", text)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_in_a_backward_the_loader_computes_what_a_score_takes_of_a_query(head_dim: int) -> None:
+    plan = scored(*FORGETTING, head_dim=head_dim, passes="backward", backend=None, backward="{backend: cuda}")
+    loader, consumer = render(plan).text.split("// A consumer: 64 keys.")
+    assert isinstance(plan.structure, HopperBackward)
+    assert plan.structure.query_values == 1
+    assert plan.structure.pingpong
+    assert "values[i] = {u_f_h_q_times_LOG2E};" in loader
+    assert consumer.count("const auto [u_f_h_q_times_LOG2E] = of_query(8 * i + j);") == 2
+    assert "u_f_h_q =" not in consumer
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "count"),
+    [
+        ("s + f[q_pos]", "q >= kv", 1),
+        ("s + f[q] * exp(w * q)", "q >= kv", 1),
+        ("s + f[q] * f[kv]", "q >= kv", 1),
+        ("s + f[q] - f[q_pos]", "q >= kv", 0),  # one has room
+        ("s * f[q]", "q >= kv", 0),  # its derivative varies
+        ("s + f[kv]", "q >= kv", 0),
+        ("s + f[q]", "f[q_pos] > kv", 0),  # both read it
+        ("s + exp(w * q)", "q >= kv", 0),  # consumers have the registers for that
+    ],
+)
+def test_which_parts_of_a_score_are_values_of_a_query(score: str, mask: str, count: int) -> None:
+    plan = scored(score, "f: {dtype: fp32, shape: [n_keys]}", mask=mask, passes="backward", backend=None,
+                  backward="{backend: cuda}")  # fmt: skip
+    assert isinstance(plan.structure, HopperBackward)
+    assert plan.structure.query_values == count
+    assert ("What the score reads of a query" in render(plan).text) == (count > 0)

@@ -169,7 +169,7 @@ def program(plan: Plan) -> str:
     fields: Sequence[tuple[str, str]] = ()
     if plan.direction == "forward":
         code = logits(plan)
-        steps, loaded = with_key_values(plan, code.partial, code.work)
+        steps, _, loaded = with_key_values(plan, code)
         before, lines, form = code.work, (), _FORWARD
         if loaded is not None:
             fields, lines = loaded.fields, (*loaded.work, *loaded.lines)

@@ -12,7 +12,7 @@ from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.biases import BIAS_BYTES, biases, without_biases
-from attngen.lang.ir import MAX_SEQLEN, Load
+from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.simplify import TRUE
 from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
@@ -30,7 +30,7 @@ from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, sear
 from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_row_max
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import first_see_most
-from attngen.plan.traits import bands_of, gathers, is_light, key_values, reads_data_per_key
+from attngen.plan.traits import NO_KEY_VALUES, bands_of, gathers, is_light, key_values, reads_data_per_key
 from attngen.schema.expand import KernelSpec, Roles
 
 SOFTMAXES = ("fixed_reference", "lazy", "exact_max", "bounded")
@@ -227,9 +227,12 @@ def _tile(
     ranges = specialized and iteration == "ranges" and spec.variant.mask != TRUE and not together
     skips = ranges and tile_n < tile_m - ROWS
     staged = spec.epilogue != "direct" and not spec.split_tiles
-    values = key_values(spec.variant, "packed" if spec.pack_gqa else "single")
-    if not specialized or is_paged(spec) or iteration == "tile_map":
-        values = ()
+    values = key_values(
+        spec.variant, "packed" if spec.pack_gqa else "single", fast_math=spec.fast_math,
+        bits=iteration == "tile_map",
+    )  # fmt: skip
+    if not specialized or is_paged(spec):
+        values = NO_KEY_VALUES
     draft = HopperForward(
         specialized=specialized,
         consumers=consumers,
@@ -249,7 +252,7 @@ def _tile(
         out_columns=v,
         lookahead=6 if searches(spec) else 2,
         value_loader=is_paged(spec) and not form.transposes,  # pages take many small copies
-        key_values=sum(isinstance(value, Load) for value in values),  # others if there is room
+        key_values=len(values.loads),  # others if there is room
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
         redo_above=numbers.redo_above,

@@ -41,8 +41,10 @@ from attngen.plan.traits import (
     divides,
     is_light,
     query_loads,
+    query_values_of_score,
     reads_data_per_key,
     reads_positions,
+    scores_keys,
 )
 from attngen.schema.expand import Backward, KernelSpec
 
@@ -220,7 +222,7 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
         own_spans=own_spans,
-        query_values=_query_values(_gathered(spec, tiled)) if family == "valued" and not wide else 0,
+        query_values=_query_values(spec, tiled, bits=iteration == "tile_map") if family == "valued" and not wide else 0,
         cuts=cuts,
         uneven=_by_data(spec, iteration),
         stripe=_STRIPE if cuts and not own_spans and _goes_by_stripes(spec, choice, iteration) else 0,
@@ -321,9 +323,12 @@ def _has_own_spans(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
     return few and halves and iteration == "ranges" and not spec.deterministic
 
 
-def _query_values(variant: Variant) -> int:
-    """Number of values of each query that come with its tile: those that the mask reads, or 0 if these are too many."""
-    count = query_loads(variant)
+def _query_values(spec: KernelSpec, tiled: int, *, bits: bool) -> int:
+    """Number of values of each query that come with its tile: those of the mask, else those of the score, or 0 if these
+    are too many. ``bits``: a tile map has the mask as bits."""
+    count = 0 if bits else query_loads(_gathered(spec, tiled))
+    if not (count or tiled or is_wide(spec)):
+        count = len(query_values_of_score(spec.variant, fast_math=spec.fast_math, bits=bits))
     return count if count <= _QUERY_VALUES else 0
 
 
@@ -632,10 +637,10 @@ def _family(spec: KernelSpec, tiled: int) -> str:
 
     "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
     same for all pairs, or values of a batch. "divided": these, with divisions. "biased": these, with biases of which
-    tiles come with those of Q. "derived": a score whose derivative
-    differs. "valued": the mask reads at most one value of each query, which comes with its tile, and values of keys.
-    "reading": other tensors are read by position. "tight": with dropout, dV takes probabilities after it and dS those
-    before; and a tile map with a fixed order takes more of the loader of a single block.
+    tiles come with those of Q. "derived": a score whose derivative differs. "valued": mask or score read at most one
+    value of each query, which comes with its tile, and values of keys. "reading": other tensors are read by position.
+    "tight": with dropout, dV takes probabilities after it and dS those before; and a tile map with a fixed order takes
+    more of the loader of a single block.
     """
     variant = _gathered(spec, tiled)
     mapped = not is_wide(spec) and iteration_of(spec, "q", by_bits=True) == "tile_map"
@@ -649,7 +654,8 @@ def _family(spec: KernelSpec, tiled: int) -> str:
     if kept and not reads_positions(variant):  # beyond, ping-pong leaves too few registers for P times a derivative
         return "derived" if max(spec.head_dim_qk, spec.head_dim_v) <= _NARROW else "reading"
     if reads_positions(variant):
-        return "valued" if _query_values(variant) and not is_wide(spec) and not mapped else "reading"
+        valued = _query_values(spec, tiled, bits=mapped) or (scores_keys(variant) and not _varies(spec))
+        return "valued" if valued and not is_wide(spec) else "reading"
     if _varies(spec):
         return "derived"
     if tiled:

@@ -31,7 +31,7 @@ class HopperForward(Structure):
     whole_first: bool  # a tile that all rows see, if there is one, comes before the others, from the last to the first
     lookahead: int  # steps before the end of a tile of work at which the next one is taken
     value_loader: bool  # V has a loader of its own
-    key_values: int  # values of each key that the mask reads, and that come with a tile of K
+    key_values: int  # values of each key that mask and score read, and that come with a tile of K
     v_by_columns: bool  # V is K-major in shared memory, as 8-bit products require
     transposes: bool  # V arrives as rows of keys, and warps transpose it
     redo_above: str  # literal; see docs/performance.md
@@ -100,7 +100,7 @@ class HopperBackward(Structure):
     cluster: int = 1  # blocks that divide a tile of keys, 64 each; 1: one block has all
     dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
     own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask
-    query_values: int = 0  # values of each query that the mask reads, and that come with a tile of Q
+    query_values: int = 0  # values of each query that mask or score read, and that come with a tile of Q
     cuts: bool = False  # a call may split the last tiles of keys among several blocks
     uneven: bool = False  # data decide how many steps a tile of keys takes
     stripe: int = 0  # query tiles that all heads of a group visit before the next ones; 0: one head after the other

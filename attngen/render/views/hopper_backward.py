@@ -35,7 +35,7 @@ _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
     "ds": "dS of two steps, then dK for its store", "dq": "dQ on its way to the dQ accumulator, then dV for its store",
     "biases": "tiles of biases that belong to a step, of each consumer's keys",
-    "query_values": "what the mask reads of the queries of each stage", "lse": "log-sum-exp of the rows of each stage",
+    "query_values": "what the {who} reads of the queries of each stage", "lse": "log-sum-exp of the rows of each stage",
     "delta": "D of the rows of each stage",
     "work": "two tiles of work: the one that is computed and the next",
     "other_k": "half of the columns of the other block's K",
@@ -155,7 +155,9 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         end_qk=end_qk,
         end_v=end_v,
         regions=tuple(
-            RegionView(constant(r.name), r.offset, f"{r.bytes} B: {_region_text(roles, plan, r.name)}")
+            RegionView(
+                constant(r.name), r.offset, f"{r.bytes} B: {_region_text(roles, plan, r.name, code.query_values)}"
+            )
             for r in roles.shared
         ),
         region_bytes={region.name: region.bytes for region in roles.shared},
@@ -217,12 +219,12 @@ def _pipes(plan: Plan, roles: HopperBackward) -> PipesView:
     return pipes_view(cluster_pipes_of(plan), "here + ")
 
 
-def _region_text(roles: HopperBackward, plan: Plan, name: str) -> str:
+def _region_text(roles: HopperBackward, plan: Plan, name: str, values: QueryValues | None) -> str:
     if roles.cluster > 1 and name == "dout":
         part = "a tile" if roles.parts_of(plan.columns_v[0].width) == 1 else "half a tile"
         return f"dO, {part} per stage, then dV for its store"
     texts = _REGION_TEXTS | _CLUSTER_TEXTS if roles.cluster > 1 else _REGION_TEXTS
-    return texts.get(name, "barriers")
+    return texts.get(name, "barriers").format(who=values.who if values else "")
 
 
 def _lines(plan: Plan, part: Launch) -> tuple[str, ...]:

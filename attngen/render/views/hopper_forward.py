@@ -37,7 +37,7 @@ _REGION_TEXTS = {
     "v_rows": "V as it lies in memory, a box per stage",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
     "taken": "the tiles of work that the cluster takes next",
-    "key_values": "values of the keys of two tiles in each stage of K, which the mask reads",
+    "key_values": "values of the keys of two tiles in each stage of K, which {who}",
     "biases": "tiles of biases that belong to a tile of K",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
     "more_partials": "what partial results take beyond Q, K and V",
@@ -163,7 +163,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     clustered = hopper.cluster > 1 or hopper.shares
     found, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.iteration != "ranges" else ()
-    partial_steps, key_values = with_key_values(plan, code.partial, code.work)
+    partial_steps, full_steps, key_values = with_key_values(plan, code)
     by_key = (*key_values.work, *key_values.lines) if key_values else ()
     found_biases = biases_of(plan)
     at_biases: list[Statement | Code] = [line for each in found_biases for line in each.lines]
@@ -197,7 +197,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         width_v=plan.columns_v[0].width,
         padding_v=padding(plan.columns_v[0]),
         regions=tuple(
-            RegionView(constant(region.name), region.offset, _region_text(region.name, region.bytes))
+            RegionView(constant(region.name), region.offset, _region_text(region.name, region.bytes, key_values))
             for region in hopper.shared
         ),
         swizzle=SWIZZLES[hopper.box_bytes],
@@ -265,7 +265,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         key_values=key_values,
         biases=found_biases,
         partial=partial_steps,
-        full=code.full,
+        full=full_steps,
         visible=code.visible,
         visible_uses_kv="kv_first" in seen,
         uses_kv="kv_first" in steps,
@@ -295,8 +295,8 @@ def _room(hopper: HopperForward) -> int:
     return sum(region.bytes for region in hopper.shared if region.name in ("q", "k", "v", "more_partials"))
 
 
-def _region_text(name: str, size: int) -> str:
-    text = _REGION_TEXTS.get(name, "barriers")
+def _region_text(name: str, size: int, key_values: KeyValues | None) -> str:
+    text = _REGION_TEXTS.get(name, "barriers").format(who=key_values.who if key_values else "")
     return f"{size} B: {text}"
 
 
