@@ -52,7 +52,7 @@ def _package() -> Any:
 @pytest.fixture(autouse=True)
 def kernels() -> Iterator[None]:
     """Make these kernels known, and no others."""
-    before = [found for rank, found in registry.packages() if rank == "loaded"]
+    before = [package for rank, package in registry.packages() if rank == "loaded"]
     registry.clear()
     registry.add(_package())
     yield
