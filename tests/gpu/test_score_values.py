@@ -5,21 +5,17 @@ and ragged ones, with query heads that share keys, beyond the end of a tensor, w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from attngen.runtime.module import read_kernel
 from torch import Tensor
 
 import attngen
-from attngen.runtime.registry import package_of_kernels, registry
 from attngen.schema import load_spec
-from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
-from tests.gpu.family import for_this_gpu
+from attngen.tools.build.pipeline import Prepared, prepare
+from tests.gpu.family import only_known, package_of_spec
 from tests.gpu.test_biases import inputs_of, verify
 from tests.gpu.test_mask_bits import check
 
@@ -39,26 +35,11 @@ def to_build() -> list[Prepared]:
     return prepare(load_spec(SPEC))
 
 
-@cache
-def _package() -> Any:
-    here = [for_this_gpu(kernel) for kernel in to_build()]
-    store = Store()
-    built, failures = compile_kernels(here, store=store)
-    assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
-    kernels = [read_kernel(store.path(built[one.plan.name].key)) for one in here]
-    return package_of_kernels(kernels, "tests/gpu/score_values")
-
-
 @pytest.fixture(autouse=True)
 def kernels() -> Iterator[None]:
     """Make these kernels known, and no others."""
-    before = [package for rank, package in registry.packages() if rank == "loaded"]
-    registry.clear()
-    registry.add(_package())
-    yield
-    registry.clear()
-    for other in before:
-        registry.add(other)
+    with only_known(package_of_spec(SPEC)):
+        yield
 
 
 def totals(heads: int, keys: int) -> Tensor:
