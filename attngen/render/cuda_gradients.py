@@ -110,7 +110,7 @@ def probabilities(plan: Plan) -> Probabilities:
     roots = [with_biases(plan, value), logit.multiplier, *varying]
     roots += [with_biases(plan, varying) for _, varying in kept]
     block: dict[Statement, None] = {}  # statements that are the same for all steps
-    found: list[Steps] = []
+    both: list[Steps] = []
     multiplier = leaf("scale_log2e")
     for partial in (True, False):
         bound = _elements(plan) | {each.symbol.name: Binding(each.name, _Q) for each in of_query}
@@ -134,16 +134,16 @@ def probabilities(plan: Plan) -> Probabilities:
         moving, once = depending(hoisted, _VARYING)
         block |= dict.fromkeys(once)
         steps = replace(_steps(moving, body), costly=mask.costly if partial and not plan.mask_words else ())
-        found.append(replace(steps, key=(*_taken(of_query), *steps.key)))
+        both.append(replace(steps, key=(*_taken(of_query), *steps.key)))
         if variant.score is not None:
             multiplier = scored.results[1]
     if variant.score is None:
         block = {SCALE: None, **block}
-    partial_steps, query_values = _with_query_values(plan, found[0], tuple(block))
+    partial_steps, query_values = _with_query_values(plan, both[0], tuple(block))
     return Probabilities(
         block=tuple(block),
         partial=partial_steps,
-        full=found[1],
+        full=both[1],
         exponent=_exponent(multiplier),
         factor=slope.factor,
         weighted=_weighted(slope.varying),
