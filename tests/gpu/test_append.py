@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.helpers import append_run, append_torch
+from attngen.runtime.helpers import append_helper, append_torch
 from attngen.runtime.helpers.append_arguments import Append, check
 from attngen.runtime.helpers.append_kernel import PreparedAppend
 from attngen.runtime.kernels.module import Kernel
@@ -49,14 +48,14 @@ def kernels() -> dict[str, Kernel]:
 def _known() -> Iterator[None]:
     registry.clear()
     registry.add(package_of_kernels(list(kernels().values()), "tests/gpu/test_append"))
-    append_run._PREPARED.clear()
+    append_helper.APPEND.prepared.clear()
     yield
     registry.clear()
 
 
 def launched() -> bool:
     """Whether a kernel took every call so far, and there was one."""
-    kept_calls = list(append_run._PREPARED.values())
+    kept_calls = list(append_helper.APPEND.prepared.values())
     return bool(kept_calls) and all(isinstance(one, PreparedAppend) for one in kept_calls)
 
 
@@ -177,8 +176,8 @@ def test_a_graph_stays_right_while_lengths_grow() -> None:
         for name in ("k", "v", "q"):
             wanted[name].copy_(given[name].normal_())
         graph.replay()
-        call = Append(**{name: wanted.get(name) for name in Append.__dataclass_fields__})
-        call = replace(call, page_layout="NHD", rotary_interleaved=False)
+        call = Append(**{name: wanted.get(name) for name in Append._fields})
+        call = call._replace(page_layout="NHD", rotary_interleaved=False)
         append_torch.append(call, check(call))
         for name in ("k_cache", "v_cache", "q_out"):
             assert torch.equal(bits(given[name]), bits(wanted[name])), name

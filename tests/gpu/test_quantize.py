@@ -19,9 +19,9 @@ from torch import Tensor
 import attngen
 from attngen.errors import CallError
 from attngen.runtime.calls.quantize import Quantized
-from attngen.runtime.helpers import quantize_run, quantize_tiles
+from attngen.runtime.helpers import quantize_helper, quantize_tiles
 from attngen.runtime.helpers.quantize_arguments import GRANULARITIES
-from attngen.runtime.helpers.quantize_launch import PreparedQuantize
+from attngen.runtime.helpers.quantize_sizes import PreparedQuantize
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.tools.build.pipeline import Prepared
@@ -55,7 +55,7 @@ def kernels() -> list[Kernel]:
 def _known() -> Iterator[None]:
     registry.clear()
     registry.add(package_of_kernels(kernels(), "tests/gpu/test_quantize"))
-    quantize_run._PREPARED.clear()
+    quantize_helper.QUANTIZE.prepared.clear()
     torch.manual_seed(6)
     yield
     registry.clear()
@@ -63,8 +63,8 @@ def _known() -> Iterator[None]:
 
 def launched() -> bool:
     """Whether a kernel took every call so far, and there was one."""
-    prepared = list(quantize_run._PREPARED.values())
-    return bool(prepared) and all(isinstance(kept[0], PreparedQuantize) for kept in prepared)
+    prepared = list(quantize_helper.QUANTIZE.prepared.values())
+    return bool(prepared) and all(isinstance(one, PreparedQuantize) for one in prepared)
 
 
 def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
@@ -169,8 +169,8 @@ def test_fresh_calls_of_all_kinds() -> None:
 
 def by_tiles() -> bool:
     """Whether kernels of tiles took every call so far."""
-    prepared = list(quantize_run._PREPARED.values())
-    return launched() and all(kept[0].label.endswith(("_d64", "_d128")) for kept in prepared)
+    prepared = list(quantize_helper.QUANTIZE.prepared.values())
+    return launched() and all(one.label.endswith(("_d64", "_d128")) for one in prepared)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def some(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def both(given: dict[str, Any], written: tuple[str, ...] = ("k_cache", "v_cache", "q_out")) -> None:
     """Assert that a call gives with the kernel what it gives in torch, and changes nothing else."""
-    names = Append.__dataclass_fields__
+    names = Append._fields
     ours = {name: given.get(name) for name in names}
     ours["page_layout"] = given.get("page_layout", "NHD")
     ours["rotary_interleaved"] = given.get("rotary_interleaved", False)

@@ -49,7 +49,7 @@ def a_call(
 
 def in_torch(given: dict[str, Any]) -> Quantized:
     """Result of a call in plain torch."""
-    call = Quantize(**{name: given.get(name, DEFAULTS.get(name)) for name in Quantize.__dataclass_fields__})
+    call = Quantize(**{name: given.get(name, DEFAULTS.get(name)) for name in Quantize._fields})
     return Quantized(*quantize_torch.quantize(call, check(call)))
 
 

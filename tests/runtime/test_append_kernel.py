@@ -17,7 +17,7 @@ import attngen
 from attngen.errors import CallError
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.helpers import append_run, append_torch
+from attngen.runtime.helpers import append_helper, append_torch
 from attngen.runtime.helpers.append_arguments import check
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.appended import BATCH, DTYPES, PAGE_SIZE, PAGES, PLACES, POSITIONS, UNSUITED, a_call, both, some
@@ -34,10 +34,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     monkeypatch.setattr(append_torch, "check_contents", lambda call, sizes: None)
     registry.clear()
     registry.add(package_of_kernels(kernels(), "here"))
-    append_run._PREPARED.clear()
+    append_helper.APPEND.prepared.clear()
     with drivers.use(driver):
         yield driver
-    append_run._PREPARED.clear()
+    append_helper.APPEND.prepared.clear()
     registry.clear()
 
 
@@ -143,7 +143,7 @@ def test_dtypes_and_devices_without_a_kernel_run_in_torch(host: HostDriver, monk
 def test_a_call_is_prepared_once(host: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later ones look at no argument again, and see what changed in memory; another stride is another kind."""
     checks: list[int] = []
-    monkeypatch.setattr(append_run, "check", lambda call: checks.append(1) or check(call))
+    monkeypatch.setattr(append_helper, "check", lambda call: checks.append(1) or check(call))
     given = a_call(random.Random(1), "pages", torch.bfloat16, half=32, lost=False)
     both(given)
     given["cache_seqlens"] += 1

@@ -18,7 +18,7 @@ import attngen
 from attngen.errors import CallError
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.helpers import quantize_run, quantize_torch
+from attngen.runtime.helpers import quantize_helper, quantize_torch
 from attngen.runtime.helpers.quantize_arguments import GRANULARITIES
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.host_kernels import COMPILER, HostDriver, quantizing_kernels
@@ -35,11 +35,11 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     monkeypatch.setattr(quantize_torch, "check_contents", lambda call, sizes: None)
     registry.clear()
     registry.add(package_of_kernels(quantizing_kernels(), "here"))
-    quantize_run._PREPARED.clear()
+    quantize_helper.QUANTIZE.prepared.clear()
     torch.manual_seed(3)
     with drivers.use(driver):
         yield driver
-    quantize_run._PREPARED.clear()
+    quantize_helper.QUANTIZE.prepared.clear()
     registry.clear()
 
 
@@ -171,8 +171,8 @@ def test_calls_that_no_kernel_takes_run_in_torch(host: HostDriver, granularity: 
 def test_a_call_is_prepared_once(host: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later ones look at no argument again; another stride, seed or granularity is another kind."""
     checks: list[int] = []
-    check = quantize_run.check
-    monkeypatch.setattr(quantize_run, "check", lambda call: checks.append(1) or check(call))
+    check = quantize_helper.check
+    monkeypatch.setattr(quantize_helper, "check", lambda call: checks.append(1) or check(call))
     given = a_call(torch.bfloat16, granularity=64)
     for more in ({}, {}, {"q": given["q"] + 1}):
         both({**given, **more})

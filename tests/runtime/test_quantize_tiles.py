@@ -17,10 +17,10 @@ from torch import Tensor
 import attngen
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.helpers import quantize_run, quantize_tiles, quantize_torch
+from attngen.runtime.helpers import quantize_helper, quantize_tiles, quantize_torch
 from attngen.runtime.helpers.quantize_arguments import Quantize, Sizes, check
 from attngen.runtime.helpers.quantize_kernel import prepare_on
-from attngen.runtime.helpers.quantize_launch import PreparedQuantize
+from attngen.runtime.helpers.quantize_sizes import PreparedQuantize
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.tools.verify.gpu import try_pinned
 from tests.runtime.host_kernels import COMPILER, HostDriver, quantizing_kernels
@@ -40,12 +40,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     monkeypatch.setattr(quantize_torch, "check_contents", lambda call, sizes: None)
     registry.clear()
     registry.add(package_of_kernels([*quantizing_kernels(), *quantizing_kernels(tiles=True)], "here"))
-    quantize_run._PREPARED.clear()
+    quantize_helper.QUANTIZE.prepared.clear()
     monkeypatch.setattr(quantize_tiles, "LEAST_TURNS", dict.fromkeys(quantize_tiles.LEAST_TURNS, 0))
     torch.manual_seed(8)
     with drivers.use(driver):
         yield driver
-    quantize_run._PREPARED.clear()
+    quantize_helper.QUANTIZE.prepared.clear()
     registry.clear()
 
 
@@ -164,7 +164,7 @@ def test_short_sequences_are_counted_by_their_tiles(own: bool, batch: int, head_
 
 
 def _checked(given: dict[str, Any]) -> tuple[Quantize, Sizes]:
-    call = Quantize(**{name: given.get(name, DEFAULTS.get(name)) for name in Quantize.__dataclass_fields__})
+    call = Quantize(**{name: given.get(name, DEFAULTS.get(name)) for name in Quantize._fields})
     return call, check(call)
 
 

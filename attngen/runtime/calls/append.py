@@ -6,15 +6,13 @@ torch, with the same results (``append_torch``).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.helpers.append_arguments import Append, check
-from attngen.runtime.helpers.append_run import run
+from attngen.runtime.helpers.append_helper import APPEND
 
 
 def append_kv(
@@ -77,22 +75,21 @@ def append_kv(
     """
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (k, v, q)):
         raise CallError("append_kv is not differentiable; call it under torch.no_grad()")
-    given = (
+    call = Append(
         k, v, k_cache, v_cache, cache_seqlens, page_table, slots, batch_index, cu_seqlens, page_layout, q, q_out,
         rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets, k_descale, v_descale,
     )  # fmt: skip
-    return _traced(*given) if is_traced(k) or watching() else run(*given)
+    rotated: Tensor | None = _traced(call) if is_traced(k) or watching() else APPEND.run(call)
+    return rotated
 
 
-def _traced(*given: Any) -> Tensor | None:
+def _traced(call: Append) -> Tensor | None:
     """Call the operator; what is traced is this function and nothing below it."""
     from attngen.runtime.calls import append_operator
 
-    call = Append(*given)
     check(call)
-    q, q_out = call.q, call.q_out
-    if q is not None and q_out is None:
-        q_out = q.new_empty(q.shape)
-    append_operator.call(*given[:10], None if q_out is q else q, q_out, *given[12:])
-    rotated: Tensor | None = q_out
+    if call.q is not None and call.q_out is None:
+        call = call._replace(q_out=call.q.new_empty(call.q.shape))
+    append_operator.call(call)
+    rotated: Tensor | None = call.q_out
     return rotated

@@ -6,7 +6,7 @@ On a GPU one kernel does it, in up to three launches, where a package has one an
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.helpers.quantize_arguments import Quantize, check
-from attngen.runtime.helpers.quantize_run import run
+from attngen.runtime.helpers.quantize_helper import QUANTIZE
 
 
 class Quantized(NamedTuple):
@@ -91,16 +91,16 @@ def quantize(
     """
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v)):
         raise CallError("quantize is not differentiable; call it under torch.no_grad()")
-    given = (
+    call = Quantize(
         q, k, v, granularity, hadamard, signs, seed, layout, rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets,
         dtype,
     )  # fmt: skip
-    return Quantized(*(_traced(*given) if is_traced(q) or watching() else run(*given)))
+    return Quantized(*(_traced(call) if is_traced(q) or watching() else QUANTIZE.run(call)))
 
 
-def _traced(*given: Any) -> tuple[Tensor, ...]:
+def _traced(call: Quantize) -> tuple[Tensor, ...]:
     """Call the operator; what is traced is this function and nothing below it."""
     from attngen.runtime.calls import quantize_operator
 
-    check(Quantize(*given))
-    return quantize_operator.call(*given)
+    check(call)
+    return quantize_operator.call(call)

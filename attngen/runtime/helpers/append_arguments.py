@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,49 +11,48 @@ from torch import Tensor
 from attngen.errors import CallError, suggest
 from attngen.runtime.arguments.checked import PAGE_LAYOUTS, mixes, refuse_unreadable
 from attngen.runtime.arguments.shapes import check_rank, check_written, index_vector
+from attngen.runtime.helpers.operands import check_rotary
+from attngen.runtime.helpers.records import Fields, Flag, OptionalTensor, TensorArgument, Text
 
+#: Dtypes of cosines and sines.
 _ROTARY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class Append:
-    """A call as its caller made it: see ``append_kv``."""
+class Append(NamedTuple):
+    """A call as its caller made it: see ``append_kv``. Letters name the tensors that it writes."""
 
-    k: Any
-    v: Any
-    k_cache: Any
-    v_cache: Any
-    cache_seqlens: Any
-    page_table: Any
-    slots: Any
-    batch_index: Any
-    cu_seqlens: Any
-    page_layout: Any
-    q: Any
-    q_out: Any
-    rotary_cos: Any
-    rotary_sin: Any
-    rotary_interleaved: Any
-    rotary_offsets: Any
-    k_descale: Any = None
-    v_descale: Any = None
+    k: TensorArgument
+    v: TensorArgument
+    k_cache: Annotated[Any, "Tensor(a!)"]
+    v_cache: Annotated[Any, "Tensor(b!)"]
+    cache_seqlens: OptionalTensor
+    page_table: OptionalTensor
+    slots: OptionalTensor
+    batch_index: OptionalTensor
+    cu_seqlens: OptionalTensor
+    page_layout: Text
+    q: OptionalTensor
+    q_out: Annotated[Any, "Tensor(c!)?"]
+    rotary_cos: OptionalTensor
+    rotary_sin: OptionalTensor
+    rotary_interleaved: Flag
+    rotary_offsets: OptionalTensor
+    k_descale: OptionalTensor = None
+    v_descale: OptionalTensor = None
 
+
+FIELDS = Fields(Append)
 
 #: The scales of a cache in 8 bits.
 DESCALES = ("k_descale", "v_descale")
 
-#: The tensors of a call, in the order in which a launch takes their addresses.
-TENSORS = (
-    "k", "v", "q", "q_out", "k_cache", "v_cache", "cache_seqlens", "page_table", "batch_index", "cu_seqlens",
-    "rotary_offsets", "slots", "rotary_cos", "rotary_sin", *DESCALES,
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many sequences a call has; pages of its cache, or sequences of a dense one, and rows of each. ``of_pages``:
+    """New tokens and their sequences; pages of the cache, or sequences of a dense one, and rows of each. ``of_pages``:
     the scales of a cache in 8 bits are of its pages."""
 
+    tokens: int
     batch: int
     entries: int
     rows: int
@@ -68,7 +67,7 @@ def check(call: Append) -> Sizes:
             f"page_layout must be one of {', '.join(PAGE_LAYOUTS)}, got {call.page_layout!r}"
             f"{suggest(str(call.page_layout), PAGE_LAYOUTS)}"
         )
-    refuse_unreadable({name: getattr(call, name) for name in TENSORS})
+    refuse_unreadable({name: getattr(call, name) for name in FIELDS.tensors})
     packed = call.cu_seqlens is not None
     form = "total_new x heads x head_dim with cu_seqlens" if packed else "batch x seqlen_new x heads x head_dim"
     rank = 3 if packed else 4
@@ -102,16 +101,17 @@ def check(call: Append) -> Sizes:
             raise CallError(f"slots must have shape {tuple(k.shape[:-2])}, got {tuple(slots.shape)}")
     elif call.cache_seqlens is None:
         raise CallError("cache_seqlens is needed: the keys that each sequence had before, (batch,) int32")
-    _check_rotary(k, q, call.q_out, call.rotary_cos, call.rotary_sin, call.rotary_interleaved)
+    check_rotary(call.rotary_cos, call.rotary_sin, call.rotary_interleaved, k.device, k.shape[-1], _ROTARY_DTYPES)
+    _check_queries(call)
     if call.rotary_cos is not None and call.cache_seqlens is None and call.rotary_offsets is None:
         raise CallError("a rotation needs positions: give cache_seqlens or rotary_offsets")
-    sizes = Sizes(batch, entries, rows)
-    return Sizes(batch, entries, rows, _check_scales(call, sizes))
+    tokens = k.shape[:-2].numel() if batch else 0
+    return Sizes(tokens, batch, entries, rows, _check_scales(call, batch, entries))
 
 
 def scales_of(call: Append, sizes: Sizes) -> dict[str, Tensor]:
-    """Return the scales of a checked call by name, (batch, kv_heads) or (pages, kv_heads), as views of what was given;
-    none of a cache that is not quantized."""
+    """Scales of a checked call by name, views of (batch, kv_heads) or (pages, kv_heads); none of a cache that is not
+    quantized."""
     shape = (sizes.entries if sizes.of_pages else sizes.batch, call.k.shape[-2])
     given = {name: getattr(call, name) for name in DESCALES}
     return {
@@ -120,16 +120,16 @@ def scales_of(call: Append, sizes: Sizes) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def _check_scales(call: Append, sizes: Sizes) -> bool:
-    """Check the scales of a cache in 8 bits, and return whether they are of pages. Raises CallError, too, for scales of
-    another cache."""
+def _check_scales(call: Append, batch: int, entries: int) -> bool:
+    """Check the scales of a cache in 8 bits; True if they are of pages. Raises CallError, too, for scales of another
+    cache."""
     given = {name: getattr(call, name) for name in DESCALES}
     if call.k_cache.dtype == call.k.dtype:
         for name, scale in given.items():
             if scale is not None:
                 raise CallError(f"{name} is for a cache in 8 bits, but {name[0]}_cache has {call.k_cache.dtype}")
         return False
-    heads, pages = ((count, call.k.shape[-2]) for count in (sizes.batch, sizes.entries))
+    heads, pages = ((count, call.k.shape[-2]) for count in (batch, entries))
     in_pages = call.page_table is not None or call.slots is not None
     shapes = f"() or (batch, kv_heads) = {heads}" + (f" or (pages, kv_heads) = {pages}" if in_pages else "")
     for name, scale in given.items():
@@ -153,7 +153,7 @@ def _check_scales(call: Append, sizes: Sizes) -> bool:
 
 
 def _check_caches(k: Tensor, v: Tensor, k_cache: Any, v_cache: Any, page_layout: str) -> tuple[int, int]:
-    """Return the pages or entries of a cache, and the rows of each."""
+    """Check the caches; pages or entries of each, and rows of a page."""
     middle = "rows x kv_heads" if page_layout == "NHD" else "kv_heads x rows"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_rank(name, cache, 4, f"pages x {middle} x head_dim")
@@ -203,29 +203,15 @@ def _check_index(name: str, value: Any, device: torch.device, dtypes: tuple[torc
         raise CallError(f"{name} is on {value.device}, but k is on {device}")
 
 
-def _check_rotary(k: Tensor, q: Any, q_out: Any, cos: Any, sin: Any, interleaved: Any) -> None:
-    """Raise CallError unless the tables of a rotation fit each other, the keys and the queries."""
-    if not isinstance(interleaved, bool):
-        raise CallError(f"rotary_interleaved must be True or False, got {interleaved!r}")
-    if (cos is None) != (sin is None):
-        raise CallError("rotary_cos and rotary_sin must be passed together")
+def _check_queries(call: Append) -> None:
+    """Raise CallError unless queries are given for a rotation, and fit the keys."""
+    k, q, q_out = call.k, call.q, call.q_out
     if q_out is not None and q is None:
         raise CallError("q_out is for the rotated queries; pass q, too")
-    if cos is None:
-        if q is not None:
-            raise CallError("q is for rotation; pass rotary_cos and rotary_sin, or leave q out")
-        return
-    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_rank(name, table, 2, "positions x rotary_dim / 2")
-        if table.shape != cos.shape or table.dtype not in _ROTARY_DTYPES or table.device != k.device:
-            raise CallError(
-                f"{name} must be a float tensor of shape {tuple(cos.shape)} on {k.device}, got {table.dtype} of shape "
-                f"{tuple(table.shape)} on {table.device}"
-            )
-    if 2 * cos.shape[1] > k.shape[-1]:
-        raise CallError(f"rotary_cos turns {2 * cos.shape[1]} numbers, but head_dim is {k.shape[-1]}")
     if q is None:
         return
+    if call.rotary_cos is None:
+        raise CallError("q is for rotation; pass rotary_cos and rotary_sin, or leave q out")
     if q.shape[-1] != k.shape[-1] or q.dtype != k.dtype or q.device != k.device:
         raise CallError(
             f"k has head_dim {k.shape[-1]}, {k.dtype}, {k.device}, but q has {q.shape[-1]}, {q.dtype}, {q.device}"
@@ -233,5 +219,5 @@ def _check_rotary(k: Tensor, q: Any, q_out: Any, cos: Any, sin: Any, interleaved
     if q_out is not None and (
         not isinstance(q_out, Tensor) or (q_out.shape, q_out.dtype, q_out.device) != (q.shape, q.dtype, q.device)
     ):
-        found = f"{q_out.dtype} of shape {tuple(q_out.shape)}" if isinstance(q_out, Tensor) else type(q_out).__name__
-        raise CallError(f"q_out must be a {q.dtype} tensor of shape {tuple(q.shape)} on {q.device}, got {found}")
+        given = f"{q_out.dtype} of shape {tuple(q_out.shape)}" if isinstance(q_out, Tensor) else type(q_out).__name__
+        raise CallError(f"q_out must be a {q.dtype} tensor of shape {tuple(q.shape)} on {q.device}, got {given}")

@@ -32,8 +32,10 @@ class Place:
 
 
 def append(call: Append, sizes: Sizes) -> Tensor | None:
-    """Append new keys and values of a checked call, of which there are some; return the rotated queries."""
+    """Append new keys and values of a checked call; the rotated queries."""
     k, v, q, new_q = call.k, call.v, call.q, call.q
+    if not sizes.tokens:
+        return q if q is None or call.q_out is None else _into(call.q_out, q)
     with torch.no_grad():
         tokens = tokens_of(call, sizes)
         place, positions = _place(call, tokens, sizes), _positions(call, tokens)
@@ -55,19 +57,22 @@ def append(call: Append, sizes: Sizes) -> Tensor | None:
         _write(call.v_cache, new_v, place, call.page_layout)
         if call.q_out is None or new_q is None:
             return new_q
-        into: Tensor = call.q_out.copy_(new_q)
-        return into
+        return _into(call.q_out, new_q)
+
+
+def _into(out: Tensor, values: Tensor) -> Tensor:
+    return out.copy_(values)
 
 
 def _rounded(new: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows (tokens, heads, head_dim) over their scales (tokens, heads) in 8 bits."""
+    """Rows (tokens, heads, head_dim) divided by their scales (tokens, heads), in 8 bits."""
     limit = torch.finfo(dtype).max
     quotient = (new.float() / scales[..., None]).clamp(-limit, limit)
     return torch.where(quotient.isnan(), torch.nan, quotient).to(dtype)  # NaN without a sign, as conversions make it
 
 
 def tokens_of(call: Append, sizes: Sizes) -> Tokens:
-    """Return the new tokens of a call."""
+    """The new tokens of a call."""
     k, starts = call.k, call.cu_seqlens
     if starts is None:
         length = k.shape[1]
@@ -82,7 +87,7 @@ def tokens_of(call: Append, sizes: Sizes) -> Tokens:
 
 
 def _positions(call: Append, tokens: Tokens) -> Tensor | None:
-    """Return the position by which each token is rotated; None if none is."""
+    """Position of each token in the tables of the rotation; None without a rotation."""
     if call.rotary_cos is None:
         return None
     start = call.cache_seqlens if call.rotary_offsets is None else call.rotary_offsets
@@ -91,7 +96,7 @@ def _positions(call: Append, tokens: Tokens) -> Tensor | None:
 
 
 def _place(call: Append, tokens: Tokens, sizes: Sizes) -> Place:
-    """Return where each token goes."""
+    """Places of the tokens."""
     wanted, rows, table = tokens.belongs, max(sizes.rows, 1), call.page_table
     if call.slots is not None:
         slot = call.slots.reshape(-1).long()
@@ -136,7 +141,7 @@ def _write(cache: Tensor, values: Tensor, place: Place, page_layout: str) -> Non
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return (tokens, heads, head_dim) with its first numbers rotated, each token by its row of ``cos`` and ``sin``."""
+    """Rows (tokens, heads, head_dim) with their first numbers rotated, each token by its row of ``cos`` and ``sin``."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     half = cos.shape[-1]
     cos, sin = (table[:, None, :].to(compute) for table in (cos, sin))
@@ -152,6 +157,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 def check_contents(call: Append, sizes: Sizes) -> None:
     """Raise CallError for a token that has no place, or no row of the rotation. Waits for the GPU."""
+    if not sizes.tokens:
+        return
     tokens = tokens_of(call, sizes)
     place, positions = _place(call, tokens, sizes), _positions(call, tokens)
     if call.cu_seqlens is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,40 +12,39 @@ from torch import Tensor
 from attngen.errors import CallError, suggest
 from attngen.runtime.arguments.checked import LAYOUTS, refuse_unreadable
 from attngen.runtime.arguments.shapes import check_rank, index_vector
-
-#: The tensors of a call.
-TENSORS = ("q", "k", "v", "signs", "rotary_cos", "rotary_sin", "rotary_offsets")
+from attngen.runtime.helpers.operands import check_rotary
+from attngen.runtime.helpers.records import Fields, Flag, OptionalTensor, TensorArgument, Text
 
 #: What a scale is of. The numbers are tokens: a block of so many, of one head.
 GRANULARITIES: tuple[str | int, ...] = ("tensor", "head", 64, 128, "token")
 
-#: dtypes of inputs, and of results with the largest number of each.
+#: dtypes of inputs and of rotary tables, and of results with the largest number of each.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = {dtype: float(torch.finfo(dtype).max) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
 
 #: The least scale, the smallest normal float32: its reciprocal is finite.
 LEAST_SCALE = 2.0**-126
 
-_ROTARY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+class Quantize(NamedTuple):
+    """A call as its caller made it: see ``quantize``. Its operator takes a granularity as text."""
+
+    q: TensorArgument
+    k: TensorArgument
+    v: TensorArgument
+    granularity: Text
+    hadamard: Flag
+    signs: OptionalTensor
+    seed: Annotated[Any, "int"]
+    layout: Text
+    rotary_cos: OptionalTensor
+    rotary_sin: OptionalTensor
+    rotary_interleaved: Flag
+    rotary_offsets: OptionalTensor
+    dtype: Annotated[Any, "ScalarType"]
 
 
-@dataclass(frozen=True, slots=True)
-class Quantize:
-    """A call as its caller made it: see ``quantize``."""
-
-    q: Any
-    k: Any
-    v: Any
-    granularity: Any
-    hadamard: Any
-    signs: Any
-    seed: Any
-    layout: Any
-    rotary_cos: Any
-    rotary_sin: Any
-    rotary_interleaved: Any
-    rotary_offsets: Any
-    dtype: Any
+FIELDS = Fields(Quantize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class Sizes:
 
 def check(call: Quantize) -> Sizes:
     """Check shapes, dtypes and devices. Raises CallError."""
-    refuse_unreadable({name: getattr(call, name) for name in TENSORS})
+    refuse_unreadable({name: getattr(call, name) for name in FIELDS.tensors})
     if not isinstance(call.layout, str) or call.layout not in LAYOUTS:
         raise CallError(
             f"layout must be one of {', '.join(LAYOUTS)}, got {call.layout!r}{suggest(str(call.layout), LAYOUTS)}"
@@ -138,44 +137,30 @@ def _check_signs(call: Quantize) -> None:
 
 
 def _check_rotary(call: Quantize, sizes: Sizes) -> None:
-    """Raise CallError unless the tables of a rotation fit each other and the rows."""
-    cos, sin, device = call.rotary_cos, call.rotary_sin, call.q.device
-    if not isinstance(call.rotary_interleaved, bool):
-        raise CallError(f"rotary_interleaved must be True or False, got {call.rotary_interleaved!r}")
-    if (cos is None) != (sin is None):
-        raise CallError("rotary_cos and rotary_sin must be passed together")
-    if call.rotary_offsets is not None:
+    """Raise CallError unless the tables of a rotation fit each other and the rows, and offsets the sequences."""
+    cos, offsets, device = call.rotary_cos, call.rotary_offsets, call.q.device
+    check_rotary(cos, call.rotary_sin, call.rotary_interleaved, device, sizes.head_dim_qk, DTYPES)
+    if offsets is not None:
         if cos is None:
             raise CallError("rotary_offsets are for a rotation; pass rotary_cos and rotary_sin, or leave them out")
-        if index_vector("rotary_offsets", call.rotary_offsets, device).shape[0] != sizes.batch:
-            raise CallError(f"rotary_offsets must have shape ({sizes.batch},), got {tuple(call.rotary_offsets.shape)}")
-    if cos is None:
-        return
-    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_rank(name, table, 2, "positions x rotary_dim / 2")
-        if table.shape != cos.shape or table.dtype not in _ROTARY_DTYPES or table.device != device:
-            raise CallError(
-                f"{name} must be a float tensor of shape {tuple(cos.shape)} on {device}, got {table.dtype} of shape "
-                f"{tuple(table.shape)} on {table.device}"
-            )
-    if not cos.shape[0]:
+        if index_vector("rotary_offsets", offsets, device).shape[0] != sizes.batch:
+            raise CallError(f"rotary_offsets must have shape ({sizes.batch},), got {tuple(offsets.shape)}")
+    if cos is not None and not cos.shape[0]:
         raise CallError("rotary_cos has no row")
-    if 2 * cos.shape[1] > sizes.head_dim_qk:
-        raise CallError(f"rotary_cos turns {2 * cos.shape[1]} numbers, but head_dim is {sizes.head_dim_qk}")
 
 
 def in_rows(tensor: Tensor, layout: str) -> Tensor:
-    """Return a tensor as (batch, seqlen, heads, head_dim)."""
+    """View of a tensor as (batch, seqlen, heads, head_dim)."""
     return tensor if layout == "bshd" else tensor.transpose(1, 2)
 
 
 def transform_size(head_dim: int) -> int:
-    """Return the size of the Hadamard transform: the largest power of two that divides ``head_dim``."""
+    """Size of the Hadamard transform: the largest power of two that divides ``head_dim``."""
     return head_dim & -head_dim
 
 
 def random_signs(seed: int, head_dim: int) -> int:
-    """Return the signs of a seed: bit i is set where number i of a row changes its sign.
+    """Signs of a seed: bit i is set where number i of a row changes its sign.
 
     The same in every version of Python: of ``random`` it is ``random()`` whose numbers stay as they are.
     """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -18,17 +17,17 @@ from attngen.runtime.device import tensormap
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.geometry.splits import reciprocal
+from attngen.runtime.helpers.launches import Grid, Operands
+from attngen.runtime.helpers.operands import MOST, ROTARY_FORMS, against_rotary
 from attngen.runtime.helpers.quantize_arguments import Quantize, Sizes, in_rows
-from attngen.runtime.helpers.quantize_launch import (
+from attngen.runtime.helpers.quantize_sizes import (
     BLOCK,
-    FORMS,
     HEAD,
+    TENSORS,
     TOKEN,
-    Phase,
     PreparedQuantize,
-    against_tables,
     granularities,
-    numbers_of,
+    sizes_of,
     strides,
 )
 from attngen.runtime.kernels.module import Kernel
@@ -44,10 +43,8 @@ LEAST_TURNS = {"quantize": 2, "kept": 1, "rotated": 2}
 TURNS_OF_ANGLES = 0.25
 
 #: The most tiles of a set of several heads, as a part of those that are worked on at a time. Longer sets leave less
-#: time between what is found and what needs it.
+#: time between a maximum and the tiles that need it.
 SET_OF_TURN = 0.5
-
-_MOST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +74,13 @@ class _Tiles:
         """Runs of so many tokens in a sequence of Q, and of K or V."""
         return -(-self.sizes.seqlen_q // tokens), -(-self.sizes.seqlen_k // tokens)
 
-    def phase(
-        self, name: str, units: Sequence[int], numbers: Mapping[str, float], divisors: Mapping[str, int]
-    ) -> Phase:
-        """Return a launch that works on so many tiles of Q, K and V."""
+    def grid(self, name: str, units: Sequence[int], numbers: Mapping[str, float], divisors: Mapping[str, int]) -> Grid:
+        """A launch that works on so many tiles of Q, K and V."""
         total = sum(units)
-        blocks = self.blocks(total)
         counts = {"units": total, "units_q": units[0], "units_k": units[1]}
         reciprocals = {f"{one}_reciprocal": reciprocal(value) for one, value in divisors.items()}
-        return Phase(
-            self.kernel.launch(name).entry,
-            blocks,
-            self.groups * _GROUP,
-            {**numbers, **counts, **divisors, **reciprocals},
-        )
+        sizes = {**numbers, **counts, **divisors, **reciprocals}
+        return Grid(self.kernel.launch(name).entry, self.blocks(total), self.groups * _GROUP, sizes)
 
     def blocks(self, units: int) -> int:
         """Blocks for so many tiles."""
@@ -98,41 +88,37 @@ class _Tiles:
 
 
 def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> PreparedQuantize | str:
-    """Return what launches a call that was checked, or the reason why the kernel does not take it."""
+    """Launches of a checked call on one kernel of its dtype and device, or the reason against it."""
     reason = _against(kernel, call, sizes)
     if reason is not None:
         return reason
     device = call.q.device.index or 0
     tiles = _Tiles(kernel, sizes, driver.multiprocessors(device))
     most = sizes.batch * max(sizes.heads, 2 * tiles.heads * sizes.kv_heads) * max(tiles.down(kernel.main.tile_m))
-    if 4 * most > _MOST or max(sizes.seqlen_q, sizes.seqlen_k) + _GROUP > _MOST:
+    if 4 * most > MOST or max(sizes.seqlen_q, sizes.seqlen_k) + _GROUP > MOST:
         return "more rows than 32 bits count"
     maxima = 0
     if call.rotary_cos is None:
         if granularities(call)[0] == BLOCK:
-            phases = [_of_blocks(tiles, call)]
+            grids = [_of_blocks(tiles, call)]
         else:
-            phase, maxima = _of_heads(tiles, granularities(call)[0], begin=0)
-            phases = [phase]
+            grid, maxima = _of_heads(tiles, granularities(call)[0], begin=0)
+            grids = [grid]
     else:
         if any(n * _sharers(kernel, call) % tiles.groups for n in tiles.across):
             shares = [n * _sharers(kernel, call) for n in tiles.across]
             return f"{tiles.groups} groups of warps do not share bands of {shares[0]} and {shares[1]} tiles"
-        phases = _rotated(tiles, call)
+        grids = _rotated(tiles, call)
         if granularities(call)[0] != BLOCK:
             begin = 2 * sizes.batch * sizes.kv_heads if granularities(call)[0] == HEAD else 0
-            phase, maxima = _of_heads(tiles, None, begin=begin)
-            phases.append(phase)
-    numbers: dict[tuple[str, Any], float] = {
-        **strides(call),
-        **{(name, None): value for name, value in numbers_of(call, sizes).items()},
-        ("heads", None): sizes.heads,
-        ("kv_heads", None): sizes.kv_heads,
-    }
+            grid, maxima = _of_heads(tiles, None, begin=begin)
+            grids.append(grid)
+    numbers = {**sizes_of(call, sizes), "heads": sizes.heads, "kv_heads": sizes.kv_heads}
     maps = {
         name: _TensorMaps(driver, device, kernel.dtype, in_rows(getattr(call, name), call.layout)) for name in "qkv"
     }
-    return PreparedQuantize(kernel, numbers, phases, maxima, driver, device, maps)
+    operands = Operands(TENSORS, numbers, strides(call), maps)
+    return PreparedQuantize(kernel, operands, grids, driver, device, sizes, maxima)
 
 
 def pays(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> bool:
@@ -149,16 +135,16 @@ def _sharers(kernel: Kernel, call: Quantize) -> int:
     return call.granularity // kernel.main.tile_m if isinstance(call.granularity, int) else 1
 
 
-def _of_blocks(tiles: _Tiles, call: Quantize) -> Phase:
-    """Return the launch for scales of blocks."""
+def _of_blocks(tiles: _Tiles, call: Quantize) -> Grid:
+    """The launch for scales of blocks."""
     down, sharers = tiles.down(call.granularity), _sharers(tiles.kernel, call)
     units = [tiles.sizes.batch * n * length * sharers for n, length in zip(tiles.across, down, strict=True)]
     divisors = {"heads_q": tiles.across[0], "heads_k": tiles.across[1], "tiles_q": down[0], "tiles_k": down[1]}
-    return tiles.phase("quantize", (units[0], units[1], units[1]), {"sharers": sharers}, divisors)
+    return tiles.grid("quantize", (units[0], units[1], units[1]), {"sharers": sharers}, divisors)
 
 
-def _of_heads(tiles: _Tiles, granularity: int | None, *, begin: int) -> tuple[Phase, int]:
-    """Return the launch for scales of heads, of those of tokens, or of V alone (None), and its maxima, with those
+def _of_heads(tiles: _Tiles, granularity: int | None, *, begin: int) -> tuple[Grid, int]:
+    """The launch for scales of heads, of those of tokens, or of V alone (None), and its maxima, with those
     ``begin`` that another launch has."""
     sizes, down = tiles.sizes, tiles.down(tiles.kernel.main.tile_m)
     across, lengths = (tiles.across[0], *[tiles.across[1]] * 2), (down[0], *[down[1]] * 2)
@@ -189,18 +175,18 @@ def _of_heads(tiles: _Tiles, granularity: int | None, *, begin: int) -> tuple[Ph
         for name, values in (("set", tiles_of_set), ("sets", sets), ("pairs", pairs))
         for of, value in zip("qkv", values, strict=True)
     }
-    return tiles.phase("kept", units, numbers, divisors), begin + sum(words)
+    return tiles.grid("kept", units, numbers, divisors), begin + sum(words)
 
 
 def _side_by_side(across: int, least: int, most: int) -> int:
-    """Return how many tiles of the same tokens a set has: a multiple of ``least``, which share scales, and at most
+    """Tiles of the same tokens in a set: a multiple of ``least``, which share scales, and at most
     ``most`` unless that is less. Memory is read in longer pieces if there are more."""
     parts = -(-across // least)
     return least * max(n for n in range(1, parts + 1) if parts % n == 0 and (n == 1 or n * least <= most))
 
 
-def _rotated(tiles: _Tiles, call: Quantize) -> list[Phase]:
-    """Return the launches that rotate: two for scales of heads. V of blocks comes with Q and K."""
+def _rotated(tiles: _Tiles, call: Quantize) -> list[Grid]:
+    """The launches that rotate: two for scales of heads. V of blocks comes with Q and K."""
     sizes, sharers, granularity = tiles.sizes, _sharers(tiles.kernel, call), granularities(call)[0]
     down = tiles.down(tiles.kernel.main.tile_m * sharers)
     of_v = granularity == BLOCK
@@ -219,13 +205,13 @@ def _rotated(tiles: _Tiles, call: Quantize) -> list[Phase]:
         "turns_q": turns[0], "turns_k": turns[1], "group": sizes.heads // sizes.kv_heads,
     }  # fmt: skip
     return [
-        tiles.phase("rotated", (*units, units[1] * of_v), {**numbers, "rounds": rounds}, divisors)
+        tiles.grid("rotated", (*units, units[1] * of_v), {**numbers, "rounds": rounds}, divisors)
         for rounds in ((0, 1) if granularity == HEAD else (1,))
     ]
 
 
 def _turns_of_bands(every: Sequence[int], rows: Sequence[int], blocks: int) -> list[int]:
-    """Return the turns of a band of Q and of K and V: of all heads, or of a part of them where blocks are even then.
+    """The turns of a band of Q and of K and V: of all heads, or of a part of them where blocks are even then.
     A band costs ``TURNS_OF_ANGLES`` beside its turns."""
     best: tuple[float, list[int]] | None = None
     for most in range(max(every), 0, -1):
@@ -249,7 +235,7 @@ class _TensorMaps:
 
 
 def _against(kernel: Kernel, call: Quantize, sizes: Sizes) -> str | None:
-    """Return why the kernel does not take a call, or None."""
+    """The reason why the kernel does not take a call, or None."""
     if (sizes.head_dim_qk, sizes.head_dim_v) != (kernel.head_dim_qk, kernel.head_dim_v):
         return f"head_dim {sizes.head_dim_qk} and {sizes.head_dim_v}; the kernel has {kernel.head_dim_qk}"
     if call.granularity == "tensor":
@@ -265,11 +251,11 @@ def _against(kernel: Kernel, call: Quantize, sizes: Sizes) -> str | None:
         reason = tensormap.reason_against(name, tensor.shape, tensor.stride(), tensor.element_size())
         if reason is not None:
             return reason
-    return against_tables(call) or _against_rotation(call, kernel.head_dim_qk)
+    return against_rotary(call.rotary_cos, call.rotary_sin) or _against_rotation(call, kernel.head_dim_qk)
 
 
 def _against_rotation(call: Quantize, head_dim: int) -> str | None:
-    """Return why the kernel does not rotate these rows, or None: it takes whole rows, and tables in pieces of 16 B."""
+    """The reason why the kernel does not rotate these rows, or None. It takes whole rows, and tables 16 B at a time."""
     cos, sin = call.rotary_cos, call.rotary_sin
     if cos is None:
         return None
@@ -283,12 +269,12 @@ def _against_rotation(call: Quantize, head_dim: int) -> str | None:
 
 
 def _rotation(call: Quantize) -> dict[str, int]:
-    """Return what tells how rows of q and k are rotated."""
+    """Sizes of a rotation of q and k."""
     cos, sin = call.rotary_cos, call.rotary_sin
     size = cos.element_size()
     return {
         "positions": cos.shape[0],
-        "rotary_form": FORMS[cos.dtype],
+        "rotary_form": ROTARY_FORMS[cos.dtype],
         "angle_bytes": cos.shape[1] * size,
         "cos_row_bytes": cos.stride(0) * size,
         "sin_row_bytes": sin.stride(0) * size,

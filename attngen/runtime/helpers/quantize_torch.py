@@ -24,15 +24,15 @@ _WORD_BITS = 32
 
 
 def quantize(call: Quantize, sizes: Sizes) -> tuple[Tensor, ...]:
-    """Return q, k and v of a checked call in 8 bits, and their scales."""
+    """q, k and v of a checked call in 8 bits, and their scales."""
     with torch.no_grad():
         signs = signs_of(call) if call.hadamard else None
-        found = [_quantized(call, sizes, name, signs if name in "qk" else None) for name in "qkv"]
-        return (*(values for values, _ in found), *(scale for _, scale in found))
+        each = [_quantized(call, sizes, name, signs if name in "qk" else None) for name in "qkv"]
+        return (*(values for values, _ in each), *(scale for _, scale in each))
 
 
 def signs_of(call: Quantize) -> Tensor:
-    """Return the signs of a call, float32 (head_dim,)."""
+    """Signs of a call, float32 (head_dim,)."""
     if call.signs is not None:
         given: Tensor = call.signs.float()
         return given
@@ -68,13 +68,13 @@ def _rotated(call: Quantize, x: Tensor) -> Tensor:
 
 
 def _positions(call: Quantize, batch: int, seqlen: int) -> Tensor:
-    """Return the position by which each token is rotated, (batch, seqlen)."""
+    """Position of each token in the tables of the rotation, (batch, seqlen)."""
     tokens = torch.arange(seqlen, device=call.q.device).expand(batch, seqlen)
     return tokens if call.rotary_offsets is None else tokens + call.rotary_offsets.long()[:, None]
 
 
 def transformed(x: Tensor, signs: Tensor) -> Tensor:
-    """Return x D H, without the division by the root of the size: rows (…, head_dim) float32 in blocks of the
+    """x D H, without the division by the root of the size: rows (…, head_dim) float32 in blocks of the
     transform's size, added up and subtracted neighbours first."""
     x = x * signs
     step = 1
@@ -86,7 +86,7 @@ def transformed(x: Tensor, signs: Tensor) -> Tensor:
 
 
 def _largest(call: Quantize, sizes: Sizes, name: str, x: Tensor) -> Tensor:
-    """Return the largest finite magnitude of what each scale is of; 0 for nothing. x: (b, heads, seqlen, head_dim)."""
+    """The largest finite magnitude of each scale's elements; 0 for nothing. x: (b, heads, seqlen, head_dim)."""
     shape = sizes.scales[name]
     x = torch.where(x.isfinite(), x.abs(), 0.0)
     if not x.numel():
@@ -102,13 +102,13 @@ def _largest(call: Quantize, sizes: Sizes, name: str, x: Tensor) -> Tensor:
 
 
 def _scale(largest: Tensor, limit: float) -> Tensor:
-    """Return what the largest magnitudes give: they become the largest number of 8 bits."""
+    """Scales from the largest magnitudes, which become the largest number of 8 bits."""
     scale = (largest / torch.full_like(largest, limit)).clamp(min=LEAST_SCALE)
     return scale.masked_fill(largest == 0, 1.0)
 
 
 def _of_rows(call: Quantize, sizes: Sizes, x: Tensor, scale: Tensor) -> Tensor:
-    """Return the number of a scale that each row has, so that it can be multiplied with x."""
+    """The scale of each row, so that it can be multiplied with x."""
     if scale.dim() == 2:
         return scale.repeat_interleave(x.shape[1] // sizes.kv_heads, dim=1)[:, :, None, None]
     if scale.dim() == 3:
@@ -118,7 +118,7 @@ def _of_rows(call: Quantize, sizes: Sizes, x: Tensor, scale: Tensor) -> Tensor:
 
 
 def check_contents(call: Quantize, sizes: Sizes) -> None:
-    """Raise CallError for signs that are none, and tokens that have no row of the rotation. Waits for the GPU."""
+    """Raise CallError for signs other than 1 and -1, and tokens that have no row of the rotation. Waits for the GPU."""
     if call.signs is not None and not bool((call.signs.float().abs() == 1).all()):
         wrong = int((call.signs.float().abs() != 1).nonzero()[0])
         raise CallError(f"signs must be 1 or -1, but number {wrong} is {call.signs[wrong].item()}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +21,11 @@ from attngen.runtime.arguments.given import Given
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.geometry.prediction import pairs_of_tiles, predict
 from attngen.runtime.geometry.splits import reciprocal
+from attngen.runtime.helpers.launches import Grid, HelperLaunches, Operands
+from attngen.runtime.helpers.path import first_that_takes, kernels_of
+from attngen.runtime.helpers.records import addresses_of
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.plain_launch import PlainLaunch
-from attngen.runtime.registry.lookup import registry
-from attngen.runtime.registry.select import Request, Selection, against_device, card_of, select
-
-#: The tensors of a launch, in the order in which their addresses are given.
-_TENSORS = ("k_cache", "v_cache", "k_descale", "v_descale", "seqused_k", "page_table", "k", "v")
+from attngen.runtime.registry.select import Request, Selection, card_of, select
 
 #: Numbers of 8 bits that a thread reads at once.
 _NUMBERS = CHUNK_BYTES // 2
@@ -55,8 +53,8 @@ class Route:
 
 
 def route_of(request: Request, kernels: Sequence[Kernel], driver: Driver) -> Route | None:
-    """Return how a forward runs with its cache widened, if it is one over a cache in 8 bits that should be done sooner
-    so; None for all others, also where a call says how blocks share the keys."""
+    """Route of a forward pass over a cache in 8 bits that should be done sooner with its cache widened; None for all
+    others, also where a call says how blocks share the keys."""
     call = request.call
     if call.kv_dtype == call.dtype or call.dtype in QUANTIZED_DTYPES or request.direction != "forward":
         return None
@@ -72,7 +70,7 @@ def route_of(request: Request, kernels: Sequence[Kernel], driver: Driver) -> Rou
 
 
 def _bytes(call: Call, size: int) -> int:
-    """Return the bytes of K and V of all keys that a call has room for, with so many for each number."""
+    """Bytes of K and V of all keys that a call has room for, with ``size`` for each number."""
     return size * call.batch * call.seqlen_k * call.kv_heads * (call.head_dim_qk + call.head_dim_v)
 
 
@@ -82,13 +80,13 @@ def _sooner(kernel: Kernel, wide: Call, request: Request, driver: Driver) -> boo
     if pairs is None:
         return False
     flops = 2.0 * pairs * (wide.head_dim_qk + wide.head_dim_v)
-    found = predict(kernel, wide, card_of(driver, request.device))
-    ordinary = flops / _ORDINARY_FLOPS if found is None else found.nanoseconds
+    prediction = predict(kernel, wide, card_of(driver, request.device))
+    ordinary = flops / _ORDINARY_FLOPS if prediction is None else prediction.nanoseconds
     return _LAUNCHES + _bytes(wide, 3) / _BYTES + ordinary < flops / _SPLIT_FLOPS
 
 
 def _pages(call: Call) -> tuple[int, int]:
-    """Return the pages of a sequence that are written, and their keys; one of all keys for a dense call."""
+    """Number of pages written for a sequence, and keys of each; one page of all keys for a dense call."""
     if call.page_table is None:
         return 1, call.seqlen_k
     most = call.page_table.shape[1]
@@ -98,7 +96,7 @@ def _pages(call: Call) -> tuple[int, int]:
 
 
 def _widened(call: Call) -> Call:
-    """Return a call with K and V in the dtype of q, as they are written: dense, or pages one after the other."""
+    """The call with K and V in the dtype of q, as they are written: dense, or pages one after the other."""
     count, keys = _pages(call)
     order = "NHD" if call.layout == "paged" else "bshd"
     shape = call.batch * count, keys, call.kv_heads
@@ -112,65 +110,61 @@ def _widened(call: Call) -> Call:
 
 
 def _kernel_for(call: Call, device: int, driver: Driver) -> Kernel | None:
-    """Return the first kernel that widens a cache to the dtype of q on a device."""
-    for _, package in registry.packages():
-        for kernel in package.kernels(WIDEN_VARIANT):
-            suits = (kernel.direction, kernel.dtype, kernel.dtype_of("k").name) == (WIDEN, call.dtype, call.kv_dtype)
-            if suits and against_device(kernel, device, driver) is None:
-                return kernel
-    return None
+    """The first kernel that widens a cache to the dtype of q on a device."""
+    kernels = (one for one in kernels_of(WIDEN, WIDEN_VARIANT, call.dtype) if one.dtype_of("k").name == call.kv_dtype)
+    kernel = first_that_takes(kernels, device, driver, lambda one: one, "there is none")
+    return None if isinstance(kernel, str) else kernel
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """K and V in 8 bits: of dense sequences, or pages that a table names. Scales are (batch, kv_heads), or (pages,
-    kv_heads) with ``scales_of_pages``; ``room`` counts the keys that a sequence may have. ``page_layout``: NHD, HND, or
-    None for (batch, seqlen_k, kv_heads, head_dim)."""
+class Widen(NamedTuple):
+    """The tensors of a launch, in the order of their addresses: K and V in 8 bits, of dense sequences or in pages that
+    a table names, their scales, and K and V in 16 bits, (batch, room, kv_heads, head_dim)."""
 
-    k: Tensor
-    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
     k_descale: Tensor
     v_descale: Tensor
     seqused_k: Tensor | None
     page_table: Tensor | None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form of a cache. ``room`` counts the keys that a sequence may have; ``page_layout`` is NHD, HND, or None for
+    (batch, seqlen_k, kv_heads, head_dim). Scales are (batch, kv_heads), or (pages, kv_heads) with
+    ``scales_of_pages``."""
+
     room: int
     page_layout: str | None = None
     scales_of_pages: bool = False
 
-    def addresses(self, k: Tensor, v: Tensor) -> list[int]:
-        """Return the addresses of a launch that writes k and v, (batch, room, kv_heads, head_dim)."""
-        return _addresses(self.k, self.v, self.k_descale, self.v_descale, self.seqused_k, self.page_table, k, v)
 
-
-def _addresses(*tensors: Tensor | None) -> list[int]:
-    """Return the addresses of a launch, in the order of ``_TENSORS``."""
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def prepare(kernel: Kernel, cache: Cache, driver: Driver, device: int) -> PlainLaunch:
-    """Return the launch that widens caches of a form. Raises LoadError if the cubin does not load."""
-    k, v = (each.transpose(1, 2) if cache.page_layout == "HND" else each for each in (cache.k, cache.v))
-    kv_heads = k.shape[2]
-    batch = k.shape[0] if cache.page_table is None else cache.page_table.shape[0]
-    tiles = -(-cache.room // kernel.tile_n)
+def prepare(kernel: Kernel, cache: Widen, form: Form, driver: Driver, device: int) -> HelperLaunches:
+    """The launch that widens caches of a form. Raises LoadError if the cubin does not load."""
+    k, v = (x.transpose(1, 2) if form.page_layout == "HND" else x for x in (cache.k_cache, cache.v_cache))
+    table = cache.page_table
+    batch = k.shape[0] if table is None else table.shape[0]
+    tiles = -(-form.room // kernel.tile_n)
     divisors = {
-        "kv_heads": kv_heads,
+        "kv_heads": k.shape[2],
         "vectors_k": k.shape[3] // _NUMBERS,
         "vectors_v": v.shape[3] // _NUMBERS,
-        "page_size": cache.room if cache.page_table is None else k.shape[1],
+        "page_size": form.room if table is None else k.shape[1],
     }
     sizes = {
-        "batch": batch, "seqlen_k": cache.room, "head_dim_qk": k.shape[3], "head_dim_v": v.shape[3], "tiles": tiles,
-        "scales_of_pages": int(cache.scales_of_pages), **divisors,
+        "batch": batch, "seqlen_k": form.room, "head_dim_qk": k.shape[3], "head_dim_v": v.shape[3], "tiles": tiles,
+        "scales_of_pages": int(form.scales_of_pages), **divisors,
         **{f"{name}_reciprocal": reciprocal(value) for name, value in divisors.items()},
     }  # fmt: skip
-    numbers: dict[tuple[str, Any], int] = {(name, None): value for name, value in sizes.items()}
+    strides: dict[tuple[str, Any], int] = {("page_table", "b"): 0 if table is None else table.stride(0)}
     for name, tensor in (("k_cache", k), ("v_cache", v)):
-        numbers |= {(name, axis): tensor.stride(place) for place, axis in enumerate(("page", "s", "h"))}
+        strides |= {(name, axis): tensor.stride(place) for place, axis in enumerate(("page", "s", "h"))}
     for name, scale in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
-        numbers |= {(name, axis): scale.stride(place) for place, axis in enumerate("bh")}
-    numbers["page_table", "b"] = 0 if cache.page_table is None else cache.page_table.stride(0)
-    return PlainLaunch(kernel, numbers, _TENSORS, 2 * batch * tiles, driver, device)
+        strides |= {(name, axis): scale.stride(place) for place, axis in enumerate("bh")}
+    grid = Grid(kernel.main.entry, 2 * batch * tiles)
+    return HelperLaunches(kernel, Operands(Widen._fields, sizes, strides), [grid], driver, device)
 
 
 class WidenedCall:
@@ -186,11 +180,11 @@ class WidenedCall:
         self._pages, self._run = _pages(call), run
         self._dtype, self._call = TORCH_DTYPES[call.dtype], call.without_tensors()
         k, v = (each.transpose(1, 2) if call.order == "bhsd" else each for each in (given.k, given.v))
-        cache = Cache(
-            k, v, call.descales["k_descale"], call.descales["v_descale"], call.seqused_k, call.page_table,
-            call.seqlen_k, call.page_layout if call.layout == "paged" else None, call.scale_blocks[0] == PAGE_BLOCK,
-        )  # fmt: skip
-        self._launch = prepare(route.kernel, cache, driver, call.device.index or 0)
+        scales = call.descales
+        cache = Widen(k, v, scales["k_descale"], scales["v_descale"], call.seqused_k, call.page_table)
+        page_layout = call.page_layout if call.layout == "paged" else None
+        form = Form(call.seqlen_k, page_layout, call.scale_blocks[0] == PAGE_BLOCK)
+        self._launch = prepare(route.kernel, cache, form, driver, call.device.index or 0)
 
     def __call__(self, given: Given, addresses: Sequence[int]) -> Any:
         """Run the call. ``addresses`` are not needed: the ordinary call finds its own."""
@@ -199,9 +193,8 @@ class WidenedCall:
             torch.empty((call.batch * count, keys, call.kv_heads, dim), dtype=self._dtype, device=call.device)
             for dim in (call.head_dim_qk, call.head_dim_v)
         )
-        self._launch(
-            _addresses(given.k, given.v, given.k_descale, given.v_descale, given.seqused_k, given.page_table, k, v)
-        )
+        tensors = Widen(given.k, given.v, given.k_descale, given.v_descale, given.seqused_k, given.page_table, k, v)
+        self._launch(addresses_of(tensors))
         table = None
         if call.layout == "paged":
             table = torch.arange(call.batch * count, dtype=torch.int32, device=call.device).view(call.batch, count)
@@ -211,5 +204,5 @@ class WidenedCall:
 
     @property
     def kernel_label(self) -> str:
-        """What widens, as messages name it."""
+        """The kernel that widens, as messages name it."""
         return self._launch.label

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
@@ -16,9 +16,9 @@ from attngen.errors import LoadError
 from attngen.runtime.arguments.checked import PAGE_LAYOUTS, TORCH_DTYPES
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers import append_torch
-from attngen.runtime.helpers.append_arguments import Append, check
+from attngen.runtime.helpers.append_arguments import FIELDS, Append, check
 from attngen.runtime.helpers.append_kernel import PreparedAppend, prepare_on
-from attngen.runtime.helpers.append_run import addresses_of
+from attngen.runtime.helpers.records import addresses_of
 from attngen.runtime.kernels.module import Kernel
 from attngen.tools.verify.contract import Deviation
 from attngen.tools.verify.trial import Trial, try_cases
@@ -60,12 +60,12 @@ def try_append(kernel: Kernel, device: torch.device | str, seed: int, *, small: 
 
 def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:
     call = _call(kernel, case, device, seed)
-    theirs = replace(call, k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone(), q_out=_like(call.q))
+    theirs = call._replace(k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone(), q_out=_like(call.q))
     sizes = check(call)
-    prepared = prepare_on(kernel, call, sizes, call.q_out, drivers.current())
+    prepared = prepare_on(kernel, call, sizes, drivers.current())
     if not isinstance(prepared, PreparedAppend):
         raise LoadError(f"it does not take the call: {prepared}")
-    prepared(addresses_of(call, call.q_out))
+    prepared.run(call, addresses_of(FIELDS.tensors_of(call)))
     append_torch.append(theirs, sizes)
     wrong, errors, elements = [], [0.0], 0
     for name in ("k_cache", "v_cache", "q_out"):

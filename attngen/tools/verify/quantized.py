@@ -19,10 +19,10 @@ from attngen.errors import LoadError
 from attngen.runtime.arguments.checked import LAYOUTS, TORCH_DTYPES
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers import quantize_torch
-from attngen.runtime.helpers.quantize_arguments import GRANULARITIES, LARGEST, Quantize, check
+from attngen.runtime.helpers.quantize_arguments import FIELDS, GRANULARITIES, LARGEST, Quantize, check
 from attngen.runtime.helpers.quantize_kernel import prepare_on
-from attngen.runtime.helpers.quantize_launch import PreparedQuantize
-from attngen.runtime.helpers.quantize_run import launched
+from attngen.runtime.helpers.quantize_sizes import PreparedQuantize
+from attngen.runtime.helpers.records import addresses_of
 from attngen.runtime.kernels.module import Kernel
 from attngen.tools.verify.contract import Deviation
 from attngen.tools.verify.trial import Trial, try_cases
@@ -92,7 +92,7 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
     prepared = prepare_on(kernel, call, sizes, drivers.current())
     if not isinstance(prepared, PreparedQuantize):
         raise LoadError(f"it does not take the call: {prepared}")
-    found = launched(prepared, call, tuple(sizes.scales[name] for name in "qkv"))
+    found = prepared.run(call, addresses_of(FIELDS.tensors_of(call)))
     wanted = quantize_torch.quantize(call, sizes)
     wrong, errors, elements = [], [0.0], 0
     for name, ours, theirs in zip(("q", "k", "v", "q_descale", "k_descale", "v_descale"), found, wanted, strict=True):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from attngen.runtime.arguments.checked import PAGE_LAYOUTS, TORCH_DTYPES
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.helpers.widen import Cache, prepare
+from attngen.runtime.helpers.records import addresses_of
+from attngen.runtime.helpers.widen import Form, Widen, prepare
 from attngen.runtime.kernels.module import Kernel
 from attngen.tools.verify.contract import Deviation
 from attngen.tools.verify.trial import Trial, try_cases
@@ -63,20 +64,19 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
             shape = (pages, *middle, head_dim)
         bits = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         caches.append(bits.to(device).view(torch.float8_e4m3fn))
-        form = {"tensor": (), "head": (_BATCH, _KV_HEADS), "page": (pages, _KV_HEADS)}[case.scales]
-        scale = torch.rand(form, generator=generator) + 0.1
-        scales.append(scale.to(device).expand((_BATCH, _KV_HEADS) if case.scales == "tensor" else form))
+        extents = {"tensor": (), "head": (_BATCH, _KV_HEADS), "page": (pages, _KV_HEADS)}[case.scales]
+        scale = torch.rand(extents, generator=generator) + 0.1
+        scales.append(scale.to(device).expand((_BATCH, _KV_HEADS) if case.scales == "tensor" else extents))
     if case.page_layout is not None:
         table = torch.randperm(pages, generator=generator).int().view(_BATCH, -1).to(device)
     lengths = torch.randint(0, room + 1, (_BATCH,), generator=generator).int()
     lengths[0] = room
-    cache = Cache(
-        caches[0], caches[1], scales[0], scales[1], lengths.to(device) if case.used else None, table, room,
-        case.page_layout, case.scales == "page",
-    )  # fmt: skip
+    cache = Widen(caches[0], caches[1], scales[0], scales[1], lengths.to(device) if case.used else None, table)
+    form = Form(room, case.page_layout, case.scales == "page")
     dtype = TORCH_DTYPES[kernel.dtype]
     out = [torch.full((_BATCH, room, _KV_HEADS, head_dim), _BEFORE, dtype=dtype, device=device) for head_dim in dims]
-    prepare(kernel, cache, drivers.current(), device.index or 0)(cache.addresses(*out))
+    launch = prepare(kernel, cache, form, drivers.current(), device.index or 0)
+    launch(addresses_of(cache._replace(k=out[0], v=out[1])))
     wrong, largest, elements = [], 0.0, 0
     for name, found, given, scale in zip("kv", out, caches, scales, strict=True):
         wanted = torch.full_like(found, _BEFORE)

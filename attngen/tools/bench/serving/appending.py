@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -57,17 +56,14 @@ class Appending:
         """Return the calls, whose result is the rotated queries."""
         return Contestant(
             name,
-            [
-                partial(append_kv, **{field: getattr(call, field) for field in Append.__dataclass_fields__})
-                for call in self.calls
-            ],
+            [partial(append_kv, **call._asdict()) for call in self.calls],
         )
 
     def error(self, out: Tensor) -> float:
         """Return how many of the numbers that the last set writes differ from those of plain torch."""
         call = self.calls[-1]
         caches = call.k_cache, call.v_cache
-        theirs = replace(call, k_cache=caches[0].clone(), v_cache=caches[1].clone(), q_out=torch.empty_like(out))
+        theirs = call._replace(k_cache=caches[0].clone(), v_cache=caches[1].clone(), q_out=torch.empty_like(out))
         append_torch.append(theirs, check(theirs))
         found = (out, *caches)
         wanted = (theirs.q_out, theirs.k_cache, theirs.v_cache)

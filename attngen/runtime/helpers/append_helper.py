@@ -1,0 +1,33 @@
+"""The path of calls that append to caches."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attngen.runtime.device.driver import Driver
+from attngen.runtime.helpers import append_torch
+from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, check
+from attngen.runtime.helpers.append_kernel import PreparedAppend, prepare
+from attngen.runtime.helpers.path import Helper
+
+
+class AppendHelper(Helper[Append, Sizes]):
+    """Appending to caches; a call gives its rotated queries."""
+
+    name = "append_kv"
+    fields = FIELDS
+
+    def check(self, call: Append) -> Sizes:
+        return check(call)
+
+    def check_contents(self, call: Append, sizes: Sizes) -> None:
+        append_torch.check_contents(call, sizes)
+
+    def in_torch(self, call: Append, sizes: Sizes) -> Tensor | None:
+        return append_torch.append(call, sizes)
+
+    def prepare(self, call: Append, sizes: Sizes, driver: Driver) -> PreparedAppend | str:
+        return prepare(call, sizes, driver)
+
+
+APPEND = AppendHelper()

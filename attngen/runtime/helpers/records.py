@@ -1,0 +1,44 @@
+"""Arguments of helper calls: each helper declares them once, in a record.
+
+The fields of a record are the arguments of its operator, in order; ``Annotated[Any, …]`` has the type of each in the
+schema language of ``torch.library``. Values are anything until they are checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Annotated, Any, get_args, get_type_hints
+
+from torch import Tensor
+
+TensorArgument = Annotated[Any, "Tensor"]
+OptionalTensor = Annotated[Any, "Tensor?"]
+Flag = Annotated[Any, "bool"]
+Text = Annotated[Any, "str"]
+
+
+class Fields:
+    """The arguments of a record: ``tensors`` in the order of their addresses, and ``settings``, all others."""
+
+    def __init__(self, record: Any) -> None:
+        hints = get_type_hints(record, include_extras=True)
+        self._kinds: dict[str, str] = {name: get_args(hints[name])[1] for name in record._fields}
+        self._defaults: dict[str, Any] = record._field_defaults
+        self.tensors = tuple(name for name, kind in self._kinds.items() if kind.startswith("Tensor"))
+        self.settings = tuple(name for name in self._kinds if name not in self.tensors)
+        self.tensors_of = attrgetter(*self.tensors)
+        self.settings_of = attrgetter(*self.settings)
+
+    def schema(self, results: str) -> str:
+        """The schema of the helper's operator."""
+        parameters = (
+            f"{kind} {name}" + (f"={self._defaults[name]}" if name in self._defaults else "")
+            for name, kind in self._kinds.items()
+        )
+        return f"({', '.join(parameters)}) -> {results}"
+
+
+def addresses_of(tensors: Iterable[Tensor | None]) -> list[int]:
+    """Addresses as a launch takes them: 0 for a tensor that is not given."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
