@@ -111,8 +111,24 @@ HEAD_DIMS: tuple[int, ...] = tuple(range(HEAD_DIM_STEP, 257, HEAD_DIM_STEP))
 #: Element types of a variant's tensors.
 TENSOR_DTYPES: tuple[str, ...] = tuple(name for name in DTYPES if name not in QUANTIZED_DTYPES)
 
+
+@dataclass(frozen=True, slots=True)
+class ScalarType:
+    """Forms of a variant's scalar: in Python, in a Triton signature, and in the schema of a torch operator."""
+
+    python: type
+    triton: str
+    torch_schema: str
+
+
 #: Types of a variant's scalars.
-SCALAR_DTYPES: tuple[str, ...] = ("int32", "int64", "fp32", "bool")
+SCALAR_TYPES: dict[str, ScalarType] = {
+    "int32": ScalarType(int, "i32", "SymInt"),
+    "int64": ScalarType(int, "i64", "SymInt"),
+    "fp32": ScalarType(float, "fp32", "float"),
+    "bool": ScalarType(bool, "i32", "bool"),
+}
+SCALAR_DTYPES: tuple[str, ...] = tuple(SCALAR_TYPES)
 
 
 def dtype(name: str) -> DType:

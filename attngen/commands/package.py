@@ -12,7 +12,7 @@ from attngen import resources
 from attngen.commands.output import Progress, print_json, print_table, warn
 
 if TYPE_CHECKING:
-    from attngen.packaging.make import Made
+    from attngen.packaging.make import PackageFiles
 
 
 @click.command()
@@ -70,7 +70,7 @@ def command(
 _COLUMNS = ("variant", "head_dim", "arch", "kernels", "cubin B", "in the wheel B")
 
 
-def _print(made: Made) -> None:
+def _print(made: PackageFiles) -> None:
     if made.sizes is not None:
         rows: list[tuple[object, ...]] = [
             (share.variant, share.head_dim, share.arch, share.kernels, share.cubin_bytes, share.wheel_bytes)

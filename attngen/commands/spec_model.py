@@ -10,7 +10,7 @@ from typing import Any
 from attngen.errors import PackageError, PlanError, SpecError
 from attngen.integrations import catalogue
 from attngen.integrations.model_requests import Asking, Request, Use
-from attngen.packaging.sizes import Sizes, estimated
+from attngen.packaging.sizes import WheelSizes, estimated
 from attngen.plan import plan
 from attngen.schema import expand, load_spec_text, preset_names
 from attngen.schema.expand import KernelSpec
@@ -77,14 +77,16 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ModelSpec:
     """A spec as text, and remarks on what it leaves out."""
 
     text: str
     remarks: tuple[str, ...]
 
 
-def model_spec(asking: Sequence[Asking], wish: Wish, *, package: str, source: str, max_size: int | None = None) -> Made:
+def model_spec(
+    asking: Sequence[Asking], wish: Wish, *, package: str, source: str, max_size: int | None = None
+) -> ModelSpec:
     """Return the spec that serves a model; ``asking`` has the model's requests in each dtype.
 
     A wheel of it takes at most ``max_size`` bytes, by estimate: kernels whose calls other kernels take, too, are left
@@ -107,7 +109,7 @@ def model_spec(asking: Sequence[Asking], wish: Wish, *, package: str, source: st
         remarks += dropped
     layers = dict.fromkeys(layer for each in asking for layer in each.layers)
     head = f"# What the layers of a model ask for ({source}), as attngen spec --model found it."
-    return Made(_text(entries, wish, package, head, layers), tuple(remarks))
+    return ModelSpec(_text(entries, wish, package, head, layers), tuple(remarks))
 
 
 def _check(asking: Sequence[Asking], wish: Wish) -> None:
@@ -196,7 +198,7 @@ def _instead_of(entry: Entry, entries: Iterable[Entry]) -> list[Entry] | None:
     return [each for each in takes if each is not None] if None not in takes else None
 
 
-def _too_large(sizes: Sizes, most: int) -> PackageError:
+def _too_large(sizes: WheelSizes, most: int) -> PackageError:
     try:
         sizes.require(most, "the wheel of this spec, by estimate,")
     except PackageError as error:

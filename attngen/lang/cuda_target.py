@@ -8,7 +8,7 @@ from attngen.dtypes import DTYPES
 from attngen.lang.ir import Const, Op, Type
 from attngen.lang.ranges import INT32, INT64
 from attngen.lang.statements import Code, Statement, joined, statement, written
-from attngen.lang.targets import Dialect, Scope, has_no_sign, power_factors, power_of_two
+from attngen.lang.targets import Dialect, EmissionScope, has_no_sign, power_factors, power_of_two
 
 # Binding strength in C++'s grammar, loosest first.
 _SELECT, _OR, _AND, _BITOR, _BITXOR, _BITAND, _EQUAL, _COMPARE, _SHIFT, _SUM, _PRODUCT, _SIGN, _ATOM = range(13)
@@ -59,7 +59,7 @@ class CudaDialect(Dialect):
             return Code("kInfinity" if number > 0 else "-kInfinity", _ATOM if number > 0 else _SIGN)
         return Code(f"{number!r}f", _ATOM if math.copysign(1.0, number) > 0 else _SIGN)
 
-    def operator(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
+    def operator(self, node: Op, args: tuple[Code, ...], scope: EmissionScope) -> Code:
         op = node.op
         if op in ("min", "max", "floordiv", "mod") and scope.wide(node):  # overloads take equal types
             args = tuple(self._int64(arg) for arg in args)
@@ -103,7 +103,7 @@ class CudaDialect(Dialect):
                 return self._power(node, args, scope)
         raise ValueError(f"operator {op!r} has no CUDA form")
 
-    def _approximate(self, node: Op, x: Code, scope: Scope) -> Code:
+    def _approximate(self, node: Op, x: Code, scope: EmissionScope) -> Code:
         """Forms of one MUFU instruction whose errors are absolute: 2^-21 of expm1 and log1p, 2^-10 of erf."""
         if node.op == "expm1":
             return written("__expf({}) - 1.0f", x, strength=_SUM)
@@ -113,7 +113,7 @@ class CudaDialect(Dialect):
         # The factor is fitted for the least error of erf: 2.8e-4 before that of tanh.approx.
         return written("tanh_approx({} * (1.1296758f + 0.09979271f * {} * {}))", *[x.within(_SIGN)] * 3, strength=_ATOM)
 
-    def _chooses(self, node: Op, args: tuple[Code, ...], scope: Scope) -> bool:
+    def _chooses(self, node: Op, args: tuple[Code, ...], scope: EmissionScope) -> bool:
         """Whether to compute both arms and select one. A branch for each element of a tile would come between matrix
         products, which ptxas then serializes."""
         varies = node.type is Type.FLOAT and bool(scope.axes(node))
@@ -128,7 +128,7 @@ class CudaDialect(Dialect):
             return operand
         return _call("static_cast<long long>", operand)
 
-    def _divide(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
+    def _divide(self, node: Op, args: tuple[Code, ...], scope: EmissionScope) -> Code:
         dividend, divisor = node.args
         sign = "/" if node.op == "floordiv" else "%"
         if scope.bounds(dividend)[0] >= 0 and scope.bounds(divisor)[0] > 0:
@@ -141,7 +141,7 @@ class CudaDialect(Dialect):
         name = "floor_div" if node.op == "floordiv" else "floor_mod"
         return _call(name, *args)
 
-    def _power(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
+    def _power(self, node: Op, args: tuple[Code, ...], scope: EmissionScope) -> Code:
         exponent = node.args[1]
         if not isinstance(exponent, Const):
             return self._float_power(node, args, scope)
@@ -163,7 +163,7 @@ class CudaDialect(Dialect):
             return _call("sqrtf" if power > 0 else "rsqrtf", base)
         return written("exp2f({} * log2f({}))", f"{power!r}f", base, strength=_ATOM)
 
-    def _float_power(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
+    def _float_power(self, node: Op, args: tuple[Code, ...], scope: EmissionScope) -> Code:
         if not scope.approximate:
             return _call("powf", *args)
         low = scope.bounds(node.args[0])[0]

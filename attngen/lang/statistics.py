@@ -71,14 +71,10 @@ class Separated:
         return {name.name: each.range for each in self.statistics for name in (each.name, *each.ends)}
 
 
+@lru_cache(maxsize=256)  # the launches of a kernel, and kernels of one variant, share a mask
 def separated(mask: Expr, facts: Facts) -> Separated:
     """Replace the one-sided parts of a mask that read a tensor by statistics."""
-    return _separated(mask, facts)
-
-
-@lru_cache(maxsize=256)  # the launches of a kernel, and kernels of one variant, share a mask
-def _separated(mask: Expr, facts: Facts) -> Separated:
-    separation = _Separation(facts)
+    separation = _StatisticsSearch(facts)
     rest = separation.rewritten(mask)
     return Separated(rest, tuple(separation.statistics.values()))
 
@@ -90,7 +86,7 @@ def one_sided(expr: Expr, side: Literal["q", "kv"]) -> tuple[Expr, ...]:
     return tuple(dict.fromkeys(part for child in children(expr) for part in one_sided(child, side)))
 
 
-class _Separation:
+class _StatisticsSearch:
     """Finds the largest one-sided parts of a mask, from the outside in."""
 
     def __init__(self, facts: Facts) -> None:

@@ -13,7 +13,7 @@ from attngen.lang.ir import Const, Expr, Op, Type
 from attngen.lang.statements import Code, Statement
 
 
-class Scope(Protocol):
+class EmissionScope(Protocol):
     """The part of the emission that a rule of an operator sees."""
 
     approximate: bool  # whether functions may be the hardware's approximations
@@ -51,7 +51,7 @@ class Dialect(ABC):
         """Write a literal."""
 
     @abstractmethod
-    def operator(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
+    def operator(self, node: Op, args: tuple[Code, ...], scope: EmissionScope) -> Code:
         """Write an operator whose arguments are written already."""
 
     @abstractmethod

@@ -20,7 +20,7 @@ import math
 from attngen.lang.ir import Const, Expr, Op, Type, Var
 from attngen.lang.ranges import INT32
 from attngen.lang.statements import Code, Statement, joined, statement, written
-from attngen.lang.targets import Dialect, Scope, has_no_sign, power_factors, power_of_two
+from attngen.lang.targets import Dialect, EmissionScope, has_no_sign, power_factors, power_of_two
 
 # Binding strength in Python's grammar, loosest first.
 _COMPARE, _BITOR, _BITXOR, _BITAND, _SHIFT, _SUM, _PRODUCT, _SIGN, _ATOM = range(1, 10)
@@ -77,7 +77,7 @@ class TritonDialect(Dialect):
             return Code(f"tl.cast({value!r}, tl.float32)", _ATOM)
         return Code(repr(value), _ATOM if math.copysign(1.0, value) > 0 else _SIGN)
 
-    def operator(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
+    def operator(self, node: Op, args: tuple[Code, ...], scope: EmissionScope) -> Code:
         op = node.op
         if all(isinstance(arg, Const) for arg in node.args):  # no value at build time: Triton needs a tensor
             kind = {Type.FLOAT: "float32", Type.INT: "int32", Type.BOOL: "int1"}[node.args[0].type]
@@ -147,12 +147,12 @@ class TritonDialect(Dialect):
                 return self._quotient(node, sine, cosine, scope)
         raise ValueError(f"operator {op!r} has no Triton form")
 
-    def _quotient(self, node: Op, a: Code, b: Code, scope: Scope) -> Code:
+    def _quotient(self, node: Op, a: Code, b: Code, scope: EmissionScope) -> Code:
         if scope.exact(node):
             return _call("tl.div_rn", a, b)
         return written("{} / {}", a.within(_PRODUCT), b.within(_SIGN), strength=_PRODUCT)
 
-    def _root(self, node: Op, x: Code, scope: Scope) -> Code:
+    def _root(self, node: Op, x: Code, scope: EmissionScope) -> Code:
         return _call(f"tl.sqrt{'_rn' if scope.exact(node) else ''}", x)
 
     def _widened(self, node: Op, args: tuple[Code, ...]) -> tuple[Code, ...]:
@@ -164,7 +164,7 @@ class TritonDialect(Dialect):
                 return (*args[:i], _to(args[i], "int64"), *args[i + 1 :])
         return args
 
-    def _floordiv(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
+    def _floordiv(self, node: Op, args: tuple[Code, ...], scope: EmissionScope) -> Code:
         dividend, divisor = node.args
         shift = power_of_two(divisor)
         if _not_negative(dividend, scope) and _positive(divisor, scope):
@@ -178,7 +178,7 @@ class TritonDialect(Dialect):
             rounded = written("(({a} % {b} != 0) & (({a} < 0) != ({b} < 0)))", a=a, b=b)
         return written("{} // {} - {}.to(tl.int32)", a, b, rounded, strength=_SUM)
 
-    def _mod(self, node: Op, args: tuple[Code, ...], scope: Scope) -> Code:
+    def _mod(self, node: Op, args: tuple[Code, ...], scope: EmissionScope) -> Code:
         dividend, divisor = node.args
         if _not_negative(dividend, scope) and _positive(divisor, scope):
             return written("{} % {}", args[0].within(_PRODUCT), args[1].within(_SIGN), strength=_PRODUCT)
@@ -193,7 +193,7 @@ class TritonDialect(Dialect):
             wrong = written("({rest} != 0) & (({rest} < 0) != ({b} < 0))", rest=rest, b=b)
         return written("tl.where({}, {rest} + {b}, {rest})", wrong, rest=rest, b=b, strength=_ATOM)
 
-    def _pair(self, node: Op, args: tuple[Code, ...], scope: Scope) -> tuple[Code, Code]:
+    def _pair(self, node: Op, args: tuple[Code, ...], scope: EmissionScope) -> tuple[Code, Code]:
         """Return both arguments as leaves that may be repeated, the first in int64 where the node asks."""
         if node.wide:
             a = scope.temporary(node, "dividend", args[0])
@@ -201,7 +201,7 @@ class TritonDialect(Dialect):
             return a, b
         return scope.named(node.args[0]), scope.named(node.args[1]).within(_SIGN)
 
-    def _power(self, node: Op, scope: Scope) -> Code:
+    def _power(self, node: Op, scope: EmissionScope) -> Code:
         exponent = node.args[1]
         if not isinstance(exponent, Const):
             return self._float_power(node, scope)
@@ -226,14 +226,14 @@ class TritonDialect(Dialect):
             return _call("tl.rsqrt", base)
         return written("tl.exp2({} * tl.log2({}))", repr(power), base, strength=_ATOM)
 
-    def _tensor(self, node: Expr, role: str, scope: Scope) -> Code:
+    def _tensor(self, node: Expr, role: str, scope: EmissionScope) -> Code:
         """Return a float as a name that may be repeated, and as a tensor also in the interpreter."""
         x = scope.named(node)
         if _plain(node, scope):
             return scope.temporary(node, role, _cast(x, "float32"))
         return x if x.text.isidentifier() else scope.temporary(node, role, x)
 
-    def _truncated(self, node: Op, x: Code, scope: Scope) -> Code:
+    def _truncated(self, node: Op, x: Code, scope: EmissionScope) -> Code:
         """Convert a float to int32. What LLVM leaves undefined is defined: NaN and what int32 cannot hold."""
         low, high = scope.bounds(node)
         if scope.is_number(node.args[0]) and INT32[0] < low and high < INT32[1]:
@@ -243,14 +243,14 @@ class TritonDialect(Dialect):
         beyond = written("tl.where({} == {}, 2147483647, 0)", x, x)
         return written("tl.where({} < 2147483648.0, {}, {})", x, held, beyond, strength=_ATOM)
 
-    def _round(self, node: Op, scope: Scope) -> Code:
+    def _round(self, node: Op, scope: EmissionScope) -> Code:
         x = self._tensor(node.args[0], "whole", scope)
         size = scope.temporary(node, "size", _call("tl.abs", x))
         near = scope.temporary(node, "near", written("{} + {n} - {n}", size, n=repr(_NO_FRACTION), strength=_SUM))
         near = written("tl.where({} < 0.0, -{near}, {near})", x, near=near)
         return written("tl.where({} < {}, {}, {})", size, repr(_NO_FRACTION), near, x, strength=_ATOM)
 
-    def _expm1(self, node: Op, scope: Scope) -> Code:
+    def _expm1(self, node: Op, scope: EmissionScope) -> Code:
         """(u - 1) * x / log(u) with u = exp(x): the error of u cancels."""
         x = self._tensor(node.args[0], "exponent", scope)
         u = scope.temporary(node, "power", _call("tl.exp", x))
@@ -259,7 +259,7 @@ class TritonDialect(Dialect):
         ends = written('({u} == 0.0) | ({u} == float("inf"))', u=u)
         return written("tl.where({u} == 1.0, {}, tl.where({}, {}, {}))", x, ends, less, near, u=u, strength=_ATOM)
 
-    def _log1p(self, node: Op, scope: Scope) -> Code:
+    def _log1p(self, node: Op, scope: EmissionScope) -> Code:
         """log(u) * x / (u - 1) with u = 1 + x: the error of u cancels."""
         x = self._tensor(node.args[0], "logarithm", scope)
         u = scope.temporary(node, "shifted", written("1.0 + {}", x, strength=_SUM))
@@ -267,7 +267,7 @@ class TritonDialect(Dialect):
         value = written("tl.log({u}) * tl.div_rn({}, {u} - 1.0)", x, u=u, strength=_PRODUCT)
         return written("tl.where({}, {}, {})", same, x, value, strength=_ATOM)
 
-    def _angle(self, node: Op, scope: Scope) -> Code:
+    def _angle(self, node: Op, scope: EmissionScope) -> Code:
         """atan2 from the angle within an eighth of a turn, relative error 2^-22; zeros have signs, as in torch."""
         y, x = self._tensor(node.args[0], "opposite", scope), self._tensor(node.args[1], "adjacent", scope)
         rise, run = (scope.temporary(node, role, _call("tl.abs", of)) for role, of in (("rise", y), ("run", x)))
@@ -290,7 +290,7 @@ class TritonDialect(Dialect):
         angle = scope.temporary(node, "angle", turned)
         return written("tl.where({}.to(tl.int32, bitcast=True) < 0, -{a}, {a})", y, a=angle, strength=_ATOM)
 
-    def _float_power(self, node: Op, scope: Scope) -> Code:
+    def _float_power(self, node: Op, scope: EmissionScope) -> Code:
         """A power whose exponent varies; of a negative base, if the exponent is whole, as in torch."""
         base, exponent = node.args
         x, y = self._tensor(base, "base", scope), self._tensor(exponent, "exponent", scope)
@@ -307,7 +307,7 @@ class TritonDialect(Dialect):
         fraction = written("({} < 0.0) & (tl.floor({y}) != {y})", x, y=y)
         return written('tl.where({}, float("nan"), {})', fraction, signed, strength=_ATOM)
 
-    def _tanh(self, node: Op, x: Code, scope: Scope) -> Code:
+    def _tanh(self, node: Op, x: Code, scope: EmissionScope) -> Code:
         if scope.approximate:  # one instruction, relative error 2^-11 (PTX ISA, tanh.approx.f32)
             asm = '"tanh.approx.f32 $0, $1;", "=f,f"'
             call = "tl.inline_asm_elementwise({}, [{}], dtype=tl.float32, is_pure=True, pack=1)"
@@ -383,7 +383,7 @@ def _to(value: Code, kind: str) -> Code:
     return written("{}.to(tl.{})", value.within(_ATOM), kind, strength=_ATOM)
 
 
-def _plain(node: Expr, scope: Scope) -> bool:
+def _plain(node: Expr, scope: EmissionScope) -> bool:
     """Whether a float is computed from literals and fp32 scalars of the call alone, with Python's operators."""
     match node:
         case Const(type=Type.FLOAT):
@@ -395,9 +395,9 @@ def _plain(node: Expr, scope: Scope) -> bool:
     return False
 
 
-def _not_negative(node: Expr, scope: Scope) -> bool:
+def _not_negative(node: Expr, scope: EmissionScope) -> bool:
     return scope.bounds(node)[0] >= 0
 
 
-def _positive(node: Expr, scope: Scope) -> bool:
+def _positive(node: Expr, scope: EmissionScope) -> bool:
     return scope.bounds(node)[0] > 0

@@ -18,14 +18,14 @@ from attngen.errors import PackageError, SettingError
 from attngen.files import cause
 from attngen.packaging.project import Choices, project_files
 from attngen.packaging.settings import Settings
-from attngen.packaging.sizes import Sizes, sizes_of
+from attngen.packaging.sizes import WheelSizes, sizes_of
 from attngen.packaging.view import DRIVER_LINE, drivers_text
 from attngen.runtime.registry.shipped import INDEX
 from attngen.tools.build.pipeline import Observer
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class PackageFiles:
     """The files that were made. ``sizes`` and ``drivers``, the oldest by arch, are those of the wheel, if there is one.
 
     ``note`` says if another compiler would make kernels for older drivers.
@@ -33,7 +33,7 @@ class Made:
 
     package: str
     files: tuple[Path, ...]
-    sizes: Sizes | None = None
+    sizes: WheelSizes | None = None
     drivers: Mapping[str, int] = field(default_factory=dict)
     note: str | None = None
 
@@ -53,7 +53,7 @@ def package(
     max_size: int | None = None,
     jobs: int | None = None,
     observer: Observer | None = None,
-) -> Made:
+) -> PackageFiles:
     """Write the wheel or the source distribution (``sdist``) of a spec's package, or both, into the folder ``out``.
 
     A wheel holds compiled kernels; a source distribution compiles them where it is installed, with the generator that
@@ -85,9 +85,9 @@ def package(
     paths = tuple(out / path.name for path in built)
     index = next((_index_of(path, loaded.package) for path in paths if path.suffix == ".whl"), None)
     if index is None:
-        return Made(loaded.package, paths)
+        return PackageFiles(loaded.package, paths)
     note = newer_driver_note(row["arch"] for row in index["kernels"] if row["backend"] == "cuda")
-    return Made(loaded.package, paths, sizes, index["drivers"], note)
+    return PackageFiles(loaded.package, paths, sizes, index["drivers"], note)
 
 
 def _index_of(wheel: Path, module: str) -> dict[str, Any]:

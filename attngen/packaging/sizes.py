@@ -35,7 +35,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class WheelSizes:
     """A wheel's bytes: its shares, the largest first, and the rest (runtime, stubs, metadata, archive)."""
 
     total: int
@@ -72,7 +72,7 @@ def _show(size: int) -> str:
     return f"{size:,} B"
 
 
-def sizes_of(wheel: Path) -> Sizes:
+def sizes_of(wheel: Path) -> WheelSizes:
     """Return the sizes of a wheel."""
     with ZipFile(wheel) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
@@ -92,7 +92,7 @@ def sizes_of(wheel: Path) -> Sizes:
             share[i] += value
     shares = [Share(*key, *values) for key, values in figures.items()]
     shares.sort(key=lambda share: (-share.wheel_bytes, share.module, share.variant, share.head_dim, share.arch))
-    return Sizes(wheel.stat().st_size, tuple(shares))
+    return WheelSizes(wheel.stat().st_size, tuple(shares))
 
 
 #: Bytes in a wheel, as measured on wheels of kernels in CUDA (those in Triton are smaller): of a kernel with its row in
@@ -101,7 +101,7 @@ _BYTES = {"forward": 28_000, "split": 40_000, "backward": 42_000, APPEND: 15_000
 _REST = 210_000
 
 
-def estimated(kernels: Sequence[KernelSpec]) -> Sizes:
+def estimated(kernels: Sequence[KernelSpec]) -> WheelSizes:
     """Return an estimate of a wheel of these kernels before any is compiled; bytes on disk are not estimated."""
     shares: dict[tuple[str, str, str, str], list[int]] = {}
     for kernel in (*kernels, *appends(kernels)):
@@ -111,7 +111,7 @@ def estimated(kernels: Sequence[KernelSpec]) -> Sizes:
         share[1] += _BYTES["split" if kernel.split_kv else kernel.direction]
     rows = [Share(*key, count, 0, size) for key, (count, size) in shares.items()]
     rows.sort(key=lambda share: (-share.wheel_bytes, share.variant, share.head_dim, share.arch))
-    return Sizes(_REST + sum(share.wheel_bytes for share in rows), tuple(rows))
+    return WheelSizes(_REST + sum(share.wheel_bytes for share in rows), tuple(rows))
 
 
 def head_dim_of(row: Mapping[str, Any]) -> str:

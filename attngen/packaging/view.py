@@ -9,13 +9,12 @@ from typing import Any
 
 from attngen.compile.toolchain import NVRTC_ELSEWHERE, NVRTC_WHEELS
 from attngen.drivers import driver_text
+from attngen.dtypes import SCALAR_TYPES
 from attngen.formats import VERSION
 from attngen.lang.dropout import RNG_STATE
 from attngen.lang.printing import canonical
 from attngen.lang.variant import Scalar, Variant
 from attngen.render.environment import environment
-
-_PYTHON_TYPES = {"int32": "int", "int64": "int", "fp32": "float", "bool": "bool"}
 
 #: Distribution that a manifest names as its compiler → its common name.
 _COMPILERS = {"triton": "Triton", **dict.fromkeys((*NVRTC_WHEELS, NVRTC_ELSEWHERE), "NVRTC")}
@@ -53,7 +52,7 @@ class VariantView:
 
 
 def _declared(scalar: Scalar) -> str:
-    text = f"{scalar.name}: {_PYTHON_TYPES[scalar.dtype]}"
+    text = f"{scalar.name}: {SCALAR_TYPES[scalar.dtype].python.__name__}"
     return text if scalar.default is None else f"{text} = ..."
 
 

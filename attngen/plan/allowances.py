@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Evidence:
     """Source of figures: a page of the docs, and the words in it that give them."""
 
     page: str
@@ -22,7 +22,7 @@ class Spills:
     who: str
     bytes: int
     reason: str
-    measured: Measured | None
+    measured: Evidence | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Serialized:
     who: str
     trait: str
     reason: str
-    measured: Measured | None
+    measured: Evidence | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class LeftToOthers:
     beyond: int
     traits: frozenset[str]
     says: str
-    measured: Measured | None
+    measured: Evidence | None
 
     def meets(self, head_dim: int, traits: Collection[str]) -> bool:
         """Whether a kernel of that head dim and these traits is refused."""
@@ -56,7 +56,7 @@ class Slower:
 
     who: str
     says: str
-    measured: Measured
+    measured: Evidence
 
 
 #: Spills that are accepted. A few values are stored before the loops and read after them. Ping-pong consumers of a
@@ -66,7 +66,7 @@ PINGPONG_SPILLS = Spills(
     "CUDA backward kernels with ping-pong consumers",
     72,
     "faster with ping-pong and these spills than without ping-pong",
-    Measured("docs/notebook/hopper_backward.md", "551 at d 128"),
+    Evidence("docs/notebook/hopper_backward.md", "551 at d 128"),
 )
 #: The warp that reads dS has the few registers of a producer, and waits for consumers most of the time.
 READER_SPILLS = Spills(
@@ -82,14 +82,14 @@ LAST_SPILLS = Spills(
     "CUDA backward kernels whose only alternative is another backend",
     128,
     "spilled values of a step are few",
-    Measured("docs/notebook/building.md", "1.30 to 4.76 times as fast as Triton"),
+    Evidence("docs/notebook/building.md", "1.30 to 4.76 times as fast as Triton"),
 )
 
 #: Advice in messages about a backward that needs too many registers in CUDA.
 TRITON_BACKWARD = Slower(
     "Triton backward kernels",
     "a backward in CUDA was 1.4 to 1.9 times as fast at head dim 128",
-    Measured("docs/training.md", "1.4 to 1.9 times as fast as the one in Triton"),
+    Evidence("docs/training.md", "1.4 to 1.9 times as fast as the one in Triton"),
 )
 
 #: Products that ptxas serializes. Its warning about these kernels (C7510) is no reason to refuse them, since no other

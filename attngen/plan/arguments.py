@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from attngen.dtypes import DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES, dtype
+from attngen.dtypes import DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES, SCALAR_TYPES, dtype
 from attngen.lang.variant import Tensor, Variant
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Plan
@@ -13,7 +13,6 @@ from attngen.plan.symbols import argument_name, divisor_name, extent_name, map_n
 
 #: Tensors whose rows are keys, whatever a launch calls them.
 _OF_KEYS = frozenset({"k", "v", "dk", "dv"})
-_SCALAR_TYPES = {"int32": "i32", "int64": "i64", "fp32": "fp32", "bool": "i32"}
 
 
 def signature(
@@ -293,6 +292,6 @@ def tensor_shapes(variant: Variant) -> Iterator[Argument]:
 def scalar_arguments(plan: Plan) -> Iterator[Argument]:
     """Yield the scalars that a variant takes at the call, and the divisors of a CUDA kernel."""
     for scalar in plan.variant.arguments:
-        yield Argument(argument_name(scalar.name), "scalar", _SCALAR_TYPES[scalar.dtype], of=scalar.name)
+        yield Argument(argument_name(scalar.name), "scalar", SCALAR_TYPES[scalar.dtype].triton, of=scalar.name)
     for divisor in plan.divisors:
         yield Argument(divisor_name(divisor), "divisor", "divisor", of=divisor.text)

@@ -38,7 +38,7 @@ class Schedule:
     view: str
     supports: Callable[[Arch], bool]
     plan: Callable[[KernelSpec, Arch], Plan]
-    alternatives: Callable[[KernelSpec, Plan], Iterator[KernelSpec]]
+    alternatives: Callable[[KernelSpec, Plan], Iterator[KernelSpec]] = lambda spec, first: iter(())
     suits: Callable[[KernelSpec], bool] = lambda spec: True
     tunable: Callable[[KernelSpec, Plan], Iterator[KernelSpec]] = lambda spec, first: iter(())
     keep_promises: Callable[[KernelSpec], None] = lambda spec: None

@@ -415,7 +415,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         backward=gradients_of(entry.backward) if backward else None,
         loads=values["loads"],
         tile_map=values["tile_map"],
-        alignment=_element_bytes(values["dtype"]) if alignment == "element" else alignment,
+        alignment=DTYPES[values["dtype"]].bytes if alignment == "element" else alignment,
         fast_math=values["fast_math"],
         softmax=None if backward else values["softmax"] or declared.model.softmax,
         softmax_scale=_first(entry.softmax_scale, declared.model.softmax_scale),
@@ -450,10 +450,6 @@ def _backend_of_backward(entry: KernelModel) -> str | None:
 
 def _first(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
-
-
-def _element_bytes(dtype: str) -> int:
-    return DTYPES[dtype].bytes
 
 
 def roles_of(warps: WarpsModel) -> Roles | None:

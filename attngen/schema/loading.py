@@ -53,7 +53,7 @@ class DeclaredVariant:
 
 
 @dataclass(frozen=True)
-class Source:
+class SpecSource:
     """A file that a spec was read from: ``name`` is never absolute, ``path`` is as the user wrote it."""
 
     name: str
@@ -74,7 +74,7 @@ class Spec:
     model: SpecModel
     tree: tree.Node
     variants: Mapping[str, DeclaredVariant] = field(default_factory=dict)
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SpecSource, ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -128,7 +128,7 @@ class _Loader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, SpecSource] = {}
         self.loaded: dict[Path, dict[str, DeclaredVariant]] = {}
         self.gathered = Gathered()
         self.without_include = False  # whether variants may be declared in a file that cannot be read
@@ -162,7 +162,7 @@ class _Loader:
         file = str(path)
         node = tree.parse(content, file)
         _check_schema(node)
-        self.sources[file] = Source(resources.display_name(path), sha256(content).hexdigest(), file)
+        self.sources[file] = SpecSource(resources.display_name(path), sha256(content).hexdigest(), file)
         with self.gathered:
             _refuse_empty(node)
             try:

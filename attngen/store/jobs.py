@@ -42,7 +42,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class JobResult:
     """Result of a job, by its position: a value or an error, and the warnings that it gave."""
 
     index: int
@@ -139,7 +139,7 @@ def run_jobs(
     on_start: Callable[[int], None] | None = None,
     timeout: float = JOB_SECONDS,
     shared: Workers | None = None,
-) -> Iterator[Result]:
+) -> Iterator[JobResult]:
     """Yield the result of each job as it finishes, with at most ``workers`` at once.
 
     ``jobs`` may grow meanwhile; appended jobs run after those before them.
@@ -166,7 +166,7 @@ class _Pool:
     workers: Workers
     busy: dict[int, _Worker] = field(default_factory=dict)  # by the descriptor of their answers
 
-    def run(self, workers: int, on_start: Callable[[int], None] | None) -> Iterator[Result]:
+    def run(self, workers: int, on_start: Callable[[int], None] | None) -> Iterator[JobResult]:
         pending: deque[tuple[int, bool]] = deque()
         again: list[int] = []
         taken = 0
@@ -216,12 +216,12 @@ class _Pool:
             selector.unregister(fd)
         return [self.busy.pop(fd) for fd in ready]
 
-    def finish(self, worker: _Worker) -> Result:
+    def finish(self, worker: _Worker) -> JobResult:
         self.workers.busy.remove(worker)
         try:
             ok, value, messages, retired = pickle.load(worker.process.stdout)
         except (EOFError, pickle.UnpicklingError):
-            return Result(worker.index, error=self.dead(worker))
+            return JobResult(worker.index, error=self.dead(worker))
         if isinstance(value, CompileError) and not ok:  # LLVM and MLIR print their reasons
             value.args = (f"{value}{_said(worker)}",)
         if retired:
@@ -230,8 +230,8 @@ class _Pool:
             self.workers.idle.append(worker)
         warnings = tuple(messages)
         if ok:
-            return Result(worker.index, value=value, warnings=warnings)
-        return Result(worker.index, error=value, warnings=warnings)
+            return JobResult(worker.index, value=value, warnings=warnings)
+        return JobResult(worker.index, error=value, warnings=warnings)
 
     def dead(self, worker: _Worker) -> CompileError:
         """Error of a worker that gave no answer."""

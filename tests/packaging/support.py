@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 from zipfile import ZipFile
 
-from attngen.packaging.make import Made, package
+from attngen.packaging.make import PackageFiles, package
 from attngen.packaging.project import Choices
 from tests import forked
 
@@ -65,7 +65,7 @@ def write_spec(folder: Path, text: str = SPEC, name: str = "small.yaml") -> Path
     return folder / name
 
 
-def make(spec: Path, out: Path, *targets: str, **choices: Any) -> Made:
+def make(spec: Path, out: Path, *targets: str, **choices: Any) -> PackageFiles:
     """Package a spec in one process, which takes longer to start than its kernels to compile."""
     return package(spec, out, Choices(**choices), targets=targets or ("wheel",), jobs=1)
 

@@ -16,7 +16,7 @@ import pytest
 
 from attngen.errors import CompileError, DiskFullError, InternalError, SpecError
 from attngen.store import limits
-from attngen.store.jobs import Job, Result, run_jobs, worker_processes
+from attngen.store.jobs import Job, JobResult, run_jobs, worker_processes
 from attngen.store.spare import SpareWorkers
 from tests.store import fakes
 
@@ -29,7 +29,7 @@ def job(name: str, *arguments: Any) -> Job:
     return Job(name, f"{FAKES}:{name}", arguments)
 
 
-def run(jobs: list[Job], workers: int = 2, **options: Any) -> list[Result]:
+def run(jobs: list[Job], workers: int = 2, **options: Any) -> list[JobResult]:
     return sorted(run_jobs(jobs, workers, **options), key=lambda result: result.index)
 
 

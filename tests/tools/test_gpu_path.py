@@ -17,7 +17,7 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.pinned import Buffers, Pinned
 from attngen.schema import load_spec
-from attngen.store.jobs import Job, Result
+from attngen.store.jobs import Job, JobResult
 from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared, plans, prepare
 from attngen.tools.cases import Case
 from attngen.tools.verify import gpu as verify_gpu
@@ -98,11 +98,11 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in for a driver is here, and in no worker."""
 
-    def run_jobs(jobs: Sequence[Job], workers: int) -> Iterator[Result]:
+    def run_jobs(jobs: Sequence[Job], workers: int) -> Iterator[JobResult]:
         assert workers == 1
         for index, job in enumerate(jobs):
             folder, device, seed = job.arguments
-            yield Result(index, verify_gpu.try_pinned(loadable_of(folder), device, seed, small=False))
+            yield JobResult(index, verify_gpu.try_pinned(loadable_of(folder), device, seed, small=False))
 
     def loadable_of(folder: str) -> Kernel:
         return verify_gpu.read_kernel(Path(folder))

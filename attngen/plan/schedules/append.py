@@ -84,11 +84,6 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
     yield from map(arguments.size, _SIZES)
 
 
-def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
-    """Yield nothing: there is nothing to choose."""
-    return iter(())
-
-
 SCHEDULE = Schedule(
     name="append",
     backend="cuda",
@@ -97,6 +92,5 @@ SCHEDULE = Schedule(
     view="attngen.render.views.append:append_view",
     supports=lambda arch: True,
     plan=_plan,
-    alternatives=_alternatives,
     layouts=("paged",),
 )

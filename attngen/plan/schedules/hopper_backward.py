@@ -495,7 +495,7 @@ def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     return (
         arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
         *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
-        _pointer("dq_state") if first_stored(plan) else _sums(),
+        _pointer("dq_state") if first_stored(plan) else _pointer("dq_sum"),
         *arguments.strides_of(plan, ("out", "dout")),
         *map(arguments.size, ("heads", "rows", "row_tiles")),
         arguments.size("state_chunks", of="dq_state_chunks", form="i64")
@@ -514,7 +514,7 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     written = ("dq", "dk", "dv") if alone else ("dk", "dv")
     operands = (
         boxes("q", plan.tile_m, window=window), boxes("k", keys, window=keys), boxes("v", keys, window=keys),
-        boxes("dout", plan.tile_m, window=window), _sums(),
+        boxes("dout", plan.tile_m, window=window), _pointer("dq_sum"),
         *([_pointer("dq_state")] if first_stored(plan) else []),
         *([_pointer("partials")] if roles.cuts else []),
         *_bias_maps(plan, roles),
@@ -557,7 +557,7 @@ def _tensor_gradient_arguments(plan: Plan) -> tuple[Argument, ...]:
 def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     """Return the arguments of the launch that scales and rounds the dQ accumulator."""
     return (
-        _sums(), arguments.pointer(plan, "dq"),
+        _pointer("dq_sum"), arguments.pointer(plan, "dq"),
         *(arguments.lengths(plan, "cu_seqlens_q")),
         *arguments.tensor_pointers(plan.variant),
         *arguments.strides_of(plan, ("dq",)),
@@ -573,10 +573,6 @@ def first_stored(plan: Plan) -> bool:
     find out which is the first, in any order."""
     roles = plan.structure
     return isinstance(roles, HopperBackward) and roles.cluster == 1 and not roles.ordered
-
-
-def _sums() -> Argument:
-    return _pointer("dq_sum")
 
 
 def _pointer(workspace: str) -> Argument:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -191,11 +190,6 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     return None
 
 
-def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
-    """Yield nothing: there is nothing to choose."""
-    return iter(())
-
-
 SCHEDULE = Schedule(
     name="hopper_decode",
     backend="cuda",
@@ -204,7 +198,6 @@ SCHEDULE = Schedule(
     view="attngen.render.views.hopper_decode:decode_view",
     supports=lambda arch: arch.wgmma,
     plan=_plan,
-    alternatives=_alternatives,
     keep_promises=keep_promises,
     pipes=decode_pipes_of,
     layouts=tuple(LAYOUTS),

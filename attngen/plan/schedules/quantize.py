@@ -87,11 +87,6 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
     yield arguments.size("norm", form="fp32")
 
 
-def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
-    """Yield nothing: there is nothing to choose."""
-    return iter(())
-
-
 SCHEDULE = Schedule(
     name="quantize",
     backend="cuda",
@@ -100,7 +95,6 @@ SCHEDULE = Schedule(
     view="attngen.render.views.quantize:quantize_view",
     supports=lambda arch: arch.capability >= _LEAST_CAPABILITY,
     plan=_plan,
-    alternatives=_alternatives,
     suits=lambda spec: spec.loads != "descriptor",
     layouts=("dense",),
 )

@@ -160,7 +160,6 @@ SCHEDULE = Schedule(
     view="attngen.render.views.quantize:tiles_view",
     supports=lambda arch: arch.wgmma,
     plan=_plan,
-    alternatives=lambda spec, first: iter(()),
     suits=lambda spec: spec.loads == "descriptor",
     layouts=("dense",),
 )

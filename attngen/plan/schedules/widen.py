@@ -69,11 +69,6 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
     yield from arguments.reciprocals(*_DIVISORS)
 
 
-def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
-    """Yield nothing: there is nothing to choose."""
-    return iter(())
-
-
 SCHEDULE = Schedule(
     name="widen",
     backend="cuda",
@@ -82,6 +77,5 @@ SCHEDULE = Schedule(
     view="attngen.render.views.widen:widen_view",
     supports=lambda arch: arch.capability >= _LEAST_CAPABILITY,
     plan=_plan,
-    alternatives=_alternatives,
     layouts=("dense",),
 )

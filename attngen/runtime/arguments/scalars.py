@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attngen.dtypes import SCALAR_TYPES
 from attngen.errors import CallError
 from attngen.lang.host import KEYS_OF_SCALAR
 
@@ -83,10 +84,6 @@ def _show(bound: float) -> str:
     return {math.inf: "inf", -math.inf: "-inf"}.get(bound, str(bound))
 
 
-#: Python type that a scalar of each dtype usually has; others go through the full check.
-_PLAIN_TYPES = {"int32": int, "int64": int, "fp32": float, "bool": bool}
-
-
 class Scalars:
     """The scalars of a prepared call, whose bounds are known: returns the checked values, in order of declaration."""
 
@@ -97,7 +94,7 @@ class Scalars:
         self._rules: list[tuple[str, type | None, float, float, ScalarRule, Any]] = [
             (
                 rule.name,
-                _PLAIN_TYPES[rule.dtype] if rule.const is None else None,
+                SCALAR_TYPES[rule.dtype].python if rule.const is None else None,  # this type skips the full check
                 rule.low,
                 rule.high,
                 rule,

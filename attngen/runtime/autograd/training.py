@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.addresses import BACKWARD, DLSE, DOUT, LSE, NO_BACKWARD, OUT
-from attngen.runtime.arguments.checked import Call, view
+from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, view
 from attngen.runtime.arguments.given import OTHERS, TENSORS, Given, keyed_of, make, settings_of
 from attngen.runtime.arguments.keys import note_others
 from attngen.runtime.autograd.transforms import Recorded, gradients
@@ -230,7 +230,7 @@ def _usable(dout: Tensor) -> bool:
 
 def _nothing(call: Call, lse: Tensor, dlse: Tensor | None) -> Gradients:
     """Return the gradients of a call without work; a log-sum-exp of sinks alone passes its own on."""
-    dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[call.dtype])
+    dtype = TORCH_DTYPES[call.dtype]
     dq, dk, dv = (torch.zeros(shape, dtype=dtype, device=call.device) for shape in gradient_shapes(call).values())
     gradients = {
         name: torch.zeros(call.tensors[name].shape, dtype=torch.float32, device=call.device)

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from attngen.dtypes import DESCALES
+from attngen.dtypes import DESCALES, SCALAR_TYPES
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.launch.tile_map import TileMap
-
-SCALAR_SCHEMAS = {"int32": "SymInt", "int64": "SymInt", "fp32": "float", "bool": "bool"}
 
 #: What operators of each form take before the variant's own arguments, and after them, in torch's schema language.
 LEADING = {
@@ -112,5 +110,5 @@ def arguments_of(given: Given, own: Sequence[Any]) -> list[Any]:
 def parameters_of(variant: Variant, form: str) -> str:
     """Return the parameters of a variant's operators in torch's schema language, without parentheses."""
     own = [f"Tensor {t.name}" for t in variant.tensors]
-    own += [f"{SCALAR_SCHEMAS[s.dtype]} {s.name}" for s in variant.arguments]
+    own += [f"{SCALAR_TYPES[s.dtype].torch_schema} {s.name}" for s in variant.arguments]
     return ", ".join([*LEADING[form], *own, *TRAILING[form]])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from attngen.plan.model import Plan, Refused
     from attngen.render import Source
     from attngen.schema import KernelSpec
-    from attngen.store.jobs import Job, Result, Workers
+    from attngen.store.jobs import Job, JobResult, Workers
 
 #: What the workers of a build have loaded.
 LOAD = "attngen.tools.build.compiles:load_all"
@@ -239,7 +239,7 @@ class Compiles:
                 return None
             task = following
 
-    def _take(self, task: Task, result: Result) -> Task | None:
+    def _take(self, task: Task, result: JobResult) -> Task | None:
         """Take the result of an attempt; return what is to be compiled next if that was refused."""
         self.warnings.extend(result.warnings)
         if result.error is not None:

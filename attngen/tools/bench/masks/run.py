@@ -22,7 +22,7 @@ from attngen import jit
 from attngen.errors import AttngenError, CallError, LoadError, suggest
 from attngen.runtime.kernels.module import read_kernel
 from attngen.runtime.registry.lookup import registry
-from attngen.store.jobs import Job, Result, run_jobs, worker_processes
+from attngen.store.jobs import Job, JobResult, run_jobs, worker_processes
 from attngen.store.store import Store
 from attngen.store.worker import retire
 from attngen.tools.bench import timing
@@ -365,10 +365,10 @@ def _apart(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[float, 
 
 def _in_processes(
     todo: Sequence[Cell], environment: Mapping[str, str], jobs: int | None, until: Callable[[], float]
-) -> Iterator[Result]:
+) -> Iterator[JobResult]:
     """Yield what ``first_calls`` returns for each cell, until a moment of ``time.monotonic``."""
     asked = [Job(cell.name, _FIRST, (dict(environment), (cell.case.name, cell.seqlen, cell.head_dim))) for cell in todo]
-    answers: queue.Queue[Result | None] = queue.Queue()
+    answers: queue.Queue[JobResult | None] = queue.Queue()
     ending = threading.Event()
     with worker_processes(_LOAD) as workers:
 
