@@ -166,7 +166,7 @@ def alone(case: Case, q: Tensor, k: Tensor, v: Tensor, seqlen: int, values: dict
     options = {**case.options, **values, "variant": case.variant, "return_lse": True}
     if offsets is None:
         return attngen.attention(q, k, v, **options)
-    cu, longest = torch.tensor(offsets, dtype=torch.int32), max(b - a for a, b in pairwise(offsets))
+    cu, longest = torch.tensor(offsets, dtype=torch.int32, device=q.device), max(b - a for a, b in pairwise(offsets))
     return attngen.attention_varlen(q, k, v, cu, cu, longest, longest, **options)
 
 
