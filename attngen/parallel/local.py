@@ -18,17 +18,19 @@ from attngen.lang.ir import MAX_SEQLEN, Expr, Load, Op, Type, Var, rewrite
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
 from attngen.parallel.one_row import scalar_without_lengths, tensor_without_lengths
 
-#: How positions of rows or keys are known: all of them lie here, or a run of them, or a table says where each lies.
-Positions = Literal["all", "run", "table"]
+#: How positions of rows or keys are known: all of them lie here, or a run of them, or of rows two runs, or a table says
+#: where each lies. Of runs, bands have closed forms without a search.
+Positions = Literal["all", "run", "runs", "table"]
 
 #: What tells the names of local variants apart.
 _SUFFIXES = {
-    ("rows", "all"): "", ("rows", "run"): "_from_row", ("rows", "table"): "_by_rows",
+    ("rows", "all"): "", ("rows", "run"): "_from_row", ("rows", "runs"): "_by_runs", ("rows", "table"): "_by_rows",
     ("keys", "all"): "", ("keys", "run"): "_from_key", ("keys", "table"): "_by_keys",
 }  # fmt: skip
 
 #: Names of the call's own scalars and tensors.
 ROW_BEGIN, ROW_POSITION = "row_begin", "row_position"
+ROW_SPLIT, ROW_BEGIN_2 = "row_split", "row_begin_2"
 KEY_BEGIN, KEY_POSITION = "key_begin", "key_position"
 TOKENS, TOTAL = "tokens", "tokens_of_all"
 
@@ -63,6 +65,8 @@ def local_variant(variant: Variant, rows: Positions, keys: Positions) -> Local:
     """The variant that a rank calls, for a variant of one dense sequence with as many queries as keys."""
     names = _Names(variant)
     q, row_tables, row_scalars = _positions("q", rows, names(ROW_POSITION), names(ROW_BEGIN))
+    if rows == "runs":
+        q, row_scalars = _in_two_runs(names(ROW_BEGIN), names(ROW_SPLIT), names(ROW_BEGIN_2))
     kv, key_tables, key_scalars = _positions("kv", keys, names(KEY_POSITION), names(KEY_BEGIN))
     tokens: Expr = index("seqlen_k") if keys == "all" else index(names(TOKENS))
     total = index(names(TOTAL))
@@ -160,12 +164,20 @@ def _positions(
     here = index(axis)
     if positions == "all":
         return here, (), ()
-    if positions == "run":
+    if positions in ("run", "runs"):
         scalar = Scalar(begin, "int32", min=0, max=MAX_SEQLEN)
         return Op("add", (here, index(begin)), Type.INT), (), (scalar,)
     extent = "seqlen_q" if axis == "q" else "seqlen_k"
     tensor = Tensor(table, "int32", (extent,), Monotone(0), (0, MAX_SEQLEN))
     return Load(table, (here,), Type.INT), (tensor,), ()
+
+
+def _in_two_runs(begin: str, split: str, begin_2: str) -> tuple[Expr, tuple[Scalar, ...]]:
+    """The position of a local row of two runs, the second of which begins at row ``split``."""
+    q = index("q")
+    first, second = (Op("add", (q, index(name)), Type.INT) for name in (begin, begin_2))
+    position = Op("select", (Op("lt", (q, index(split)), Type.BOOL), first, second), Type.INT)
+    return position, tuple(Scalar(name, "int32", min=0, max=MAX_SEQLEN) for name in (begin, split, begin_2))
 
 
 def own_values(variant: Variant, here: Mapping[str, Any]) -> dict[str, Any]:

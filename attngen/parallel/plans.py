@@ -283,8 +283,10 @@ class Plan:
     def _row_kind(self) -> Positions:
         if self.ranks == 1:
             return "all"
-        changes = int(np.count_nonzero(np.diff(self.dealt.owner)))
-        return "run" if changes < self.ranks and changes + 1 == len(np.unique(self.dealt.owner)) else "table"
+        owner = self.dealt.owner
+        first = np.concatenate([[True], owner[1:] != owner[:-1]])
+        runs = int(np.bincount(owner[first]).max())
+        return "run" if runs == 1 else "runs" if runs == 2 else "table"
 
     def _rank(self, rank: int | None) -> int:
         if rank is None:
@@ -370,8 +372,11 @@ class Plan:
         if key not in layer.kept:
             rows, keys = self.rows(rank), torch.from_numpy(layer.sent.key_positions(rank))
             cutter = self._cutter(rank, route, q.device, keys)
+            breaks = (rows.diff() != 1).nonzero()
+            split = int(breaks[0]) + 1 if len(breaks) else len(rows)
             here = {
                 names.ROW_BEGIN: int(rows[0]) if len(rows) else 0, names.ROW_POSITION: rows.to(q.device, torch.int32),
+                names.ROW_SPLIT: split, names.ROW_BEGIN_2: int(rows[split]) - split if split < len(rows) else 0,
                 names.KEY_BEGIN: route.begin, names.KEY_POSITION: keys.to(q.device, torch.int32),
                 names.TOKENS: self.seqlen,
             }  # fmt: skip

@@ -150,10 +150,11 @@ def test_ranks_that_exchange_heads_have_equal_work() -> None:
 def test_local_variants_are_written_as_specs() -> None:
     made = attngen.parallel.plan("causal", 4096, 2).called()
     text = made.to_yaml(arch="sm90a", head_dim=128, dtype="bf16")
-    assert "row_position[q] >= kv" in text
+    assert "(q + row_begin if q < row_split else q + row_begin_2) >= kv" in text
+    assert "row_position[q] >= kv" in attngen.parallel.plan("causal", 4096, 2, chunks=4).called().to_yaml()
     window = attngen.parallel.plan("sliding_window", 4096, 2, window=64).called()
     assert "q + row_begin" in window.to_yaml()
-    packed = attngen.parallel.plan("causal", 4096, 2, cu_seqlens=[0, 1000, 4096]).called()
+    packed = attngen.parallel.plan("causal", 4096, 2, cu_seqlens=[0, 1000, 4096], chunks=4).called()
     assert "row_position[q] >= kv" in packed.to_yaml()
     assert "document_end" not in packed.to_yaml()  # no query sees a key after itself
     assert attngen.parallel.plan("causal", 4096, 1).called() == "causal"
