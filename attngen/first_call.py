@@ -204,12 +204,12 @@ class _Maker:
         if arch_of(capability) is not None:
             lines = "\n".join(yaml_lines(request.call, capability, request))
             with self._lock:
-                told = request.call.variant, lines, self.fast_math
+                entry = request.call.variant, lines, self.fast_math
                 if not any(
-                    known.definition == told[0].definition and (lines, self.fast_math) == tuple(said)
+                    known.definition == entry[0].definition and (lines, self.fast_math) == tuple(said)
                     for known, *said in self._used
                 ):
-                    self._used.append(told)
+                    self._used.append(entry)
 
     def spec(self, path: Path) -> str:
         """Return a spec of the kernels that were used, as checked YAML text."""

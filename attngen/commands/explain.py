@@ -210,9 +210,9 @@ def _assumptions(explanation: PlanExplanation) -> Iterator[str]:
     if explanation.assumed:
         values = ", ".join(f"{name}={explanation.scalars[name]}" for name in explanation.assumed)
         yield f"assumed {values}, on which the shares depend; --scalar NAME=VALUE gives others"
-    for name, told in explanation.tensors.items():
-        yield f"{name}: {told}"
-    if any(not told.endswith("as given") for told in explanation.tensors.values()):
+    for name, values in explanation.tensors.items():
+        yield f"{name}: {values}"
+    if any(not values.endswith("as given") for values in explanation.tensors.values()):
         yield f"the shares depend on these values (seed {explanation.seed}); --tensor NAME=FILE gives real ones"
 
 

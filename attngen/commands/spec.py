@@ -27,7 +27,7 @@ from attngen.files import cause
               help="Architecture; may be repeated.  [default: sm90a]")  # fmt: skip
 @click.option("--head-dim", type=int, multiple=True,
               help="Head dimension of functions' kernels; may be repeated.  [default: 64, 128]")  # fmt: skip
-@click.option("--training", "--backward", is_flag=True, help="Also build what training needs: backwards.")
+@click.option("--training", "--backward", is_flag=True, help="Also build the backward kernels that training needs.")
 @click.option("--dtype", multiple=True, type=click.Choice(["bf16", "fp16", "fp32"]),
               help="dtype for a model; may be repeated. Default: that of its configuration.")  # fmt: skip
 @click.option("--serving", is_flag=True,
@@ -57,10 +57,10 @@ def command(
     if bool(functions) == (model is not None):
         raise click.UsageError("give --from-flex or --model, and not both")
     if model is None:
-        told = {"--dtype": dtype, "--serving": serving, "--max-size": max_size}
+        options = {"--dtype": dtype, "--serving": serving, "--max-size": max_size}
     else:
-        told = {"--head-dim": head_dim}
-    for option, given in told.items():
+        options = {"--head-dim": head_dim}
+    for option, given in options.items():
         if given:
             raise click.UsageError(f"{option} cannot be combined with {'--model' if model else '--from-flex'}")
     if model is None:

@@ -46,18 +46,18 @@ class Entry:
     def fields(self) -> dict[str, Any]:
         """Return the entry as a spec has it."""
         qk, v = self.head_dim_qk, self.head_dim_v
-        told: dict[str, Any] = {
+        values: dict[str, Any] = {
             "variant": self.variant, "head_dim": qk if qk == v else {"qk": qk, "v": v}, "dtype": self.dtype
         }  # fmt: skip
         if self.layout != "dense":
-            told["layout"] = self.layout
+            values["layout"] = self.layout
         if self.backward:
-            told["passes"] = ["forward", "backward"]
+            values["passes"] = ["forward", "backward"]
         if self.pack_gqa:
-            told["pack_gqa"] = [False, True]
+            values["pack_gqa"] = [False, True]
         if self.split_kv:
-            told["split_kv"] = True
-        return told
+            values["split_kv"] = True
+        return values
 
     def serves(self, request: Request, learns: bool) -> bool:
         """Whether its kernels take the calls of a request."""

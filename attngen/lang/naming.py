@@ -45,8 +45,8 @@ def _words(node: Expr) -> str | None:
             return None
         case Load(tensor=tensor, indices=indices):
             # "b" says nothing: it is the same for the whole block
-            told = [index for index in indices if index != Var("b", Type.INT)] or list(indices)
-            return _join([tensor, *(_words(index) for index in told)])
+            named = [index for index in indices if index != Var("b", Type.INT)] or list(indices)
+            return _join([tensor, *(_words(index) for index in named)])
         case Search(tensor=tensor):
             return f"{tensor}_position"
         case Op(op="select"):

@@ -37,7 +37,7 @@ def plan(spec: KernelSpec) -> Plan:
     dense = spec.direction == "forward" and spec.layout == "dense" and not spec.split_kv
     if spec.transposed_v and not (quantized and dense):
         raise refuse(
-            spec, "transposed_v", "only dense forwards in 8 bits take v with contiguous keys; leave it out, or say "
+            spec, "transposed_v", "only dense 8-bit forward kernels take v with contiguous keys; leave it out, or say "
             "'dtype: fp8_e4m3' and 'layout: dense'"
         )  # fmt: skip
     if quantized and (spec.split_kv or spec.layout == "paged"):

@@ -37,9 +37,8 @@ class Measured:
 
 
 #: Of full and causal attention in 16 bits: docs/notebook/tiles.md, "Waves". A step's products bind, so that cards with
-#: as many multiprocessors and the same clock differ by less than runs do. Those of a cluster are such that it is
-#: predicted to be slower by as much as it was in races: docs/notebook/hopper_forward.md,
-#: "Blocks that load for each other".
+#: as many multiprocessors and the same clock differ by less than runs do. Those of a cluster
+#: predict the slowdown that benchmarks measured: docs/notebook/hopper_forward.md, "Blocks that load for each other".
 TABLE = (
     Measured(1, 128, 64, 1642.0, 642.0),
     Measured(2, 128, 64, 2622.0, 936.0),

@@ -9,9 +9,9 @@ a varlen call, where each sequence has lengths of its own, a shape means the max
 sequence's own length is not read. Expressions still see each sequence's own lengths. With this rule every variant works
 in both layouts, so none is refused. In a paged call ``seqlen_k`` is how many keys a row of the page table can hold.
 
-``split_kv: true`` asks for two forwards of each variant: the ordinary one, and one whose blocks share the keys of a
-sequence; ``split_kv: tiles`` for the ordinary one, and one whose blocks share the keys of a tile of queries. A call
-runs one of them.
+``split_kv: true`` asks for two forward kernels of each variant: the ordinary one, and one whose blocks share the keys
+of a sequence; ``split_kv: tiles`` for the ordinary one, and one whose blocks share the keys of a tile of queries. A
+call runs one of them.
 """
 
 from __future__ import annotations

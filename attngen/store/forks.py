@@ -99,18 +99,18 @@ class ForkServer:
 
     def fork(self, log: IO[bytes]) -> Fork:
         """Start a worker, which writes what it prints to ``log``. Returns at once; OSError if the server has ended."""
-        status, told = socket.socketpair()
+        status, server_end = socket.socketpair()
         read, write = os.pipe()
         answers, answer = os.pipe()
         try:
-            socket.send_fds(self._channel, [_FORK], [told.fileno(), read, answer, log.fileno()])
+            socket.send_fds(self._channel, [_FORK], [server_end.fileno(), read, answer, log.fileno()])
         except OSError:
             for descriptor in (write, answers):
                 os.close(descriptor)
             status.close()
             raise
         finally:
-            told.close()
+            server_end.close()
             for descriptor in (read, answer):
                 os.close(descriptor)
         return Fork(os.fdopen(write, "wb"), os.fdopen(answers, "rb"), status)
@@ -156,17 +156,17 @@ def serve(load: str | None) -> None:
             request, descriptors, _, _ = socket.recv_fds(channel, 1, 4)
             if request != _FORK:
                 os._exit(0)
-            told = socket.socket(fileno=descriptors[0])
+            status_socket = socket.socket(fileno=descriptors[0])
             pid = os.fork()
             if pid == 0:
                 selector.close()
-                for other in (channel, wake, woken, told, *waiting.values()):
+                for other in (channel, wake, woken, status_socket, *waiting.values()):
                     other.close()
                 _work(descriptors[1:])
             for descriptor in descriptors[1:]:
                 os.close(descriptor)
-            waiting[pid] = told
-            _tell(told, pid)
+            waiting[pid] = status_socket
+            _send(status_socket, pid)
 
 
 def _reap(waiting: dict[int, socket.socket]) -> None:
@@ -175,14 +175,14 @@ def _reap(waiting: dict[int, socket.socket]) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             break
-        told = waiting.pop(pid)
-        _tell(told, os.waitstatus_to_exitcode(status))
-        told.close()
+        status_socket = waiting.pop(pid)
+        _send(status_socket, os.waitstatus_to_exitcode(status))
+        status_socket.close()
 
 
-def _tell(told: socket.socket, number: int) -> None:
+def _send(status_socket: socket.socket, number: int) -> None:
     with suppress(OSError):  # nobody waits for it any more
-        told.sendall(number.to_bytes(_NUMBER, "little", signed=True))
+        status_socket.sendall(number.to_bytes(_NUMBER, "little", signed=True))
 
 
 def _work(streams: list[int]) -> None:

@@ -170,8 +170,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "dtype", f"cuda kernels take {', '.join(_DTYPES)}, not {spec.dtype}")
     if spec.scale_block > 0:
         return refuse(
-            spec, "descale", f"blocks of {spec.scale_block} tokens have scales in forwards alone whose blocks share no "
-            "keys; allowed: head, or page with layout: paged"
+            spec, "descale", f"blocks of {spec.scale_block} tokens have scales only in kernels without split keys; "
+            "allowed: head, or page with layout: paged"
         )  # fmt: skip
     if spec.loads == "pointer":
         return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")

@@ -37,7 +37,8 @@ from attngen.schema.expand import Backward, Gradient, KernelSpec
 
 #: The same for the two kernels of a backward: (family, largest head_dim) → tile of "dkdv", tile of "dq".
 _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
-    # plain masks of dense sequences at the head dims themselves: raced (docs/performance.md); the others avoid spills
+    # plain masks of dense sequences at the head dims themselves: benchmarked (docs/performance.md); the others avoid
+    # spills
     ("plain", 64, Tile(128, 64, 2, 4), Tile(64, 64, 2, 4)),
     ("plain", 128, Tile(64, 64, 2, 4), Tile(128, 64, 3, 8)),
     ("wgmma", 64, Tile(64, 128, 3, 8), Tile(128, 64, 3, 8)),
@@ -95,7 +96,7 @@ _SMALLER_GRADIENTS = (
 #: Query rows of a block of ``preprocess``, and its warps for each byte of an element.
 _ROWS, _WARPS_PER_BYTE = 64, 2
 
-#: Head dims of the tiles that were raced.
+#: Head dims of the tiles that were benchmarked.
 _RACED = (64, 128)
 
 
