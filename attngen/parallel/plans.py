@@ -52,6 +52,21 @@ class Layer:
     seen: Needs
     kept: dict[Any, Any] = field(default_factory=dict)  # what calls of one rank and device share
 
+    @cached_property
+    def fixed(self) -> frozenset[str]:
+        """The names that the mask reads."""
+        return frozenset(read_by_mask(self.variant))
+
+    @cached_property
+    def passed(self) -> tuple[str, ...]:
+        """The names that calls of the variant pass."""
+        return tuple(passed(self.variant))
+
+    @cached_property
+    def defaults(self) -> frozenset[str]:
+        """The scalars that may be left out."""
+        return frozenset(scalar.name for scalar in self.variant.arguments if scalar.default is not None)
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -346,12 +361,16 @@ class Plan:
         )  # fmt: skip
 
     def _local(self, layer: Layer) -> Local:
-        return local_variant(layer.variant, self._row_kind, layer.sent.keys)
+        if "local" not in layer.kept:
+            layer.kept["local"] = local_variant(layer.variant, self._row_kind, layer.sent.keys)
+        return layer.kept["local"]
 
     def _called(self, layer: Layer) -> PythonVariant | str | Variant:
         if layer.method == "heads" or (self.ranks == 1 and self.cu_seqlens is None):
             return layer.source
-        return called(self._local(layer).variant)
+        if "called" not in layer.kept:
+            layer.kept["called"] = called(self._local(layer).variant)
+        return layer.kept["called"]
 
     def _arrived(self, route: Route, x: Tensor, dim: int) -> Tensor:
         """The rows that a route brings, of a tensor that has its own along an axis."""
@@ -452,20 +471,20 @@ class Plan:
             raise CallError(f"method heads: {reason}")
         if not q.dtype == k.dtype == v.dtype:
             raise CallError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-        refuse_unknown({layer.name: layer.variant}, values)
-        read = read_by_mask(layer.variant)
+        if values:
+            refuse_unknown({layer.name: layer.variant}, values)
         for name, value in values.items():
             fixed = layer.values.get(name)
             same = value is fixed or (
                 not isinstance(value, Tensor) and not isinstance(fixed, Tensor) and value == fixed
             )
-            if name in read and not same:
+            if name in layer.fixed and not same:
                 raise CallError(
                     f"'{name}' is read by the mask of {layer.name}, so the plan fixes it; allowed: {name}=… as an "
                     "argument of another plan"
                 )
-        given = {*layer.values, *values, *(s.name for s in layer.variant.arguments if s.default is not None)}
-        missing = [name for name in passed(layer.variant) if name not in given]
+        given = {*layer.values, *values, *layer.defaults}
+        missing = [name for name in layer.passed if name not in given]
         if missing:
             raise CallError(f"{layer.name} takes {', '.join(missing)}, which neither the plan nor the call got")
         return axis

@@ -176,7 +176,7 @@ class Take:
     runs: tuple[tuple[int, int], ...]  # start and length, if there are few
 
     #: Most runs that are copied one by one.
-    MOST = 64
+    MOST = 8
 
     @classmethod
     def of(cls, index: torch.Tensor, device: torch.device) -> Take:
