@@ -66,7 +66,7 @@ def _check_names(variant: Variant, arguments: Mapping[str, Any]) -> None:
 
 
 def hint_for(unknown: str, declared: Sequence[str]) -> str:
-    """Return what to write instead of a keyword that neither the variant nor the call has, or the empty string."""
+    """Hint for a keyword that neither the variant nor the call has, or the empty string."""
     if unknown in _ELSEWHERE:
         return f"; {_ELSEWHERE[unknown]}"
     if unknown in _CALL_KEYWORDS:

@@ -58,7 +58,7 @@ def check_descales(call: Call, given: Mapping[str, Any]) -> None:
 
 
 def _of_pages(call: Call, given: Mapping[str, Tensor]) -> tuple[tuple[int, ...], bool]:
-    """Return what the scales of keys in pages may be of, and whether pages have scales of their own.
+    """Shapes that scales of keys in pages may have, and whether pages have scales of their own.
 
     (pages, kv_heads) of a cache with as many pages as there are sequences is (batch, kv_heads); with a last axis of 1
     it is of pages in any case. One number for all suits kernels of both kinds.

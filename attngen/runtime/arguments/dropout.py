@@ -57,7 +57,7 @@ def rate_of(call: Call) -> tuple[int, float]:
 
 
 def kept(call: Call, sequence: int, queries: slice | Tensor, keys: int) -> Tensor:
-    """Return which pairs of some queries of a sequence and its keys keep their probability, (heads, queries, keys)."""
+    """Mask of the pairs, (heads, queries, keys), of some queries of a sequence and its keys that keep their probability."""
     if isinstance(queries, Tensor):
         rows = [kept(call, sequence, slice(row, row + 1), keys) for row in queries.tolist()]
         return torch.cat(rows, dim=1)

@@ -148,7 +148,7 @@ class Plain:
         return gradients
 
     def _above(self, piece: tuple[int, slice], dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what of the gradients of out and log-sum-exp belongs to some rows: (rows, h, d) and (h, rows)."""
+        """Slice the gradients of out and log-sum-exp to some rows: (rows, h, d) and (h, rows)."""
         b, rows = piece
         if self._call.order == "thd":
             first = self._places[b][2]
@@ -160,7 +160,7 @@ class Plain:
     def _joined(
         self, parts: Sequence[tuple[int, tuple[Tensor, Tensor]]], dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what belongs to out and to its log-sum-exp as a call lays these out; 0 where there is no row."""
+        """Results of rows in the layout of out and of its log-sum-exp; 0 where there is no row."""
         outs: list[list[Tensor]] = [[] for _ in self._places]
         lses: list[list[Tensor]] = [[] for _ in self._places]
         for b, (out, lse) in parts:

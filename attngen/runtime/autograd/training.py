@@ -172,7 +172,7 @@ def differentiate(
 
 
 def asks_for_determinism() -> int:
-    """Return whether each result must have the same bits on every run: 0 no, 1 warn, 2 yes."""
+    """Determinism that the program asks for: 0 no, 1 warn, 2 yes."""
     if not torch.are_deterministic_algorithms_enabled():
         return 0
     return 1 if torch.is_deterministic_algorithms_warn_only_enabled() else 2

@@ -52,7 +52,7 @@ class Recorded:
 
     @classmethod
     def of(cls, given: Given, run: Any, differentiate: Any) -> tuple[Recorded, _Tensors]:
-        """Return what a call is without its tensors, and these."""
+        """The call without its tensors, and its tensors."""
         own = {name: value for name, value in given.arguments.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in given.arguments.items() if name not in own}
         settings = settings_of(given._replace(return_lse=True))

@@ -109,7 +109,7 @@ def _like(value: Any) -> Any:
 
 
 def _hint(value: Any) -> Any:
-    """Return what a symbol of a trace stood for when it began, without making the program depend on that."""
+    """Value of a symbol when its trace began, without making the program depend on that."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value
     node: Any = value.node

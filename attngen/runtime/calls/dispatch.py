@@ -159,7 +159,7 @@ def _learns(arguments: Mapping[str, Any]) -> bool:
 
 
 def _request(call: Call, addresses: Sequence[int], given: Given) -> Request:
-    """Return what selection looks at; ``addresses`` as ``run`` lists them."""
+    """The request that selection looks at; ``addresses`` as ``run`` lists them."""
     names = _tensor_names(given.arguments)
     known = dict(zip(TENSORS, addresses, strict=False))
     known |= {f"tensor:{name}": address for name, address in zip(names, addresses[len(FORWARD) :], strict=True)}
@@ -185,7 +185,7 @@ def _choose(found: Found, request: Request) -> tuple[Kernel, Selection]:
 
 
 def _backward_of(request: Request, given: Given) -> Request:
-    """Return what the backward of a call will ask for."""
+    """The request of a call's backward pass."""
     ordered = given.deterministic or asks_for_determinism() == 2
     passed = dict(request.call.scalars)
     return replace(request, given=passed, backend=None, direction="backward", deterministic=ordered)
@@ -259,7 +259,7 @@ def tile_map(
     package: str | None = None,
     **arguments: Any,
 ) -> TileMap:
-    """Return which tiles a call with these arguments has to visit, to be passed to any number of them.
+    """The tiles that a call with these arguments has to visit, to be passed to any number of them.
 
     It stays valid as long as the mask's tensors and scalars, and the lengths, keep their values; scores, and the
     contents of q, k and v, do not matter. ``v`` is needed only if its head_dim differs from k's and kernels for several

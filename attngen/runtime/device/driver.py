@@ -348,7 +348,7 @@ class CudaDriver:
                 )
 
     def _config(self, grid: int, threads: int, shared: int, stream: int, how: int) -> Any:
-        """Return what cuLaunchKernelEx takes for a dependent or cooperative launch; those used lately are kept."""
+        """Attributes of cuLaunchKernelEx for a dependent or cooperative launch; those used lately are kept."""
         key = grid, threads, shared, stream, how
         config = self._configs[key]
         if config is None:

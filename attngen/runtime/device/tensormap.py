@@ -128,7 +128,7 @@ def of_own_tensor(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[i
 
 
 def columns_first(axes: Sequence[int]) -> tuple[int, ...]:
-    """Return what belongs to the axes of rows, heads and columns in the order of heads, columns and rows."""
+    """Values for the axes of rows, heads and columns in the order of heads, columns and rows."""
     *outer, rows, heads, columns = axes
     return (*outer, heads, columns, rows)
 

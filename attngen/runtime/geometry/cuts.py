@@ -72,7 +72,7 @@ def alike(call: Call) -> bool:
 
 
 def steps_of(launch: Visited, call: Call) -> tuple[int, ...]:
-    """Return how many tiles of queries probably see each tile of keys, the first keys first.
+    """Number of tiles of queries that probably see each tile of keys, the first keys first.
 
     Sequences are taken to be as long as the longest one, and a scalar of the call and what data decide to be a part of
     what they may be: calls of the same shapes are cut alike.
@@ -125,7 +125,7 @@ def best_cut(steps: tuple[int, ...], group: int, units: int, section: int, block
 
 
 def _end(free: list[float], times: Iterable[int], parts: int) -> float:
-    """Return when all blocks are done that are ``free`` at these times, and cut tiles that take ``times``."""
+    """Time at which all blocks are done that are ``free`` at these times, and cut tiles that take ``times``."""
     free = free[:]
     for time in times:
         part = time / parts + _PART + _READ * parts

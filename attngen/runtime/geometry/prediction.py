@@ -77,7 +77,7 @@ def predict(
     *,
     clusters: Callable[[int, int], int] = clusters_at_once,
 ) -> Prediction | None:
-    """Return what a forward should take on a card; None if the plan does not tell.
+    """Predicted time of a forward pass on a card; None if the plan does not tell.
 
     ``times`` stand for those of the manifest. Lengths are those that the host knows: packed sequences are taken to be
     equally long, and caches full. ``clusters`` says how many clusters run at once, of the blocks that do and of a size.
@@ -109,7 +109,7 @@ def predict(
 
 
 def shares(kernel: Kernel, call: Call, card: Card, clusters: Callable[[int], int]) -> int:
-    """Return how many blocks should share the keys of a tile of queries; ``clusters`` says how many clusters of so many
+    """Blocks that should share the keys of a tile of queries; ``clusters`` says how many clusters of so many
     blocks the card runs at once."""
     found = predict(kernel, call, card, clusters=lambda _, size: clusters(size))
     return found.shares if found else 1
@@ -129,7 +129,7 @@ def pairs_of_tiles(kernel: Kernel, call: Call) -> int | None:
 
 
 def _together(kernel: Kernel) -> int:
-    """Return how many blocks take neighbouring tiles of queries at once, and go through the same keys."""
+    """Number of blocks that take neighbouring tiles of queries at once, and go through the same keys."""
     return kernel.main.cluster if kernel.main.grid == "queries" else 1
 
 

@@ -89,7 +89,7 @@ _FEW = 8
 
 
 def _section(launch: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
-    """Return how many units, of all batches, run side by side: as many as keep in L2 what their blocks read again.
+    """Units, of all batches, that run side by side: as many as keep in L2 what their blocks read again.
 
     Blocks read K and V again; or, where blocks are tiles of keys, Q and dO of all heads of a KV head. Then KV heads are
     counted, at least ``section_heads`` of them, and a few may become half as many more, which L2 has room for; where
@@ -362,7 +362,7 @@ def geometries(
 
 
 def workspace_sizes(kernel: Kernel, found: Sequence[Geometry]) -> dict[str, int]:
-    """Return how many elements of 4 bytes each workspace of a call has."""
+    """Elements of 4 bytes of each workspace of a call."""
     sizes = found[kernel.launches.index(kernel.main)].sizes
     return {workspace.name: workspace.elements(sizes) for workspace in kernel.workspaces}
 

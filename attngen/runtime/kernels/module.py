@@ -51,7 +51,7 @@ class Entry:
         return lay_out(self._rows)
 
     def launch_on(self, driver: Driver, device: int, blocks: int, cluster: int = 1) -> tuple[Any, int, int, int, int]:
-        """Return what the driver takes of a launch before its parameters. Raises LoadError for a bad cubin."""
+        """A launch as the driver takes it, without its parameters. Raises LoadError for a bad cubin."""
         return self.function(driver, device, cluster), blocks, self.threads, self.shared_memory, self.how
 
     def function(self, driver: Driver, device: int, cluster: int = 1) -> Any:
@@ -140,7 +140,7 @@ class Workspace:
         return cls(row["name"], tuple(tuple(term) for term in row["terms"]), row.get("multiple", 1))
 
     def elements(self, sizes: Mapping[str, int]) -> int:
-        """Return how many elements it has in a call of such sizes; LoadError for a size that is not known."""
+        """Number of elements in a call of such sizes; LoadError for a size that is not known."""
         total = 0
         for term in self.terms:
             try:

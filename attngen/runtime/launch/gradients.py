@@ -49,7 +49,7 @@ class GradientBuffers:
     words: Mapping[str, Tensor] = field(default_factory=dict)
 
     def named(self, call: Call) -> dict[str, Tensor | None]:
-        """Return what each address is of that kernels of a backward take, but for the variant's tensors."""
+        """Tensors by name as kernels of a backward pass take them, without the variant's own."""
         own = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
         return {
             **{name: getattr(self, name) for name in own},

@@ -299,7 +299,7 @@ def _descriptor(
 
 
 def laid_out(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Return where each of several parts of a block of memory begins, and the size of all, in elements of 4 bytes.
+    """Offset of each of several parts of a block of memory, and the size of all, in elements of 4 bytes.
 
     Each begins at a multiple of 16 bytes.
     """

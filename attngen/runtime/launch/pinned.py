@@ -40,7 +40,7 @@ class Buffers:
     workspaces: Mapping[str, Tensor] = field(default_factory=dict)
 
     def named(self, call: Call) -> dict[str, Tensor | None]:
-        """Return what each address is of that launches take, but for the variant's tensors."""
+        """Tensors by name as launches take them, without the variant's own."""
         return {
             **{name: getattr(self, name) for name in ("q", "k", "v", "out", "lse")},
             **call.descales,

@@ -415,5 +415,5 @@ _KEPT = _KeptMaps()
 
 
 def kept_maps() -> Mapping[Any, _Entry]:
-    """Return what is kept, for tests and for reports of memory."""
+    """Maps that are kept, for tests and for reports of memory."""
     return _KEPT._entries

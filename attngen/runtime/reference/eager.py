@@ -451,7 +451,7 @@ def _weighted(weights: torch.Tensor, v: torch.Tensor, odd: torch.Tensor, visible
 
 
 def _not_finite(rows: torch.Tensor) -> torch.Tensor:
-    """Return which rows of keys or values (hk, keys, d) hold something that is not finite in any head."""
+    """Mask of the rows of keys or values (hk, keys, d) that hold something that is not finite in any head."""
     return (~torch.isfinite(rows).all(dim=-1).all(dim=0)).nonzero().squeeze(-1)
 
 

@@ -31,7 +31,7 @@ def sinks(call: Call, compute: torch.dtype, *, checked: bool = True) -> Tensor:
 
 
 def sinks_of_kernels(call: Call, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> Tensor:
-    """Return what kernels see, (batch, heads) in float32: nothing is checked, nothing waits for a GPU.
+    """The sinks as kernels see them, (batch, heads) in float32: nothing is checked, nothing waits for a GPU.
 
     ``tensors`` and ``scalars`` are the variant's own, which a prepared call does not keep.
     """

@@ -102,7 +102,7 @@ def built_packages() -> dict[str, Package]:
 
 
 def builds_stamp() -> int | None:
-    """Return what changes whenever an index is written: each is renamed into the folder of all."""
+    """A stamp that changes whenever an index is written: each is renamed into the folder of all."""
     try:
         from attngen.store import default_root
         from attngen.store.trust import distrust

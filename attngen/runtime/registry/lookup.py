@@ -153,7 +153,7 @@ class Registry:
         return known
 
     def find(self, name: str, package: str | None = None) -> Found:
-        """Return what a variant's name stands for; ``package/variant`` and ``package`` say the same.
+        """The variant and kernels of a name; ``package/variant`` and ``package`` say the same.
 
         Raises NoKernelError if nothing of this name is built, CallError if the name is ambiguous.
         """
@@ -195,7 +195,7 @@ class Registry:
         return Found(package or "", variant, kernels)
 
     def _compiled_for(self, variant: Variant) -> tuple[Kernel, ...]:
-        """Return what was compiled in this process for exactly this variant."""
+        """Kernels compiled in this process for exactly this variant."""
         return tuple(
             kernel
             for kernel in self._compiled

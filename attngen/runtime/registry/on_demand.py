@@ -26,7 +26,7 @@ maker: Maker | None = None
 
 
 def make(request: Any, soon: Any = None) -> bool:
-    """Return whether a kernel was made for a request that none takes. Raises NoKernelError if that failed."""
+    """Make a kernel for a request that none takes; True if one was made. Raises NoKernelError if that failed."""
     return maker is not None and maker.make(request, soon)
 
 

@@ -107,5 +107,5 @@ def _constant(kernel: Kernel) -> Callable[[], Kernel]:
 
 
 def reader(folder: Path, *, sealed: bool = False) -> Callable[[], Kernel]:
-    """Return what reads the kernel of a folder when it is first asked for; see ``read_kernel``."""
+    """Reader of the kernel of a folder, called when it is first asked for; see ``read_kernel``."""
     return lambda: read_kernel(folder, sealed=sealed)

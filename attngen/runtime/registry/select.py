@@ -83,7 +83,7 @@ ONE_BLOCK = Card(1)
 
 
 def card_of(driver: Driver, device: int) -> Card:
-    """Return what predictions ask of a device."""
+    """Figures of a device that predictions need."""
     return Card(driver.multiprocessors(device), driver.name(device), driver.bandwidth(device))
 
 
@@ -135,7 +135,7 @@ def splits_keys(call: Call) -> bool:
 
 
 def _time(kernel: Kernel, call: Call | None, card: Card) -> float:
-    """Return how long a call should take; without one, a pair of a row and a key."""
+    """Predicted time of a call; without one, a pair of a row and a key."""
     found = predict(kernel, call, card) if call is not None else None
     return found.nanoseconds if found else kernel.times[-1] / (kernel.tile_m * kernel.tile_n)
 
@@ -160,7 +160,7 @@ def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selec
 def foreseen(
     kernels: Sequence[Kernel], request: Request, driver: Driver, card: Card
 ) -> tuple[tuple[Kernel, Prediction], ...]:
-    """Return what the call should take on each kernel that takes it and has measured times, in order of preference."""
+    """Predicted times of a call on each kernel that takes it and has measured times, in order of preference."""
     found = []
     for kernel in preferred([one for one in kernels if one.direction == request.direction], request.call, card):
         prediction = predict(kernel, request.call, card)
@@ -202,7 +202,7 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
 
 
 def _against_form(kernel: Kernel, call: Call) -> str | None:
-    """Return what a kernel was built for that a call is not, or None."""
+    """First mismatch between kernel and call, or None."""
     for label, built, asked in (
         ("layout", kernel.layout, call.layout),
         ("dtype", kernel.dtype, call.dtype),
@@ -337,7 +337,7 @@ def _blocks(kernel: Kernel, call: Call) -> int:
 
 
 def _against_own_tensors(kernel: Kernel, call: Call) -> str | None:
-    """Return which of the variant's tensors is not contiguous along an axis that the kernel has no stride for."""
+    """First of the variant's tensors that is not contiguous along an axis that the kernel has no stride for."""
     strided = kernel.main.entry.layout.strided
     for name, tensor in call.tensors.items():
         last = tensor.dim() - 1
@@ -504,7 +504,7 @@ def _beyond_cuda(call: Call, capability: int, request: Request) -> str | None:
 
 
 def _access_lines(call: Call, request: Request | None) -> list[str]:
-    """Return what a spec has to say for tensors that TMA or 16-byte loads cannot address."""
+    """Lines of a spec for tensors that TMA or 16-byte loads cannot address."""
     if _mixes_widths(call):
         return []  # such kernels have no other access
     size = dtype(call.dtype).bytes
