@@ -57,7 +57,7 @@ def rate_of(call: Call) -> tuple[int, float]:
 
 
 def kept(call: Call, sequence: int, queries: slice | Tensor, keys: int) -> Tensor:
-    """Mask of the pairs, (heads, queries, keys), of some queries of a sequence and its keys that keep their probability."""
+    """Mask (heads, queries, keys) of pairs that keep their probability, of some queries of a sequence and its keys."""
     if isinstance(queries, Tensor):
         rows = [kept(call, sequence, slice(row, row + 1), keys) for row in queries.tolist()]
         return torch.cat(rows, dim=1)
