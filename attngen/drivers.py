@@ -10,9 +10,9 @@ _OF_CAPABILITY = {89: 11080, 90: 11080, 100: 12080, 120: 12080}
 #: Driver branch that came with a CUDA release. Source: CUDA Toolkit release notes, table of driver versions.
 _BRANCHES = {11000: "r450", 11080: "r520", 12000: "r525", 12080: "r570", 13000: "r580"}
 
-#: Command that installs the NVRTC whose cubins load on most drivers, and the newest capability that it compiles for.
+#: Command that installs the NVRTC whose cubins load on most drivers, and the newest capability that CUDA 12 serves.
 INSTALL_NVRTC_12 = "pip install 'nvidia-cuda-nvrtc-cu12>=12.9,<13'"
-MOST_FOR_NVRTC_12 = 90
+MOST_FOR_CUDA_12 = 90
 
 
 def min_driver(cuda_major: int, capability: int) -> int:

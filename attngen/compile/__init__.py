@@ -29,7 +29,7 @@ def compile_source(plan: Plan, source: Source) -> Artifact:
     except ChoiceError:
         from attngen.compile.probe import require_working
 
-        require_working(source.backend, plan.arch.name)  # what a broken compiler says is no reason against a plan
+        require_working(source.backend, plan.arch.name)  # a broken compiler is no reason to refuse a plan
         raise
 
 

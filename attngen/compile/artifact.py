@@ -1,4 +1,4 @@
-"""What a compile returns: bytes and plain values, no live state, so that it can be pickled, stored and shipped."""
+"""The result of a compile: bytes and plain values without live state, to be pickled, stored and shipped."""
 
 from __future__ import annotations
 

@@ -37,16 +37,16 @@ def compile_cuda(plan: Plan, source: Source) -> Artifact:
     """
     start = time.perf_counter()
     cubin, log = compile_text(plan.name, source.text, source.headers, plan.arch.name)
-    found = {launch.name: _resources_of(launch.symbol, log) for launch in plan.launches}
-    main = found[plan.main]
-    _check(plan, cubin, found)
+    resources = {launch.name: _resources_of(launch.symbol, log) for launch in plan.launches}
+    main = resources[plan.main]
+    _check(plan, cubin, resources)
     manifest = dict(plan.to_dict())
     manifest["sha256"] = sha256(cubin).hexdigest()
     manifest["launches"] = [
         {
             **launch.to_dict(),
             "parameters": _parameters(plan.name, launch, cubin),
-            "resources": {"registers": found[launch.name].registers, "shared_memory": launch.shared_bytes},
+            "resources": {"registers": resources[launch.name].registers, "shared_memory": launch.shared_bytes},
             "sha256": manifest["sha256"],
         }
         for launch in plan.launches
@@ -103,20 +103,20 @@ def _nvrtc(arch: str) -> Nvrtc:
 
 
 def _resources_of(symbol: str, log: str) -> Resources:
-    """Read the part of ptxas's log that is about one kernel; its warnings may be anywhere."""
+    """Resources of one kernel in the log of ptxas, whose warnings may stand anywhere in it."""
     parts = re.split(r"Compiling entry function '(\w+)'", log)
-    found = dict(zip(parts[1::2], parts[2::2], strict=True))
-    resources = resources_of_log(found.get(symbol, log))
+    by_symbol = dict(zip(parts[1::2], parts[2::2], strict=True))
+    resources = resources_of_log(by_symbol.get(symbol, log))
     serialized = resources_of_log(log).serialized_wgmma or "(C75" in log
     return Resources(resources.registers, resources.spills, serialized)
 
 
-def _check(plan: Plan, cubin: bytes, found: Mapping[str, Resources]) -> None:
-    """Refuse code that is known to be wrong, products that were not planned, and, unless the spec allows it, what
-    silently costs a kernel its speed."""
+def _check(plan: Plan, cubin: bytes, resources: Mapping[str, Resources]) -> None:
+    """Refuse wrong code, another number of products than planned, and, unless the spec allows them, spills and
+    serialized wgmma."""
     for launch in plan.launches:
         if launch.max_spills is not None:
-            require_fast(plan, plan.name, found[launch.name], launch.max_spills)
+            require_fast(plan, plan.name, resources[launch.name], launch.max_spills)
     if plan.arch.wgmma and (clamps := misjudged_clamps(cubin)):
         raise ChoiceError(f"{plan.name}: {WRONG_CODE}: {clamps}")
     planned = sum(launch.products or 0 for launch in plan.launches)

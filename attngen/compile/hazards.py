@@ -1,15 +1,15 @@
-"""Checks of machine code for two faults of ptxas: it compiles correct PTX to wrong code, without a warning.
+"""Checks of machine code for two faults of ptxas, which compiles some correct PTX to wrong code without a warning.
 
 Clamps that are compared: for ``max(min(x, y), 0) == y``, ptxas 12.9 takes the predicate that VIMNMX.RELU writes beside
 the clamped value. On an H100 with y = 32 this predicate was wrong for x = 0, 1, 31, 33 and 100; ptxas 13 emits a
 comparison. Few kernels have this expression, and no shipped one does.
 
-A matrix product must not find its operand overwritten by an earlier iteration of its loop. ``wgmma`` may take its A
-operand from registers. ptxas 12.8 and 12.9 were seen to compile a loop wrongly in which two products do: Q, loaded
-before the loop, and P, made in each iteration, got the same registers, as if nothing read Q after the first iteration.
-So every Hopper cubin with such products is checked.
+Overwritten operands: ``wgmma`` may take its A operand from registers. ptxas 12.8 and 12.9 were seen to compile a loop
+wrongly in which two products do: Q, loaded before the loop, and P, computed in each iteration, got the same registers,
+as if nothing read Q after the first iteration. So every Hopper cubin of Triton with products is checked.
 
-Whether descriptors of operands in shared memory are right is found by emulation: see ``attngen.compile.emulate``.
+A third fault, lost descriptors of operands in shared memory, is one of ptxas 12.8, which compiles no kernel for Hopper:
+see ``attngen.compile.assembler``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from attngen.compile.machine import Instruction, count_judged_clamps, decode, pa
 
 
 def overwritten_operands(cubin: bytes) -> list[str]:
-    """Return a line for each product of a cubin that finds its operand overwritten; empty for correct code.
+    """A line for each product of a cubin whose operand is overwritten before it is read; empty for correct code.
 
-    For most code the bytes of the cubin show that it is right; other code is disassembled.
+    The bytes of most cubins show that they are correct; the others are disassembled.
     """
     code = decode(cubin)
     if any(instruction.product for instruction in code) and not overwritten(code):
@@ -38,12 +38,12 @@ def misjudged_clamps(cubin: bytes) -> str | None:
 
 
 def overwritten(code: Sequence[Instruction]) -> list[str]:
-    """Return a line for each product in a loop that reads registers which the loop writes only after it.
+    """A line for each product in a loop that reads registers which the loop writes only after it.
 
-    Such a product reads in the second iteration what the first one left there. Loops are the innermost ones, found by
-    their backward branches.
+    Such a product reads in the second iteration what the first one left there. Loops are the innermost ones; a
+    branch backward ends each.
     """
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for start, end in _loops(code):
         written: set[int] = set()
         reads: list[tuple[str, frozenset[int]]] = []
@@ -53,14 +53,15 @@ def overwritten(code: Sequence[Instruction]) -> list[str]:
             written |= instruction.writes
         for text, before in reads:
             if lost := sorted(before & written):
-                found[f"{text} reads {', '.join(f'R{register}' for register in lost)}"] = None
-    return list(found)
+                lines[f"{text} reads {', '.join(f'R{register}' for register in lost)}"] = None
+    return list(lines)
 
 
 def _loops(code: Sequence[Instruction]) -> list[tuple[int, int]]:
-    """Return start and end of the innermost loops that hold matrix products.
+    """Start and end of the innermost loops that hold matrix products.
 
-    Waits are moved out of a loop, to the end of the kernel, and branch back into its middle: these are not loops.
+    ptxas moves waits out of a loop, to the end of the kernel, from where they branch back into its middle: these are no
+    loops.
     """
     loops = []
     for place, instruction in enumerate(code):

@@ -1,4 +1,4 @@
-"""What a cubin costs and what it looks like: ptxas's log, and the disassemblers that Triton ships."""
+"""Resources and machine code of a cubin, by the log of ptxas and the tools in Triton's wheel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attngen.errors import CompileError, ToolchainError
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one kernel uses: registers and spilled bytes of a thread, and what ptxas warned of."""
+    """Resources of one kernel: registers and spilled bytes of a thread, and whether ptxas serialized its wgmma."""
 
     registers: int
     spills: int  # bytes stored and loaded
@@ -37,7 +37,7 @@ def resources_of_log(log: str) -> Resources:
 
 
 def nvidia_tool(name: str) -> Path | None:
-    """Return the path of ``ptxas``, ``cuobjdump`` or ``nvdisasm`` in the Triton wheel, or None. Imports nothing."""
+    """The path of a tool such as ``ptxas`` or ``nvdisasm`` in Triton's wheel, or None. Imports nothing."""
     spec = importlib.util.find_spec("triton")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder, "backends", "nvidia", "bin", name)
@@ -47,7 +47,7 @@ def nvidia_tool(name: str) -> Path | None:
 
 
 def tool_version(path: Path) -> str:
-    """Return what ``--version`` of an NVIDIA tool says, such as ``13.4.59``; ``unknown`` if it says nothing usable."""
+    """The version that an NVIDIA tool prints for ``--version``, such as ``13.4.59``; else ``unknown``."""
     try:
         text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -58,7 +58,7 @@ def tool_version(path: Path) -> str:
 
 @cache
 def tool_release(path: Path) -> tuple[int, ...]:
-    """Return the version of an NVIDIA tool as numbers; () if it says none."""
+    """The version of an NVIDIA tool as numbers; () if it is unknown."""
     version = tool_version(path)
     return tuple(map(int, version.split("."))) if version[0].isdigit() else ()
 
@@ -76,14 +76,14 @@ def _run_tool(name: str, *options: str, cubin: bytes) -> str:
     return done.stdout
 
 
-@lru_cache(maxsize=4)  # one kernel's is looked at several times, and nvdisasm takes half a second
+@lru_cache(maxsize=4)  # several checks read the same cubin, and nvdisasm takes half a second
 def disassemble(cubin: bytes) -> str:
-    """Return the machine code of a cubin as text."""
+    """The machine code of a cubin as text (SASS)."""
     return _run_tool("nvdisasm", "--print-code", "--no-dataflow", cubin=cubin)
 
 
 def count_instructions(cubin: bytes, name: str) -> int:
-    """Return how many machine instructions of a cubin are called ``name``, a pattern such as [HQ]GMMA."""
+    """Count the machine instructions of a cubin whose name matches a pattern such as ``[HQ]GMMA``."""
     return len(re.findall(rf"\b{name}\.", disassemble(cubin)))
 
 
@@ -92,11 +92,11 @@ _WITH_PAYLOAD, _PARAMETER = 0x04, 0x17
 
 
 def parameter_places(cubin: bytes, symbol: str | None = None) -> list[tuple[int, int]]:
-    """Return offset and size in bytes of each parameter of a kernel, in order; of the only one without ``symbol``.
+    """Offset and size in bytes of each parameter of a kernel, in order; without ``symbol``, of the only kernel.
 
     Offsets count from the start of the parameter block, but alignment holds in the constant bank, where that block
     starts at an address of its own (0x210 on sm90): a tensor map aligned to 64 bytes does not start at offset 0.
-    Raises CompileError for what is no cubin. cuobjdump says the same, but takes longer to start than all of this.
+    Raises CompileError for anything but a cubin. cuobjdump prints the same, but is slower to start.
     """
     prefix = b".nv.info."
     rows: set[tuple[int, int, int]] = set()
@@ -110,12 +110,12 @@ def parameter_places(cubin: bytes, symbol: str | None = None) -> list[tuple[int,
 
 
 def _parameters(attributes: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield number, offset and size of each parameter that a section describes."""
+    """Number, offset and size of each parameter in a section of attributes."""
     place = 0
     while place < len(attributes):
         form, attribute, length = struct.unpack_from("<BBH", attributes, place)
         place += 4
-        if form != _WITH_PAYLOAD:  # what they say is in place of the length
+        if form != _WITH_PAYLOAD:  # the value stands in place of a length
             continue
         if attribute == _PARAMETER:
             _, number, offset, word = struct.unpack_from("<IHHI", attributes, place)

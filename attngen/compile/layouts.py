@@ -17,14 +17,13 @@ _OPERAND = re.compile(
 
 
 def repeated_operands(ttgir: str) -> list[str]:
-    """Return a line for each kind of operand that is narrower than what its lanes hold; empty for right layouts."""
-    found: dict[str, None] = {}
+    """A line for each kind of operand that is narrower than what its lanes hold; empty for correct layouts."""
+    lines: dict[str, None] = {}
     for operand in _OPERAND.finditer(ttgir):
         depth = int(operand["columns"] if operand["place"] == "0" else operand["rows"])
         width = int(operand["width"])
         if depth < _LANES * width:
             shape = f"{operand['rows']}x{operand['columns']}"
-            found[
-                f"operand {operand['place']} of {shape}: {_LANES} lanes of {width} elements for a depth of {depth}"
-            ] = None
-    return list(found)
+            line = f"operand {operand['place']} of {shape}: {_LANES} lanes of {width} elements for a depth of {depth}"
+            lines[line] = None
+    return list(lines)

@@ -1,4 +1,4 @@
-"""Hopper's machine code, as far as it tells which registers are read by matrix products and which are written.
+"""Hopper's machine code, as far as checks need it: registers that HGMMA reads, registers that are written, branches.
 
 ``parse`` reads it exactly, from what nvdisasm prints. ``decode`` reads the bytes of the cubin, a hundred times faster,
 since nvdisasm takes a quarter of a second to start; where it cannot tell, it names more registers as written than are.
@@ -90,7 +90,7 @@ class Instruction(NamedTuple):
 
 
 def parse(sass: str) -> list[Instruction]:
-    """Return the instructions of a text of nvdisasm."""
+    """The instructions of a text of nvdisasm."""
     lines: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -115,7 +115,7 @@ def parse(sass: str) -> list[Instruction]:
 
 
 def _first_operand(operands: str) -> frozenset[int]:
-    """Return the registers of a product's A operand; none if that is in shared memory."""
+    """The registers of a product's A operand; none if that is in shared memory."""
     parts = operands.split(",")
     register = _REGISTER.search(parts[1]) if len(parts) > 1 and "gdesc" not in parts[1] else None
     return _registers(int(register[1]), _A_REGISTERS) if register else _NONE
@@ -143,7 +143,7 @@ def _registers(first: int, count: int) -> frozenset[int]:
 
 
 def decode(cubin: bytes) -> list[Instruction]:
-    """Return the instructions of a cubin, without text.
+    """The instructions of a cubin, without text.
 
     Products and branches are exact; ``writes`` may hold more registers than are written, never fewer. Raises
     CompileError for anything but a cubin.
@@ -152,7 +152,7 @@ def decode(cubin: bytes) -> list[Instruction]:
 
 
 def count_products(cubin: bytes) -> int:
-    """Return how many warpgroup products a cubin has: HGMMA with operands of 16 bits, QGMMA with operands of 8."""
+    """Count the wgmma instructions of a cubin: HGMMA has operands of 16 bits, QGMMA operands of 8."""
     return sum(low & _OPERATION in (_HGMMA, _QGMMA) for low, _ in _words(cubin))
 
 

@@ -20,7 +20,7 @@ _OUT_OF_MEMORY = 1
 
 
 class NVRTCError(RuntimeError):
-    """What NVRTC says of a call that failed. ``code`` is its nvrtcResult."""
+    """A call of NVRTC that failed. ``code`` is its nvrtcResult."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(f"{text} ({code})")
@@ -33,7 +33,7 @@ class NVRTCError(RuntimeError):
 
     @property
     def of_memory(self) -> bool:
-        """Whether memory is lacking."""
+        """Whether there was too little memory."""
         return self.code == _OUT_OF_MEMORY
 
 
@@ -64,40 +64,40 @@ class Library:
             raise NVRTCError(self._library.nvrtcGetErrorString(result).decode(), result)
 
     def getVersion(self) -> tuple[int, int]:
-        """Return major and minor version."""
+        """Major and minor version."""
         major, minor = c_int(), c_int()
         self._call("Version", major, minor)
         return major.value, minor.value
 
     def createProgram(self, text: str, name: str, headers: Sequence[bytes], names: Sequence[bytes]) -> c_void_p:
-        """Return a program of a source and the headers that it may include."""
+        """Make a program of a source and the headers that it may include."""
         program, many = c_void_p(), c_char_p * len(headers)
         self._call("CreateProgram", program, text.encode(), name.encode(), len(headers), many(*headers), many(*names))
         return program
 
     def compileProgram(self, program: c_void_p, options: Sequence[str]) -> None:
-        """Compile it. Raises NVRTCError; the log says why."""
+        """Compile a program. Raises NVRTCError; the log has the reason."""
         given = (c_char_p * len(options))(*(option.encode() for option in options))
         self._call("CompileProgram", program, len(options), given)
 
     def getCUBIN(self, program: c_void_p) -> bytes:
-        """Return the machine code, an ELF file."""
+        """The machine code, an ELF file."""
         return self._bytes("GetCUBIN", program)
 
     def getPTX(self, program: c_void_p) -> str:
-        """Return the PTX of a program that was compiled for a virtual architecture."""
+        """The PTX of a program that was compiled for a virtual architecture."""
         return self._bytes("GetPTX", program).rstrip(b"\0").decode()
 
     def getProgramLog(self, program: c_void_p) -> str:
-        """Return what the compiler said."""
+        """The messages of the compiler."""
         return self._bytes("GetProgramLog", program).rstrip(b"\0\n").decode("utf-8", "replace")
 
     def _bytes(self, name: str, program: c_void_p) -> bytes:
         size = c_size_t()
         self._call(f"{name}Size", program, size)
-        found = ctypes.create_string_buffer(max(size.value, 1))
-        self._call(name, program, found)
-        return found.raw[: size.value]
+        buffer = ctypes.create_string_buffer(max(size.value, 1))
+        self._call(name, program, buffer)
+        return buffer.raw[: size.value]
 
     def destroyProgram(self, program: c_void_p) -> None:
         """Free it."""
@@ -115,11 +115,11 @@ def load(nvrtc: Nvrtc) -> Library:
     try:
         _keep_loaded(str(nvrtc.library.with_name(f"libnvrtc-builtins.so.{major}.{minor}")))
         library = Library(str(nvrtc.library))
-        found = library.getVersion()
+        version = library.getVersion()
     except (OSError, NVRTCError) as error:
         raise broken(nvrtc, f"it cannot be loaded: {error}") from None
-    if found != (major, minor):
-        raise broken(nvrtc, f"{nvrtc.library} is NVRTC {found[0]}.{found[1]}")
+    if version != (major, minor):
+        raise broken(nvrtc, f"{nvrtc.library} is NVRTC {version[0]}.{version[1]}")
     return library
 
 
@@ -129,5 +129,5 @@ def _keep_loaded(path: str) -> ctypes.CDLL:
 
 
 def broken(nvrtc: Nvrtc, fault: str) -> ToolchainError:
-    """Return the error of an NVRTC that does not work."""
+    """The error of an NVRTC that does not work."""
     return ToolchainError(f"{nvrtc} ({nvrtc.distribution}) does not work: {fault}; {nvrtc.remedy}")

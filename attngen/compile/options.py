@@ -8,7 +8,7 @@ from typing import Any
 def triton_options(
     num_warps: int, stages: int, max_registers: int | None = None, *, fast_math: bool = True
 ) -> dict[str, Any]:
-    """Return the options of a compile; hashed into the cache key.
+    """The options of a compile; hashed into the cache key.
 
     Names that the installed Triton does not know are left out by the compile.
     """
@@ -34,11 +34,11 @@ def triton_options(
 
 
 def nvrtc_options(arch: str) -> list[str]:
-    """Return the options of NVRTC for an arch such as ``sm90a``; hashed into the cache key."""
+    """The options of NVRTC for an arch such as ``sm90a``; hashed into the cache key."""
     return [
         f"-arch={arch.replace('sm', 'sm_')}",
         "-std=c++20",
         "-default-device",
-        "--ptxas-options=-v",  # registers, spills and what ptxas warns of, into the log
+        "--ptxas-options=-v",  # registers, spills and warnings of ptxas go into the log
         "--no-cache",  # a cubin from the driver's cache comes without that log
     ]

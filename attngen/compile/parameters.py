@@ -27,7 +27,7 @@ _DIVISOR = PtxParameter("b8", 12, 4)
 def triton_parameters(
     arguments: Sequence[Mapping[str, Any]], descriptors: Sequence[Mapping[str, Any]]
 ) -> list[Parameter]:
-    """Return the launch parameters of a Triton kernel with these arguments.
+    """The launch parameters of a Triton kernel with these arguments.
 
     ``descriptors`` is the compiler's ``tensordesc_meta``, in the order of the descriptor arguments. On sm90 and
     later, Triton passes a host descriptor as a tensor map followed by rank × int32 extents and rank × int64 strides,
@@ -41,12 +41,12 @@ def triton_parameters(
         if parameter["kind"] != "descriptor":
             continue
         try:
-            found = next(metadata)
+            tensor_map = next(metadata)
         except StopIteration:
             raise CompileError(f"the compiler made no tensor map for '{parameter['name']}'") from None
         # The box that is copied at once; narrower than the planned block where that exceeds the swizzle.
-        parameter["box"] = list(found["block_size"])
-        parameter["swizzle"] = _SWIZZLES[found["swizzle"]]
+        parameter["box"] = list(tensor_map["block_size"])
+        parameter["swizzle"] = _SWIZZLES[tensor_map["swizzle"]]
         for kind, type_ in (("descriptor_shape", "i32"), ("descriptor_stride", "i64")):
             parameters.extend(
                 {

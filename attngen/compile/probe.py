@@ -1,4 +1,4 @@
-"""Tiny kernels: whether compiling works at all on this machine."""
+"""Tiny kernels, which show whether a compiler works at all on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CUDA = 'extern "C" __global__ void probe(int* x) { x[blockIdx.x] = 1; }'
 
 
 def probe(backend: str, arch: str) -> str:
-    """Compile a tiny kernel; say how long that took and which drivers such kernels run on.
+    """Compile a tiny kernel; returns a sentence with the seconds and the oldest driver for such kernels.
 
     Raises ToolchainError if it does not compile.
     """
@@ -47,7 +47,7 @@ def probe(backend: str, arch: str) -> str:
 
 
 def _compile(backend: str, arch: str) -> int:
-    """Compile it, and return the CUDA major release that its cubin belongs to."""
+    """Compile the tiny kernel; returns the CUDA major release of its cubin."""
     if backend == "cuda":
         from attngen.compile.cuda import compile_text
 
@@ -64,7 +64,7 @@ def _compile(backend: str, arch: str) -> int:
 
 
 def _compiler(backend: str, arch: str) -> tuple[str, str]:
-    """Return the name of a compiler, and what to do if it does not work."""
+    """The name of a compiler, and advice if it does not work."""
     nvrtc = nvrtc_for(arch)
     if backend == "cuda" and nvrtc is not None:
         return str(nvrtc), nvrtc.remedy

@@ -1,4 +1,4 @@
-"""What a PTX text says about its kernel: parameters, ISA version, and the CUDA release that comes with it."""
+"""Reading PTX: the parameters of a kernel, the ISA version, and the CUDA release that belongs to it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import re
 from typing import NamedTuple
 
 from attngen.errors import CompileError
-
-#: Where the parameters of a kernel start in the constant bank of sm90.
-PARAMETER_BLOCK = 0x210
 
 
 class PtxParameter(NamedTuple):
@@ -32,7 +29,7 @@ _PARAMETER = re.compile(
 
 
 def ptx_parameters(ptx: str) -> list[PtxParameter]:
-    """Return the parameters of the one ``.entry`` of a PTX text, in order.
+    """The parameters of the one ``.entry`` of a PTX text, in order.
 
     Raises CompileError if there is no entry, more than one, or a parameter of a form not known here.
     """
@@ -50,24 +47,8 @@ def ptx_parameters(ptx: str) -> list[PtxParameter]:
     return parameters
 
 
-def ptx_parameter_offsets(ptx: str) -> dict[str, int]:
-    """Return the offset in bytes of each parameter of the one ``.entry`` from the start of the parameter block.
-
-    Alignment holds in the constant bank, where that block starts at an address of its own on sm90. Raises CompileError
-    as ``ptx_parameters``.
-    """
-    parameters = ptx_parameters(ptx)
-    names = re.findall(r"\.param\s[^,()]*?([\w$]+)\s*(?:\[\d+\])?\s*[,)]", _COMMENT.sub("", ptx))
-    offsets, place = {}, PARAMETER_BLOCK
-    for name, parameter in zip(names, parameters, strict=True):
-        place = -(-place // parameter.align) * parameter.align
-        offsets[name] = place - PARAMETER_BLOCK
-        place += parameter.size
-    return offsets
-
-
 def cuda_major(ptx: str, cubin: bytes = b"") -> int:
-    """Return the CUDA major release that a PTX text, and the cubin made of it, belong to: the newer of the two.
+    """The CUDA major release of a PTX text, or that of the ptxas that made the cubin of it, if it is newer.
 
     PTX ISA 7.x is CUDA 11, 8.x is 12, 9.x is 13. Cubins of a newer form name the ptxas that made them; those without a
     name load on the drivers of the PTX's release.
@@ -81,5 +62,5 @@ def cuda_major(ptx: str, cubin: bytes = b"") -> int:
 
 
 def without_register_limit(ptx: str) -> str:
-    """Return a PTX text without the line that limits the registers of its entry."""
+    """The PTX text without the line that limits the registers of its entry."""
     return re.sub(r"^\.maxnreg\s+\d+\n", "", ptx, flags=re.MULTILINE)

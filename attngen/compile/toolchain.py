@@ -1,10 +1,10 @@
-"""Which compilers are installed, identified by version and content, without loading them.
+"""The installed compilers, identified by version and content, without loading them.
 
 Part of every cache key: two installations that could compile differently have different toolchains.
 
 Two releases of NVRTC may be installed side by side. For arches up to sm90a the oldest one compiles, 12.9 where it is
 there: its cubins load on drivers of CUDA 12 and later, those of NVRTC 13 on drivers of CUDA 13 only. For newer arches
-the newest one compiles.
+the newest one compiles. ``attngen.compile.assembler`` chooses the ptxas of Triton's kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 from attngen.arch import ARCHES
-from attngen.drivers import INSTALL_NVRTC_12, MOST_FOR_NVRTC_12, driver_text, min_driver
+from attngen.compile.assembler import PTXAS_WHEEL, ptxas_of_wheel, unfit_assembler
+from attngen.drivers import INSTALL_NVRTC_12, MOST_FOR_CUDA_12, driver_text, min_driver
 
 #: The oldest release of NVRTC that attngen compiles with.
 OLDEST_NVRTC = (12, 9)
@@ -34,7 +35,7 @@ _LIBRARY = re.compile(r"libnvrtc\.so\.\d+")
 
 @dataclass(frozen=True, slots=True)
 class Nvrtc:
-    """An installed NVRTC. ``content`` is a hash that tells it from others of its version."""
+    """An installed NVRTC. ``content`` is a hash of its files: builds of one version may differ."""
 
     distribution: str
     version: str
@@ -48,7 +49,7 @@ class Nvrtc:
 
     @property
     def remedy(self) -> str:
-        """What to do if it does not work."""
+        """Advice if it does not work."""
         if self.distribution == NVRTC_ELSEWHERE:
             return f"install another one: {INSTALL_NVRTC_12}"
         return f"reinstall it: pip install --force-reinstall --no-deps {self.distribution}=={self.version}"
@@ -66,15 +67,14 @@ def nvrtc_for(arch: str) -> Nvrtc | None:
     usable = sorted((one for one in installed_nvrtc() if one.release >= OLDEST_NVRTC), key=lambda one: one.release)
     if not usable:
         return None
-    return usable[0] if ARCHES[arch].capability <= MOST_FOR_NVRTC_12 else usable[-1]
+    return usable[0] if ARCHES[arch].capability <= MOST_FOR_CUDA_12 else usable[-1]
 
 
 @cache
 def installed_nvrtc() -> tuple[Nvrtc, ...]:
     """Every NVRTC that a wheel holds; without any, the one that cuda-pathfinder finds elsewhere."""
-    found = tuple(_nvrtc_of_wheels())
-    if found:
-        return found
+    if of_wheels := tuple(_nvrtc_of_wheels()):
+        return of_wheels
     elsewhere = _nvrtc_elsewhere()
     return () if elsewhere is None else (elsewhere,)
 
@@ -104,20 +104,22 @@ def _nvrtc_elsewhere() -> Nvrtc | None:
 
 
 def missing(backend: str, arch: str) -> str | None:
-    """Say what is lacking to compile the sources of a backend for an arch, and how to get it; None if all is there."""
-    if backend == "triton" and toolchain("triton", arch)["triton"] is None:
-        return "Triton is not installed; pip install 'attngen[build]'"
+    """What is lacking to compile for an arch in a backend, and how to get it; None if all is there."""
+    if backend == "triton":
+        if toolchain("triton", arch)["triton"] is None:
+            return "Triton is not installed; pip install 'attngen[build]'"
+        return unfit_assembler(ARCHES[arch])
     if backend == "cuda" and nvrtc_for(arch) is None:
         old = ", ".join(f"{one.distribution} {one.version}" for one in installed_nvrtc())
         least = ".".join(map(str, OLDEST_NVRTC))
-        found = f"NVRTC {least} or later is needed, found {old}" if old else "NVRTC is not installed"
-        return f"CUDA kernels cannot be compiled: {found}; {INSTALL_NVRTC_12}, or say 'backend: triton' in the spec"
+        lacking = f"NVRTC {least} or later is needed, found {old}" if old else "NVRTC is not installed"
+        return f"CUDA kernels cannot be compiled: {lacking}; {INSTALL_NVRTC_12}, or say 'backend: triton' in the spec"
     return None
 
 
 def newer_driver_note(arches: Iterable[str]) -> str | None:
-    """Say that CUDA kernels for some arches need a newer driver than they would by NVRTC 12.9; None if they do not."""
-    known = {arch: nvrtc_for(arch) for arch in dict.fromkeys(arches) if ARCHES[arch].capability <= MOST_FOR_NVRTC_12}
+    """A note that CUDA kernels for some arches need a newer driver than by NVRTC 12.9; None if they do not."""
+    known = {arch: nvrtc_for(arch) for arch in dict.fromkeys(arches) if ARCHES[arch].capability <= MOST_FOR_CUDA_12}
     newer = {arch: nvrtc for arch, nvrtc in known.items() if nvrtc is not None and nvrtc.release[0] > OLDEST_NVRTC[0]}
     if not newer:
         return None
@@ -132,7 +134,7 @@ def newer_driver_note(arches: Iterable[str]) -> str | None:
 
 @cache
 def toolchain(backend: str, arch: str) -> dict[str, str | None]:
-    """Return the identity of the compiler for a backend and an arch; the version is None where it is not installed.
+    """The identity of the compiler for a backend and an arch; the version is None where it is not installed.
 
     ``content`` is a hash over the hashes that the wheel records of its files, so that a development build that
     keeps its version counts as another compiler.
@@ -142,19 +144,22 @@ def toolchain(backend: str, arch: str) -> dict[str, str | None]:
         if nvrtc is None:
             return {NVRTC_WHEELS[0]: None, "content": None}
         return {nvrtc.distribution: nvrtc.version, "content": nvrtc.content}
-    version, lines = _installed("triton")  # its wheel also holds the tools that read a cubin
-    return {"triton": version, "content": _hash(lines) if lines else None}
+    version, lines = _installed("triton")  # its wheel also holds ptxas and the tools that read a cubin
+    identity = {"triton": version, "content": _hash(lines) if lines else None}
+    if ARCHES[arch].capability <= MOST_FOR_CUDA_12 and ptxas_of_wheel():
+        identity[PTXAS_WHEEL] = metadata.version(PTXAS_WHEEL)
+    return identity
 
 
 def _installed(package: str) -> tuple[str | None, list[str]]:
-    """Return the version of an installed package and the lines that record its files."""
+    """The version of an installed package, and the lines that record its files."""
     try:
         distribution = metadata.distribution(package)
     except metadata.PackageNotFoundError:
         return None, []
     record = distribution.read_text("RECORD") or ""
-    # What the installer itself wrote differs between installations: its name, byte code, and the commands that it puts
-    # beside the interpreter (../../../bin), which begin with the interpreter's path.
+    # Lines of files that the installer wrote are left out, since they differ between installations: its name, byte
+    # code, and commands beside the interpreter (../../../bin), which begin with the interpreter's path.
     return distribution.version, sorted(
         line
         for line in record.splitlines()

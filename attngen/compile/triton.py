@@ -17,24 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.arch import Arch
 from attngen.compile.artifact import Artifact
-from attngen.compile.emulate.differential import wrong_products
-from attngen.compile.emulate.program import CannotDecide
+from attngen.compile.assembler import assembler
 from attngen.compile.environment import scrubbed
 from attngen.compile.hazards import misjudged_clamps, overwritten_operands
-from attngen.compile.inspect import (
-    Resources,
-    disassemble,
-    nvidia_tool,
-    parameter_places,
-    resources_of_log,
-    tool_release,
-)
+from attngen.compile.inspect import Resources, parameter_places, resources_of_log
 from attngen.compile.layouts import repeated_operands
 from attngen.compile.options import triton_options
 from attngen.compile.parameters import Parameter, check_parameters, place_parameters, triton_parameters
 from attngen.compile.ptx import cuda_major, without_register_limit
 from attngen.compile.speed import require_fast
-from attngen.compile.toolchain import toolchain
+from attngen.compile.toolchain import missing, toolchain
 from attngen.drivers import min_driver
 from attngen.errors import ChoiceError, CompileError, ToolchainError
 
@@ -44,18 +36,12 @@ if TYPE_CHECKING:
     from attngen.plan.model import Argument, Launch, Plan
     from attngen.render import Source
 
-#: What the error says about a cubin that ptxas compiled wrongly.
+#: Errors of cubins that ptxas compiled wrongly.
 WRONG_CODE = "ptxas compiled the loop wrongly; another tile, or a newer Triton, may help"
 WRONG_CLAMPS = "ptxas compiled a comparison wrongly; a newer Triton may help"
 
-#: What the error says about a kernel whose operands Triton laid out wrongly.
+#: The error of a kernel whose operands Triton laid out wrongly.
 WRONG_LAYOUT = "Triton multiplies some elements twice; another tile, or a newer Triton, may help"
-
-#: What the error says about a cubin that nothing shows to be right.
-UNCHECKED_CODE = "the machine code cannot be checked; another tile, or a newer Triton, may help"
-
-#: The assemblers in Triton's wheels.
-_ASSEMBLERS = ("ptxas", "ptxas-blackwell")
 
 #: Kernels of a backward that take nearly all of its time.
 _PRODUCTS = ("dkdv", "dq")
@@ -63,7 +49,7 @@ _PRODUCTS = ("dkdv", "dq")
 
 @dataclass(frozen=True, slots=True)
 class CompiledFunction:
-    """One compiled function: the cubin, the texts, and what the compiler says about it."""
+    """One compiled function: the cubin, the texts, and its parameters and resources."""
 
     cubin: bytes
     ptx: str
@@ -75,7 +61,7 @@ class CompiledFunction:
     num_warps: int  # of a block; warp specialization adds to the planned number
 
     def resources(self) -> dict[str, int]:
-        """Return the resources that the manifest lists."""
+        """The resources as the manifest lists them."""
         return {
             "registers": self.registers_and_spills.registers,
             "spills": self.registers_and_spills.spills,
@@ -98,7 +84,7 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
         _check_layouts(launch.symbol, function.ttgir)
         _check_hopper(plan, function, launch)
     main, manifest = compiled[plan.main], dict(plan.to_dict())
-    manifest |= _needs(plan, main)
+    manifest |= _toolchain_and_driver(plan, main)
     manifest["num_warps"], manifest["threads"] = main.num_warps, 32 * main.num_warps
     manifest["max_registers"] = main.max_registers
     manifest["sha256"] = sha256(main.cubin).hexdigest()
@@ -119,7 +105,7 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
 
 
 def _row(launch: Launch, compiled: CompiledFunction) -> dict[str, Any]:
-    """Return the row of a launch in the manifest."""
+    """The row of a launch in the manifest."""
     return {
         **launch.to_dict(),
         "parameters": compiled.parameters,
@@ -132,14 +118,14 @@ def _row(launch: Launch, compiled: CompiledFunction) -> dict[str, Any]:
 
 
 def _texts(plan: Plan, compiled: Mapping[str, CompiledFunction], name: str) -> str:
-    """Return one of the compiler's texts for all launches, each under its symbol."""
+    """One of the compiler's texts (``ptx``, ``ttgir``) for all launches, each under its symbol."""
     if len(plan.launches) == 1:
         return str(getattr(compiled[plan.main], name))
     return "".join(f"// {launch.symbol}\n{getattr(compiled[launch.name], name)}\n" for launch in plan.launches)
 
 
-def _needs(plan: Plan, kernel: CompiledFunction) -> dict[str, Any]:
-    """Return what made a kernel, and what driver it needs."""
+def _toolchain_and_driver(plan: Plan, kernel: CompiledFunction) -> dict[str, Any]:
+    """The compiler of a kernel and the oldest driver for it, as the manifest lists them."""
     major = cuda_major(kernel.ptx, kernel.cubin)
     return {
         "toolchain": toolchain("triton", plan.arch.name),
@@ -178,23 +164,9 @@ def _environment(scratch: str, arch: Arch | None = None) -> contextlib.AbstractC
 
 
 def _assembler(arch: Arch | None) -> dict[str, str]:
-    """Return the settings that pick ptxas for ``arch``.
-
-    Triton's wheels hold two: ``ptxas``, and a newer ``ptxas-blackwell``. Older wheels use the first for Hopper, newer
-    ones the second. The newest of CUDA 12 is better for these kernels, whichever of the two it is:
-
-    - 12.8 loses the addresses of operands in shared memory where V is narrower than Q and K; 12.9 was not seen to;
-    - 13.4 serializes wgmma (C7513); 12.9 does not;
-    - cubins of CUDA 12 load on older drivers.
-    """
-    if arch is None or arch.capability >= 100:
-        return {}
-    releases = {path: tool_release(path) for name in _ASSEMBLERS if (path := nvidia_tool(name)) is not None}
-    of_cuda_12 = [path for path, release in releases.items() if release[:1] == (12,)]
-    if not of_cuda_12:
-        return {}
-    newest = str(max(of_cuda_12, key=lambda path: releases[path]))
-    return {"TRITON_PTXAS_PATH": newest, "TRITON_PTXAS_BLACKWELL_PATH": newest}
+    """Settings that make Triton call the ptxas for ``arch``; its releases differ in which they read for Hopper."""
+    path = assembler(arch) if arch else None
+    return {"TRITON_PTXAS_PATH": str(path), "TRITON_PTXAS_BLACKWELL_PATH": str(path)} if path else {}
 
 
 @contextlib.contextmanager
@@ -214,7 +186,7 @@ def _cheap_cache_key() -> Iterator[None]:
 
 
 def _load(text: str, path: Path) -> ModuleType:
-    """Import a source from a file, which Triton needs in order to read it back."""
+    """Import a source from a file, from which Triton reads it back."""
     path.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(f"_attngen_{path.stem}", path)
     if spec is None or spec.loader is None:
@@ -240,9 +212,11 @@ def compile_function(
 
     A limit of registers (``maxnreg``) under which a thread spills more than ``max_spills`` bytes is dropped. Raises
     CompileError if Triton or ptxas rejects the function, if its parameters are not those of ``arguments``, or if it
-    needs more shared memory than the arch has.
+    needs more shared memory than the arch has, and ToolchainError where no ptxas that is fit for ``arch`` is installed.
     """
     _import_triton()
+    if lacking := missing("triton", arch.name):
+        raise ToolchainError(lacking)
     with tempfile.TemporaryDirectory(prefix="attngen-") as scratch, _environment(scratch, arch):
         path = Path(scratch, f"{name}.py")
         try:
@@ -307,7 +281,7 @@ def _compile(
 
 
 def _assemble(ptx: str, target: GPUTarget, options: Mapping[str, Any]) -> bytes:
-    """Return the cubin of a PTX text, made by the last step of Triton's pipeline, with its options for ptxas."""
+    """Assemble a PTX text by the last stage of Triton's pipeline, with its options for ptxas."""
     from triton.backends.compiler import Language
     from triton.compiler.compiler import make_backend
 
@@ -328,7 +302,7 @@ def _compiler(name: str) -> Iterator[io.StringIO]:
 
 
 def _reason(error: Exception) -> str:
-    """Return what a Triton error says, without the reproducer command, which names temporary files."""
+    """The message of a Triton error, without the reproducer command, which names temporary files."""
     text = str(error).strip() or type(error).__name__
     kept = [line for line in text.splitlines() if not line.startswith("Repro command:")]
     return f"Triton's compiler failed with {type(error).__name__}:\n" + "\n".join(kept)
@@ -351,24 +325,12 @@ def _check_layouts(name: str, ttgir: str) -> None:
 
 
 def _check_hopper(plan: Plan, kernel: CompiledFunction, launch: Launch) -> None:
-    """Refuse wrong machine code, and, for a launch whose speed matters, what silently makes it slow."""
+    """Refuse wrong machine code, and spills and serialized wgmma in a launch whose speed matters."""
     if not plan.arch.wgmma:
         return
     if clamps := misjudged_clamps(kernel.cubin):
         raise ChoiceError(f"{launch.symbol}: {WRONG_CLAMPS}: {clamps}")
-    if "wgmma" in kernel.ptx:
-        _check_products(kernel, launch.symbol)
+    if "wgmma" in kernel.ptx and (overwritten := overwritten_operands(kernel.cubin)):
+        raise ChoiceError(f"{launch.symbol}: {WRONG_CODE}: {overwritten[0]}")
     if launch.max_spills is not None:
         require_fast(plan, launch.symbol, kernel.registers_and_spills, launch.max_spills)
-
-
-def _check_products(kernel: CompiledFunction, name: str) -> None:
-    """Raise ChoiceError unless every matrix product is shown to multiply what the PTX says."""
-    if overwritten := overwritten_operands(kernel.cubin):
-        raise ChoiceError(f"{name}: {WRONG_CODE}: {overwritten[0]}")
-    try:
-        wrong = wrong_products(kernel.ptx, disassemble(kernel.cubin), kernel.parameters, kernel.num_warps)
-    except CannotDecide as reason:
-        raise ChoiceError(f"{name}: {UNCHECKED_CODE}: {reason}") from None
-    if wrong:
-        raise ChoiceError(f"{name}: {WRONG_CODE}: {wrong[0]}")

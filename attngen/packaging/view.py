@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attngen.compile.assembler import PTXAS_WHEEL
 from attngen.compile.toolchain import NVRTC_ELSEWHERE, NVRTC_WHEELS
 from attngen.drivers import driver_text
 from attngen.dtypes import SCALAR_TYPES
@@ -17,7 +18,7 @@ from attngen.lang.variant import Scalar, Variant
 from attngen.render.environment import environment
 
 #: Distribution that a manifest names as its compiler → its common name.
-_COMPILERS = {"triton": "Triton", **dict.fromkeys((*NVRTC_WHEELS, NVRTC_ELSEWHERE), "NVRTC")}
+_COMPILERS = {"triton": "Triton", PTXAS_WHEEL: "ptxas", **dict.fromkeys((*NVRTC_WHEELS, NVRTC_ELSEWHERE), "NVRTC")}
 
 #: Beginning of the README's line that names the oldest drivers. It is written when the kernels are compiled.
 DRIVER_LINE = "NVIDIA driver: "

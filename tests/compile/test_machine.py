@@ -7,11 +7,11 @@ from functools import cache
 
 import pytest
 
-from attngen.compile import compile_source
+from attngen.compile import compile_source, triton
 from attngen.compile.hazards import overwritten, overwritten_operands
 from attngen.compile.inspect import disassemble
 from attngen.compile.machine import decode, parse, sections
-from attngen.errors import CompileError
+from attngen.errors import ChoiceError, CompileError
 from tests.compile.plans import DESCRIPTOR, Source
 
 
@@ -48,6 +48,12 @@ def test_a_register_of_q_given_to_p_is_found() -> None:
     assert overwritten(decode(wrong))
     assert all(f"reads R{q}" in problem for problem in overwritten_operands(wrong))
     assert len(overwritten_operands(wrong)) == 1
+
+
+def test_a_kernel_with_an_overwritten_operand_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "overwritten_operands", lambda cubin: ["HGMMA reads R248"])
+    with pytest.raises(ChoiceError, match=f"{DESCRIPTOR.name}: {triton.WRONG_CODE}: HGMMA reads R248"):
+        compile_source(DESCRIPTOR, Source(DESCRIPTOR.name))  # type: ignore[arg-type]
 
 
 def with_result(data: bytes, place: int, register: int) -> bytes:
