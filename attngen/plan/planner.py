@@ -117,8 +117,6 @@ def _check_layout(spec: KernelSpec, schedule: Schedule) -> None:
         )
     if spec.layout not in schedule.layouts:
         form = f"{schedule.backend} {'split-KV ' * spec.split_kv}{spec.direction}s"
-        if schedule.backend == "cuda" and spec.roles is not None and spec.roles.producer == 0:
-            form += " without a producer (warps: {producer: 0})"
         raise refuse(
             spec, "layout", f"{form} have no kernel with '{spec.layout}'; allowed: {', '.join(schedule.layouts)}"
         )

@@ -25,20 +25,18 @@ LAUNCH = 1905.0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Nanoseconds of a tile of work and of a step, by consumers, keys of a tile, columns and blocks of a cluster."""
+    """Nanoseconds of a tile of work and of a step, by consumers, keys of a tile and columns."""
 
     consumers: int
     tile_n: int
     columns: int  # the larger of those of K and of V
     tile: float
     step: float
-    cluster: int = 1
     launch: float = LAUNCH
 
 
 #: Of full and causal attention in 16 bits: docs/notebook/tiles.md, "Waves". A step's products bind, so that cards with
-#: as many multiprocessors and the same clock differ by less than runs do. Those of a cluster
-#: predict the slowdown that benchmarks measured: docs/notebook/hopper_forward.md, "Blocks that load for each other".
+#: as many multiprocessors and the same clock differ by less than runs do.
 TABLE = (
     Measured(1, 128, 64, 1642.0, 642.0),
     Measured(2, 128, 64, 2622.0, 936.0),
@@ -46,7 +44,6 @@ TABLE = (
     Measured(1, 128, 128, 2082.0, 998.0),
     Measured(2, 112, 128, 3363.0, 1130.0),
     Measured(2, 128, 128, 3363.0, 1273.0),
-    Measured(2, 128, 128, 3526.0, 1273.0, cluster=2, launch=2905.0),
     Measured(3, 80, 128, 4000.0, 1140.0),
     Measured(3, 64, 128, 3595.0, 1004.0),
 )
@@ -62,17 +59,17 @@ _ONE_BYTE = 0.75
 
 
 def times_of(
-    consumers: int, tile_n: int, columns: int, element_bytes: int, cluster: int = 1, *, shared: bool = False
+    consumers: int, tile_n: int, columns: int, element_bytes: int, *, shared: bool = False
 ) -> tuple[float, float, float]:
     """Return the nanoseconds of a launch, a tile of work and a step.
 
     Of a kernel that was not measured they are those of the nearest one that was: first of as many consumers, then of as
-    many columns, then of as many keys, then of as many blocks, with the step scaled by its pairs and columns.
+    many columns, then of as many keys, with the step scaled by its pairs and columns.
     ``shared``: blocks share the keys of a tile of work.
     """
 
     def distance(row: Measured) -> tuple[float, ...]:
-        pairs = ((row.consumers, consumers), (row.columns, columns), (row.tile_n, tile_n), (row.cluster, cluster))
+        pairs = ((row.consumers, consumers), (row.columns, columns), (row.tile_n, tile_n))
         return tuple(abs(log(one / other)) for one, other in pairs)
 
     near = min(TABLE, key=distance)
@@ -82,10 +79,10 @@ def times_of(
     return near.launch, near.tile + MERGE * shared, round(near.step * scale, 1)
 
 
-def is_measured(consumers: int, tile_n: int, columns: int, element_bytes: int, cluster: int = 1) -> bool:
+def is_measured(consumers: int, tile_n: int, columns: int, element_bytes: int) -> bool:
     """Whether a kernel of these sizes has times of its own."""
-    sizes = ((row.consumers, row.tile_n, row.columns, row.cluster) for row in TABLE)
-    return element_bytes == 2 and (consumers, tile_n, columns, cluster) in sizes
+    sizes = ((row.consumers, row.tile_n, row.columns) for row in TABLE)
+    return element_bytes == 2 and (consumers, tile_n, columns) in sizes
 
 
 def tuned_times(own: Plan, chosen: Plan, speedup: float) -> tuple[float, ...]:

@@ -62,7 +62,6 @@ class Roles:
     overlap: bool | None = None
     producer_registers: int | None = None
     consumer_registers: int | None = None
-    cluster: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,7 +461,6 @@ def roles_of(warps: WarpsModel) -> Roles | None:
         warps.overlap,
         registers.producer if registers else None,
         registers.consumer if registers else None,
-        warps.cluster,
     )
     return None if roles == Roles() else roles
 

@@ -190,20 +190,15 @@ class WarpsModel(Model):
     count: Annotated[int, Field(ge=1, le=32)] | None = Field(
         default=None, description="warps of a kernel without roles"
     )
-    producer: Annotated[int, Field(ge=0, le=4)] | None = Field(
-        default=None, description="producer warps; 0: no warp specialization"
-    )
+    producer: Annotated[int, Field(ge=1, le=4)] | None = Field(default=None, description="producer warpgroups")
     consumer: Annotated[int, Field(ge=1, le=4)] | None = Field(default=None, description="consumer warpgroups")
     schedule: Schedule | None = None
     overlap: bool | None = None
     registers: RegistersModel | None = None
-    cluster: Annotated[int, Field(ge=1, le=2)] | None = Field(
-        default=None, description="blocks that load K and V for each other; left out: 1"
-    )
 
     @model_validator(mode="after")
     def _count_or_roles(self) -> WarpsModel:
-        roles = (self.producer, self.consumer, self.schedule, self.overlap, self.registers, self.cluster)
+        roles = (self.producer, self.consumer, self.schedule, self.overlap, self.registers)
         if self.count is not None and any(role is not None for role in roles):
             raise ValueError("'count' is for a kernel without roles; leave out 'count', or the roles")
         return self

@@ -142,7 +142,7 @@ def fields_of(kernel: KernelSpec) -> dict[str, Any]:
     registers = _given(producer=roles.producer_registers, consumer=roles.consumer_registers)
     choices["warps"] = _given(
         count=kernel.num_warps, producer=roles.producer, consumer=roles.consumer, schedule=roles.schedule,
-        overlap=roles.overlap, registers=registers or None, cluster=roles.cluster,
+        overlap=roles.overlap, registers=registers or None,
     )  # fmt: skip
     given = kernel.backward or Backward()
     choices["backward"] = {name: _gradient(getattr(given, name)) for name in ("dkdv", "dq")}

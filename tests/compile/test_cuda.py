@@ -113,15 +113,15 @@ def check_parameters(plan: Plan, artifact: Artifact) -> None:
             end = offset + size
 
 
-#: What a spec may choose that makes other code: the first rung of a ladder, the second, and a kernel that skips.
+#: What a spec may choose that makes other code: the first rung of a ladder, no overlap, and a kernel that skips.
 CHOICES: tuple[tuple[str, dict[str, object]], ...] = (
-    ("causal", {"warps": "{producer: 0, overlap: false}", "softmax": "exact_max", "epilogue": "direct"}),
-    ("causal", {"warps": "{producer: 0}", "layout": "varlen"}),
+    ("causal", {"warps": "{overlap: false}", "softmax": "exact_max", "epilogue": "direct"}),
+    ("causal", {"warps": "{overlap: false}", "layout": "varlen"}),
     ("sliding_window", {"tile": "{m: 192, n: 64}", "epilogue": "direct", "order": "natural"}),
 )
 
 
-@pytest.mark.parametrize(("variant", "fields"), CHOICES, ids=["unified", "unified-varlen", "direct"])
+@pytest.mark.parametrize(("variant", "fields"), CHOICES, ids=["first rung", "varlen", "direct"])
 def test_choices_keep_their_speed(variant: str, fields: dict[str, object]) -> None:
     plan = planned(variant, backend="cuda", **fields)  # type: ignore[arg-type]
     resources = compile_source(plan, render(plan)).manifest["resources"]
@@ -129,8 +129,6 @@ def test_choices_keep_their_speed(variant: str, fields: dict[str, object]) -> No
     assert resources["serialized_wgmma"] is False
     assert resources["wgmma"] == plan.launch("forward").products
     assert resources["shared_memory"] == plan.structure.shared_bytes
-    if not plan.structure.specialized:
-        assert resources["registers"] <= plan.structure.registers_of("consumers")
 
 
 def test_an_artifact_holds_what_it_says() -> None:

@@ -33,7 +33,7 @@ _UNFIT = (
 
 _DRAWS = 40
 
-#: Share of specs that are of kernels in 8 bits, and of those whose blocks share keys or load them for each other.
+#: Share of specs that are of kernels in 8 bits, and of those whose blocks share keys.
 _IN_8_BITS, _SHARED = 0.12, 0.15
 
 
@@ -111,32 +111,16 @@ def _in_8_bits(chance: random.Random, seed: int, variant: Fields, kernel: Fields
 
 
 def _with_shared_keys(chance: random.Random, seed: int, variant: Fields, kernel: Fields) -> Legal:
-    """Return a spec of kernels whose blocks share the keys of a sequence or a tile, or load them for each other."""
+    """Return a spec of kernels whose blocks share the keys of a sequence or a tile."""
     kernel = kernel | {"dtype": chance.choice(("bf16", "bf16", "fp16")), "passes": ["forward"]}
-    kind = chance.choice(("tiles", "tiles", "sequence", "sequence", "pairs"))
+    kind = chance.choice(("tiles", "sequence"))
     for _ in range(_DRAWS):
-        if kind == "pairs":
-            fields = _of_pairs(chance)
-        else:
-            fields = _of_splits(chance, kernel["dtype"], "tiles" if kind == "tiles" else True)
+        fields = _of_splits(chance, kernel["dtype"], "tiles" if kind == "tiles" else True)
         given = {name: value for name, value in fields.items() if value is not None}
         candidate = _written(seed, "sm90a", variant, kernel | given, tuple(given))
         if _fits(candidate):
             return candidate
     return _written(seed, "sm90a", variant, kernel, ())
-
-
-def _of_pairs(chance: random.Random) -> Fields:
-    """Return fields of a forward whose blocks load K and V for each other."""
-    roles = {"cluster": 2, "schedule": _some(chance, 0.3, "cooperative"), "overlap": _some(chance, 0.2, False)}
-    return {
-        "layout": "dense",
-        "warps": {name: value for name, value in roles.items() if value is not None},
-        "tile": _some(chance, 0.2, {"n": 32}, {"n": 64}),
-        "softmax": _some(chance, 0.3, "exact_max", "lazy", "fixed_reference"),
-        "epilogue": _some(chance, 0.3, "staged", "direct"),
-        "order": _some(chance, 0.5, "longest_first", "natural"),
-    }
 
 
 def _of_splits(chance: random.Random, dtype: str, split_kv: bool | str) -> Fields:
@@ -239,7 +223,6 @@ def _some(chance: random.Random, share: float, *values: Any) -> Any:
 
 
 def _cuda_fields(chance: random.Random, variant: Fields) -> Fields:
-    plain = chance.random() < 0.2  # without a producer
     consumers = chance.choice((1, 2, 3))
     warps: Fields = {"consumer": consumers}
     fields: Fields = {
@@ -254,22 +237,18 @@ def _cuda_fields(chance: random.Random, variant: Fields) -> Fields:
             fields["tile"]["m"] = 64 * consumers
     if chance.random() < 0.3:
         fields["pipeline"] = {"stages": chance.choice((2, 3, 4))}
-    if plain:
-        warps["producer"] = 0
-        fields["persistent"] = _some(chance, 0.3, False)
-    else:
-        if consumers > 1 and chance.random() < 0.5:
-            warps["schedule"] = chance.choice(("pingpong", "cooperative"))
-        if chance.random() < 0.2:
-            warps["registers"] = dict(
-                zip(("producer", "consumer"), {1: (56, 256), 2: (40, 232), 3: (32, 160)}[consumers], strict=True)
-            )
-        fields["persistent"] = _some(chance, 0.3, False, True)
-        if "dropout" not in variant:
-            fields["pack_gqa"] = _some(chance, 0.25, True)
+    if consumers > 1 and chance.random() < 0.5:
+        warps["schedule"] = chance.choice(("pingpong", "cooperative"))
+    if chance.random() < 0.2:
+        warps["registers"] = dict(
+            zip(("producer", "consumer"), {1: (56, 256), 2: (40, 232), 3: (32, 160)}[consumers], strict=True)
+        )
+    fields["persistent"] = _some(chance, 0.3, False, True)
+    if "dropout" not in variant:
+        fields["pack_gqa"] = _some(chance, 0.25, True)
     if chance.random() < 0.3:
         warps["overlap"] = chance.choice((True, False))
-    if chance.random() < 0.6 or plain:
+    if chance.random() < 0.6:
         fields["warps"] = warps
     elif "m" in fields.get("tile", {}) and chance.random() < 0.5:
         del fields["tile"]["m"]

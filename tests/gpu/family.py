@@ -109,7 +109,7 @@ def label(plan: Plan) -> str:
         plan.dtype_name,
         f"d{head_dim}",
         plan.layout,
-        plan.loads if plan.backend == "triton" else plan.name.split("_")[2],  # descriptor, pointer, wgmma, unified
+        plan.loads if plan.backend == "triton" else plan.name.split("_")[2],  # descriptor, pointer, wgmma
         *(["pack"] if plan.pack_gqa else []),
         *(["ordered"] if plan.ordered else []),
     ]

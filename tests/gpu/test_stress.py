@@ -13,7 +13,7 @@ from attngen.tools.cases import Case
 from tests.gpu.family import Run, bits, compiled_labels
 
 #: Every choice of roles, skipping, iteration and layout has a kernel here.
-KERNELS = [name for name in compiled_labels() if name.endswith(("-wgmma", "-unified", "-pack"))]
+KERNELS = [name for name in compiled_labels() if name.endswith(("-wgmma", "-pack"))]
 ROUNDS = 4
 
 

@@ -15,15 +15,15 @@ from tests.plan.specs import planned
 
 @cache
 def forward(
-    consumers: int, q_stages: int, stages: int, warps: int, *, pingpong: bool, skips: bool, specialized: bool,
-    value_loader: bool = False, cluster: int = 1, shares: bool = False, bias_stages: int = 0,
+    consumers: int, q_stages: int, stages: int, warps: int, *, pingpong: bool, skips: bool,
+    value_loader: bool = False, shares: bool = False, bias_stages: int = 0,
 ) -> Pipes:  # fmt: skip
     """Return the pipes of a forward by ranges of tiles; ``shares``: of a block that shares its keys with others."""
     kernel = _plan("forward", 128)
     assert kernel.structure is not None
     roles = replace(
         kernel.structure, consumers=consumers, q_stages=q_stages, pingpong=pingpong, skips=skips,
-        specialized=specialized, persistent=specialized and not shares, value_loader=value_loader, cluster=cluster,
+        persistent=not shares, value_loader=value_loader,
         staged=not shares, sharing=8 if shares else 1, biases=int(bias_stages > 0), bias_stages=bias_stages,
     )  # fmt: skip
     m, n = kernel.tile_m, kernel.tile_n

@@ -1,6 +1,6 @@
 """A small model of the Hopper forward's barriers: who waits for whom, and what each stage holds when it is read.
 
-Roles follow the templates ``_scheduler``, the loaders, ``_consumer`` with ``_step``, and ``unified``.
+Roles follow the templates ``_scheduler``, the loaders, and ``_consumer`` with ``_step``.
 """
 
 from __future__ import annotations
@@ -86,39 +86,35 @@ class Case:
 class Forward(Simulation):
     """A block of a kernel: its barriers, its shared memory, and its roles."""
 
-    def __init__(self, case: Case, rules: Rules, random: Random, *, unified: bool = False) -> None:
+    def __init__(self, case: Case, rules: Rules, random: Random) -> None:
         super().__init__(random)
         self.case, self.rules = case, rules
         consumers = case.consumers
         pipes = declared.forward(
-            consumers, 1 if unified else case.q_stages, case.stages, WARPS, pingpong=case.pingpong, skips=case.skips,
-            specialized=not unified, value_loader=case.value_loader and not unified, shares=case.shares,
-            bias_stages=0 if unified else case.bias_stages,
+            consumers, case.q_stages, case.stages, WARPS, pingpong=case.pingpong, skips=case.skips,
+            value_loader=case.value_loader, shares=case.shares, bias_stages=case.bias_stages,
         )  # fmt: skip
         self.q, self.k, self.v = (Ring(pipes.ring(name)) for name in ("q", "k", "v"))
-        if case.bias_stages and not unified:
+        if case.bias_stages:
             self.biases = Ring(pipes.ring("biases"))
             if not rules.warps_release_biases:
                 for barrier in self.biases.empty:
                     barrier.count = consumers
-        if not unified:
-            work = pipes.ring("work")
-            self.work_full, self.work_empty = barriers(work.full, work.stages), barriers(work.empty, work.stages)
-            for barrier in self.work_empty:
-                barrier.count -= case.value_loader and not rules.value_loader_says_so
-            if not case.shares:
-                (self.work_asked,) = barriers(pipes.barrier("work_asked").signal, 1)
+        work = pipes.ring("work")
+        self.work_full, self.work_empty = barriers(work.full, work.stages), barriers(work.empty, work.stages)
+        for barrier in self.work_empty:
+            barrier.count -= case.value_loader and not rules.value_loader_says_so
+        if not case.shares:
+            (self.work_asked,) = barriers(pipes.barrier("work_asked").signal, 1)
         self.consumers = named(pipes, "consumers")
         self.records: list[int | None] = [None, None]
         self.values: dict[tuple[int, int], Tile] = {}  # whose keys' values lie where
         self.group = [Named(WARPS) for _ in range(consumers)]  # products, too, keep a consumer's warps together
         self.turn = named(pipes, "turn")
-        if not unified:
-            self.roles |= {"scheduler": scheduler(self), "loader": loader(self), "query loader": query_loader(self)}
-            if case.value_loader:
-                self.roles |= {"loader": page_loader(self, self.k), "value loader": page_loader(self, self.v)}
-        role = unified_warp if unified else consumer
-        self.roles |= {f"warp {c}.{w}": role(self, c, w) for c in range(consumers) for w in range(WARPS)}
+        self.roles |= {"scheduler": scheduler(self), "loader": loader(self), "query loader": query_loader(self)}
+        if case.value_loader:
+            self.roles |= {"loader": page_loader(self, self.k), "value loader": page_loader(self, self.v)}
+        self.roles |= {f"warp {c}.{w}": consumer(self, c, w) for c in range(consumers) for w in range(WARPS)}
 
     def of_keys(self, k: Place) -> tuple[int, int]:
         """Place of the values of the keys of a tile of K."""
@@ -130,9 +126,6 @@ class Forward(Simulation):
             if any(name.startswith("copy") for name in self.waiting):
                 raise ProtocolError("partial results are written where a copy will land")
             ring.holds = ["partial results"] * ring.stages
-
-
-# --- with roles -----------------------------------------------------------------------------------------------
 
 
 def scheduler(s: Forward) -> Role:
@@ -445,51 +438,3 @@ def consumer(s: Forward, c: int, w: int) -> Role:
             yield from start(turn_is_spent=True)
     if c == 0:
         yield from take_turn()
-
-
-# --- without roles --------------------------------------------------------------------------------------------
-
-
-def unified_warp(s: Forward, c: int, w: int) -> Role:
-    """``forward_unified.cu.j2``: one warp of a warpgroup; the very first one loads for all."""
-    case, leader, loads = s.case, w == 0, (c, w) == (0, 0)
-    count = len(case.works[0])
-    k, v, k_to, v_to, q = Place(s.k), Place(s.v), Place(s.k), Place(s.v), Place(s.q)
-    loaded = {id(s.k): 0, id(s.v): 0}
-
-    def load(to: Place) -> Role:
-        if loads and loaded[id(to.ring)] < count:
-            yield to.empty()
-            s.copy(to, (0, loaded[id(to.ring)]))
-            loaded[id(to.ring)] += 1
-            to.advance()
-
-    def wait(place: Place, to: Place) -> Role:
-        yield from load(to)
-        yield place.full()
-
-    def multiply(place: Place, tile: int) -> Role:
-        yield from s.group[c].sync()
-        if leader:
-            place.expect((0, tile))
-        yield lambda: True
-        if leader:
-            place.expect((0, tile))
-            place.release()
-        place.advance()
-
-    if loads:
-        s.copy(q, 0)
-        for _ in range(case.stages - 1):
-            yield from load(k_to)
-            yield from load(v_to)
-    yield q.full()
-    yield from wait(k, k_to)
-    yield from multiply(k, 0)
-    for tile in range(1, count):
-        yield from wait(k, k_to)
-        yield from multiply(k, tile)
-        yield from wait(v, v_to)
-        yield from multiply(v, tile - 1)
-    yield from wait(v, v_to)
-    yield from multiply(v, count - 1)

@@ -8,8 +8,6 @@ from random import Random
 import pytest
 
 from tests.plan.forward_protocol import Case, Forward, Rules
-from tests.plan.pair_protocol import Pair
-from tests.plan.pair_protocol import Rules as PairRules
 from tests.plan.simulation import ProtocolError
 
 RUNS = 400
@@ -21,13 +19,6 @@ def test_the_rules_of_the_templates_hold(seed: int) -> None:
     for _ in range(RUNS):
         case = Case.random(random)
         Forward(case, Rules(), random).run()
-
-
-def test_without_roles() -> None:
-    random = Random(0)
-    for _ in range(RUNS):
-        case = replace(Case.random(random), pingpong=False, skips=False)
-        Forward(case, Rules(), random, unified=True).run()
 
 
 def shared(case: Case, random: Random) -> Case:
@@ -78,22 +69,3 @@ def test_a_rule_that_is_broken_is_found(rule: str, becomes: str, pingpong: bool)
             if "biases" in rule:
                 case = replace(case, value_loader=False, bias_stages=2)
             Forward(case, Rules(**{rule: False}), random).run()
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_the_rules_of_pairs_hold(seed: int) -> None:
-    random = Random(seed)
-    for _ in range(RUNS // 4):
-        Pair(replace(Case.random(random), value_loader=False), PairRules(), random).run()
-
-
-@pytest.mark.parametrize(
-    ("rule", "becomes"),
-    [("number_until_read", "deadlock|read"), ("release_to_all", "read"), ("leave_together", "left")],
-)
-def test_a_rule_of_pairs_that_is_broken_is_found(rule: str, becomes: str) -> None:
-    random = Random(2)
-    with pytest.raises(ProtocolError, match=becomes):
-        for _ in range(RUNS):
-            case = replace(Case.random(random), value_loader=False)
-            Pair(case, PairRules(**{rule: False}), random).run()

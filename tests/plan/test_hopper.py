@@ -13,7 +13,6 @@ from attngen.plan import Plan
 from attngen.plan.choices import ONE_HEAD, SECTION_BYTES
 from attngen.plan.schedules import forward_registers, hopper_forward
 from attngen.plan.schedules.forward_memory import widths
-from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
 from tests.plan.specs import planned
@@ -88,14 +87,11 @@ def test_names_tell_choices_apart() -> None:
         {"warps": "{consumer: 1}"},
         {"warps": "{schedule: cooperative}"},
         {"warps": "{overlap: false}"},
-        {"warps": "{cluster: 2}"},
         {"softmax": "lazy"},
         {"softmax": "exact_max"},
         {"persistent": "false"},
         {"order": "natural"},
         {"epilogue": "direct"},
-        {"warps": "{producer: 0}"},
-        {"warps": "{producer: 0, overlap: false}"},
         {"tile": "{n: 64}"},
         {"pipeline": "{stages: 3}"},
         {"fast_math": "false"},
@@ -125,9 +121,7 @@ def test_every_head_dim_has_a_tile_that_fits(variant: str, dtype: str) -> None:
         assert granted <= threads * launched <= 65536
 
 
-@pytest.mark.parametrize(
-    "warps", ["{producer: 0}", "{producer: 0, overlap: false}", "{consumer: 1}", "{consumer: 2}", "{consumer: 3}"]
-)
+@pytest.mark.parametrize("warps", ["{overlap: false}", "{consumer: 1}", "{consumer: 2}", "{consumer: 3}"])
 def test_roles_of_a_spec_leave_no_head_dim_without_a_tile(warps: str) -> None:
     """Keys that nobody asked for are not what fails: but three consumers take no products of more than 192 columns."""
     for head_dim in [d for d in HEAD_DIMS if d <= 192] if "3" in warps else HEAD_DIMS:
@@ -177,26 +171,6 @@ def test_padded_head_dims(head_dim: int) -> None:
     assert boxes["v"] == ((1, 1, plan.tile_n, 1, box), roles.box_bytes, plan.tile_n)
 
 
-@pytest.mark.parametrize(("variant", "iteration"), [("allowed", "tile_map"), ("dilated", "classified")])
-def test_tiles_that_must_be_listed_need_a_producer(variant: str, iteration: str) -> None:
-    with pytest.raises(PlanError, match=rf"tiles must be ranges .*, not {iteration}; allowed: producer 1"):
-        on_hopper(variant, warps="{producer: 0}")
-
-
-@pytest.mark.parametrize("consumers", [1, 2, 3])
-def test_without_a_producer_all_warpgroups_are_alike(consumers: int) -> None:
-    plan = on_hopper(warps=f"{{producer: 0, consumer: {consumers}}}")
-    roles = roles_of(plan)
-    assert (plan.schedule, plan.threads) == ("hopper_unified", 128 * consumers)
-    assert (roles.specialized, roles.persistent, roles.pingpong, roles.skips) == (False, False, False, False)
-    assert roles.overlap
-    assert plan.threads * roles.registers_of("consumers") <= 65536
-    assert roles.registers_of("consumers") <= 255
-    assert "tile_counter" not in [argument.name for argument in plan.arguments]
-    names = [region.name for region in roles.shared]
-    assert names == ["q", "k", "v", "out", "q_full", "k_full", "k_empty", "v_full", "v_empty"]
-
-
 def test_outputs_that_leave_from_registers_take_no_shared_memory() -> None:
     staged, direct = on_hopper(), on_hopper(epilogue="direct")
     assert "out_map" in [argument.name for argument in staged.arguments]
@@ -213,23 +187,11 @@ def test_packed_rows_of_packed_heads_are_stored_without_a_descriptor() -> None:
     assert [a.of for a in packed.arguments if a.kind == "descriptor"] == ["q", "k", "v"]
 
 
-# --- clusters -------------------------------------------------------------------------------------------------
-
-
-def test_blocks_of_a_cluster_release_each_other_s_stages() -> None:
-    alone, both = on_hopper(), on_hopper(warps="{cluster: 2}")
-    assert (alone.launches[-1].cluster, both.launches[-1].cluster) == (1, 2)
-    assert both.launches[-1].to_dict()["cluster"] == 2
-    for ring in ("k", "v"):
-        arrivals = [forward_pipes_of(plan).barrier(f"{ring}_empty").signal.arrivals for plan in (alone, both)]
-        assert arrivals == [3, 6]
-    assert {"taken", "taken_full", "taken_empty"} <= {region.name for region in roles_of(both).shared}
-    assert on_hopper(warps="{cluster: 1}") == alone
+# --- orders ---------------------------------------------------------------------------------------------------
 
 
 def test_heads_of_unmasked_attention_come_one_after_the_other() -> None:
     assert on_hopper("full").section_bytes == ONE_HEAD
-    assert on_hopper("full", warps="{cluster: 2}").section_bytes == hopper_forward.PAIRED_SECTION_BYTES
     for fields in (
         {"variant": "causal"},
         {"variant": "full", "layout": "varlen"},
@@ -257,12 +219,6 @@ def test_the_queries_that_see_the_most_keys_come_first(mask: str, from_first: bo
     assert (plan.iteration, roles_of(plan).from_first) == ("ranges", from_first)
     assert ("q_tile = q_tiles - 1 - q_tile;" in render(plan).text) == from_first
     assert not roles_of(on_hopper("own", declared=declared, order="natural")).from_first
-
-
-@pytest.mark.parametrize(("choice", "iteration"), [("auto", "tile_map"), ("never", "classified")])
-def test_blocks_of_a_cluster_need_ranges_of_tiles(choice: str, iteration: str) -> None:
-    with pytest.raises(PlanError, match=rf"warps\.cluster: .* must be ranges, not {iteration}; allowed: 1"):
-        on_hopper("dilated", tile_map=choice, warps="{cluster: 2}")
 
 
 # --- packed heads ---------------------------------------------------------------------------------------------
@@ -327,21 +283,8 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
             {"warps": "{consumer: 1, schedule: pingpong}"},
             r"pingpong needs at least 2 consumers .* allowed: cooperative",
         ),
-        ({"warps": "{producer: 0}", "pack_gqa": "true"}, r"pack_gqa: without a producer .* allowed: false"),
         ({"warps": "{consumer: 4}"}, r"4 consumers are not allowed; allowed: 1, 2, 3: .* 8 of its 32 lanes"),
-        (
-            {"warps": "{producer: 0, schedule: pingpong}"},
-            r"warps: without a producer .* warpgroups have no ping-pong; allowed: cooperative",
-        ),
-        (
-            {"warps": "{producer: 0, registers: {consumer: 240}}"},
-            r"warps: without a producer .* all threads have the same registers; leave them out",
-        ),
-        (
-            {"warps": "{producer: 0}", "persistent": "true"},
-            r"persistent: without a producer .* a block has one tile of work; allowed: false",
-        ),
-        ({"warps": "{producer: 2}"}, r"2 producers are not allowed; allowed: 0, 1"),
+        ({"warps": "{producer: 2}"}, r"2 producers are not allowed; allowed: 1"),
         ({"warps": 8}, r"cuda kernels have roles: give producer, consumer and schedule, not a count"),
         ({"warps": "{registers: {consumer: 100}}"}, r"100 registers are not a multiple of 8 from 24 to 256"),
         ({"tile": "{n: 72}"}, r"tile\.n: 72 is not a multiple of 16 from 16 to 256; nearest: (64|80)"),
@@ -354,20 +297,6 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
         ({"dtype": "fp32"}, r"dtype: cuda kernels take bf16 and fp16, not fp32"),
         ({"loads": "pointer"}, r"loads: cuda kernels load through tensor descriptors; allowed: descriptor"),
         ({"alignment": "element"}, r"alignment: tensor descriptors need alignment 16, not 2"),
-        (
-            {"warps": "{cluster: 2}", "layout": "varlen"},
-            r"warps\.cluster: .* 'layout: varlen' each has its own; allowed: 1",
-        ),
-        (
-            {"warps": "{cluster: 2}", "layout": "paged"},
-            r"warps\.cluster: .* 'layout: paged' each has its own; allowed: 1",
-        ),
-        (
-            {"warps": "{cluster: 2}", "persistent": "false"},
-            r"warps\.cluster: both blocks take tile after tile .* allowed: 1",
-        ),
-        ({"warps": "{cluster: 2}", "dtype": "fp8_e4m3"}, r"warps\.cluster: with 8 bits each .* allowed: 1"),
-        ({"warps": "{cluster: 2, producer: 0}"}, r"warps\.cluster: only kernels with a producer .* allowed: 1"),
         ({"softmax_scale": 0.5}, r"softmax_scale: the scale is an argument of the call"),
         ({"head_dim": 74}, r"head_dim 74 is not a multiple of 8 from 8 to 256; nearest: 72"),
     ],
@@ -464,9 +393,8 @@ def test_no_table_has_more_consumers_than_a_warp_has_lanes_for() -> None:
 
 
 @pytest.mark.parametrize("consumers", [1, 2, 3])
-@pytest.mark.parametrize("producer", [0, 1])
-def test_each_part_of_a_warp_finds_what_one_consumer_sees(consumers: int, producer: int) -> None:
-    text = render(on_hopper(warps=f"{{producer: {producer}, consumer: {consumers}}}")).text
+def test_each_part_of_a_warp_finds_what_one_consumer_sees(consumers: int) -> None:
+    text = render(on_hopper(warps=f"{{consumer: {consumers}}}")).text
     assert "const int part = lane / 8;" in text
     assert "8 * kConsumers" in text
     assert 8 * (consumers + 1) <= 32

@@ -70,7 +70,6 @@ def test_arguments_of_a_paged_kernel() -> None:
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"backend": "cuda", "warps": "{producer: 0}"}, r"cuda forwards without a producer \(warps: {producer: 0}\)"),
         ({"backend": "triton"}, "triton forwards"),
     ],
 )

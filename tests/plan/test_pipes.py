@@ -33,7 +33,6 @@ CHOICES: list[dict[str, object]] = [
     {"backend": "cuda", "variant": "sliding_window", "tile": "{m: 192, n: 64}"},
     {"backend": "cuda", "variant": "allowed", "head_dim": 128},
     {"backend": "cuda", "persistent": "false", "warps": "{schedule: cooperative}", "epilogue": "direct"},
-    {"backend": "cuda", "warps": "{producer: 0}"},
     {"backend": "cuda", "pack_gqa": "true"},
     {"backend": "cuda", "split_kv": "true"},
     {"backend": "cuda", "split_kv": "true", "head_dim": 256, "layout": "paged"},
@@ -132,7 +131,7 @@ def table(pipes: Pipes) -> str:
 @pytest.mark.parametrize(
     "declare",
     [
-        pytest.param(partial(declared.forward, 2, 1, 2, 4, pingpong=True, skips=False, specialized=True), id="forward"),
+        pytest.param(partial(declared.forward, 2, 1, 2, 4, pingpong=True, skips=False), id="forward"),
         pytest.param(partial(declared.backward, 3, 2, 4, "pingpong", bias_stages=1), id="backward"),
         pytest.param(partial(declared.cluster, 3, 3, 4, ordered=True), id="cluster"),
         pytest.param(partial(decode_pipes, warps=8, stages=24, stage=8192, merge=34816, q=0), id="decode"),

@@ -84,7 +84,6 @@ def test_partial_results_have_room(dims: str) -> None:
             "cuda has no forward in fp8_e4m3 whose blocks share",
         ),
         ("variant: full, head_dim: 64, dtype: fp32, backend: cuda", "dtype", "cuda kernels take bf16 and fp16"),
-        ("variant: full, head_dim: 64, warps: {producer: 0}", "warps", "only with a producer; allowed: producer 1"),
         ("variant: full, head_dim: 64, kv_dtype: fp8_e4m3", "kv_dtype", "allowed: split_kv: true"),
     ],
 )

@@ -20,16 +20,16 @@ MULTIPROCESSORS = 132
 
 def test_measured_tiles_keep_their_times() -> None:
     for row in TABLE:
-        assert times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster) == (row.launch, row.tile, row.step)
-        assert is_measured(row.consumers, row.tile_n, row.columns, 2, row.cluster)
-        assert not is_measured(row.consumers, row.tile_n, row.columns, 1, row.cluster)
-        shared = times_of(row.consumers, row.tile_n, row.columns, 2, row.cluster, shared=True)
+        assert times_of(row.consumers, row.tile_n, row.columns, 2) == (row.launch, row.tile, row.step)
+        assert is_measured(row.consumers, row.tile_n, row.columns, 2)
+        assert not is_measured(row.consumers, row.tile_n, row.columns, 1)
+        shared = times_of(row.consumers, row.tile_n, row.columns, 2, shared=True)
         assert shared == (row.launch, row.tile + MERGE, row.step)
 
 
 def test_other_tiles_are_scaled_from_the_nearest_one() -> None:
-    of_two = {row.columns: row for row in TABLE if (row.consumers, row.tile_n, row.cluster) == (2, 128, 1)}
-    rivals = [row for row in TABLE if (row.consumers, row.columns, row.cluster) == (2, 128, 1)]
+    of_two = {row.columns: row for row in TABLE if (row.consumers, row.tile_n) == (2, 128)}
+    rivals = [row for row in TABLE if (row.consumers, row.columns) == (2, 128)]
     near = min(rivals, key=lambda row: row.tile_n)
     twice_the_columns = round(near.step * 2 * 64 / near.tile_n, 1)
     assert times_of(2, 64, 256, 2) == (LAUNCH, near.tile, twice_the_columns)

@@ -120,7 +120,6 @@ def _check(plan: Plan, case: tuple[int, ...], ranges: list[tuple[int, ...]]) -> 
         ("sink_window", {"pack_gqa": "true"}, False),
         ("sliding_window", {"pack_gqa": "true", "layout": "varlen"}, False),
         ("sliding_window", {"pack_gqa": "true", "layout": "paged"}, False),
-        ("sliding_window", {"warps": "{producer: 0}"}, False),
         ("sliding_window", {"pack_gqa": "true", "dtype": "fp8_e4m3"}, True),
         ("sliding_window", {"dtype": "fp8_e4m3"}, False),
     ],

@@ -67,7 +67,6 @@ def test_the_loader_brings_them_and_consumers_read_no_element() -> None:
     [
         {"layout": "paged"},
         {"pack_gqa": "true"},
-        {"warps": "{producer: 1, consumer: 2, schedule: pingpong, cluster: 2}"},
         {"tile": "{m: 128, n: 80}"},  # copies bring 32 keys
         {"tile": "{m: 128, n: 128}"},  # no room
     ],

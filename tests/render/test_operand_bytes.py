@@ -34,7 +34,6 @@ KERNELS = {
     "two head dims": {**FORWARD, "head_dim": "{qk: 192, v: 128}"},
     "fp8": {**FORWARD, "head_dim": 128, "dtype": "fp8_e4m3"},
     "fp8 of several boxes": {**FORWARD, "head_dim": 256, "dtype": "fp8_e4m3", "layout": "varlen"},
-    "unified": {**FORWARD, "head_dim": 128, "warps": "{producer: 0}"},
     "pingpong": {**BACKWARD, "head_dim": 64},
     "gradients": {**BACKWARD, "head_dim": 128},
     "dk": {**BACKWARD, "variant": "alibi", "head_dim": 128},

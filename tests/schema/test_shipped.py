@@ -35,7 +35,7 @@ def test_loads_and_expands(path):
         ("ampere", 8, 24),
         ("blackwell", 8, 24),
         ("portable", 8, 24),
-        ("ladder", 8, 8),
+        ("ladder", 7, 7),
         ("training", 50, 100),
         ("serving", 60, 135),
     ],

@@ -212,8 +212,7 @@ CHOICES = [
     ("causal", 128, "    epilogue: direct\n    order: natural\n"),
     ("causal", 128, "    dtype: fp8_e4m3\n"),
     ("sliding_window", 256, "    dtype: fp8_e4m3\n    descale: 128\n"),
-    ("sliding_window", 128, "    warps: {producer: 0}\n    tile: {m: 192, n: 64}\n"),
-    ("causal", 64, "    warps: {producer: 0, overlap: false}\n    epilogue: direct\n    order: natural\n"),
+    ("causal", 64, "    warps: {overlap: false}\n    epilogue: direct\n    order: natural\n"),
 ]
 
 
@@ -297,8 +296,8 @@ def test_text_tells_regions_roles_and_order(tmp_path: Path, variant: str, head_d
     for region in hopper.hopper.shared:
         assert re.search(rf"{region.offset} +{region.bytes}  {region.name} ", text), region
     assert f"{hopper.hopper.shared_bytes} B of 232448 B" in text
-    assert f"{hopper.hopper.consumers} {'consumer' if hopper.hopper.specialized else 'warpgroup'}" in text
-    assert ("producer: warp" in text) == hopper.hopper.specialized
+    assert f"{hopper.hopper.consumers} consumer" in text
+    assert "producer: warp" in text
     assert ("staged: O goes through shared memory" in text) == hopper.hopper.staged
     assert ("longest first" in text) == hopper.hopper.longest_first
     assert ("ping-pong" in text) == hopper.hopper.pingpong

@@ -29,7 +29,6 @@ def test_each_rung_changes_its_own_lines_only() -> None:
     first, *others = ladder.rungs
     assert first.changed == first.lines
     assert [rung.changed for rung in others] == [
-        ("warps: {producer: 1, schedule: cooperative, overlap: false}",),
         ("warps: {producer: 1, schedule: cooperative, overlap: true}",),
         ("warps: {producer: 1, schedule: pingpong, overlap: true}",),
         ("epilogue: staged",),
@@ -37,9 +36,6 @@ def test_each_rung_changes_its_own_lines_only() -> None:
         ("softmax: fixed_reference",),
         ("persistent: true", "order: longest_first"),
     ]
-    assert first.plan is not None
-    assert first.plan.structure is not None
-    assert not first.plan.structure.specialized
     plans = [rung.plan for rung in ladder.rungs]
     assert plans[-1] == ladder.of  # the kernel of the spec itself
     assert len({found.name for found in plans if found}) == len(RUNGS)
@@ -69,9 +65,6 @@ def test_a_refused_step_is_left_out_of_those_behind_it() -> None:
     assert "pingpong needs at least 2 consumers" in str(refused.refusal)
     assert rungs["TMA store"].changed == ("epilogue: staged",)
     assert "schedule: cooperative" in " ".join(rungs["fixed reference"].lines)
-    first, second, *_ = ladder_of("variant: dilated, head_dim: 64").rungs
-    assert "tiles must be ranges" in str(first.refusal)
-    assert second.changed == second.lines  # there is none before it
 
 
 def test_kernels_that_differ_in_a_rung_share_a_ladder() -> None:
@@ -104,14 +97,14 @@ def test_the_shipped_ladder_is_that_of_its_last_kernel() -> None:
 
 def test_ratios_to_the_rung_before_and_to_the_last() -> None:
     ladder = ladder_of("variant: causal, head_dim: 128")
-    speeds = [400.0, 500.0, None, 600.0, 600.0, 660.0, 726.0, 800.0]
+    speeds = [500.0, None, 600.0, 600.0, 660.0, 726.0, 800.0]
     results = [
         Result(rung.name, rung.plan and rung.plan.name, "failed" if speed is None else "measured", tflops=speed)
         for rung, speed in zip(ladder.rungs, speeds, strict=True)
     ]
     row = Row(bench_cases("causal", "bf16", 128, 128)[0], tuple(results))
     found = steps(ladder, row)
-    assert [step.to_previous for step in found] == [None, 1.25, None, 1.2, 1.0, 1.1, 1.1, pytest.approx(800 / 726)]
+    assert [step.to_previous for step in found] == [None, None, 1.2, 1.0, 1.1, 1.1, pytest.approx(800 / 726)]
     assert [step.to_last for step in found] == [speed and speed / 800 for speed in speeds]
     other = ladder_of("variant: causal, head_dim: 128, tile: {m: 192, n: 64}")
     report = BenchReport("s", "p", (row,), ladders=(ladder, other))

@@ -14,7 +14,6 @@ from attngen.plan.schedules import (
     hopper_decode,
     hopper_forward,
     hopper_fp8,
-    hopper_unified,
     quantize,
     quantize_tiles,
     triton_backward,
@@ -27,7 +26,6 @@ from attngen.schema.expand import KernelSpec
 _ROWS: list[Schedule] = [
     hopper_fp8.SCHEDULE,
     hopper_forward.SCHEDULE,
-    hopper_unified.SCHEDULE,
     hopper_decode.SCHEDULE,
     triton_forward.SCHEDULE,
     hopper_backward.SCHEDULE,

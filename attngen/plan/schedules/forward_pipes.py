@@ -1,4 +1,4 @@
-"""The pipes of the Hopper forward kernels, with warp roles and without."""
+"""The pipes of the Hopper forward kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ _SLOTS = 2  # tiles of work that are known ahead
 #: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
 WORK_BYTES = 320
 _TILE_INFO_BYTES, _SLOT_BYTES = 4, 4
-_TAKEN_BYTES = 4
 _TILE_SCALES_BYTES, _SCALE_BYTES = 8, 4
 #: Bytes of a value of a key, and the tiles of them that a stage has room for: a consumer reads them after it has given
 #: the stage back, and is done with them when it gives back the next one.
@@ -22,7 +21,7 @@ _TRANSPOSERS = 2  # warps
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = (
     "q", "k", "v_rows", "v", "biases", "more_partials", "out", "work", "barriers", "tile_scales", "key_values",
-    "tile_info", "taken",
+    "tile_info",
 )  # fmt: skip
 
 
@@ -35,22 +34,16 @@ def forward_pipes(
     ``warps`` is the number of a consumer's warps, which a model may have fewer of.
     """
     consumers = roles.consumers
-    each, loads = "each warpgroup", "the first warp"
-    by_q = by_k = by_v = loads
-    if roles.specialized:
-        each, by_q, by_k = "each consumer", "the loader of Q", "the loader of K and V"
-        by_v = by_k
+    each, by_q, by_k = "each consumer", "the loader of Q", "the loader of K and V"
+    by_v = by_k
     if roles.value_loader:
         by_k, by_v = "the loader of K", "the loader of V"
-    shared = f"{each} of both blocks" if roles.cluster > 1 else each
     done = f"{each.removeprefix('each ')}s are done with a tile of"
     info_bytes = _TILE_INFO_BYTES + (_SLOT_BYTES if iteration == "tile_map" else 0)
-    tile_info = (("tile_info", info_bytes),) if roles.specialized else ()
     scale_bytes = _TILE_SCALES_BYTES if scale_block > 1 else _SCALE_BYTES * tile_n
     scales = (("tile_scales", scale_bytes),) if scale_block else ()
     value_bytes = _TILES_OF_VALUES * _VALUE_BYTES * tile_n * roles.key_values
     values = (("key_values", value_bytes),) if roles.key_values else ()
-    and_word = ", and what each consumer does with it is written" if roles.specialized else ""
     scheduler = roles.consumers + 1 if iteration == "ranges" else 1
     others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"
     if roles.transposes:
@@ -60,19 +53,15 @@ def forward_pipes(
         "q", roles.q_stages, by_q, each,
         guards="a tile of Q stays until it is multiplied with every tile of K of its tile of work",
         full=Signal(1, by_q, "a tile of Q has landed", bytes=True),
-        empty=Signal(consumers, each, "consumers have multiplied a tile of Q for the last time")
-        if roles.specialized
-        else None,
+        empty=Signal(consumers, each, "consumers have multiplied a tile of Q for the last time"),
         stored=(("q", tile_m * qk * operands.q.bytes),),
     )  # fmt: skip
     k = Ring(
         "k", stages, by_k, each,
-        guards="a tile of K, and the word that says what each consumer does with it, stay until S is complete"
-        if roles.specialized
-        else "a tile of K stays until S is complete",
-        full=Signal(1, by_k, f"a tile of K has landed{and_word}", bytes=True),
-        empty=Signal(consumers * roles.cluster, shared, f"{done} K"),
-        stored=(("k", tile_n * qk * operands.k.bytes), *tile_info, *scales, *values),
+        guards="a tile of K, and the word that says what each consumer does with it, stay until S is complete",
+        full=Signal(1, by_k, "a tile of K has landed, and what each consumer does with it is written", bytes=True),
+        empty=Signal(consumers, each, f"{done} K"),
+        stored=(("k", tile_n * qk * operands.k.bytes), ("tile_info", info_bytes), *scales, *values),
     )  # fmt: skip
     v_bytes, v_rows = tile_n * v * operands.v.bytes, []
     landed = Signal(1, by_v, "a tile of V has landed", bytes=True)
@@ -91,7 +80,7 @@ def forward_pipes(
         "v", stages, by_v, each,
         guards="a tile of V stays until its product is added to O, one step after K",
         full=landed,
-        empty=Signal(consumers * roles.cluster, shared, f"{done} V"),
+        empty=Signal(consumers, each, f"{done} V"),
         stored=(("v", v_bytes),),
     )  # fmt: skip
     of_biases = Ring(
@@ -119,13 +108,6 @@ def forward_pipes(
         "work_asked",
         Signal(1, by_k, "the loader nears the end of a tile of work: the scheduler may take the next one"),
     )
-    taken = Ring(
-        "taken", 1, "the scheduler of the first block", "that of each other block",
-        guards="the number of the tiles of work that a cluster takes next stays until the other block has read it",
-        full=Signal(1, "the reader", "the next tiles of work are known", bytes=True),
-        empty=Signal(roles.cluster - 1, "that of each other block", "the other block has read the number"),
-        stored=(("taken", _TAKEN_BYTES),),
-    )  # fmt: skip
     return Pipes(
         (
             q,
@@ -133,9 +115,8 @@ def forward_pipes(
             *v_rows,
             of_v,
             *([of_biases] if roles.biases else []),
-            *([work] if roles.specialized else []),
+            work,
             *([asked] if roles.persistent else []),
-            *([taken] if roles.cluster > 1 else []),
         ),
         named=_named(roles, each),
         roles=roles.warp_roles,
@@ -208,8 +189,3 @@ def forward_roles(
     if transposes:
         alone.append(Role("transposers", first + len(alone), _TRANSPOSERS, producer))
     return Role("consumers", 0, first, consumer), *alone
-
-
-def alike(consumers: int, registers: int) -> tuple[Role, ...]:
-    """The one role of warps that all do the same."""
-    return (Role("consumers", 0, WARPGROUP * consumers, registers),)

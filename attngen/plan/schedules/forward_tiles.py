@@ -65,9 +65,9 @@ _BIAS_KEYS, _BIAS_STAGES, _FEW_CONSUMERS = BOX_BYTES[-1] // BIAS_BYTES, (3, 2), 
 #: The most blocks of a cluster that every Hopper card takes.
 _MOST_BLOCKS = 8
 
-#: Keys of a tile, stages, and orders of consumers with blocks of a cluster, among which the fastest are looked for.
+#: Keys of a tile, stages, and orders of consumers, among which the fastest are looked for.
 _TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
-_TUNED_ORDERS = (("pingpong", 1), ("pingpong", 2), ("cooperative", 1))
+_TUNED_ORDERS = ("pingpong", "cooperative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +118,15 @@ class Form:
 
     ``check`` refuses what the roles of a spec and the iteration of its tiles do not allow. ``warp_roles`` returns the
     roles with their registers, for a number of consumers, keys of a tile and columns of V, and for the registers of a
-    table, if it gives any. ``products`` counts the wgmma instructions of a kernel, from those of one Q K^T and of one
-    P V. ``numbers`` has the rules for P by dtype. ``capped_columns``: columns up to which tanh and exp2 of a logit,
-    which share the MUFU, take longer than its products. ``transposes``: V is transposed before its product.
+    table, if it gives any. ``numbers`` has the rules for P by dtype. ``capped_columns``: columns up to which tanh and
+    exp2 of a logit, which share the MUFU, take longer than its products. ``transposes``: V is transposed before its
+    product.
     """
 
     schedule: str
     label: str
-    specialized: bool
     check: Callable[[KernelSpec, Roles, str], None]
     warp_roles: Callable[[KernelSpec, Roles, int, int, int, tuple[int, int] | None], tuple[Role, ...]]
-    products: Callable[[HopperForward, int, int], int]
     numbers: Mapping[str, Probabilities]
     table: tuple[Choice, ...]
     capped_columns: int = 0
@@ -149,10 +147,10 @@ def hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form) -> Hop
 
 def _tiled_biases(spec: KernelSpec, form: Form) -> int:
     """The biases whose tiles a loader may bring: where the rows of a tile are those of one head of one sequence, and
-    one warp loads K and V for one block."""
-    if not form.specialized or spec.dtype in QUANTIZED_DTYPES or is_paged(spec) or spec.pack_gqa or spec.split_tiles:
+    one warp loads K and V."""
+    if spec.dtype in QUANTIZED_DTYPES or is_paged(spec) or spec.pack_gqa or spec.split_tiles:
         return 0
-    return 0 if spec.roles and spec.roles.cluster not in (None, 1) else len(biases(spec.variant))
+    return len(biases(spec.variant))
 
 
 def _hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, tiled: int) -> HopperTile:
@@ -198,9 +196,8 @@ def _tile(
         raise refuse(spec, "tile.n", f"{tile_n} is not a multiple of {step} from {step} to 256; nearest: {nearest}")
     if tiled and tile_n % _BIAS_KEYS:
         raise refuse(spec, "tile.n", f"{tile_n} keys are no whole copies of a bias, of {_BIAS_KEYS} columns")
-    specialized = form.specialized
     form.check(spec, roles, iteration)
-    schedule = roles.schedule or (choice.schedule if consumers > 1 and specialized else "cooperative")
+    schedule = roles.schedule or (choice.schedule if consumers > 1 else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         raise refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
     as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile_n)
@@ -213,7 +210,7 @@ def _tile(
     box = widest_box(qk * size, v * size)
     numbers = form.numbers[spec.dtype]
     softmax, constant = softmax_of(spec, numbers.exponents)
-    anchored = specialized and tile_n % ANCHOR == 0 and _can_be_anchored(spec, iteration)
+    anchored = tile_n % ANCHOR == 0 and _can_be_anchored(spec, iteration)
     capped = (
         max(qk, v) <= form.capped_columns
         and softmax in ("fixed_reference", "bounded")
@@ -224,25 +221,24 @@ def _tile(
     # where tiles are anchored, the rows of all consumers see some key of nearly every tile; not so tiles of many keys
     # under a window, whose far end differs from query to query
     together = anchored and (not form.transposes or tile_n <= ROWS or searches(spec))
-    ranges = specialized and iteration == "ranges" and spec.variant.mask != TRUE and not together
+    ranges = iteration == "ranges" and spec.variant.mask != TRUE and not together
     skips = ranges and tile_n < tile_m - ROWS
     staged = spec.epilogue != "direct" and not spec.split_tiles
     values = key_values(
         spec.variant, "packed" if spec.pack_gqa else "single", fast_math=spec.fast_math,
         bits=iteration == "tile_map",
     )  # fmt: skip
-    if not specialized or is_paged(spec):
+    if is_paged(spec):
         values = NO_KEY_VALUES
     draft = HopperForward(
-        specialized=specialized,
         consumers=consumers,
         warp_roles=warp_roles,
         pingpong=schedule == "pingpong",
         keeps_turn=schedule == "pingpong" and choice.keeps_turn,
         overlap=roles.overlap is not False,
-        persistent=specialized and spec.persistent is not False and not spec.split_tiles,
+        persistent=spec.persistent is not False and not spec.split_tiles,
         longest_first=spec.order != "natural",
-        from_first=ranges and spec.order != "natural" and roles.cluster in (None, 1) and first_see_most(spec),
+        from_first=ranges and spec.order != "natural" and first_see_most(spec),
         staged=staged,
         boxes_out=staged and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
         skips=skips,
@@ -272,7 +268,6 @@ def _tile(
         fused=softmax == "bounded" and not capped,
         anchor=ANCHOR if anchored else 0,
         redo_by_count=anchored and softmax == "fixed_reference" and not capped and not numbers.settled,
-        cluster=_cluster(spec, form, iteration, roles),
         relative=softmax == "fixed_reference" and not spec.scale_block and takes_row_max(spec),
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
@@ -303,27 +298,6 @@ def _tile(
     return with_stages(spec.stages or usual[-1])
 
 
-def _cluster(spec: KernelSpec, form: Form, iteration: str, roles: Roles) -> int:
-    """Number of blocks that load K and V for each other: the spec's, or 1."""
-    if roles.cluster in (None, 1):
-        return 1
-    if not form.specialized:
-        reason = "only kernels with a producer load for each other"
-    elif spec.dtype in QUANTIZED_DTYPES:
-        reason = "with 8 bits each block loads its own tiles"
-    elif spec.layout != "dense":
-        reason = f"the blocks have neighbouring queries of one sequence; with 'layout: {spec.layout}' each has its own"
-    elif iteration != "ranges":
-        reason = f"both blocks visit the same tiles of keys, which must be ranges, not {iteration}"
-    elif spec.split_tiles:
-        reason = "the blocks of a cluster share the keys of a tile (split_kv: tiles)"
-    elif spec.persistent is False:
-        reason = "both blocks take tile after tile together, and 'persistent: false' allows one"
-    else:
-        return roles.cluster
-    raise refuse(spec, "warps.cluster", f"{reason}; allowed: 1")
-
-
 def _one_interval(spec: KernelSpec) -> bool:
     """Whether the keys that rows see, and those that all rows of a tile see, are an interval each."""
     bands = bands_of(spec)
@@ -348,8 +322,8 @@ def _can_be_anchored(spec: KernelSpec, iteration: str) -> bool:
 
 def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
     """Return the number of consumers, which the rows of the tile and the roles must agree on."""
-    if roles.producer not in (None, 0, 1):
-        raise refuse(spec, "warps", f"{roles.producer} producers are not allowed; allowed: 0, 1")
+    if roles.producer not in (None, 1):
+        raise refuse(spec, "warps", f"{roles.producer} producers are not allowed; allowed: 1")
     from_tile = spec.tile_m // ROWS if spec.tile_m and spec.tile_m % ROWS == 0 else None
     if spec.tile_m and from_tile not in REGISTERS:
         raise refuse(spec, "tile.m", f"{spec.tile_m} is not allowed; allowed: 64, 128, 192 (64 rows per consumer)")
@@ -395,10 +369,8 @@ def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     step = _key_step(first.operands, first.structure.v_by_columns, spec.transposed_v)
     consumers = (1, 2) if spec.pack_gqa else (2, 3)
     keys = [n for n in _TUNED_KEYS if n % step == 0]
-    for count, tile_n, stages, (schedule, cluster) in product(consumers, keys, _TUNED_STAGES, _TUNED_ORDERS):
-        if spec.pack_gqa and cluster > 1:
-            continue  # for few queries
-        roles = Roles(consumer=count, schedule=schedule, overlap=True, cluster=cluster)
+    for count, tile_n, stages, schedule in product(consumers, keys, _TUNED_STAGES, _TUNED_ORDERS):
+        roles = Roles(consumer=count, schedule=schedule, overlap=True)
         yield replace(spec, tile_n=tile_n, stages=stages, roles=roles)
 
 

@@ -33,10 +33,8 @@ from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import times_of, visible_keys
 from attngen.schema.expand import KernelSpec
 
-#: K and V of the heads that run side by side where no mask makes tiles of work differ, and blocks load for each other.
-PAIRED_SECTION_BYTES = 8 * 2**20
-
-#: Columns up to which one head after the other is faster there; slower for long sequences at head dim 256.
+#: Columns up to which one head after the other is faster where no mask makes tiles of work differ; slower for long
+#: sequences at head dim 256.
 _ONE_HEAD_COLUMNS = 192
 
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
@@ -83,9 +81,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     if spec.softmax_scale is not None:
         raise refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     check_head_dims(spec)
-    if spec.split_tiles and spec.roles and spec.roles.producer == 0:
-        raise refuse(spec, "warps", "blocks share the keys of a tile only with a producer; allowed: producer 1")
-    iteration = iteration_of(spec, by_bits=form.specialized)
+    iteration = iteration_of(spec, by_bits=True)
     pack_gqa = spec.pack_gqa is True
     if pack_gqa and iteration == "tile_map":
         raise refuse(
@@ -102,12 +98,12 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     operands = operands_of(spec)
     tile, columns = hopper_tile(spec, arch, iteration, form), operand_widths(spec, operands)
     roles = tile.roles
-    warpgroups = roles.consumers + roles.specialized
-    usual = roles.schedule == ("pingpong" if roles.consumers > 1 and roles.specialized else "cooperative")
+    warpgroups = roles.consumers + 1
+    usual = roles.schedule == ("pingpong" if roles.consumers > 1 else "cooperative")
     planned = drafted(
         spec,
         label=form.label,
-        width=f"c{roles.consumers}" if roles.specialized else f"w{4 * warpgroups}",
+        width=f"c{roles.consumers}",
         tile_map=iteration == "tile_map",
         alignment=16,
         choices=(
@@ -115,11 +111,10 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *([] if roles.overlap else ["nooverlap"]),
             *([] if roles.softmax == "fixed_reference" else [roles.softmax.replace("_", "")]),
             *(["shared"] if roles.shares else []),
-            *([] if roles.persistent or roles.shares or not roles.specialized else ["single"]),
+            *([] if roles.persistent or roles.shares else ["single"]),
             *([] if roles.longest_first else ["natural"]),
             *([] if roles.staged or roles.shares else ["direct"]),
             *(["pack"] if pack_gqa else []),
-            *(["paired"] if roles.cluster > 1 else []),
             *(["transposedv"] if spec.transposed_v else []),
             *([_scale_label(spec.scale_block)] if spec.scale_block else []),
         ),
@@ -137,14 +132,13 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         iteration=iteration,
         mask_code="branch",
         softmax=roles.softmax,
-        section_bytes=_section_bytes(spec, roles, max(each.width for each in columns)),
+        section_bytes=_section_bytes(spec, max(each.width for each in columns)),
         structure=roles,
         times=times_of(
             roles.consumers,
             tile.tile_n,
             max(each.width for each in columns),
             operands.q.bytes,
-            roles.cluster,
             shared=roles.shares,
         ),
         visible=visible_keys(spec),
@@ -155,20 +149,20 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         _arguments(planned, roles),
         lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
         grid="key_shares" if roles.shares else "queries",
-        cluster=max(roles.cluster, roles.sharing),
+        cluster=roles.sharing,
         persistent=roles.persistent,
-        pdl=roles.specialized,
+        pdl=True,
         shared_bytes=roles.shared_bytes,
         max_spills=SPILLS.bytes,
-        products=_products(planned, roles, form),
+        products=_products(planned, roles),
     )
 
 
-def _section_bytes(spec: KernelSpec, roles: HopperForward, width: int) -> int:
+def _section_bytes(spec: KernelSpec, width: int) -> int:
     """Bytes of K and V of the heads that run side by side; measured for unmasked attention."""
     if spec.variant.masked or spec.layout != "dense" or spec.dtype in QUANTIZED_DTYPES or width > _ONE_HEAD_COLUMNS:
         return SECTION_BYTES
-    return PAIRED_SECTION_BYTES if roles.cluster > 1 else ONE_HEAD
+    return ONE_HEAD
 
 
 def _scale_label(block: int) -> str:
@@ -200,16 +194,12 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
-def _products(planned: Plan, roles: HopperForward, form: Form) -> int:
-    """Number of wgmma instructions of the kernel."""
+def _products(planned: Plan, roles: HopperForward) -> int:
+    """Number of wgmma instructions: Q K^T for the first tile of a block, for that of a tile of work, and in
+    the loop; P V in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of
+    which needs a Q K^T of its own. Where blocks share keys, there is one tile of work: Q K^T for its first step and in
+    the loop."""
     qk, pv = planned.columns_qk[0].width // planned.operands.q.mma_k, planned.tile_n // planned.operands.p.mma_k
-    return form.products(roles, qk, pv)
-
-
-def products_with_roles(roles: HopperForward, qk: int, pv: int) -> int:
-    """Number of wgmma instructions: Q K^T for the first tile of a block, for that of a tile of work, and in the loop; P
-    V in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of which needs a Q
-    K^T of its own. Where blocks share keys, there is one tile of work: Q K^T for its first step and in the loop."""
     if roles.shares:
         return 2 * qk + 2 * pv
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
@@ -243,10 +233,8 @@ def keep_promises(spec: KernelSpec) -> None:
 FORM = Form(
     schedule="hopper_forward",
     label="wgmma",
-    specialized=True,
     check=lambda spec, roles, iteration: None,
     warp_roles=warp_roles,
-    products=products_with_roles,
     numbers=PROBABILITIES,
     table=TABLE,
     capped_columns=64,
@@ -258,9 +246,7 @@ SCHEDULE = Schedule(
     template="cuda/forward/kernel.cu.j2",
     view="attngen.render.views.hopper_forward:cuda_view",
     supports=lambda arch: arch.wgmma,
-    suits=lambda spec: (
-        spec.dtype not in QUANTIZED_DTYPES and (spec.split_tiles or spec.roles is None or spec.roles.producer != 0)
-    ),
+    suits=lambda spec: spec.dtype not in QUANTIZED_DTYPES,
     split_tiles=True,
     plan=lambda spec, arch: plan_forward(spec, arch, FORM),
     alternatives=alternatives,

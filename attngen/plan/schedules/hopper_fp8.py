@@ -18,7 +18,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.forward_registers import warp_roles
 from attngen.plan.schedules.forward_tiles import Choice, Form, Probabilities, alternatives, tunable
-from attngen.plan.schedules.hopper_forward import keep_promises, plan_forward, products_with_roles
+from attngen.plan.schedules.hopper_forward import keep_promises, plan_forward
 from attngen.schema.expand import KernelSpec, Roles
 
 #: e4m3 ends at 448 and has 3 bits of fraction down to 2^-6: the largest P is 2^4 when the row max is set, and may
@@ -49,8 +49,6 @@ TABLE = (
 
 def _check(spec: KernelSpec, roles: Roles, iteration: str) -> None:
     """Refuse what probabilities of 8 bits cannot do."""
-    if roles.producer == 0:
-        raise refuse(spec, "warps", f"{spec.dtype} needs a producer, which transposes V; allowed: producer 1")
     if spec.scale_block and LAYOUTS[spec.layout].key_access == "paged":
         raise refuse(
             spec, "descale", "keys in pages have a scale for each head here; allowed: head, or page with split_kv: true"
@@ -64,10 +62,8 @@ def _check(spec: KernelSpec, roles: Roles, iteration: str) -> None:
 FORM = Form(
     schedule="hopper_fp8",
     label="wgmma",
-    specialized=True,
     check=_check,
     warp_roles=partial(warp_roles, transposes=True),
-    products=products_with_roles,
     numbers=PROBABILITIES,
     table=TABLE,
     capped_columns=256,

@@ -17,7 +17,6 @@ class HopperForward(Structure):
     lanes_of_part: ClassVar[int] = 8
     most_consumers: ClassVar[int] = 32 // lanes_of_part - 1
 
-    specialized: bool  # one more warpgroup is the producer; else the warpgroups that multiply also load
     pingpong: bool  # consumers alternate at the tensor cores
     keeps_turn: bool  # ping-pong hands over when the products of a step are done, not when they are issued
     overlap: bool  # O += P V runs under the softmax of the next tile
@@ -49,7 +48,6 @@ class HopperForward(Structure):
     relative: bool = False  # a term of the score subtracts the row max, so that logits are relative to it
     capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
-    cluster: int = 1  # blocks that have neighbouring tiles of queries, and load K and V for each other
     sharing: int = 1  # most blocks of a cluster that split the keys of a work item
     biases: int = 0  # elements that the score reads at [..., q, kv], of which tiles come with those of K
     bias_stages: int = 0  # of the ring of these tiles
@@ -73,7 +71,7 @@ class HopperForward(Structure):
     @property
     def holds_mask_bits(self) -> bool:
         """Whether consumers apply the mask of a tile map by bits, in the order of their accumulators."""
-        return self.specialized
+        return True
 
     @property
     def schedule(self) -> str:

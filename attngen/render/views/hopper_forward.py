@@ -31,12 +31,12 @@ from attngen.render.expressions import CUDA, KEYS, in_product
 from attngen.render.header import argument_groups, command, summary
 from attngen.render.key_values import KeyValues, with_key_values
 from attngen.render.pipes import PipesView, constant, pipes_view
+from attngen.render.views.forward_parts import Parts, parts_of
 
 _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
     "v_rows": "V as it lies in memory, a box per stage",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
-    "taken": "the tiles of work that the cluster takes next",
     "key_values": "values of the keys of two tiles in each stage of K, which {who}",
     "biases": "tiles of biases that belong to a tile of K",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
@@ -68,9 +68,10 @@ class CudaView:
     """Everything that the templates of kernels name beside the plan itself."""
 
     template: str
+    parts: Parts
     command: str
     summary: str
-    uses_expressions: bool
+    headers: tuple[str, ...]
     element: DType  # of p, and mostly of q, k and v
     qk_product: str  # what multiplies Q and K,
     pv_product: str  # and P and V
@@ -86,8 +87,6 @@ class CudaView:
     here: str
     from_here: str
     in_cluster: str
-    per_cluster: str
-    rows_together: str
     pipes: PipesView
     each_work: str  # a loop over tiles of work, and its end
     end_work: str
@@ -148,19 +147,14 @@ class CudaView:
     classifier: ClassifierView | None
 
 
+#: What a consumer knows of a tile by its word: its number, and whether its own rows need the mask.
+_TILE, _PARTIAL = "(tile_info & kTileMask)", "tile_info >> (kPartialBit + warpgroup) & 1"
+
+
 def cuda_view(plan: Plan, template: str) -> CudaView:
-    """Return the view of a plan with warp roles, whose consumers learn of a tile by a word."""
-    return forward_view(
-        plan, template, tile="(tile_info & kTileMask)", masked="tile_info >> (kPartialBit + warpgroup) & 1"
-    )
-
-
-def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaView:
-    """Return the view of a plan; the template calls the number of a tile of keys ``tile``, and ``masked`` whether it
-    needs the mask."""
+    """Return the view of a plan."""
     hopper = plan.structure
     assert isinstance(hopper, HopperForward)
-    clustered = hopper.cluster > 1 or hopper.shares
     found, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.iteration != "ranges" else ()
     partial_steps, full_steps, key_values = with_key_values(plan, code)
@@ -177,7 +171,7 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
     left = "work.seqlen_q - work.q_start"
     place_step = "kAnchor" if hopper.anchored else "kBlockN"
-    kv_first = f"{tile} * {place_step} + 2 * (lane % 4)"
+    kv_first = f"{_TILE} * {place_step} + 2 * (lane % 4)"
     v_box = hopper.box_bytes
     if hopper.v_by_columns:
         among = TRANSPOSED_BYTES if hopper.transposes else BOX_BYTES
@@ -186,9 +180,10 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
     work_lines = _work_lines(plan, reads(code.work) | steps | seen, code.work)
     return CudaView(
         template=template,
+        parts=parts_of(plan, hopper),
         command=command(plan),
         summary=summary(plan),
-        uses_expressions=any((plan.variant.masked, plan.variant.score, plan.variant.sink)),
+        headers=_headers(plan, hopper),
         element=plan.operands.p,
         qk_product="Product<Element, kBlockN>" if alike else "Product<QElement, kBlockN, KvElement>",
         pv_product="Product<Element, kHeadDimV>" if alike else "Product<Element, kHeadDimV, KvElement>",
@@ -204,12 +199,10 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         v_box_bytes=v_box,
         v_swizzle=SWIZZLES[v_box],
         region_bytes={region.name: region.bytes for region in hopper.shared},
-        here="here" if clustered else "",
-        from_here=_FROM_HERE if clustered else "",
-        in_cluster="(0, 0, here)" if clustered else "",
-        per_cluster=f" / {hopper.cluster}" if hopper.cluster > 1 else "",
-        rows_together=f"{hopper.cluster} * kBlockM" if hopper.cluster > 1 else "kBlockM",
-        pipes=pipes_view(forward_pipes_of(plan), base=_FROM_HERE if clustered else ""),
+        here="here" if hopper.shares else "",
+        from_here=_FROM_HERE if hopper.shares else "",
+        in_cluster="(0, 0, here)" if hopper.shares else "",
+        pipes=pipes_view(forward_pipes_of(plan), base=_FROM_HERE if hopper.shares else ""),
         each_work="do" if hopper.shares else "while (true)",
         end_work=" while (false);  // a block has one tile of work" if hopper.shares else "",
         partials_room=_room(hopper),
@@ -269,15 +262,42 @@ def forward_view(plan: Plan, template: str, *, tile: str, masked: str) -> CudaVi
         visible=code.visible,
         visible_uses_kv="kv_first" in seen,
         uses_kv="kv_first" in steps,
-        logit_tile=tile,
+        logit_tile=_TILE,
         kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
-        logit_partial=masked,
+        logit_partial=_PARTIAL,
         logit_comment="; pairs that are not visible get -inf" if plan.variant.masked else "",
         multiplier=leaf("multiplier") if plan.scale_block > 0 and plan.variant.score is None else code.multiplier,
         cap_scale=code.cap_scale,
         sink=_sink(plan, work_lines),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
     )
+
+
+def _headers(plan: Plan, forward: HopperForward) -> tuple[str, ...]:
+    """The headers that a kernel needs."""
+    variant = plan.variant
+    needed = {
+        "biases": forward.biases > 0,
+        "cluster": forward.shares,
+        "division": bool(plan.divisors),
+        "dropout": variant.dropout,
+        "expression": any((variant.masked, variant.score, variant.sink)),
+        "pages": plan.key_access == "paged",
+        "pdl": True,
+        "quad": not (forward.staged or forward.transposes or forward.shares),
+        "ring": True,
+        "schedule": True,
+        "soft_cap": forward.capped,
+        "softmax": True,
+        "split": forward.shares,
+        "tile_map": plan.has_launch("classify"),
+        "tma": True,
+        "transpose": forward.transposes,
+        "keys": plan.transposed_v,
+        "value_scale": plan.block_scales,
+        "wgmma": True,
+    }
+    return tuple(name for name, used in needed.items() if used)
 
 
 def _classifier(plan: Plan) -> ClassifierView:

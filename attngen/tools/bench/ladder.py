@@ -1,4 +1,4 @@
-"""The ladder of a Hopper kernel: from the form of FlashAttention-2 to its own, one choice of the spec at a time."""
+"""The ladder of a Hopper kernel: from warp specialization alone to its own form, one choice of the spec at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attngen.tools.build.pipeline import Prepared
 
 #: Choices of an entry of ``kernels``, including those of ``warps``, at the start of the ladder.
 _START: Mapping[str, Any] = {
-    "producer": 0, "schedule": "cooperative", "overlap": False, "softmax": "exact_max", "persistent": False,
+    "producer": 1, "schedule": "cooperative", "overlap": False, "softmax": "exact_max", "persistent": False,
     "order": "natural", "epilogue": "direct",
 }  # fmt: skip
 _OF_WARPS = ("producer", "schedule", "overlap")
@@ -24,8 +24,7 @@ _OF_WARPS = ("producer", "schedule", "overlap")
 #: What each rung adds to the one before, in the order of the published kernels: FlashAttention-3 specializes warps,
 #: overlaps and takes turns; the lazy maximum is FlashAttention-4's.
 _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("no warp specialization", {}),
-    ("warp specialization", {"producer": 1}),
+    ("warp specialization", {}),
     ("overlap", {"overlap": True}),
     ("ping-pong", {"schedule": "pingpong"}),
     ("TMA store", {"epilogue": "staged"}),
@@ -70,7 +69,7 @@ def reason_against(found: Plan) -> str | None:
     """Return why a kernel has no ladder, or None."""
     if found.backend != "cuda":
         return "only CUDA kernels have a ladder"
-    return "the ladder starts without warp roles, which packed heads need" if found.pack_gqa else None
+    return "a ladder is for kernels of single heads" if found.pack_gqa else None
 
 
 def ladders(kernels: Sequence[Prepared]) -> list[Ladder]:
@@ -104,7 +103,7 @@ def _rungs(base: Prepared) -> tuple[Rung, ...]:
 def _spec(base: Prepared, choices: Mapping[str, Any]) -> KernelSpec:
     """Return the kernel of a rung: that of the spec, with its tile and these choices."""
     found = base.plan
-    given = (base.spec.roles if choices["producer"] else None) or Roles()
+    given = base.spec.roles or Roles()
     roles = replace(given, consumer=None, **{name: choices[name] for name in _OF_WARPS})
     return replace(
         base.spec,
@@ -120,7 +119,7 @@ def _lines(base: Prepared, choices: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the entry of ``kernels`` that builds a rung, a field on each line."""
     spec, found = base.spec, base.plan
     warps: dict[str, Any] = {name: choices[name] for name in _OF_WARPS}
-    if choices["producer"] and spec.roles and (spec.roles.producer_registers or spec.roles.consumer_registers):
+    if spec.roles and (spec.roles.producer_registers or spec.roles.consumer_registers):
         given = {"producer": spec.roles.producer_registers, "consumer": spec.roles.consumer_registers}
         warps["registers"] = {role: count for role, count in given.items() if count}
     same = spec.head_dim_qk == spec.head_dim_v

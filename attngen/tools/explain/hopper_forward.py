@@ -35,7 +35,7 @@ class Registers:
 
 @dataclass(frozen=True, slots=True)
 class HopperExplanation(ScheduleExplanation):
-    """The explanation of a Hopper forward, with warp roles or without."""
+    """The explanation of a Hopper forward."""
 
     @property
     def hopper(self) -> HopperForward:
@@ -54,7 +54,6 @@ class HopperExplanation(ScheduleExplanation):
         assert low is not None
         told = {
             "roles": {
-                "specialized": hopper.specialized,
                 "consumers": hopper.consumers,
                 "rows": ROWS,
                 **self._warps(),
@@ -67,7 +66,6 @@ class HopperExplanation(ScheduleExplanation):
                 "epilogue": "merged" if hopper.shares else "staged" if hopper.staged else "direct",
                 "skips": hopper.skips,
                 "pack_gqa": self.plan.pack_gqa,
-                "cluster": hopper.cluster,
             },
             "registers": asdict(self.registers),
             "loop": dict(self.loop()),
@@ -107,12 +105,8 @@ class HopperExplanation(ScheduleExplanation):
             )
         if not self.hopper.persistent:
             return f"{tiles} blocks, one for each tile of work, {order}"
-        who, together = "each block", self.hopper.cluster
-        if together > 1:
-            who = f"each cluster of {together} blocks"
-            tiles, order = f"{tiles} (rounded up to {together} of a head)", f"{together} at once, {order}"
         return (
-            f"persistent: a block for each multiprocessor, if there are as many of {tiles} tiles of work; {who} "
+            f"persistent: a block for each multiprocessor, if there are as many of {tiles} tiles of work; each block "
             f"takes the next from a counter until none is left, {order}"
         )
 
@@ -151,10 +145,10 @@ class HopperExplanation(ScheduleExplanation):
             yield "boundary", "none: a block has one tile of work, and writes O after PV(last)"
         yield "epilogue", _epilogue(self.plan, hopper)
 
-    def _warps(self) -> dict[str, int | None]:
-        """Return the warp of each role of the producer; without roles, the first warp loads."""
-        if not self.hopper.specialized or self.pipes is None:
-            return {"scheduler_warp": None, "loader_warp": 0, "query_loader_warp": 0}
+    def _warps(self) -> dict[str, int]:
+        """The warp of each role of the producer."""
+        if self.pipes is None:
+            return {}
         by_name = {role.name: role.first for role in self.pipes.roles}
         of_q = by_name.get("query_loader", by_name["scheduler"])
         return {"scheduler_warp": by_name["scheduler"], "loader_warp": by_name["loader"], "query_loader_warp": of_q}
@@ -163,8 +157,6 @@ class HopperExplanation(ScheduleExplanation):
         r, consumers = self.registers, self.hopper.consumers
         rest = f"{r.others} for addresses, references and sums" if r.others >= 0 else f"{-r.others} too few: it spills"
         total = f"{r.threads} threads x {r.launch} = {r.pool}"
-        if not self.hopper.specialized:
-            return [f"a thread at most {r.consumer}: S {r.s} + P {r.p} + O {r.o} = {r.s + r.p + r.o}, {rest}"]
         return [
             f"a consumer's thread {r.consumer}: S {r.s} + P {r.p} + O {r.o} = {r.s + r.p + r.o}, {rest}",
             f"a producer's thread {r.producer}",
@@ -191,7 +183,7 @@ def _registers(plan: Plan, hopper: HopperForward) -> Registers:
     given = plan.operands
     s, o = (fragment_registers(columns, given.accumulator) for columns in (plan.tile_n, plan.columns_v[0].width))
     p = fragment_registers(plan.tile_n, given.p)
-    producer = hopper.registers_of("loader") if hopper.specialized else 0
+    producer = hopper.registers_of("loader")
     consumer = hopper.registers_of("consumers")
     return Registers(
         producer=producer,
@@ -209,11 +201,6 @@ def _registers(plan: Plan, hopper: HopperForward) -> Registers:
 
 def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
     each = "consumer" if hopper.consumers == 1 else "consumers"
-    if not hopper.specialized:
-        each = "warpgroup" if hopper.consumers == 1 else "warpgroups"
-        yield f"none: {hopper.consumers} {each} of {ROWS} query rows, all alike; the first warp loads Q, K and V by TMA"
-        yield _overlap(hopper)
-        return
     yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
     if plan.pack_gqa:
         yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
@@ -229,9 +216,6 @@ def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
         if hopper.value_loader:
             loads = f"warp {loader} loads K, {of_q} Q, and {first['value_loader']} V, a box of a page a copy"
         yield f"producer: warp {scheduler} schedules tiles of work; by TMA, {loads}"
-    if hopper.cluster > 1:
-        neighbours = f"{hopper.cluster} blocks with neighbouring queries"
-        yield f"cluster: {neighbours} load K and V for each other, and visit the same tiles"
     if hopper.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, the softmax of one runs under the MMAs of another"
     else:

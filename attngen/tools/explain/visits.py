@@ -217,9 +217,7 @@ class _Grid:
         }  # fmt: skip
         self._first = first
         self._tiles = len(first)
-        together = plan.tile_m  # rows whose keys decide what is loaded: of all blocks of a cluster
-        if plan.direction == "forward" and not plan.split_kv:
-            together *= plan.launches[-1].cluster
+        together = plan.tile_m  # rows whose keys decide what is loaded
         begin = first // together * together
         last = (begin + together - 1).clamp(max=seqlen - 1)
         self._corners = {"q_lo": begin, "q_hi": last, "q_pos_lo": begin, "q_pos_hi": last}  # as many keys as queries

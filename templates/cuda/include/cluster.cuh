@@ -50,17 +50,6 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped(barrier, rank)) : "memory");
 }
 
-// The same with an address that is mapped already.
-__device__ __forceinline__ void arrive_mapped(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Writes a word to the shared memory of any block of the cluster, whose barrier counts its bytes (PTX ISA, "st.async").
-__device__ __forceinline__ void send_to(uint32_t rank, uint32_t to, uint32_t value, uint32_t full) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
-               ::"r"(mapped(to, rank)), "r"(value), "r"(mapped(full, rank)) : "memory");
-}
-
 // Writes a word to the shared memory of any block of the cluster; sync_cluster makes it visible there.
 __device__ __forceinline__ void store_to(uint32_t rank, uint32_t to, uint32_t value) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(mapped(to, rank)), "r"(value) : "memory");

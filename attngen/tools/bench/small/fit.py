@@ -35,11 +35,11 @@ class Fit:
     largest: float
 
 
-def key_of(kernel: Kernel) -> tuple[int, int, int, int]:
-    """Return what a row of the table goes by: consumers, keys of a tile, columns, blocks of a cluster."""
+def key_of(kernel: Kernel) -> tuple[int, int, int]:
+    """Return what a row of the table goes by: consumers, keys of a tile, columns."""
     manifest = kernel.manifest
     columns = max(row["width"] for name in ("columns_qk", "columns_v") for row in manifest[name])
-    return manifest["structure"]["consumers"], kernel.tile_n, columns, kernel.main.cluster
+    return manifest["structure"]["consumers"], kernel.tile_n, columns
 
 
 def fit(timed: Sequence[Timed], card: Card) -> Fit:
@@ -68,9 +68,8 @@ def fit(timed: Sequence[Timed], card: Card) -> Fit:
     return Fit(round(float(constants[0]), 1), table, float(errors.square().mean().sqrt()), float(errors.abs().max()))
 
 
-def _row(key: tuple[int, int, int, int], tile: float, step: float) -> Measured:
-    consumers, tile_n, columns, cluster = key
-    return Measured(consumers, tile_n, columns, round(tile, 1), round(step, 1), cluster)
+def _row(key: tuple[int, int, int], tile: float, step: float) -> Measured:
+    return Measured(*key, round(tile, 1), round(step, 1))
 
 
 def _solved(rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
