@@ -58,10 +58,11 @@ FAMILIES = {
     "pages and caches": ("append", "cached", "paged", "pages", "serving_loop", "widen", "transformers_paged"),
     "8 bits": ("fp8", "quantize", "caches_8_bits"),
     "packed heads": ("packed_heads",),
+    "several GPUs": ("parallel", "sharded"),
     "dropout and sinks": ("dropout", "sinks"),
     "integrations": (
         "integrations", "integration_gradients", "integration_more", "integration_dropout", "caches", "compiled",
-        "sharded", "flex_attention", "flex_looks", "models_first_call", "model_spec", "flash_grids", "flash_attn_4",
+        "flex_attention", "flex_looks", "models_first_call", "model_spec", "flash_grids", "flash_attn_4",
     ),
     "generated specs": ("fuzzed", "generated", "random_masks"),
     "commands, packages and examples": ("bench", "examples", "first_call", "package"),
