@@ -345,7 +345,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     }
   } else {
     grow_registers<kConsumerRegisters>();
-    // A consumer: 64 query rows. A lane holds elements of two rows, 8 apart.
+    // A consumer: 64 query rows. A lane holds elements of two rows, 8 apart. Warp w of the four has these of S, and of O alike:
+    //
+    //            columns:    0 1     2 3     4 5     6 7  |  8 9  ...
+    //   row 16 w           lane 0  lane 1  lane 2  lane 3 | lane 0     s[0], s[1]  |  s[4], s[5]
+    //   row 16 w + 1       lane 4  lane 5  lane 6  lane 7 | lane 4
+    //   ...
+    //   row 16 w + 8       lane 0  lane 1  lane 2  lane 3 | lane 0     s[2], s[3]  |  s[6], s[7]
+    //
+    // Four lanes share a row: its maximum and its sum take two shuffles. Branches test __any_sync(~0u, x): if x is the same for
+    // all lanes, the compiler learns that the warp does not diverge; if it differs by row, the warp does what any row needs.
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const int row_in_group = 16 * (warp % 4) + lane / 4;
