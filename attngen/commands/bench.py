@@ -4,43 +4,45 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from attngen import cli
 from attngen.commands.bench_ladder import print_ladders
-from attngen.commands.bench_small import print_readings
-from attngen.commands.output import print_table, refuse_unwritable
+from attngen.commands.bench_output import columns, print_absent, print_end, print_failed, print_readings, ratio
+from attngen.commands.output import counted, print_table, refuse_unwritable
 from attngen.files import cause
 
 if TYPE_CHECKING:
-    from attngen.tools.bench.masks.report import MaskReport
-    from attngen.tools.bench.report import BenchReport, Mean, Result, Row
-    from attngen.tools.bench.serving.report import ServingReport
-    from attngen.tools.bench.small.oracle import OracleReport
-    from attngen.tools.bench.small.report import SmallReport
-
+    from attngen.tools.bench.grid import GridReport, GridResult, GridRow
+    from attngen.tools.bench.report import Mean, Report
+    from attngen.tools.bench.runner import Options, Suite
 
 #: Endings of the names of pictures.
 _PICTURES = (".png", ".pdf", ".svg")
 
-#: Options that say nothing about the comparison of kernels.
-_NOT_FOR_THE_ORACLE = (
-    "variants", "passes", "suite", "cells", "seqlens", "tokens", "peer_parts", "taken", "check", "plot_path",
-    "ladder", "sustained", "dry_run", "head_dims", "limit",
-)  # fmt: skip
-
-#: Options that say nothing about masks.
-_NOT_FOR_MASKS = (
-    "spec", "part", "variants", "passes", "tokens", "peer_parts", "taken", "plot_path", "ladder", "sustained",
-)  # fmt: skip
+#: By suite, its description, the option that chooses it, and the options that do not apply to it.
+_REFUSED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "oracle": ("the comparison", "--oracle", (
+        "variants", "passes", "suite", "cells", "seqlens", "tokens", "peer_parts", "taken", "check", "plot_path",
+        "ladder", "sustained", "dry_run", "head_dims", "limit",
+    )),
+    "masks": ("masks and scores of models", "--suite masks", (
+        "spec", "part", "variants", "passes", "tokens", "peer_parts", "taken", "plot_path", "ladder", "sustained",
+    )),
+    "serving": ("the serving suite", "--suite serving", (
+        "passes", "seqlens", "tokens", "peer_parts", "taken", "plot_path", "ladder", "sustained",
+    )),
+    "small": ("the suite of small calls", "--suite small", (
+        "variants", "passes", "seqlens", "tokens", "taken", "plot_path", "ladder",
+    )),
+}  # fmt: skip
 
 
 @click.command()
@@ -48,7 +50,7 @@ _NOT_FOR_MASKS = (
 @click.option("--kernel", "part", metavar="PART", help="Only kernels whose name contains this.")
 @click.option("--variant", "variants", multiple=True, metavar="NAME", help="Only this variant; may be repeated.")
 @click.option("--pass", "passes", type=click.Choice(("forward", "backward", "both")),
-              help="What is raced; default: both, as far as the spec builds them.")  # fmt: skip
+              help="Direction; default: both, as far as the spec builds them.")  # fmt: skip
 @click.option("--suite", type=click.Choice(("grid", "variants", "small", "serving", "masks")),
               help="Only the grid of full and causal masks; only the other variants; or, instead of both, calls of "
                    "little work; decoding, appending and prefill over caches; or masks and scores of models, which "
@@ -67,9 +69,9 @@ _NOT_FOR_MASKS = (
 @click.option("--peer", "peer_parts", metavar="PART", multiple=True,
               help="Only libraries whose name contains this; may be repeated.")  # fmt: skip
 @click.option("--taken", is_flag=True,
-              help="Race only the forward that a call would take.")  # fmt: skip
+              help="Of forward kernels, only the one that a call would take.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True,
-              help="Samples of each contestant; their median counts.")  # fmt: skip
+              help="Samples of each contender; their median counts.")  # fmt: skip
 @click.option("--check/--no-check", default=True, show_default=True,
               help="Compare results with float64 before they are timed.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
@@ -77,14 +79,14 @@ _NOT_FOR_MASKS = (
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png",
               help="Draw TFLOP/s over seqlen; needs matplotlib.")  # fmt: skip
 @click.option("--ladder", is_flag=True,
-              help="Race the steps that lead to each CUDA kernel, each with one more choice of the spec.")  # fmt: skip
+              help="Time the steps that lead to each CUDA kernel, each with one more choice of the spec.")  # fmt: skip
 @click.option("--sustained", is_flag=True,
               help="Keep the card busy: samples of 60 ms in random order, without pauses, with clocks and "
                    "power.")  # fmt: skip
 @click.option("--oracle", is_flag=True,
               help="Time every kernel of the spec on calls of many shapes, and compare the one that a call takes with "
                    "the fastest.")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="List cases and contestants, and measure nothing.")
+@click.option("--dry-run", is_flag=True, help="List cases and contenders, and measure nothing.")
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compiles at once; default: as cores and memory allow.")
 @click.pass_context
 def command(
@@ -111,12 +113,13 @@ def command(
     dry_run: bool,
     jobs: int | None,
 ) -> None:
-    """Race the dense kernels of a spec against the attention libraries that are installed, in one process.
+    """Time the dense kernels of a spec beside the attention libraries that are installed, in one process.
 
     Kernels that the cache lacks are compiled; those for other GPUs are left out. Prints TFLOP/s over visible pairs,
-    medians of interleaved rounds; for backwards also the memory that they take. With --suite serving, dense and paged
-    kernels decode, append and prefill in replays of CUDA graphs, and microseconds and TB/s are printed. With --suite
-    masks, functions of models and papers are called through FlexAttention and through attngen, and no spec is read.
+    medians of interleaved rounds; for backward passes also the memory that they take. With --suite serving, dense and
+    paged kernels decode, append and prefill in replays of CUDA graphs, and microseconds and TB/s are printed. With
+    --suite masks, functions of models and papers are called through FlexAttention and through attngen, and no spec is
+    read.
     Exits 1 if a kernel of attngen fails, or if none could be measured.
     """
     for path in (json_path, plot_path):
@@ -124,79 +127,46 @@ def command(
             refuse_unwritable(path)
     if plot_path is not None and plot_path.suffix.lower() not in _PICTURES:
         raise click.BadParameter(f"--plot {plot_path}: a picture's name ends in {', '.join(_PICTURES)}")
-    if suite == "masks" and not oracle:
-        _refuse_beside(context, "masks and scores of models", "--suite masks", _NOT_FOR_MASKS)
-        from attngen.commands.bench_masks import run_masks
-        from attngen.tools.bench.masks.run import MaskOptions
-
-        masks = MaskOptions(cells, seqlens, head_dims, rounds, check, jobs, limit)
-        if not run_masks(masks, dry_run, partial(_write, path=json_path)):
-            context.exit(cli.EXIT_FAILURE)
-        return
-    if head_dims or limit is not None:
-        raise click.UsageError(f"{'--head-dim' if head_dims else '--limit'} is for masks of models; add --suite masks")
-    if spec is None:
-        raise click.UsageError("Missing argument 'SPEC'; only --suite masks takes none")
-    if oracle:
-        _refuse_beside(context, "the comparison", "--oracle", _NOT_FOR_THE_ORACLE)
-        from attngen.commands.bench_small import run_oracle
-
-        if not run_oracle(spec, part, rounds, jobs, partial(_write, path=json_path)):
-            context.exit(cli.EXIT_FAILURE)
-        return
-    if suite == "serving":
-        _refuse_beside(context, "the serving suite", "--suite serving",
-                       ("passes", "seqlens", "tokens", "peer_parts", "taken", "plot_path", "ladder",
-                        "sustained"))  # fmt: skip
-        from attngen.commands.bench_serving import run_serving
-        from attngen.tools.bench.serving.run import ServingOptions
-
-        serving = ServingOptions(part, variants, cells, rounds, check, jobs)
-        if not run_serving(spec, serving, dry_run, partial(_write, path=json_path)):
-            context.exit(cli.EXIT_FAILURE)
-        return
-    if suite == "small":
-        _refuse_beside(context, "the suite of small calls", "--suite small",
-                       ("variants", "passes", "seqlens", "tokens", "taken", "plot_path", "ladder"))  # fmt: skip
-        from attngen.commands.bench_small import run_small
-        from attngen.tools.bench.small.run import SmallOptions
-
-        small = SmallOptions(part, cells, rounds, check, jobs, sustained, peer_parts)
-        if not run_small(spec, small, dry_run, partial(_write, path=json_path)):
-            context.exit(cli.EXIT_FAILURE)
-        return
-    if cells:
+    chosen = "oracle" if oracle else suite or "grid"
+    if chosen in _REFUSED:
+        _refuse_beside(context, *_REFUSED[chosen])
+    elif cells:
         raise click.UsageError(
             "--cell names cells of the serving suite, of small calls, and of masks; add --suite serving, small or masks"
         )
+    if chosen != "masks" and (head_dims or limit is not None):
+        raise click.UsageError(f"{'--head-dim' if head_dims else '--limit'} is for masks of models; add --suite masks")
     if ladder and plot_path is not None:
-        raise click.UsageError("--plot draws races with peers; leave it out, or --ladder")
+        raise click.UsageError("--plot draws attngen beside peers; leave it out, or --ladder")
     if ladder and (peer_parts or taken):
-        raise click.UsageError("a ladder races its own rungs; leave --peer and --taken out, or --ladder")
+        raise click.UsageError("a ladder has only its own rungs; leave --peer and --taken out, or --ladder")
     if ladder and passes in ("backward", "both"):
-        raise click.UsageError("a ladder leads to a forward; leave --pass out, or --ladder")
+        raise click.UsageError("a ladder leads to a forward kernel; leave --pass out, or --ladder")
     if plot_path is not None:
         import_module("matplotlib")  # fail now, not after all the work
-    from attngen.tools.bench import run as bench
+    from attngen.tools.bench import runner
+    from attngen.tools.bench.cases import DENSE_SUITES, DIRECTIONS
 
-    directions = ("forward",) if ladder else bench.DIRECTIONS if passes in (None, "both") else (passes,)
-    suites = bench.SUITES if suite is None else (suite,)
-    options = bench.Options(
-        part, variants, tokens, seqlens, rounds, check, jobs, ladder, directions, suites, sustained, peer_parts, taken
-    )
+    directions = ("forward",) if ladder else DIRECTIONS if passes in (None, "both") else (passes,)
+    options = runner.Options(
+        part=part, variants=variants, cells=cells, peers=peer_parts, directions=directions,
+        suites=(suite,) if suite in DENSE_SUITES else DENSE_SUITES, tokens=tokens, seqlens=seqlens, head_dims=head_dims,
+        rounds=rounds, check=check, jobs=jobs, limit=limit, ladder=ladder, taken=taken, sustained=sustained,
+    )  # fmt: skip
+    todo, print_report, print_plan = _suite(chosen, spec, options)
     if dry_run:
-        report = bench.dry_run(spec, options)
+        report = runner.dry_run(todo)
         _write(report, json_path)
-        _print_plan(report)
+        print_plan(report)
         return
 
-    def observe(report: BenchReport, total: int) -> None:
-        _write(report, json_path)
-        click.echo(f"[{len(report.rows)}/{total}] {_line(report.rows[-1])}", err=True)
+    def observe(so_far: Report[Any], line: str) -> None:
+        _write(so_far, json_path)
+        click.echo(line, err=True)
 
-    report = bench.bench(spec, options, observe)
+    report = runner.bench(todo, observe)
     _write(report, json_path)
-    _print(report)
+    print_report(report)
     if plot_path is not None and report.rows:
         from attngen.tools.bench.plot import plot
 
@@ -208,16 +178,47 @@ def command(
         context.exit(cli.EXIT_FAILURE)
 
 
+def _suite(
+    chosen: str, spec: Path | None, options: Options
+) -> tuple[Suite[Any, Any], Callable[[Any], None], Callable[[Any], None]]:
+    """The suite that is chosen, and the functions that print its report and its plan."""
+    from attngen.tools.bench.runner import capability
+
+    if chosen == "masks":
+        from attngen.commands import bench_masks
+        from attngen.tools.bench.masks.suite import MaskSuite
+
+        return MaskSuite(options), bench_masks.print_masks, bench_masks.print_plan
+    if spec is None:
+        raise click.UsageError("Missing argument 'SPEC'; only --suite masks takes none")
+    if chosen == "serving":
+        from attngen.commands import bench_serving
+        from attngen.tools.bench.serving.suite import ServingSuite
+
+        return ServingSuite(spec, options, capability()), bench_serving.print_serving, bench_serving.print_plan
+    if chosen in ("small", "oracle"):
+        from attngen.commands import bench_small
+        from attngen.tools.bench.small.oracle import OracleSuite
+        from attngen.tools.bench.small.suite import SmallSuite
+
+        if chosen == "oracle":
+            return OracleSuite(spec, options, capability()), bench_small.print_oracle, bench_small.print_plan
+        return SmallSuite(spec, options, capability()), bench_small.print_small, bench_small.print_plan
+    from attngen.tools.bench.grid import GridSuite
+
+    return GridSuite(spec, options, capability()), _print, _print_plan
+
+
 def _refuse_beside(context: click.Context, what: str, chosen: str, others: Sequence[str]) -> None:
-    """Raise a UsageError if an option was given that says nothing about ``what`` was chosen by another one."""
+    """Raise a UsageError for a given option that does not apply to the suite that another one chose."""
     for name in others:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             (option,) = [each for each in context.command.params if each.name == name]
-            said = option.opts[0] if isinstance(option, click.Option) else option.human_readable_name
-            raise click.UsageError(f"{said} is not for {what}; leave it out, or {chosen}")
+            name = option.opts[0] if isinstance(option, click.Option) else option.human_readable_name
+            raise click.UsageError(f"{name} is not for {what}; leave it out, or {chosen}")
 
 
-def _write(report: BenchReport | ServingReport | OracleReport | SmallReport | MaskReport, path: Path | None) -> None:
+def _write(report: Report[Any], path: Path | None) -> None:
     if path is None:
         return
     unfinished = path.with_name(f"{path.name}.tmp")
@@ -228,12 +229,7 @@ def _write(report: BenchReport | ServingReport | OracleReport | SmallReport | Ma
         raise click.FileError(str(path), hint=cause(error)) from error
 
 
-def _line(row: Row) -> str:
-    figures = [f"{result.contestant} {result.tflops:.0f}" for result in row.results if result.tflops is not None]
-    return f"{row.case.name}: {', '.join(figures) or 'nothing was measured'}"
-
-
-def _print(report: BenchReport) -> None:
+def _print(report: GridReport) -> None:
     measured = [result for result in report.results if result.tflops is not None]
     if report.ladders:
         print_ladders(report)
@@ -243,125 +239,101 @@ def _print(report: BenchReport) -> None:
         for direction in report.directions:
             _print_to_causal(report, direction)
         _print_workspace(report)
-    print_readings([(row.case.name, row.results) for row in report.rows])
+    print_readings(report)
     if any(result.timing is not None and result.timing.host_bound for result in measured):
         click.echo("* bound by the host: launching takes as long as the kernel")
     _print_reasons(report)
-    for row in report.rows:
-        for result in row.results:
-            if result.status == "failed":
-                click.secho(f"{row.case.name}: {result.contestant}: {result.reason}", fg="red", err=True)
-    if report.gpu is not None and report.ceilings is not None:
-        reached = report.ceilings
-        click.echo(
-            f"{report.package} on {report.gpu['name']}: bf16 matrix product {reached.matrix_tflops:.0f} TFLOP/s, "
-            f"copy {reached.copy_gbps:.0f} GB/s; medians of {report.rounds} rounds"
-        )
-    if report.stopped is not None:
-        click.secho(report.stopped, fg="red", err=True)
-    if not any(result.ours for result in measured):
-        click.secho("no kernel was measured", fg="red", err=True)
+    print_failed(report)
+    reached = report.ceilings
+    print_end(
+        report, None if reached is None else f": bf16 matrix product {reached.matrix_tflops:.0f} TFLOP/s, "
+        f"copy {reached.copy_gbps:.0f} GB/s; medians of {report.rounds} rounds"
+    )  # fmt: skip
 
 
-def _print_figures(report: BenchReport, direction: str) -> None:
-    """Print TFLOP/s of all contestants of one direction, and the ratios of ours to the best peer."""
-    found = replace(report, rows=tuple(row for row in report.rows if row.case.direction == direction))
-    measured = [result for result in found.results if result.tflops is not None]
-    names, ours = _columns(measured), _columns(result for result in measured if result.ours)
-    means = {mean.of: mean for mean in found.means}
+def _print_figures(report: GridReport, direction: str) -> None:
+    """Print TFLOP/s of all contenders of one direction, and the ratios of attngen to the best peer."""
+    report = replace(report, rows=tuple(row for row in report.rows if row.case.direction == direction))
+    measured = [result for result in report.results if result.tflops is not None]
+    names, own = columns(measured), columns(result for result in measured if not result.peer)
+    means = {mean.of: mean for mean in report.means}
     lines: list[list[str]] = []
-    for group, rows in found.groups.items():
-        lines += [_cells(row, names, ours) for row in rows]
+    for group, rows in report.lengths.items():
+        lines += [_cells(row, names, own) for row in rows]
         if group in means:
-            lines.append(_mean_cells(means[group], names, ours))
-    lines += [_mean_cells(mean, names, ours) for of, mean in means.items() if of not in found.groups]
+            lines.append(_mean_cells(means[group], names, own))
+    lines += [_mean_cells(mean, names, own) for of, mean in means.items() if of not in report.lengths]
     if lines and measured:
-        print_table(["TFLOP/s", *names, *(f"{name.removeprefix('attngen ')} / best peer" for name in ours)], lines)
+        print_table(["TFLOP/s", *names, *(f"{name.removeprefix('attngen ')} / best peer" for name in own)], lines)
 
 
-def _print_to_causal(report: BenchReport, direction: str) -> None:
-    """Print what variants cost: the time of a visible pair over that of our causal kernel at the same sizes."""
+def _print_to_causal(report: GridReport, direction: str) -> None:
+    """Print the cost of variants: the time of a visible pair over that of attngen's causal kernel at the same sizes."""
     _print_of_rows(
-        "time per visible pair / our causal",
+        "time per visible pair / attngen causal",
         [(row, report.to_causal(row)) for row in report.rows if row.case.direction == direction],
-        _ratio,
+        ratio,
     )
 
 
-def _print_workspace(report: BenchReport) -> None:
-    """Print the memory that backwards took besides inputs and gradients, and our bound on it."""
+def _print_workspace(report: GridReport) -> None:
+    """Print the memory that backward passes took besides inputs and gradients, and attngen's bound on it."""
     rows = []
     for row in report.rows:
-        held: dict[str, float] = {r.contestant: r.workspace for r in row.results if r.workspace is not None}
+        held: dict[str, float] = {r.contender: r.workspace for r in row.results if r.workspace is not None}
         bounds = [r.workspace_bound for r in row.results if r.workspace is not None and r.workspace_bound is not None]
-        rows.append((row, {**held, "our bound": max(bounds)} if bounds else held))
+        rows.append((row, {**held, "attngen's bound": max(bounds)} if bounds else held))
     _print_of_rows("MiB besides inputs and gradients", rows, lambda size: "" if size is None else f"{size / 2**20:.1f}")
 
 
 def _print_of_rows(
-    title: str, rows: Sequence[tuple[Row, Mapping[str, float]]], text: Callable[[float | None], str]
+    title: str, rows: Sequence[tuple[GridRow, Mapping[str, float]]], text: Callable[[float | None], str]
 ) -> None:
-    """Print a figure of each contestant in each case; nothing if there is none."""
-    found = dict.fromkeys(name for _, figures in rows for name in figures)
-    contestants = _columns(result for row, _ in rows for result in row.results)
-    names = [name for name in contestants if name in found] + [name for name in found if name not in contestants]
-    lines = [[row.case.name, *(text(figures.get(name)) for name in names)] for row, figures in rows if figures]
+    """Print a figure of each contender in each case; nothing if there is none."""
+    known = dict.fromkeys(name for _, figures in rows for name in figures)
+    contenders = columns(result for row, _ in rows for result in row.results)
+    names = [name for name in contenders if name in known] + [name for name in known if name not in contenders]
+    lines = [[row.name, *(text(figures.get(name)) for name in names)] for row, figures in rows if figures]
     if lines:
         print_table([title, *names], lines)
 
 
-def _columns(results: Iterable[Result]) -> list[str]:
-    """Return the names of contestants, each once: peers first, then ours."""
-    ordered = sorted(results, key=lambda result: result.ours)
-    return list(dict.fromkeys(result.contestant for result in ordered))
-
-
-def _cells(row: Row, names: Sequence[str], ours: Sequence[str]) -> list[str]:
-    results = {result.contestant: result for result in row.results}
+def _cells(row: GridRow, names: Sequence[str], own: Sequence[str]) -> list[str]:
+    results = {result.contender: result for result in row.results}
     figures = [_figure(results.get(name)) for name in names]
-    return [row.case.name, *figures, *(_ratio(row.ratios.get(name)) for name in ours)]
+    return [row.name, *figures, *(ratio(row.ratios.get(name)) for name in own)]
 
 
-def _figure(result: Result | None) -> str:
+def _figure(result: GridResult | None) -> str:
     if result is None or result.tflops is None:
         return ""
     mark = "*" if result.timing is not None and result.timing.host_bound else ""
     return f"{result.tflops:5.0f}{mark}"
 
 
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _mean_cells(mean: Mean, names: Sequence[str], own: Sequence[str]) -> list[str]:
+    return [f"{mean.of}: geometric mean", *("" for _ in names), *(ratio(mean.ratios.get(name)) for name in own)]
 
 
-def _mean_cells(mean: Mean, names: Sequence[str], ours: Sequence[str]) -> list[str]:
-    return [f"{mean.of}: geometric mean", *("" for _ in names), *(_ratio(mean.ratios.get(name)) for name in ours)]
-
-
-def _print_plan(report: BenchReport) -> None:
+def _print_plan(report: GridReport) -> None:
     if report.ladders:
         print_ladders(report)
-    names = _columns(result for result in report.results if result.status == "planned")
+    names = columns(result for result in report.results if result.status == "planned")
     rows = []
     for row in report.rows:
-        planned = {result.contestant for result in row.results if result.status == "planned"}
+        planned = {result.contender for result in row.results if result.status == "planned"}
         shape = f"b{row.case.batch} s{row.case.seqlen} h{row.case.heads}/{row.case.kv_heads}"
-        rows.append([row.case.name, shape, *("x" if name in planned else "" for name in names)])
+        rows.append([row.name, shape, *("x" if name in planned else "" for name in names)])
     if rows and report.ladders:
         print_table(["case", "shape"], [row[:2] for row in rows])
     elif rows:
         print_table(["case", "shape", *names], rows)
     _print_reasons(report)
-    click.echo(f"{report.package}: {_count(len(rows), 'case')}; nothing was measured")
+    click.echo(f"{report.package}: {counted(len(rows), 'case')}; nothing was measured")
 
 
-def _print_reasons(report: BenchReport) -> None:
-    """Print who is not in the race, and why."""
-    unsupported = [(result.contestant, result.reason) for result in report.results if result.status == "unsupported"]
-    for (name, reason), count in Counter(unsupported).items():
-        click.echo(f"not in {_count(count, 'case')}: {name}: {reason}")
+def _print_reasons(report: GridReport) -> None:
+    """Print the contenders that are not in some cases and the kernels that are in none, with the reasons."""
+    print_absent(report, "case")
     for reason, count in Counter(report.left_out.values()).items():
-        click.echo(f"left out: {_count(count, 'kernel')}: {reason}")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+        click.echo(f"left out: {counted(count, 'kernel')}: {reason}")

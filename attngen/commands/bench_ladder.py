@@ -1,4 +1,4 @@
-"""What ``attngen bench --ladder`` prints: each rung, what changed, and what it is worth."""
+"""``attngen bench --ladder``: tables of each rung, its changed lines, and its speed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from attngen.commands.bench_output import ratio
 from attngen.commands.output import print_table
 
 if TYPE_CHECKING:
+    from attngen.tools.bench.grid import GridReport, GridRow, Step
     from attngen.tools.bench.ladder import Ladder
-    from attngen.tools.bench.report import BenchReport, Row, Step
 
 
-def print_ladders(report: BenchReport) -> None:
+def print_ladders(report: GridReport) -> None:
     """Print the entry that each ladder begins with, and its rungs: a table for each case that was measured."""
-    from attngen.tools.bench.report import steps
+    from attngen.tools.bench.grid import steps
 
     for ladder in report.ladders:
         click.secho(f"ladder of {ladder.of.name}", bold=True)
@@ -34,25 +35,25 @@ def print_ladders(report: BenchReport) -> None:
                 click.echo(f"not in the ladder: {rung.name}: {rung.refusal}")
 
 
-def _print_case(report: BenchReport, row: Row, found: Sequence[Step]) -> None:
-    from attngen.tools.bench.report import memory_of
+def _print_case(report: GridReport, row: GridRow, steps: Sequence[Step]) -> None:
+    from attngen.tools.bench.grid import memory_of
 
     lines = []
-    for step in found:
+    for step in steps:
         if step.rung.kernel is None:
             continue
         memory = memory_of(step.rung, report.resources)
         used = (_registers(memory), _number(memory["shared_memory"]))
         lines.append([step.rung.name, *_figures(step), *used, _change(step)])
     names = ["rung", "TFLOP/s", "/ previous", "/ last", "registers", "shared B", "changed"]
-    print_table(names, lines, title=row.case.name)
+    print_table(names, lines, title=row.name)
 
 
-def _print_plan(report: BenchReport, ladder: Ladder) -> None:
-    from attngen.tools.bench.report import Step, memory_of
+def _print_plan(report: GridReport, ladder: Ladder) -> None:
+    from attngen.tools.bench.grid import Step, memory_of
 
     lines = [
-        [rung.name, _number(memory_of(rung, report.resources)["shared_memory"]), _change(Step(rung, None, None, None))]
+        [rung.name, _number(memory_of(rung, report.resources)["shared_memory"]), _change(Step(rung))]
         for rung in ladder.rungs
         if rung.kernel is not None
     ]
@@ -63,11 +64,7 @@ def _figures(step: Step) -> tuple[str, str, str]:
     if step.result is None or step.result.tflops is None:
         return step.result.status if step.result else "", "", ""
     mark = "*" if step.result.timing is not None and step.result.timing.host_bound else ""
-    return f"{step.result.tflops:5.0f}{mark}", _ratio(step.to_previous), _ratio(step.to_last)
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+    return f"{step.result.tflops:5.0f}{mark}", ratio(step.to_previous, 3), ratio(step.to_last, 3)
 
 
 def _number(value: int | None) -> str:
@@ -75,11 +72,11 @@ def _number(value: int | None) -> str:
 
 
 def _registers(memory: dict[str, int | None]) -> str:
-    """Return the registers of a consumer's thread, after those at launch where roles redistribute them."""
+    """Registers of a consumer's thread, after those at launch where roles redistribute them."""
     launched, own = memory["registers"], memory["consumer_registers"]
     return _number(own) if launched in (None, own) else f"{launched}, {own} to multiply"
 
 
 def _change(step: Step) -> str:
-    """Return the lines that differ from the rung before; the first rung's are printed above."""
+    """Lines that differ from the rung before; the first rung's are printed above."""
     return "" if step.rung.changed == step.rung.lines else "; ".join(step.rung.changed)

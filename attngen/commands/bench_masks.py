@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
 
+from attngen.commands.bench_output import ratio
 from attngen.commands.output import counted, print_table
 
 if TYPE_CHECKING:
     from attngen.tools.bench.masks.report import MaskReport, MaskResult, MaskRow
-    from attngen.tools.bench.masks.run import MaskOptions
 
 _COLUMNS = (
     "cell", "", "forward ms", "backward ms", "speed / FlexAttention", "", "per tile / causal", "", "first call s",
@@ -19,26 +18,11 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def run_masks(options: MaskOptions, dry_run: bool, write: Callable[[MaskReport], None]) -> bool:
-    """Run the suite, print it, and return whether all went well. ``write`` takes each report so far."""
-    from attngen.tools.bench.masks import run as tool
-
-    if dry_run:
-        report = tool.dry_run(options)
-        write(report)
-        rows = [[row.cell.name, f"b1 s{row.cell.seqlen} h{row.cell.heads}/{row.cell.kv_heads}"] for row in report.rows]
-        print_table(["cell", "shape"], rows)
-        click.echo(f"masks: {counted(len(rows), 'cell')}; nothing was measured")
-        return True
-
-    def observe(report: MaskReport, line: str) -> None:
-        write(report)
-        click.echo(line, err=True)
-
-    report = tool.bench_masks(options, observe)
-    write(report)
-    print_masks(report)
-    return report.ok
+def print_plan(report: MaskReport) -> None:
+    """Print the cells."""
+    rows = [[row.name, f"b1 s{row.cell.seqlen} h{row.cell.heads}/{row.cell.kv_heads}"] for row in report.rows]
+    print_table(["cell", "shape"], rows)
+    click.echo(f"masks: {counted(len(rows), 'cell')}; nothing was measured")
 
 
 def print_masks(report: MaskReport) -> None:
@@ -47,17 +31,17 @@ def print_masks(report: MaskReport) -> None:
     from attngen.tools.bench.masks.report import CONSTANTS, FRONT_END, SCALARS
 
     lines = [
-        [row.cell.name if number == 0 else "", *_cells(row, one)]
+        [row.name if number == 0 else "", *_cells(row, one)]
         for row in report.rows
         for number, one in enumerate(one for one in row.results if one.status in ("measured", "compared"))
     ]
     if lines:
         print_table(_COLUMNS, lines)
     means = [
-        [contestant, direction, f"{found[0]:.3f}", f"{found[1]:.3f}", str(found[2])]
-        for contestant in (CONSTANTS, SCALARS, FRONT_END)
+        [contender, direction, f"{mean[0]:.3f}", f"{mean[1]:.3f}", str(mean[2])]
+        for contender in (CONSTANTS, SCALARS, FRONT_END)
         for direction in DIRECTIONS
-        if (found := report.mean(contestant, direction)) is not None
+        if (mean := report.mean(contender, direction)) is not None
     ]
     if means:
         print_table(["speed / FlexAttention", "", "geometric mean", "least", "cells"], means)
@@ -68,7 +52,7 @@ def print_masks(report: MaskReport) -> None:
     ):
         if named:
             click.echo("\n".join([f"{title}: {len(named)}", *(f"  {line}" for line in named)]))
-    for line in report.failures:
+    for line in report.failed:
         click.secho(line, fg="red", err=True)
     if report.gpu is not None:
         click.echo(
@@ -82,14 +66,13 @@ def print_masks(report: MaskReport) -> None:
 
 def _cells(row: MaskRow, one: MaskResult) -> list[str]:
     from attngen.tools.bench.cases import DIRECTIONS
-    from attngen.tools.bench.masks.report import FLEX
 
-    speeds = [_ratio(row.speed(one, each)) if one.contestant != FLEX else "" for each in DIRECTIONS]
+    speeds = [ratio(row.speed(one, each)) if not one.peer else "" for each in DIRECTIONS]
     return [
-        one.contestant,
+        one.contender,
         *(_milliseconds(one, each) for each in DIRECTIONS),
         *speeds,
-        *(_ratio(row.to_causal(one, each)) for each in DIRECTIONS),
+        *(ratio(row.to_causal(one, each)) for each in DIRECTIONS),
         "" if one.first is None else f"{one.first:.1f}",
         "" if one.second is None else f"{one.second:.2f}",
         "" if one.error is None else f"{one.error:.0e}",
@@ -99,7 +82,3 @@ def _cells(row: MaskRow, one: MaskResult) -> list[str]:
 def _milliseconds(one: MaskResult, direction: str) -> str:
     timing = one.timings.get(direction)
     return "" if timing is None else f"{timing.milliseconds:.3f}{'*' if timing.host_bound else ''}"
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""``attngen bench``: the dry run, what it prints of a race, and what it says where there is nothing to race on."""
+"""``attngen bench``: the dry run, the tables, and the errors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from click.testing import Result as Outcome
 
 from attngen import cli
 from attngen.commands import bench as command
-from attngen.tools.bench import run as tool
+from attngen.tools.bench import runner
+from attngen.tools.bench.grid import GridReport, GridResult, GridRow, GridSuite
 from attngen.tools.bench.ladder import RUNGS
-from attngen.tools.bench.report import BenchReport, Result, Row
+from attngen.tools.bench.runner import Observer, Options
 from tests.tools.bench_support import SCHEMA, backward_report, report, result, without_libraries
 
 SPEC = """
@@ -49,7 +50,7 @@ def test_without_a_gpu_nothing_can_be_measured(spec: Path) -> None:
     assert done.stderr == "bench needs an NVIDIA GPU, and torch finds none; --dry-run lists the cases without one\n"
 
 
-def test_a_dry_run_lists_cases_contestants_and_reasons(spec: Path, tmp_path: Path) -> None:
+def test_a_dry_run_lists_cases_contenders_and_reasons(spec: Path, tmp_path: Path) -> None:
     output = run(spec, "--dry-run", "--json", tmp_path / "plan.json").stdout
     lines = output.splitlines()
     assert lines[0].split() == ["case", "shape", "FlexAttention", "attngen", "triton"]
@@ -59,7 +60,7 @@ def test_a_dry_run_lists_cases_contestants_and_reasons(spec: Path, tmp_path: Pat
     ]  # fmt: skip
     assert "b16 s1024 h32/32" in lines[2]
     assert "not in 5 cases: FlashAttention-3: not installed; pip install fa3-fwd" in lines
-    assert "left out: 1 kernel: only dense calls are raced" in lines
+    assert "left out: 1 kernel: only dense calls are measured" in lines
     assert lines[-1] == "mine: 5 cases; nothing was measured"
     document = json.loads((tmp_path / "plan.json").read_text())
     jsonschema.validate(document, SCHEMA)
@@ -104,24 +105,24 @@ def test_a_picture_needs_matplotlib(spec: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.stderr == "this needs matplotlib, which is not installed; pip install 'attngen[bench]'\n"
 
 
-def raced(monkeypatch: pytest.MonkeyPatch, outcome: BenchReport) -> list[tool.Options]:
-    """Let a race find this, case by case, and return the options that it was run with."""
-    seen: list[tool.Options] = []
+def measured(monkeypatch: pytest.MonkeyPatch, report: GridReport) -> list[Options]:
+    """Let a run end with this report, case by case, and return the options that it had."""
+    seen: list[Options] = []
 
-    def bench(spec: Path, options: tool.Options, observer: tool.Observer) -> BenchReport:
-        seen.append(options)
-        for count in range(1, len(outcome.rows) + 1):
-            observer(BenchReport(outcome.spec, outcome.package, outcome.rows[:count]), len(outcome.rows))
-        return outcome
+    def bench(suite: GridSuite, observer: Observer) -> GridReport:
+        seen.append(suite.options)
+        for count, row in enumerate(report.rows, 1):
+            observer(replace(report, rows=report.rows[:count]), f"[{count}/{len(report.rows)}] {row.line}")
+        return report
 
-    monkeypatch.setattr(tool, "bench", bench)
+    monkeypatch.setattr(runner, "bench", bench)
     return seen
 
 
 def test_the_table(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen = raced(monkeypatch, report())
+    seen = measured(monkeypatch, report())
     done = run(spec, "--no-check", "--rounds", 5, "--json", tmp_path / "figures.json")
-    assert seen == [tool.Options(rounds=5, check=False)]
+    assert seen == [Options(rounds=5, check=False)]
     table = [line.split() for line in done.stdout.splitlines()]
     assert table[0] == [
         "TFLOP/s", "flash", "flex", "attngen", "cuda", "attngen", "triton", "cuda", "/", "best", "peer", "triton", "/",
@@ -143,28 +144,28 @@ def test_the_table(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_the_tables_of_both_directions(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen = raced(monkeypatch, backward_report())
+    seen = measured(monkeypatch, backward_report())
     output = run(spec, "--json", tmp_path / "figures.json").stdout
     assert seen[0].directions == ("forward", "backward")
     table = [line.split() for line in output.splitlines()]
     heads = [line for line in table if line[:1] == ["TFLOP/s"]]
     assert ["flash" in head for head in heads] == [True, False]  # nobody who was not measured
-    ours = [line for line in table if line[:5] == ["causal", "d128", "bf16", "backward", "1k"]]
-    assert ours[0] == ["causal", "d128", "bf16", "backward", "1k", "300", "600", "500", "2.00", "1.67"]
-    assert ours[1][5:] == ["8.0", "8.0", "8.0", "9.0"]
+    figures = [line for line in table if line[:5] == ["causal", "d128", "bf16", "backward", "1k"]]
+    assert figures[0] == ["causal", "d128", "bf16", "backward", "1k", "300", "600", "500", "2.00", "1.67"]
+    assert figures[1][5:] == ["8.0", "8.0", "8.0", "9.0"]
     costs = [n for n, line in enumerate(table) if line[:5] == ["time", "per", "visible", "pair", "/"]]
     assert len(costs) == 2
-    # 671 of ours: 1.10 times the 610 of flash, and 2.20 times the 305 of FlexAttention
+    # attngen's 671: 1.10 times the 610 of flash, and 2.20 times the 305 of FlexAttention
     assert table[costs[0] + 2] == ["causal", "d128", "bf16", "h32/8", "16k", "1.10", "2.20", "1.00"]
     assert table[costs[0] + 3] == ["alibi", "d128", "bf16", "h32/8", "16k", "2.68", "1.34"]
     assert table[costs[1] + 2] == ["causal", "d128", "bf16", "h32/8", "backward", "16k", "2.20", "1.00"]
     assert ["grid", "backward:", "geometric", "mean", "1.49", "1.37"] in table
     (memory,) = [line for line in output.splitlines() if line.startswith("MiB besides inputs and gradients")]
-    assert memory.split()[5:] == ["flex", "attngen", "cuda", "attngen", "triton", "our", "bound"]
+    assert memory.split()[5:] == ["flex", "attngen", "cuda", "attngen", "triton", "attngen's", "bound"]
     document = json.loads((tmp_path / "figures.json").read_text())
     jsonschema.validate(document, SCHEMA)
     assert [row["direction"] for row in document["rows"]] == ["forward"] * 5 + ["backward"] * 5
-    assert document["rows"][4]["to_causal"] == {"flex": 671 / 250, "attngen cuda": 671 / 500}
+    assert document["rows"][4]["to_causal"] == pytest.approx({"flex": 671 / 250, "attngen cuda": 671 / 500})
     assert document["rows"][0]["to_causal"] == {}
     last = document["rows"][-1]["results"][-1]
     assert (last["workspace_bytes"], last["workspace_bound_bytes"]) == (2**23, 9 * 2**20)
@@ -183,19 +184,19 @@ def test_the_tables_of_both_directions(spec: Path, monkeypatch: pytest.MonkeyPat
 def test_passes_are_chosen(
     given: tuple[str, ...], directions: tuple[str, ...], spec: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = raced(monkeypatch, report())
+    seen = measured(monkeypatch, report())
     run(spec, *given)
     assert tuple(seen[0].directions) == directions
     if given == ("--ladder",):
-        assert "a ladder leads to a forward" in run(spec, *given, "--pass", "both", code=cli.EXIT_USAGE).stderr
+        assert "a ladder leads to a forward kernel" in run(spec, *given, "--pass", "both", code=cli.EXIT_USAGE).stderr
 
 
-def test_a_dry_run_of_backwards(spec: Path) -> None:
+def test_a_dry_run_of_backward_passes(spec: Path) -> None:
     spec.write_text(SPEC.replace("head_dim: 64, ", "head_dim: 64, passes: [forward, backward], ", 1))
     output = run(spec, "--dry-run", "--pass", "backward").stdout
     assert "mine: 5 cases" in output
     assert "alibi d64 bf16 h64/16 backward 16k" in output
-    assert "left out: 2 kernels: only backward kernels are raced" in output
+    assert "left out: 2 kernels: only backward kernels are measured" in output
     assert "mine: 10 cases" in run(spec, "--dry-run").stdout
     spec.write_text(SPEC.replace("head_dim: 64, backend: triton}", "head_dim: 64, passes: backward}", 1))
     output = run(spec, "--dry-run").stdout
@@ -203,24 +204,24 @@ def test_a_dry_run_of_backwards(spec: Path) -> None:
 
 
 def test_a_kernel_that_fails(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    passing = report()
-    wrong = Result("attngen cuda", "fwd", "failed", "wrong: relative error 1.0e+00 exceeds 1e-02")
-    raced(monkeypatch, BenchReport("mine.yaml", "mine", (*passing.rows, Row(passing.rows[0].case, (wrong,)))))
+    rows = report().rows
+    wrong = GridResult("attngen cuda", "fwd", "failed", "wrong: error 1.0e+00 exceeds 1e-02")
+    measured(monkeypatch, report(rows=(*rows, GridRow(case=rows[0].case, results=(wrong,)))))
     done = run(spec, code=cli.EXIT_FAILURE)
-    assert "causal d128 bf16 1k: attngen cuda: wrong: relative error 1.0e+00 exceeds 1e-02" in done.stderr
+    assert "causal d128 bf16 1k: attngen cuda: wrong: error 1.0e+00 exceeds 1e-02" in done.stderr
 
 
 def test_nothing_measured(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raced(monkeypatch, BenchReport("mine.yaml", "mine", (), {"fwd": "built for sm80, this GPU is sm90"}))
+    measured(monkeypatch, GridReport(left_out={"fwd": "built for sm80, this GPU is sm90"}))
     done = run(spec, code=cli.EXIT_FAILURE)
     assert done.stdout == "left out: 1 kernel: built for sm80, this GPU is sm90\n"
     assert done.stderr == "no kernel was measured\n"
 
 
 def test_figures_that_the_host_bounds_are_marked(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = result("attngen cuda", 1e5, ours=True)  # 15 µs, of which the host takes 12
+    fast = result("attngen cuda", 1e5, own=True)  # 15 µs, of which the host takes 12
     slow = result("flash", 1.2e5)
-    raced(monkeypatch, BenchReport("mine.yaml", "mine", (Row(report().rows[0].case, (slow, fast)),)))
+    measured(monkeypatch, GridReport(rows=(GridRow(case=report().rows[0].case, results=(slow, fast)),)))
     output = run(spec).stdout
     assert "120000*" in output
     assert "100000*" not in output
@@ -261,14 +262,14 @@ def test_a_dry_run_shows_what_changes_from_rung_to_rung(spec: Path, tmp_path: Pa
 
 def test_the_table_of_a_ladder(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec.write_text(CUDA)
-    planned = tool.dry_run(spec, tool.Options(variants=("causal",), seqlens=(512,), ladder=True))
+    planned = runner.dry_run(GridSuite(spec, Options(variants=("causal",), seqlens=(512,), ladder=True), None))
     (ladder,), (row,) = planned.ladders, planned.rows
     speeds = [400 + 50 * number for number in range(len(RUNGS))]
-    results = [result(each.contestant, speed, ours=True) for each, speed in zip(row.results, speeds, strict=True)]
+    results = [result(each.contender, speed, own=True) for each, speed in zip(row.results, speeds, strict=True)]
     results = [replace(new, kernel=old.kernel) for new, old in zip(results, row.results, strict=True)]
     names = [rung.plan.name for rung in ladder.rungs if rung.plan]
     used = {name: {"registers": 128} for name in names}
-    raced(monkeypatch, replace(planned, rows=(replace(row, results=tuple(results)),), resources=used))
+    measured(monkeypatch, replace(planned, rows=(replace(row, results=tuple(results)),), resources=used))
     output = run(spec, "--ladder", "--variant", "causal", "--json", tmp_path / "figures.json").stdout
     table = [line.split() for line in output.splitlines()]
     assert ["causal", "d64", "bf16", "512"] in table
@@ -280,9 +281,9 @@ def test_the_table_of_a_ladder(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_
     document = json.loads((tmp_path / "figures.json").read_text())
     jsonschema.validate(document, SCHEMA)
     last = document["ladders"][0]["cases"][0]["rungs"][-1]
-    assert (last["tflops"], last["to_last"]) == (700, 1.0)
+    assert (last["tflops"], last["to_last"]) == (pytest.approx(700), 1.0)
 
 
 def test_a_ladder_has_no_picture(spec: Path) -> None:
     done = run(spec, "--ladder", "--plot", spec.with_suffix(".png"), code=cli.EXIT_USAGE)
-    assert "--plot draws races with peers" in done.stderr
+    assert "--plot draws attngen beside peers" in done.stderr

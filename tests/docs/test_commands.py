@@ -24,7 +24,7 @@ from attngen import cli, resources
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import Spec
 from attngen.schema.tuned import tuned_text
-from attngen.tools.bench import run as race
+from attngen.tools.bench import grid
 from attngen.tools.build import pipeline as build
 from tests.docs.blocks import DOCUMENTS, README, blocks, code_spans
 
@@ -131,13 +131,13 @@ def _run(line: str, folders: dict[str, Path]) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folders["small" if option is None else "whole"])
         if word == "bench":
-            patch.setattr(race, "prepare", lambda spec: _prepared_once(arguments[0], spec))
+            patch.setattr(grid, "prepare", lambda spec: _prepared_once(arguments[0], spec))
         if f"specs/{MINE}" not in arguments:
             patch.setattr(build, "COMPILER", "tests.runtime.manifests:compile_as_manifest")
         return CliRunner().invoke(cli.group, [word, *arguments], input="y\n")  # where it asks
 
 
-#: Whole specs, planned and rendered: several commands race the same one.
+#: Whole specs, planned and rendered: several commands measure the same one.
 _PREPARED: dict[str, list[build.Prepared]] = {}
 
 

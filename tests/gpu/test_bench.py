@@ -21,7 +21,7 @@ from tests.tools.test_bench_serving import SCHEMA as SERVING
 pytestmark = pytest.mark.alone
 
 
-def test_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     major, minor = torch.cuda.get_device_capability()
     arch = arch_of(10 * major + minor)
@@ -39,17 +39,17 @@ def test_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert document["ok"]
     ceiling = document["ceilings"]["matrix_tflops"]
     for row in document["rows"]:
-        ours = {result["contestant"]: result for result in row["results"]}["attngen triton"]
-        assert ours["status"] == "measured", ours
-        assert 0 < ours["tflops"] < 1.5 * ceiling
-        assert ours["relative_error"] < 1e-2
+        own = {result["contestant"]: result for result in row["results"]}["attngen triton"]
+        assert own["status"] == "measured", own
+        assert 0 < own["tflops"] < 1.5 * ceiling
+        assert own["relative_error"] < 1e-2
         flex = {result["contestant"]: result for result in row["results"]}["FlexAttention"]
         assert (flex["status"] == "measured") == (row["variant"] != "allowed"), flex
     assert document["ceilings"]["copy_gbps"] > 0
     assert document["gpu"]["l2_bytes"] > 0
 
 
-def test_a_race_of_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     major, minor = torch.cuda.get_device_capability()
     arch = arch_of(10 * major + minor)
@@ -69,11 +69,11 @@ def test_a_race_of_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ]  # fmt: skip
     for row in document["rows"]:
         results = {result["contestant"]: result for result in row["results"]}
-        ours, flex = results["attngen triton"], results["FlexAttention"]
-        assert ours["status"] == flex["status"] == "measured", results
-        assert max(ours["relative_error"], flex["relative_error"]) < 2e-2
-        assert 0 < ours["tflops"] < 1.5 * document["ceilings"]["matrix_tflops"]
-        assert 0 < ours["workspace_bytes"] <= ours["workspace_bound_bytes"]
+        own, flex = results["attngen triton"], results["FlexAttention"]
+        assert own["status"] == flex["status"] == "measured", results
+        assert max(own["relative_error"], flex["relative_error"]) < 2e-2
+        assert 0 < own["tflops"] < 1.5 * document["ceilings"]["matrix_tflops"]
+        assert 0 < own["workspace_bytes"] <= own["workspace_bound_bytes"]
         assert flex["workspace_bytes"] > 0
     causal, alibi = document["rows"][1:]
     assert causal["to_causal"]["attngen triton"] == 1.0
@@ -81,7 +81,7 @@ def test_a_race_of_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_server(tmp_path: Path) -> None:
-    """Some cells of the serving suite: ours are right, measured, and on the kernels that are meant."""
+    """Some cells of the serving suite: attngen is right, measured, and on the expected kernels."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("CUDA kernels are for sm90a")
     figures = tmp_path / "figures.json"
@@ -97,17 +97,17 @@ def test_a_server(tmp_path: Path) -> None:
     names = [row["name"] for row in document["rows"]]
     assert all(any(cell in name for name in names) for cell in chosen), names
     for row in document["rows"]:
-        for ours in (result for result in row["results"] if result["lane"] is not None):
-            assert ours["status"] == "measured", ours
-            assert ours["relative_error"] < 1e-2
-            assert 0 < ours["tbps"] < 2 * document["ceilings"]["copy_gbps"] / 1e3
+        for own in (result for result in row["results"] if result["lane"] is not None):
+            assert own["status"] == "measured", own
+            assert own["relative_error"] < 1e-2
+            assert 0 < own["tbps"] < 2 * document["ceilings"]["copy_gbps"] / 1e3
             if row["group"] == "append_kv":
-                assert "/append_sm90a_" in ours["kernel"]
+                assert "/append_sm90a_" in own["kernel"]
             else:
-                if ours["seqlen_q"] in (1, 4096):
-                    assert (ours["seqlen_q"] == 1) == ("_decode_" in ours["kernel"]), ours
-                assert ("_paged_" in ours["kernel"]) == ours["form"].startswith("pages")
-            assert ours["host_microseconds"] > 0
+                if own["seqlen_q"] in (1, 4096):
+                    assert (own["seqlen_q"] == 1) == ("_decode_" in own["kernel"]), own
+                assert ("_paged_" in own["kernel"]) == own["form"].startswith("pages")
+            assert own["host_microseconds"] > 0
 
 
 def test_a_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,30 @@
-"""What the tests of races share: clocks, peers, a report by hand, and the form of its document."""
+"""Clocks, peers, a stand-in for a GPU, a report by hand, and the form of its document, for tests of benchmarks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from attngen.errors import CompileError
 from attngen.lang.variant import Variant
+from attngen.tools.bench import kernels as bench_kernels
 from attngen.tools.bench import peers as bench_peers
+from attngen.tools.bench import runner
 from attngen.tools.bench.cases import BenchCase, bench_cases
+from attngen.tools.bench.grid import GridReport, GridResult, GridRow, measure
+from attngen.tools.bench.kernels import Team
 from attngen.tools.bench.machine import Ceilings, Reading
 from attngen.tools.bench.peers import Tensors
-from attngen.tools.bench.report import BenchReport, Result, Row
-from attngen.tools.bench.timing import Contestant, Timing
+from attngen.tools.bench.timing import Contender, Timing
 from attngen.tools.bench.workloads import Terms, Workload, workload
+from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared
+from attngen.tools.verify.gpu import Gpu
+from attngen.tools.verify.interpreter import kernel_of
 
 SPEC = """
 schema: 1
@@ -55,9 +63,84 @@ class TickClock(FakeClock):
         return self.gpu
 
 
-def racing(
+class FakeMonitor:
+    """A card whose state never changes."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        pass
+
+    def __enter__(self) -> FakeMonitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def since(self, moment: float) -> Reading:
+        return Reading(1500.0, 690.0, 60.0)
+
+    def within(self, spans: Sequence[tuple[float, float]]) -> Reading:
+        assert spans
+        return Reading(1500.0, 600.0, 60.0)
+
+
+def replayed(calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], Any], Any]:
+    """As a CUDA graph: replays write where the captured calls wrote."""
+    result = [call() for call in calls][-1]
+
+    def replay() -> None:
+        for call in calls:
+            out = call()
+        result.copy_(out)
+
+    return replay, result
+
+
+def compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch, refused: str = "no such kernel") -> None:
+    """Stand in for a GPU of sm90 whose calls the CPU computes; kernels named after ``refused`` do not compile."""
+    plans: dict[str, Any] = {}
+
+    def compile_kernels(prepared: Sequence[Prepared], **_: Any) -> tuple[dict[str, BuiltKernel], tuple[Failure, ...]]:
+        plans.update({kernel.plan.name: kernel.plan for kernel in prepared})
+        wrong = tuple(Failure(name, CompileError(f"{name}: no")) for name in plans if refused in name)
+        return {name: BuiltKernel(name, name, "built", {}) for name in plans if refused not in name}, wrong
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Gpu, "current", lambda: Gpu(torch.device("cpu"), 90, "a stand-in"))
+    monkeypatch.setattr(Gpu, "answers", lambda self: True)
+    monkeypatch.setattr(bench_kernels, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(bench_kernels, "read_kernel", lambda folder: kernel_of(plans[folder.name]))
+    monkeypatch.setattr(runner, "gpu_facts", lambda gpu: {"name": gpu.name, "l2_bytes": 1})
+    monkeypatch.setattr(runner, "ceilings", lambda gpu, clock, rounds: Ceilings(750.0, 4300.0))
+    monkeypatch.setattr(runner, "cuda_graph", replayed)
+    monkeypatch.setattr(runner, "CudaClock", TickClock)
+    monkeypatch.setattr(runner, "Monitor", FakeMonitor)
+
+
+def bench_on_cpu(rounds: int = 3, **fields: Any) -> runner.Bench:
+    """The rules of a small benchmark on the CPU."""
+    rules = {
+        "device": torch.device("cpu"), "l2_bytes": 1, "clock": TickClock(), "capture": replayed,
+        "generator": torch.Generator().manual_seed(5), "order": random.Random(5),
+    }  # fmt: skip
+    return runner.Bench(rounds=rounds, **{**rules, **fields})
+
+
+def measured(
+    team: Team, case: BenchCase, *peers: Any, errors: Mapping[str, str] | None = None, taken: bool = False,
+    **rules: Any,
+) -> tuple[dict[str, GridResult], GridRow]:  # fmt: skip
+    """Measure a case on the CPU: results by contender, and the row. With ``errors`` no kernel compiled."""
+    members = () if errors else (*team.members.values(), *team.forward_kernels)
+    kernels = {one.plan.name: kernel_of(one.plan) for one in members}
+    with torch.no_grad():
+        row = measure(bench_on_cpu(**rules), team, case, kernels, errors or {}, peers, taken=taken)
+    return {one.contender: one for one in row.results}, row
+
+
+def workload_of(
     variant: Variant, name: str, seqlen: int, dtype: torch.dtype = torch.float16
 ) -> tuple[Workload, list[Tensors]]:
+    """A small case of a variant, and two sets of inputs."""
     case = BenchCase("variants", name, "fp16", 32, 16, 2, seqlen, 4, 2)
     shapes = ((4, 32), (2, 32), (2, 16))
     inputs = [Tensors(*(torch.randn(2, seqlen, *shape, dtype=dtype) for shape in shapes)) for _ in range(2)]
@@ -78,12 +161,12 @@ class StubPeer:
     def refuses(self, case: BenchCase, terms: Terms) -> str | None:
         return None if terms.flags is not None else "knows no such mask"
 
-    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contestant:
+    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contender:
         def attend(one: Tensors) -> torch.Tensor:
             return self.change(attended(one, causal=terms.flags is not None and terms.flags.causal))
 
         calls = [lambda one=one: attend(one) for one in inputs]
-        return Contestant(self.name, calls, leaves=[one.bshd for one in inputs])
+        return Contender(self.name, calls, leaves=[one.bshd for one in inputs])
 
 
 def attended(one: Tensors, causal: bool) -> torch.Tensor:
@@ -92,40 +175,44 @@ def attended(one: Tensors, causal: bool) -> torch.Tensor:
     return out.transpose(1, 2).to(one.q.dtype)
 
 
-def result(name: str, tflops: float | None, *, ours: bool = False, **fields: Any) -> Result:
+def result(name: str, tflops: float | None, *, own: bool = False, **fields: Any) -> GridResult:
     timing = None if tflops is None else Timing((1e3 / tflops, 2e3 / tflops, 1.5e3 / tflops), 12.0, True)
     status = "unsupported" if tflops is None else "measured"
-    fields = {"status": status, "timing": timing, "tflops": tflops, "error": 1e-3, **fields}
-    return Result(name, "fwd_kernel" if ours else None, **fields)
+    fields = {"status": status, "timing": timing, "flops": 1.5e12, "error": 1e-3, "peer": not own, **fields}
+    return GridResult(name, "fwd_kernel" if own else None, **fields)
 
 
-def report(**fields: Any) -> BenchReport:
+def report(**fields: Any) -> GridReport:
     """Two groups: causal over three lengths and beside the variants, and alibi, which one kernel does not take."""
     rows = []
     speeds = [(400, 300, 600, 500), (500, 400, 550, 450), (600, 400, 480, None), (610, 305, 671, None)]
     for case, (flash, flex, cuda, triton) in zip(bench_cases("causal", "bf16", 128, 128), speeds, strict=True):
-        rows.append(Row(case, (result("flash", flash), result("flex", flex), result("attngen cuda", cuda, ours=True),
-                               result("attngen triton", triton, ours=True, reason=None if triton else "needs more")),
-                        1e9, 1, Reading(1500.0, 690.0, 60.0)))  # fmt: skip
+        results = (
+            result("flash", flash), result("flex", flex), result("attngen cuda", cuda, own=True),
+            result("attngen triton", triton, own=True, reason=None if triton else "needs more"),
+        )  # fmt: skip
+        rows.append(GridRow(results=results, case=case, pairs=1e9, input_sets=1, reading=Reading(1500.0, 690.0, 60.0)))
     (alibi,) = bench_cases("alibi", "bf16", 128, 128)
-    rows.append(Row(alibi, (result("flash", None, reason="knows no ALiBi"), result("flex", 250),
-                            result("attngen cuda", 500, ours=True)), 1e9, 1))  # fmt: skip
-    given: dict[str, Any] = {
+    results = (
+        result("flash", None, reason="knows no ALiBi"), result("flex", 250), result("attngen cuda", 500, own=True)
+    )  # fmt: skip
+    rows.append(GridRow(results=results, case=alibi, pairs=1e9, input_sets=1))
+    facts: dict[str, Any] = {
         "gpu": {"name": "a card"}, "versions": {"torch": "2.11.0", "fa3-fwd": None}, "rounds": 3, "seed": 7,
-        "ceilings": Ceilings(750.0, 4300.0), "left_out": {"fwd_varlen": "only dense calls are raced"},
+        "ceilings": Ceilings(750.0, 4300.0), "left_out": {"fwd_varlen": "only dense calls are measured"},
     }  # fmt: skip
-    return BenchReport("mine.yaml", "mine", tuple(rows), **{**given, **fields})
+    return GridReport(**{"spec": "mine.yaml", "package": "mine", "rows": tuple(rows), **facts, **fields})
 
 
-def backward_report() -> BenchReport:
-    """As ``report``, in both directions; ours takes 8 MiB where its bound is 9."""
+def backward_report() -> GridReport:
+    """As ``report``, in both directions; attngen takes 8 MiB where its bound is 9."""
     forward = report()
     rows = []
     for row in forward.rows:
         results = [
-            replace(each, workspace=2**23, workspace_bound=9 * 2**20 if each.ours else None)
+            replace(each, workspace=2**23, workspace_bound=None if each.peer else 9 * 2**20)
             for each in row.results
-            if each.contestant != "flash"
+            if each.contender != "flash"
         ]
         rows.append(replace(row, case=replace(row.case, direction="backward"), results=tuple(results)))
     return replace(forward, rows=(*forward.rows, *rows))
@@ -135,7 +222,7 @@ NUMBER, TEXT, SIZE = {"type": ["number", "null"]}, {"type": ["string", "null"]},
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-    """Return the schema of an object with exactly these entries."""
+    """Schema of an object with exactly these entries."""
     return {
         "type": "object", "required": list(properties), "additionalProperties": False, "properties": properties,
     }  # fmt: skip
@@ -172,7 +259,8 @@ SCHEMA = _object(
             status={"enum": ["measured", "planned", "unsupported", "failed"]}, reason=TEXT,
             tflops=NUMBER, relative_error=NUMBER, milliseconds=NUMBER, samples=_each({"type": "number"}),
             host_microseconds=NUMBER, host_bound={"type": ["boolean", "null"]},
-            workspace_bytes=NUMBER, workspace_bound_bytes=NUMBER,
+            workspace_bytes=NUMBER, workspace_bound_bytes=NUMBER, joules_per_tflop=NUMBER,
+            gpu=_or_none(_object(sm_mhz=NUMBER, watts=NUMBER, celsius=NUMBER)),
         )),
     )),
     means=_each(_object(of={"type": "string"}, ratios=_map(NUMBER), least=_map(NUMBER), cases=_map(SIZE))),

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of races: a spec's kernels, and a registry that holds none of them before and after."""
+"""Fixtures of the tests of benchmarks: a spec's kernels, and a registry that holds none of them before and after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The race of host times, with contestants of this test and tensors on the CPU."""
+"""Host times, with contenders of this test and tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from attngen.tools.bench import host_programs
 
 
-def test_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_times_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, bool]] = []
 
     def attention(q: Any, k: Any, v: Any, *, variant: str) -> Any:
@@ -29,23 +29,23 @@ def test_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_programs, "block", lambda *names: None)
     monkeypatch.setattr(host_programs, "qkv", lambda: [torch.randn(1, 4, 2, 8) for _ in range(3)])
     monkeypatch.setattr(host_programs, "PEERS", {"SDPA": host_programs.sdpa, "absent": absent})
-    monkeypatch.setattr(host_programs, "BACK_ENDS", {"SDPA, math": "MATH", "SDPA, cuDNN": "CUDNN_ATTENTION"})
+    monkeypatch.setattr(host_programs, "BACKENDS", {"SDPA, math": "MATH", "SDPA, cuDNN": "CUDNN_ATTENTION"})
     monkeypatch.setattr(host_programs, "SETS", 3)
     monkeypatch.setattr(host_programs, "PASSES", 2)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    found = host_programs.race("a_package", 2)
-    assert found["device"] == "a GPU"
-    assert set(found["not in the race"]) == {"absent", "SDPA, cuDNN"}
-    assert found["not in the race"]["absent"] == "ImportError: no such library"
-    assert found["SDPA picks"] in ("FLASH_ATTENTION", "MATH")
+    figures = host_programs.calls("a_package", 2)
+    assert figures["device"] == "a GPU"
+    assert set(figures["not measured"]) == {"absent", "SDPA, cuDNN"}
+    assert figures["not measured"]["absent"] == "ImportError: no such library"
+    assert figures["SDPA picks"] in ("FLASH_ATTENTION", "MATH")
     cases = ["forward", "forward that learns", "backward", "forward and backward", "forward, the same tensors"]
-    assert list(found["host time"]) == cases
-    for results in found["host time"].values():
+    assert list(figures["host time"]) == cases
+    for results in figures["host time"].values():
         assert set(results) == {"attngen", "SDPA", "SDPA, math"}
         assert results["SDPA"]["times SDPA's"] == 1
-        assert all(figures["us"] > 0 for figures in results.values())
-    # three rounds before the race and two in it, of two passes each, over as many sets as a case has
+        assert all(each["us"] > 0 for each in results.values())
+    # three rounds that are not counted and two that are, of two passes each, over as many sets as a case has
     calls = [seen[place : place + 30] for place in range(0, 150, 30)]
     assert [len({address for address, _ in part}) for part in calls] == [3, 3, 3, 3, 1]
     assert [{learns for _, learns in part} for part in calls] == [{False}, {True}, {True}, {True}, {False}]

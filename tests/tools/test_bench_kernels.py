@@ -1,4 +1,4 @@
-"""Kernels of a spec as contestants."""
+"""Kernels of a spec as contenders."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from attngen.tools.bench import kernels as bench_kernels
 from attngen.tools.bench.kernels import chosen, teams
 from attngen.tools.build.pipeline import Prepared
 from attngen.tools.verify.interpreter import kernel_of
-from tests.tools.bench_support import racing
+from tests.tools.bench_support import workload_of
 
 
 def test_kernels_that_compute_the_same_make_a_team(prepared: list[Prepared]) -> None:
     reasons = [bench_kernels.reason_against(kernel.plan, 90) for kernel in prepared]
     assert reasons.count(None) == 4
-    assert reasons.count("only dense calls are raced") == 1
+    assert reasons.count("only dense calls are measured") == 1
     assert reasons.count("built for sm80, this GPU is sm90") == 1
     assert [bench_kernels.reason_against(kernel.plan, None) for kernel in prepared].count(None) == 5
     causal, full, alibi = teams([kernel for kernel, reason in zip(prepared, reasons, strict=True) if reason is None])
@@ -44,7 +44,7 @@ def test_kernels_for_few_tiles_are_left_to_the_suite_of_small_calls() -> None:
     text = "schema: 1\narch: [sm90a]\nkernels: [{variant: full, head_dim: 64, backend: cuda, split_kv: tiles}]\n"
     ordinary, shared = (plan(each) for each in expand(load_spec_text(text)))
     assert bench_kernels.reason_against(ordinary, 90) is None
-    assert "which --suite small races" in str(bench_kernels.reason_against(shared, 90))
+    assert "which --suite small measures" in str(bench_kernels.reason_against(shared, 90))
 
 
 def test_choosing_kernels(prepared: list[Prepared]) -> None:
@@ -60,7 +60,7 @@ def test_choosing_kernels(prepared: list[Prepared]) -> None:
 @pytest.mark.usefixtures("clean_registry")
 def test_each_kernel_is_called_by_itself(prepared: list[Prepared], monkeypatch: pytest.MonkeyPatch) -> None:
     dense = [k.plan for k in prepared if k.plan.variant.name == "causal" and k.plan.layout == "dense"]
-    work, inputs = racing(preset("causal"), "causal", 20)
+    work, inputs = workload_of(preset("causal"), "causal", 20)
     seen = []
 
     def attention(*tensors: torch.Tensor, variant: str, package: str, **arguments: Any) -> None:
@@ -68,9 +68,9 @@ def test_each_kernel_is_called_by_itself(prepared: list[Prepared], monkeypatch: 
         seen.append((kernel.name, tensors[0].shape, arguments))
 
     monkeypatch.setattr(bench_kernels, "attention", attention)
-    contestants = [bench_kernels.enter(plan.name, kernel_of(plan), work, inputs) for plan in dense]
-    for contestant in contestants:
-        for call in contestant.calls:
+    contenders = [bench_kernels.enter(plan.name, kernel_of(plan), work, inputs) for plan in dense]
+    for contender in contenders:
+        for call in contender.calls:
             call()
     assert [name for name, *_ in seen] == [plan.name for plan in dense for _ in inputs]
     assert all(arguments == {} for *_, arguments in seen)

@@ -49,9 +49,9 @@ def test_without_nvidia_smi_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_versions_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_machine, "DISTRIBUTIONS", ("torch", "no-such-distribution"))
-    found = bench_machine.versions()
-    assert found["torch"] == torch.__version__
-    assert found["no-such-distribution"] is None
+    versions = bench_machine.versions()
+    assert versions["torch"] == torch.__version__
+    assert versions["no-such-distribution"] is None
 
 
 def test_poisoned_memory_holds_nan_and_tells_it() -> None:
@@ -70,9 +70,9 @@ def test_poisoned_memory_holds_nan_and_tells_it() -> None:
 def test_ceilings_count_operations_and_bytes_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_machine, "MATRIX", 16)
     monkeypatch.setattr(bench_machine, "COPY_BYTES", 1024)
-    found = bench_machine.ceilings(Gpu(torch.device("cpu"), 90, "a stand-in"), TickClock(), 2)  # 10 ms a call
-    assert found.matrix_tflops == pytest.approx(2 * 16**3 / 10e-3 / 1e12)
-    assert found.copy_gbps == pytest.approx(2 * 1024 / 10e-3 / 1e9)
+    reached = bench_machine.ceilings(Gpu(torch.device("cpu"), 90, "a stand-in"), TickClock(), 2)  # 10 ms a call
+    assert reached.matrix_tflops == pytest.approx(2 * 16**3 / 10e-3 / 1e12)
+    assert reached.copy_gbps == pytest.approx(2 * 1024 / 10e-3 / 1e9)
 
 
 @pytest.mark.parametrize("answers", [True, False])

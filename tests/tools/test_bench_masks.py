@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +18,14 @@ from torch import Tensor
 from attngen import cli
 from attngen.commands import bench_masks as command
 from attngen.errors import CallError
+from attngen.store.jobs import JobResult
+from attngen.tools.bench import runner
 from attngen.tools.bench.machine import Ceilings
-from attngen.tools.bench.masks import contestants
-from attngen.tools.bench.masks import run as tool
+from attngen.tools.bench.masks import contenders, first_calls
+from attngen.tools.bench.masks import suite as tool
 from attngen.tools.bench.masks.cases import mask_cases
 from attngen.tools.bench.masks.cases.forms import Forms, MaskCase, Size
-from attngen.tools.bench.masks.contestants import Entrants
+from attngen.tools.bench.masks.contenders import Contenders
 from attngen.tools.bench.masks.report import (
     CAUSAL,
     CONSTANTS,
@@ -37,10 +38,10 @@ from attngen.tools.bench.masks.report import (
     MaskResult,
     MaskRow,
 )
-from attngen.tools.bench.masks.run import MaskOptions, Ready, Suite, cells_of
+from attngen.tools.bench.masks.suite import MaskSuite, Ready, cells_of, compare, row_of, timed
+from attngen.tools.bench.runner import Options
 from attngen.tools.bench.timing import Timing
-from tests.tools.bench_support import TickClock
-from tests.tools.test_bench import FakeMonitor
+from tests.tools.bench_support import FakeMonitor, TickClock, bench_on_cpu
 
 CPU = torch.device("cpu")
 CASES = {case.name: case for case in mask_cases()}
@@ -70,9 +71,8 @@ def dense(
 
 
 @pytest.fixture
-def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
-    monkeypatch.setattr(contestants.of_torch, "flex_attention", dense)
-    return Suite(CPU, MaskOptions(rounds=2), TickClock(), random.Random(0))
+def plain_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders.of_torch, "flex_attention", dense)
 
 
 # --- cases --------------------------------------------------------------------------------------------------------
@@ -84,18 +84,17 @@ def test_there_are_enough_cases_with_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_both_forms_are_one_function(name: str, suite: Suite) -> None:
+def test_both_forms_are_one_function(name: str, plain_flex: None) -> None:
     """Outputs and gradients of all attngen rows are those of FlexAttention's form, in float64."""
     cell = small(CASES[name])
-    ready = suite.compared(cell, {})
-    assert set(ready.results) == set(ready.entrants.names())
-    for found in ready.results.values():
-        assert found.status == "compared", found.reason
-        assert (found.error is None) == (found.contestant in (FLEX, CAUSAL))
-        assert (found.error or 0) < 1e-6  # scores in float32 in one of the forms
-    row = suite.row(ready)
-    assert 0 < row.tiles <= 4 * 8
-    forms = ready.entrants.forms
+    ready = compare(cell, CPU, {})
+    assert set(ready.results) == set(ready.contenders.names())
+    for each in ready.results.values():
+        assert each.status == "compared", each.reason
+        assert (each.error is None) == (each.contender in (FLEX, CAUSAL))
+        assert (each.error or 0) < 1e-6  # scores in float32 in one of the forms
+    assert 0 < row_of(ready).tiles <= 4 * 8
+    forms = ready.contenders.forms
     seen = forms.hides or forms.mask_mod
     if seen is not None:
         rows = torch.arange(cell.seqlen, dtype=torch.int32)
@@ -103,18 +102,18 @@ def test_both_forms_are_one_function(name: str, suite: Suite) -> None:
         assert 0 < pairs.float().mean() < 1
 
 
-def test_a_wrong_form_is_found(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_form_is_noticed(plain_flex: None) -> None:
     cell = small(CASES["sliding window"])
     make = cell.case.make
     other = replace(cell.case, make=lambda size: replace(make(size), mask="q >= kv and q - kv <= window"))
-    ready = suite.compared(replace(cell, case=other), {})
-    reasons = {name: found.reason for name, found in ready.results.items() if found.status == "failed"}
+    ready = compare(replace(cell, case=other), CPU, {})
+    reasons = {name: each.reason for name, each in ready.results.items() if each.status == "failed"}
     assert set(reasons) == {CONSTANTS, SCALARS}
     assert "differs from FlexAttention by" in str(reasons[CONSTANTS])
-    assert FRONT_END in ready.contestants
+    assert FRONT_END in ready.runnable
 
 
-def test_wrong_gradients_of_learned_tensors_are_found(suite: Suite) -> None:
+def test_wrong_gradients_of_learned_tensors_are_noticed(plain_flex: None) -> None:
     cell = small(CASES["gate of each head, learned"])
     make = cell.case.make
 
@@ -123,42 +122,42 @@ def test_wrong_gradients_of_learned_tensors_are_found(suite: Suite) -> None:
         gate = forms.tensors["gate"]
         return replace(forms, score_mod=lambda s, b, h, q, kv: s * torch.sigmoid(2 * gate[h] - gate[h].detach()))
 
-    ready = suite.compared(replace(cell, case=replace(cell.case, make=wrong)), {})
+    ready = compare(replace(cell, case=replace(cell.case, make=wrong)), CPU, {})
     assert "gradients of its tensors differ" in str(ready.results[CONSTANTS].reason)
     assert ready.results[UNLEARNED].status == "compared"
 
 
-def test_what_failed_in_another_process_is_not_called_here(suite: Suite) -> None:
-    ready = suite.compared(small(CASES["sliding window"]), {CONSTANTS: "CrashError: died", SCALARS: 1.5})
-    assert ready.results[CONSTANTS] == MaskResult(CONSTANTS, "failed", "CrashError: died")
+def test_what_failed_in_another_process_is_not_called_here(plain_flex: None) -> None:
+    ready = compare(small(CASES["sliding window"]), CPU, {CONSTANTS: "CrashError: died", SCALARS: 1.5})
+    assert ready.results[CONSTANTS] == MaskResult(CONSTANTS, status="failed", reason="CrashError: died")
     assert ready.results[SCALARS].first == 1.5
-    assert CONSTANTS not in ready.contestants
+    assert CONSTANTS not in ready.runnable
 
 
 def test_tiles_are_those_of_the_mask() -> None:
     """Also of a mask that heads do not share, and of one that a score stands for."""
     for name in ("sliding window", "window of each head", "documents in the score", "tanh", "sliding tiles"):
         cell = Cell(CASES[name], 700, 16, 8)
-        entrants = Entrants.of(cell, CPU)
-        seen = entrants.forms.hides or entrants.forms.mask_mod or (lambda b, h, q, kv: q == q + 0 * kv)
+        made = Contenders.of(cell, CPU)
+        seen = made.forms.hides or made.forms.mask_mod or (lambda b, h, q, kv: q == q + 0 * kv)
         rows = torch.arange(768, dtype=torch.int32).clamp(max=699)
         heads = torch.arange(8)[:, None, None]
         pairs = seen(torch.zeros(1, dtype=torch.int32), heads, rows[:, None], rows).expand(8, 768, 768)
-        assert entrants.tiles() == int(pairs.view(8, 6, 128, 6, 128).any(4).any(2).sum()), name
+        assert made.tiles() == int(pairs.view(8, 6, 128, 6, 128).any(4).any(2).sum()), name
 
 
 def test_bytes_of_tensors_over_pairs_are_those_of_visited_tiles() -> None:
     for name, size in (("random bools", 1), ("random bools of heads", 8), ("bias of pairs", 2), ("ALiBi", 0)):
-        entrants = Entrants.of(Cell(CASES[name], 256, 16, 8), CPU)
-        assert entrants.pair_bytes(8 * 3) == size * 3 * 128 * 128
+        made = Contenders.of(Cell(CASES[name], 256, 16, 8), CPU)
+        assert made.pair_bytes(8 * 3) == size * 3 * 128 * 128
 
 
 # --- times --------------------------------------------------------------------------------------------------------
 
 
-def test_a_cell_is_timed_in_both_directions(suite: Suite) -> None:
-    row = suite.timed(suite.compared(small(CASES["relative table, learned"]), {}))
-    assert {one.contestant for one in row.results} == {FLEX, CONSTANTS, FRONT_END, UNLEARNED, CAUSAL}
+def test_a_cell_is_timed_in_both_directions(plain_flex: None) -> None:
+    row = timed(bench_on_cpu(rounds=2, pauseless_ms=15.0), compare(small(CASES["relative table, learned"]), CPU, {}))
+    assert {one.contender for one in row.results} == {FLEX, CONSTANTS, FRONT_END, UNLEARNED, CAUSAL}
     for one in row.results:
         assert one.status == "measured"
         assert {each: len(timing.samples) for each, timing in one.timings.items()} == {"forward": 2, "backward": 2}
@@ -166,17 +165,17 @@ def test_a_cell_is_timed_in_both_directions(suite: Suite) -> None:
     assert row.scored
 
 
-def test_a_race_that_raises_has_no_times(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = suite.compared(small(CASES["causal"]), {})
-    monkeypatch.setattr(tool.timing, "sustained_race", lambda *_: 1 / 0)
-    row = suite.timed(ready)
+def test_a_cell_that_raises_has_no_times(plain_flex: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = compare(small(CASES["causal"]), CPU, {})
+    monkeypatch.setattr(runner, "without_pauses", lambda *_: 1 / 0)
+    row = timed(bench_on_cpu(rounds=2, pauseless_ms=15.0), ready)
     assert {one.status for one in row.results} == {"failed"}
-    assert not MaskReport((row,)).ok
+    assert not MaskReport(rows=(row,)).ok
 
 
 def result(name: str, forward: float, backward: float, mapped: Sequence[str] = ()) -> MaskResult:
     timings = {"forward": Timing((forward,) * 3, 1.0, True), "backward": Timing((backward,) * 3, 1.0, True)}
-    return MaskResult(name, "measured", timings=timings, mapped=frozenset(mapped))
+    return MaskResult.of(name, status="measured", timings=timings, mapped=frozenset(mapped))
 
 
 CELL = Cell(CASES["sliding window"], 1024, 128, 8)  # 36 * 8 tiles of causal
@@ -184,17 +183,17 @@ CELL = Cell(CASES["sliding window"], 1024, 128, 8)  # 36 * 8 tiles of causal
 
 def row(*results: MaskResult, **facts: Any) -> MaskRow:
     causal = result(CAUSAL, 0.36, 0.72)
-    return MaskRow(CELL, (*results, causal), **{"tiles": 18 * 8, **facts})
+    return MaskRow(cell=CELL, results=(*results, causal), **{"tiles": 18 * 8, **facts})
 
 
 def test_ratios_to_flex_attention_and_to_causal() -> None:
-    found = row(result(FLEX, 0.4, 1.0), result(CONSTANTS, 0.2, 1.25), result(UNLEARNED, 0.1, 0.1))
-    ours = found.results[1]
-    assert found.speed(ours, "forward") == pytest.approx(2.0)
-    assert found.speed(ours, "backward") == pytest.approx(0.8)
-    assert found.to_causal(ours, "forward") == pytest.approx(0.2 / 0.36 * 2)
-    assert found.speed(found.results[2], "backward") is None  # it computes less than FlexAttention does
-    report = MaskReport((found, row(result(FLEX, 0.8, 1.0), result(CONSTANTS, 0.1, 1.0))))
+    first = row(result(FLEX, 0.4, 1.0), result(CONSTANTS, 0.2, 1.25), result(UNLEARNED, 0.1, 0.1))
+    own = first.results[1]
+    assert first.speed(own, "forward") == pytest.approx(2.0)
+    assert first.speed(own, "backward") == pytest.approx(0.8)
+    assert first.to_causal(own, "forward") == pytest.approx(0.2 / 0.36 * 2)
+    assert first.speed(first.results[2], "backward") is None  # it computes less than FlexAttention does
+    report = MaskReport(rows=(first, row(result(FLEX, 0.8, 1.0), result(CONSTANTS, 0.1, 1.0))))
     assert report.mean(CONSTANTS, "forward") == pytest.approx((4.0, 2.0, 2))
     assert report.mean(SCALARS, "forward") is None
     assert report.slower == ["sliding window d128 1k: attngen, backward: 0.80 x"]
@@ -213,38 +212,38 @@ def test_ratios_to_flex_attention_and_to_causal() -> None:
     ],
 )
 def test_limits_of_a_tile(facts: dict[str, Any], mapped: Sequence[str], head_dim: int, limit: float) -> None:
-    found = row(result(CONSTANTS, 0.45, 0.1, mapped), **facts)
-    found = replace(found, cell=replace(CELL, head_dim=head_dim))
-    assert found.limit(found.results[0], "forward", 2000.0) == pytest.approx(limit)
-    lines = found.beyond(2000.0)
+    one = replace(row(result(CONSTANTS, 0.45, 0.1, mapped), **facts), cell=replace(CELL, head_dim=head_dim))
+    assert one.limit(one.results[0], "forward", 2000.0) == pytest.approx(limit)
+    lines = one.beyond(2000.0)
     assert len(lines) == (limit < 2.5)
     if lines:
         assert lines[0].endswith(f"attngen, forward: 2.50 x causal per tile, limit {limit:.2f}")
 
 
 def test_learned_tensors_are_compared_with_the_same_backward_without_them() -> None:
-    found = row(result(CONSTANTS, 0.1, 0.6), result(UNLEARNED, 0.1, 0.4), learns=True)
-    assert (
-        found.beyond(None)
-        == [
-            "sliding window d128 1k: attngen, backward: 1.50 x without gradients of its tensors, limit 1.30",
-            "sliding window d128 1k: attngen, not learned, backward: 1.11 x causal per tile, limit 1.25",
-        ][:1]
-    )
-    assert replace(found, pair_bytes=1).beyond(None) == []
+    one = row(result(CONSTANTS, 0.1, 0.6), result(UNLEARNED, 0.1, 0.4), learns=True)
+    assert one.beyond(None) == [
+        "sliding window d128 1k: attngen, backward: 1.50 x without gradients of its tensors, limit 1.30"
+    ]
+    assert replace(one, pair_bytes=1).beyond(None) == []
 
 
 def test_the_document_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    failed = MaskResult(FRONT_END, "failed", "CallError: no")
+    failed = MaskResult(FRONT_END, status="failed", reason="CallError: no")
+    own = replace(result(CONSTANTS, 0.5, 0.5), first=2.0, second=0.6, error=1e-3)
     report = MaskReport(
-        (row(result(FLEX, 0.4, 1.0), replace(result(CONSTANTS, 0.5, 0.5), first=2.0, second=0.6, error=1e-3), failed),),
+        rows=(row(result(FLEX, 0.4, 1.0), own, failed),),
         ceilings=Ceilings(700, 4000), not_run=("tanh d128 8k",), rounds=3,
     )  # fmt: skip
-    told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert told["means"][CONSTANTS]["forward"] == {"mean": pytest.approx(0.8), "least": pytest.approx(0.8), "cells": 1}
-    assert told["rows"][0]["speed"][CONSTANTS]["backward"] == 2.0
-    assert told["rows"][0]["results"][1]["forward"]["milliseconds"] == 0.5
-    assert told["not_run"] == ["tanh d128 8k"]
+    document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert document["means"][CONSTANTS]["forward"] == {
+        "mean": pytest.approx(0.8),
+        "least": pytest.approx(0.8),
+        "cells": 1,
+    }
+    assert document["rows"][0]["speed"][CONSTANTS]["backward"] == 2.0
+    assert document["rows"][0]["results"][1]["forward"]["milliseconds"] == 0.5
+    assert document["not_run"] == ["tanh d128 8k"]
     assert not report.ok
     command.print_masks(report)
     captured = capsys.readouterr()
@@ -258,60 +257,62 @@ def test_the_document_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_cells_are_chosen_by_parts_of_their_names() -> None:
-    every = cells_of(MaskOptions())
+    every = cells_of(Options())
     assert len(every) == len(CASES)
     assert {cell.name for cell in every} >= {"sliding tiles d128 69376", "natten 3-D d128 24k", "tanh d128 8k"}
-    named = cells_of(MaskOptions(("tiles", "tanh"), (8192, 16384), (64, 128)))
+    named = cells_of(Options(cells=("tiles", "tanh"), seqlens=(8192, 16384), head_dims=(64, 128)))
     assert [cell.name for cell in named] == [
         "sliding tiles d64 69376", "tanh d64 8k", "tanh d64 16k", "sliding tiles d128 69376", "tanh d128 8k",
         "tanh d128 16k",
     ]  # fmt: skip
     with pytest.raises(CallError, match="no cell of the masks suite has 'tahn' in its name; did you mean 'tanh'"):
-        cells_of(MaskOptions(("tahn",)))
+        cells_of(Options(cells=("tahn",)))
 
 
 def test_tensors_over_pairs_end_at_16k() -> None:
-    assert not cells_of(MaskOptions(seqlens=(32768,)))[0].case.max_seqlen
+    assert not cells_of(Options(seqlens=(32768,)))[0].case.max_seqlen
     with pytest.raises(CallError, match="no cell"):
-        cells_of(MaskOptions(("random bools",), (32768,)))
+        cells_of(Options(cells=("random bools",), seqlens=(32768,)))
 
 
 def test_processes_stop_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ended in time is returned, and what still runs is killed."""
-    monkeypatch.setattr(tool, "_LOAD", "time:sleep")  # fails, which is no error
-    monkeypatch.setattr(tool, "_FIRST", "tests.tools.test_bench_masks:first_calls")
+    monkeypatch.setattr(first_calls, "_LOAD", "time:sleep")  # fails, which is no error
+    monkeypatch.setattr(first_calls, "_FIRST", "tests.tools.test_bench_masks:sleep_but_once")
     cells = [Cell(CASES[name], 128, 8, 8) for name in ("tanh", "causal", "softcap")]
     began = time.monotonic()
-    found = list(tool._in_processes(cells, {}, 2, lambda: began + 20))
-    assert [one.value for one in found] == [{FLEX: 1.0}]
+    results = list(first_calls.in_processes(cells, {}, 2, lambda: began + 20))
+    assert [one.value for one in results] == [{FLEX: 1.0}]
     assert time.monotonic() - began < 60
 
 
-def first_calls(environment: dict[str, str], asked: tuple[str, int, int], last: bool) -> dict[str, float | str]:
-    if asked[0] != "tanh":
+def sleep_but_once(environment: dict[str, str], sizes: tuple[str, int, int], last: bool) -> dict[str, float | str]:
+    if sizes[0] != "tanh":
         time.sleep(100)
     return {FLEX: 1.0}
 
 
-def test_cells_without_time_are_not_prepared(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_without_time_are_not_prepared(plain_flex: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Preparing ends while there is time to measure what is prepared; a process that died fails its cell."""
-    cells = [small(CASES[name]) for name in ("tanh", "causal", "softcap")]
-    asked: list[float] = []
+    ends: list[float] = []
 
-    def in_processes(todo: Sequence[Cell], environment: Any, jobs: Any, until: Any) -> Any:
-        asked.append(until())
-        yield tool.Result(0, value={})
-        asked.append(until())
-        yield tool.Result(1, error=CallError("died of SIGSEGV"))
+    def in_processes(cells: Sequence[Cell], environment: Any, jobs: Any, until: Any) -> Any:
+        ends.append(until())
+        yield JobResult(0, value={})
+        ends.append(until())
+        yield JobResult(1, error=CallError("died of SIGSEGV"))
 
-    monkeypatch.setattr(tool, "_in_processes", in_processes)
-    monkeypatch.setattr(tool.Suite, "_read_kernels", lambda self: None)
-    first, second = suite.prepared(cells, {}, 1000.0)
-    assert asked == [1000.0, pytest.approx(1000.0 - suite.expected(first))]
-    assert suite.expected(first) > 0
+    monkeypatch.setattr(first_calls, "in_processes", in_processes)
+    monkeypatch.setattr(MaskSuite, "_read_kernels", lambda self: None)
+    suite = MaskSuite(Options(rounds=2))
+    suite.cells = [small(CASES[name]) for name in ("tanh", "causal", "softcap")]
+    suite._deadline = 1000.0
+    first, second = suite.prepared(CPU)
+    assert ends == [1000.0, pytest.approx(1000.0 - tool.expected_seconds(first, 2))]
+    assert tool.expected_seconds(first, 2) > 0
     assert second.results[CONSTANTS].reason == "CallError: died of SIGSEGV"
     assert isinstance(second, Ready)
-    assert not suite.timed(second).tiles
+    assert not timed(bench_on_cpu(), second).tiles
 
 
 @dataclass(frozen=True)
@@ -322,21 +323,21 @@ class FakeGpu:
         return True
 
 
-@pytest.mark.usefixtures("suite")
+@pytest.mark.usefixtures("plain_flex")
 def test_a_whole_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Cells are compared and timed in turn, reports are written meanwhile, and what there is no time for is named."""
 
-    def in_processes(todo: Sequence[Cell], environment: Any, jobs: Any, until: Any) -> Any:
-        yield tool.Result(2, value={CONSTANTS: 2.5})
-        yield tool.Result(1, value={FRONT_END: "CallError: no"})
+    def in_processes(cells: Sequence[Cell], environment: Any, jobs: Any, until: Any) -> Any:
+        yield JobResult([cell.case.name for cell in cells].index("sliding window"), value={CONSTANTS: 2.5})
+        yield JobResult([cell.case.name for cell in cells].index("tanh"), value={FRONT_END: "CallError: no"})
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(tool.Gpu, "current", FakeGpu)
-    monkeypatch.setattr(tool, "gpu_facts", lambda gpu: {"name": "a card"})
-    monkeypatch.setattr(tool, "ceilings", lambda *_: Ceilings(700, 4000))
-    monkeypatch.setattr(tool, "Monitor", FakeMonitor)
-    monkeypatch.setattr(tool.timing, "CudaClock", TickClock)
-    monkeypatch.setattr(tool, "_in_processes", in_processes)
+    monkeypatch.setattr(runner.Gpu, "current", FakeGpu)
+    monkeypatch.setattr(runner, "gpu_facts", lambda gpu: {"name": "a card", "l2_bytes": 1})
+    monkeypatch.setattr(runner, "ceilings", lambda *_: Ceilings(700, 4000))
+    monkeypatch.setattr(runner, "Monitor", FakeMonitor)
+    monkeypatch.setattr(runner, "CudaClock", TickClock)
+    monkeypatch.setattr(first_calls, "in_processes", in_processes)
     chosen = (
         "--cell",
         "tanh",
@@ -355,12 +356,12 @@ def test_a_whole_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "[2/2] tanh d8 100: FlexAttention " in output
     assert "not run, for lack of time: 1\n  checkerboard of pairs d8 100" in output
     assert "tanh d8 100: attngen, front end: CallError: no" in output
-    told = json.loads(path.read_text())
-    assert [one["name"] for one in told["rows"]] == ["sliding window d8 100", "tanh d8 100"]
-    by_name = {one["contestant"]: one for one in told["rows"][0]["results"]}
+    document = json.loads(path.read_text())
+    assert [one["name"] for one in document["rows"]] == ["sliding window d8 100", "tanh d8 100"]
+    by_name = {one["contestant"]: one for one in document["rows"][0]["results"]}
     assert by_name[CONSTANTS]["first_seconds"] == 2.5
     assert {one["status"] for one in by_name.values()} == {"measured"}
-    assert told["means"][CONSTANTS]["backward"]["cells"] == 2
+    assert document["means"][CONSTANTS]["backward"]["cells"] == 2
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from attngen.tools.bench.cases import bench_cases
 from attngen.tools.bench.check import Oracle
 from attngen.tools.bench.peers import reason_against
 from attngen.tools.bench.workloads import terms_of
-from tests.tools.bench_support import racing, without_libraries
+from tests.tools.bench_support import without_libraries, workload_of
 
 
 def reasons(name: str, dtype: str = "bf16", head_dim: int = 128, **sizes: str) -> dict[str, str | None]:
@@ -69,16 +69,16 @@ def test_who_supports_what() -> None:
 
 def test_what_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     without_libraries(monkeypatch)
-    found = reasons("chunked")
-    assert found["FlashAttention-3"] == "not installed; pip install fa3-fwd"
-    assert found["FlashAttention-4"] == "not installed; pip install flash-attn-4"
-    assert found["SDPA flash"] == found["SDPA cuDNN"] == "this build of torch lacks it"
-    assert found["FlexAttention"] == "chunked is not implemented for it"
+    told = reasons("chunked")
+    assert told["FlashAttention-3"] == "not installed; pip install fa3-fwd"
+    assert told["FlashAttention-4"] == "not installed; pip install flash-attn-4"
+    assert told["SDPA flash"] == told["SDPA cuDNN"] == "this build of torch lacks it"
+    assert told["FlexAttention"] == "chunked is not implemented for it"
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "sliding_window", "softcap"])
 def test_flash_functions_get_the_flags(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    work, inputs = racing(preset(name), name, 30)
+    work, inputs = workload_of(preset(name), name, 30)
     terms = work.terms
     assert terms is not None
     seen: list[dict[str, Any]] = []
@@ -105,11 +105,11 @@ def test_flash_functions_get_the_flags(name: str, monkeypatch: pytest.MonkeyPatc
 def test_flex_attention_and_sdpa_compute_the_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both run on the CPU, uncompiled and on the plain backend: what is tested is how they are called."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    work, inputs = racing(preset(name), name, 1400, torch.float32)
+    work, inputs = workload_of(preset(name), name, 1400, torch.float32)
     assert work.terms is not None
     oracle = Oracle(work, inputs[0].q, inputs[0].k, inputs[0].v)
-    contestants = [bench_peers.FlexAttention().enter(work, work.terms, inputs)]
+    contenders = [bench_peers.FlexAttention().enter(work, work.terms, inputs)]
     if name in ("full", "causal"):
-        contestants.append(bench_peers.Sdpa("SDPA", "MATH").enter(work, work.terms, inputs))
-    for contestant in contestants:
-        assert oracle.error(contestant.first()) < 1e-5
+        contenders.append(bench_peers.Sdpa("SDPA", "MATH").enter(work, work.terms, inputs))
+    for contender in contenders:
+        assert oracle.error(contender.first()) < 1e-5

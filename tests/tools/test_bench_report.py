@@ -1,4 +1,4 @@
-"""Figures of a race: ratios, geometric means, the JSON document, the picture."""
+"""Figures of a report: ratios, geometric means, the JSON document, the picture."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ import jsonschema
 import pytest
 
 from attngen.tools.bench.cases import bench_cases
-from attngen.tools.bench.report import BenchReport, Result, Row, mean_of
+from attngen.tools.bench.grid import GridReport, GridResult, GridRow
+from attngen.tools.bench.report import mean_of
 from tests.tools.bench_support import SCHEMA, backward_report, report, result
 
 
 def test_ratios_are_to_the_best_peer_of_the_case() -> None:
     rows = report().rows
-    assert [row.best_peer and row.best_peer.contestant for row in rows] == ["flash"] * 4 + ["flex"]
-    assert rows[0].ratios == {"attngen cuda": 600 / 400, "attngen triton": 500 / 400}
-    assert rows[2].ratios == {"attngen cuda": 480 / 600}
-    assert rows[4].ratios == {"attngen cuda": 2.0}
+    assert [row.fastest_peer and row.fastest_peer.contender for row in rows] == ["flash"] * 4 + ["flex"]
+    assert rows[0].ratios == pytest.approx({"attngen cuda": 600 / 400, "attngen triton": 500 / 400})
+    assert rows[2].ratios == pytest.approx({"attngen cuda": 480 / 600})
+    assert rows[4].ratios == pytest.approx({"attngen cuda": 2.0})
 
 
 def test_no_peer_no_ratio() -> None:
-    row = Row(report().rows[0].case, (result("flash", None), result("attngen cuda", 500, ours=True)))
-    assert row.best_peer is None
+    row = GridRow(case=report().rows[0].case, results=(result("flash", None), result("attngen cuda", 500, own=True)))
+    assert row.fastest_peer is None
     assert row.ratios == {}
 
 
 def test_geometric_means() -> None:
-    found = {mean.of: mean for mean in report().means}
-    assert set(found) == {"causal d128 bf16", "grid", "variants"}
-    grid = found["grid"]
+    means = {mean.of: mean for mean in report().means}
+    assert set(means) == {"causal d128 bf16", "grid", "variants"}
+    grid = means["grid"]
     assert grid.ratios["attngen cuda"] == pytest.approx((1.5 * 1.1 * 0.8) ** (1 / 3))
     assert grid.ratios["attngen triton"] == pytest.approx((1.25 * 0.9) ** 0.5)
-    assert grid.least == {"attngen cuda": 0.8, "attngen triton": 0.9}
+    assert grid.least == pytest.approx({"attngen cuda": 0.8, "attngen triton": 0.9})
     assert grid.cases == {"attngen cuda": 3, "attngen triton": 2}
-    assert found["variants"].ratios == {"attngen cuda": pytest.approx((1.1 * 2) ** 0.5)}
+    assert means["variants"].ratios == {"attngen cuda": pytest.approx((1.1 * 2) ** 0.5)}
     assert mean_of("one", report().rows[:1]) is None
 
 
@@ -44,12 +45,12 @@ def test_a_report_is_good_if_something_was_measured_and_nothing_failed() -> None
     assert report().ok
     assert not report(stopped="the GPU does not answer").ok
     rows = report().rows
-    assert not BenchReport("s", "p", ()).ok
-    assert not BenchReport("s", "p", (Row(rows[0].case, (result("flash", 400),)),)).ok
-    failed = Result("attngen triton", "fwd", "failed", "wrong")
-    assert not BenchReport("s", "p", (*rows, Row(rows[0].case, (failed,)))).ok
-    theirs = Result("flash", None, "failed", "wrong")
-    assert BenchReport("s", "p", (*rows, Row(rows[0].case, (theirs,)))).ok
+    assert not GridReport().ok
+    assert not GridReport(rows=(GridRow(case=rows[0].case, results=(result("flash", 400),)),)).ok
+    failed = GridResult("attngen triton", "fwd", "failed", "wrong")
+    assert not GridReport(rows=(*rows, GridRow(case=rows[0].case, results=(failed,)))).ok
+    of_peer = GridResult("flash", None, "failed", "wrong", peer=True)
+    assert GridReport(rows=(*rows, GridRow(case=rows[0].case, results=(of_peer,)))).ok
 
 
 def test_the_document_keeps_its_schema() -> None:
@@ -64,7 +65,8 @@ def test_the_document_keeps_its_schema() -> None:
     assert (flash["milliseconds"], flash["samples"]) == (3.75, [2.5, 5.0, 3.75])
     assert (flash["host_bound"], flash["status"], flash["kernel"]) == (False, "measured", None)
     assert document["ceilings"] == {"matrix_tflops": 750.0, "copy_gbps": 4300.0}
-    planned = BenchReport("s", "p", (Row(report().rows[0].case, (Result("flash"),)),)).to_dict()
+    results = (GridResult("flash", peer=True),)
+    planned = GridReport(rows=(GridRow(case=report().rows[0].case, results=results),)).to_dict()
     jsonschema.validate(json.loads(json.dumps(planned, allow_nan=False)), SCHEMA)
 
 
@@ -75,9 +77,10 @@ def test_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "figures.png"
     plot(report(), path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    (other,) = (Row(case, report().rows[4].results) for case in bench_cases("alibi", "bf16", 64, 64))
-    found = report(ceilings=None, gpu=None)
-    plot(replace(found, rows=(*found.rows, other)), tmp_path / "figures.svg")
+    (case,) = bench_cases("alibi", "bf16", 64, 64)
+    without = report(ceilings=None, gpu=None)
+    other = GridRow(case=case, results=report().rows[4].results)
+    plot(replace(without, rows=(*without.rows, other)), tmp_path / "figures.svg")
     drawn = (tmp_path / "figures.svg").read_text()
     assert drawn.count('id="matplotlib.axis_') == 2 * 3
     for text in ("causal d128 bf16", "variants d128 bf16 h32/8 16k", "variants d64 bf16 h64/16 16k", "attngen cuda"):

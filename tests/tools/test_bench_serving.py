@@ -1,4 +1,4 @@
-"""The serving suite without a GPU: its cells, what they hold, how they are timed, told and chosen."""
+"""The serving suite without a GPU: its cells and their contents, replays, reports, and the choice of cells."""
 
 from __future__ import annotations
 
@@ -21,21 +21,19 @@ import attngen
 from attngen import cli
 from attngen.formats import APPEND_VARIANT
 from attngen.schema import load_spec_text
-from attngen.tools.bench.machine import Ceilings
-from attngen.tools.bench.serving import replay
-from attngen.tools.bench.serving import run as tool
+from attngen.tools.bench import graphs
+from attngen.tools.bench.graphs import Replays
+from attngen.tools.bench.runner import Options, bench
+from attngen.tools.bench.serving import suite as tool
 from attngen.tools.bench.serving.cells import WINDOW, Cell, Form, Lane, Problem, ancestors, cells
 from attngen.tools.bench.serving.contents import Contents, Oracle
 from attngen.tools.bench.serving.peers import Sdpa, serving_peers
-from attngen.tools.bench.serving.replay import Replayed, Track, race
 from attngen.tools.bench.serving.report import ServingReport, ServingResult, ServingRow
-from attngen.tools.bench.serving.run import ServingOptions, bench_serving
-from attngen.tools.bench.timing import Contestant
-from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared, prepare
-from attngen.tools.verify.gpu import Gpu
+from attngen.tools.bench.serving.suite import ServingSuite
+from attngen.tools.bench.timing import Contender, Timing, interleaved
+from attngen.tools.build.pipeline import prepare
 from attngen.tools.verify.interpreter import kernel_of
-from tests.tools.bench_support import FakeClock, TickClock
-from tests.tools.test_bench import FakeMonitor
+from tests.tools.bench_support import FakeClock, TickClock, compute_on_the_cpu, replayed
 
 SPEC = """
 schema: 1
@@ -99,41 +97,41 @@ def test_drafts_see_themselves_and_what_is_above_them() -> None:
 
 def test_sets_exceed_twice_the_cache() -> None:
     for l2_bytes in (1, 10**5, 10**9):
-        found = contents(l2_bytes=l2_bytes)
-        assert found.sets * SMALL.cache_bytes > 2 * l2_bytes or found.sets == 64
-        assert (found.sets - 1) * SMALL.cache_bytes < 2 * l2_bytes or found.sets == 1
+        held = contents(l2_bytes=l2_bytes)
+        assert held.sets * SMALL.cache_bytes > 2 * l2_bytes or held.sets == 64
+        assert (held.sets - 1) * SMALL.cache_bytes < 2 * l2_bytes or held.sets == 1
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("page_size", [None, 16, 64, 256])
 def test_each_form_reads_a_sequence_as_its_table_says(page_size: int | None, heads_first: bool) -> None:
-    found, form = contents(), Form(page_size, heads_first)
-    k_cache, _ = found.cache(0, form)
-    assert k_cache.data_ptr() == found.cache(0, Form())[0].data_ptr()
+    held, form = contents(), Form(page_size, heads_first)
+    k_cache, _ = held.cache(0, form)
+    assert k_cache.data_ptr() == held.cache(0, Form())[0].data_ptr()
     for b, length in enumerate(SMALL.lengths):
-        keys, values = found.of_sequence(0, form, b, 1)
+        keys, values = held.of_sequence(0, form, b, 1)
         assert keys.shape == values.shape == (length, 128)
         for j in (0, length // 2, length - 1):
             entry, row = b, j
             if page_size is not None:
-                entry, row = int(found.pages(page_size).table[b, j // page_size]), j % page_size
+                entry, row = int(held.pages(page_size).table[b, j // page_size]), j % page_size
             place = k_cache[entry, 1, row] if heads_first else k_cache[entry, row, 1]
             assert torch.equal(keys[j], place)
 
 
 def test_caches_in_8_bits_have_half_the_bytes_and_scales() -> None:
     narrow = replace(SMALL, kv_dtype="fp8_e4m3")
-    found, both = contents(narrow), contents(replace(narrow, dtype="fp8_e4m3"))
+    held, both = contents(narrow), contents(replace(narrow, dtype="fp8_e4m3"))
     assert 2 * narrow.cache_bytes == SMALL.cache_bytes
     assert narrow.flops == SMALL.flops
-    assert (found.queries[0].dtype, found.cache(0, Form())[0].dtype) == (torch.bfloat16, torch.float8_e4m3fn)
-    assert set(found.scales) == {"k_descale", "v_descale"}
+    assert (held.queries[0].dtype, held.cache(0, Form())[0].dtype) == (torch.bfloat16, torch.float8_e4m3fn)
+    assert set(held.scales) == {"k_descale", "v_descale"}
     assert set(both.scales) == {"q_descale", "k_descale", "v_descale"}
     assert both.queries[0].dtype == torch.float8_e4m3fn
-    assert found.of_sequence(0, Form(16), 0, 1)[0].shape == (37, 128)
+    assert held.of_sequence(0, Form(16), 0, 1)[0].shape == (37, 128)
     for cell in cells():
         if cell.group == "e4m3":
-            assert not cell.raced
+            assert not cell.problems_of_peers
             assert {lane.problem.kv_dtype for lane in cell.lanes} == {"bf16", "fp8_e4m3"}
 
 
@@ -159,15 +157,15 @@ def package(clean_registry: None) -> str:
 
 @pytest.mark.parametrize("form", [Form(), Form(16), Form(64, heads_first=True)], ids=str)
 @pytest.mark.parametrize("variant", ["causal", "softcap"])
-def test_the_oracle_knows_outputs_and_finds_wrong_ones(form: Form, variant: str, package: str) -> None:
-    found = contents()
-    oracle = Oracle(found, SMALL.of(variant), form, package)
-    number = found.sets - 1
+def test_the_oracle_knows_outputs_and_notices_wrong_ones(form: Form, variant: str, package: str) -> None:
+    held = contents()
+    oracle = Oracle(held, SMALL.of(variant), form, package)
+    number = held.sets - 1
     out = torch.full((3, 3, 4, 128), math.nan)
     for b in range(3):
         for hk in range(2):
-            k, v = (each[None, :, None].float() for each in found.of_sequence(number, form, b, hk))
-            q = found.queries[number][b : b + 1, :, 2 * hk : 2 * hk + 2].float()
+            k, v = (each[None, :, None].float() for each in held.of_sequence(number, form, b, hk))
+            q = held.queries[number][b : b + 1, :, 2 * hk : 2 * hk + 2].float()
             own = {"cap": 30.0} if variant == "softcap" else {}
             out[b : b + 1, :, 2 * hk : 2 * hk + 2] = attngen.attention(q, k, v, variant=variant, package=package, **own)
     assert oracle.error(out) < 1e-5
@@ -179,18 +177,6 @@ def test_the_oracle_knows_outputs_and_finds_wrong_ones(form: Form, variant: str,
 # --- timing -----------------------------------------------------------------------------------------------------
 
 
-def replayed(calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], Any], Any]:
-    """As a CUDA graph: replays write where the captured calls wrote."""
-    result = [call() for call in calls][-1]
-
-    def replay() -> None:
-        for call in calls:
-            found = call()
-        result.copy_(found)
-
-    return replay, result
-
-
 def test_figures_are_those_of_calls() -> None:
     clock = FakeClock()
 
@@ -199,11 +185,12 @@ def test_figures_are_those_of_calls() -> None:
         clock.host += 0.02
         return torch.ones(2)
 
-    tracks = [Track(Contestant(str(each), [partial(call, each)] * 3), clock, replayed) for each in (0.001, 0.5, 30.0)]
-    found = race(tracks, 3, random.Random(0))
-    assert [one.microseconds for one in found] == [pytest.approx(each) for each in (1.0, 500.0, 30_000.0)]
-    assert [one.host_microseconds for one in found] == [pytest.approx(20.0)] * 3
-    assert all(len(one.samples) == len(one.host_samples) == 3 and one.intact for one in found)
+    times = (0.001, 0.5, 30.0)
+    samplers = [Replays(Contender(str(each), [partial(call, each)] * 3), clock, replayed) for each in times]
+    timings = interleaved(samplers, 3, random.Random(0))
+    assert [one.milliseconds for one in timings] == [pytest.approx(each) for each in times]
+    assert [one.host_us for one in timings] == [pytest.approx(20.0)] * 3
+    assert all(len(one.samples) == 3 and one.intact for one in timings)
 
 
 def test_rounds_are_in_random_order() -> None:
@@ -213,20 +200,22 @@ def test_rounds_are_in_random_order() -> None:
         turns.append(name)
         return torch.ones(1)
 
-    race([Track(Contestant(name, [partial(call, name)]), clock, replayed) for name in "abcd"], 12, random.Random(0))
+    samplers = [Replays(Contender(name, [partial(call, name)]), clock, replayed) for name in "abcd"]
+    interleaved(samplers, 12, random.Random(0))
     order = [name for name, before in zip(turns, [None, *turns], strict=False) if name != before]
     assert len({tuple(order[i : i + 4]) for i in range(4, 4 * 12, 4)}) > 3
 
 
-def test_an_output_that_is_not_all_written_is_found() -> None:
+def test_an_output_that_is_not_all_written_is_noticed() -> None:
     out = torch.ones(4)
 
     def part() -> Tensor:
         out[:3] = 1.0
         return out
 
-    (found,) = race([Track(Contestant("part", [part]), TickClock(), replayed)], 1, random.Random(0))
-    assert not found.intact
+    sampler = Replays(Contender("part", [part]), TickClock(), replayed)
+    (timing,) = interleaved([sampler], 1, random.Random(0))
+    assert not timing.intact
 
 
 # --- figures ----------------------------------------------------------------------------------------------------
@@ -237,26 +226,32 @@ def rows() -> tuple[ServingRow, ...]:
     problem = Problem(32, 8, (4096,) * 8)
 
     def result(name: str, time: float | None, size: int | None, **more: Any) -> ServingResult:
-        timing = None if time is None else Replayed((time, time + 1, time - 1), (9.0,), True)
+        timing = None if time is None else Timing((time / 1e3, (time + 1) / 1e3, (time - 1) / 1e3), 9.0, True)
         status = "unsupported" if time is None else "measured"
-        return ServingResult(name, problem, Form(size), status=status, timing=timing, **more)
+        facts = {"problem": problem, "form": Form(size), "status": status, "timing": timing, "flops": problem.flops}
+        return ServingResult(name, peer="lane" not in more, **facts, **more)
 
-    first = cells()[4]
-    decoded = ServingRow(first, (
+    def lane(name: str, size: int | None, beside: str | None = None) -> Lane:
+        return Lane(name, problem, Form(size), beside)
+
+    decoded = ServingRow(cell=cells()[4], input_sets=4, results=(
         result("flash", 40.0, None), result("flash", 50.0, 64), result("flash", 44.0, 256), result("xqa", None, 64),
-        result("attngen contiguous", 32.0, None, lane="contiguous", kernel="fwd_split"),
-        result("attngen pages 16", 40.0, 16, lane="pages 16", beside="contiguous", kernel="fwd_paged"),
-        result("attngen pages 64", 33.0, 64, lane="pages 64", beside="contiguous", kernel="fwd_paged", error=1e-3),
-    ), 4)  # fmt: skip
+        result("attngen contiguous", 32.0, None, lane=lane("contiguous", None), kernel="fwd_split"),
+        result("attngen pages 16", 40.0, 16, lane=lane("pages 16", 16, "contiguous"), kernel="fwd_paged"),
+        result("attngen pages 64", 33.0, 64, lane=lane("pages 64", 64, "contiguous"), kernel="fwd_paged", error=1e-3),
+    ))  # fmt: skip
     again = replace(decoded, cell=cells()[5])
-    failed = ServingResult("attngen tree", problem.of("tree"), Form(64), "tree", "causal", status="unsupported")
-    return decoded, again, ServingRow(cells()[-4], (failed,))
+    tree = Lane("tree", problem.of("tree"), Form(64), "causal")
+    failed = ServingResult("attngen tree", status="unsupported", problem=tree.problem, form=tree.form, lane=tree)
+    return decoded, again, ServingRow(cell=cells()[-4], results=(failed,))
 
 
 def test_ratios_are_to_the_best_peer_of_the_same_kind_and_to_the_lane_beside() -> None:
     row = rows()[0]
-    assert row.ratios == {"contiguous": 40 / 32, "pages 16": 44 / 40, "pages 64": 44 / 33}
-    assert [row.to_beside(result) for result in row.results[-3:]] == [None, 40 / 32, 33 / 32]
+    assert row.ratios == pytest.approx({"contiguous": 40 / 32, "pages 16": 44 / 40, "pages 64": 44 / 33})
+    assert [row.to_beside(result) for result in row.results[-3:]] == [
+        None, pytest.approx(40 / 32), pytest.approx(33 / 32)
+    ]  # fmt: skip
     assert row.to_peer(row.results[0]) is None
     assert row.results[4].tbps == pytest.approx(8 * 4096 * 8 * 2 * 256 / 32e-6 / 1e12)
     assert row.results[4].tflops == pytest.approx(4 * 128 * 8 * 4096 * 32 / 32e-6 / 1e12)
@@ -264,19 +259,19 @@ def test_ratios_are_to_the_best_peer_of_the_same_kind_and_to_the_lane_beside() -
 
 
 def test_means_are_over_groups() -> None:
-    (mean,) = ServingReport("a.yaml", "mine", rows()).means
+    (mean,) = ServingReport(rows=rows()).means
     assert mean.of == "decode"
     assert mean.ratios["pages 64"] == pytest.approx(44 / 33)
     assert mean.cases["contiguous"] == 2
 
 
 def test_the_document_is_json_and_says_what_was_measured() -> None:
-    report = ServingReport("a.yaml", "mine", rows(), {"XQA": "not installed"}, rounds=3, seed=5)
+    report = ServingReport(rows=rows(), left_out={"XQA": "not installed"}, rounds=3, seed=5)
     assert report.ok
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     jsonschema.validate(document, SCHEMA)
     last = document["rows"][0]["results"][-1]
-    assert (last["microseconds"], last["host_microseconds"], last["best_peer"]) == (33.0, 9.0, "flash")
+    assert (last["microseconds"], last["host_microseconds"], last["best_peer"]) == (pytest.approx(33.0), 9.0, "flash")
     assert not replace(report, rows=report.rows[2:]).ok
     assert not replace(report, stopped="the GPU does not answer").ok
 
@@ -302,7 +297,8 @@ SCHEMA = {
                     "status": {"enum": ["measured", "planned", "unsupported", "failed"]}, "reason": TEXT,
                     "relative_error": NUMBER, "microseconds": NUMBER, "samples": {"type": "array"},
                     "host_microseconds": NUMBER, "tbps": NUMBER, "tflops": NUMBER, "best_peer": TEXT,
-                    "to_peer": NUMBER, "beside": TEXT, "to_beside": NUMBER,
+                    "to_peer": NUMBER, "beside": TEXT, "to_beside": NUMBER, "joules_per_tflop": NUMBER,
+                    "gpu": {"type": ["object", "null"]},
                 },
             }}},
         }},
@@ -327,7 +323,7 @@ class Stub:
     def forms(self, problem: Problem) -> Sequence[Form]:
         return Form(), Form(16)
 
-    def enter(self, contents: Contents, form: Form) -> Contestant:
+    def enter(self, contents: Contents, form: Form) -> Contender:
         if form.page_size is None:
             calls = [
                 partial(
@@ -354,18 +350,12 @@ class Stub:
                 )
                 for i, q in enumerate(contents.queries)
             ]
-        return Contestant(self.name, calls, as_bshd=self.change)
+        return Contender(self.name, calls, as_bshd=self.change)
 
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) -> Path:
     """A spec, small cells, and a GPU whose calls the CPU computes."""
-    plans: dict[str, Any] = {}
-
-    def compile_kernels(prepared: Sequence[Prepared], **_: Any) -> tuple[dict[str, BuiltKernel], tuple[Failure, ...]]:
-        plans.update({kernel.plan.name: kernel.plan for kernel in prepared})
-        return {name: BuiltKernel(name, name, "built", {}) for name in plans}, ()
-
     lanes = [Lane(Form(size).name, SMALL, Form(size), None if size is None else "contiguous") for size in (None, 16)]
     tree, new = replace(SMALL, variant="tree"), Problem(4, 2, (64, 64), 3, APPEND_VARIANT)
     own = (
@@ -374,26 +364,14 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) 
         Cell("variants", "trees", (lanes[1], Lane("tree", tree, Form(16), "pages 16"))),
         Cell("append_kv", "writes", (Lane("contiguous", new, Form()), Lane("pages 16", new, Form(16), "contiguous"))),
     )
-    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(Gpu, "current", lambda: Gpu(torch.device("cpu"), 90, "a stand-in"))
-    monkeypatch.setattr(Gpu, "answers", lambda self: True)
     peers = (
         Stub("good"), Stub("wrong", lambda out: out + 1.0), Stub("bad", lambda out: 1 / 0), Stub("gone", absent="no"),
     )  # fmt: skip
-    monkeypatch.setattr(replay, "_ENQUEUED", 2)
-    for name, value in {
-        "compile_kernels": compile_kernels,
-        "read_kernel": lambda folder: kernel_of(plans[folder.name]),
-        "gpu_facts": lambda gpu: {"name": gpu.name, "l2_bytes": 1},
-        "ceilings": lambda gpu, clock, rounds: Ceilings(750.0, 4300.0),
-        "serving_peers": lambda: peers,
-        "cuda_graph": replayed,
-        "CudaClock": TickClock,
-        "Monitor": FakeMonitor,
-        "cells": lambda: own,
-    }.items():
-        monkeypatch.setattr(tool, name, value)
+    compute_on_the_cpu(monkeypatch)
+    monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(graphs, "_ENQUEUED", 2)
+    monkeypatch.setattr(tool, "serving_peers", lambda: peers)
+    monkeypatch.setattr(tool, "cells", lambda: own)
     path = tmp_path / "mine.yaml"
     path.write_text(SPEC)
     return path
@@ -401,10 +379,10 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) 
 
 def test_a_whole_run(spec: Path) -> None:
     seen: list[int] = []
-    report = bench_serving(spec, ServingOptions(rounds=2), lambda so_far, total: seen.append(len(so_far.rows)))
+    report = bench(ServingSuite(spec, Options(rounds=2), 90), lambda so_far, line: seen.append(len(so_far.rows)))
     assert seen == [1, 2, 3, 4]
     small, scores, trees, writes = report.rows
-    statuses = {(one.contestant, one.form.name): one.status for one in small.results}
+    statuses = {(one.contender, one.form.name): one.status for one in small.results}
     assert statuses == {
         ("good", "contiguous"): "measured", ("good", "pages 16"): "measured",
         ("wrong", "contiguous"): "failed", ("wrong", "pages 16"): "failed",
@@ -431,11 +409,11 @@ def run(*arguments: object, code: int = 0) -> str:
 
 
 def test_the_command_prints_a_table_and_writes_the_document(spec: Path, tmp_path: Path) -> None:
-    output = run(spec, "--suite", "serving", "--rounds", 1, "--json", tmp_path / "found.json")
+    output = run(spec, "--suite", "serving", "--rounds", 1, "--json", tmp_path / "figures.json")
     lines = [line.split() for line in output.splitlines()]
     own = next(line for line in lines if line[:4] == ["attngen", "pages", "16", "pages"])
     assert own[5:] == [own[5], own[6], own[7], "1.000", "1.000", own[10]]
-    document = json.loads((tmp_path / "found.json").read_text())
+    document = json.loads((tmp_path / "figures.json").read_text())
     jsonschema.validate(document, SCHEMA)
     assert len(document["rows"]) == 4
     assert "left out: gone: no" in output
@@ -456,8 +434,9 @@ def test_what_widens_a_cache_in_8_bits_is_there_for_many_queries() -> None:
     kernel = "variant: causal, head_dim: 128, dtype: bf16, layout: paged"
     spec = f"{SPEC}  - {{{kernel}}}\n  - {{{kernel}, kv_dtype: fp8_e4m3, split_kv: true}}\n"
     prepared = prepare(load_spec_text(spec))
-    wanted = tool._wanted(prepared, ServingOptions(cells=("e4m3",)), 90)
-    assert [kernel.plan.direction for kernel in wanted].count("widen") == 1
+    chosen = [cell for cell in cells() if cell.group == "e4m3"]
+    kernels = tool._kernels(prepared, chosen, Options(), 90)
+    assert [kernel.plan.direction for kernel in kernels].count("widen") == 1
 
 
 @pytest.mark.parametrize(
@@ -475,19 +454,19 @@ def test_cells_are_of_the_serving_suite(spec: Path) -> None:
 
 
 def test_libraries_that_are_not_here_say_so() -> None:
-    told = {peer.name: peer.missing() for peer in serving_peers()}
-    assert told["SDPA cuDNN"] is None
-    assert told["XQA"] == "not installed: flashinfer"
-    assert told["FlashAttention-3"] == "not installed: flash_attn_interface or fa3_fwd_interface"
+    reasons = {peer.name: peer.missing() for peer in serving_peers()}
+    assert reasons["SDPA cuDNN"] is None
+    assert reasons["XQA"] == "not installed: flashinfer"
+    assert reasons["FlashAttention-3"] == "not installed: flash_attn_interface or fa3_fwd_interface"
 
 
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_sdpa_is_called_right(tokens: int, package: str) -> None:
     problem = Problem(4, 2, (64, 64), tokens)
-    found, (form,) = contents(problem), Sdpa("SDPA math", "MATH").forms(problem)
-    contestant = Sdpa("SDPA math", "MATH").enter(found, form)
-    with contestant.session():
-        out = contestant.as_bshd(contestant.calls[-1]())
-    assert Oracle(found, problem, form, package).error(out) < 1e-2
+    held, (form,) = contents(problem), Sdpa("SDPA math", "MATH").forms(problem)
+    contender = Sdpa("SDPA math", "MATH").enter(held, form)
+    with contender.session():
+        out = contender.as_bshd(contender.calls[-1]())
+    assert Oracle(held, problem, form, package).error(out) < 1e-2
     assert not Sdpa("SDPA math", "MATH").forms(Problem(4, 2, (64, 63), 1))
     assert not Sdpa("SDPA math", "MATH").forms(Problem(4, 2, (64, 64), 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from attngen.tools.bench.timing import Contestant, race
+from attngen.tools.bench.timing import Batches, Contender, Timing, interleaved
 from tests.tools.bench_support import FakeClock
 
 
@@ -25,6 +26,10 @@ class FakeOutputs:
 
     def intact(self, out: str) -> bool:
         return out not in self.broken
+
+
+def time(contenders: Sequence[Contender], clock: FakeClock, outputs: FakeOutputs, rounds: int) -> list[Timing]:
+    return interleaved([Batches(one, clock, outputs) for one in contenders], rounds, random.Random(0))
 
 
 def runner(name: str, log: list[str], clock: FakeClock, costs: Iterator[float], host: float = 0.0) -> Any:
@@ -45,57 +50,60 @@ def costs(value: float, first: Sequence[float] = ()) -> Iterator[float]:
 
 def test_the_median_of_samples_of_five_milliseconds() -> None:
     clock, log = FakeClock(), []
-    one = Contestant("one", [runner("one", log, clock, costs(0.3, first=[900.0]))])
-    other = Contestant("other", [runner("other", log, clock, costs(7.0))])
-    found = race([one, other], clock, FakeOutputs(), 3)
-    assert [len(timing.samples) for timing in found] == [3, 3]
-    assert found[0].milliseconds == pytest.approx(0.3)
-    assert found[1].milliseconds == pytest.approx(7.0)
+    one = Contender("one", [runner("one", log, clock, costs(0.3, first=[900.0]))])
+    other = Contender("other", [runner("other", log, clock, costs(7.0))])
+    fast, slow = time([one, other], clock, FakeOutputs(), 3)
+    assert len(fast.samples) == len(slow.samples) == 3
+    assert fast.milliseconds == pytest.approx(0.3)
+    assert slow.milliseconds == pytest.approx(7.0)
     # 1 call that may compile, 5 that estimate, and 4 samples (one of them not counted): ceil(5 / 0.3), and 2 at least
     assert log.count("one") == 1 + 5 + 4 * 17
     assert log.count("other") == 1 + 5 + 4 * 2
 
 
-def test_rounds_are_interleaved_and_begin_in_turns() -> None:
+def test_rounds_are_interleaved_in_random_order() -> None:
     clock, log = FakeClock(), []
-    race([Contestant(n, [runner(n, log, clock, costs(5.0))]) for n in "abc"], clock, FakeOutputs(), 2)
-    samples = log[3 * 6 :]
-    assert "".join(samples[::2]) == "".join(samples[1::2]) == "abc" + "bca" + "cab"
+    time([Contender(n, [runner(n, log, clock, costs(5.0))]) for n in "abc"], clock, FakeOutputs(), 11)
+    samples = "".join(log[3 * 6 :])
+    assert samples[::2] == samples[1::2]
+    rounds = {samples[::2][i : i + 3] for i in range(0, 3 * 12, 3)}
+    assert {"".join(sorted(order)) for order in rounds} == {"abc"}
+    assert len(rounds) > 3
 
 
 def test_the_median_ignores_a_slow_round() -> None:
     clock, log = FakeClock(), []
     slow = [1.0] * 6 + [1.0] * 5 + [50.0] * 5  # the second round
-    (found,) = race([Contestant("a", [runner("a", log, clock, costs(1.0, first=slow))])], clock, FakeOutputs(), 3)
-    assert found.samples == pytest.approx((50.0, 1.0, 1.0))
-    assert found.milliseconds == pytest.approx(1.0)
+    (timing,) = time([Contender("a", [runner("a", log, clock, costs(1.0, first=slow))])], clock, FakeOutputs(), 3)
+    assert timing.samples == pytest.approx((50.0, 1.0, 1.0))
+    assert timing.milliseconds == pytest.approx(1.0)
 
 
 def test_sets_of_inputs_take_turns_across_samples() -> None:
     clock, log = FakeClock(), []
     calls = [runner(str(n), log, clock, costs(2.0)) for n in range(4)]
-    race([Contestant("a", calls)], clock, FakeOutputs(), 2)
+    time([Contender("a", calls)], clock, FakeOutputs(), 2)
     assert log == [str(n % 4) for n in range(len(log))]
 
 
 def test_a_call_that_waits_for_the_host_is_marked() -> None:
     clock, log = FakeClock(), []
-    contestants = [
-        Contestant("free", [runner("free", log, clock, costs(0.05), host=0.02)]),
-        Contestant("bound", [runner("bound", log, clock, costs(0.05), host=0.05)]),
+    contenders = [
+        Contender("free", [runner("free", log, clock, costs(0.05), host=0.02)]),
+        Contender("bound", [runner("bound", log, clock, costs(0.05), host=0.05)]),
     ]
-    free, bound = race(contestants, clock, FakeOutputs(), 1)
+    free, bound = time(contenders, clock, FakeOutputs(), 1)
     assert (free.host_us, bound.host_us) == pytest.approx((20, 50))
     assert (free.host_bound, bound.host_bound) == (False, True)
 
 
 def test_outputs_are_poisoned_before_and_looked_at_after_each_sample() -> None:
     clock, log, outputs = FakeClock(), [], FakeOutputs(broken={"a!"})
-    contestants = [
-        Contestant(n, [runner(n, log, clock, costs(9.0))], as_bshd=lambda out: out + ("!" if out == "a" else ""))
+    contenders = [
+        Contender(n, [runner(n, log, clock, costs(9.0))], as_bshd=lambda out: out + ("!" if out == "a" else ""))
         for n in "ab"
     ]
-    assert [timing.intact for timing in race(contestants, clock, outputs, 3)] == [False, True]
+    assert [timing.intact for timing in time(contenders, clock, outputs, 3)] == [False, True]
     assert outputs.poisoned == 2 * (1 + 1 + 4)
 
 
@@ -109,6 +117,6 @@ def test_a_session_is_open_around_each_batch_and_outside_of_calls() -> None:
         opened.append("out")
 
     clock = FakeClock()
-    race([Contestant("a", [runner("call", opened, clock, costs(9.0))], session)], clock, FakeOutputs(), 1)
+    time([Contender("a", [runner("call", opened, clock, costs(9.0))], session)], clock, FakeOutputs(), 1)
     assert opened[:3] == ["in", "call", "out"]
     assert "".join(opened).count("incallcallout") == 2

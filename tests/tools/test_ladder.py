@@ -1,6 +1,8 @@
-"""The ladder: one choice more in each rung, entries that build what was raced, and what becomes of refused steps."""
+"""The ladder: one choice more in each rung, entries that build the rungs, and refused steps."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
@@ -8,9 +10,10 @@ from attngen.plan import plan
 from attngen.resources import specs_dir
 from attngen.schema import expand, load_spec, load_spec_text
 from attngen.tools.bench.cases import bench_cases
+from attngen.tools.bench.grid import GridReport, GridRow, steps
 from attngen.tools.bench.ladder import RUNGS, Ladder, ladders, reason_against
-from attngen.tools.bench.report import BenchReport, Result, Row, steps
 from attngen.tools.build.pipeline import Prepared, prepare
+from tests.tools.bench_support import result
 
 
 def prepared(*entries: str) -> list[Prepared]:
@@ -19,8 +22,8 @@ def prepared(*entries: str) -> list[Prepared]:
 
 
 def ladder_of(entry: str) -> Ladder:
-    (found,) = ladders(prepared(entry))
-    return found
+    (ladder,) = ladders(prepared(entry))
+    return ladder
 
 
 def test_each_rung_changes_its_own_lines_only() -> None:
@@ -99,16 +102,17 @@ def test_ratios_to_the_rung_before_and_to_the_last() -> None:
     ladder = ladder_of("variant: causal, head_dim: 128")
     speeds = [500.0, None, 600.0, 600.0, 660.0, 726.0, 800.0]
     results = [
-        Result(rung.name, rung.plan and rung.plan.name, "failed" if speed is None else "measured", tflops=speed)
+        replace(result(rung.name, speed, own=True), kernel=rung.plan and rung.plan.name)
         for rung, speed in zip(ladder.rungs, speeds, strict=True)
     ]
-    row = Row(bench_cases("causal", "bf16", 128, 128)[0], tuple(results))
-    found = steps(ladder, row)
-    assert [step.to_previous for step in found] == [None, None, 1.2, 1.0, 1.1, 1.1, pytest.approx(800 / 726)]
-    assert [step.to_last for step in found] == [speed and speed / 800 for speed in speeds]
+    row = GridRow(case=bench_cases("causal", "bf16", 128, 128)[0], results=tuple(results))
+    climbed = steps(ladder, row)
+    to_previous = [None, None, 1.2, 1.0, 1.1, 1.1, 800 / 726]
+    assert [step.to_previous for step in climbed] == [ratio and pytest.approx(ratio) for ratio in to_previous]
+    assert [step.to_last for step in climbed] == [speed and pytest.approx(speed / 800) for speed in speeds]
     other = ladder_of("variant: causal, head_dim: 128, tile: {m: 192, n: 64}")
-    report = BenchReport("s", "p", (row,), ladders=(ladder, other))
+    report = GridReport(rows=(row,), ladders=(ladder, other))
     assert report.rows_of(ladder) == [row]
     assert report.rows_of(other) == []
-    nothing = steps(ladder, Row(row.case, tuple(results[:-1])))
+    nothing = steps(ladder, GridRow(case=row.case, results=tuple(results[:-1])))
     assert {step.to_last for step in nothing} == {None}

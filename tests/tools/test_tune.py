@@ -1,4 +1,4 @@
-"""The search for the fastest choices, all of it but the GPU: candidates, races, the journal and the file."""
+"""The search for the fastest choices, all of it but the GPU: candidates, times, the journal and the file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from attngen.plan import plan
 from attngen.schema import expand, load_spec
 from attngen.schema.tuned import load_tuned
 from attngen.tools.bench.cases import BenchCase
+from attngen.tools.bench.grid import GridResult, GridRow
 from attngen.tools.bench.kernels import Team
-from attngen.tools.bench.race import Track
-from attngen.tools.bench.report import Result, Row
+from attngen.tools.bench.runner import Bench
 from attngen.tools.bench.timing import Timing
 from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared
 from attngen.tools.tune import run as tool
+from attngen.tools.tune import search
 from attngen.tools.tune.run import Options, TuneReport, tune
 from attngen.tools.verify.gpu import Gpu
-from tests.tools.test_bench import FakeMonitor
+from tests.tools.bench_support import FakeMonitor
 
 SPEC = """
 schema: 1
@@ -41,33 +42,35 @@ Speed = Callable[[Prepared, BenchCase], float]
 
 
 @pytest.fixture
-def races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A GPU on which kernels take the time that ``speed`` says; those that it gives none are wrong.
 
-    Kernels with ``refused`` in their names do not compile. ``seen`` counts the races.
+    Kernels with ``refused`` in their names do not compile. ``seen`` counts the measurements.
     """
-    given: dict[str, Any] = {"speed": lambda kernel, case: 1.0, "refused": "-", "seen": 0}
+    card: dict[str, Any] = {"speed": lambda kernel, case: 1.0, "refused": "-", "seen": 0}
 
     def compile_kernels(prepared: Sequence[Prepared], **_: Any) -> tuple[dict[str, BuiltKernel], tuple[Failure, ...]]:
-        wrong = [kernel.plan.name for kernel in prepared if given["refused"] in kernel.plan.name]
+        wrong = [kernel.plan.name for kernel in prepared if card["refused"] in kernel.plan.name]
         names = [kernel.plan.name for kernel in prepared if kernel.plan.name not in wrong]
         failures = tuple(Failure(name, CompileError(f"{name}: no")) for name in wrong)
         return {name: BuiltKernel(name, name, "built", {}) for name in names}, failures
 
-    def measure(track: Track, team: Team, kernels: Mapping[str, Any], errors: Any, case: BenchCase) -> Row:
-        given["seen"] += 1
-        times = {label: given["speed"](kernel, case) for label, kernel in team.members.items()}
+    def measure(
+        bench: Bench, team: Team, case: BenchCase, kernels: Mapping[str, Any], errors: Any, **_: Any
+    ) -> GridRow:
+        card["seen"] += 1
+        times = {label: card["speed"](kernel, case) for label, kernel in team.members.items()}
         results = [
-            Result(label, label, "measured" if t else "failed", timing=Timing((t,), 0.0, True) if t else None)
+            GridResult(label, label, "measured" if t else "failed", timing=Timing((t,), 0.0, True) if t else None)
             for label, t in times.items()
         ]
-        return Row(case, tuple(results))
+        return GridRow(case=case, results=tuple(results))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(Gpu, "current", lambda: Gpu(torch.device("cpu"), 90, "a stand-in"))
     monkeypatch.setattr(Gpu, "answers", lambda self: True)
-    monkeypatch.setattr(Track, "measure", measure)
+    monkeypatch.setattr(search, "measure", measure)
     for name, value in {
         "compile_kernels": compile_kernels,
         "read_kernel": lambda folder: folder.name,
@@ -75,7 +78,7 @@ def races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "Monitor": FakeMonitor,
     }.items():
         monkeypatch.setattr(tool, name, value)
-    return given
+    return card
 
 
 @pytest.fixture
@@ -90,12 +93,12 @@ def searched(spec: Path, **options: Any) -> TuneReport:
 
 
 def narrow_is_faster(kernel: Prepared, case: BenchCase) -> float:
-    found = kernel.plan
-    return 1.0 + abs(found.tile_n - 96) / 100 + (found.stages == 3) / 10 + case.seqlen / 1e6
+    plan = kernel.plan
+    return 1.0 + abs(plan.tile_n - 96) / 100 + (plan.stages == 3) / 10 + case.seqlen / 1e6
 
 
-def test_the_fastest_of_all_is_chosen_and_built(spec: Path, races: dict[str, Any]) -> None:
-    races["speed"] = narrow_is_faster
+def test_the_fastest_of_all_is_chosen_and_built(spec: Path, card: dict[str, Any]) -> None:
+    card["speed"] = narrow_is_faster
     report = searched(spec, variants=("full",))
     (row,) = report.rows
     assert row["kernel"] == "full forward, dense, bf16, head_dim 128, cuda, sm90a"
@@ -103,7 +106,7 @@ def test_the_fastest_of_all_is_chosen_and_built(spec: Path, races: dict[str, Any
     assert row["choice"]["pipeline"] == {"stages": 2}
     assert row["speedup"] > 1.2
     assert row["candidates"] > 20
-    assert list(report.left_out.values()) == ["only dense calls are raced"]
+    assert list(report.left_out.values()) == ["only dense calls are measured"]
     tuned, kernel = load_tuned(spec.with_name("card.yaml")), expand(load_spec(spec))[0]
     applied = tuned.applied(kernel)
     assert applied is not None
@@ -111,37 +114,37 @@ def test_the_fastest_of_all_is_chosen_and_built(spec: Path, races: dict[str, Any
     assert not spec.with_name("card.yaml.journal").exists()
 
 
-def test_the_plans_own_choice_stays_where_nothing_is_faster(spec: Path, races: dict[str, Any]) -> None:
+def test_the_plans_own_choice_stays_where_nothing_is_faster(spec: Path, card: dict[str, Any]) -> None:
     own = plan(expand(load_spec(spec))[0]).name
-    races["speed"] = lambda kernel, case: 1.0 if kernel.plan.name == own else 0.995
+    card["speed"] = lambda kernel, case: 1.0 if kernel.plan.name == own else 0.995
     (row,) = searched(spec, variants=("full",)).rows
     assert row["choice"] == {}
     assert load_tuned(spec.with_name("card.yaml")).choices == {}
 
 
-def test_wrong_and_refused_candidates_are_not_chosen(spec: Path, races: dict[str, Any]) -> None:
-    races["refused"] = "n64s"
-    races["speed"] = lambda kernel, case: 0.0 if kernel.plan.tile_n == 80 else 1.0 + kernel.plan.tile_n / 1000
+def test_wrong_and_refused_candidates_are_not_chosen(spec: Path, card: dict[str, Any]) -> None:
+    card["refused"] = "n64s"
+    card["speed"] = lambda kernel, case: 0.0 if kernel.plan.tile_n == 80 else 1.0 + kernel.plan.tile_n / 1000
     (row,) = searched(spec, variants=("full",)).rows
     assert row["refused"] > 0
     assert row["choice"]["tile"] == {"n": 32}
 
 
-def test_launches_of_a_backward_are_chosen_one_after_the_other(spec: Path, races: dict[str, Any]) -> None:
+def test_launches_of_a_backward_kernel_are_chosen_one_after_the_other(spec: Path, card: dict[str, Any]) -> None:
     def speed(kernel: Prepared, case: BenchCase) -> float:
         given = kernel.spec.backward
         if given is None or kernel.plan.direction == "forward":
             return 1.0
         return 1.0 - 0.2 * (given.dkdv.tile_m == 32) - 0.2 * (given.dq.tile_n == 128)
 
-    races["speed"] = speed
+    card["speed"] = speed
     (row,) = searched(spec, directions=("backward",)).rows
     assert row["choice"]["backward"]["dkdv"]["tile"]["m"] == 32
     assert row["choice"]["backward"]["dq"]["tile"]["n"] == 128
     assert row["speedup"] == pytest.approx(1 / 0.6, abs=1e-3)
 
 
-def test_a_search_that_was_cut_goes_on(spec: Path, races: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_was_cut_goes_on(spec: Path, card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 1.0, 700.0, 700.0, 700.0])
     monkeypatch.setattr(tool.time, "monotonic", lambda: next(moments, 700.0))
     first = searched(spec, directions=("forward",))
@@ -150,7 +153,7 @@ def test_a_search_that_was_cut_goes_on(spec: Path, races: dict[str, Any], monkey
     monkeypatch.undo()
 
 
-def test_a_journal_is_taken_up_and_guarded(spec: Path, races: dict[str, Any]) -> None:
+def test_a_journal_is_taken_up_and_guarded(spec: Path, card: dict[str, Any]) -> None:
     cut = searched(spec, directions=("forward",), seconds=1e-9)
     assert len(cut.rows) == 0
     journal = spec.with_name("card.yaml.journal")
@@ -160,10 +163,10 @@ def test_a_journal_is_taken_up_and_guarded(spec: Path, races: dict[str, Any]) ->
     searched(spec, directions=("forward",), seconds=1e-9)
     with journal.open("a") as stream:
         stream.write(f'{{"of": "{row["of"]}", "kernel": "kept", "choice": {{}}, "speedup": 1.0, "problem": ""}}\n{{"of')
-    races["seen"] = 0
+    card["seen"] = 0
     rows = searched(spec, variants=("full",)).rows
     assert [one["kernel"] for one in rows] == ["kept"]
-    assert races["seen"] == 0
+    assert card["seen"] == 0
     searched(spec, directions=("forward",), seconds=1e-9)
     spec.write_text(SPEC.replace("head_dim: 128, layout", "head_dim: 96, layout"))
     with pytest.raises(CallError, match="journal of another search: spec_hash was .* --restart begins again"):
@@ -171,8 +174,8 @@ def test_a_journal_is_taken_up_and_guarded(spec: Path, races: dict[str, Any]) ->
     assert len(searched(spec, variants=("full",), restart=True).rows) == 1
 
 
-def test_the_command(spec: Path, races: dict[str, Any]) -> None:
-    races["speed"] = narrow_is_faster
+def test_the_command(spec: Path, card: dict[str, Any]) -> None:
+    card["speed"] = narrow_is_faster
     out = spec.with_name("mine.tuned.yaml")
     command = ["tune", str(spec), "--variant", "full", "--out", str(out)]
     result = CliRunner().invoke(cli.group, command)

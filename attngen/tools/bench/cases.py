@@ -1,4 +1,4 @@
-"""The cases of a race: the shapes that kernels are measured on, and the floating-point operations of each."""
+"""The cases of dense calls: the shapes that kernels are measured on, and the floating-point operations of each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TOKENS, SEQLENS = 16384, (1024, 4096, 16384)
 #: heads × head_dim: of the grid, where each query head has its KV head, and of variants, where four share one.
 GRID_WIDTH, VARIANT_WIDTH, GROUP = 2048, 4096, 4
 
-#: Variants that are raced over the grid: all that every peer knows.
+#: Variants of the grid: all that every peer knows.
 ON_GRID = ("full", "causal")
 
-#: The kinds of cases: the grid, and variants at longer sequences with shared KV heads.
-SUITES = ("grid", "variants")
+#: The suites of dense calls: the grid, and variants at longer sequences with shared KV heads.
+DENSE_SUITES = ("grid", "variants")
 
-#: What is raced, as plans name it: outputs of q, k and v, or the gradients of q, k and v from that of the output.
+#: The directions, as plans name them: outputs of q, k and v, or the gradients of q, k and v from that of the output.
 DIRECTIONS = ("forward", "backward")
 
 
@@ -27,7 +27,7 @@ DIRECTIONS = ("forward", "backward")
 class BenchCase:
     """Sizes of one call; queries and keys are equally many. ``suite`` is grid or variants.
 
-    ``direction`` is one of ``DIRECTIONS``; the inputs of a backward are those of its forward.
+    ``direction`` is one of ``DIRECTIONS``; the inputs of a backward pass are those of its forward pass.
     """
 
     suite: str
@@ -49,7 +49,7 @@ class BenchCase:
 
     @property
     def group(self) -> str:
-        """What cases that differ only in their lengths share, such as ``causal d128 bf16 backward``."""
+        """The name that cases share which differ only in their lengths, such as ``causal d128 bf16 backward``."""
         return f"{self.variant} {self.shape}{'' if self.direction == 'forward' else f' {self.direction}'}"
 
     @property
@@ -63,11 +63,11 @@ class BenchCase:
         return f"{self.seqlen // 1024}k" if self.seqlen % 1024 == 0 else str(self.seqlen)
 
     def flops(self, pairs: float) -> float:
-        """Return the operations of its products: a multiplication and an addition for each pair and each column.
+        """Operations of its products: a multiplication and an addition for each pair and each column.
 
-        A forward has two products, a backward five: Q Kᵀ again, dO Vᵀ, and those that give dQ, dK and dV; 2.5 times as
-        many operations where the head dims are equal. ``pairs`` counts the visible pairs of a query and a key over all
-        heads and sequences.
+        A forward pass has two products, a backward pass five: Q Kᵀ again, dO Vᵀ, and those that give dQ, dK and dV; 2.5
+        times as many operations where the head dims are equal. ``pairs`` counts the visible pairs of a query and a key
+        over all heads and sequences.
         """
         by_qk, by_v = (1, 1) if self.direction == "forward" else (3, 2)
         return 2 * pairs * (by_qk * self.head_dim_qk + by_v * self.head_dim_v)
@@ -77,21 +77,21 @@ def bench_cases(
     variant: str, dtype: str, head_dim_qk: int, head_dim_v: int, *, tokens: int = TOKENS, seqlens: Sequence[int] = (),
     direction: str = "forward",
 ) -> tuple[BenchCase, ...]:  # fmt: skip
-    """Return the cases of the kernels of one variant, dtype and head_dim, in one direction.
+    """Cases of the kernels of one variant, dtype and head_dim, in one direction.
 
     Without ``seqlens`` the grid has those of SEQLENS that ``tokens`` allows, and a variant one sequence of all tokens.
     """
-    found = []
+    sizes = []
     if variant in ON_GRID:
         heads = max(GRID_WIDTH // head_dim_qk, 1)
         lengths = seqlens or [length for length in SEQLENS if length <= tokens] or [tokens]
-        found += [("grid", length, heads, heads) for length in lengths]
+        sizes += [("grid", length, heads, heads) for length in lengths]
     if variant != "full":  # causal is there, too: the cost of others is relative to it
         kv_heads = max(VARIANT_WIDTH // head_dim_qk // GROUP, 1)
-        found += [("variants", length, GROUP * kv_heads, kv_heads) for length in seqlens or [tokens]]
+        sizes += [("variants", length, GROUP * kv_heads, kv_heads) for length in seqlens or [tokens]]
     return tuple(
         BenchCase(
             suite, variant, dtype, head_dim_qk, head_dim_v, max(tokens // length, 1), length, heads, kv_heads, direction
         )
-        for suite, length, heads, kv_heads in found
+        for suite, length, heads, kv_heads in sizes
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Whether a contestant computes what it is timed for: some heads of its results against float64."""
+"""The check of a contender: some heads of its results against float64."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +26,6 @@ _GRADIENTS = 2
 _ELEMENTS = 2**25
 
 
-class Judge(Protocol):
-    """Knows the right results of a case."""
-
-    def error(self, found: Any) -> float:
-        """Return the error of what a call returned; infinity for a NaN."""
-
-    def problem(self, error: float) -> str | None:
-        """Return what is wrong with an error, or None if rounding explains it."""
-
-
 class Oracle:
     """The first head of the first sequence and the last head of the last one, computed in float64."""
 
@@ -43,18 +33,14 @@ class Oracle:
         """q, k and v are (batch, seqlen, heads, head_dim). Raises IndexError for a load out of extent."""
         case = work.case
         call = _bound(work, q, k, v)
-        self._limit = TOLERANCE[case.dtype]
+        self.limit = TOLERANCE[case.dtype]
         self._picked = sorted({(0, 0), (case.batch - 1, case.heads - 1)})
         with torch.no_grad():
-            self._wanted = torch.stack([_head(call, q, k, v, b, h) for b, h in self._picked])
+            self._expected = torch.stack([_head(call, q, k, v, b, h) for b, h in self._picked])
 
     def error(self, out: Tensor) -> float:
-        """Return ‖out − reference‖ / ‖reference‖ (Frobenius) over the heads; infinity for a NaN."""
-        return _relative(torch.stack([out[b, :, h] for b, h in self._picked]), self._wanted)
-
-    def problem(self, error: float) -> str | None:
-        """See ``Judge``."""
-        return _problem(error, self._limit)
+        """Relative error over the heads."""
+        return relative_error(torch.stack([out[b, :, h] for b, h in self._picked]), self._expected)
 
 
 class GradientOracle:
@@ -64,23 +50,20 @@ class GradientOracle:
         """All are (batch, seqlen, heads, head_dim). Raises IndexError for a load out of extent."""
         case = work.case
         call = _bound(work, q.detach(), k.detach(), v.detach())
-        self._limit = _GRADIENTS * TOLERANCE[case.dtype]
+        self.limit = _GRADIENTS * TOLERANCE[case.dtype]
         self._group = case.heads // case.kv_heads
         self._picked = sorted({(0, 0), (case.batch - 1, case.kv_heads - 1)})
-        found = [_gradients(call, q.detach(), k.detach(), v.detach(), dout, b, hk) for b, hk in self._picked]
-        self._wanted = [torch.stack(gradients) for gradients in zip(*found, strict=True)]
+        of_heads = [_gradients(call, q.detach(), k.detach(), v.detach(), dout, b, hk) for b, hk in self._picked]
+        self._expected = [torch.stack(gradients) for gradients in zip(*of_heads, strict=True)]
 
     def error(self, gradients: Sequence[Tensor]) -> float:
-        """Return the largest ‖gradient − reference‖ / ‖reference‖ (Frobenius) of dQ, dK and dV; infinity for a NaN."""
+        """The largest relative error of dQ, dK and dV."""
         dq, dk, dv = gradients
         of_group = [dq[b, :, hk * self._group : (hk + 1) * self._group] for b, hk in self._picked]
-        found = (of_group, *([gradient[b, :, hk] for b, hk in self._picked] for gradient in (dk, dv)))
-        errors = (_relative(torch.stack(parts), wanted) for parts, wanted in zip(found, self._wanted, strict=True))
-        return max(errors)
-
-    def problem(self, error: float) -> str | None:
-        """See ``Judge``."""
-        return _problem(error, self._limit)
+        picked = (of_group, *([gradient[b, :, hk] for b, hk in self._picked] for gradient in (dk, dv)))
+        return max(
+            relative_error(torch.stack(heads), expected) for heads, expected in zip(picked, self._expected, strict=True)
+        )
 
 
 def _bound(work: Workload, q: Tensor, k: Tensor, v: Tensor) -> Call:
@@ -90,52 +73,49 @@ def _bound(work: Workload, q: Tensor, k: Tensor, v: Tensor) -> Call:
     )  # fmt: skip
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    error = float((found.double() - wanted).norm() / wanted.norm())
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """‖actual − expected‖ / ‖expected‖ (Frobenius), ``expected`` in float64; infinity for a NaN."""
+    error = float((actual.double() - expected).norm() / expected.norm())
     return math.inf if math.isnan(error) else error
 
 
-def _problem(error: float, limit: float) -> str | None:
-    return None if error <= limit else f"wrong: relative error {error:.1e} exceeds {limit:.0e}"
-
-
 def _head(call: Call, q: Tensor, k: Tensor, v: Tensor, b: int, h: int) -> Tensor:
-    """Return the output of one head, (seqlen, head_dim), in float64."""
+    """The output of one head, (seqlen, head_dim), in float64."""
     hk = h // (call.heads // call.kv_heads)
     keys, values = k[b, :, hk].double(), v[b, :, hk].double()
-    return torch.cat([_rows(call, q[b, shown, h].double(), keys, values, b, h, shown) for shown in _pieces(call)])
+    return torch.cat([_out(call, q[b, rows, h].double(), keys, values, b, h, rows) for rows in _query_rows(call)])
 
 
 def _gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, b: int, hk: int) -> tuple[Tensor, ...]:
-    """Return dQ of all heads of a group, (seqlen, group, head_dim), and dK and dV of their KV head, in float64."""
+    """dQ of all heads of a group, (seqlen, group, head_dim), and dK and dV of their KV head, in float64."""
     group = call.heads // call.kv_heads
     keys, values = (t[b, :, hk].double().requires_grad_() for t in (k, v))
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
     heads = []
     for h in range(hk * group, (hk + 1) * group):
-        rows = []
-        for shown in _pieces(call):
-            queries = q[b, shown, h].double().requires_grad_()
+        dq = []
+        for rows in _query_rows(call):
+            queries = q[b, rows, h].double().requires_grad_()
             with torch.enable_grad():
-                out = _rows(call, queries, keys, values, b, h, shown)
-            found = torch.autograd.grad(out, (queries, keys, values), dout[b, shown, h].double())
-            rows.append(found[0])
-            dk += found[1]
-            dv += found[2]
-        heads.append(torch.cat(rows))
+                out = _out(call, queries, keys, values, b, h, rows)
+            gradients = torch.autograd.grad(out, (queries, keys, values), dout[b, rows, h].double())
+            dq.append(gradients[0])
+            dk += gradients[1]
+            dv += gradients[2]
+        heads.append(torch.cat(dq))
     return torch.stack(heads, dim=1), dk, dv
 
 
-def _pieces(call: Call) -> Iterator[slice]:
+def _query_rows(call: Call) -> Iterator[slice]:
     """Yield query rows, as many at a time as their scores may take memory."""
     step = max(_ELEMENTS // call.seqlen_k, 1)
     for first in range(0, call.seqlen_q, step):
         yield slice(first, min(first + step, call.seqlen_q))
 
 
-def _rows(call: Call, queries: Tensor, keys: Tensor, values: Tensor, b: int, h: int, shown: slice) -> Tensor:
-    """Return the output of some query rows of a head, (rows, head_dim), in the dtype of the inputs."""
-    names: dict[str, Any] = names_of(call, b, shown, call.seqlen_q, call.seqlen_k, b * call.seqlen_q, b * call.seqlen_k)
+def _out(call: Call, queries: Tensor, keys: Tensor, values: Tensor, b: int, h: int, rows: slice) -> Tensor:
+    """The output of some query rows of a head, (rows, head_dim), in the dtype of the inputs."""
+    names: dict[str, Any] = names_of(call, b, rows, call.seqlen_q, call.seqlen_k, b * call.seqlen_q, b * call.seqlen_k)
     hk = h // (call.heads // call.kv_heads)
     names |= {"h": torch.tensor(h, device=keys.device), "hk": torch.tensor(hk, device=keys.device)}
     logits = (queries @ keys.T * call.scale)[None]
@@ -148,5 +128,5 @@ def _rows(call: Call, queries: Tensor, keys: Tensor, values: Tensor, b: int, h: 
         logits = torch.cat([logits, sink], dim=-1)
     weights = torch.softmax(logits, dim=-1).nan_to_num(nan=0.0)[..., : len(keys)]  # dead rows
     if call.variant.dropout:
-        weights = torch.where(kept(call, b, shown, len(keys))[h], weights * rate_of(call)[1], 0.0)
+        weights = torch.where(kept(call, b, rows, len(keys))[h], weights * rate_of(call)[1], 0.0)
     return weights[0] @ values

@@ -4,10 +4,9 @@
     python -m attngen.tools.bench.flex --first-calls [--variant NAME ...]
 
 One sequence of 16,384, 32 query heads, 8 KV heads, head dim 128, bf16. Each function is called by both libraries as its
-author would: by the import alone. Raced are the forward and the backward; measured besides are the first call with its
-gradient, tracing and compiling included, the making of the mask, at first and again over other tensors, and what a
-small call costs the host. ``--first-calls`` times these alone, each in a process of its own that has imported torch and
-nothing else.
+author would: by the import alone. Timed are the forward and the backward pass, the first call with its gradient,
+tracing and compiling included, the making of the mask, at first and again over other tensors, and the host time of a
+small call. ``--first-calls`` times these alone, each in a process of its own that has imported torch and nothing else.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
@@ -32,11 +30,14 @@ import click
 import torch
 from torch import Tensor
 
+from attngen.tools.bench.caches import fresh_caches
+from attngen.tools.bench.timing import Batches, Contender, CudaClock, UncheckedOutputs, interleaved
+
 SEQLEN, HEADS, KV_HEADS, HEAD_DIM = 16384, 32, 8, 128
 WINDOW, PREFIX, CAP, DOCUMENT = 1024, 4096, 30.0, 1300
 
-#: What is asked of the ratios: their geometric mean, and the least.
-ASKED_MEAN, ASKED_LEAST = 1.5, 1.2
+#: Goals of the ratios: their geometric mean, and the least.
+GOAL_MEAN, GOAL_LEAST = 1.5, 1.2
 
 #: Calls of which one figure of host time is made, and their shape (batch, heads, seqlen, head_dim).
 HOST_CALLS, HOST_SHAPE = 200, (1, 8, 128, 128)
@@ -54,12 +55,12 @@ Mod = Callable[..., Tensor]
 
 
 def causal_mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Return whether a query stands at a key or after it."""
+    """Causal mask in FlexAttention's form."""
     return q >= kv
 
 
 def functions(device: str) -> dict[str, tuple[Mod, Mod | None]]:
-    """Return mask_mod and score_mod of each variant; each call makes new functions."""
+    """mask_mod and score_mod of each variant; each call makes new functions."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(DOCUMENT // 2, 3 * DOCUMENT // 2, (2 * SEQLEN // DOCUMENT,), generator=generator)
     doc = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[:SEQLEN].int().to(device)
@@ -76,8 +77,8 @@ def functions(device: str) -> dict[str, tuple[Mod, Mod | None]]:
 
 @dataclass
 class Side:
-    """What one library took: milliseconds of a call, of its backward, of the first step, of making the mask, and of
-    making it again: a new function of the same code, over new tensors."""
+    """Times of one library, in milliseconds: of a call, of its backward pass, of the first step, of making the mask,
+    and of making it again: a new function of the same code, over new tensors."""
 
     forward: float = math.nan
     backward: float = math.nan
@@ -88,7 +89,7 @@ class Side:
 
 @dataclass
 class Cell:
-    """One variant: both sides, and how far their results are apart, relative to the largest element."""
+    """One variant: both sides, and the largest difference of their results, relative to the largest element."""
 
     variant: str
     torch: Side
@@ -97,66 +98,37 @@ class Cell:
     error: str | None = None
 
     def ratio(self, field: str) -> float:
-        """Return how many times as long torch took."""
-        theirs: float = getattr(self.torch, field)
-        ours: float = getattr(self.attngen, field)
-        return theirs / ours
-
-
-class Unwatched:
-    """Outputs that nobody looks at: the results are compared before the race."""
-
-    def poison(self) -> None:
-        """Leave them."""
-
-    def intact(self, out: Any) -> bool:
-        """Take them as they are."""
-        return True
-
-
-@contextmanager
-def fresh_caches() -> Iterator[dict[str, str]]:
-    """Both libraries compile from the beginning meanwhile. Returns the variables of the environment that say so."""
-    with tempfile.TemporaryDirectory(prefix="attngen-flex-") as folder:
-        changed = {
-            "ATTNGEN_CACHE": f"{folder}/attngen", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            "TRITON_CACHE_DIR": f"{folder}/triton",
-        }  # fmt: skip
-        before = {name: os.environ.get(name) for name in changed}
-        os.environ.update(changed)
-        try:
-            yield changed
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+        """The time of torch over that of attngen."""
+        ratio: float = getattr(self.torch, field) / getattr(self.attngen, field)
+        return ratio
 
 
 def inputs(shape: tuple[int, ...] = (1, HEADS, SEQLEN, HEAD_DIM), kv_heads: int = KV_HEADS) -> list[Tensor]:
-    """Return q, k, v, which require gradients, and a gradient of the output."""
+    """Random q, k, v, which require gradients, and a gradient of the output."""
     generator = torch.Generator("cuda").manual_seed(1)
     shapes = (shape, (shape[0], kv_heads, *shape[2:]), (shape[0], kv_heads, *shape[2:]), shape)
-    made = [torch.randn(s, device="cuda", dtype=torch.bfloat16, generator=generator) for s in shapes]
-    return [*(tensor.requires_grad_() for tensor in made[:3]), made[3]]
+    q, k, v, dout = (torch.randn(s, device="cuda", dtype=torch.bfloat16, generator=generator) for s in shapes)
+    return [*(tensor.requires_grad_() for tensor in (q, k, v)), dout]
 
 
 def _milliseconds(function: Callable[[], Any]) -> tuple[float, Any]:
     torch.cuda.synchronize()
     began = time.perf_counter()
-    found = function()
+    result = function()
     torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began), found
+    return 1e3 * (time.perf_counter() - began), result
 
 
 def first_call(library: str, variant: str, *, learns: bool) -> float:
-    """Return the seconds of a process's first call of one library, with the making of its mask; if it ``learns``, with
-    its gradients too."""
+    """Time a process's first call of one library in seconds, with the making of its mask; if it ``learns``, with its
+    gradients too."""
     q, k, v, dout = (tensor if learns else tensor.detach() for tensor in inputs())
     mask_mod, score_mod = functions("cuda")[variant]
     torch.cuda.synchronize()
     began = time.perf_counter()
-    used = import_module(LIBRARIES[library])
-    call = torch.compile(used.flex_attention, dynamic=False) if library == "torch" else used.flex_attention
-    block_mask = used.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
+    module = import_module(LIBRARIES[library])
+    call = torch.compile(module.flex_attention, dynamic=False) if library == "torch" else module.flex_attention
+    block_mask = module.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
     out = call(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
     if learns:
         torch.autograd.grad(out, (q, k, v), dout)
@@ -165,7 +137,7 @@ def first_call(library: str, variant: str, *, learns: bool) -> float:
 
 
 def first_calls(variants: Sequence[str]) -> str:
-    """Return a table of first calls, each in a process of its own with empty caches."""
+    """A table of first calls, each in a process of its own with empty caches."""
     lines = [f"{'':20s} {'forward, s':>20s} {'and backward, s':>21s}", " " * 21 + "    torch  attngen   " * 2]
     for variant in variants:
         cells = []
@@ -184,7 +156,7 @@ def first_calls(variants: Sequence[str]) -> str:
 
 
 def _warm() -> None:
-    """Import and start what either compiles with, on something else, so that the first variant is as the others."""
+    """Import and start both compilers on something else, so that the first variant is as the others."""
     for module in ("plan", "render", "tools.build.pipeline"):
         import_module(f"attngen.{module}")
     x = torch.ones(64, device="cuda", requires_grad=True)
@@ -192,11 +164,11 @@ def _warm() -> None:
 
 
 def measure(variant: str, rounds: int) -> Cell:
-    """Race one variant; what raises is the cell's error."""
+    """Time one variant side by side."""
     from torch._functorch import config as functorch_config
-    from torch.nn.attention import flex_attention as theirs
+    from torch.nn.attention import flex_attention as of_torch
 
-    from attngen.integrations import flex_attention as ours
+    from attngen.integrations import flex_attention as own
     from attngen.integrations.flex_meaning import forget
 
     cell = Cell(variant, Side(), Side())
@@ -204,27 +176,27 @@ def measure(variant: str, rounds: int) -> Cell:
     mask_mod, score_mod = functions("cuda")[variant]
     doc = torch.zeros(SEQLEN, dtype=torch.int32, device="cuda")
     made: dict[str, Any] = {}
-    for library, side in ((theirs, cell.torch), (ours, cell.attngen)):
+    for library, side in ((of_torch, cell.torch), (own, cell.attngen)):
 
         def make(mask_mod: Mod, library: Any = library) -> Any:
             return library.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
 
-        make(lambda b, h, q, kv: (q >= kv) & (doc[q] == doc[kv]))  # what it imports and loads
+        make(lambda b, h, q, kv: (q >= kv) & (doc[q] == doc[kv]))  # imports and loads
         forget()
         firsts = []
         for other in [*(functions("cuda")[variant][0] for _ in range(MASKS)), mask_mod]:
             forget()
-            taken, made[library.__name__] = _milliseconds(partial(make, other))
-            firsts.append(taken)
+            took, made[library.__name__] = _milliseconds(partial(make, other))
+            firsts.append(took)
         side.mask = statistics.median(firsts)
         others = [functions("cuda")[variant][0] for _ in range(MASKS)]
         side.again = statistics.median(_milliseconds(partial(make, other))[0] for other in others)
-    block_mask, mask = made[theirs.__name__], made[ours.__name__]
+    block_mask, mask = made[of_torch.__name__], made[own.__name__]
     torch._dynamo.reset()
-    compiled = torch.compile(theirs.flex_attention, dynamic=False)
+    compiled = torch.compile(of_torch.flex_attention, dynamic=False)
     calls: dict[str, Callable[[], Any]] = {
         "torch": partial(compiled, q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True),
-        "attngen": partial(ours.flex_attention, q, k, v, score_mod, mask, enable_gqa=True),
+        "attngen": partial(own.flex_attention, q, k, v, score_mod, mask, enable_gqa=True),
     }
     results: dict[str, Any] = {}
     with functorch_config.patch(donated_buffer=False):  # its graph is differentiated again and again
@@ -240,60 +212,55 @@ def measure(variant: str, rounds: int) -> Cell:
             for one, other in zip(results["attngen"], results["torch"], strict=True)
         )
         for direction in ("forward", "backward"):
-            times = _race(calls, direction, (q, k, v), dout, rounds)
-            for name, found in times.items():
-                setattr(getattr(cell, name), direction, found)
+            for name, milliseconds in _timed(calls, direction, (q, k, v), dout, rounds).items():
+                setattr(getattr(cell, name), direction, milliseconds)
     if not cell.apart <= AGREEMENT:
         cell.error = f"results are apart by {cell.apart:.1e} of the largest element"
     return cell
 
 
-def _race(
+def _timed(
     calls: dict[str, Callable[[], Any]], direction: str, leaves: tuple[Tensor, ...], dout: Tensor, rounds: int
 ) -> dict[str, float]:
-    """Return the milliseconds of a call of each library, the median of interleaved rounds."""
-    from attngen.tools.bench.timing import Contestant, CudaClock, race
-
+    """The milliseconds of a call of each library, medians of interleaved rounds."""
     if direction == "forward":
-        entered = {name: torch.no_grad()(call) for name, call in calls.items()}
+        timed = {name: torch.no_grad()(call) for name, call in calls.items()}
     else:
-        outs = {name: call() for name, call in calls.items()}
-        entered = {
-            name: partial(torch.autograd.grad, out, leaves, dout, retain_graph=True) for name, out in outs.items()
+        timed = {
+            name: partial(torch.autograd.grad, call(), leaves, dout, retain_graph=True) for name, call in calls.items()
         }
-    contestants = [Contestant(name, [call]) for name, call in entered.items()]
-    timings = race(contestants, CudaClock(), Unwatched(), rounds)
-    return {one.name: timing.milliseconds for one, timing in zip(contestants, timings, strict=True)}
+    samplers = [Batches(Contender(name, [call]), CudaClock(), UncheckedOutputs()) for name, call in timed.items()]
+    timings = interleaved(samplers, rounds, random.Random(0))
+    return {name: timing.milliseconds for name, timing in zip(timed, timings, strict=True)}
 
 
 def host_times() -> dict[str, float]:
-    """Return the microseconds that enqueuing a small call takes the host: through the door, directly, and torch's."""
-    from attngen.integrations import flex_attention as ours
+    """Microseconds of the host to enqueue a small call: through ``flex_attention``, and directly."""
+    from attngen.integrations import flex_attention as own
     from attngen.runtime.calls.entry import attention
 
     q, k, v, _ = (tensor.detach() for tensor in inputs(HOST_SHAPE, HOST_SHAPE[1]))
     seqlen = HOST_SHAPE[2]
-    mask = ours.create_block_mask(causal_mask, None, None, seqlen, seqlen, device="cuda")
-    named = ours.meaning(causal_mask, None, q.device).variant
+    mask = own.create_block_mask(causal_mask, None, None, seqlen, seqlen, device="cuda")
+    variant = own.meaning(causal_mask, None, q.device).variant
     calls: dict[str, Callable[[], Any]] = {
-        "flex_attention of attngen": partial(ours.flex_attention, q, k, v, None, mask),
-        "attngen.attention": partial(attention, q, k, v, variant=named, layout="bhsd"),
+        "flex_attention of attngen": partial(own.flex_attention, q, k, v, None, mask),
+        "attngen.attention": partial(attention, q, k, v, variant=variant, layout="bhsd"),
     }
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(16):
+    for number in range(16):
         for name, call in calls.items():
             torch.cuda.synchronize()
             began = time.perf_counter()
             for _ in range(HOST_CALLS):
                 call()
-            taken = 1e6 * (time.perf_counter() - began) / HOST_CALLS
-            if turn:
-                samples[name].append(taken)
-    return {name: statistics.median(found) for name, found in samples.items()}
+            if number:
+                samples[name].append(1e6 * (time.perf_counter() - began) / HOST_CALLS)
+    return {name: statistics.median(times) for name, times in samples.items()}
 
 
 def report(cells: list[Cell], host: dict[str, float]) -> str:
-    """Return the tables, and what is asked for beside what was found."""
+    """The tables, with the goals of the ratios."""
     head = f"{'':20s} {'forward, ms':>21s} {'backward, ms':>21s} {'first step, s':>19s}"
     head += f"{'mask, ms':>18s} {'again, ms':>17s}   apart"
     sides = "     torch attngen" * 3
@@ -313,25 +280,25 @@ def report(cells: list[Cell], host: dict[str, float]) -> str:
     if known:
         mean = math.exp(statistics.fmean(math.log(ratio) for ratio in known))
         lines.append(
-            f"geometric mean {mean:.3f} (asked {ASKED_MEAN}), least {min(known):.3f} (asked {ASKED_LEAST}), "
+            f"geometric mean {mean:.3f} (goal {GOAL_MEAN}), least {min(known):.3f} (goal {GOAL_LEAST}), "
             f"of {len(known)} of {len(ratios)}"
         )
     if host:
-        ours, direct = host.values()
-        lines.append(f"host time of a call: {ours:.1f} us, of attngen.attention {direct:.1f} us, {ours / direct:.2f} x")
+        flex, direct = host.values()
+        lines.append(f"host time of a call: {flex:.1f} us, of attngen.attention {direct:.1f} us, {flex / direct:.2f} x")
     return "\n".join(lines)
 
 
 @click.command()
-@click.option("--variant", "variants", multiple=True, help="Race these alone; may be repeated.")
-@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Samples of each contestant.")
+@click.option("--variant", "variants", multiple=True, help="Time these alone; may be repeated.")
+@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Samples of each library.")
 @click.option("--first-calls", "firsts", is_flag=True, help="Time first calls alone, each in a process of its own.")
 @click.option("--first", type=(click.Choice([*LIBRARIES]), click.Choice(["forward", "step"])), hidden=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures there.")
 def main(
     variants: tuple[str, ...], rounds: int, firsts: bool, first: tuple[str, str] | None, json_path: Path | None
 ) -> None:
-    """Race functions that were written for FlexAttention. Needs a GPU."""
+    """Time functions that were written for FlexAttention. Needs a GPU."""
     from attngen import jit
 
     if first is not None:
@@ -340,6 +307,8 @@ def main(
     if firsts:
         click.echo(first_calls(variants or tuple(functions("cpu"))))
         return
+    from attngen.tools.bench.report import reason_of
+
     cells, host = [], {}
     with fresh_caches(), jit():
         _warm()
@@ -347,15 +316,14 @@ def main(
             try:
                 cells.append(measure(name, rounds))
             except Exception as error:  # whatever a library raises for what it does not support
-                told = str(error).strip().splitlines()[:1]
-                cells.append(Cell(name, Side(), Side(), error=f"{type(error).__name__}: {' '.join(told)}"))
+                cells.append(Cell(name, Side(), Side(), error=reason_of(error)))
             click.echo(report(cells[-1:], {}).splitlines()[2], err=True)
         host = host_times()
     click.echo(report(cells, host))
     if json_path is not None:
-        found = {"cells": [asdict(cell) for cell in cells], "host": host}
+        figures = {"cells": [asdict(cell) for cell in cells], "host": host}
         facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        json_path.write_text(json.dumps({**facts, **found}, indent=1) + "\n")
+        json_path.write_text(json.dumps({**facts, **figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The backward of a contestant: all that autograd runs between the gradient of its output and those of q, k and v."""
+"""The backward pass of a contender: all that autograd runs between the gradients of its output and of its inputs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from attngen.tools.bench.peers import output_of
-from attngen.tools.bench.timing import Contestant
+from attngen.tools.bench.timing import Contender
 
 
-def differentiated(forward: Contestant, above: Sequence[Tensor]) -> Contestant:
-    """Return the calls that differentiate a contestant; each returns dQ, dK and dV.
+def differentiated(forward: Contender, output_gradients: Sequence[Tensor]) -> Contender:
+    """The calls that differentiate a contender; each returns dQ, dK and dV.
 
-    The forward of each set of inputs runs here, once, and its graph is kept. ``above`` holds a gradient of the output
-    for each set, (batch, seqlen, heads, head_dim of v); a contestant gets it with the strides of its own output, so
-    that it need not copy it. Raises what the forward raises.
+    The forward pass of each set of inputs runs here, once, and its graph is kept. ``output_gradients`` holds one for
+    each set, (batch, seqlen, heads, head_dim of v); a contender gets it with the strides of its own output, so that it
+    need not copy it. Raises what the forward pass raises.
     """
     calls = []
     with forward.session(), torch.enable_grad():
-        for call, leaves, dout in zip(forward.calls, forward.leaves, above, strict=True):
+        for call, leaves, dout in zip(forward.calls, forward.leaves, output_gradients, strict=True):
             out = output_of(call())
             laid_out = torch.empty_like(out)
             forward.as_bshd(laid_out).copy_(dout)
             calls.append(partial(torch.autograd.grad, out, leaves, laid_out, retain_graph=True))
-    return Contestant(forward.name, calls, forward.session, partial(_each, forward.as_bshd))
+    return Contender(forward.name, calls, forward.session, partial(_each, forward.as_bshd))
 
 
 def _each(as_bshd: Callable[[Any], Any], gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:

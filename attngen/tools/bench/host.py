@@ -22,7 +22,7 @@ import click
 
 from attngen.tools.bench import host_programs
 
-#: What is packaged unless a spec is given: forward and backward of two kernels, in CUDA on Hopper.
+#: The spec that is packaged unless one is given: forward and backward of two kernels, in CUDA on Hopper.
 SPEC = """
 schema: 1
 package: attngen_host
@@ -39,47 +39,47 @@ PROCESSES = 3
 
 @click.command()
 @click.option("--spec", type=click.Path(path_type=Path), help="Measure the package of this spec.")
-@click.option("--rounds", type=click.IntRange(1), default=15, show_default=True, help="Samples of each contestant.")
+@click.option("--rounds", type=click.IntRange(1), default=15, show_default=True, help="Samples of each contender.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures there.")
 def main(spec: Path | None, rounds: int, json_path: Path | None) -> None:
-    """Print what calls of a package cost the host. Needs a GPU."""
+    """Print the host times of calls of a package. Needs a GPU."""
     with tempfile.TemporaryDirectory(prefix="attngen-host-") as name:
-        found = measure(Path(name), spec, rounds)
-    text = json.dumps(found, indent=1)
+        figures = measure(Path(name), spec, rounds)
+    text = json.dumps(figures, indent=1)
     if json_path is not None:
         json_path.write_text(text + "\n")
     click.echo(text)
 
 
 def measure(folder: Path, spec: Path | None, rounds: int) -> dict[str, Any]:
-    """Return all figures; ``folder`` takes the wheel and its installation."""
+    """Measure all figures; ``folder`` takes the wheel and its installation."""
     chosen = spec if spec is not None else _default_spec(folder)
-    _tell("packaging and installing")
+    _log("packaging and installing")
     start = time.perf_counter()
     command = [sys.executable, "-m", "attngen", "package", str(chosen), "-o", str(folder / "dist"), "--json"]
     made = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     package, wheel = made["package"], made["files"][0]
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "package": package, "wheel bytes": wheel["bytes"], "made in s": time.perf_counter() - start
     }  # fmt: skip
     site = folder / "site"
     start = time.perf_counter()
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site)]
     subprocess.run([*command, wheel["path"]], check=True)
-    found["pip install s"] = time.perf_counter() - start
+    figures["pip install s"] = time.perf_counter() - start
     shutil.copy(host_programs.__file__, site)
-    _tell("cold start of the package")
+    _log("cold start of the package")
     cold = [_run(site, "cold", package) for _ in range(PROCESSES)]
-    found["cold start"] = {"attngen": _median(cold)}
+    figures["cold start"] = {"attngen": _median(cold)}
     for peer in host_programs.PEERS:
-        _tell(f"cold start of {peer}")
-        found["cold start"][peer] = _run(site, "peer", peer)
-    _tell("host time of calls")
-    return {**found, **_run(site, "race", package, str(rounds))}
+        _log(f"cold start of {peer}")
+        figures["cold start"][peer] = _run(site, "peer", peer)
+    _log("host time of calls")
+    return {**figures, **_run(site, "calls", package, str(rounds))}
 
 
-def _tell(what: str) -> None:
-    click.echo(f"{what} ...", err=True)
+def _log(step: str) -> None:
+    click.echo(f"{step} ...", err=True)
 
 
 def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:

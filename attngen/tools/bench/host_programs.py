@@ -1,6 +1,6 @@
-"""The programs that ``bench_host`` runs in fresh processes; each prints one JSON object.
+"""The programs that ``bench.host`` runs in fresh processes; each prints one JSON object.
 
-    python host_programs.py cold PACKAGE | peer NAME | race PACKAGE ROUNDS
+    python host_programs.py cold PACKAGE | peer NAME | calls PACKAGE ROUNDS
 
 The file is copied beside the installed package PACKAGE and run there; it imports nothing of attngen.
 """
@@ -35,7 +35,7 @@ def block(*names: str) -> None:
 
 
 def first_calls(call: Callable[[], Any]) -> dict[str, float]:
-    """Return the times of a first call, of waiting for it, and of the next call."""
+    """Time a first call, the wait for it, and the next call."""
     import torch
 
     torch.cuda.synchronize()
@@ -54,14 +54,14 @@ def first_calls(call: Callable[[], Any]) -> dict[str, float]:
 
 
 def qkv() -> list[Any]:
-    """Return random q, k and v on the GPU."""
+    """Random q, k and v on the GPU."""
     import torch
 
     return [torch.randn(SHAPE, device="cuda").bfloat16() for _ in range(3)]
 
 
 def started() -> dict[str, float]:
-    """Import torch and start CUDA, and return how long each takes."""
+    """Import torch and start CUDA; return the seconds of each."""
     start = clock()
     import torch
 
@@ -73,35 +73,36 @@ def started() -> dict[str, float]:
 
 
 def cold(package: str) -> dict[str, float]:
-    """Import of a package beyond torch, and its first call, with no compiler that could be imported."""
+    """Time the import of a package beyond torch, and its first call, with no compiler that could be imported."""
     block(*BLOCKED)
-    found = started()
+    start_times = started()
     start = clock()
     module = import_module(package)
     imported = clock() - start
     q, k, v = qkv()
-    return {"import ms": 1e3 * imported, **found, **first_calls(lambda: module.attention(q, k, v, variant="causal"))}
+    call = partial(module.attention, q, k, v, variant="causal")
+    return {"import ms": 1e3 * imported, **start_times, **first_calls(call)}
 
 
 def peer(name: str) -> dict[str, float]:
-    """Import of another library beyond torch, and its first call."""
-    found = started()
+    """Time the import of another library beyond torch, and its first call."""
+    start_times = started()
     start = clock()
     call = PEERS[name]()
     imported = clock() - start
     tensors = prepared(name, qkv())
-    return {"import ms": 1e3 * imported, **found, **first_calls(lambda: call(tensors))}
+    return {"import ms": 1e3 * imported, **start_times, **first_calls(lambda: call(tensors))}
 
 
 def sdpa() -> Call:
-    """Return torch's own attention."""
+    """torch's own attention."""
     from torch.nn.functional import scaled_dot_product_attention
 
     return lambda s: scaled_dot_product_attention(s[0], s[1], s[2], is_causal=True)
 
 
 def flex() -> Call:
-    """Return FlexAttention, compiled, with a block mask that is made once."""
+    """FlexAttention, compiled, with a block mask that is made once."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -111,7 +112,7 @@ def flex() -> Call:
 
 
 def fa3() -> Call:
-    """Return FlashAttention-3."""
+    """FlashAttention-3."""
     try:
         attend = import_module("fa3_fwd_interface").flash_attn_func
     except ImportError:
@@ -121,27 +122,27 @@ def fa3() -> Call:
 
 PEERS: dict[str, Callable[[], Call]] = {"SDPA": sdpa, "FlashAttention-3": fa3, "FlexAttention": flex}
 
-#: Back ends of SDPA that race besides the one that it picks, by torch's names.
-BACK_ENDS = {"SDPA, cuDNN": "CUDNN_ATTENTION", "SDPA, flash": "FLASH_ATTENTION"}
+#: Backends of SDPA that are measured besides the one that it picks, by torch's names.
+BACKENDS = {"SDPA, cuDNN": "CUDNN_ATTENTION", "SDPA, flash": "FLASH_ATTENTION"}
 
 
 def within(name: str) -> AbstractContextManager[Any]:
-    """Return what a contestant's calls have to be inside of."""
-    if name not in BACK_ENDS:
+    """The context that a contender's calls need."""
+    if name not in BACKENDS:
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel(getattr(SDPBackend, BACK_ENDS[name]))
+    return sdpa_kernel(getattr(SDPBackend, BACKENDS[name]))
 
 
 def prepared(name: str, tensors: Sequence[Any]) -> list[Any]:
-    """Return tensors in the order of axes that a library takes, contiguous."""
-    heads_first = name in ("SDPA", "FlexAttention", *BACK_ENDS)
+    """Tensors in the order of axes that a library takes, contiguous."""
+    heads_first = name in ("SDPA", "FlexAttention", *BACKENDS)
     return [t.transpose(1, 2).contiguous() for t in tensors] if heads_first else list(tensors)
 
 
 def host_time(name: str, before: Call, call: Call, sets: Sequence[Any]) -> float:
-    """Return microseconds of the host for a call, over the sets in turn; ``before``, which runs first, does not count.
+    """Microseconds of the host for a call, over the sets in turn; ``before``, which runs first, does not count.
 
     The GPU has finished before each pass, and a pass is short enough for its launches to be queued: the host waits for
     nothing.
@@ -151,19 +152,19 @@ def host_time(name: str, before: Call, call: Call, sets: Sequence[Any]) -> float
     took = 0.0
     with within(name):
         for _ in range(PASSES):
-            given = [before(one) for one in sets]
+            arguments = [before(one) for one in sets]
             torch.cuda.synchronize()
             start = clock()
-            for one in given:
+            for one in arguments:
                 call(one)
             took += clock() - start
-            del one, given
+            del one, arguments
     torch.cuda.synchronize()
     return 1e6 * took / (PASSES * len(sets))
 
 
 def steps(call: Call) -> dict[str, tuple[bool, Call, Call]]:
-    """Return the cases of a race: whether tensors require gradients, what runs before the clock, and what is timed."""
+    """The timed cases: whether tensors require gradients, the function that runs before the clock, the one timed."""
     import torch
 
     def differentiable(s: Sequence[Any]) -> tuple[Any, Sequence[Any], Any]:
@@ -171,12 +172,12 @@ def steps(call: Call) -> dict[str, tuple[bool, Call, Call]]:
         return out, s, torch.randn_like(out)
 
     def differentiate(step: tuple[Any, Sequence[Any], Any]) -> Any:
-        out, inputs, above = step
-        return torch.autograd.grad(out, inputs, above)
+        out, inputs, dout = step
+        return torch.autograd.grad(out, inputs, dout)
 
     def both(step: tuple[Sequence[Any], Any]) -> Any:
-        inputs, above = step
-        return torch.autograd.grad(call(inputs), inputs, above)
+        inputs, dout = step
+        return torch.autograd.grad(call(inputs), inputs, dout)
 
     def with_gradient(s: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         return s, torch.randn_like(s[0])
@@ -193,68 +194,68 @@ def _same(one: Any) -> Any:
     return one
 
 
-def found_here(package: str) -> tuple[dict[str, Call], dict[str, str]]:
-    """Return the contestants that run on this machine, and why others do not."""
+def contenders_here(package: str) -> tuple[dict[str, Call], dict[str, str]]:
+    """The contenders that run on this machine, and the reasons against others."""
     module = import_module(package)
-    contestants: dict[str, Call] = {"attngen": lambda s: module.attention(s[0], s[1], s[2], variant="causal")}
+    contenders: dict[str, Call] = {"attngen": lambda s: module.attention(s[0], s[1], s[2], variant="causal")}
     missing = {}
-    makers = {**PEERS, **dict.fromkeys(BACK_ENDS, PEERS["SDPA"])}
+    makers = {**PEERS, **dict.fromkeys(BACKENDS, PEERS["SDPA"])}
     for name, make in makers.items():
         try:
             call = make()
             with within(name):
                 call(prepared(name, qkv()))
-            contestants[name] = call
+            contenders[name] = call
         except Exception as error:  # whatever a library raises that is not installed or does not run here
             missing[name] = _first_line(error)
-    return contestants, missing
+    return contenders, missing
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def race(package: str, rounds: int) -> dict[str, Any]:
-    """Return the host time of a call of each library, taken in turns in one process, forward and backward.
+def calls(package: str, rounds: int) -> dict[str, Any]:
+    """Host time of a call of each library, taken in turns in one process, forward and backward.
 
     Each case goes over changing tensors; the forward also over the same ones again.
     """
     import torch
 
     block("attngen")
-    contestants, missing = found_here(package)
+    contenders, missing = contenders_here(package)
     sets = [qkv() for _ in range(SETS)]
     results: dict[str, Any] = {}
     for case, chosen in (*((case, sets) for case in steps(_same)), ("forward, the same tensors", sets[:1] * SETS)):
-        racers = {}
-        for name, call in contestants.items():
+        timers = {}
+        for name, call in contenders.items():
             learns, before, timed = steps(call)[case.partition(",")[0]]
             own = _own(name, chosen, learns=learns)
-            racer = partial(host_time, name, before, timed, own)
+            timer = partial(host_time, name, before, timed, own)
             try:
                 for _ in range(3):
-                    racer()
+                    timer()
             except Exception as error:
                 missing[f"{name}, {case}"] = _first_line(error)
                 continue
-            racers[name] = racer
-        times = {name: [] for name in racers}  # type: dict[str, list[float]]
+            timers[name] = timer
+        times = {name: [] for name in timers}  # type: dict[str, list[float]]
         for _ in range(rounds):
-            for name, run in racers.items():
+            for name, run in timers.items():
                 times[name].append(run())
         results[case] = {
             name: {
-                "us": median(found),
-                "times SDPA's": median(a / b for a, b in zip(found, times["SDPA"], strict=True)),
+                "us": median(own),
+                "times SDPA's": median(a / b for a, b in zip(own, times["SDPA"], strict=True)),
             }
-            for name, found in times.items()
+            for name, own in times.items()
         }
     device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": sys.version.split()[0]}
-    return {**device, "SDPA picks": picked(), "host time": results, "not in the race": missing}
+    return {**device, "SDPA picks": picked(), "host time": results, "not measured": missing}
 
 
 def _own(name: str, sets: Sequence[Sequence[Any]], *, learns: bool) -> list[Any]:
-    """Return the sets as a library takes them; a set that is listed twice stays one."""
+    """The sets as a library takes them; a set that is listed twice stays one."""
     made: dict[int, Any] = {}
     for one in sets:
         if id(one) not in made:
@@ -263,7 +264,7 @@ def _own(name: str, sets: Sequence[Sequence[Any]], *, learns: bool) -> list[Any]
 
 
 def picked() -> str:
-    """Return the back end that SDPA picks, by torch's name."""
+    """The backend that SDPA picks, by torch's name."""
     import torch
     from torch.nn.attention import SDPBackend
 
@@ -273,5 +274,5 @@ def picked() -> str:
 
 if __name__ == "__main__":
     program, name, *rest = sys.argv[1:]
-    found = {"cold": cold, "peer": peer}[program](name) if program != "race" else race(name, int(rest[0]))
-    print(json.dumps(found))
+    figures = {"cold": cold, "peer": peer}[program](name) if program != "calls" else calls(name, int(rest[0]))
+    print(json.dumps(figures))

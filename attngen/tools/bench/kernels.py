@@ -1,4 +1,4 @@
-"""The kernels of a spec as contestants: which of them race one another, and how each is called."""
+"""The kernels of a spec as contenders: which of them are measured side by side, and how each is called."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attngen.runtime.registry.lookup import Package, registry
 from attngen.store.store import Store
 from attngen.tools.bench.cases import DIRECTIONS
 from attngen.tools.bench.peers import Tensors
-from attngen.tools.bench.timing import Contestant
+from attngen.tools.bench.timing import Contender
 from attngen.tools.bench.workloads import Workload
 from attngen.tools.build.pipeline import Prepared, compile_kernels
 
@@ -34,7 +34,7 @@ TAKEN = "attngen"
 class Team:
     """Kernels that compute the same on the same shapes, by the names of their columns.
 
-    ``forwards`` are what runs before a backward.
+    ``forward_kernels`` are those that a backward kernel follows.
     """
 
     variant: Variant
@@ -43,11 +43,11 @@ class Team:
     head_dim_v: int
     members: Mapping[str, Prepared]
     direction: str = "forward"
-    forwards: Sequence[Prepared] = ()
+    forward_kernels: Sequence[Prepared] = ()
 
 
 def chosen(prepared: Sequence[Prepared], part: str | None, variants: Sequence[str]) -> list[Prepared]:
-    """Return the kernels of these variants (all if none is named) whose name contains ``part``.
+    """The kernels of these variants (all if none is named) whose name contains ``part``.
 
     Raises CallError for a variant that no kernel has, and if nothing is left.
     """
@@ -56,27 +56,27 @@ def chosen(prepared: Sequence[Prepared], part: str | None, variants: Sequence[st
         if name not in known:
             raise CallError(f"the spec has no kernel of variant '{name}'{suggest(name, known)}")
     kept = [kernel for kernel in prepared if not variants or kernel.plan.variant.name in variants]
-    found = [kernel for kernel in kept if part is None or part in kernel.plan.name]
-    if not found:
+    named = [kernel for kernel in kept if part is None or part in kernel.plan.name]
+    if not named:
         raise CallError(f"the spec has no kernel '{part}'{suggest(str(part), [k.plan.name for k in kept])}")
-    return found
+    return named
 
 
 def reason_against(plan: Plan, capability: int | None, directions: Sequence[str] = DIRECTIONS) -> str | None:
-    """Return why a kernel is not raced, or None. ``capability`` is 10 * major + minor, None where there is no GPU."""
+    """Reason to leave a kernel out, or None. ``capability`` is 10 * major + minor, None where there is no GPU."""
     if plan.layout != "dense":
-        return "only dense calls are raced"
+        return "only dense calls are measured"
     if plan.split_tiles:
-        return "for calls that fill less than a wave, which --suite small races"
+        return "for calls that fill less than a wave, which --suite small measures"
     if plan.direction not in directions:
-        return f"only {' and '.join(directions)} kernels are raced"
+        return f"only {' and '.join(directions)} kernels are measured"
     if capability is not None and not plan.arch.runs_on(capability):
         return f"built for {plan.arch.name}, this GPU is sm{capability}"
     return None
 
 
-def forwards_of(plan: Plan, prepared: Sequence[Prepared], capability: int | None) -> list[Prepared]:
-    """Return the kernels that compute what a backward differentiates, and that run on the same GPU."""
+def forward_kernels_of(plan: Plan, prepared: Sequence[Prepared], capability: int | None) -> list[Prepared]:
+    """The kernels whose outputs a backward kernel differentiates, and that run on the same GPU."""
     return [
         other
         for other in prepared
@@ -89,21 +89,21 @@ def _computed(plan: Plan) -> tuple[str, str, int, int]:
 
 
 def teams(kept: Sequence[Prepared], prepared: Sequence[Prepared] = (), capability: int | None = None) -> list[Team]:
-    """Return kernels grouped by what they compute, in the spec's order; ``prepared`` has the forwards of backwards."""
+    """Group kernels that compute the same; ``prepared`` has the forward kernels that backward ones follow."""
     groups: dict[tuple[str, tuple[str, str, int, int]], list[Prepared]] = {}
     for kernel in kept:
         groups.setdefault((kernel.plan.direction, _computed(kernel.plan)), []).append(kernel)
     return [
         Team(
             members[0].plan.variant, dtype, head_dim_qk, head_dim_v, _labelled(members), direction,
-            forwards_of(members[0].plan, prepared, capability) if direction == "backward" else (),
+            forward_kernels_of(members[0].plan, prepared, capability) if direction == "backward" else (),
         )
         for (direction, (_, dtype, head_dim_qk, head_dim_v)), members in groups.items()
     ]  # fmt: skip
 
 
 def compiled(members: Sequence[Prepared], jobs: int | None) -> tuple[dict[str, Kernel], dict[str, str]]:
-    """Compile what the cache lacks; return the kernels by name, and what is wrong with those that do not compile."""
+    """Compile what the cache lacks; return the kernels by name, and the errors of those that do not compile."""
     store = Store()
     built, failures = compile_kernels(list({one.plan.name: one for one in members}.values()), store=store, jobs=jobs)
     kernels = {name: read_kernel(store.path(kernel.key)) for name, kernel in built.items()}
@@ -114,49 +114,51 @@ def _labelled(members: Sequence[Prepared]) -> dict[str, Prepared]:
     """Name each kernel by its backend, and, where several share one, also by what distinguishes their names."""
     labels = {}
     for member in members:
-        rivals = [other.plan.name for other in members if other.plan.backend == member.plan.backend]
-        shared = set.intersection(*(set(name.split("_")) for name in rivals))
+        alike = [other.plan.name for other in members if other.plan.backend == member.plan.backend]
+        shared = set.intersection(*(set(name.split("_")) for name in alike))
         own = [part for part in member.plan.name.split("_") if part not in shared]
-        labels[" ".join(["attngen", member.plan.backend, *(own if len(rivals) > 1 else [])])] = member
+        labels[" ".join(["attngen", member.plan.backend, *(own if len(alike) > 1 else [])])] = member
     return labels
 
 
 def enter(
-    label: str, kernel: Kernel, work: Workload, inputs: Sequence[Tensors], forwards: Sequence[Kernel] = ()
-) -> Contestant:
-    """Return the forward calls of one kernel, through the dispatcher as a program makes them.
+    label: str, kernel: Kernel, work: Workload, inputs: Sequence[Tensors], forward_kernels: Sequence[Kernel] = ()
+) -> Contender:
+    """The forward calls of one kernel, through the dispatcher as a program makes them.
 
-    The kernel is registered as a package of its own, a backward with its forwards, so that no other one can be selected
-    instead. A forward's tile map is computed beforehand, like the block masks of others. Raises NoKernelError for a
-    case that the kernel does not take.
+    The kernel is registered as a package of its own, a backward kernel with its forward kernels, so that no other one
+    can be selected instead. The tile map of a forward kernel is computed beforehand, like the block masks of other
+    libraries. Raises NoKernelError for a case that the kernel does not take.
     """
-    members = (kernel, *forwards)
+    members = (kernel, *forward_kernels)
     registry.add(Package(kernel.name, kernel.origin, {kernel.variant_name: tuple(map(reader, members))}))
     one = inputs[0]
     keywords = _keywords(kernel, kernel.name, work, one)
     if kernel.needs_tile_map:
         keywords["tile_map"] = tile_map(one.q, one.k, v=one.v, **keywords)
     leaves = [each.bshd for each in inputs]
-    given = [_as_read(kernel, *each) for each in leaves]
-    return Contestant(label, [partial(attention, *each, **keywords) for each in given], leaves=leaves)
+    calls = [partial(attention, *_as_read(kernel, *each), **keywords) for each in leaves]
+    return Contender(label, calls, leaves=leaves)
 
 
 def taken(team: Team, kernels: Mapping[str, Kernel], work: Workload, one: Tensors) -> dict[str, Prepared]:
-    """Return the member of a team of forwards that a call takes, by the name of its column; all members by theirs if
-    there is none, which a race says of each. ``kernels`` holds those that compiled, by name."""
+    """The forward kernel of a team that a call takes, by the name of its column; all members if there is none.
+
+    ``kernels`` holds those that compiled, by name.
+    """
     running = [kernels[member.plan.name] for member in team.members.values() if member.plan.name in kernels]
     if not running:
         return dict(team.members)
     first = running[0]
     registry.add(Package(TAKEN, first.origin, {first.variant_name: tuple(map(reader, running))}))
-    told = explain(*one.bshd, **_keywords(first, TAKEN, work, one)).to_dict()
-    name = str(told["kernel"]).rpartition("/")[2]
-    found = [member for member in team.members.values() if member.plan.name == name]
-    return {TAKEN: found[0]} if found else dict(team.members)
+    explanation = explain(*one.bshd, **_keywords(first, TAKEN, work, one)).to_dict()
+    name = str(explanation["kernel"]).rpartition("/")[2]
+    selected = [member for member in team.members.values() if member.plan.name == name]
+    return {TAKEN: selected[0]} if selected else dict(team.members)
 
 
 def _keywords(kernel: Kernel, package: str, work: Workload, one: Tensors) -> dict[str, Any]:
-    """Return what a call on a kernel, or on others of its variant and dtype, is given beside q, k and v."""
+    """Keyword arguments of a call on a kernel, or on others of its variant and dtype."""
     keywords = {"variant": kernel.variant_name, "package": package, **work.arguments}
     if kernel.dtype in QUANTIZED_DTYPES:  # numbers of about 1, whose scale is 1
         keywords |= dict.fromkeys(DESCALES, torch.ones((), device=one.q.device))
@@ -165,11 +167,12 @@ def _keywords(kernel: Kernel, package: str, work: Workload, one: Tensors) -> dic
 
 
 def _as_read(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return inputs as a kernel reads them: some want the keys of v side by side, or k and v in other 8 bits than q."""
+    """Inputs as a kernel reads them: some want the keys of v side by side, or k and v in other 8 bits than q."""
     kv_dtype = TORCH_DTYPES[kernel.dtype_of("k").name]
     k, v = (tensor if tensor.dtype == kv_dtype else tensor.float().to(kv_dtype) for tensor in (k, v))
     return q, k, v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if kernel.transposed_v else v
 
 
 def reader(kernel: Kernel) -> Callable[[], Kernel]:
+    """A function that reads a kernel, as packages have one for each."""
     return lambda: kernel

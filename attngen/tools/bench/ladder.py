@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attngen.errors import PlanError
-from attngen.plan import plan
+from attngen.plan import plan as plan_kernel
 from attngen.plan.model import Plan
 from attngen.render import render
 from attngen.schema import KernelSpec
@@ -22,7 +22,7 @@ _START: Mapping[str, Any] = {
 _OF_WARPS = ("producer", "schedule", "overlap")
 
 #: What each rung adds to the one before, in the order of the published kernels: FlashAttention-3 specializes warps,
-#: overlaps and takes turns; the lazy maximum is FlashAttention-4's.
+#: overlaps and adds ping-pong; the lazy maximum is FlashAttention-4's.
 _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("warp specialization", {}),
     ("overlap", {"overlap": True}),
@@ -65,24 +65,24 @@ class Ladder:
         return {rung.name: rung.kernel for rung in self.rungs if rung.kernel is not None}
 
 
-def reason_against(found: Plan) -> str | None:
-    """Return why a kernel has no ladder, or None."""
-    if found.backend != "cuda":
+def reason_against(plan: Plan) -> str | None:
+    """Reason why a kernel has no ladder, or None."""
+    if plan.backend != "cuda":
         return "only CUDA kernels have a ladder"
-    return "a ladder is for kernels of single heads" if found.pack_gqa else None
+    return "a ladder is for kernels of single heads" if plan.pack_gqa else None
 
 
 def ladders(kernels: Sequence[Prepared]) -> list[Ladder]:
-    """Return the ladder of each kernel; kernels that differ only in what a ladder varies share the first one's."""
-    found: dict[tuple[str, ...], Ladder] = {}
+    """The ladder of each kernel; kernels that differ only in fields that a ladder varies share the first one's."""
+    by_rungs: dict[tuple[str, ...], Ladder] = {}
     for kernel in kernels:
         ladder = Ladder(kernel.plan, _rungs(kernel))
-        found.setdefault(tuple(each.plan.name for each in ladder.kernels.values()), ladder)
-    return list(found.values())
+        by_rungs.setdefault(tuple(each.plan.name for each in ladder.kernels.values()), ladder)
+    return list(by_rungs.values())
 
 
 def _rungs(base: Prepared) -> tuple[Rung, ...]:
-    """Return all rungs. A step that the plan refuses is left out of those after it."""
+    """All rungs. A step that the plan refuses is left out of those after it."""
     choices, rungs = dict(_START), []
     before: tuple[str, ...] = ()
     for name, change in _STEPS:
@@ -91,7 +91,7 @@ def _rungs(base: Prepared) -> tuple[Rung, ...]:
         changed = tuple(line for line in lines if line not in before)
         try:
             spec = _spec(base, tried)
-            planned = plan(spec)
+            planned = plan_kernel(spec)
         except PlanError as error:
             rungs.append(Rung(name, lines, changed, refusal=str(error)))
             continue
@@ -101,27 +101,26 @@ def _rungs(base: Prepared) -> tuple[Rung, ...]:
 
 
 def _spec(base: Prepared, choices: Mapping[str, Any]) -> KernelSpec:
-    """Return the kernel of a rung: that of the spec, with its tile and these choices."""
-    found = base.plan
-    given = base.spec.roles or Roles()
-    roles = replace(given, consumer=None, **{name: choices[name] for name in _OF_WARPS})
+    """The kernel of a rung: that of the spec, with its tile and these choices."""
+    roles = base.spec.roles or Roles()
+    roles = replace(roles, consumer=None, **{name: choices[name] for name in _OF_WARPS})
     return replace(
         base.spec,
-        tile_m=found.tile_m,
-        tile_n=found.tile_n,
-        stages=found.stages,
+        tile_m=base.plan.tile_m,
+        tile_n=base.plan.tile_n,
+        stages=base.plan.stages,
         roles=roles,
         **{name: value for name, value in choices.items() if name not in _OF_WARPS},
     )
 
 
 def _lines(base: Prepared, choices: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the entry of ``kernels`` that builds a rung, a field on each line."""
-    spec, found = base.spec, base.plan
+    """The entry of ``kernels`` that builds a rung, a field on each line."""
+    spec, base_plan = base.spec, base.plan
     warps: dict[str, Any] = {name: choices[name] for name in _OF_WARPS}
     if spec.roles and (spec.roles.producer_registers or spec.roles.consumer_registers):
-        given = {"producer": spec.roles.producer_registers, "consumer": spec.roles.consumer_registers}
-        warps["registers"] = {role: count for role, count in given.items() if count}
+        registers = {"producer": spec.roles.producer_registers, "consumer": spec.roles.consumer_registers}
+        warps["registers"] = {role: count for role, count in registers.items() if count}
     same = spec.head_dim_qk == spec.head_dim_v
     entry: dict[str, Any] = {
         "variant": spec.variant.name,
@@ -129,8 +128,8 @@ def _lines(base: Prepared, choices: Mapping[str, Any]) -> tuple[str, ...]:
         "arch": spec.arch,
         "dtype": spec.dtype,
         "backend": "cuda",
-        "tile": {"m": found.tile_m, "n": found.tile_n},
-        "pipeline": {"stages": found.stages},
+        "tile": {"m": base_plan.tile_m, "n": base_plan.tile_n},
+        "pipeline": {"stages": base_plan.stages},
         "warps": warps,
         **{name: value for name, value in choices.items() if name not in _OF_WARPS},
         **({} if spec.fast_math else {"fast_math": False}),

@@ -1,4 +1,4 @@
-"""The machine that a race runs on: versions, the ceilings of the card, its clock and power during the race.
+"""The machine that a benchmark runs on: versions, the ceilings of the card, its clock and power meanwhile.
 
 It only reads: no setting of the card is touched.
 """
@@ -6,6 +6,7 @@ It only reads: no setting of the card is touched.
 from __future__ import annotations
 
 import math
+import random
 import shutil
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attngen import __version__
-from attngen.tools.bench.timing import Clock, Contestant, race
+from attngen.tools.bench.timing import Batches, Clock, Contender, interleaved
 from attngen.tools.verify.gpu import Gpu
 
 #: Side of the matrix product, and bytes of the copy, by which ceilings are measured.
@@ -63,7 +64,7 @@ class Memory:
         ]
 
     def poison(self) -> None:
-        """Fill as many blocks with NaN as calls use in turn, and return them to the allocator."""
+        """Fill as many blocks with NaN as calls use in turn, and give them back to the allocator."""
         _ = [new() for new in self._new for _ in range(3)]
 
     def intact(self, out: Tensor | Sequence[Tensor]) -> bool:
@@ -76,28 +77,29 @@ def ceilings(gpu: Gpu, clock: Clock, rounds: int) -> Ceilings:
     a, b = (torch.randn(MATRIX, MATRIX, device=gpu.device, dtype=torch.bfloat16) for _ in "ab")
     source = torch.randn(COPY_BYTES // 2, device=gpu.device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    contestants = [
-        Contestant("matrix product", [partial(torch.mm, a, b)]),
-        Contestant("copy", [partial(target.copy_, source)]),
+    contenders = [
+        Contender("matrix product", [partial(torch.mm, a, b)]),
+        Contender("copy", [partial(target.copy_, source)]),
     ]
     memory = Memory([tuple(a.shape)], a.dtype, gpu.device)
-    product, copy = (timing.milliseconds for timing in race(contestants, clock, memory, rounds))
+    samplers = [Batches(contender, clock, memory) for contender in contenders]
+    product, copy = (timing.milliseconds for timing in interleaved(samplers, rounds, random.Random(0)))
     return Ceilings(2 * MATRIX**3 / product / 1e9, 2 * COPY_BYTES / copy / 1e6)
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of all that takes part; None for what is not installed."""
-    found: dict[str, str | None] = {"attngen": __version__}
+    """Versions of attngen and of the libraries; None for those that are not installed."""
+    installed: dict[str, str | None] = {"attngen": __version__}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
+            installed[name] = None
     try:
         cudnn = torch.backends.cudnn.version()
     except (RuntimeError, ValueError):  # torch's CUDA builds ask the devices, and there is none
         cudnn = None
-    return found | {
+    return installed | {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": None if cudnn is None else str(cudnn),
@@ -105,7 +107,7 @@ def versions() -> dict[str, str | None]:
 
 
 def gpu_facts(gpu: Gpu) -> dict[str, Any]:
-    """Return what a report says about the card and its driver."""
+    """Facts about the card and its driver for a report."""
     properties = torch.cuda.get_device_properties(gpu.device)
     driver = _ask(gpu, "driver_version,power.limit,clocks.max.sm")
     return {
@@ -121,7 +123,7 @@ def gpu_facts(gpu: Gpu) -> dict[str, Any]:
 
 
 def _command(gpu: Gpu, fields: str) -> list[str] | None:
-    """Return the command that asks nvidia-smi about this card, or None where there is no nvidia-smi."""
+    """Command that asks nvidia-smi about this card; None where there is no nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -141,7 +143,7 @@ def _ask(gpu: Gpu, fields: str) -> list[str] | None:
 
 
 def _number(text: str) -> float | None:
-    """Return a number that nvidia-smi printed, or None where it printed none."""
+    """Number that nvidia-smi printed; None where it printed none."""
     try:
         return float(text)
     except ValueError:
@@ -152,8 +154,8 @@ class Monitor:
     """Reads clock, power and temperature in the background; nothing is read where there is no nvidia-smi."""
 
     def __init__(self, gpu: Gpu) -> None:
-        told = _ask(gpu, _POWER)
-        power = _POWER if told and _number(told[0]) is not None else _MEAN_POWER
+        answer = _ask(gpu, _POWER)
+        power = _POWER if answer and _number(answer[0]) is not None else _MEAN_POWER
         self._command = _command(gpu, f"clocks.sm,{power},temperature.gpu")
         self._readings: list[tuple[float, Reading]] = []
         self._process: subprocess.Popen[str] | None = None
@@ -181,20 +183,20 @@ class Monitor:
                 self._readings.append((time.monotonic(), reading))
 
     def since(self, moment: float) -> Reading | None:
-        """Return the medians of what was read since a moment of ``time.monotonic``; None if nothing was."""
+        """Medians of the readings since a moment of ``time.monotonic``; None if there are none."""
         return self.within([(moment, math.inf)])
 
     def within(self, spans: Sequence[tuple[float, float]]) -> Reading | None:
-        """Return the medians of what was read in some spans of ``time.monotonic``; None if nothing was."""
-        found = [reading for when, reading in list(self._readings) if any(low <= when <= high for low, high in spans)]
-        if not found:
+        """Medians of the readings in some spans of ``time.monotonic``; None if there are none."""
+        readings = [each for when, each in list(self._readings) if any(low <= when <= high for low, high in spans)]
+        if not readings:
             return None
-        columns = zip(*((r.sm_mhz, r.watts, r.celsius) for r in found), strict=True)
+        columns = zip(*((r.sm_mhz, r.watts, r.celsius) for r in readings), strict=True)
         return Reading(*(statistics.median(column) for column in columns))
 
 
 def parse_reading(line: str) -> Reading | None:
-    """Return the reading of a line of nvidia-smi, or None for one that holds anything but three numbers."""
+    """Reading in a line of nvidia-smi; None for a line that holds anything but three numbers."""
     numbers = [_number(part) for part in line.split(",")]
     if len(numbers) != 3 or None in numbers:
         return None

@@ -1,4 +1,4 @@
-"""The memory that a backward takes besides its inputs and results, and the bound that ours keep to."""
+"""The memory that a backward pass takes besides its inputs and results, and the bound that attngen's keep to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _FLOAT32 = 4
 
 
 def workspace(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int:
-    """Return the most bytes that a call held besides its results and all that was allocated before it.
+    """Count the most bytes that a call held besides its results and all that was allocated before it.
 
-    What a call frees that an earlier one kept was not there before, either. Counts what torch's allocator was asked for
-    on a GPU, before rounding; the call must have run before, or what it keeps for later ones is counted.
+    Memory that the call frees and an earlier one kept does not count as allocated before. Requests to torch's allocator
+    on a GPU are counted, before rounding; the call must have run before, or what it keeps for later ones counts, too.
     """
     gc.collect()  # nothing else may be freed meanwhile
     torch.cuda.synchronize(device)
@@ -28,14 +28,14 @@ def workspace(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int
     results = call()
     torch.cuda.synchronize(device)
     storages = {each.data_ptr(): each.nbytes() for each in (result.untyped_storage() for result in results)}
-    found = torch.cuda.memory_stats(device)
+    stats = torch.cuda.memory_stats(device)
     held = sum(storages.values())
-    kept = min(before, found["requested_bytes.all.current"] - held)
-    return int(found["requested_bytes.all.peak"]) - kept - held
+    kept = min(before, stats["requested_bytes.all.current"] - held)
+    return int(stats["requested_bytes.all.peak"]) - kept - held
 
 
 def workspace_bound(plan: Plan, *, batch: int, seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int) -> int:
-    """Return the most bytes that a backward of ours may hold besides inputs and gradients in a dense call.
+    """Bound of the bytes that a backward kernel of attngen holds besides inputs and gradients in a dense call.
 
     That is one float32 dQ, the row statistics (two float32 numbers for each query row), counters for each head and each
     of its tiles and a few more; where query heads share KV heads, one float32 dK and dV, too, and where tiles of keys

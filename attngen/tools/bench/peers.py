@@ -1,4 +1,4 @@
-"""The libraries that kernels are raced against, each behind the same small interface.
+"""The libraries that kernels are measured against, each behind the same small interface.
 
 None is needed: one that is not installed, or does not support a case, says so. Each gets its tensors in the order of
 axes that it documents, and all that it lets a program prepare is prepared outside of the timed region.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.tools.bench.cases import BenchCase
-from attngen.tools.bench.timing import Contestant
+from attngen.tools.bench.timing import Contender
 from attngen.tools.bench.workloads import Flags, Terms, Workload
 
 
@@ -44,27 +44,27 @@ class Tensors:
 
 
 class Peer(Protocol):
-    """A library in the race."""
+    """A library beside attngen."""
 
     @property
     def name(self) -> str:
         """The name of its column."""
 
     def missing(self) -> str | None:
-        """Say why it cannot be used here at all, or return None. Imports nothing."""
+        """Reason why it cannot be used here at all, or None. Imports nothing."""
 
     def refuses(self, case: BenchCase, terms: Terms) -> str | None:
-        """Say why it does not support a case, as far as is known beforehand, or return None."""
+        """Reason why it does not support a case, as far as is known beforehand, or None."""
 
-    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contestant:
-        """Return its forward calls, with the tensors that a backward differentiates them by.
+    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contender:
+        """Its forward calls, with the tensors that a backward pass differentiates them by.
 
-        This and the first call raise whatever the library raises for what it does not support.
+        This and the first call raise whatever the library raises for a case that it does not support.
         """
 
 
 def peers() -> tuple[Peer, ...]:
-    """Return all peers in the order of their columns."""
+    """All peers in the order of their columns."""
     return (
         Sdpa("SDPA flash", "FLASH_ATTENTION"),
         Sdpa("SDPA cuDNN", "CUDNN_ATTENTION"),
@@ -75,7 +75,7 @@ def peers() -> tuple[Peer, ...]:
 
 
 def named(every: Sequence[Peer], parts: Sequence[str]) -> tuple[Peer, ...]:
-    """Return the peers whose names contain one of ``parts``, in any case; all if none is given.
+    """The peers whose names contain one of ``parts``, in any case; all if none is given.
 
     Raises CallError for a part that is in no name.
     """
@@ -86,7 +86,7 @@ def named(every: Sequence[Peer], parts: Sequence[str]) -> tuple[Peer, ...]:
 
 
 def reason_against(peer: Peer, case: BenchCase, terms: Terms | None) -> str | None:
-    """Return why a peer is not in the race of a case, or None."""
+    """Reason why a peer is not measured in a case, or None."""
     missing = peer.missing()
     if missing is not None:
         return missing
@@ -116,7 +116,7 @@ class Sdpa:
             return "knows full and causal attention only"
         return _dtypes(case, "bf16", "fp16")
 
-    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contestant:
+    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contender:
         """See ``Peer``."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -128,7 +128,7 @@ class Sdpa:
         )
         calls = [partial(attend, *one.heads_first) for one in inputs]
         session = partial(sdpa_kernel, getattr(SDPBackend, self.backend))
-        return Contestant(self.name, calls, session, _from_heads_first, [one.heads_first for one in inputs])
+        return Contender(self.name, calls, session, _from_heads_first, [one.heads_first for one in inputs])
 
 
 class FlexAttention:
@@ -144,7 +144,7 @@ class FlexAttention:
         """See ``Peer``."""
         return None
 
-    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contestant:
+    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contender:
         """See ``Peer``."""
         from torch._functorch import config as functorch_config
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -162,9 +162,9 @@ class FlexAttention:
             enable_gqa=case.heads != case.kv_heads,
         )
         leaves = [one.heads_first for one in inputs]
-        # its graph is differentiated again and again, so the backward must not write over what the forward saved
+        # its graph is differentiated many times, so the backward pass must not overwrite tensors that are saved for it
         session = partial(functorch_config.patch, donated_buffer=False)
-        return Contestant(self.name, [partial(attend, *each) for each in leaves], session, _from_heads_first, leaves)
+        return Contender(self.name, [partial(attend, *each) for each in leaves], session, _from_heads_first, leaves)
 
 
 class FlashAttention3:
@@ -186,7 +186,7 @@ class FlashAttention3:
             return "fa3-fwd is built without the backward"
         return _dtypes(case, "bf16", "fp8_e4m3")
 
-    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contestant:
+    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contender:
         """See ``Peer``."""
         assert terms.flags is not None
         attend = import_module("fa3_fwd_interface").flash_attn_func
@@ -208,7 +208,7 @@ class FlashAttention4:
             return "takes custom masks and scores as CuTe code only"
         return _dtypes(case, "bf16", "fp16")
 
-    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contestant:
+    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contender:
         """See ``Peer``."""
         flags = terms.flags
         assert flags is not None
@@ -219,14 +219,14 @@ class FlashAttention4:
         )  # fmt: skip
 
 
-def _flash(name: str, attend: Callable[..., Any], inputs: Sequence[Tensors], **arguments: Any) -> Contestant:
-    """Return the calls of a function with the interface of flash_attn_func."""
+def _flash(name: str, attend: Callable[..., Any], inputs: Sequence[Tensors], **arguments: Any) -> Contender:
+    """The calls of a function with the interface of flash_attn_func."""
     leaves = [one.bshd for one in inputs]
-    return Contestant(name, [partial(attend, *each, **arguments) for each in leaves], as_bshd=output_of, leaves=leaves)
+    return Contender(name, [partial(attend, *each, **arguments) for each in leaves], as_bshd=output_of, leaves=leaves)
 
 
 def output_of(result: Any) -> Any:
-    """Return the output of a call that may return more besides it."""
+    """The output of a call that may return more besides it."""
     return result[0] if isinstance(result, tuple | list) else result
 
 
@@ -239,7 +239,7 @@ def _dtypes(case: BenchCase, *known: str) -> str | None:
 
 
 def _lacking(distribution: str) -> str | None:
-    """Say that a distribution is not installed, or return None."""
+    """Reason that a distribution is not installed, or None."""
     try:
         metadata.version(distribution)
     except metadata.PackageNotFoundError:

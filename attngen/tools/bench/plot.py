@@ -1,4 +1,4 @@
-"""The figures of a race as a picture: TFLOP/s over seqlen on the grid, and bars for variants, in each direction."""
+"""A picture of the figures: TFLOP/s over seqlen on the grid, and bars for variants, in each direction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attngen.tools.bench.report import BenchReport, Row
+from attngen.tools.bench.grid import GridReport, GridRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ STYLE: Mapping[str, Any] = {
 _Panel = Callable[["Axes"], None]
 
 
-def plot(report: BenchReport, path: Path) -> None:
+def plot(report: GridReport, path: Path) -> None:
     """Write the picture of a report; the ending of ``path`` picks the format. Raises OSError if it cannot be written.
 
     Needs matplotlib.
@@ -37,7 +37,7 @@ def plot(report: BenchReport, path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    colours = {name: f"C{n}" for n, name in enumerate(dict.fromkeys(r.contestant for r in report.results))}
+    colours = {name: f"C{n}" for n, name in enumerate(dict.fromkeys(r.contender for r in report.results))}
     panels = list(_panels(report, colours))
     columns = min(len(panels), _COLUMNS)
     lines = math.ceil(len(panels) / columns)
@@ -53,11 +53,11 @@ def plot(report: BenchReport, path: Path) -> None:
         figure.savefig(path, dpi=150)
 
 
-def _panels(report: BenchReport, colours: Mapping[str, str]) -> list[_Panel]:
-    """Return a function that draws each panel: a group of the grid, or variants that were raced at the same sizes."""
+def _panels(report: GridReport, colours: Mapping[str, str]) -> list[_Panel]:
+    """A function that draws each panel: a group of the grid, or variants that were measured at the same sizes."""
     ceiling = report.ceilings.matrix_tflops if report.ceilings else None
-    lines: dict[str, list[Row]] = {}
-    bars: dict[str, list[Row]] = {}
+    lines: dict[str, list[GridRow]] = {}
+    bars: dict[str, list[GridRow]] = {}
     for row in report.rows:
         case = row.case
         if case.suite == "grid":
@@ -69,18 +69,18 @@ def _panels(report: BenchReport, colours: Mapping[str, str]) -> list[_Panel]:
     return [*drawn, *(partial(_bars, name=name, rows=rows, colours=colours) for name, rows in bars.items())]
 
 
-def _lines(axis: Axes, name: str, rows: Sequence[Row], colours: Mapping[str, str], ceiling: float | None) -> None:
-    """Draw one group: a line for each contestant, our kernels thick, and the matrix product as the ceiling."""
+def _lines(axis: Axes, name: str, rows: Sequence[GridRow], colours: Mapping[str, str], ceiling: float | None) -> None:
+    """Draw one group: a line for each contender, attngen's thick, and the matrix product as the ceiling."""
     lines: dict[tuple[str, bool], list[tuple[int, float]]] = {}
     for row in rows:
         for result in row.results:
             if result.tflops is not None:
-                points = lines.setdefault((result.contestant, result.ours), [])
+                points = lines.setdefault((result.contender, result.peer), [])
                 points.append((row.case.seqlen, result.tflops))
-    for (contestant, ours), points in lines.items():
-        width = 2.5 if ours else 1.0
-        found = zip(*sorted(points), strict=True)
-        axis.plot(*found, marker="o", linewidth=width, color=colours[contestant], label=contestant)
+    for (contender, peer), points in lines.items():
+        width = 1.0 if peer else 2.5
+        axes = zip(*sorted(points), strict=True)
+        axis.plot(*axes, marker="o", linewidth=width, color=colours[contender], label=contender)
     if ceiling is not None:
         axis.axhline(ceiling, color=_INK, linestyle=":", label="bf16 matrix product")
     seqlens = sorted({row.case.seqlen for row in rows})
@@ -90,16 +90,16 @@ def _lines(axis: Axes, name: str, rows: Sequence[Row], colours: Mapping[str, str
     _finish(axis, name)
 
 
-def _bars(axis: Axes, name: str, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
-    """Draw variants next to one another: a bar for each contestant, ours filled."""
-    found = {result.contestant: result.ours for row in rows for result in row.results if result.tflops is not None}
-    width = 0.8 / max(len(found), 1)
-    for number, (contestant, ours) in enumerate(found.items()):
-        speeds = [next((r.tflops for r in row.results if r.contestant == contestant), None) for row in rows]
+def _bars(axis: Axes, name: str, rows: Sequence[GridRow], colours: Mapping[str, str]) -> None:
+    """Draw variants next to one another: a bar for each contender, attngen's filled."""
+    peers = {result.contender: result.peer for row in rows for result in row.results if result.tflops is not None}
+    width = 0.8 / max(len(peers), 1)
+    for number, (contender, peer) in enumerate(peers.items()):
+        speeds = [next((r.tflops for r in row.results if r.contender == contender), None) for row in rows]
         places = [index + (number + 0.5) * width - 0.4 for index, speed in enumerate(speeds) if speed is not None]
         heights = [speed for speed in speeds if speed is not None]
-        colour = colours[contestant]
-        axis.bar(places, heights, width, edgecolor=colour, color=colour if ours else "none", label=contestant)
+        colour = colours[contender]
+        axis.bar(places, heights, width, edgecolor=colour, color="none" if peer else colour, label=contender)
     axis.set_xticks(range(len(rows)), [row.case.variant for row in rows], rotation=30, ha="right")
     _finish(axis, name)
 

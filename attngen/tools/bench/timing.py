@@ -1,7 +1,7 @@
-"""Time contestants side by side: batches between two events, in interleaved rounds, over rotating inputs.
+"""Times of contenders side by side: samples between two events, in rounds of random order, over rotating inputs.
 
-A sustained race has longer samples, in random order, and the next one is enqueued before the last one is waited for:
-the card never rests, and runs at the clock that its power allows.
+Without pauses, samples are longer, and the next one is enqueued before the last one is waited for: the card never
+rests, and runs at the clock that its power allows.
 """
 
 from __future__ import annotations
@@ -22,23 +22,31 @@ from torch import Tensor
 #: Milliseconds that a sample takes at least, so that neither the events nor the first launch matter.
 SAMPLE_MS = 5.0
 
-#: The same in a sustained race.
+#: The same without pauses.
 SUSTAINED_MS = 60.0
 
 #: Calls by which the length of a sample, and the time that the host takes for a call, are estimated.
 _ESTIMATED = 5
 
-#: A call is host-bound when enqueuing it takes this share of the time that it takes on the GPU.
-HOST_SHARE = 0.9
+#: A call is host-bound when enqueuing it takes this fraction of the time that it takes on the GPU.
+HOST_FRACTION = 0.9
+
+#: Most sets of inputs; calls so small that this many fit the L2 cache are bound by their launch.
+_MAX_SETS = 64
+
+
+def input_sets(input_bytes: int, l2_bytes: int) -> int:
+    """Count the sets of inputs, of so many bytes each, that together exceed twice the L2 cache."""
+    return min(max(math.ceil(2 * l2_bytes / input_bytes), 1), _MAX_SETS)
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """A kernel in the race: one call for each set of inputs, all of one shape.
+class Contender:
+    """One way to compute a case: a call for each set of inputs, all of one shape.
 
     ``session`` is entered around every batch of calls, for settings that a program makes once. ``as_bshd`` turns what
     a call returns into the output as (batch, seqlen, heads, head_dim). ``leaves`` are q, k and v of each call as the
-    library takes them, by which a backward is differentiated.
+    library takes them, by which a backward pass is differentiated.
     """
 
     name: str
@@ -48,7 +56,7 @@ class Contestant:
     leaves: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
 
     def first(self) -> Any:
-        """Return the output of the first set of inputs."""
+        """Compute the output of the first set of inputs."""
         with self.session():
             return self.as_bshd(self.calls[0]())
 
@@ -58,7 +66,7 @@ class Timing:
     """The milliseconds of a call in each round, and the microseconds that enqueuing one took the host.
 
     ``intact`` is False if some output held a value that no call wrote. ``spans`` say when samples ran, in seconds of
-    the host's clock, in a sustained race.
+    the host's clock, where they were taken without pauses.
     """
 
     samples: tuple[float, ...]
@@ -74,20 +82,20 @@ class Timing:
     @property
     def host_bound(self) -> bool:
         """Whether the figure is the speed of the host rather than that of the kernel."""
-        return self.host_us >= HOST_SHARE * 1e3 * self.milliseconds
+        return self.host_us >= HOST_FRACTION * 1e3 * self.milliseconds
 
 
 class Clock(Protocol):
     """Time on the GPU and on the host."""
 
     def mark(self) -> Any:
-        """Return a mark of this moment between the enqueued calls."""
+        """Mark this moment between the enqueued calls."""
 
     def milliseconds(self, start: Any, end: Any) -> float:
-        """Wait until the GPU has reached both moments, and return the time between them."""
+        """Wait until the GPU has reached both marks, and return the time between them."""
 
     def host_seconds(self) -> float:
-        """Return the time of the host."""
+        """Read the clock of the host."""
 
 
 class CudaClock:
@@ -119,39 +127,87 @@ class Outputs(Protocol):
         """Whether every element of an output was written."""
 
 
-class _Lane:
-    """One contestant's part of a race."""
+class UncheckedOutputs:
+    """Outputs that nothing poisons and nothing looks at."""
 
-    def __init__(self, contestant: Contestant, clock: Clock, outputs: Outputs) -> None:
-        self._contestant = contestant
-        self._clock = clock
-        self._outputs = outputs
-        self._calls = cycle(contestant.calls)
-        self.intact = True
-        for _ in contestant.calls:  # anything that compiles, loads or allocates at the first call
-            self.batch(1)
-        estimate, self.host_us = self.batch(_ESTIMATED)
-        self._repeats = max(math.ceil(SAMPLE_MS / max(estimate, 1e-6)), 2)
+    def poison(self) -> None:
+        """See ``Outputs``."""
+
+    def intact(self, out: Any) -> bool:
+        """See ``Outputs``."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Enqueues some calls, and says how many."""
+
+    enqueue: Callable[[], None]
+    calls: int
+
+
+class Sampler(Protocol):
+    """A contender that was called before, so that nothing is compiled or loaded in its samples.
+
+    ``intact`` turns False when an output holds a value that no call wrote.
+    """
+
+    intact: bool
+
+    def output(self) -> Any:
+        """Compute an output in poisoned memory, as (batch, seqlen, heads, head_dim)."""
 
     def sample(self) -> float:
-        """Return the milliseconds of a call, over a batch of SAMPLE_MS or more."""
-        return self.batch(self._repeats)[0]
+        """Take the milliseconds of a call, over SAMPLE_MS or more."""
+
+    def host_us(self) -> float:
+        """Take the microseconds that enqueuing a call takes the host."""
 
     def work(self, milliseconds: float) -> Work:
-        """Return batches of so many milliseconds or more, which nobody waits for."""
+        """Calls of so many milliseconds or more, for a caller that does not wait for them."""
+
+
+class Batches:
+    """Samples of calls that the host enqueues one by one."""
+
+    def __init__(self, contender: Contender, clock: Clock, outputs: Outputs) -> None:
+        """Call each set of inputs once, and estimate the time of a call. Raises what a call raises."""
+        self._contender, self._clock, self._outputs = contender, clock, outputs
+        self._calls = cycle(contender.calls)
+        self.intact = True
+        for _ in contender.calls:
+            self._batch(1)
+        estimate, self._host_us = self._batch(_ESTIMATED)
+        self._repeats = max(math.ceil(SAMPLE_MS / max(estimate, 1e-6)), 2)
+
+    def output(self) -> Any:
+        """Compute the output of the first set of inputs; see ``Sampler``."""
+        self._outputs.poison()
+        return self._contender.first()
+
+    def sample(self) -> float:
+        """See ``Sampler``."""
+        return self._batch(self._repeats)[0]
+
+    def host_us(self) -> float:
+        """See ``Sampler``."""
+        return self._host_us
+
+    def work(self, milliseconds: float) -> Work:
+        """See ``Sampler``."""
         count = math.ceil(self._repeats * milliseconds / SAMPLE_MS)
 
         def enqueue() -> None:
-            with self._contestant.session():
+            with self._contender.session():
                 for _ in range(count):
                     next(self._calls)()
 
         return Work(enqueue, count)
 
-    def batch(self, count: int) -> tuple[float, float]:
+    def _batch(self, count: int) -> tuple[float, float]:
         """Run a number of calls; return the milliseconds of one, and the host's microseconds for one."""
         self._outputs.poison()
-        with self._contestant.session():
+        with self._contender.session():
             began = self._clock.host_seconds()
             start = self._clock.mark()
             for _ in range(count):
@@ -159,32 +215,27 @@ class _Lane:
             end = self._clock.mark()
             host = self._clock.host_seconds() - began
         elapsed = self._clock.milliseconds(start, end)
-        self.intact &= self._outputs.intact(self._contestant.as_bshd(result))
+        self.intact &= self._outputs.intact(self._contender.as_bshd(result))
         return elapsed / count, 1e6 * host / count
 
 
-def race(contestants: Sequence[Contestant], clock: Clock, outputs: Outputs, rounds: int) -> list[Timing]:
-    """Time all contestants in interleaved rounds, each round starting with another one.
+def interleaved(samplers: Sequence[Sampler], rounds: int, order: random.Random) -> list[Timing]:
+    """Time all contenders in interleaved rounds, each in another random order.
 
     One more round is run first, and not counted: it warms the card up. Raises what a call raises.
     """
-    lanes = [_Lane(contestant, clock, outputs) for contestant in contestants]
-    samples: list[list[float]] = [[] for _ in lanes]
+    samples: list[list[float]] = [[] for _ in samplers]
+    host: list[list[float]] = [[] for _ in samplers]
     for number in range(rounds + 1):
-        for turn in range(len(lanes)):
-            index = (turn + number) % len(lanes)
-            sample = lanes[index].sample()
+        for index in order.sample(range(len(samplers)), len(samplers)):
+            sample, host_us = samplers[index].sample(), samplers[index].host_us()
             if number:
                 samples[index].append(sample)
-    return [Timing(tuple(times), lane.host_us, lane.intact) for times, lane in zip(samples, lanes, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Enqueues some calls, and how many."""
-
-    enqueue: Callable[[], None]
-    calls: int
+                host[index].append(host_us)
+    return [
+        Timing(tuple(own), statistics.median(host_us), sampler.intact)
+        for own, host_us, sampler in zip(samples, host, samplers, strict=True)
+    ]
 
 
 @dataclass(slots=True)
@@ -198,9 +249,9 @@ class Sustained:
 def sustain(works: Sequence[Work], clock: Clock, rounds: int, order: random.Random) -> list[Sustained]:
     """Run all works in rounds, each in another random order, and never let the card rest in between.
 
-    One round more is run before, and not counted: it warms the card up. Raises what a work raises.
+    One more round is run first, and not counted: it warms the card up. Raises what a work raises.
     """
-    found = [Sustained() for _ in works]
+    sustained = [Sustained() for _ in works]
     waiting: tuple[int, bool, Any, Any] | None = None
     moment = clock.host_seconds()
 
@@ -212,8 +263,8 @@ def sustain(works: Sequence[Work], clock: Clock, rounds: int, order: random.Rand
         took, began = clock.milliseconds(start, end), moment
         moment = clock.host_seconds()
         if counts:
-            found[index].samples.append(took / works[index].calls)
-            found[index].spans.append((began, moment))
+            sustained[index].samples.append(took / works[index].calls)
+            sustained[index].spans.append((began, moment))
 
     for number in range(rounds + 1):
         for index in order.sample(range(len(works)), len(works)):
@@ -223,22 +274,20 @@ def sustain(works: Sequence[Work], clock: Clock, rounds: int, order: random.Rand
             finish()
             waiting = index, number > 0, start, end
     finish()
-    return found
+    return sustained
 
 
-def sustained_race(
-    contestants: Sequence[Contestant], clock: Clock, outputs: Outputs, rounds: int, order: random.Random,
-    milliseconds: float = SUSTAINED_MS,
-) -> list[Timing]:  # fmt: skip
-    """Time all contestants as ``race`` does, without pauses; outputs are looked at in one more sample after it.
+def without_pauses(
+    samplers: Sequence[Sampler], clock: Clock, rounds: int, order: random.Random, milliseconds: float
+) -> list[Timing]:
+    """Time all contenders as ``interleaved`` does, in samples of ``milliseconds`` or more without pauses.
 
-    A sample takes ``milliseconds`` or more.
+    The host is timed, and outputs are looked at, in one more sample after these.
     """
-    lanes = [_Lane(contestant, clock, outputs) for contestant in contestants]
-    found = sustain([lane.work(milliseconds) for lane in lanes], clock, rounds, order)
-    for lane in lanes:
-        lane.sample()
+    sustained = sustain([sampler.work(milliseconds) for sampler in samplers], clock, rounds, order)
+    for sampler in samplers:
+        sampler.sample()
     return [
-        Timing(tuple(one.samples), lane.host_us, lane.intact, tuple(one.spans))
-        for one, lane in zip(found, lanes, strict=True)
+        Timing(tuple(own.samples), sampler.host_us(), sampler.intact, tuple(own.spans))
+        for own, sampler in zip(sustained, samplers, strict=True)
     ]

@@ -1,7 +1,7 @@
-"""What each variant is called with in a race, and how other libraries express it.
+"""The arguments of each variant in a benchmark, and its form in other libraries.
 
 The presets that peers know are in a table, written by hand: their arguments, FlexAttention's functions, and the flags
-of kernels with fixed masks. All other variants get values by their declarations, and are raced without peers.
+of kernels with fixed masks. All other variants get values by their declarations, and have no peers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ WINDOW, PREFIX, DOCUMENT, SOFTCAP = 1024, 4096, 1300, 30.0
 #: Pairs whose mask is evaluated at a time.
 _PAIRS = 2**22
 
-#: How far integer tensors without a declared range are narrowed, step by step, until no index of the mask leaves its
-#: extent.
+#: Factors by which the range of integer tensors without a declared one is narrowed, until no index of the mask leaves
+#: its extent.
 _CALM = (1.0, 0.5, 0.0)
 
 
@@ -77,7 +77,7 @@ class Workload:
 
 
 def workload(variant: Variant, case: BenchCase, device: torch.device | str) -> Workload:
-    """Return what a variant is called with in a case; the same in every run.
+    """The arguments of a variant in a case; the same in every run.
 
     Raises ValueError for a variant whose tensors would be too large, IndexError for one whose mask reads a tensor out
     of its extent, whatever its integers hold.
@@ -92,8 +92,8 @@ def workload(variant: Variant, case: BenchCase, device: torch.device | str) -> W
     raised: IndexError | None = None
     for calm in _CALM:
         generator = torch.Generator().manual_seed(0)
-        given = arguments_of(variant, _shape(case), "dense", generator, calm, scalars_of(variant, {}))
-        arguments = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+        drawn = arguments_of(variant, _shape(case), "dense", generator, calm, scalars_of(variant, {}))
+        arguments = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in drawn.items()}
         try:
             return Workload(case, variant, arguments, visible_pairs(variant, case, arguments, device), None)
         except IndexError as error:
@@ -103,7 +103,7 @@ def workload(variant: Variant, case: BenchCase, device: torch.device | str) -> W
 
 
 def visible_pairs(variant: Variant, case: BenchCase, arguments: Mapping[str, Any], device: torch.device | str) -> float:
-    """Return how many pairs of a query and a key the mask shows, exactly, over all heads and sequences."""
+    """Count the pairs of a query and a key that the mask shows, exactly, over all heads and sequences."""
     if not variant.masked:
         return case.batch * case.heads * case.seqlen**2
     variables, loaded = variant.uses(variant.mask)
@@ -139,7 +139,7 @@ def _shape(case: BenchCase) -> Case:
 
 
 def terms_of(variant: Variant, case: BenchCase, device: torch.device | str) -> Terms | None:
-    """Return a variant in others' terms; None unless it is exactly a preset of the table."""
+    """A variant in the terms of other libraries; None unless it is exactly a preset of the table."""
     write = _TERMS.get(variant.name)
     return write(case, device) if write is not None and variant == preset(variant.name) else None
 

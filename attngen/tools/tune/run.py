@@ -1,7 +1,8 @@
-"""The kernels of a spec searched one after the other, within a time, and the file of choices that comes of it."""
+"""The search of the kernels of a spec, one after the other within a time, and the file of choices."""
 
 from __future__ import annotations
 
+import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +24,9 @@ from attngen.schema import KernelSpec, load_spec, spec_hash
 from attngen.schema.tuned import identity, tuned_text
 from attngen.store.store import Store
 from attngen.tools.bench.cases import DIRECTIONS, TOKENS, BenchCase, bench_cases
-from attngen.tools.bench.kernels import chosen, forwards_of, reason_against
+from attngen.tools.bench.kernels import chosen, forward_kernels_of, reason_against
 from attngen.tools.bench.machine import Monitor, gpu_facts
-from attngen.tools.bench.race import Track
-from attngen.tools.bench.timing import CudaClock
+from attngen.tools.bench.runner import Bench
 from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
 from attngen.tools.tune.journal import Journal
 from attngen.tools.tune.search import label_of, search
@@ -38,9 +38,9 @@ _BACKENDS = ("cuda", "triton")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is searched, and how long. ``part`` is part of a kernel's name; without ``seqlens`` cases have their own.
+    """Choices of a search. ``part`` is part of a kernel's name; without ``seqlens`` cases have their own.
 
-    ``seconds`` is when no further kernel is begun. ``directions`` are some of ``DIRECTIONS``.
+    No further kernel is begun after ``seconds``. ``directions`` are some of ``DIRECTIONS``.
     """
 
     part: str | None = None
@@ -56,9 +56,9 @@ class Options:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """What a search found: ``rows`` of the journal in the order of the spec, and why other kernels are not in it.
+    """Results of a search: ``rows`` of the journal in the order of the spec, and the reasons against other kernels.
 
-    ``left`` are those that time did not suffice for: the same command goes on with them.
+    ``left`` are kernels for which there was no time: the same command goes on with them.
     """
 
     spec: str
@@ -69,7 +69,7 @@ class TuneReport:
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as ``attngen tune --json`` prints it."""
+        """The document of ``attngen tune --json``."""
         return {
             "spec": self.spec,
             "gpu": self.gpu,
@@ -105,18 +105,18 @@ Observer = Callable[[Mapping[str, Any], int, int], None]
 def subjects(
     spec: str | Path, options: Options, capability: int | None
 ) -> tuple[list[Subject], dict[str, str], list[Prepared]]:
-    """Return what is to be searched, why other kernels are not, and all kernels of the spec.
+    """The kernels to be searched, the reasons against others, and all kernels of the spec.
 
     Raises SpecError if the spec is wrong, CallError if the options name no kernel of it.
     """
     prepared = prepare(load_spec(spec))
-    found, left_out = [], {}
+    chosen_kernels, left_out = [], {}
     for kernel in chosen(prepared, options.part, options.variants):
         plan = kernel.plan
         reason = reason_against(plan, capability, options.directions)
         if reason is None and kernel.spec.fixes_choices:
             reason = "the spec chooses its tile, stages or warps"
-        if reason is None and plan.direction == "backward" and not forwards_of(plan, prepared, capability):
+        if reason is None and plan.direction == "backward" and not forward_kernels_of(plan, prepared, capability):
             reason = "the spec has no dense forward that it could follow"
         if reason is None and sum(1 for _ in candidates(kernel.spec)) == 1:
             reason = "there is nothing to choose"
@@ -127,8 +127,8 @@ def subjects(
             plan.variant.name, plan.dtype_name, plan.head_dim_qk, plan.head_dim_v, tokens=options.tokens,
             seqlens=options.seqlens, direction=plan.direction,
         )  # fmt: skip
-        found.append(Subject(kernel, cases))
-    return found, left_out, prepared
+        chosen_kernels.append(Subject(kernel, cases))
+    return chosen_kernels, left_out, prepared
 
 
 def tune(spec: str | Path, out: Path, options: Options, observer: Observer) -> TuneReport:
@@ -142,35 +142,36 @@ def tune(spec: str | Path, out: Path, options: Options, observer: Observer) -> T
         raise LoadError("tune needs an NVIDIA GPU, and torch finds none; --dry-run lists the candidates without one")
     start = time.monotonic()
     gpu = Gpu.current()
-    found, left_out, prepared = subjects(spec, options, gpu.capability)
-    arches = dict.fromkeys(subject.plan.arch.name for subject in found)
+    todo, left_out, prepared = subjects(spec, options, gpu.capability)
+    arches = dict.fromkeys(subject.plan.arch.name for subject in todo)
     installed = [row for arch in arches for backend in _BACKENDS for row in toolchain(backend, arch).items()]
     compilers = {name: version for name, version in installed if version and name != "content"}
     named = {"spec": resources.display_name(Path(spec)), "spec_hash": spec_hash(load_spec(spec)), "gpu": gpu.name}
     about = {**named, **compilers}
     journal = Journal.opened(out.with_name(f"{out.name}.journal"), about, restart=options.restart)
     left: list[str] = []
-    generator = torch.Generator(gpu.device).manual_seed(secrets.randbelow(_MAX_SEED))
+    seed = secrets.randbelow(_MAX_SEED)
+    generator = torch.Generator(gpu.device).manual_seed(seed)
     with torch.no_grad(), Monitor(gpu) as monitor:
-        track = Track(
-            gpu.device, gpu_facts(gpu)["l2_bytes"], CudaClock(), (), options.rounds, True, generator, monitor.since
-        )
-        for subject in found:
+        bench = Bench(
+            device=gpu.device, l2_bytes=gpu_facts(gpu)["l2_bytes"], generator=generator, order=random.Random(seed),
+            rounds=options.rounds, readings=monitor,
+        )  # fmt: skip
+        for subject in todo:
             if identity(subject.spec) in journal.rows:
                 continue
             if time.monotonic() - start > options.seconds:
                 left.append(subject.plan.name)
                 continue
-            forwards = forwards_of(subject.plan, prepared, gpu.capability) if _is_backward(subject.plan) else []
-            outcome = search(
-                subject.spec, subject.cases, forwards, track, partial(_compiled, options.jobs), options.rounds
-            )
+            backward = subject.plan.direction == "backward"
+            forward_kernels = forward_kernels_of(subject.plan, prepared, gpu.capability) if backward else []
+            outcome = search(subject.spec, subject.cases, forward_kernels, bench, partial(_compiled, options.jobs))
             journal.add(outcome.to_dict())
             if not gpu.answers():
                 raise LoadError(f"the GPU stopped responding at {subject.plan.name}; run the same command again")
-            observer(journal.rows[identity(subject.spec)], len(journal.rows), len(found))
+            observer(journal.rows[identity(subject.spec)], len(journal.rows), len(todo))
             torch.cuda.empty_cache()
-    rows = [journal.rows[identity(one.spec)] for one in found if identity(one.spec) in journal.rows]
+    rows = [journal.rows[identity(one.spec)] for one in todo if identity(one.spec) in journal.rows]
     _write(out, gpu.name, compilers, rows)
     if not left:
         journal.remove()
@@ -178,18 +179,14 @@ def tune(spec: str | Path, out: Path, options: Options, observer: Observer) -> T
 
 
 def dry_run(spec: str | Path, options: Options) -> list[tuple[str, str, int, int]]:
-    """Return label, name, number of candidates and number of cases of what would be searched; needs no GPU."""
+    """Label, name, number of candidates and number of cases of each kernel of a search; needs no GPU."""
     capability = Gpu.current().capability if torch.cuda.is_available() else None
-    found, _, _ = subjects(spec, options, capability)
-    return [(label_of(one.plan), one.plan.name, sum(1 for _ in candidates(one.spec)), len(one.cases)) for one in found]
-
-
-def _is_backward(plan: Plan) -> bool:
-    return plan.direction == "backward"
+    todo, _, _ = subjects(spec, options, capability)
+    return [(label_of(one.plan), one.plan.name, sum(1 for _ in candidates(one.spec)), len(one.cases)) for one in todo]
 
 
 def _compiled(jobs: int | None, kernels: Sequence[Prepared]) -> Mapping[str, Kernel]:
-    """Return those of the kernels that compile just as they are planned."""
+    """Compile kernels; return those that compile just as they are planned."""
     store = Store()
     built, _ = compile_kernels(kernels, store=store, jobs=jobs)
     return {name: read_kernel(store.path(one.key)) for name, one in built.items() if one.name == name}

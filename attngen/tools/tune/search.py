@@ -14,17 +14,18 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.schema import KernelSpec
 from attngen.schema.tuned import fields_of, identity
 from attngen.tools.bench.cases import BenchCase
+from attngen.tools.bench.grid import measure
 from attngen.tools.bench.kernels import Team
-from attngen.tools.bench.race import Track
+from attngen.tools.bench.runner import Bench
 from attngen.tools.build.pipeline import Prepared
 
 #: How many of the candidates are measured on every case, beside the plan's own choice.
 FINALISTS = 4
 
-#: By how much a candidate has to be faster than the plan's own choice: races of one kernel with itself differ as much.
+#: The speed that a candidate needs over the plan's own choice: times of one kernel differ as much.
 MARGIN = 1.01
 
-#: How often the search goes on from the best that it found; a schedule may vary one of its launches at a time.
+#: How often the search goes on from the best candidate so far; a schedule may vary one of its launches at a time.
 _PASSES = 3
 
 #: Compiles kernels just as they are planned; those that the compiler refuses are missing.
@@ -33,7 +34,7 @@ Compiler = Callable[[Sequence[Prepared]], Mapping[str, Kernel]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found of one kernel. ``choice`` has the fields of a spec, and is empty where the plan's own is best.
+    """The result of one kernel. ``choice`` has the fields of a spec, and is empty where the plan's own is best.
 
     ``speedup`` is over the plan's own choice, the geometric mean over the cases. ``milliseconds`` are those of the
     finalists by case.
@@ -49,7 +50,7 @@ class Outcome:
     problem: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as a row of the journal."""
+        """The row of the journal."""
         return {
             "of": identity(self.kernel),
             "kernel": label_of(self.plan),
@@ -64,7 +65,7 @@ class Outcome:
 
 
 def label_of(plan: Plan) -> str:
-    """Say which kernel a choice is for."""
+    """The kernel of a choice, in words."""
     dims = (plan.head_dim_qk, plan.head_dim_v)
     head_dim = dims[0] if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
     packed = ", packed heads" if plan.pack_gqa else ""
@@ -75,25 +76,25 @@ def label_of(plan: Plan) -> str:
 
 
 def search(
-    kernel: KernelSpec, cases: Sequence[BenchCase], forwards: Sequence[Prepared], track: Track, compiled: Compiler,
-    rounds: int,
+    kernel: KernelSpec, cases: Sequence[BenchCase], forward_kernels: Sequence[Prepared], bench: Bench,
+    compiled: Compiler,
 ) -> Outcome:  # fmt: skip
-    """Return the fastest choice for a kernel. ``forwards`` run before a backward; ``cases`` are not empty."""
-    found = list(candidates(kernel))
-    own = found[0][1]
-    arena = _Arena(own, forwards, track, compiled, dict(compiled(forwards)))
+    """The fastest choice for a kernel. A backward kernel follows ``forward_kernels``; ``cases`` are not empty."""
+    choices = list(candidates(kernel))
+    own = choices[0][1]
+    measured = _Measured(own, forward_kernels, bench, compiled, dict(compiled(forward_kernels)))
     best, speedup = own.name, 1.0
     finals: dict[str, dict[str, float]] = {}
     for _ in range(_PASSES):
-        new = [(spec, plan) for spec, plan in found if plan.name not in arena.known]
+        new = [(spec, plan) for spec, plan in choices if plan.name not in measured.known]
         if not new:
             break
-        sifted = arena.enter(new, cases[-1])
-        if own.name not in arena.kernels:
-            return arena.outcome(kernel, problem="its own choice does not compile, or does not run")
-        order = sorted(sifted, key=sifted.__getitem__)
+        first = measured.enter(new, cases[-1])
+        if own.name not in measured.kernels:
+            return measured.outcome(kernel, problem="its own choice does not compile, or does not run")
+        order = sorted(first, key=first.__getitem__)
         kept = list(dict.fromkeys([own.name, best, *order[:FINALISTS]]))
-        by_case = {case.name: arena.times(kept, case, rounds=rounds, check=False) for case in cases}
+        by_case = {case.name: measured.times(kept, case, rounds=bench.rounds, check=False) for case in cases}
         for name in kept:
             finals[name] = {case: times[name] for case, times in by_case.items() if name in times}
         gains = {name: _gain(by_case, name, own.name) for name in kept}
@@ -101,18 +102,18 @@ def search(
         if winner == best or gains[winner] < MARGIN * gains[best]:
             break
         best, speedup = winner, gains[winner]
-        found = list(candidates(arena.known[best].spec))
-    choice = {} if best == own.name else fields_of(arena.known[best].spec)
-    return arena.outcome(kernel, choice=choice, speedup=speedup, milliseconds=finals)
+        choices = list(candidates(measured.known[best].spec))
+    choice = {} if best == own.name else fields_of(measured.known[best].spec)
+    return measured.outcome(kernel, choice=choice, speedup=speedup, milliseconds=finals)
 
 
 @dataclass
-class _Arena:
+class _Measured:
     """The candidates of one kernel by name: all that are ``known``, and the ``kernels`` of those that ran right."""
 
     own: Plan
-    forwards: Sequence[Prepared]
-    track: Track
+    forward_kernels: Sequence[Prepared]
+    bench: Bench
     compiled: Compiler
     kernels: dict[str, Kernel]
     known: dict[str, Prepared] = field(default_factory=dict)
@@ -132,19 +133,22 @@ class _Arena:
         return right
 
     def times(self, names: Iterable[str], case: BenchCase, *, rounds: int, check: bool) -> dict[str, float]:
-        """Return the milliseconds of candidates in a case, of those that run."""
+        """Milliseconds of candidates in a case, of those that run."""
         members = {name: self.known[name] for name in names if name in self.kernels}
         own = self.own
-        team = Team(own.variant, own.dtype_name, own.head_dim_qk, own.head_dim_v, members, own.direction, self.forwards)
-        row = replace(self.track, rounds=rounds, check=check).measure(team, self.kernels, {}, case)
-        return {result.contestant: result.timing.milliseconds for result in row.results if result.timing is not None}
+        team = Team(
+            own.variant, own.dtype_name, own.head_dim_qk, own.head_dim_v, members, own.direction, self.forward_kernels
+        )
+        bench = replace(self.bench, rounds=rounds, check=check)
+        row = measure(bench, team, case, self.kernels, {}, counts_memory=False)
+        return {result.contender: result.milliseconds for result in row.results if result.milliseconds is not None}
 
     def outcome(self, kernel: KernelSpec, **fields: Any) -> Outcome:
-        """Return what was found."""
+        """The result so far."""
         return Outcome(kernel, self.own, candidates=len(self.known), refused=self.refused, **fields)
 
 
 def _gain(by_case: Mapping[str, Mapping[str, float]], name: str, own: str) -> float:
-    """Return the speed of a candidate over the plan's own, geometric mean over the cases; 0 if it failed in one."""
+    """Speed of a candidate over the plan's own, geometric mean over the cases; 0 if it failed in one."""
     ratios = [times[own] / times[name] for times in by_case.values() if name in times and own in times]
     return statistics.geometric_mean(ratios) if len(ratios) == len(by_case) and ratios else float(name == own)

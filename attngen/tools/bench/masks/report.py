@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from attngen.tools.bench.cases import DIRECTIONS
-from attngen.tools.bench.machine import Ceilings, Reading
 from attngen.tools.bench.masks.cases.forms import MaskCase
+from attngen.tools.bench.report import Report, Result, Row
 from attngen.tools.bench.timing import Timing
 
-#: The contestants. ``CONSTANTS`` has the sizes of a mask in its kernel, ``SCALARS`` takes them at the call;
+#: The contenders. ``CONSTANTS`` has the sizes of a mask in its kernel, ``SCALARS`` takes them at the call;
 #: ``UNLEARNED`` computes no gradient of the score's own tensors.
 CONSTANTS, SCALARS, FRONT_END, UNLEARNED = "attngen", "attngen, scalars", "attngen, front end", "attngen, not learned"
 FLEX, CAUSAL = "FlexAttention", "causal"
@@ -24,7 +23,7 @@ CLOSED, MAPPED, PAIRS = 1.25, 1.4, 1.6
 #: The same for a score, at head dim 128 or more and below.
 SCORED = (1.35, 1.5)
 
-#: Share of the copy bandwidth at which tensors over pairs are fast enough, however cheap causal is.
+#: Fraction of the copy bandwidth at which tensors over pairs are fast enough, however cheap causal is.
 BANDWIDTH = 0.8
 
 #: Most time of a backward over the same without gradients of the mask's or score's own tensors.
@@ -32,6 +31,9 @@ LEARNED = 1.3
 
 #: Rows and columns of a tile.
 TILE = 128
+
+#: Query heads of a call, and KV heads unless a case shares them.
+HEADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Cell:
     case: MaskCase
     seqlen: int
     head_dim: int
-    heads: int
+    heads: int = HEADS
 
     @property
     def kv_heads(self) -> int:
@@ -55,45 +57,38 @@ class Cell:
         return f"{self.case.name} d{self.head_dim} {length}"
 
 
-@dataclass(frozen=True, slots=True)
-class MaskResult:
-    """Outcome for one contestant in one cell.
+@dataclass(frozen=True, kw_only=True)
+class MaskResult(Result):
+    """Outcome for one contender in one cell.
 
-    ``status`` is measured, compared (no times were taken), planned, unsupported or failed. ``first`` are the seconds of
-    a process's first call with its gradients, compiling included, beside other compiles; ``second`` the milliseconds of
-    the second forward. ``error`` is the largest difference from FlexAttention, relative by norm, of the output and the
-    gradients. ``mapped`` says whether the kernels of (forward, backward) read a tile map.
+    ``status`` may also be compared: no times were taken. ``first`` are the seconds of a process's first call with its
+    gradients, compiling included, beside other compiles; ``second`` the milliseconds of the second forward pass.
+    ``error`` is the largest difference from FlexAttention, relative by norm, of the output and the gradients.
+    ``mapped`` holds the directions whose kernels read a tile map.
     """
 
-    contestant: str
-    status: str = "planned"
-    reason: str | None = None
     timings: Mapping[str, Timing] = field(default_factory=dict)
     first: float | None = None
     second: float | None = None
-    error: float | None = None
     kernels: Mapping[str, str] = field(default_factory=dict)
     mapped: frozenset[str] = frozenset()
 
-    @property
-    def ours(self) -> bool:
-        """Whether attngen computed it."""
-        return self.contestant != FLEX
+    @classmethod
+    def of(cls, contender: str, **fields: Any) -> MaskResult:
+        """A result of a contender; FlexAttention is the peer."""
+        return cls(contender, peer=contender == FLEX, **fields)
 
-    def milliseconds(self, direction: str) -> float | None:
-        """Median time of a call."""
+    def time(self, direction: str) -> float | None:
+        """Median milliseconds of a call in one direction."""
         timing = self.timings.get(direction)
         return None if timing is None else timing.milliseconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as the report holds it."""
+        """See ``Result``."""
         return {
-            "contestant": self.contestant,
-            "status": self.status,
-            "reason": self.reason,
+            **super().to_dict(),
             "first_seconds": self.first,
             "second_milliseconds": self.second,
-            "relative_error": self.error if self.error is not None and math.isfinite(self.error) else None,
             **{
                 direction: {
                     "milliseconds": timing.milliseconds,
@@ -107,51 +102,50 @@ class MaskResult:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class MaskRow:
+@dataclass(frozen=True, kw_only=True)
+class MaskRow(Row[MaskResult]):
     """One cell. ``tiles`` counts its non-empty tiles over all heads, ``pair_bytes`` the bytes of tensors over pairs in
     these. ``scored`` says whether the logits are changed, ``learns`` whether tensors take gradients."""
 
     cell: Cell
-    results: tuple[MaskResult, ...]
     tiles: int = 0
     pair_bytes: int = 0
     scored: bool = False
     learns: bool = False
-    reading: Reading | None = None
 
-    def _result(self, contestant: str) -> MaskResult | None:
-        return next((one for one in self.results if one.contestant == contestant), None)
-
-    def _milliseconds(self, contestant: str, direction: str) -> float | None:
-        result = self._result(contestant)
-        return None if result is None else result.milliseconds(direction)
+    def _time(self, contender: str, direction: str) -> float | None:
+        return next((one.time(direction) for one in self.results if one.contender == contender), None)
 
     @property
     def measured(self) -> tuple[MaskResult, ...]:
         """Results of attngen that have times, causal's left out."""
-        return tuple(one for one in self.results if one.ours and one.contestant != CAUSAL and one.timings)
+        return tuple(one for one in self.results if not one.peer and one.contender != CAUSAL and one.timings)
+
+    @property
+    def name(self) -> str:
+        """See ``Row``."""
+        return self.cell.name
 
     @property
     def line(self) -> str:
-        """Milliseconds of all contestants, forward and backward."""
+        """See ``Row``; milliseconds, forward and backward."""
         figures = [
-            f"{one.contestant} " + " / ".join(f"{one.milliseconds(each):.3f}" for each in DIRECTIONS)
+            f"{one.contender} " + " / ".join(f"{one.time(each):.3f}" for each in DIRECTIONS)
             for one in self.results
             if one.timings
         ]
-        return f"{self.cell.name}: {', '.join(figures) or 'nothing was measured'} ms"
+        return f"{self.name}: {', '.join(figures) or 'nothing was measured'} ms"
 
     def speed(self, result: MaskResult, direction: str) -> float | None:
         """Speed over FlexAttention's; None where either has no time, or computes no gradient of learned tensors."""
-        flex, own = self._milliseconds(FLEX, direction), result.milliseconds(direction)
-        if not flex or not own or (result.contestant == UNLEARNED and direction == "backward"):
+        flex, own = self._time(FLEX, direction), result.time(direction)
+        if not flex or not own or (result.contender == UNLEARNED and direction == "backward"):
             return None
         return flex / own
 
     def to_causal(self, result: MaskResult, direction: str) -> float | None:
         """Time of a non-empty tile over that of causal attention at the same sizes."""
-        causal, own = self._milliseconds(CAUSAL, direction), result.milliseconds(direction)
+        causal, own = self._time(CAUSAL, direction), result.time(direction)
         return own / self.tiles / (causal / self.causal_tiles) if causal and own and self.tiles else None
 
     @property
@@ -162,8 +156,8 @@ class MaskRow:
 
     def to_unlearned(self, result: MaskResult, direction: str) -> float | None:
         """Time of a backward over the same without gradients of learned tensors."""
-        without, own = self._milliseconds(UNLEARNED, direction), result.milliseconds(direction)
-        if not self.learns or direction != "backward" or result.contestant == UNLEARNED or not without or not own:
+        without, own = self._time(UNLEARNED, direction), result.time(direction)
+        if not self.learns or direction != "backward" or result.contender == UNLEARNED or not without or not own:
             return None
         return own / without
 
@@ -174,18 +168,18 @@ class MaskRow:
             limit = max(limit, SCORED[self.cell.head_dim < 128])
         if self.pair_bytes:
             limit = max(limit, PAIRS)
-            causal = self._milliseconds(CAUSAL, direction)
+            causal = self._time(CAUSAL, direction)
             if causal and copy_gbps and self.tiles:
                 shortest = self.pair_bytes / (BANDWIDTH * copy_gbps * 1e6)
                 limit = max(limit, shortest / self.tiles / (causal / self.causal_tiles))
         return limit
 
     def beyond(self, copy_gbps: float | None) -> list[str]:
-        """Say which times exceed their limits."""
+        """Times that exceed their limits, a line each."""
         lines = []
         for one in self.measured:
             for direction in DIRECTIONS:
-                where = f"{self.cell.name}: {one.contestant}, {direction}"
+                where = f"{self.cell.name}: {one.contender}, {direction}"
                 learned = self.to_unlearned(one, direction)
                 if learned is not None:
                     most = max(LEARNED, PAIRS if self.pair_bytes else 0)
@@ -198,22 +192,21 @@ class MaskRow:
         return lines
 
     def slower(self) -> list[str]:
-        """Say which calls take longer than FlexAttention's."""
+        """Calls that take longer than FlexAttention's, a line each."""
         speeds = [(one, direction, self.speed(one, direction)) for one in self.measured for direction in DIRECTIONS]
         return [
-            f"{self.cell.name}: {one.contestant}, {direction}: {speed:.2f} x"
+            f"{self.cell.name}: {one.contender}, {direction}: {speed:.2f} x"
             for one, direction, speed in speeds
             if speed is not None and speed < 1
         ]
 
-    def to_dict(self, copy_gbps: float | None) -> dict[str, Any]:
-        """Return it as the report holds it."""
+    def figures(self, copy_gbps: float | None) -> dict[str, Any]:
+        """The ratios and limits of the row in the document."""
 
         def of_each(figure: Callable[[MaskResult, str], float | None]) -> dict[str, dict[str, float | None]]:
-            return {one.contestant: {each: figure(one, each) for each in DIRECTIONS} for one in self.measured}
+            return {one.contender: {each: figure(one, each) for each in DIRECTIONS} for one in self.measured}
 
         return {
-            "name": self.cell.name,
             "case": self.cell.case.name,
             "seqlen": self.cell.seqlen,
             "head_dim": self.cell.head_dim,
@@ -222,32 +215,30 @@ class MaskRow:
             "tiles": self.tiles,
             "causal_tiles": self.causal_tiles,
             "pair_bytes": self.pair_bytes,
-            "gpu": None if self.reading is None else {"sm_mhz": self.reading.sm_mhz, "watts": self.reading.watts},
             "speed": of_each(self.speed),
             "to_causal": of_each(self.to_causal),
             "to_causal_limit": of_each(lambda one, direction: self.limit(one, direction, copy_gbps)),
             "to_unlearned": of_each(self.to_unlearned),
-            "results": [one.to_dict() for one in self.results],
         }
 
+    def result_to_dict(self, result: MaskResult) -> dict[str, Any]:
+        """See ``Row``."""
+        return result.to_dict()
 
-@dataclass(frozen=True)
-class MaskReport:
-    """A run so far. ``not_run`` names the cells for which there was no time, ``stopped`` says why it ended early."""
 
-    rows: tuple[MaskRow, ...] = ()
-    gpu: Mapping[str, Any] | None = None
-    versions: Mapping[str, str | None] = field(default_factory=dict)
-    ceilings: Ceilings | None = None
-    rounds: int = 0
-    seed: int = 0
+@dataclass(frozen=True, kw_only=True)
+class MaskReport(Report[MaskRow]):
+    """A run of the masks suite so far.
+
+    ``seconds`` are those of the run, and of its part before the first measurement; ``not_run`` names the cells for
+    which there was no time.
+    """
+
     seconds: Mapping[str, float] = field(default_factory=dict)
     not_run: tuple[str, ...] = ()
-    stopped: str | None = None
 
     @property
-    def results(self) -> Iterable[tuple[MaskRow, MaskResult]]:
-        """All results with their rows."""
+    def _pairs(self) -> Iterable[tuple[MaskRow, MaskResult]]:
         return ((row, one) for row in self.rows for one in row.results)
 
     @property
@@ -255,12 +246,12 @@ class MaskReport:
         """Bandwidth of a copy, GB/s."""
         return None if self.ceilings is None else self.ceilings.copy_gbps
 
-    def mean(self, contestant: str, direction: str) -> tuple[float, float, int] | None:
-        """Geometric mean, least, and number of the speeds over FlexAttention of one contestant."""
+    def mean(self, contender: str, direction: str) -> tuple[float, float, int] | None:
+        """Geometric mean, least, and number of the speeds over FlexAttention of one contender."""
         speeds = [
             speed
-            for row, one in self.results
-            if one.contestant == contestant and (speed := row.speed(one, direction)) is not None
+            for row, one in self._pairs
+            if one.contender == contender and (speed := row.speed(one, direction)) is not None
         ]
         return (statistics.geometric_mean(speeds), min(speeds), len(speeds)) if speeds else None
 
@@ -275,44 +266,38 @@ class MaskReport:
         return [line for row in self.rows for line in row.beyond(self.copy_gbps)]
 
     @property
-    def failures(self) -> list[str]:
-        """Contestants that failed, with reasons."""
-        return [
-            f"{row.cell.name}: {one.contestant}: {one.reason}" for row, one in self.results if one.status == "failed"
-        ]
+    def failed(self) -> list[str]:
+        """Contenders that failed, with reasons."""
+        return [f"{row.name}: {one.contender}: {one.reason}" for row, one in self._pairs if one.status == "failed"]
 
     @property
     def ok(self) -> bool:
-        """Whether something was measured, and no kernel of attngen failed."""
-        ours = [one for _, one in self.results if one.ours]
-        failed = any(one.status == "failed" for one in ours)
-        return self.stopped is None and not failed and any(one.status in ("measured", "compared") for one in ours)
+        """See ``Report``; a cell that was compared counts without times."""
+        statuses = {one.status for _, one in self._pairs if not one.peer}
+        return self.stopped is None and "failed" not in statuses and bool(statuses & {"measured", "compared"})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document of ``--json``."""
+        """The JSON document."""
+        document = super().to_dict()
         means = {
-            contestant: {
+            contender: {
                 direction: dict(zip(("mean", "least", "cells"), figures, strict=True))
                 for direction in DIRECTIONS
-                if (figures := self.mean(contestant, direction)) is not None
+                if (figures := self.mean(contender, direction)) is not None
             }
-            for contestant in (CONSTANTS, SCALARS, FRONT_END)
+            for contender in (CONSTANTS, SCALARS, FRONT_END)
         }
         return {
+            **document,
             "suite": "masks",
-            "gpu": self.gpu,
-            "versions": dict(self.versions),
-            "ceilings": self.ceilings and {
-                "matrix_tflops": self.ceilings.matrix_tflops, "copy_gbps": self.ceilings.copy_gbps
-            },
-            "rounds": self.rounds,
-            "seed": self.seed,
             "seconds": dict(self.seconds),
             "means": means,
             "slower": self.slower,
             "beyond": self.beyond,
-            "failures": self.failures,
+            "failures": self.failed,
             "not_run": list(self.not_run),
-            "stopped": self.stopped,
-            "rows": [row.to_dict(self.copy_gbps) for row in self.rows],
-        }  # fmt: skip
+            "rows": [
+                {**as_dict, **row.figures(self.copy_gbps)}
+                for as_dict, row in zip(document["rows"], self.rows, strict=True)
+            ],
+        }

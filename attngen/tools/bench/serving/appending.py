@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
@@ -15,9 +14,7 @@ from attngen.runtime.helpers import append_torch
 from attngen.runtime.helpers.append_arguments import Append, check
 from attngen.runtime.registry.lookup import registry
 from attngen.tools.bench.serving.cells import DTYPE, HEAD_DIM, Form, Problem
-from attngen.tools.bench.timing import Contestant
-
-_MAX_SETS = 64
+from attngen.tools.bench.timing import Contender, input_sets
 
 
 class Appending:
@@ -27,7 +24,7 @@ class Appending:
         self, problem: Problem, form: Form, device: torch.device, l2_bytes: int, generator: torch.Generator
     ) -> None:
         room, new, batch = max(problem.lengths), problem.seqlen_q, problem.batch
-        self.sets = min(math.ceil(2 * l2_bytes / problem.cache_bytes), _MAX_SETS, room // new)
+        self.sets = min(input_sets(problem.cache_bytes, l2_bytes), room // new)
         dtype = getattr(torch, dtype_row(DTYPE).torch)
 
         def tokens(heads: int) -> list[Tensor]:
@@ -52,26 +49,25 @@ class Appending:
             )
         ]  # fmt: skip
 
-    def contestant(self, name: str) -> Contestant:
-        """Return the calls, whose result is the rotated queries."""
-        return Contestant(
+    def contender(self, name: str) -> Contender:
+        """The calls, whose result is the rotated queries."""
+        return Contender(
             name,
             [partial(append_kv, **call._asdict()) for call in self.calls],
         )
 
     def error(self, out: Tensor) -> float:
-        """Return how many of the numbers that the last set writes differ from those of plain torch."""
+        """Count the numbers written by the last set that differ from those of plain torch."""
         call = self.calls[-1]
         caches = call.k_cache, call.v_cache
-        theirs = call._replace(k_cache=caches[0].clone(), v_cache=caches[1].clone(), q_out=torch.empty_like(out))
-        append_torch.append(theirs, check(theirs))
-        found = (out, *caches)
-        wanted = (theirs.q_out, theirs.k_cache, theirs.v_cache)
-        return float(sum(int((a != b).sum()) for a, b in zip(found, wanted, strict=True)))
+        plain = call._replace(k_cache=caches[0].clone(), v_cache=caches[1].clone(), q_out=torch.empty_like(out))
+        append_torch.append(plain, check(plain))
+        pairs = zip((out, *caches), (plain.q_out, plain.k_cache, plain.v_cache), strict=True)
+        return float(sum(int((actual != expected).sum()) for actual, expected in pairs))
 
 
 def kernel_of(package: str) -> str | None:
-    """Return the kernel of a package that appends; None if it has none."""
+    """The kernel of a package that appends; None if it has none."""
     for _, known in registry.packages():
         if known.name == package:
             return next((kernel.full_name for kernel in known.kernels(APPEND_VARIANT)), None)

@@ -52,7 +52,7 @@ class Problem:
         return self.heads * sum(sum(self._shown(length)) for length in self.lengths)
 
     def _shown(self, length: int) -> Iterable[int]:
-        """Return how many keys each query of a sequence sees."""
+        """Keys that each query of a sequence sees."""
         if self.variant == "tree":
             return (length - self.seqlen_q + sum(row) for row in ancestors(self.seqlen_q))
         most = WINDOW if self.variant == "sliding_window" else length
@@ -60,7 +60,7 @@ class Problem:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of K and V that some query sees; where tokens are written, those that are read and written."""
+        """Bytes of K and V that some query sees; where tokens are written, bytes that are read and written."""
         if self.variant == APPEND_VARIANT:
             rows = self.batch * self.seqlen_q * (2 * self.kv_heads + self.heads)
             return 2 * rows * HEAD_DIM * dtype_row(self.dtype).bytes
@@ -75,12 +75,12 @@ class Problem:
         return 4 * HEAD_DIM * self.pairs
 
     def of(self, variant: str) -> Problem:
-        """Return the problem with another variant."""
+        """The problem with another variant."""
         return replace(self, variant=variant)
 
 
 def ancestors(tokens: int) -> list[list[bool]]:
-    """Return which draft tokens each of them sees: itself and those above it in a binary tree, token 0 at the root."""
+    """The draft tokens that each of them sees: itself and those above it in a binary tree, token 0 at the root."""
     rows: list[list[bool]] = []
     for token in range(tokens):
         row = [False] * tokens if token == 0 else list(rows[(token - 1) // 2])
@@ -107,7 +107,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What our kernels run in a cell. ``beside`` names the lane by whose time its own is divided."""
+    """One call of attngen in a cell. ``beside`` names the lane by whose time its own is divided."""
 
     name: str
     problem: Problem
@@ -117,21 +117,21 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Lanes that are raced together. Means are over the cells of a group."""
+    """Lanes that are measured together. Means are over the cells of a group."""
 
     group: str
     name: str
     lanes: tuple[Lane, ...]
 
     @property
-    def raced(self) -> tuple[Problem, ...]:
-        """The problems that libraries are raced on; none where ours are only compared with one another."""
+    def problems_of_peers(self) -> tuple[Problem, ...]:
+        """The problems that other libraries solve; none where attngen is only compared with itself."""
         alone = self.group in ("variants", "append_kv", "e4m3")
         return () if alone else tuple(dict.fromkeys(lane.problem for lane in self.lanes))
 
 
 def cells() -> tuple[Cell, ...]:
-    """Return all cells, in the order in which they are run."""
+    """All cells, in the order in which they are run."""
     return (*_decode(), *_append(), *_prefill(), *_eight_bits(), *_variants(), *_writes())
 
 
@@ -162,7 +162,7 @@ def _prefill() -> Iterable[Cell]:
 
 
 def _eight_bits() -> Iterable[Cell]:
-    """Caches in 8 bits beside ones in 16: decoding, appending and a piece of a prompt, queries in 16 bits and in 8."""
+    """Caches in 8 bits beside ones in 16: decoding, appending and part of a prompt, queries in 16 bits and in 8."""
     for name, problem in (
         ("decode b8 32/8 4k", Problem(32, 8, (4096,) * 8)),
         ("decode b32 32/8 4k", Problem(32, 8, (4096,) * 32)),
@@ -184,7 +184,7 @@ def _eight_bits() -> Iterable[Cell]:
 
 
 def _variants() -> Iterable[Cell]:
-    """What a mask or a score costs next to causal attention of its sizes, a window next to as many keys as it shows."""
+    """The cost of a mask or a score next to causal attention of its sizes, of a window next to the keys it shows."""
     for form in (Form(), Form(64)):
         shown, whole = (Problem(32, 8, (length,) * 4) for length in (WINDOW, 131072))
         yield Cell(
@@ -205,7 +205,7 @@ def _variants() -> Iterable[Cell]:
 
 
 def _writes() -> Iterable[Cell]:
-    """Writing new tokens into caches, with queries and keys rotated: a step of decoding, and pieces of prompts."""
+    """Writing new tokens into caches, with queries and keys rotated: a step of decoding, and parts of prompts."""
     for batch, tokens in ((1, 1), (128, 1), (8, 2048)):
         problem = Problem(32, 8, (max(1024, tokens),) * batch, tokens, APPEND_VARIANT)
         yield _over_pages("append_kv", f"append_kv {tokens} to b{batch} 32/8", problem, (16, 64))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +10,14 @@ from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.runtime.calls.entry import attention
+from attngen.tools.bench.check import relative_error
 from attngen.tools.bench.serving.cells import EIGHT_BITS, HEAD_DIM, SOFTCAP, WINDOW, Form, Problem, ancestors
-
-#: Most sets of inputs; calls so small that this many fit the cache are bound by their launch.
-_MAX_SETS = 64
+from attngen.tools.bench.timing import input_sets
 
 #: Room for a sequence is a multiple of this, and so of all page sizes.
 _ROOM = 256
 
-#: What a number of 8 bits is multiplied by.
+#: The scale of numbers in 8 bits.
 _SCALE = 0.75
 
 
@@ -39,13 +37,13 @@ class Pages:
 class Contents:
     """Random queries, keys and values of a problem, in as many sets as exceed twice the L2 cache.
 
-    The same bytes are read in every form: what differs is which of them are the keys of a sequence.
+    All forms read the same bytes; they differ in the bytes that are the keys of a sequence.
     """
 
     def __init__(self, problem: Problem, device: torch.device, l2_bytes: int, generator: torch.Generator) -> None:
         self.problem, self.device = problem, device
         self.room = -(-max(problem.lengths) // _ROOM) * _ROOM
-        sets = min(max(math.ceil(2 * l2_bytes / problem.cache_bytes), 1), _MAX_SETS)
+        sets = input_sets(problem.cache_bytes, l2_bytes)
 
         def new(dtype: str, *shape: int) -> list[Tensor]:
             drawn = torch.bfloat16 if dtype == EIGHT_BITS else getattr(torch, dtype_row(dtype).torch)
@@ -56,7 +54,7 @@ class Contents:
         self._keys, self._values = (
             new(problem.kv_dtype, problem.batch * self.room, problem.kv_heads, HEAD_DIM) for _ in "kv"
         )
-        #: The scales of what is in 8 bits, one for each sequence and KV head.
+        #: The scales of tensors in 8 bits, one for each sequence and KV head.
         self.scales = {
             f"{name}_descale": torch.full((problem.batch, problem.kv_heads), _SCALE, device=device)
             for name, dtype in (("q", problem.dtype), ("k", problem.kv_dtype), ("v", problem.kv_dtype))
@@ -67,7 +65,7 @@ class Contents:
 
     @property
     def sets(self) -> int:
-        """How many sets of inputs are used in turn."""
+        """Sets of inputs that are used in turn."""
         return len(self.queries)
 
     @property
@@ -76,13 +74,13 @@ class Contents:
         return min(self.problem.lengths) == self.room
 
     def cache(self, number: int, form: Form) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a set in a form of cache."""
+        """Keys and values of a set in a form of cache."""
         rows, heads = form.page_size or self.room, self.problem.kv_heads
         shape = (-1, heads, rows, HEAD_DIM) if form.heads_first else (-1, rows, heads, HEAD_DIM)
         return self._keys[number].view(shape), self._values[number].view(shape)
 
     def pages(self, page_size: int) -> Pages:
-        """Return where the pages of each sequence are, in no order."""
+        """The pages of each sequence, in random order."""
         if page_size not in self._pages:
             counts = [-(-length // page_size) for length in self.problem.lengths]
             order = torch.randperm(self.problem.batch * self.room // page_size, dtype=torch.int32)[: sum(counts)]
@@ -95,20 +93,20 @@ class Contents:
         return self._pages[page_size]
 
     def of_sequence(self, number: int, form: Form, b: int, hk: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a sequence and KV head of a set, (length, head_dim) each."""
-        length, found = self.problem.lengths[b], []
+        """Keys and values of a sequence and KV head of a set, (length, head_dim) each."""
+        length, rows = self.problem.lengths[b], []
         for tensor in self.cache(number, form):
             heads = tensor[:, hk] if form.heads_first else tensor[:, :, hk]  # (pages or batch, rows, head_dim)
             if form.page_size is None:
-                found.append(heads[b, :length])
+                rows.append(heads[b, :length])
             else:
                 own = self.pages(form.page_size).table[b, : -(-length // form.page_size)].long()
                 bits = heads.view(torch.uint8) if heads.element_size() == 1 else heads  # 8-bit floats are not picked
-                found.append(bits[own].flatten(0, 1)[:length].view(heads.dtype))
-        return found[0], found[1]
+                rows.append(bits[own].flatten(0, 1)[:length].view(heads.dtype))
+        return rows[0], rows[1]
 
     def own(self, variant: str) -> dict[str, Any]:
-        """Return the variant's own arguments."""
+        """The variant's own arguments."""
         problem = self.problem
         if variant == "tree":
             tree = torch.tensor(ancestors(problem.seqlen_q), device=self.device)
@@ -126,7 +124,7 @@ class Oracle:
         """``problem`` may differ from that of the contents in its variant."""
         group, number = problem.heads // problem.kv_heads, contents.sets - 1
         self._picked: list[tuple[int, slice]] = []
-        wanted = []
+        expected = []
         for b, hk in sorted({(0, 0), (problem.batch - 1, problem.kv_heads - 1)}):
             heads = slice(hk * group, (hk + 1) * group)
             k, v = (
@@ -142,12 +140,10 @@ class Oracle:
             q *= _SCALE if "q_descale" in contents.scales else 1.0
             out = attention(q, k, v, variant=problem.variant, package=package, backend="reference", **own)
             assert isinstance(out, Tensor)
-            wanted.append(out)
+            expected.append(out)
             self._picked.append((b, heads))
-        self._wanted = torch.cat(wanted)
+        self._expected = torch.cat(expected)
 
     def error(self, out: Tensor) -> float:
-        """Return ‖out − reference‖ / ‖reference‖ of (batch, seqlen_q, heads, head_dim); infinity for a NaN."""
-        found = torch.cat([out[b : b + 1, :, heads] for b, heads in self._picked]).double()
-        error = float((found - self._wanted).norm() / self._wanted.norm())
-        return math.inf if math.isnan(error) else error
+        """Relative error of (batch, seqlen_q, heads, head_dim)."""
+        return relative_error(torch.cat([out[b : b + 1, :, heads] for b, heads in self._picked]), self._expected)

@@ -1,4 +1,4 @@
-"""Serving libraries, as far as they are installed: the forms of cache that each is raced in, and how it is called.
+"""Serving libraries, as far as they are installed: the forms of cache that each takes, and how it is called.
 
 All that a library lets a program plan before it decodes, such as schedules and splits, is planned outside of the timed
 region.
@@ -19,31 +19,31 @@ from torch import Tensor
 from attngen.tools.bench.peers import output_of
 from attngen.tools.bench.serving.cells import HEAD_DIM, Form, Problem
 from attngen.tools.bench.serving.contents import Contents
-from attngen.tools.bench.timing import Contestant
+from attngen.tools.bench.timing import Contender
 
 #: Bytes that FlashInfer's kernels get for partial results, and for semaphores, which start as zeros.
 _WORKSPACE, _SEMAPHORES = 512 * 2**20, 8 * 2**20
 
 
 class ServingPeer(Protocol):
-    """A library in the race, on causal problems only."""
+    """A library beside attngen, on causal problems only."""
 
     @property
     def name(self) -> str:
         """The name of its rows."""
 
     def missing(self) -> str | None:
-        """Say why it cannot be used here at all, or return None. Imports nothing."""
+        """Reason why it cannot be used here at all, or None. Imports nothing."""
 
     def forms(self, problem: Problem) -> Sequence[Form]:
-        """Return the forms of cache in which it is raced; none if it does not support a problem."""
+        """Forms of cache in which it is measured; none if it does not support a problem."""
 
-    def enter(self, contents: Contents, form: Form) -> Contestant:
-        """Return its calls; this and the first of them raise whatever the library raises for what it lacks."""
+    def enter(self, contents: Contents, form: Form) -> Contender:
+        """Its calls; this and the first of them raise whatever the library raises for what it lacks."""
 
 
 def serving_peers() -> tuple[ServingPeer, ...]:
-    """Return all libraries in the order of their rows."""
+    """All libraries in the order of their rows."""
     return (
         Sdpa("SDPA flash", "FLASH_ATTENTION"),
         Sdpa("SDPA cuDNN", "CUDNN_ATTENTION"),
@@ -79,7 +79,7 @@ class Sdpa:
         alike = problem.uniform and problem.seqlen_q in (1, problem.lengths[0])
         return (Form(heads_first=True),) if alike else ()
 
-    def enter(self, contents: Contents, form: Form) -> Contestant:
+    def enter(self, contents: Contents, form: Form) -> Contender:
         """See ``ServingPeer``."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -92,7 +92,7 @@ class Sdpa:
             cached = (each[:, :, : problem.lengths[0]] for each in contents.cache(number, form))
             calls.append(partial(attend, q.transpose(1, 2), *cached))
         session = partial(sdpa_kernel, getattr(SDPBackend, self.backend))
-        return Contestant(self.name, calls, session, lambda out: out.transpose(1, 2))
+        return Contender(self.name, calls, session, lambda out: out.transpose(1, 2))
 
 
 class FlashAttention3:
@@ -110,7 +110,7 @@ class FlashAttention3:
         sizes = (None, 16, 64, 256) if find_spec(self._WITH_PAGES) is not None else (None,)
         return tuple(Form(size) for size in sizes)
 
-    def enter(self, contents: Contents, form: Form) -> Contestant:
+    def enter(self, contents: Contents, form: Form) -> Contender:
         """See ``ServingPeer``."""
         library = import_module(self._WITH_PAGES if find_spec(self._WITH_PAGES) is not None else self._WHEEL)
         problem = contents.problem
@@ -128,11 +128,11 @@ class FlashAttention3:
             )  # fmt: skip
         attend = partial(library.flash_attn_with_kvcache, **given)
         calls = [partial(attend, q, *contents.cache(number, form)) for number, q in enumerate(contents.queries)]
-        return Contestant(self.name, calls, as_bshd=output_of)
+        return Contender(self.name, calls, as_bshd=output_of)
 
 
 class _FlashInfer:
-    """What calls of FlashInfer share."""
+    """Common base of the calls of FlashInfer."""
 
     def missing(self) -> str | None:
         """See ``ServingPeer``."""
@@ -151,7 +151,7 @@ class FlashInferDecode(_FlashInfer):
         """See ``ServingPeer``."""
         return tuple(Form(size) for size in self.sizes) if problem.seqlen_q == 1 else ()
 
-    def enter(self, contents: Contents, form: Form) -> Contestant:
+    def enter(self, contents: Contents, form: Form) -> Contender:
         """See ``ServingPeer``."""
         assert form.page_size is not None
         problem, pages = contents.problem, contents.pages(form.page_size)
@@ -176,7 +176,7 @@ class Xqa(_FlashInfer):
         """See ``ServingPeer``."""
         return (Form(64, heads_first=True),) if problem.seqlen_q == 1 else ()
 
-    def enter(self, contents: Contents, form: Form) -> Contestant:
+    def enter(self, contents: Contents, form: Form) -> Contender:
         """See ``ServingPeer``."""
         assert form.page_size is not None
         problem, table = contents.problem, contents.pages(form.page_size).table
@@ -193,7 +193,7 @@ class Xqa(_FlashInfer):
             return out
 
         calls = [partial(call, q, *contents.cache(number, form)) for number, q in enumerate(contents.queries)]
-        return Contestant(self.name, calls)
+        return Contender(self.name, calls)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class FlashInferPrefill(_FlashInfer):
         """See ``ServingPeer``."""
         return (Form(16), Form(64)) if problem.seqlen_q > 1 else ()
 
-    def enter(self, contents: Contents, form: Form) -> Contestant:
+    def enter(self, contents: Contents, form: Form) -> Contender:
         """See ``ServingPeer``."""
         return _planned(self.name, _prefill(contents, form, self.backend), contents, form)
 
@@ -221,7 +221,7 @@ class CudnnPrefill(_FlashInfer):
         """See ``ServingPeer``."""
         return (Form(64),) if problem.seqlen_q > 1 else ()
 
-    def enter(self, contents: Contents, form: Form) -> Contestant:
+    def enter(self, contents: Contents, form: Form) -> Contender:
         """See ``ServingPeer``."""
         assert form.page_size is not None
         problem = contents.problem
@@ -235,7 +235,7 @@ class CudnnPrefill(_FlashInfer):
 
 
 def _prefill(contents: Contents, form: Form, backend: str, **more: Any) -> Any:
-    """Return FlashInfer's object for causal attention of several queries over pages, planned."""
+    """FlashInfer's object for causal attention of several queries over pages, planned."""
     assert form.page_size is not None
     problem, pages = contents.problem, contents.pages(form.page_size)
     dtype = contents.queries[0].dtype
@@ -250,21 +250,21 @@ def _prefill(contents: Contents, form: Form, backend: str, **more: Any) -> Any:
     return wrapper
 
 
-def _planned(name: str, wrapper: Any, contents: Contents, form: Form) -> Contestant:
-    """Return the calls of one of FlashInfer's planned objects, which take queries one after the other."""
+def _planned(name: str, wrapper: Any, contents: Contents, form: Form) -> Contender:
+    """The calls of one of FlashInfer's planned objects, which take queries one after the other."""
     rows = [q.flatten(0, 1) for q in contents.queries]
     out = torch.empty_like(rows[0])
     calls = [partial(wrapper.run, q, contents.cache(number, form), out=out) for number, q in enumerate(rows)]
     problem = contents.problem
-    return Contestant(name, calls, as_bshd=lambda found: found.view(problem.batch, problem.seqlen_q, problem.heads, -1))
+    return Contender(name, calls, as_bshd=lambda out: out.view(problem.batch, problem.seqlen_q, problem.heads, -1))
 
 
 @cache
 def _scratch(device: torch.device, size: int, purpose: str = "") -> Tensor:
-    """Return memory that calls share, zeros at first: one piece for each purpose."""
+    """Memory that calls share, zeros at first: one tensor for each purpose."""
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 def missing(peers: Iterable[ServingPeer]) -> dict[str, str]:
-    """Return the libraries that cannot be used here at all, with the reasons."""
+    """The libraries that cannot be used here at all, with the reasons."""
     return {peer.name: reason for peer in peers if (reason := peer.missing()) is not None}

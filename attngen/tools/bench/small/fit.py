@@ -36,33 +36,33 @@ class Fit:
 
 
 def key_of(kernel: Kernel) -> tuple[int, int, int]:
-    """Return what a row of the table goes by: consumers, keys of a tile, columns."""
+    """Key of a row of the table: consumers, keys of a tile, columns."""
     manifest = kernel.manifest
     columns = max(row["width"] for name in ("columns_qk", "columns_v") for row in manifest[name])
     return manifest["structure"]["consumers"], kernel.tile_n, columns
 
 
 def fit(timed: Sequence[Timed], card: Card) -> Fit:
-    """Return the constants of all kernels that were timed, on a card.
+    """Fit the constants of all kernels that were timed, on a card.
 
-    The path of the block that is done last depends on the constants, and is followed again with each new set of them.
+    The path of the block that finishes last depends on the constants, and is followed again with each new set of them.
     """
     keys = sorted({key_of(one.kernel) for one in timed})
     place = {key: 1 + 2 * i for i, key in enumerate(keys)}
     constants = torch.zeros(1 + 2 * len(keys), dtype=torch.float64)
     constants[0] = LAUNCH
-    for one in timed:  # where to begin
+    for one in timed:  # initial values
         constants[place[key_of(one.kernel)]], constants[place[key_of(one.kernel)] + 1] = one.kernel.times[1:]
-    wanted = torch.ones(len(timed), dtype=torch.float64)
+    target = torch.ones(len(timed), dtype=torch.float64)
     for _ in range(_ROUNDS):
         rows = torch.zeros(len(timed), len(constants), dtype=torch.float64)
         for row, one in zip(rows, timed, strict=True):
             at = place[key_of(one.kernel)]
-            found = predict(one.kernel, one.call, card, (constants[0].item(), *constants[at : at + 2].tolist()))
-            assert found is not None
-            row[0], row[at], row[at + 1] = 1.0, *found.path
+            prediction = predict(one.kernel, one.call, card, (constants[0].item(), *constants[at : at + 2].tolist()))
+            assert prediction is not None
+            row[0], row[at], row[at + 1] = 1.0, *prediction.path
             row /= 1e3 * one.microseconds
-        constants = (constants + _solved(rows, wanted)) / 2  # halfway, since the paths change with it
+        constants = (constants + _solved(rows, target)) / 2  # halfway, since the paths change with it
     errors = rows @ constants - 1
     table = tuple(_row(key, *constants[place[key] : place[key] + 2].tolist()) for key in keys)
     return Fit(round(float(constants[0]), 1), table, float(errors.square().mean().sqrt()), float(errors.abs().max()))
@@ -72,12 +72,12 @@ def _row(key: tuple[int, int, int], tile: float, step: float) -> Measured:
     return Measured(*key, round(tile, 1), round(step, 1))
 
 
-def _solved(rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Return the least squares solution without negative numbers: what would be negative is 0."""
+def _solved(rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The least squares solution without negative numbers: those that would be negative are 0."""
     free = torch.ones(rows.shape[1], dtype=torch.bool)
     while True:
-        found = torch.zeros(rows.shape[1], dtype=rows.dtype)
-        found[free] = torch.linalg.lstsq(rows[:, free], wanted[:, None], driver="gelsd").solution[:, 0]
-        if bool((found >= 0).all()):
-            return found
-        free &= found > 0
+        solution = torch.zeros(rows.shape[1], dtype=rows.dtype)
+        solution[free] = torch.linalg.lstsq(rows[:, free], target[:, None], driver="gelsd").solution[:, 0]
+        if bool((solution >= 0).all()):
+            return solution
+        free &= solution > 0

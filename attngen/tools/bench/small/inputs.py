@@ -1,8 +1,7 @@
-"""The tensors of a call of little work, and what its output should be."""
+"""The tensors of a call of little work, and its expected output."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -16,10 +15,9 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.calls.entry import attention
 from attngen.schema import preset
+from attngen.tools.bench.check import relative_error
 from attngen.tools.bench.small.shapes import DTYPE, Shape
-
-#: Most sets of inputs; calls so small that this many fit the cache are bound by their launch.
-_MAX_SETS = 64
+from attngen.tools.bench.timing import input_sets
 
 
 class Inputs:
@@ -27,7 +25,6 @@ class Inputs:
 
     def __init__(self, shape: Shape, device: torch.device, l2_bytes: int, generator: torch.Generator) -> None:
         self.shape = shape
-        sets = min(max(math.ceil(2 * l2_bytes / shape.input_bytes), 1), _MAX_SETS)
         dtype = getattr(torch, dtype_row(DTYPE).torch)
 
         def new(length: int, heads: int) -> Tensor:
@@ -35,29 +32,27 @@ class Inputs:
             return torch.randn(sizes, generator=generator, device=device, dtype=dtype)
 
         rows = ((shape.seqlen_q, shape.heads), (shape.seqlen_k, shape.kv_heads), (shape.seqlen_k, shape.kv_heads))
-        self.sets = [tuple(new(*each) for each in rows) for _ in range(sets)]
+        self.sets = [tuple(new(*each) for each in rows) for _ in range(input_sets(shape.input_bytes, l2_bytes))]
 
     def calls(self, package: str) -> list[Callable[[], Any]]:
-        """Return a call of ours on each set, on the kernels of a package alone."""
-        given: dict[str, Any] = {"variant": self.shape.variant, "package": package, **self.shape.arguments}
-        return [partial(attention, *each, **given) for each in self.sets]
+        """A call of attngen on each set, on the kernels of a package alone."""
+        keywords: dict[str, Any] = {"variant": self.shape.variant, "package": package, **self.shape.arguments}
+        return [partial(attention, *each, **keywords) for each in self.sets]
 
     def error(self, out: Tensor) -> float:
-        """Return ‖out − reference‖ / ‖reference‖ of the last set over the first KV head of the first sequence and the
-        last one of the last; infinity for a NaN."""
+        """Relative error of the last set over the first KV head of the first sequence and the last one of the last."""
         group = self.shape.heads // self.shape.kv_heads
-        picked = [out[b : b + 1, :, hk * group : (hk + 1) * group].double() for b, hk in self._picked]
-        error = float((torch.cat(picked) - self._wanted).norm() / self._wanted.norm())
-        return math.inf if math.isnan(error) else error
+        picked = [out[b : b + 1, :, hk * group : (hk + 1) * group] for b, hk in self._picked]
+        return relative_error(torch.cat(picked), self._expected)
 
     @property
     def _picked(self) -> list[tuple[int, int]]:
         return sorted({(0, 0), (self.shape.batch - 1, self.shape.kv_heads - 1)})
 
     @cached_property
-    def _wanted(self) -> Tensor:
+    def _expected(self) -> Tensor:
         shape, (q, k, v) = self.shape, self.sets[-1]
-        group, found = shape.heads // shape.kv_heads, []
+        group, expected = shape.heads // shape.kv_heads, []
         for b, hk in self._picked:
             one = (
                 q[b : b + 1, :, hk * group : (hk + 1) * group],
@@ -67,12 +62,12 @@ class Inputs:
                 *(each.double() for each in one), variant=preset(shape.variant), backend="reference", **shape.arguments
             )
             assert isinstance(out, Tensor)
-            found.append(out)
-        return torch.cat(found)
+            expected.append(out)
+        return torch.cat(expected)
 
 
 def call_of(shape: Shape, variant: Variant) -> Call:
-    """Return the call as selection sees it; it has no memory."""
+    """The call as selection sees it; it has no memory."""
     dtype = getattr(torch, dtype_row(DTYPE).torch)
     q = torch.empty(shape.batch, shape.seqlen_q, shape.heads, shape.head_dim, dtype=dtype, device="meta")
     k = torch.empty(shape.batch, shape.seqlen_k, shape.kv_heads, shape.head_dim, dtype=dtype, device="meta")

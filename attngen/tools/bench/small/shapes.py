@@ -9,7 +9,7 @@ from typing import Any
 
 DTYPE, ELEMENT_BYTES = "bf16", 2
 
-#: What calls may ask for, and of these what keys they see follows from their shapes.
+#: Variants of the calls, and those of them whose visible keys follow from the shape.
 VARIANTS, FOLLOWED = ("full", "causal", "sliding_window"), ("full", "causal")
 
 #: Keys that a window shows.
@@ -62,11 +62,11 @@ class Shape:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the variant has of its own."""
+        """The variant's own arguments."""
         return {"window": WINDOW} if self.variant == "sliding_window" else {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as reports hold it."""
+        """The call in reports."""
         return {"name": self.name, **asdict(self), "visible_pairs": self.pairs, "flops": self.flops}
 
 
@@ -75,21 +75,21 @@ def _short(length: int) -> str:
 
 
 def small_shapes() -> tuple[Shape, ...]:
-    """Return the calls of the suite ``small``."""
-    found = []
+    """The calls of the suite ``small``."""
+    shapes = []
     for variant in ("full", "causal"):
         for head_dim in (64, 128):
-            found += [Shape(variant, head_dim, 1, 16, 16, n, n) for n in (256, 512, 1024, 2048)]
-            found += [
+            shapes += [Shape(variant, head_dim, 1, 16, 16, n, n) for n in (256, 512, 1024, 2048)]
+            shapes += [
                 Shape(variant, head_dim, 1, heads, kv_heads, n, n)
                 for heads, kv_heads, n in ((32, 8, 1024), (8, 1, 1024), (16, 16, 777))
             ]
-            found += [Shape(variant, head_dim, 1, 32, kv_heads, 128, 8192) for kv_heads in (8, 32)]
-    return tuple(found)
+            shapes += [Shape(variant, head_dim, 1, 32, kv_heads, 128, 8192) for kv_heads in (8, 32)]
+    return tuple(shapes)
 
 
 def oracle_shapes() -> tuple[Shape, ...]:
-    """Return the calls that the kernel taken is compared with the fastest one on: sixty, of one tile to many waves."""
+    """The calls on which the kernel taken is compared with the fastest one: sixty, of one tile to many waves."""
     return tuple(dict.fromkeys(_oracle_shapes()))
 
 

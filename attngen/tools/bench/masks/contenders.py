@@ -32,61 +32,65 @@ class Inputs:
     leaves: tuple[Tensor, Tensor, Tensor]
     dout: Tensor
 
-    def turned(self) -> Inputs:
-        """The same numbers with heads and sequence exchanged, contiguous."""
+    def heads_first(self) -> Inputs:
+        """The same numbers as (batch, heads, seqlen, head_dim), contiguous."""
         q, k, v = (one.detach().transpose(1, 2).contiguous().requires_grad_() for one in self.leaves)
         return Inputs((q, k, v), self.dout.transpose(1, 2).contiguous())
 
 
 @lru_cache(8)
 def inputs(shape: tuple[int, int, int, int], kv_heads: int, device: torch.device) -> tuple[Inputs, Inputs]:
-    """Return random inputs as (batch, seqlen, heads, head_dim), and the same with heads first."""
+    """Random inputs as (batch, seqlen, heads, head_dim), and the same with heads first."""
     generator = torch.Generator(device).manual_seed(1)
-    few = (*shape[:2], kv_heads, shape[3])
+    kv_shape = (*shape[:2], kv_heads, shape[3])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
-    q, k, v, dout = (torch.randn(s, device=device, dtype=dtype, generator=generator) for s in (shape, few, few, shape))
-    given = Inputs((q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout)
-    return given, given.turned()
+    shapes = (shape, kv_shape, kv_shape, shape)
+    q, k, v, dout = (torch.randn(each, device=device, dtype=dtype, generator=generator) for each in shapes)
+    bshd = Inputs((q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout)
+    return bshd, bshd.heads_first()
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """One way to compute a case. ``call`` returns the output in the order of axes of ``dout``; ``learned`` are the
-    tensors that take gradients beside q, k and v. ``asked`` are the arguments of ``attngen.explain``, if it is ours."""
+class Contender:
+    """One way to compute a case.
+
+    ``call`` returns the output in the order of axes of ``dout``; ``learned`` are the tensors that take gradients beside
+    q, k and v. ``explained`` are the arguments of ``attngen.explain``; None for FlexAttention.
+    """
 
     name: str
     call: Callable[[], Tensor]
-    given: Inputs
+    inputs: Inputs
     learned: tuple[Tensor, ...] = ()
-    asked: Mapping[str, Any] | None = None
+    explained: Mapping[str, Any] | None = None
     heads_first: bool = False
 
     def forward(self) -> Tensor:
-        """Return the output, without a graph."""
+        """Compute the output, without a graph."""
         with torch.no_grad():
             return self.call()
 
     def gradients(self, out: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and what is learned; ``out`` keeps its graph."""
-        return torch.autograd.grad(out, (*self.given.leaves, *self.learned), self.given.dout, retain_graph=True)
+        """Compute the gradients of q, k, v and the learned tensors; ``out`` keeps its graph."""
+        return torch.autograd.grad(out, (*self.inputs.leaves, *self.learned), self.inputs.dout, retain_graph=True)
 
     def results(self) -> list[Tensor]:
-        """Return the output, the gradients of q, k and v as (batch, seqlen, heads, head_dim), and the others."""
+        """Compute the output, the gradients of q, k and v as (batch, seqlen, heads, head_dim), and the others."""
         out = self.call()
         results = [out.detach(), *self.gradients(out)]
         return [one.transpose(1, 2) for one in results[:4]] + results[4:] if self.heads_first else results
 
     def kernels(self) -> dict[str, tuple[str, bool]]:
-        """Return the kernel of each direction by name, and whether it reads a tile map."""
-        if self.asked is None:
+        """The name of the kernel of each direction, and whether it reads a tile map."""
+        if self.explained is None:
             return {}
-        told = {each: explain(*self.given.leaves, direction=each, **self.asked).kernel for each in DIRECTIONS}
-        return {each: (kernel.full_name, kernel.needs_tile_map) for each, kernel in told.items() if kernel is not None}
+        kernels = {each: explain(*self.inputs.leaves, direction=each, **self.explained).kernel for each in DIRECTIONS}
+        return {each: (one.full_name, one.needs_tile_map) for each, one in kernels.items() if one is not None}
 
 
 @dataclass(frozen=True)
-class Entrants:
-    """The contestants of a cell by name, each made when it is needed: what makes one may raise."""
+class Contenders:
+    """The contenders of a cell by name, each made when it is needed, which may raise."""
 
     cell: Cell
     device: torch.device
@@ -94,28 +98,28 @@ class Entrants:
     block_mask: Any = field(default=None)
 
     @classmethod
-    def of(cls, cell: Cell, device: torch.device, *, quick: bool = False) -> Entrants:
+    def of(cls, cell: Cell, device: torch.device, *, quick: bool = False) -> Contenders:
         """Make the tensors of a cell, and FlexAttention's block mask: compiled as documented, or ``quick``."""
         forms = cell.case.make(Size(cell.seqlen, cell.heads, cell.head_dim, device))
         return cls(cell, device, forms, block_mask(forms.mask_mod, cell, device, quick=quick, by_head=forms.by_head))
 
     def names(self) -> list[str]:
-        """The contestants of this cell, FlexAttention first."""
+        """Their names, FlexAttention first."""
         return [
             FLEX, CONSTANTS, *([SCALARS] if self.forms.sizes else []), FRONT_END,
             *([UNLEARNED] if self.forms.learned else []), CAUSAL,
         ]  # fmt: skip
 
-    def make(self, name: str) -> Contestant:
-        """Return a contestant. Raises what a library raises for a function that it does not take."""
+    def make(self, name: str) -> Contender:
+        """Make a contender. Raises what a library raises for a function that it does not take."""
         cell, forms = self.cell, self.forms
-        given, turned = inputs((1, cell.seqlen, cell.heads, cell.head_dim), cell.kv_heads, self.device)
+        bshd, bhsd = inputs((1, cell.seqlen, cell.heads, cell.head_dim), cell.kv_heads, self.device)
         learned = tuple(forms.tensors[each] for each in forms.learned)
         shared = cell.heads != cell.kv_heads
         if name == FLEX:
-            attend = _alone(_attend(forms.score_mod, self.block_mask, shared), cell.name)
+            attend = _with_own_code(_attend(forms.score_mod, self.block_mask, shared), cell.name)
             call = attend if self.device.type == "cpu" else torch.compile(attend, dynamic=False)
-            return Contestant(name, partial(call, *turned.leaves), turned, learned, heads_first=True)
+            return Contender(name, partial(call, *bhsd.leaves), bhsd, learned, heads_first=True)
         if name == FRONT_END:
             mask = None
             if forms.mask_mod is not None:
@@ -124,18 +128,18 @@ class Entrants:
                     device=self.device,
                 )  # fmt: skip
             traced = front_end.meaning(forms.mask_mod, forms.score_mod, self.device)
-            asked = {"variant": traced.handle, "layout": "bhsd", **traced.tensors(turned.dout.dtype)}
-            attends = partial(front_end.flex_attention, *turned.leaves, forms.score_mod, mask, enable_gqa=shared)
-            return Contestant(name, attends, turned, learned, asked, heads_first=True)
+            explained = {"variant": traced.handle, "layout": "bhsd", **traced.tensors(bhsd.dout.dtype)}
+            call = partial(front_end.flex_attention, *bhsd.leaves, forms.score_mod, mask, enable_gqa=shared)
+            return Contender(name, call, bhsd, learned, explained, heads_first=True)
         if name == CAUSAL:
-            return _own(name, given, {"variant": "causal"})
+            return _own(name, bshd, {"variant": "causal"})
         if name == UNLEARNED:
             forms, learned = replace(forms, learned=()), ()
             forms = replace(forms, tensors={each: one.detach() for each, one in forms.tensors.items()})
         constant = name != SCALARS
-        made = variant(name=cell.case.identifier, **forms.fields(constant=constant))
-        keywords = {"variant": made, **forms.arguments(constant=constant)}
-        return _own(name, given, keywords, learned)
+        own = variant(name=cell.case.identifier, **forms.fields(constant=constant))
+        keywords = {"variant": own, **forms.arguments(constant=constant)}
+        return _own(name, bshd, keywords, learned)
 
     def tiles(self) -> int:
         """Count the tiles of 128 x 128 pairs that are not empty, over all heads."""
@@ -156,12 +160,12 @@ class Entrants:
         )
 
 
-def _own(name: str, given: Inputs, keywords: dict[str, Any], learned: tuple[Tensor, ...] = ()) -> Contestant:
-    return Contestant(name, partial(attention, *given.leaves, **keywords), given, learned, keywords)
+def _own(name: str, bshd: Inputs, keywords: dict[str, Any], learned: tuple[Tensor, ...] = ()) -> Contender:
+    return Contender(name, partial(attention, *bshd.leaves, **keywords), bshd, learned, keywords)
 
 
 def block_mask(mask_mod: Mod | None, cell: Cell, device: torch.device, *, quick: bool, by_head: bool = False) -> Any:
-    """Return torch's block mask of a function, None for none. ``quick`` leaves the compiler out where memory allows."""
+    """torch's block mask of a function, None for none. ``quick`` leaves the compiler out where memory allows."""
     if mask_mod is None:
         return None
     heads = cell.heads if by_head else None
@@ -170,7 +174,7 @@ def block_mask(mask_mod: Mod | None, cell: Cell, device: torch.device, *, quick:
     def make() -> Any:
         return of_torch.create_block_mask(mask_mod, None, heads, cell.seqlen, cell.seqlen, device=device.type)
 
-    return make() if quick else torch.compile(_alone(make, f"mask of {cell.name}"))()
+    return make() if quick else torch.compile(_with_own_code(make, f"mask of {cell.name}"))()
 
 
 def _attend(score_mod: Mod | None, block_mask: Any, shared: bool) -> Any:
@@ -180,16 +184,16 @@ def _attend(score_mod: Mod | None, block_mask: Any, shared: bool) -> Any:
     return attend
 
 
-def _alone(function: Any, name: str) -> Any:
+def _with_own_code(function: Any, name: str) -> Any:
     """Copy a function with a code object of its own: torch compiles only so many versions of one code object."""
     code = function.__code__.replace(co_name="".join(one if one.isalnum() else "_" for one in name))
-    made = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    copy = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds that a call takes, with what it enqueues."""
+    """Time a call, with the work that it enqueues, in seconds."""
     wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     wait()
     began = time.perf_counter()

@@ -1,28 +1,24 @@
-"""A case on the CPU, with contestants of all kinds, and the check of what they compute."""
+"""A case on the CPU, with contenders of all kinds, and the check of their outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from attngen.errors import NoKernelError
-from attngen.runtime.kernels.module import Kernel
 from attngen.schema import load_spec_text, preset
+from attngen.tools.bench import grid as tool
 from attngen.tools.bench import kernels as bench_kernels
 from attngen.tools.bench.cases import BenchCase, bench_cases
 from attngen.tools.bench.check import Oracle
+from attngen.tools.bench.grid import GridSuite
 from attngen.tools.bench.kernels import Team, teams
-from attngen.tools.bench.peers import Peer
-from attngen.tools.bench.race import Track, foresee
-from attngen.tools.bench.report import Result
 from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.verify.interpreter import kernel_of
-from tests.tools.bench_support import SPEC, StubPeer, TickClock, racing
+from tests.tools.bench_support import SPEC, StubPeer, bench_on_cpu, measured, workload_of
 
 
 def raising(error: Exception) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -30,11 +26,6 @@ def raising(error: Exception) -> Callable[[torch.Tensor], torch.Tensor]:
         raise error
 
     return change
-
-
-def track(*peers: Peer, check: bool = True, l2_bytes: int = 1) -> Track:
-    generator = torch.Generator().manual_seed(5)
-    return Track(torch.device("cpu"), l2_bytes, TickClock(), peers, 3, check, generator, lambda moment: None)
 
 
 @pytest.fixture
@@ -47,30 +38,22 @@ def small() -> BenchCase:
     return bench_cases("full", "fp16", 32, 16, tokens=48, seqlens=(24,))[0]
 
 
-def measured(at: Track, team: Team, case: BenchCase, **errors: str) -> tuple[dict[str, Result], Any]:
-    kernels: dict[str, Kernel] = {m.plan.name: kernel_of(m.plan) for m in team.members.values()} if not errors else {}
-    row = at.measure(team, kernels, errors, case)
-    return {result.contestant: result for result in row.results}, row
-
-
 @pytest.mark.usefixtures("clean_registry")
-def test_a_case_with_contestants_of_all_kinds(team: Team, small: BenchCase) -> None:
+def test_a_case_with_contenders_of_all_kinds(team: Team, small: BenchCase) -> None:
     results, row = measured(
-        track(
-            StubPeer("good"),
-            StubPeer("absent", absent="not installed"),
-            StubPeer("wrong", lambda out: out * 1.01),
-            StubPeer("nan", lambda out: torch.full_like(out, torch.nan)),
-            StubPeer("raises", raising(RuntimeError("no kernel for this\nand a trace"))),
-        ),
         team,
         small,
+        StubPeer("good"),
+        StubPeer("absent", absent="not installed"),
+        StubPeer("wrong", lambda out: out * 1.01),
+        StubPeer("nan", lambda out: torch.full_like(out, torch.nan)),
+        StubPeer("raises", raising(RuntimeError("no kernel for this\nand a trace"))),
     )
     assert results["absent"].reason == "not installed"
     assert results["raises"].reason == "RuntimeError: no kernel for this"
     assert [results[name].status for name in ("absent", "raises")] == ["unsupported"] * 2
-    assert str(results["wrong"].reason).startswith("wrong: relative error 1.0e-02 exceeds 2e-03")
-    assert results["nan"].reason == "wrong: relative error inf exceeds 2e-03"
+    assert str(results["wrong"].reason).startswith("wrong: error 1.0e-02 exceeds 2e-03")
+    assert results["nan"].reason == "wrong: error inf exceeds 2e-03"
     assert results["nan"].to_dict()["relative_error"] is None  # JSON has no infinity
     for name in ("good", "attngen triton"):
         assert results[name].status == "measured"
@@ -81,7 +64,7 @@ def test_a_case_with_contestants_of_all_kinds(team: Team, small: BenchCase) -> N
     assert good.timing is not None
     assert good.timing.samples == (10.0, 10.0, 10.0)
     assert good.tflops == pytest.approx(2 * (2 * 64 * 24 * 24) * (32 + 16) / 10e-3 / 1e12)
-    assert row.best_peer is good
+    assert row.fastest_peer is good
     assert row.pairs == 2 * 64 * 24 * 24
 
 
@@ -89,28 +72,27 @@ def test_a_case_with_contestants_of_all_kinds(team: Team, small: BenchCase) -> N
 def test_only_the_kernel_that_a_call_takes(prepared: list[Prepared], monkeypatch: pytest.MonkeyPatch) -> None:
     team = next(team for team in teams(prepared) if team.variant.name == "causal" and len(team.members) > 1)
     case = bench_cases("causal", "fp16", 32, 32, tokens=48, seqlens=(24,))[0]
-    at = replace(track(StubPeer("good")), taken=True)
     wanted = [*team.members.values()][-1].plan.name
     monkeypatch.setattr(
         bench_kernels, "explain", lambda *_, **given: SimpleNamespace(
             to_dict=lambda: {"kernel": f"{given['package']}/{wanted}"}
         ),
     )  # fmt: skip
-    results, _ = measured(at, team, case)
+    results, _ = measured(team, case, StubPeer("good"), taken=True)
     assert list(results) == ["good", "attngen"]
     assert (results["attngen"].kernel, results["attngen"].status) == (wanted, "measured")
     monkeypatch.setattr(bench_kernels, "explain", lambda *_, **given: SimpleNamespace(to_dict=lambda: {"kernel": None}))
-    results, _ = measured(at, team, case)
+    results, _ = measured(team, case, StubPeer("good"), taken=True)
     assert list(results) == ["good", *team.members]
 
 
 @pytest.mark.usefixtures("clean_registry")
-def test_kernels_of_ours_that_fail(team: Team, small: BenchCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_attngen_that_fail(team: Team, small: BenchCase, monkeypatch: pytest.MonkeyPatch) -> None:
     (plan,) = [member.plan for member in team.members.values()]
-    results, _ = measured(track(), team, small, **{plan.name: "it does not compile"})
+    results, _ = measured(team, small, errors={plan.name: "it does not compile"})
     assert (results["attngen triton"].status, results["attngen triton"].reason) == ("failed", "it does not compile")
     for change, status, reason in (
-        (lambda out: out + 1, "failed", "wrong: relative error"),
+        (lambda out: out + 1, "failed", "wrong: error"),
         (raising(RuntimeError("illegal address")), "failed", "RuntimeError: illegal address"),
         (raising(NoKernelError("needs more shared memory")), "unsupported", "NoKernelError: needs more shared"),
     ):
@@ -118,7 +100,7 @@ def test_kernels_of_ours_that_fail(team: Team, small: BenchCase, monkeypatch: py
         monkeypatch.setattr(
             bench_kernels, "enter", lambda label, kernel, work, inputs, _, s=stub: s.enter(work, work.terms, inputs)
         )
-        results, row = measured(track(StubPeer("good")), team, small)
+        results, row = measured(team, small, StubPeer("good"))
         assert results["attngen triton"].status == status
         assert str(results["attngen triton"].reason).startswith(reason)
         assert results["good"].status == "measured"
@@ -132,17 +114,17 @@ def test_without_the_check_only_a_nan_is_noticed(team: Team, small: BenchCase) -
         return out
 
     peers = StubPeer("wrong", lambda out: out * 2), StubPeer("unwritten", spoil)
-    results, _ = measured(track(*peers, check=False), team, small)
+    results, _ = measured(team, small, *peers, check=False)
     assert results["wrong"].status == "measured"
     assert results["wrong"].error is None
     assert results["unwritten"].status == "failed"
-    results, _ = measured(track(*peers), team, small)
+    results, _ = measured(team, small, *peers)
     assert results["wrong"].status == "failed"
     assert results["unwritten"].reason == "an output holds a NaN, or was not all written"
 
 
 @pytest.mark.usefixtures("clean_registry")
-def test_a_race_that_breaks_off_has_no_figures(team: Team, small: BenchCase) -> None:
+def test_a_case_that_breaks_off_has_no_figures(team: Team, small: BenchCase) -> None:
     calls = 0
 
     def later(out: torch.Tensor) -> torch.Tensor:
@@ -152,7 +134,7 @@ def test_a_race_that_breaks_off_has_no_figures(team: Team, small: BenchCase) -> 
             raise RuntimeError("an illegal memory access")
         return out
 
-    results, _ = measured(track(StubPeer("good"), StubPeer("bad", later)), team, small)
+    results, _ = measured(team, small, StubPeer("good"), StubPeer("bad", later))
     assert {result.status for result in results.values()} == {"failed"}
     assert results["good"].reason == "RuntimeError: an illegal memory access"
 
@@ -161,8 +143,8 @@ def test_a_race_that_breaks_off_has_no_figures(team: Team, small: BenchCase) -> 
 def test_inputs_exceed_the_cache(team: Team, small: BenchCase) -> None:
     size = 48 * (64 * 32 + 64 * 32 + 64 * 16) * 2
     for l2_bytes, sets in ((1, 1), (size // 2, 1), (size, 2), (4 * size - 1, 8), (10**9, 64)):
-        assert len(track(l2_bytes=l2_bytes)._inputs(small)) == sets
-    _, row = measured(track(l2_bytes=size), team, small)
+        assert len(tool._inputs(bench_on_cpu(l2_bytes=l2_bytes), small)) == sets
+    _, row = measured(team, small, l2_bytes=size)
     assert row.input_sets == 2
 
 
@@ -172,18 +154,19 @@ def test_a_case_that_cannot_be_called(small: BenchCase) -> None:
         'variants:\n  odd: {mask: "flag[kv + 99]", tensors: {flag: {dtype: bool, shape: [seqlen_k]}}}\nkernels:',
     )
     (odd,) = [team for team in teams(prepare(load_spec_text(text))) if team.variant.name == "odd"]
-    results, row = measured(track(StubPeer("good")), odd, small)
+    results, row = measured(odd, small, StubPeer("good"))
     assert results["attngen triton"].status == "unsupported"
     assert "IndexError: tensor 'flag': index" in str(results["attngen triton"].reason)
     assert row.pairs is None
 
 
 def test_a_dry_run_knows_who_is_in(team: Team, small: BenchCase) -> None:
-    row = foresee(team, [StubPeer("good"), StubPeer("absent", absent="not installed")], small)
-    assert [(r.contestant, r.status, r.reason, r.ours) for r in row.results] == [
-        ("good", "planned", None, False),
-        ("absent", "unsupported", "not installed", False),
-        ("attngen triton", "planned", None, True),
+    suite = GridSuite.__new__(GridSuite)
+    suite.peers = [StubPeer("good"), StubPeer("absent", absent="not installed")]
+    assert [(r.contender, r.status, r.reason, r.peer) for r in suite.planned((team, small)).results] == [
+        ("good", "planned", None, True),
+        ("absent", "unsupported", "not installed", True),
+        ("attngen triton", "planned", None, False),
     ]
 
 
@@ -192,16 +175,15 @@ def test_a_dry_run_knows_who_is_in(team: Team, small: BenchCase) -> None:
 def test_the_oracle_agrees_with_the_reference(name: str) -> None:
     entry = f"{{variant: {name}, head_dim: {{qk: 32, v: 16}}, dtype: fp32, arch: sm80}}"
     (member,) = prepare(load_spec_text(f"schema: 1\npackage: mine\nkernels:\n  - {entry}\n"))
-    work, (one, _) = racing(preset(name), name, 50, torch.float32)
-    out = bench_kernels.enter("ours", kernel_of(member.plan), work, [one]).first()  # the reference, on the CPU
+    work, (one, _) = workload_of(preset(name), name, 50, torch.float32)
+    out = bench_kernels.enter("attngen", kernel_of(member.plan), work, [one]).first()  # the reference, on the CPU
     oracle = Oracle(work, one.q, one.k, one.v)
     assert oracle.error(out) < 1e-6
     for spoiled in (out * 1.001, torch.where(out == out[1, -1, -1, 0], torch.nan, out)):
         assert oracle.error(spoiled) > 9e-4
 
 
-def test_an_error_is_judged_by_dtype() -> None:
-    work, (one, _) = racing(preset("full"), "full", 10)
+def test_the_limit_of_an_error_is_that_of_the_dtype() -> None:
+    work, (one, _) = workload_of(preset("full"), "full", 10)
     oracle = Oracle(work, one.q, one.k, one.v)
-    assert oracle.problem(1.9e-3) is None
-    assert oracle.problem(2.1e-3) == "wrong: relative error 2.1e-03 exceeds 2e-03"
+    assert oracle.limit == 2e-3
