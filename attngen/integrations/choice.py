@@ -1,4 +1,4 @@
-"""Which variant serves a call in another library's form: the first of several that a built kernel takes.
+"""The variant that serves a call in another library's form: the first of several that a built kernel takes.
 
 A specific variant (``causal``) comes before the general one that includes it (``window``, with run-time sides), so that
 a user's own build of the presets is enough where possible.
@@ -38,7 +38,7 @@ Packing = tuple[Tensor, Tensor, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """How a call over pages finds its keys, as ``attngen.attention_paged`` takes it."""
+    """The pages of a call, as ``attngen.attention_paged`` takes them."""
 
     page_table: Tensor
     cu_seqlens_q: Tensor | None = None
@@ -147,13 +147,13 @@ def attend(
     for place in (first, *(i for i in range(len(candidates)) if i != first)):
         chosen = candidates[place]
         try:
-            found = _call(chosen, variant(chosen.variant), q, k, v, packing, pages, options)
+            result = _call(chosen, variant(chosen.variant), q, k, v, packing, pages, options)
         except NoKernelError as refused:
             error = refused
             continue
         if place != last:
             _LAST.put(kind, place)
-        return found
+        return result
     refusal = none_takes(candidates, spec, error)
     if not or_reference:
         raise refusal
@@ -172,7 +172,7 @@ def reason_against(
     softmax_scale: float | None = None,
     backend: str | None = None,
 ) -> str | None:
-    """Return why a dense call cannot run, as ``attend`` would say, or None. Launches nothing, and draws nothing."""
+    """The reason why a dense call cannot run, as in ``attend``, or None. Launches nothing, and draws nothing."""
     registry.refresh_if_built()
     try:
         explanation = dispatch.explain(
@@ -203,22 +203,22 @@ def _call(
 ) -> Any:
     if candidate.finish is not None:
         options = {**options, "return_lse": True}
-    found: Any
+    result: Any
     if pages is not None:
         rest = {name: value for name, value in options.items() if name not in ("seqused_k", "deterministic")}
-        found = calls.attention_paged(
+        result = calls.attention_paged(
             q, k, v, pages.page_table, options["seqused_k"], cu_seqlens_q=pages.cu_seqlens_q,
             max_seqlen_q=pages.max_seqlen_q, num_splits=pages.num_splits, out=pages.out, variant=chosen, **rest,
             **candidate.own(),
         )  # fmt: skip
     elif packing is None:
-        found = calls.attention(q, k, v, variant=chosen, **options, **candidate.own())
+        result = calls.attention(q, k, v, variant=chosen, **options, **candidate.own())
     else:
         starts_q, starts_k, longest_q, longest_k = packing
-        found = calls.attention_varlen(
+        result = calls.attention_varlen(
             q, k, v, starts_q, starts_k, longest_q, longest_k, variant=chosen, **options, **candidate.own()
         )
-    return found if candidate.finish is None else candidate.finish(*found)
+    return result if candidate.finish is None else candidate.finish(*result)
 
 
 def _layout(packing: Packing | None, pages: Pages | None) -> str:
@@ -258,7 +258,7 @@ def none_takes(candidates: Sequence[Candidate], spec: str, error: NoKernelError 
 
 
 def shipped(spec: str) -> str:
-    """Return where the spec of an integration is, for messages."""
+    """Path of the spec of an integration, for messages."""
     return str(resources.specs_dir() / "integrations" / f"{spec}.yaml")
 
 
@@ -267,11 +267,11 @@ def kernels_of(
 ) -> list[tuple[str, Kernel]]:
     """Return the kernels that compute exactly this variant at these dimensions, each with its package's name."""
     wanted = variant(name)
-    found = []
+    kernels = []
     for _, package in registry.packages():
         if name not in package.sources:
             continue
-        found += [
+        kernels += [
             (package.name, kernel)
             for kernel in package.kernels(name)
             if (kernel.direction, kernel.dtype, kernel.layout) == (direction, dtype, layout)
@@ -279,7 +279,7 @@ def kernels_of(
             and kernel.dtype_of("k").name == (kv_dtype or dtype)
             and kernel.variant.definition == wanted.definition
         ]
-    return found
+    return kernels
 
 
 def has_backward(name: str, q: Tensor, v: Tensor, layout: str = "dense", *, ordered: bool) -> bool:
@@ -292,11 +292,13 @@ def has_backward(name: str, q: Tensor, v: Tensor, layout: str = "dense", *, orde
     known = _BACKWARD.get(key)
     if known is None:
         capability = drivers.current().capability(q.device.index or 0)
-        found = kernels_of(
+        backward_kernels = kernels_of(
             name, direction="backward", dtype=_dtype(q), head_dim_qk=q.shape[-1],
             head_dim_v=v.shape[-1], layout=layout,
         )  # fmt: skip
-        known = any(kernel.arch.runs_on(capability) and (kernel.reproducible or not ordered) for _, kernel in found)
+        known = any(
+            kernel.arch.runs_on(capability) and (kernel.reproducible or not ordered) for _, kernel in backward_kernels
+        )
         known = known or on_demand.maker is not None
         _BACKWARD.put(key, known)
     return known
@@ -355,9 +357,9 @@ def _built_at_trace(
     turns = [("backward", capability)] if learns and device == "cuda" else []
     for direction, runs_on in (*turns, ("forward", capability), ("forward", None)):
         for place, name in enumerate(names):
-            found = _packages_of(name, device, runs_on, direction, form, ordered)
-            if found:
-                return place, f"{found[0]}/{name}"
+            packages = _packages_of(name, device, runs_on, direction, form, ordered)
+            if packages:
+                return place, f"{packages[0]}/{name}"
     if on_demand.maker is not None:  # the program has the kernel compiled when it first runs
         return 0, registry.declare(variant(names[0]))
     raise none_takes([Candidate(name) for name in names], spec, None)
@@ -380,10 +382,10 @@ def _packages_of(
 
     def built(direction: str) -> list[tuple[str, Kernel]]:
         kernels = kernels_of(name, direction=direction, **form)
-        return [found for found in kernels if capability is None or found[1].arch.runs_on(capability)]
+        return [built_one for built_one in kernels if capability is None or built_one[1].arch.runs_on(capability)]
 
-    found = [package for package, _ in built("forward")]
+    packages = [package for package, _ in built("forward")]
     trained = {
         package for package, kernel in built(direction) if direction == "forward" or kernel.reproducible or not ordered
     }
-    return [package for package in found if package in trained]
+    return [package for package in packages if package in trained]

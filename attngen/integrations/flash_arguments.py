@@ -1,4 +1,4 @@
-"""What the arguments of flash-attn's functions mean, whichever of its versions they come from."""
+"""The arguments of flash-attn's functions, of all of its versions, as calls of attngen."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def candidates_for(
     batch: int,
     chunk: int = 0,
 ) -> list[Candidate]:
-    """Return the variants that compute what the arguments ask for, the most specific first; ``chunk`` 0 means none."""
+    """The variants that serve the arguments, the most specific first; ``chunk`` 0 means none."""
     left, right = sides_of(window_size)
     if causal:
         right = 0
@@ -96,8 +96,8 @@ def attend_wide(
         own = pages
         if pages is not None and pages.out is not None:
             own = replace(pages, out=pages.out.split(widest, dim=-1)[place])
-        found = attend(candidates, q, k, part, pages=own, return_lse=return_lse and not place, **options)
-        out, lse = found if return_lse and not place else (found, lse)
+        result = attend(candidates, q, k, part, pages=own, return_lse=return_lse and not place, **options)
+        out, lse = result if return_lse and not place else (result, lse)
         outs.append(out)
     whole = torch.cat(outs, dim=-1) if pages is None or pages.out is None else pages.out
     return (whole, lse) if return_lse else whole

@@ -72,11 +72,11 @@ def flash_attn_func(
     """
     q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
     candidates = with_dropout(candidates_for(q, causal, window_size, softcap, alibi_slopes, q.shape[0]), dropout_p)
-    found = attend(
+    result = attend(
         candidates, q, k, v, spec=SPEC, softmax_scale=softmax_scale, return_lse=return_attn_probs,
         deterministic=deterministic,
     )  # fmt: skip
-    return _results(q, found, return_attn_probs)
+    return _results(q, result, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -145,12 +145,12 @@ def flash_attn_varlen_func(
     if block_table is not None:
         if dropout_p:
             raise refused("dropout_p", "keys in pages are read without dropout")
-        found = attend_cached(CachedCall(
+        result = attend_cached(CachedCall(
             q=q, k_cache=k, v_cache=v, page_table=block_table, lengths=tensor("cu_seqlens_k", cu_seqlens_k).diff(),
             cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q), softmax_scale=softmax_scale, causal=causal,
             window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
         ))  # fmt: skip
-        out, *lse = found if return_attn_probs else (found,)
+        out, *lse = result if return_attn_probs else (result,)
         out = without_gradient(
             out, q, k, v, reason="keys in pages have no gradient; leave block_table out for training"
         )
@@ -160,11 +160,11 @@ def flash_attn_varlen_func(
     packing: Packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
     batch = tensor("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
     candidates = with_dropout(candidates_for(q, causal, window_size, softcap, alibi_slopes, batch), dropout_p)
-    found = attend(
+    result = attend(
         candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=softmax_scale, return_lse=return_attn_probs,
         deterministic=deterministic,
     )  # fmt: skip
-    return _results(q, found, return_attn_probs)
+    return _results(q, result, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -254,6 +254,6 @@ def flash_attn_with_kvcache(
     ))  # fmt: skip
 
 
-def _results(q: Tensor, found: Any, with_lse: bool) -> Any:
+def _results(q: Tensor, result: Any, with_lse: bool) -> Any:
     """Return out, or (out, lse, probabilities): the last is empty, as flash-attn's is without dropout."""
-    return (*found, q.new_empty(0)) if with_lse else found
+    return (*result, q.new_empty(0)) if with_lse else result

@@ -228,7 +228,7 @@ def flash_attn_with_kvcache(
     """
     del scheduler_metadata, pack_gqa, sm_margin
     _refuse(qv=qv)
-    found = attend_cached(CachedCall(
+    result = attend_cached(CachedCall(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_lengths=rotary_seqlens, rotary_interleaved=rotary_interleaved, lengths=cache_seqlens,
         batch_index=cache_batch_idx, leftpad=cache_leftpad, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
@@ -236,7 +236,7 @@ def flash_attn_with_kvcache(
         window_size=window_size, chunk=attention_chunk, softcap=softcap, num_splits=num_splits,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=return_softmax_lse,
     ))  # fmt: skip
-    return (*found, *(found[1].new_empty(0) for _ in range(2))) if return_softmax_lse else found
+    return (*result, *(result[1].new_empty(0) for _ in range(2))) if return_softmax_lse else result
 
 
 def get_scheduler_metadata(
@@ -364,15 +364,15 @@ def _flash_attn_backward(
     options: dict[str, Any] = {"spec": SPEC, "softmax_scale": softmax_scale, "deterministic": deterministic}
     with torch.no_grad():
         if packed is None:
-            found = gradients_of(candidates, q, k, v, out, softmax_lse, dout, seqused_k=sequed_k, **options)
+            gradients = gradients_of(candidates, q, k, v, out, softmax_lse, dout, seqused_k=sequed_k, **options)
         else:
             flat_q, flat_k, flat_v = packed.tensors
-            found = gradients_of(
+            gradients = gradients_of(
                 candidates, flat_q, flat_k, flat_v, packed.rows(out), packed.lse_rows(softmax_lse), packed.rows(dout),
                 packing=packed.packing, seqused_k=sequed_k, **options,
             )  # fmt: skip
-            found = packed.back(found[0]).view(q.shape), found[1].view(k.shape), found[2].view(v.shape)
-    write(found, (dq, dk, dv))
+            gradients = packed.back(gradients[0]).view(q.shape), gradients[1].view(k.shape), gradients[2].view(v.shape)
+    write(gradients, (dq, dk, dv))
     behind = -q.shape[1] % _ROWS if cu_seqlens_q is None else _ROWS * batch
     return pad(row_sums(out, dout), (0, behind))
 

@@ -139,12 +139,12 @@ def flash_attn_varlen_func(
     if seqused_q is not None:
         raise refused("seqused_q", "keys in pages are read for all queries; pass cu_seqlens_q of the used ones")
     longest = tensor("q", q).shape[0] if max_seqlen_q is None else int(max_seqlen_q)
-    found = attend_cached(CachedCall(
+    result = attend_cached(CachedCall(
         q=q, k_cache=k, v_cache=v, page_table=page_table, lengths=seqused_k, cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=longest, softmax_scale=softmax_scale, causal=causal, window_size=_window(window_size),
         softcap=softcap, num_splits=num_splits, return_lse=return_lse or learnable_sink is not None,
     ))  # fmt: skip
-    out, lse = found if isinstance(found, tuple) else (found, None)
+    out, lse = result if isinstance(result, tuple) else (result, None)
     if learnable_sink is not None:
         sinks = _sink(learnable_sink, q)[:, None]
         out, lse = join_sinks(out, lse, sinks), torch.logaddexp(lse, sinks)
@@ -160,8 +160,8 @@ def _attend(
     candidates = candidates_for(tensor("q", q), causal, _window(window_size), softcap, None, 0)
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "deterministic": deterministic}
     if sink is None:
-        found = attend_sequences(candidates, q, k, v, sequences, return_lse=return_lse, **options)
-        return found if return_lse else (found, None)
+        result = attend_sequences(candidates, q, k, v, sequences, return_lse=return_lse, **options)
+        return result if return_lse else (result, None)
     sink = _sink(sink, q)
     fused = []  # variants with sinks, which need kernels of their own; what trains has those of the plain variants
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, sink))):
@@ -186,8 +186,8 @@ def _sink(sink: Tensor, q: Tensor) -> Tensor:
     """Sinks in the dtype of log-sum-exps."""
     heads = q.shape[-2]
     if tensor("learnable_sink", sink).shape != (heads,) or not sink.is_floating_point() or sink.device != q.device:
-        found = f"{sink.dtype} of shape {tuple(sink.shape)} on {sink.device}"
-        raise CallError(f"learnable_sink must be floating-point of shape ({heads},) on {q.device}, got {found}")
+        got = f"{sink.dtype} of shape {tuple(sink.shape)} on {sink.device}"
+        raise CallError(f"learnable_sink must be floating-point of shape ({heads},) on {q.device}, got {got}")
     return sink.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""What flash-attn's ``flash_attn_with_kvcache`` means, in its versions 2 and 3: append, rotate, attend.
+"""flash-attn's ``flash_attn_with_kvcache``, in its versions 2 and 3: append, rotate, attend.
 
 New keys and values go into the cache first (``attngen.append_kv``), which also rotates keys and queries. Then queries
 attend to the cache: as it is, if its entries are in the order of the sequences, else as pages, where an entry of a
@@ -130,7 +130,7 @@ def attend_cached(call: CachedCall) -> Any:
 def scales_or_ones(
     q: Tensor, kv: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return scales by their keywords, 1 of what is quantized and has none given."""
+    """Scales by their keywords, 1 for quantized tensors without one."""
     named = {"q_descale": (q, q_descale), "k_descale": (kv, k_descale), "v_descale": (kv, v_descale)}
     ones = {
         name: torch.ones((), dtype=torch.float32, device=q.device)
@@ -161,8 +161,8 @@ def _batch(call: CachedCall) -> int:
     batch: int = q.shape[0] if starts is None else tensor("cu_seqlens_q", starts).shape[0] - 1
     for name, given in (("cache_batch_idx", call.batch_index), ("cache_leftpad", call.leftpad)):
         if given is not None and (tensor(name, given).shape != (batch,) or given.dtype not in _INTEGERS):
-            found = f"{given.dtype} of shape {tuple(given.shape)}"
-            raise CallError(f"{name} must be int32 of shape ({batch},), got {found}")
+            got = f"{given.dtype} of shape {tuple(given.shape)}"
+            raise CallError(f"{name} must be int32 of shape ({batch},), got {got}")
     table = call.page_table
     if table is not None and (
         tensor("page_table", table).dim() != 2 or (call.batch_index is None and table.shape[0] != batch)
@@ -187,7 +187,7 @@ def _with_own_pages(call: CachedCall) -> CachedCall:
 
 
 def _lengths(call: CachedCall, batch: int) -> Tensor | None:
-    """Return how many keys each sequence has, (b,) int32. The values of a tensor on a GPU are not read."""
+    """The number of keys of each sequence, (b,) int32. The values of a tensor on a GPU are not read."""
     lengths, table = call.lengths, call.page_table
     room = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
     new = 0 if call.k is None or call.cu_seqlens_new is not None else tensor("k", call.k).shape[1]
@@ -221,17 +221,17 @@ def _lengths(call: CachedCall, batch: int) -> Tensor | None:
 
 
 def candidates_over_cache(call: CachedCall, batch: int) -> list[Candidate]:
-    """Return the variants that compute what a call asks for."""
-    found = candidates_for(
+    """The variants that serve a call."""
+    candidates = candidates_for(
         call.q, call.causal, call.window_size, call.softcap, call.alibi_slopes, batch, call.chunk
     )  # fmt: skip
     if call.sinks is not None:
-        found = [_with_sink(found[0], call.sinks, call.q.shape[-2])]
+        candidates = [_with_sink(candidates[0], call.sinks, call.q.shape[-2])]
     if call.leftpad is None:
-        return found
+        return candidates
     if call.sinks is not None:
         raise refused("cache_leftpad", "no variant of this integration has it together with sinks")
-    general = found[-1]
+    general = candidates[-1]
     skipped = {**general.arguments, "leftpad": call.leftpad.to(torch.int32)}
     return [Candidate(general.variant + LEFTPAD, skipped)]
 

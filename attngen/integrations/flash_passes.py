@@ -118,11 +118,11 @@ def _flash_attn_backward(
     window = (window_size_left, window_size_right)
     plain = candidates_for(q, causal, window, softcap, alibi_slopes, q.shape[0])
     candidates = _dropping_again(plain, dropout_p, rng_state)
-    found = gradients_of(
+    gradients = gradients_of(
         candidates, q, k, v, out, softmax_lse, dout, spec=SPEC, softmax_scale=softmax_scale,
         deterministic=deterministic,
     )  # fmt: skip
-    write(found, (dq, dk, dv))
+    write(gradients, (dq, dk, dv))
     return pad(row_sums(out, dout), (0, -q.shape[1] % _ROWS))
 
 
@@ -161,17 +161,17 @@ def _flash_attn_varlen_backward(
     plain = candidates_for(q, causal, window, softcap, alibi_slopes, batch)
     candidates = _dropping_again(plain, dropout_p, rng_state)
     packing = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
-    found = gradients_of(
+    gradients = gradients_of(
         candidates, q, k, v, out, softmax_lse, dout, spec=SPEC, packing=packing, softmax_scale=softmax_scale,
         deterministic=deterministic,
     )  # fmt: skip
-    write(found, (dq, dk, dv))
+    write(gradients, (dq, dk, dv))
     return pad(row_sums(out, dout), (0, _ROWS * batch))
 
 
-def write(found: Sequence[Tensor], into: Sequence[Tensor | None]) -> None:
+def write(gradients: Sequence[Tensor], into: Sequence[Tensor | None]) -> None:
     """Copy gradients into the tensors that a caller gave for them; CallError for one of another shape."""
-    for name, one, given in zip(("dq", "dk", "dv"), found, into, strict=True):
+    for name, one, given in zip(("dq", "dk", "dv"), gradients, into, strict=True):
         if given is None:
             continue
         if tensor(name, given).shape != one.shape:

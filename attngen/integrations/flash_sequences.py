@@ -23,7 +23,7 @@ from attngen.integrations.used_queries import UsedQueries, checked
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Where sequences lie: offsets (b + 1,) int32 of packed ones, None for a batch axis; how many rows each uses.
+    """Places of sequences: offsets (b + 1,) int32 of packed ones, None for a batch axis; the used rows of each.
 
     A longest length that is None is that of all rows together, which costs empty tiles of work.
     """
@@ -85,11 +85,11 @@ class Packed:
         return (flat if self._used is None else self._used.together(flat)).transpose(0, 1)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Return packed rows where they came from, 0 for queries that are not used."""
+        """Packed rows in their original places, 0 for queries that are not used."""
         return rows if self._used is None else self._used.apart(rows)
 
     def lse_back(self, lse: Tensor) -> Tensor:
-        """Return a packed log-sum-exp (h, total_q) where it came from, −inf for queries that are not used."""
+        """A packed log-sum-exp (h, total_q) in its original place, −inf for queries that are not used."""
         if self._used is None:
             return lse
         moved = self._used.apart(lse.transpose(0, 1)).transpose(0, 1)
@@ -134,7 +134,7 @@ def attend_sequences(
 
 
 def _descales(q: Tensor, given: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """Return the scales of quantized tensors by their keywords: 1 where none is given, as there."""
+    """The scales of quantized tensors by their keywords: 1 where none is given, as there."""
     named = {name: scale for name, scale in zip(DESCALES, given, strict=True) if scale is not None}
     if q.dtype not in QUANTIZED:
         return named  # which the call refuses
@@ -142,7 +142,7 @@ def _descales(q: Tensor, given: Sequence[Tensor | None]) -> dict[str, Tensor]:
 
 
 def _starts(dense: Tensor) -> Tensor:
-    """Return where the sequences of a dense tensor start once its first two axes are one: int32, (batch + 1,)."""
+    """Offsets of the sequences of a dense tensor once its first two axes are one: int32, (batch + 1,)."""
     batch, length = dense.shape[:2]
     return torch.arange(batch + 1, device=dense.device, dtype=torch.int32) * length
 

@@ -120,11 +120,11 @@ def flex_attention(
     if return_aux is None and not fallback and not query.is_nested:
         last = last_of(block_mask, score_mod) if block_mask is None or type(block_mask) is BlockMask else None
         if last is not None and last.checked == (query.shape, key.shape, enable_gqa):
-            found = last.of(score_mod)
-            if found is not None:
+            traced = last.of(score_mod)
+            if traced is not None:
                 return calls.attention(
-                    query, key, value, variant=found.handle, softmax_scale=scale, layout="bhsd", return_lse=return_lse,
-                    **found.tensors(query.dtype),
+                    query, key, value, variant=traced.handle, softmax_scale=scale, layout="bhsd", return_lse=return_lse,
+                    **traced.tensors(query.dtype),
                 )  # fmt: skip
     return now(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux, fallback)
 

@@ -24,26 +24,26 @@ _LAST: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
 
 
 class _Known:
-    """What functions meant at a call, while they are as they were: the next call finds out in about a microsecond."""
+    """The meaning of functions at a call, until they change: the next call checks that in about a microsecond."""
 
-    __slots__ = ("_found", "_score", "_watch", "checked")
+    __slots__ = ("_score", "_traced", "_watch", "checked")
 
-    def __init__(self, mask_mod: Mod | None, score_mod: Mod | None, found: Traced) -> None:
+    def __init__(self, mask_mod: Mod | None, score_mod: Mod | None, traced: Traced) -> None:
         self._watch = Watch(*(one for one in (mask_mod, score_mod) if one is not None))
         try:
             self._score = None if score_mod is None else ref(score_mod)
         except TypeError:  # something that is not a function, and keeps no references
             self._watch.complete = False
-        self._found = found
+        self._traced = traced
         #: Shapes of query and key, and enable_gqa, of which nothing is left to check.
         self.checked: tuple[Any, Any, bool] | None = None
 
     def of(self, score_mod: Mod | None) -> Traced | None:
-        """Return it for a call with this score_mod, or None."""
+        """The meaning for a call with this score_mod, or None."""
         watch = self._watch
         if not watch.complete or score_mod is not (None if self._score is None else self._score()):
             return None
-        return self._found if watch.holds() else None
+        return self._traced if watch.holds() else None
 
 
 def last_of(block_mask: BlockMask | None, score_mod: Mod | None) -> _Known | None:
@@ -53,18 +53,18 @@ def last_of(block_mask: BlockMask | None, score_mod: Mod | None) -> _Known | Non
 
 
 def known(block_mask: BlockMask | None, score_mod: Mod | None, device: torch.device) -> tuple[Traced, _Known]:
-    """Return what a call's functions mean, and where that is kept for the next one."""
+    """The meaning of a call's functions, and the object that keeps it for the next one."""
     last = last_of(block_mask, score_mod)
-    found = None if last is None else last.of(score_mod)
-    if last is None or found is None:
+    traced = None if last is None else last.of(score_mod)
+    if last is None or traced is None:
         mask_mod = None if block_mask is None else block_mask.function
-        found = meaning(mask_mod, score_mod, device)
-        last = _Known(mask_mod, score_mod, found)
+        traced = meaning(mask_mod, score_mod, device)
+        last = _Known(mask_mod, score_mod, traced)
         if block_mask is not None:
             block_mask.last = last
         elif type(score_mod) is FunctionType:
             _LAST[score_mod] = last
-    return found, last
+    return traced, last
 
 
 def now(
@@ -78,16 +78,16 @@ def now(
     try:
         if block_mask is not None and block_mask.listed:
             _check_lists(query, block_mask)
-        found, last = known(block_mask, score_mod, query.device)
+        traced, last = known(block_mask, score_mod, query.device)
         if key.shape[0] == 1 != query.shape[0]:
             key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
         else:
             last.checked = query.shape, key.shape, enable_gqa
         result = calls.attention(
-            query, key, value, variant=found.handle, softmax_scale=scale, layout="bhsd", return_lse=wants_lse,
-            **found.tensors(query.dtype),
+            query, key, value, variant=traced.handle, softmax_scale=scale, layout="bhsd", return_lse=wants_lse,
+            **traced.tensors(query.dtype),
         )  # fmt: skip
-        maxima = _maxima(query, key, value, found, scale) if wants_maxima else None
+        maxima = _maxima(query, key, value, traced, scale) if wants_maxima else None
     except AttngenError:
         if not fallback:
             raise
@@ -95,11 +95,11 @@ def now(
     return result if return_aux is None else with_aux(result, maxima, wants_lse=wants_lse)
 
 
-def _maxima(query: Tensor, key: Tensor, value: Tensor, found: Traced, scale: float | None) -> Tensor:
+def _maxima(query: Tensor, key: Tensor, value: Tensor, traced: Traced, scale: float | None) -> Tensor:
     """The largest logit of each query, which no kernel keeps: by a pass of the reference, without a gradient."""
     call, _ = bind_call(
         Given(
-            query, key, value, arguments=found.tensors(query.dtype), variant=found.handle, softmax_scale=scale,
+            query, key, value, arguments=traced.tensors(query.dtype), variant=traced.handle, softmax_scale=scale,
             form="dense", layout="bhsd",
         )
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a function does beside computing: names that it assigns, containers that it changes, what it prints.
+"""Side effects of a function: names that it assigns, containers that it changes, output that it prints.
 
 A function is traced once, whatever it does at each call of a program, so that such effects would be lost.
 """
@@ -28,7 +28,7 @@ _DEPTH, _LONGEST = 4, 4096
 
 
 def effect_of(function: Callable[..., Any]) -> tuple[Any, str, int | None] | None:
-    """Return the function, a sentence and the line of an effect that its code, or that of a captured one, has."""
+    """The function, a sentence and the line of a side effect of its code or that of a captured one."""
     for one in _functions(function, 0, set()):
         for code in _codes(one.__code__):
             if _ASSIGNING.isdisjoint(code.co_code[::2]) and "print" not in code.co_names:
@@ -55,7 +55,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _line(step: dis.Instruction) -> int | None:
-    """Return the line of an instruction, as the versions of Python tell it."""
+    """The line of an instruction, by any version of Python."""
     number = getattr(step, "line_number", None)
     if number is None and step.starts_line is not None and not isinstance(step.starts_line, bool):
         number = step.starts_line
@@ -63,7 +63,7 @@ def _line(step: dis.Instruction) -> int | None:
 
 
 def _captured(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of what a function reads: cells, globals, defaults, and the object of a method."""
+    """Yield name and value of each input of a function: cells, globals, defaults, and the object of a method."""
     if isinstance(function, partial):
         yield "func", function.func
         yield from function.keywords.items()
@@ -122,11 +122,11 @@ class Kept:
 
     def changed(self) -> str | None:
         """Put everything back, and return what was changed, or None."""
-        told = None
+        changed = None
         for name, value, before in self._lists:
             if len(value) != len(before) or any(a is not b for a, b in zip(value, before, strict=True)):
                 value[:] = before
-                told = told or name
+                changed = changed or name
         for name, value, before in self._maps:
             if isinstance(value, set):
                 same = value == before
@@ -135,5 +135,5 @@ class Kept:
             if not same:
                 value.clear()
                 value.update(before)
-                told = told or name
-        return told
+                changed = changed or name
+        return changed

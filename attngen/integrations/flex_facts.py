@@ -1,4 +1,4 @@
-"""What captured tensors hold, as far as it decides what a function means: each tensor is looked at once.
+"""Facts about the values of captured tensors that decide the meaning of a function: each tensor is looked at once.
 
 A look is queued on the tensor's stream, and answers when it is asked: making a mask does not wait for the GPU.
 """
@@ -23,13 +23,13 @@ _PENDING = -1
 class Look:
     """The facts about one tensor's numbers."""
 
-    __slots__ = ("_answers", "_done", "_found")
+    __slots__ = ("_answers", "_done", "_order")
 
     def __init__(self, tensor: Tensor) -> None:
         """Queue what finds them out. Raises CallError while a CUDA graph is captured, in which nothing runs."""
-        self._found: tuple[bool, int] | None = None  # whether they rise, and the least
+        self._order: tuple[bool, int] | None = None  # whether they rise, and the least
         if not answers_exist(tensor):
-            self._found = False, -1
+            self._order = False, -1
             return
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CallError(
@@ -51,12 +51,12 @@ class Look:
 
     def _read(self, answers: Tensor) -> tuple[bool, int]:
         rises, least = answers.tolist()
-        self._found = bool(rises), least
-        return self._found
+        self._order = bool(rises), least
+        return self._order
 
     def _wait(self) -> tuple[bool, int]:
-        if self._found is not None:
-            return self._found
+        if self._order is not None:
+            return self._order
         if not torch.cuda.is_current_stream_capturing():
             self._done.synchronize()
         elif self._answers.tolist()[0] == _PENDING:  # a capture may not wait, but all before it is done

@@ -1,4 +1,4 @@
-"""What a function reads beside its arguments: what tells one function from another, and whether one still is as it was.
+"""The inputs of a function beside its arguments: they tell one function from another, and whether one has changed.
 
 A function is known by its code and by all that the code can reach: cells, globals, defaults, and the attributes of
 objects, modules and classes that it names. Tensors count by shape, dtype and device; what they hold is not read here.
@@ -54,7 +54,7 @@ _CELL, _ABSENT, _UNKNOWN = object(), object(), "unknown"
 
 
 class Reading:
-    """What functions read, at the time when this is made.
+    """The inputs of functions, at the time when this is made.
 
     ``key`` is the same for functions that compute the same, given tensors of the same shapes, dtypes and devices.
     ``tensors`` are those that are captured, each once, with a name. Where code can read what is not found here, such
@@ -89,12 +89,12 @@ class Reading:
         return _UNKNOWN
 
     def _unwatched(self) -> None:
-        """What is read next can change without that anything else would replace it."""
+        """Note that the next input can change in place."""
         if self._watch is not None:
             self._watch.complete = False
 
     def _held(self, holder: Any, key: Any, value: Any, name: str, depth: int) -> Any:
-        """Return the key of what a cell, a dictionary or the like holds."""
+        """The key of the value of a cell, a dictionary or the like."""
         if self._watch is not None and not isinstance(value, Tensor):
             self._watch.values.append((holder, key, value))
         return self._of(value, name, depth, (holder, key))
@@ -167,15 +167,15 @@ class Reading:
             if (inside := _content(cell)) is not _ABSENT
         ]
         around = function.__globals__
-        found = [self._held(around, name, around[name], name, depth) for name in read if name in around]
+        keys = [self._held(around, name, around[name], name, depth) for name in read if name in around]
         if watch is not None:
             watch.values.extend((around, name, _ABSENT) for name in shadows if name not in around)
         if function.__defaults__ or function.__kwdefaults__:
             given = code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) :]
-            found += [self._of(one, name, depth) for name, one in zip(given, function.__defaults__ or (), strict=False)]
+            keys += [self._of(one, name, depth) for name, one in zip(given, function.__defaults__ or (), strict=False)]
             named = function.__kwdefaults__ or {}
-            found += [(key, self._held(named, key, one, key, depth)) for key, one in named.items()]
-        return code, len(cells), *cells, *found
+            keys += [(key, self._held(named, key, one, key, depth)) for key, one in named.items()]
+        return code, len(cells), *cells, *keys
 
     def _partial(self, value: partial[Any], name: str, depth: int) -> Any:
         named = value.keywords
@@ -202,38 +202,38 @@ class Reading:
         self._by_name = True
         if "__getattr__" in holders[0]:
             return self._unknown()
-        found = [
+        keys = [
             (one, self._held(holder, one, holder[one], one, depth))
             for one in tuple(self._names) for holder in holders if one in holder and one != "__call__"
         ]  # fmt: skip
-        return type(value), *found
+        return type(value), *keys
 
     def _class(self, value: type, name: str, depth: int) -> Any:
         if type(value) is not type:
             return self._unknown()
         self._by_name = True
         self._names.update({"__init__": None, "__new__": None, "__post_init__": None})
-        found = []
+        keys = []
         for one in tuple(self._names):
             part = self._of_class(value, value, one, depth)
             if part is not None:
-                found.append((one, part))
-        return value, *found
+                keys.append((one, part))
+        return value, *keys
 
     def _of_class(self, owner: Any, kind: type, name: str, depth: int) -> Any:
-        """Return the key of an attribute that a class has, or None. Properties and the like compute what is unknown."""
+        """The key of an attribute of a class, or None: the values of properties and the like are unknown."""
         for each in kind.__mro__:
             if name in vars(each):
-                found = vars(each)[name]
-                if isinstance(found, staticmethod | classmethod):
-                    found = found.__func__
-                if isinstance(found, MemberDescriptorType):
+                attribute = vars(each)[name]
+                if isinstance(attribute, staticmethod | classmethod):
+                    attribute = attribute.__func__
+                if isinstance(attribute, MemberDescriptorType):
                     self._unwatched()
                     there = getattr(owner, name, _ABSENT)
                     return None if there is _ABSENT else self._of(there, name, depth)
-                if hasattr(type(found), "__get__") and not isinstance(found, (FunctionType, *_OF_C)):
+                if hasattr(type(attribute), "__get__") and not isinstance(attribute, (FunctionType, *_OF_C)):
                     return self._unknown()
-                return self._held(vars(each), name, found, name, depth)
+                return self._held(vars(each), name, attribute, name, depth)
         return None
 
     def _object(self, value: Any, kind: type, name: str, depth: int) -> Any:
@@ -247,21 +247,21 @@ class Reading:
         holders = [{} if fields is None else fields]
         if isinstance(value, torch.nn.Module):
             holders += [value._parameters, value._buffers, value._modules]
-        found = []
+        keys = []
         for one in tuple(self._names):
             part = self._of_class(value, kind, one, depth)
             if part is not None:
-                found.append((one, part))
+                keys.append((one, part))
             for holder in holders:
                 if one in holder:
-                    found.append((one, self._held(holder, one, holder[one], one, depth)))
+                    keys.append((one, self._held(holder, one, holder[one], one, depth)))
                 elif part is not None and self._watch is not None:
                     self._watch.values.append((holder, one, _ABSENT))
-        return kind, *found
+        return kind, *keys
 
 
 class Watch:
-    """What functions read, as it was: whether that still holds takes a fraction of what finding it out took.
+    """Earlier inputs of functions: checking that they still hold takes a fraction of the time of reading them.
 
     It keeps no captured tensor alive that a function does not. Without ``complete`` it does not see all changes.
     """
@@ -308,7 +308,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def state_of(tensor: Tensor) -> tuple[int, int]:
-    """Return what changes when a tensor's numbers do: torch's count of that, and where they lie.
+    """A key that changes with a tensor's numbers: torch's version counter, and their address.
 
     Tensors of inference mode do not count it.
     """
@@ -324,7 +324,7 @@ def _content(cell: Any) -> Any:
 
 @lru_cache(1024)
 def reads_of(code: CodeType) -> tuple[tuple[str, ...], bool, tuple[str, ...]]:
-    """Return the names that code looks up, whether it may read what they do not tell, and which are Python's own."""
+    """The names that code looks up, whether it may read anything else, and the names that are Python's own."""
     read = tuple(dict.fromkeys(names(code)))
     hidden = any(name in _HIDDEN for name in read) or _imports(code)
     return read, hidden, tuple(name for name in read if hasattr(builtins, name))

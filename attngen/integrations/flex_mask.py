@@ -151,10 +151,12 @@ class BlockMask(of_torch.BlockMask):
         Where there is none, the graph of a program breaks, and the call says why.
         """
         try:
-            found = meaning(self.function, None, self.device)
+            traced = meaning(self.function, None, self.device)
         except AttngenError:
             return
-        self.__dict__.update(handle=found.handle, tensors=found.tensors(), double_tensors=found.tensors(torch.float64))
+        self.__dict__.update(
+            handle=traced.handle, tensors=traced.tensors(), double_tensors=traced.tensors(torch.float64)
+        )
 
     # --- lists -----------------------------------------------------------------------------------------------
 
@@ -238,8 +240,8 @@ class BlockMask(of_torch.BlockMask):
     @property
     def device(self) -> torch.device:
         """The device of its lists."""
-        found: torch.device = self.kv_indices.device if self._created is None else self._created.device
-        return found
+        device: torch.device = self.kv_indices.device if self._created is None else self._created.device
+        return device
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -284,13 +286,13 @@ class BlockMask(of_torch.BlockMask):
     def __repr__(self) -> str:
         if self.listed:
             return str(super().__repr__())
-        found = meaning(self.mask_mod, None, self.device)
-        return f"BlockMask(shape={self.shape}, mask={found.variant.fields.get('mask', True)!r})"
+        traced = meaning(self.mask_mod, None, self.device)
+        return f"BlockMask(shape={self.shape}, mask={traced.variant.fields.get('mask', True)!r})"
 
     def visible(self) -> Tensor:
         """Bools of ``shape``: the keys that each query sees."""
-        found = meaning(self.function, None, self.device)
-        return found.variant.mask(self.shape, **found.tensors())
+        traced = meaning(self.function, None, self.device)
+        return traced.variant.mask(self.shape, **traced.tensors())
 
     def plain(self) -> Any:
         """Torch's own mask, with the same lists and function."""
@@ -344,15 +346,15 @@ def _lookup(grid: Tensor, rows: int, columns: int) -> Mod:
 
 def _partial_alone(partial: Mod, mask_mod: Mod) -> Mod:
     def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        found: Tensor = partial(b, h, q_idx, kv_idx) & mask_mod(b, h, q_idx, kv_idx)
-        return found
+        visible: Tensor = partial(b, h, q_idx, kv_idx) & mask_mod(b, h, q_idx, kv_idx)
+        return visible
 
     return seen
 
 
 def _partial_or_full(partial: Mod, full: Mod, mask_mod: Mod) -> Mod:
     def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        found: Tensor = partial(b, h, q_idx, kv_idx) & mask_mod(b, h, q_idx, kv_idx)
-        return found | full(b, h, q_idx, kv_idx)
+        visible: Tensor = partial(b, h, q_idx, kv_idx) & mask_mod(b, h, q_idx, kv_idx)
+        return visible | full(b, h, q_idx, kv_idx)
 
     return seen

@@ -1,4 +1,4 @@
-"""What functions mean: a variant, and the tensors that its calls pass.
+"""The meaning of functions: a variant, and the tensors that its calls pass.
 
 Functions of the same code that capture the same, up to what tensors hold, are traced once. What is kept of that does
 not keep captured tensors alive.
@@ -42,7 +42,7 @@ class Declared:
 
     @cached_property
     def variant(self) -> Any:
-        """What ``attngen.variant`` makes of it."""
+        """The variant that ``attngen.variant`` makes of it."""
         return self._makers.python_variant(self._value, self._fields)
 
 
@@ -53,27 +53,27 @@ _DECLARED: RecentCache[Declared] = RecentCache(256)
 def declared(fields: dict[str, Any]) -> Declared:
     """Return the variant of these fields. Raises SpecError."""
     text = repr(sorted(fields.items()))
-    found = _DECLARED[text]
-    if found is None:
-        found = Declared(fields, text)
-        _DECLARED.put(text, found)
-    return found
+    known = _DECLARED[text]
+    if known is None:
+        known = Declared(fields, text)
+        _DECLARED.put(text, known)
+    return known
 
 
 class Traced:
-    """What functions mean now: a variant, and the tensors that its calls pass. It keeps no captured tensor alive."""
+    """The present meaning of functions: a variant, and the tensors of its calls. It keeps no captured tensor alive."""
 
     __slots__ = ("_declared", "_given", "entries")
 
-    def __init__(self, found: Declared, entries: Sequence[Captured], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, declared: Declared, entries: Sequence[Captured], tensors: Sequence[Tensor]) -> None:
         """``tensors`` are those of the reading of the functions."""
-        self._declared, self.entries = found, entries
+        self._declared, self.entries = declared, entries
         finds = (_kept(one.constant) if one.slot is None else ref(tensors[one.slot]) for one in entries)
         self._given = [(one.name, find, one.dims == 0, one.converted) for one, find in zip(entries, finds, strict=True)]
 
     @property
     def variant(self) -> Any:
-        """What calls take: a variant made in Python."""
+        """The variant as calls take it, made in Python."""
         return self._declared.variant
 
     @property
@@ -107,7 +107,7 @@ def _there(find: Callable[[], Tensor | None]) -> Tensor:
 
 
 def argument(tensor: Tensor, converted: torch.dtype | None, *, scalar: bool) -> Tensor:
-    """Return what a call passes of a captured tensor: a number as one element, and other dtypes converted."""
+    """The argument of a call for a captured tensor: a number as one element, and other dtypes converted."""
     made = tensor.view(1) if scalar else tensor
     return made if converted is None else made.to(converted)
 
@@ -118,7 +118,7 @@ def in_double(converted: torch.dtype | None) -> torch.dtype | None:
 
 
 class Template:
-    """What functions compute, whichever tensors of the same shapes they capture."""
+    """The trace of functions, for all tensors of the same shapes that they may capture."""
 
     def __init__(self, traces: Mapping[str, Trace]) -> None:
         self._traces = traces
@@ -161,24 +161,24 @@ class Template:
     def meaning(
         self, functions: Mapping[str, Mod], tensors: Sequence[Tensor], closed: frozenset[int] = _NONE
     ) -> Traced:
-        """Return what it means with these tensors. Nothing is taken for granted of what the ``closed`` ones hold.
+        """Its meaning with these tensors. Nothing is assumed about the values of the ``closed`` ones.
 
         Raises CallError, which names one of the functions.
         """
-        for answers, found, entries in () if closed else self._known:
+        for answers, known, entries in () if closed else self._known:
             if all(_answer(tensors[slot], question) is answer for (slot, question), answer in answers.items()):
-                return Traced(found, entries, tensors)
+                return Traced(known, entries, tensors)
         values = Values(tensors, _answer, closed)
         fields, entries = self._translated(functions, values)
         try:
-            found = declared(fields)
+            known = declared(fields)
         except SpecError as error:
             kind = next(iter(functions))
             raise refusal(functions[kind], kind, " ".join(str(error).split("\n")[0].split())) from error
         self._depends(values, tensors)
         self.may_fail = self.may_fail or any(question == "positive" for _, question in values.asked)
-        self._known = [*self._known[-7:], (values.asked, found, entries)]
-        return Traced(found, entries, tensors)
+        self._known = [*self._known[-7:], (values.asked, known, entries)]
+        return Traced(known, entries, tensors)
 
     def _translated(self, functions: Mapping[str, Mod], values: Values) -> tuple[dict[str, Any], Sequence[Captured]]:
         """Return the fields of the variant, and its tensors."""
@@ -199,8 +199,8 @@ class Template:
 
 
 def _answer(tensor: Tensor, question: str) -> bool:
-    found: Look = looks.at(tensor)
-    return bool(getattr(found, question))
+    look: Look = looks.at(tensor)
+    return bool(getattr(look, question))
 
 
 def _unanswered(tensor: Tensor, question: str) -> bool:
@@ -223,8 +223,8 @@ class Functions:
         self._tensors = [tensor for _, tensor in self._reading.tensors]
 
     def _known(self) -> Template | None:
-        found = _TRACED[self._key] if self._reading.complete else None
-        return found if found is not None and found.fits(self._tensors) else None
+        template = _TRACED[self._key] if self._reading.complete else None
+        return template if template is not None and template.fits(self._tensors) else None
 
     def _traced(self) -> Template:
         return Template({
@@ -234,40 +234,40 @@ class Functions:
 
     def check(self) -> None:
         """Raise CallError for what the language lacks, and queue the checks of tensors that ``meaning`` needs."""
-        found = self._known()
-        if found is None:
-            found = self._traced()
-            if not found.taken(self._functions, self._tensors):
-                found.meaning(self._functions, self._tensors)
-            self._keep(found)
-        elif found.may_fail:
-            found.meaning(self._functions, self._tensors)
+        template = self._known()
+        if template is None:
+            template = self._traced()
+            if not template.taken(self._functions, self._tensors):
+                template.meaning(self._functions, self._tensors)
+            self._keep(template)
+        elif template.may_fail:
+            template.meaning(self._functions, self._tensors)
             return
-        found.look(self._tensors)
+        template.look(self._tensors)
 
     def _keep(self, made: Template) -> None:
         if self._reading.complete and made.lasts:
             _TRACED.put(self._key, made)
 
     def meaning(self) -> Traced:
-        """Return what they mean. Raises CallError for functions that the language cannot express."""
-        found = self._known()
-        if found is not None:
-            return found.meaning(self._functions, self._tensors)
+        """Their meaning. Raises CallError for functions that the language cannot express."""
+        traced = self._known()
+        if traced is not None:
+            return traced.meaning(self._functions, self._tensors)
         made = self._traced()
         meaning = made.meaning(self._functions, self._tensors)
         self._keep(made)
         return meaning
 
     def meaning_whatever_they_hold(self, shared: Sequence[Tensor]) -> Traced:
-        """Return what they mean if nothing is known of what tensors hold that are not ``shared`` with a mask."""
+        """Their meaning without knowledge of the values of tensors that are not ``shared`` with a mask."""
         open_ones = {id(tensor) for tensor in shared}
         closed = frozenset(slot for slot, tensor in enumerate(self._tensors) if id(tensor) not in open_ones)
         return self._traced().meaning(self._functions, self._tensors, closed)
 
 
 def meaning(mask_mod: Mod | None, score_mod: Mod | None, device: torch.device) -> Traced:
-    """Return what functions mean. Raises CallError for functions that the language cannot express."""
+    """The meaning of functions. Raises CallError for functions that the language cannot express."""
     return Functions(mask_mod, score_mod, device).meaning()
 
 

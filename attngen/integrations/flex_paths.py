@@ -1,4 +1,4 @@
-"""Where functions find the tensors and numbers that they capture, so that a compiled program reads them itself.
+"""Paths to the tensors and numbers that functions capture, so that a compiled program reads them itself.
 
 A program that torch compiles takes what a function means as a constant. It has to read all that this depends on, so
 that torch's guards notice when that changes: the functions here are traced, save ``paths_of``.
@@ -34,7 +34,7 @@ def paths_of(function: Callable[..., Any]) -> tuple[dict[int, Path], tuple[tuple
     """
     tensors: dict[int, Path] = {}
     numbers: list[tuple[Path, Any]] = []
-    for path, value in _found(function, (), 0):
+    for path, value in _captures(function, (), 0):
         if isinstance(value, Tensor):
             tensors.setdefault(id(value), path)
         else:
@@ -42,7 +42,7 @@ def paths_of(function: Callable[..., Any]) -> tuple[dict[int, Path], tuple[tuple
     return tensors, tuple(numbers)
 
 
-def _found(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, Any]]:
+def _captures(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, _LEAVES):
         yield path, value
     elif isinstance(value, FunctionType):
@@ -82,21 +82,21 @@ def _deeper(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, Any]]:
     if depth == _DEPTH:
         raise NoPathError("functions are nested too deeply")
     if not of_torch(value):
-        yield from _found(value, path, depth + 1)
+        yield from _captures(value, path, depth + 1)
 
 
 def follow(function: Any, path: Path) -> Any:
-    """Return what a path leads to. Traced, so that the program reads it."""
-    found = function
+    """The value at the end of a path. Traced, so that the program reads it."""
+    value = function
     for kind, key in path:
         if kind == "cell":
-            found = found.__closure__[key].cell_contents
+            value = value.__closure__[key].cell_contents
         elif kind == "global":
-            found = found.__globals__[key]
+            value = value.__globals__[key]
         elif kind == "default":
-            found = found.__defaults__[key]
+            value = value.__defaults__[key]
         elif kind == "attribute":
-            found = getattr(found, key)
+            value = getattr(value, key)
         else:
-            found = found[key]
-    return found
+            value = value[key]
+    return value

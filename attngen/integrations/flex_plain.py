@@ -44,17 +44,17 @@ def plain(trace: Trace) -> bool:
     for step in steps:
         if step.shape:
             return False
-        found = _INT32 if step.name == "argument" else _bits(step, bits)
-        if found is None:
+        width = _INT32 if step.name == "argument" else _bits(step, bits)
+        if width is None:
             return False
-        bits[step] = found
+        bits[step] = width
     return trace.result is not None and trace.result.dtype is torch.bool
 
 
 def _bits(step: Step, known: Mapping[Step, int]) -> int | None:
     """Return the bits of a step, or None if it is not known that the language takes it."""
     name, args = step.name, step.args
-    found: int
+    width: int
     if name == "index":
         return _element(*args[:2])
     if name in _CONSTANTS:
@@ -72,12 +72,12 @@ def _bits(step: Step, known: Mapping[Step, int]) -> int | None:
     if step.dtype.is_floating_point:
         return 0 if name in ("add", "sub", "mul") else None
     if name in ("floor_divide", "remainder"):
-        found = max(sizes) if type(args[1]) is int and args[1] > 0 else _WIDEST + 1
+        width = max(sizes) if type(args[1]) is int and args[1] > 0 else _WIDEST + 1
     elif name in ("add", "sub", *_SAME):
-        found = max(sizes) + 1
+        width = max(sizes) + 1
     else:
-        found = sum(sizes) if name == "mul" else _WIDEST + 1
-    return found if found <= _WIDEST else None
+        width = sum(sizes) if name == "mul" else _WIDEST + 1
+    return width if width <= _WIDEST else None
 
 
 def _size(operand: Any, known: Mapping[Step, int]) -> int | None:

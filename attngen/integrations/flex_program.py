@@ -130,8 +130,8 @@ def _meaning_at_trace(
         paths, numbers = ({}, ()) if score_mod is None else paths_of(score_mod)
         shared = [] if mask_mod is None else [tensor for _, tensor in meaning(mask_mod, None, where).captured()]
         of_mask = {id(tensor) for tensor in shared}
-        found = Functions(mask_mod, score_mod, where).meaning_whatever_they_hold(shared)
-        for one, tensor in found.captured():
+        traced = Functions(mask_mod, score_mod, where).meaning_whatever_they_hold(shared)
+        for one, tensor in traced.captured():
             if id(tensor) in of_mask:
                 given = argument(tensor, one.converted, scalar=not one.dims)
                 entries.append((one.name, None, tuple(given.shape), None))
@@ -140,4 +140,4 @@ def _meaning_at_trace(
                 entries.append((one.name, paths[id(tensor)], tuple(tensor.shape), converted))
     except (AttngenError, NoPathError, KeyError):
         return None, (), ()
-    return found.handle, tuple(entries), numbers
+    return traced.handle, tuple(entries), numbers

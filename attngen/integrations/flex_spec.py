@@ -15,7 +15,7 @@ from attngen.integrations.flex_trace import plain_of
 
 
 def flex_spec(functions: Sequence[Any], name: str | None, kernel: Mapping[str, Any]) -> str:
-    """Return the YAML of one variant: what a mask_mod, a score_mod, or one of each compute.
+    """The YAML of one variant: that of a mask_mod, a score_mod, or one of each.
 
     ``kernel`` are the fields of the entry that builds it. Raises SpecError for anything but such functions, and
     CallError for one that the language cannot express.
@@ -26,13 +26,13 @@ def flex_spec(functions: Sequence[Any], name: str | None, kernel: Mapping[str, A
         if count in mods:
             raise SpecError("--from-flex takes one mask_mod and one score_mod at most")
         mods[count] = function
-    found = meaning(mods.get(4), mods.get(5), torch.device("cpu")).variant
-    told = name or str(getattr(plain_of(functions[0]), "__name__", "flex")).strip("_<>") or "flex"
-    return attngen.variant(name=told, **found.fields).to_yaml(package=told, **kernel)
+    traced = meaning(mods.get(4), mods.get(5), torch.device("cpu")).variant
+    package = name or str(getattr(plain_of(functions[0]), "__name__", "flex")).strip("_<>") or "flex"
+    return attngen.variant(name=package, **traced.fields).to_yaml(package=package, **kernel)
 
 
 def _arguments(function: Any) -> int:
-    """Return how many indices a function takes, with the logit: 4 for a mask_mod, 5 for a score_mod."""
+    """Number of arguments of a function, with the logit: 4 for a mask_mod, 5 for a score_mod."""
     if not callable(function):
         raise SpecError(f"--from-flex takes functions, got {type(function).__name__}")
     required = [

@@ -74,7 +74,7 @@ Operand = Step | Given | Made
 
 @dataclass(slots=True)
 class Trace:
-    """What a function computes: steps in order, and the one that it returns."""
+    """The trace of a function: steps in order, and the one that it returns."""
 
     steps: list[Step] = field(default_factory=list)
     result: Step | None = None
@@ -169,20 +169,20 @@ class _Recorder(TorchDispatchMode):
     def expect(self, tensor: Tensor) -> None:
         """Refuse a captured tensor that is on another device than the call."""
         if tensor.dim() and tensor.device.type != self._device.type:
-            found = self.known.get(id(tensor))
-            name = f"'{found.name}' " if isinstance(found, Given) else ""
+            known = self.known.get(id(tensor))
+            name = f"'{known.name}' " if isinstance(known, Given) else ""
             raise _OperationError(f"the captured tensor {name}is on {tensor.device}, the call on {self._device}")
 
     def element(self, tensor: Tensor, indices: tuple[int, ...]) -> Tensor:
         """Return an element of a tensor, which is read where it is used, unless its value is looked at here."""
-        found = self.known.get(id(tensor))
-        if not isinstance(found, Given):
+        known = self.known.get(id(tensor))
+        if not isinstance(known, Given):
             return _aten.index(tensor, [torch.tensor(i) for i in indices])
-        places = tuple(i + size if i < 0 else i for i, size in zip(indices, found.shape, strict=True))
+        places = tuple(i + size if i < 0 else i for i, size in zip(indices, known.shape, strict=True))
         with torch._C._DisableTorchDispatch():
             result = tensor[places]
         self.known[id(result)] = Made(
-            None, result.dtype, result.shape, frozenset({found.slot}), self._line(), (found, places)
+            None, result.dtype, result.shape, frozenset({known.slot}), self._line(), (known, places)
         )
         self._alive.append(result)
         return result
@@ -200,15 +200,15 @@ class _Recorder(TorchDispatchMode):
                 numbers.append(value)
                 operands.append(value)
             else:
-                found = self.known.get(id(value))
-                if type(found) is Step:
+                known = self.known.get(id(value))
+                if type(known) is Step:
                     depends = True
-                elif type(found) is not Given or found.requires_grad:
+                elif type(known) is not Given or known.requires_grad:
                     return None
-                if found.shape:
+                if known.shape:
                     return None
-                dtypes.append(found.dtype)
-                operands.append(found)
+                dtypes.append(known.dtype)
+                operands.append(known)
         dtype = rule(dtypes, numbers) if depends else None
         return None if dtype is None else self._written(name, f"aten.{name}", tuple(operands), dtype)
 
@@ -233,12 +233,12 @@ class _Recorder(TorchDispatchMode):
     def read(self, values: Any) -> None:
         """Take note that the values of tensors were read."""
         for tensor in _tensors(values):
-            found = self.known.get(id(tensor))
-            if isinstance(found, Given):
-                self.trace.fixed.add(found.slot)
-            elif isinstance(found, Made):
-                self.trace.fixed |= found.sources
-            elif found is None:
+            known = self.known.get(id(tensor))
+            if isinstance(known, Given):
+                self.trace.fixed.add(known.slot)
+            elif isinstance(known, Made):
+                self.trace.fixed |= known.sources
+            elif known is None:
                 self.trace.strange = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -309,11 +309,11 @@ class _Recorder(TorchDispatchMode):
         sources: set[int] = set()
         if func is not _aten.lift_fresh.default:  # of a number that the function made a tensor
             for tensor in tensors:
-                found = self.known.get(id(tensor))
-                if isinstance(found, Given):
-                    sources.add(found.slot)
-                elif isinstance(found, Made):
-                    sources |= found.sources
+                known = self.known.get(id(tensor))
+                if isinstance(known, Given):
+                    sources.add(known.slot)
+                elif isinstance(known, Made):
+                    sources |= known.sources
                 else:
                     self.trace.strange = True
             if func is not _aten.detach.default and any(tensor.requires_grad for tensor in tensors):
@@ -331,12 +331,12 @@ class _Recorder(TorchDispatchMode):
 
     def _operand(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            found = self.known.get(id(value))
-            if found is None:  # that the reading of the function did not find
+            known = self.known.get(id(value))
+            if known is None:  # that the reading of the function did not find
                 self.trace.strange = True
-                found = self.known[id(value)] = self._made(value)
+                known = self.known[id(value)] = self._made(value)
                 self._alive.append(value)
-            return found
+            return known
         return self._operands(value) if isinstance(value, list | tuple) else value
 
     def _operands(self, values: Any) -> tuple[Any, ...]:
@@ -377,14 +377,14 @@ _ZEROS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 def _samples(kind: str, device: torch.device) -> list[Tensor]:
     """Return arguments for a function: a logit, and four indices."""
-    found = _SAMPLES.get(device)
-    if found is None:
+    samples = _SAMPLES.get(device)
+    if samples is None:
         with torch.inference_mode(False):
             indices = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(4))
-            found = torch.ones((), dtype=torch.float32, device=device), *indices
+            samples = torch.ones((), dtype=torch.float32, device=device), *indices
         if _runs(device):
-            _SAMPLES[device] = found
-    return [*found] if kind == "score_mod" else [*found[1:]]
+            _SAMPLES[device] = samples
+    return [*samples] if kind == "score_mod" else [*samples[1:]]
 
 
 def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -403,7 +403,7 @@ def _runs(device: torch.device) -> bool:
 def traced(
     function: Callable[..., Any], kind: str, device: torch.device, reading: Reading, words: Container[str]
 ) -> Trace:
-    """Return what a function of (b, h, q_idx, kv_idx) computes, or with ``kind='score_mod'`` of (score, b, h, …).
+    """Trace a function of (b, h, q_idx, kv_idx), or with ``kind='score_mod'`` of (score, b, h, …).
 
     ``reading`` is of this function, or of several with it. Operations that are not among ``words`` are written down as
     torch decomposes them, where it does. Raises CallError, in one sentence with the place, for a
@@ -411,8 +411,8 @@ def traced(
     """
     effect = effect_of(function)
     if effect is not None:
-        told, reason, line = effect
-        raise refusal(told, kind, f"{reason}; a function must have no side effects", line)
+        effectful, reason, line = effect
+        raise refusal(effectful, kind, f"{reason}; a function must have no side effects", line)
     arguments = _samples(kind, device)
     recorder = _Recorder(function, arguments, reading, device, words)
     kept = Kept(function)
@@ -436,12 +436,12 @@ def traced(
 
 def _line_of_error(error: Exception, function: Callable[..., Any]) -> int | None:
     """Return the line of a function's file at which an error was raised."""
-    code, found, trace = getattr(plain_of(function), "__code__", None), None, error.__traceback__
+    code, line, trace = getattr(plain_of(function), "__code__", None), None, error.__traceback__
     while trace is not None:
         if code is not None and trace.tb_frame.f_code.co_filename == code.co_filename:
-            found = trace.tb_lineno
+            line = trace.tb_lineno
         trace = trace.tb_next
-    return found
+    return line
 
 
 def _reason(error: Exception) -> str:

@@ -65,14 +65,14 @@ class Captured:
     def fields(self) -> dict[str, Any]:
         """Return its declaration, as ``attngen.variant`` takes it."""
         shape: list[str | int] = [*extents(self.name, self.dims)] or [1]
-        found: dict[str, Any] = {"dtype": DTYPES[CONVERTED.get(self.dtype, self.dtype)], "shape": shape}
+        fields: dict[str, Any] = {"dtype": DTYPES[CONVERTED.get(self.dtype, self.dtype)], "shape": shape}
         if self.monotone:
-            found["monotone"] = {"axis": self.dims - 1}
+            fields["monotone"] = {"axis": self.dims - 1}
         if self.least is not None:
-            found["range"] = {"min": self.least}
+            fields["range"] = {"min": self.least}
         if self.learned:
-            found["grad"] = True
-        return found
+            fields["grad"] = True
+        return fields
 
     @property
     def converted(self) -> torch.dtype | None:
@@ -86,7 +86,7 @@ def extents(name: str, dims: int) -> tuple[str, ...]:
 
 
 class Values:
-    """What a translation may ask about what captured tensors hold, and what it did ask."""
+    """The questions that a translation may ask about the values of captured tensors, and those that it asked."""
 
     def __init__(
         self, tensors: Sequence[Tensor], answer: Callable[[Tensor, str], bool], closed: frozenset[int]
@@ -288,12 +288,12 @@ class Translator:
         """Whether a tensor holds no negative number, which is then declared of it."""
         entry = self._captured(tensor)
         if isinstance(tensor, Given):
-            found = self._values.fact(tensor.slot, "natural")
+            natural = self._values.fact(tensor.slot, "natural")
         else:
-            found = tensor.tensor is not None and Look(tensor.tensor).natural
-        if found:
+            natural = tensor.tensor is not None and Look(tensor.tensor).natural
+        if natural:
             entry.least = entry.least or 0
-        return found or (entry.least is not None and entry.least >= 0)
+        return natural or (entry.least is not None and entry.least >= 0)
 
     def _never_negative(self, operand: Any) -> bool:
         """Whether a number is known not to be negative. What is asked about tensors does not depend on the answers."""
@@ -330,8 +330,8 @@ class Translator:
         return name in _SIGN_OF_ARGUMENT and self._never_negative(arguments[0])
 
     def _none_negative(self, operands: Sequence[Any]) -> bool:
-        found = [self._never_negative(operand) for operand in operands]  # all of them are asked
-        return all(found)
+        answers = [self._never_negative(operand) for operand in operands]  # all of them are asked
+        return all(answers)
 
     def _divisor(self, step: Step, operand: Any) -> str:
         """Return a divisor, which must be known not to be 0."""
@@ -428,8 +428,8 @@ def _is_float(step: Step) -> bool:
 
 
 def _dtype(operand: Any) -> torch.dtype:
-    found: torch.dtype = operand.dtype
-    return found
+    dtype: torch.dtype = operand.dtype
+    return dtype
 
 
 def _wrapped(text: str, dtype: torch.dtype) -> str:

@@ -91,8 +91,8 @@ def _check(q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> None
     of_rows = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     for name, given, wanted in (("out", out, rows), ("dout", dout, rows), ("softmax_lse", lse, of_rows)):
         if not isinstance(given, Tensor) or tuple(given.shape) != wanted or given.device != q.device:
-            found = f"{tuple(given.shape)} on {given.device}" if isinstance(given, Tensor) else type(given).__name__
-            raise CallError(f"{name} must be a tensor of shape {wanted} on {q.device}, to match q and v, got {found}")
+            got = f"{tuple(given.shape)} on {given.device}" if isinstance(given, Tensor) else type(given).__name__
+            raise CallError(f"{name} must be a tensor of shape {wanted} on {q.device}, to match q and v, got {got}")
 
 
 def _aligned(given: Tensor) -> bool:
@@ -117,11 +117,11 @@ def _of_reference(
     call: dict[str, Any] = {"variant": variant(candidate.variant), "return_lse": True, **options, **candidate.own()}
     with torch.enable_grad():
         if packing is None:
-            found: Any = calls.attention(leaf_q, leaf_k, leaf_v, **call)
+            result: Any = calls.attention(leaf_q, leaf_k, leaf_v, **call)
         else:
             starts_q, starts_k, longest_q, longest_k = packing
-            found = calls.attention_varlen(leaf_q, leaf_k, leaf_v, starts_q, starts_k, longest_q, longest_k, **call)
-        own_out, own_lse = found
+            result = calls.attention_varlen(leaf_q, leaf_k, leaf_v, starts_q, starts_k, longest_q, longest_k, **call)
+        own_out, own_lse = result
         dead = own_lse.isneginf()  # rows that see no key of the call
         share = (own_lse.masked_fill(dead, 0.0) - lse.masked_fill(dead, 0.0)).exp().masked_fill(dead, 0.0)
         loss = ((row_sums(own_out, dout) - sums) * share).sum()

@@ -27,7 +27,7 @@ _REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Which keys a query sees. Positions count from the first key given, and the last query is at the last key.
+    """The keys that a query sees. Positions count from the first key given, and the last query is at the last key.
 
     ``left`` and ``right``: how many keys before and after its own position, −1 without limit. ``start`` and ``stop``
     (batch,) int32: the range of keys that are not padding; None if none is padding. ``chunk`` and ``origin`` (batch,):
@@ -77,7 +77,7 @@ class StructuredMask(torch.Tensor):
         return self._built
 
     def _contiguous(self) -> StructuredMask:
-        """Return the same mask, which becomes a contiguous tensor once that is needed."""
+        """The same mask, which becomes a contiguous tensor once that is needed."""
         return StructuredMask.of(self.structure, tuple(self.shape), self.device, lambda: self.dense().contiguous())
 
     @classmethod
@@ -131,10 +131,10 @@ def structure_of(
     ``padding`` (batch, keys) is False at padding. The offsets are the positions of the first query and the first key,
     as ``AttentionMaskInterface`` gets them. The values of ``padding`` are read, once for each mask.
     """
-    found = _sides(mask_function)
-    if found is None:
+    sides = _sides(mask_function)
+    if sides is None:
         return None
-    left, right, chunk, left_padding, doc, places = found
+    left, right, chunk, left_padding, doc, places = sides
     structure = Structure(left, right, chunk)
     used: Tensor | None = None
     if structure.positional or doc is not None:
@@ -176,7 +176,7 @@ def _chunks_of_documents(doc: Tensor, chunk: Tensor) -> Tensor:
 
 
 def _bounds(padding: Tensor, used: Tensor | None) -> tuple[Tensor | None, Tensor | None] | None:
-    """Return where the keys that are not padding start and stop: (None, None) without padding, None if with gaps."""
+    """Start and end of the keys that are not padding: (None, None) without padding, None if with gaps."""
     keys = padding.shape[1]
     real = padding.to(torch.int32)
     count = real.sum(dim=1, dtype=torch.int32)
@@ -190,7 +190,7 @@ def _bounds(padding: Tensor, used: Tensor | None) -> tuple[Tensor | None, Tensor
 
 
 class _Sides(NamedTuple):
-    """What the functions of a mask say: as in ``Structure``, but ``left_padding`` is that before the first chunk, and
+    """Sides of a mask by its functions: as in ``Structure``, but ``left_padding`` is that before the first chunk, and
     ``places`` are positions in documents, None where they count along the whole row."""
 
     left: int
@@ -202,7 +202,7 @@ class _Sides(NamedTuple):
 
 
 def _sides(mask_function: Callable[..., Any]) -> _Sides | None:
-    """Return what the functions of a mask say, or None where one is not known."""
+    """The sides of a mask by its functions, or None where one is not known."""
     left, right = NO_LIMIT, NO_LIMIT
     chunk: int | None = None
     left_padding: Tensor | None = None
@@ -252,8 +252,8 @@ def _parts(mask_function: Callable[..., Any]) -> list[tuple[str, Mapping[str, An
         return [(name, closed)]
     parts = []
     for part in closed["mask_functions"]:
-        found = _parts(part)
-        if found is None:
+        own_parts = _parts(part)
+        if own_parts is None:
             return None
-        parts += found
+        parts += own_parts
     return parts

@@ -54,12 +54,12 @@ def read_config(path: Path) -> Any:
 
 def dtype_of(config: Any) -> str | None:
     """Return the dtype that a configuration names, as kernels name it, or None. Raises SpecError for another one."""
-    found = next((each for each in _with_text(config) if each is not None), None)
-    if found is None:
+    named = next((each for each in _with_text(config) if each is not None), None)
+    if named is None:
         return None
-    dtype = getattr(torch, found, found) if isinstance(found, str) else found
+    dtype = getattr(torch, named, named) if isinstance(named, str) else named
     if dtype not in TORCH_DTYPES.values():
-        raise SpecError(f"dtype: found {found} in the configuration; allowed: {', '.join(TORCH_DTYPES)}, by --dtype")
+        raise SpecError(f"dtype: found {named} in the configuration; allowed: {', '.join(TORCH_DTYPES)}, by --dtype")
     return ATTENTION_DTYPES[dtype]
 
 
@@ -71,8 +71,10 @@ def _class_of(architecture: Any) -> Any:
     """Return transformers' class of a name, or None if there is none or it is not a model."""
     import transformers
 
-    found = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
-    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+    model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+    return (
+        model_class if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel) else None
+    )
 
 
 def made(config: Any, dtype: torch.dtype, implementation: str) -> Any:

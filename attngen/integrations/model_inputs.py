@@ -57,7 +57,7 @@ def of_images(model: Any) -> dict[str, Tensor]:
     return {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
 
 
-def step_of(model: Any, given: Mapping[str, Any], found: Any, cache: Any) -> dict[str, Any]:
+def step_of(model: Any, given: Mapping[str, Any], outputs: Any, cache: Any) -> dict[str, Any]:
     """Return the inputs of a step of a model that reads one more token against a cache."""
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -68,7 +68,7 @@ def step_of(model: Any, given: Mapping[str, Any], found: Any, cache: Any) -> dic
         rest = {name: value for name, value in given.items() if name == "attention_mask"}
         if "decoder_attention_mask" in given:
             rest["decoder_attention_mask"] = longer
-        encoded = BaseModelOutput(last_hidden_state=found.encoder_last_hidden_state)
+        encoded = BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
         return {"decoder_input_ids": one, "encoder_outputs": encoded, **against, **rest}
     step = {"input_ids": one, **against}
     return {**step, "attention_mask": longer} if "attention_mask" in given else step

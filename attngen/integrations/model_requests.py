@@ -1,4 +1,4 @@
-"""What a model of Hugging Face's transformers asks attngen for, found by running it without weights.
+"""The kernels that a model of Hugging Face's transformers needs, learned by running it without weights.
 
 The model of a configuration is made on torch's ``meta`` device, where tensors have shapes but no data, and runs as it
 does with ``attn_implementation="attngen"``: a whole prompt, a step against a cache, a step of training. Each call of
@@ -70,7 +70,7 @@ class Asking:
 
 
 def requests_of(config: Any, dtype: str, *, training: bool, serving: bool) -> Asking:
-    """Return what the model of a configuration asks for in a dtype: ``bf16``, ``fp16`` or ``fp32``.
+    """The requests of the model of a configuration in a dtype: ``bf16``, ``fp16`` or ``fp32``.
 
     ``training`` adds what its steps ask for, and ``serving`` what continuous batching (``use_pages``) does.
     Raises SpecError if the model asks for nothing, or cannot be run without weights.
@@ -99,8 +99,8 @@ def _run_all(model: Any, notes: _Notes, training: bool) -> list[str]:
         inner = [each for each in _parts(part, name) if not notes.knows(each[0])]
         if alone is not None and not list(_parts(part, name)):  # else its parts are run by themselves
             failed.insert(0, alone)
-        told = f"{name or type(model).__name__} cannot be run without weights, and what it asks for is not known"
-        gaps += [f"{told}: {reason}" for reason in failed]
+        failure = f"{name or type(model).__name__} cannot be run without weights, and what it asks for is not known"
+        gaps += [f"{failure}: {reason}" for reason in failed]
         todo += inner
     return gaps
 
@@ -127,7 +127,7 @@ def _run(model: Any, notes: _Notes, training: bool) -> tuple[str | None, list[st
         return given, []
     model.eval()
     try:
-        found = model(**given)
+        outputs = model(**given)
     except Exception as error:  # anything that a model raises on tensors without data
         return sentence(error), []
     failed: list[str] = []
@@ -138,10 +138,10 @@ def _run(model: Any, notes: _Notes, training: bool) -> tuple[str | None, list[st
         except Exception as error:  # as above
             failed.append(f"{what}: {sentence(error)}")
 
-    cache, images = cache_of(found), of_images(model)
+    cache, images = cache_of(outputs), of_images(model)
     if cache is not None:
         with notes.on("", steps=True):
-            also("a step against its cache", lambda: step_of(model, given, found, cache))
+            also("a step against its cache", lambda: step_of(model, given, outputs, cache))
     if images:
         with notes.on("prompts with images"):
             also("a prompt with images", lambda: {**given, **images})
@@ -157,7 +157,7 @@ def _run(model: Any, notes: _Notes, training: bool) -> tuple[str | None, list[st
 
 
 class _Notes:
-    """What layers ask for while their model runs."""
+    """Requests of layers while their model runs."""
 
     def __init__(self, model: Any, serving: bool) -> None:
         self.requests: dict[Request, Use] = {}
@@ -234,8 +234,8 @@ class _Notes:
             ))  # fmt: skip
             return
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        told = transformers_paged.seen(sliding_window, softcap, s_aux)
-        candidates = candidates_over_cache(CachedCall(q=q[0], k_cache=k, v_cache=v, **told), BATCH)
+        fields = transformers_paged.seen(sliding_window, softcap, s_aux)
+        candidates = candidates_over_cache(CachedCall(q=q[0], k_cache=k, v_cache=v, **fields), BATCH)
         self._note(module, attngen_transformers.Asked(candidates, q[0], k, v, None, None), "paged")
 
 

@@ -74,7 +74,7 @@ class RoutedCall:
 
 
 class Routing:
-    """What happened inside one ``sdpa`` block. Counts are exact if one thread at a time uses it."""
+    """The calls inside one ``sdpa`` block. Counts are exact if one thread at a time uses it."""
 
     def __init__(self, backend: str | None, explain: bool) -> None:
         self.backend = backend
@@ -86,17 +86,17 @@ class Routing:
 
     @property
     def routed(self) -> int:
-        """How many calls ran on attngen."""
+        """Number of calls that ran on attngen."""
         return self.variants.total()
 
     @property
     def fell_back(self) -> int:
-        """How many calls ran on torch."""
+        """Number of calls that ran on torch."""
         return self.reasons.total()
 
     def report(self) -> str:
-        """Say how many calls each variant served, why the others fell back, and who else has replaced torch's function;
-        with ``explain``, each call too."""
+        """Count the calls of each variant, the reasons of those that fell back, and calls of other replacements of
+        torch's function; with ``explain``, list each call too."""
         served = ", ".join(f"{name} {count}" for name, count in self.variants.most_common())
         lines = [f"{self.routed} calls on attngen" + (f": {served}" if served else "")]
         lines.append(f"{self.fell_back} calls on torch" + (":" if self.reasons else ""))
@@ -109,8 +109,8 @@ class Routing:
     def __call__(self, original: Callable[..., Tensor], query: Any, key: Any, value: Any, *options: Any) -> Tensor:
         """Serve one call. ``options``: attn_mask, dropout_p, is_causal, scale, enable_gqa."""
         attn_mask, dropout_p, is_causal, scale, enable_gqa = options
-        found = self._attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        name, result = found if isinstance(found, tuple) else (None, found)
+        attended = self._attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        name, result = attended if isinstance(attended, tuple) else (None, attended)
         if name is None:
             self.reasons[result] += 1
         else:
@@ -177,7 +177,7 @@ class Routing:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: Any, causal: str | None, scale: Any,
         enable_gqa: Any, learns: bool,
     ) -> str | None:  # fmt: skip
-        """Return why torch has to serve calls of this form, or None if a kernel may."""
+        """The reason why torch has to serve calls of this form, or None if a kernel may."""
         if not choice.on_gpu(q) and self.backend != "reference":
             return f"q is on {q.device.type}, and kernels run on GPUs"
         reason = _disagreement(q, k, v, mask, enable_gqa) or _option(dropout_p, causal, mask, scale)
@@ -219,13 +219,13 @@ def _of_causal_bias(mask: Any, q: Any, k: Any, is_causal: bool) -> tuple[str | N
     if not all(isinstance(tensor, Tensor) and tensor.dim() >= 2 for tensor in (q, k)):
         return None, "q and k are not tensors of queries and keys"
     if (mask.seq_len_q, mask.seq_len_kv) != (q.shape[-2], k.shape[-2]):
-        found = f"{mask.seq_len_q} queries and {mask.seq_len_kv} keys"
-        return None, f"the CausalBias is for {found}, and the call has {q.shape[-2]} and {k.shape[-2]}"
+        expected = f"{mask.seq_len_q} queries and {mask.seq_len_kv} keys"
+        return None, f"the CausalBias is for {expected}, and the call has {q.shape[-2]} and {k.shape[-2]}"
     return "causal", None
 
 
 def _odd_option(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> str | None:
-    """Return which option is not a number, so that torch has to judge it, or None."""
+    """The option that is not a number, so that torch has to judge it, or None."""
     numbers = {"dropout_p": dropout_p, "scale": 0.0 if scale is None else scale}
     for name, value in numbers.items():
         if type(value) not in (float, int):
@@ -237,7 +237,7 @@ def _odd_option(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> 
 
 
 def _unusual(*tensors: Any) -> str | None:
-    """Return why these cannot be passed to a kernel at all, or None."""
+    """The reason why these cannot be passed to a kernel at all, or None."""
     for place, tensor in enumerate(tensors):
         if tensor is None and place == _MASK:
             continue
@@ -281,7 +281,7 @@ def _autocast(tensor: Tensor | None) -> Tensor | None:
 
 
 def _disagreement(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> str | None:
-    """Return what is wrong with shapes, dtypes or devices, so that torch has to judge it, or None."""
+    """The fault of shapes, dtypes or devices, so that torch has to judge it, or None."""
     if not q.dim() == k.dim() == v.dim() or q.dim() not in (3, 4):
         return f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions; 4, or 3, can be routed"
     if not q.dtype == k.dtype == v.dtype or q.dtype not in ATTENTION_DTYPES:
@@ -324,7 +324,7 @@ def _candidate(q: Tensor, k: Tensor, mask: Tensor | None, causal: str | None, th
         mask = mask.unsqueeze(1)
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    if any(found not in (1, wanted) for found, wanted in zip(mask.shape, shape, strict=True)):
+    if any(size not in (1, wanted) for size, wanted in zip(mask.shape, shape, strict=True)):
         return f"the mask of shape {given} does not broadcast to {shape}"
     by_head = mask.shape[1] > 1 or mask.dtype != torch.bool
     expanded = mask.expand(shape if by_head else (shape[0], 1, *shape[2:]))
@@ -520,14 +520,14 @@ def _in_place_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return scaled_dot_product_attention
 
 
-def _is_installed(ours: Callable[..., Tensor]) -> bool:
+def _is_installed(own: Callable[..., Tensor]) -> bool:
     """Whether a block is open that put this function there. One that a block left behind, since another patch covered
     it, puts back what it replaced as soon as that patch is gone."""
-    if _installed is not None and _installed[1] is ours:
+    if _installed is not None and _installed[1] is own:
         return True
     with _lock:
-        if F.scaled_dot_product_attention is ours and (_installed is None or _installed[1] is not ours):
-            F.scaled_dot_product_attention = _REPLACED[ours]
+        if F.scaled_dot_product_attention is own and (_installed is None or _installed[1] is not own):
+            F.scaled_dot_product_attention = _REPLACED[own]
     return False
 
 
@@ -567,8 +567,8 @@ def _uninstall() -> None:
     """Put torch's function back, unless another one was installed over ours, which then keeps calling through it."""
     global _installed
     assert _installed is not None
-    original, ours = _installed
-    if F.scaled_dot_product_attention is ours:
+    original, own = _installed
+    if F.scaled_dot_product_attention is own:
         F.scaled_dot_product_attention = original
     _installed = None
 

@@ -131,7 +131,7 @@ def asked(
     block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> Asked:
-    """Return what a module asks for, by the arguments that transformers passes on. Computes no attention.
+    """The request of a module, by the arguments that transformers passes on. Computes no attention.
 
     ``s_aux`` (h,) are sinks: a logit of each head that takes part in the softmax and has no value; ``sinks``
     (b, h, sq, 1) has one for each query as well. ``indices`` (b, sq, n) are the keys that each query selects, each of
@@ -244,7 +244,7 @@ def _selected(indices: Tensor, given: Tensor | None, keys: int, *, causal: bool)
 
 
 def _block_size(module: torch.nn.Module) -> int:
-    """Return how many keys the blocks have that a module selects; 0 where it does not say."""
+    """Number of keys of the blocks that a module selects; 0 where it does not say."""
     return int(getattr(getattr(module, "indexer", None), "block_size", 0))
 
 
@@ -268,7 +268,7 @@ def _packing(q: Tensor, given: Tensor | None, kwargs: Mapping[str, Any]) -> Pack
 def _packed_structure(
     given: Tensor | None, is_causal: bool, sliding_window: int | None, bias: Tensor | None
 ) -> Structure:
-    """Return what a query sees in its own sequence: the sides of the model's mask, or what the module says."""
+    """The keys that a query sees in its own sequence: the sides of the model's mask, or of the module."""
     if bias is not None:
         raise NoKernelError("no variant has both packed sequences and a position bias")
     if isinstance(given, StructuredMask):
@@ -348,7 +348,7 @@ def _chunked(structure: Structure, q: Tensor, k: Tensor) -> list[Candidate]:
 
 
 def _padding(structure: Structure, q: Tensor, k: Tensor, packing: Packing | None) -> dict[str, Tensor]:
-    """Return where the keys that are not padding start and stop: all keys, unless the structure says otherwise."""
+    """Start and end of the keys that are not padding: all keys, unless the structure says otherwise."""
     if structure.start is not None and structure.stop is not None:
         return {"start": structure.start, "stop": structure.stop}
     batch, keys = (q.shape[0], k.shape[1]) if packing is None else (packing[0].shape[0] - 1, packing[3])
@@ -433,12 +433,12 @@ def mask(
     use_vmap = bool(kwargs.get("use_vmap"))
 
     def build() -> Tensor:
-        found = sdpa_mask(
+        tensor = sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask,
             allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
-        assert found is not None
-        return found
+        assert tensor is not None
+        return tensor
 
     config: type = type(kwargs.get("config"))
     if takes_masks_of_eager(config):
@@ -452,11 +452,11 @@ def mask(
         skips = plain and kwargs.get("allow_is_causal_skip", True)
         if skips and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length:
             return None
-        found = build()
+        tensor = build()
         if plain and isinstance(q_offset, Tensor):  # a step against a static cache: its bools need not be read
             used = (q_offset + q_length).to(device=device, dtype=torch.int32)
-            setattr(found, _USED, used.reshape(1).expand(batch_size).contiguous())
-        return found
+            setattr(tensor, _USED, used.reshape(1).expand(batch_size).contiguous())
+        return tensor
     own = _with_attention_of_its_own(config)
     if own is not None:
         raise CallError(f"{own} computes its attention itself, so that attn_implementation must be 'eager'")
@@ -540,8 +540,8 @@ def _models_of(config: type) -> list[Any]:
     """The base model of a config, or all models of its package that are loaded, if no mapping has it."""
     from transformers import MODEL_MAPPING
 
-    found = MODEL_MAPPING.get(config, None)
-    first = found[0] if isinstance(found, tuple) else found
+    mapped = MODEL_MAPPING.get(config, None)
+    first = mapped[0] if isinstance(mapped, tuple) else mapped
     return _loaded_models(config) if first is None else [first]
 
 

@@ -1,4 +1,4 @@
-"""What differs between the releases of transformers that attngen serves: 5.17 to 5.24. Nothing else asks for a version.
+"""Differences between the releases of transformers that attngen serves, 5.17 to 5.24. Nothing else asks for a version.
 
 =====  =============================================================================================================
 since  what changed
@@ -42,14 +42,14 @@ def _version() -> tuple[int, int]:
 
 
 def cache_name(forward: Callable[..., Any]) -> str:
-    """Return how a function of transformers names its cache: ``cache``, or ``past_key_values`` before 5.24."""
+    """The name of the cache argument of a function of transformers: ``cache``, or ``past_key_values`` before 5.24."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def cache_of(outputs: Any) -> Any:
     """Return the cache that a model returns with its outputs, or None."""
-    found = getattr(outputs, "cache", None)
-    return getattr(outputs, "past_key_values", None) if found is None and _version() < (5, 24) else found
+    cache = getattr(outputs, "cache", None)
+    return getattr(outputs, "past_key_values", None) if cache is None and _version() < (5, 24) else cache
 
 
 # --- continuous batching --------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def cache_given(options: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a cache of continuous batching keeps of a layer: all keys in pages, or those of a window.
+    """The part of a cache of continuous batching for a layer: all keys in pages, or those of a window.
 
     ``group`` is the place of its indices. ``pages``: keys and values (pages, page_size, kv_heads, head_dim); None for
     a layer with a window.
@@ -138,7 +138,7 @@ class Kept:
 
 
 def kept(cache: Any, layer: int) -> Kept:
-    """Return what a ``PagedAttentionCache`` keeps of a layer."""
+    """The part of a ``PagedAttentionCache`` for a layer."""
     if _version() >= (5, 18):
         allocator = cache.layer_to_allocator[layer]
         window = getattr(allocator, "sliding_window", None)
@@ -155,13 +155,13 @@ def kept(cache: Any, layer: int) -> Kept:
 
 
 def longest(options: Mapping[str, Any], kind: str) -> tuple[int, int]:
-    """Return how many queries and keys the longest sequence of a batch has, in a kind of layers."""
+    """Numbers of queries and keys of the longest sequence of a batch, in a kind of layers."""
     name = "max_seqlen" if _version() < (5, 19) else "max_length"
     return options[f"{name}_q"], of_kind(options[f"{name}_k"], kind)
 
 
 def of_kind(value: Any, kind: str) -> Any:
-    """Return what is given for a kind of layers, or for all of them in one."""
+    """The value for a kind of layers, where kinds have values of their own."""
     return value[kind] if isinstance(value, Mapping) else value
 
 

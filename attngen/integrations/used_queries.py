@@ -17,7 +17,7 @@ from attngen.runtime.arguments.torch_state import is_traced
 
 @dataclass(frozen=True)
 class UsedQueries:
-    """Where the used rows of packed sequences are: apart, as they came, and together.
+    """Places of the used rows of packed sequences: apart, as they came, and together.
 
     ``starts`` (batch + 1,) int32 is where each sequence starts once rows are together. ``source`` (total,) is the old
     row of each row together, and ``place`` (total,) the new row of each row apart; ``taken`` and ``used`` (total,) bool
@@ -52,7 +52,7 @@ class UsedQueries:
         return moved
 
     def apart(self, rows: Tensor) -> Tensor:
-        """Return rows (total, …) where they came from, and 0 for those that are not used."""
+        """Rows (total, …) in their original places, and 0 for those that are not used."""
         moved: Tensor = _Rows.apply(rows, self.place, self.used, self.source, self.taken)
         return moved
 
@@ -87,8 +87,8 @@ def checked(seqused: Tensor, name: str, cu_seqlens: Tensor) -> Tensor:
     """Return used lengths, int32 (batch,), or raise CallError. The values of a tensor on a GPU are not read."""
     batch = cu_seqlens.shape[0] - 1
     if not isinstance(seqused, Tensor) or seqused.dtype != torch.int32 or tuple(seqused.shape) != (batch,):
-        found = f"{seqused.dtype} of shape {tuple(seqused.shape)}" if isinstance(seqused, Tensor) else repr(seqused)
-        raise CallError(f"{name} must be int32 of shape ({batch},), got {found}")
+        got = f"{seqused.dtype} of shape {tuple(seqused.shape)}" if isinstance(seqused, Tensor) else repr(seqused)
+        raise CallError(f"{name} must be int32 of shape ({batch},), got {got}")
     if seqused.device != cu_seqlens.device:
         raise CallError(f"{name} is on {seqused.device}, but the sequences are on {cu_seqlens.device}")
     if seqused.is_cpu and not is_traced(seqused):

@@ -131,14 +131,14 @@ def flash_attn_varlen_func(
         raise CallError("packed keys need cu_seqlens_k, where each sequence begins")
     q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
     batch = tensor("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
-    found = attend(
+    attended = attend(
         candidates_for(q, causal, window, softcap, alibi_slopes, batch), q, k, v, spec=SPEC,
         packing=(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), softmax_scale=softmax_scale,
         seqused_k=seqused_k, return_lse=return_softmax_lse, descales=scales_or_ones(q, k, **descales),
     )  # fmt: skip
     if out is None:
-        return found
-    result, *lse = found if return_softmax_lse else (found,)
+        return attended
+    result, *lse = attended if return_softmax_lse else (attended,)
     return (out.copy_(result), *lse) if lse else out.copy_(result)
 
 
@@ -173,7 +173,7 @@ def is_fa_version_supported(fa_version: int) -> bool:
 
 
 def fa_version_unsupported_reason(fa_version: int) -> str | None:
-    """Why no kernel runs here, or None; the same for 2, 3 and 4. Raises CallError for another version."""
+    """The reason why no kernel runs here, or None; the same for 2, 3 and 4. Raises CallError for another version."""
     _check_version(fa_version)
     if not torch.cuda.is_available():
         return "no GPU is found"
@@ -204,6 +204,6 @@ _REASONS = {
 
 
 def _of_quantized(q: Tensor, kv: Tensor, **given: Tensor | None) -> dict[str, Tensor | None]:
-    """Return scales, None for those of what is not quantized."""
+    """Scales, None for tensors that are not quantized."""
     of = {"q_descale": q, "k_descale": kv, "v_descale": kv}
     return {name: scale if of[name].dtype in QUANTIZED else None for name, scale in given.items()}

@@ -1,1 +1,1 @@
-"""What the commands do, as functions that return values: building, racing, verifying, explaining."""
+"""The work of the commands, as functions that return values: build, explain, verify, bench, tune."""

@@ -28,7 +28,7 @@ class Case:
 
     @property
     def batch(self) -> int:
-        """How many sequences there are."""
+        """Number of sequences."""
         return len(self.q_lengths)
 
     @property

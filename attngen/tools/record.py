@@ -46,7 +46,7 @@ class Record:
     exhaustive: int = 0  # tests that only ``-m exhaustive`` runs
 
     def count(self, outcome: str) -> int:
-        """Return how many tests had an outcome."""
+        """Number of tests with an outcome."""
         return sum(counts.get(outcome, 0) for counts in self.families.values())
 
     def counts(self) -> str:
@@ -68,12 +68,12 @@ def source_hashes() -> dict[str, str]:
 
 def folder_hash(folder: Path) -> str:
     """Return a hash of the names and contents of the files below a folder, but for what Python compiled."""
-    found = sha256()
+    digest = sha256()
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     for name in sorted(name for name in files if "__pycache__" not in name):
         content = files[name].read_bytes()
-        found.update(f"{len(name)} {name} {len(content)} ".encode() + content)
-    return found.hexdigest()[:16]
+        digest.update(f"{len(name)} {name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def records(path: Path | None = None) -> list[Record]:

@@ -40,7 +40,7 @@ _POWER, _MEAN_POWER = "power.draw.instant", "power.draw"
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the card reaches: a bf16 matrix product (TFLOP/s), and a copy (GB/s, bytes read and written)."""
+    """Ceilings of the card: a bf16 matrix product (TFLOP/s), and a copy (GB/s, bytes read and written)."""
 
     matrix_tflops: float
     copy_gbps: float

@@ -68,13 +68,13 @@ class BuiltKernel:
 
     @property
     def advice(self) -> str | None:
-        """What it costs that CUDA was given up for another backend, and how to stay; None if it was not."""
+        """The cost of another backend instead of CUDA, and the way to keep CUDA; None for kernels in CUDA."""
         if not self.refused or self.refused[0]["backend"] == self.manifest["backend"]:
             return None
         return _advice(self.manifest)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the kernel as ``attngen build --json`` prints it."""
+        """The kernel in the document of ``attngen build --json``."""
         of_manifest = ("backend", "arch", "resources", "package", "dtype", "head_dim_qk", "head_dim_v", "layout")
         return {
             "name": self.name,
@@ -96,7 +96,7 @@ class Failure:
     location: Location | None = None  # of the spec's entry that asks for the kernel
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the failure as ``attngen build --json`` prints it, with the place that its error or its kernel has."""
+        """The failure in the document of ``attngen build --json``, with the place of its error or its kernel."""
         row = self.error.to_dict()
         if row["file"] is None and self.location is not None:
             row |= {"file": self.location.file, "line": self.location.line or None}
@@ -139,7 +139,7 @@ class Task:
 
     @classmethod
     def of(cls, prepared: Prepared, asked: str | None = None) -> Task:
-        """Return the task of a kernel; ``asked``: its name at the first attempt."""
+        """Return the task of a kernel; ``requested`` is its name at the first attempt."""
         from attngen.store.key import key_of
 
         return cls(asked or prepared.plan.name, prepared, key_of(prepared.plan, prepared.source))
@@ -178,8 +178,8 @@ class Compiles:
         Raises ToolchainError where a compiler is not installed or does not work: that says nothing about a kernel.
         """
         self.store.require_trusted()
-        found = [self._find(Task.of(kernel)) for kernel in prepared]
-        missing = [task for task in found if task is not None]
+        tasks = [self._find(Task.of(kernel)) for kernel in prepared]
+        missing = [task for task in tasks if task is not None]
         self.observer.planned(len(prepared), len(missing))
         if missing:
             self.store.require_writable()
@@ -317,7 +317,7 @@ def after_refusals(store: Store, prepared: Prepared) -> Prepared | None:
 
 
 def _advice(manifest: Mapping[str, Any]) -> str:
-    """Say what a kernel loses that takes too many registers in CUDA, and what to declare."""
+    """The loss of a kernel that takes too many registers in CUDA, and the declaration that keeps it."""
     from attngen.plan.allowances import TRITON_BACKWARD
 
     variant = manifest.get("variant")
@@ -336,7 +336,7 @@ def _advice(manifest: Mapping[str, Any]) -> str:
 
 
 def _effort(task: Task) -> tuple[bool, int]:
-    """What orders compiles by the time that they take: backward kernels, then long sources."""
+    """Sort key by the time of a compile: backward kernels, then long sources."""
     return task.prepared.plan.direction == "backward", len(task.prepared.source.text)
 
 

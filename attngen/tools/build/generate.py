@@ -20,7 +20,7 @@ _MARK = "by `attngen build "
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What was rendered into ``folder``; ``changed`` and ``removed`` are names of files in it."""
+    """Outcome of rendering into ``folder``; ``changed`` and ``removed`` are names of files in it."""
 
     folder: Path
     kernels: tuple[Prepared, ...]
@@ -28,7 +28,7 @@ class Generated:
     removed: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as ``attngen build --render-only --json`` prints it."""
+        """The document of ``attngen build --render-only --json``."""
         kernels = [
             {
                 "name": kernel.plan.name,

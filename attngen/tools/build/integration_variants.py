@@ -14,15 +14,15 @@ def variants() -> dict[str, Variant]:
     """Return every preset and every variant of ``specs/integrations/`` by name."""
     from attngen.schema import load_spec, preset, preset_names
 
-    found = {name: preset(name) for name in preset_names()}
+    by_name = {name: preset(name) for name in preset_names()}
     for path in sorted((specs_dir() / "integrations").glob("*.yaml")):
         for name, declared in load_spec(path).variants.items():
-            assert found.setdefault(name, declared.variant) == declared.variant, f"{path}: another '{name}'"
-    return found
+            assert by_name.setdefault(name, declared.variant) == declared.variant, f"{path}: another '{name}'"
+    return by_name
 
 
 def text() -> str:
-    """Return what the file of variants holds."""
+    """The contents of the file of variants."""
     rows: dict[str, Any] = {name: variant.to_dict() for name, variant in sorted(variants().items())}
     return json.dumps(rows, indent=1) + "\n"
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """What a build did. ``up_to_date``: nothing that it reads has changed since the last one, so it did nothing."""
+    """Outcome of a build. ``up_to_date``: its inputs have not changed since the last one, so it did nothing."""
 
     package: str
     spec: str
@@ -59,7 +59,7 @@ class BuildReport:
     up_to_date: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as ``attngen build --json`` prints it."""
+        """The document of ``attngen build --json``."""
         return {
             "package": self.package,
             "spec": self.spec,
@@ -216,12 +216,12 @@ def _unused(choices: Sequence[Tuned], prepared: Sequence[Prepared]) -> Iterable[
 
 def each_once(kernels: Iterable[BuiltKernel]) -> list[BuiltKernel]:
     """Return kernels, each name once: a later attempt at one may be the first attempt at another."""
-    found: dict[str, BuiltKernel] = {}
+    by_name: dict[str, BuiltKernel] = {}
     for kernel in kernels:
-        known = found.setdefault(kernel.name, kernel)
+        known = by_name.setdefault(kernel.name, kernel)
         if known.refused and not kernel.refused:
-            found[kernel.name] = kernel
-    return list(found.values())
+            by_name[kernel.name] = kernel
+    return list(by_name.values())
 
 
 def prepare(spec: Spec, arches: Sequence[str] = (), *, tuned: Sequence[Tuned] = ()) -> list[Prepared]:
@@ -235,7 +235,7 @@ def prepare(spec: Spec, arches: Sequence[str] = (), *, tuned: Sequence[Tuned] = 
 def prepare_each(
     spec: Spec, arches: Sequence[str] = (), *, tuned: Sequence[Tuned] = (), repeated: list[Repeated] | None = None
 ) -> tuple[list[Prepared], list[Failure]]:
-    """Return the kernels of a spec that can be planned and rendered, and why the others cannot.
+    """The kernels of a spec that can be planned and rendered, and the errors of the others.
 
     ``tuned`` has choices for kernels that leave them open. ``repeated`` takes what ``plan_each`` says of kernels that
     are asked for again.
@@ -269,7 +269,7 @@ def plans(spec: Spec, arches: Sequence[str] = ()) -> list[tuple[KernelSpec, Plan
 def plan_each(
     spec: Spec, arches: Sequence[str] = (), *, tuned: Sequence[Tuned] = (), repeated: list[Repeated] | None = None
 ) -> tuple[list[tuple[KernelSpec, Plan]], list[Failure]]:
-    """Return the kernels of a spec that can be planned, with their plans, each once, and why the others cannot.
+    """The kernels of a spec that can be planned, with their plans, each once, and the errors of the others.
 
     The kernels that append to the caches of paged ones, those that quantize for ones that read 8 bits, and those that
     widen caches follow those that its entries ask for. A choice of ``tuned`` that the plan refuses is left out.
@@ -291,7 +291,7 @@ def plan_each(
                 location=Location(spec.file),
                 field="arch",
             )
-    found: dict[str, tuple[KernelSpec, Plan]] = {}
+    by_name: dict[str, tuple[KernelSpec, Plan]] = {}
     failures: list[Failure] = []
     for kernel in kernel_specs:
         if arches and kernel.arch not in arches:
@@ -301,20 +301,20 @@ def plan_each(
             failures.append(Failure(_label(kernel), planned, kernel.location))
             continue
         for each in planned:
-            first = found.setdefault(each.name, (kernel, each))
+            first = by_name.setdefault(each.name, (kernel, each))
             if first[1] is not each and _chosen_alike(first[1]) != _chosen_alike(each):
                 clash = _clash(each.name, first[0], kernel)
                 failures.append(Failure(_label(kernel), clash, kernel.location))
             elif repeated is not None and first[0] is not kernel:
                 repeated.append(Repeated(each.name, first[0], kernel))
-    planned_specs = [kernel for kernel, _ in found.values()]
+    planned_specs = [kernel for kernel, _ in by_name.values()]
     for kernel in (*appends(planned_specs), *quantizers(planned_specs), *wideners(planned_specs)):
         helper = _attempt(kernel, partial(plan, kernel))
         if isinstance(helper, AttngenError):
             failures.append(Failure(_label(kernel), helper, kernel.location))
         else:
-            found[helper.name] = kernel, helper
-    return list(found.values()), failures
+            by_name[helper.name] = kernel, helper
+    return list(by_name.values()), failures
 
 
 def _empty(spec: Spec) -> SpecError:
@@ -339,17 +339,17 @@ def _plans(kernel: KernelSpec, tuned: Sequence[Tuned]) -> list[Plan]:
     from attngen.plan.times import tuned_times
 
     own = plan(kernel)
-    found: dict[str, Plan] = {}
+    by_name: dict[str, Plan] = {}
     for file in tuned:
         choice, chosen = file.applied(kernel), own
         if choice is not None:
             with contextlib.suppress(PlanError):
                 chosen = plan(choice)
-        chosen = found.setdefault(chosen.name, chosen)
+        chosen = by_name.setdefault(chosen.name, chosen)
         if choice is not None and chosen is not own:
             row = TunedOn(file.name, file.gpu, tuned_times(own, chosen, file.speedup(kernel)))
-            found[chosen.name] = replace(chosen, tuned=(*chosen.tuned, row))
-    return list(found.values()) or [own]
+            by_name[chosen.name] = replace(chosen, tuned=(*chosen.tuned, row))
+    return list(by_name.values()) or [own]
 
 
 def _chosen_alike(planned: Plan) -> dict[str, Any]:

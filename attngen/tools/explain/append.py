@@ -37,7 +37,7 @@ class AppendExplanation:
         return str(qk) if qk == v else f"{qk} for q and k, {v} for v"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as ``attngen explain --json`` prints it."""
+        """The document of ``attngen explain --json``."""
         return {"plan": self.plan.to_dict(), "facts": dict(self.facts())}
 
 

@@ -63,7 +63,7 @@ class Assumed:
         return dtype_row(self.declared.dtype).kind == "int"
 
     def to(self, device: torch.device) -> Assumed:
-        """Return itself: elements are made where the indices are."""
+        """The tensor itself: elements are made on the device of the indices."""
         del device
         return self
 
@@ -72,7 +72,7 @@ class Assumed:
         return math.prod(self.shape)
 
     def __str__(self) -> str:
-        """Say in a sentence what the values are."""
+        """The values in a sentence."""
         low, high = (int(end) if self._whole else end for end in self.limits)
         if self.declared.dtype == "bool":
             return f"random: blocks of {BLOCK} elements along the last axes all true, all false, or mixed, a third each"
@@ -121,10 +121,10 @@ def _place(seed: int, length: int) -> torch.Tensor:
 
 def _hashed(seed: int, indices: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return 64 random bits for each index. Axes along which an index only repeats are left out."""
-    found = _mixed(torch.tensor(seed))
+    bits = _mixed(torch.tensor(seed))
     for index in indices:
-        found = _mixed(found + _narrow(index))
-    return found
+        bits = _mixed(bits + _narrow(index))
+    return bits
 
 
 def _narrow(index: torch.Tensor) -> torch.Tensor:
@@ -190,8 +190,8 @@ class Heads:
         heads = [h] if h is not None else range(self.heads if read & HEAD_NAMES else 1)
         return [(sequence, head) for sequence in sequences for head in heads]
 
-    def told(self, variant: Variant, b: int | None, h: int | None) -> str:
-        """Say which heads of which sequences are looked at."""
+    def text(self, variant: Variant, b: int | None, h: int | None) -> str:
+        """The heads and sequences that are looked at, in words."""
         read = variant.uses(variant.mask)[0]
         head = "one head"
         if read & HEAD_NAMES:
@@ -223,7 +223,7 @@ def assume(
 
 
 def extents_of(variant: Variant, seqlen: int, scalars: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the extent that each name of a shape stands for."""
+    """The extent of each name of a shape."""
     of = Heads.of(variant, given)
     extents = {"b": of.batch, "h": of.heads, "heads": of.heads, "hk": of.kv_heads, "kv_heads": of.kv_heads}
     extents |= dict.fromkeys(("seqlen_q", "seqlen_k", "total_q", "total_k"), seqlen)

@@ -45,7 +45,7 @@ DROPOUT = "of pairs whose 16-bit Philox number is below dropout_p * 65536"
 
 
 def _derivative(name: str, text: str) -> tuple[str, str]:
-    """Return label and text of a derivative, of the score unless it says that it is of the sink."""
+    """Label and text of a derivative: of the score, or of the sink."""
     of_sink = name.removeprefix("sink by ")
     return f"by {of_sink}", text if of_sink == name else f"{text}, of the sink"
 
@@ -67,7 +67,7 @@ class BackwardExplanation(ScheduleExplanation):
     """The explanation of a backward in Triton, whose compiler lays out the kernels."""
 
     def launch(self, launch: Launch) -> list[str]:
-        """Return lines on one launch: what it does, and what the memory of one that multiplies holds."""
+        """Lines on one launch: its purpose, and the contents of shared memory where it multiplies."""
         does = [describe(launch)]
         if launch.name not in ("dkdv", "dq"):
             return does
@@ -80,7 +80,7 @@ class BackwardExplanation(ScheduleExplanation):
 
 
 def describe(launch: Launch) -> str:
-    """Say what a launch of a backward does."""
+    """The purpose of a launch of a backward kernel."""
     return DOES[launch.name].format(tile_m=launch.tile_m, tile_n=launch.tile_n)
 
 

@@ -60,17 +60,17 @@ def efficiency(
     """
     given = tensors or {}
     places = Heads.of(plan.variant, given).places(plan.variant, b, h)
-    found = []
+    counts = []
     for seqlen in seqlens:
         arguments = {**scalars, **assume(plan.variant, seqlen, scalars, given, seed)}
         count = min(len(places), most_places(plan, seqlen))
         some = [places[(2 * n + 1) * len(places) // (2 * count)] for n in range(count)]
         counted = reduce(add, (visits(plan, seqlen, arguments, place, count) for place in some))
-        found.append(counted.of_heads(len(places)) if count < len(places) else counted)
-    return tuple(found)
+        counts.append(counted.of_heads(len(places)) if count < len(places) else counted)
+    return tuple(counts)
 
 
-def told_tensors(
+def tensor_values(
     plan: Plan,
     seqlen: int,
     scalars: Mapping[str, Number],
@@ -78,17 +78,17 @@ def told_tensors(
     seed: int = 0,
 ) -> dict[str, str]:
     """Return, for each tensor that the mask reads, the sentence that says what it holds."""
-    found = assume(plan.variant, seqlen, scalars, tensors or {}, seed)
-    told = {}
+    tensors_read = assume(plan.variant, seqlen, scalars, tensors or {}, seed)
+    texts = {}
     for declared in read_by(plan.variant):
-        value = found[declared.name]
+        value = tensors_read[declared.name]
         shape = f"{declared.dtype} [{', '.join(map(str, value.shape))}]"
-        told[declared.name] = f"{shape}, {value if isinstance(value, Assumed) else 'as given'}"
-    return told
+        texts[declared.name] = f"{shape}, {value if isinstance(value, Assumed) else 'as given'}"
+    return texts
 
 
 def length_of(variant: Variant, tensors: Mapping[str, torch.Tensor]) -> int | None:
-    """Return the length of the sequences that given tensors are made for, None where their shapes name none.
+    """The length of the sequences of given tensors, None where their shapes name none.
 
     Raises CallError where two of their extents disagree.
     """

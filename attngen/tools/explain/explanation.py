@@ -95,7 +95,7 @@ class PlanExplanation:
         return self.plan.structure.shared_bytes or self.memory.total
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as ``attngen explain --json`` prints it."""
+        """The document of ``attngen explain --json``."""
         plan = self.plan
         regions = [{**asdict(one), "holds": self.schedule.holds(one.name)} for one in plan.structure.shared]
         return {
@@ -124,18 +124,18 @@ class PlanExplanation:
             "counted": self.place,
             "efficiency": [
                 {
-                    "seqlen": found.seqlen,
-                    "heads": found.heads,
-                    "visible_pairs": found.visible_pairs,
-                    "full_tiles": found.full,
-                    "partial_tiles": found.partial,
-                    "steps": found.steps,
-                    "skipped_steps": found.skipped,
-                    "efficiency": found.efficiency,
-                    "query_tiles": {"looked_at": found.sampled[0], "of": found.sampled[1]},
-                    **({"outside": found.outside} if found.outside else {}),
+                    "seqlen": visit.seqlen,
+                    "heads": visit.heads,
+                    "visible_pairs": visit.visible_pairs,
+                    "full_tiles": visit.full,
+                    "partial_tiles": visit.partial,
+                    "steps": visit.steps,
+                    "skipped_steps": visit.skipped,
+                    "efficiency": visit.efficiency,
+                    "query_tiles": {"looked_at": visit.sampled[0], "of": visit.sampled[1]},
+                    **({"outside": visit.outside} if visit.outside else {}),
                 }
-                for found in self.visits
+                for visit in self.visits
             ],
             **self.schedule.to_dict(),
             **({"pipes": pipes_dict(self.schedule.pipes)} if self.schedule.pipes else {}),
@@ -150,27 +150,27 @@ class PlanExplanation:
     def _queries(self) -> dict[str, Any]:
         names = ("visible", "full")
         return {
-            name: [{"lo": band.lo, "hi": band.hi} for band in found]
-            for name, found in zip(names, self.queries, strict=True)
+            name: [{"lo": band.lo, "hi": band.hi} for band in sides]
+            for name, sides in zip(names, self.queries, strict=True)
         }
 
     def summary(self) -> list[tuple[str, str]]:
         """Label and text of the few facts that say what a kernel is."""
         plan, floor = self.plan, self.schedule.floor
-        told = {label: text for label, text in reversed(self.facts()) if label}  # the first line of each
+        texts = {label: text for label, text in reversed(self.facts()) if label}  # the first line of each
         stages = f", {plan.stages} stages" if plan.direction == "forward" else ""
-        told["variant"] = f"{plan.variant.name}: {told.pop('mask')}"
-        told["target"] += f", head_dim {_head_dims(plan)}, {plan.backend} ({plan.backend_reason})"
-        if "tile" in told:
-            told["tile"] += f"{stages}, {self.shared_bytes} B of shared memory"
+        texts["variant"] = f"{plan.variant.name}: {texts.pop('mask')}"
+        texts["target"] += f", head_dim {_head_dims(plan)}, {plan.backend} ({plan.backend_reason})"
+        if "tile" in texts:
+            texts["tile"] += f"{stages}, {self.shared_bytes} B of shared memory"
         if floor is not None:
-            told["a step"] = f"{floor.block} clocks, bound by {' and '.join(floor.binding)}"
+            texts["a step"] = f"{floor.block} clocks, bound by {' and '.join(floor.binding)}"
         derived = (label for label, _ in self.facts() if label.startswith("by "))
         shown = (
             "variant", "score", *derived, "sink", "dropout", "takes", "target", "gradients", "tile", "loop", "a step",
         )  # fmt: skip
         usual = {("score", "s"), ("takes", "nothing of its own")}
-        return [(label, told[label]) for label in shown if label in told and (label, told[label]) not in usual]
+        return [(label, texts[label]) for label in shown if label in texts and (label, texts[label]) not in usual]
 
     def facts(self) -> list[tuple[str, str]]:
         """Return label and text of everything but bands, floors and efficiency, for people."""
@@ -178,7 +178,7 @@ class PlanExplanation:
         if plan.direction == "backward":
             return [*backward_facts(plan, self.schedule), *self._pipes()]
         classifier = plan.launch("classify").symbol if plan.has_launch("classify") else ""
-        told = self.schedule.facts()
+        of_schedule = self.schedule.facts()
         target = f"{plan.arch_name}, {plan.dtype_name}, {plan.layout}, {plan.direction}"
         operands = f"{self.memory.total} B of {plan.arch.shared_memory} B: {self.memory}"
         return [
@@ -194,16 +194,16 @@ class PlanExplanation:
             ("tile", f"{_tile_rows(plan)} x {plan.tile_n} keys, {plan.num_warps} warps ({plan.threads} threads)"),
             ("stages", f"{plan.stages} pairs of K and V tiles in flight"),
             ("loads", _loads(plan)),
-            *_labelled("roles", told.get("roles", [])),
-            *_labelled("registers", told.get("registers", [])),
-            *_labelled("shared memory", told.get("shared memory", [operands])),
+            *_labelled("roles", of_schedule.get("roles", [])),
+            *_labelled("registers", of_schedule.get("registers", [])),
+            *_labelled("shared memory", of_schedule.get("shared memory", [operands])),
             *self._pipes(),
             ("softmax", f"{plan.softmax}{', approximate functions' if plan.approximate else ', exact functions'}"),
             (
                 "loop",
                 f"{plan.iteration}: {_ITERATIONS[plan.iteration].format(classifier=classifier, known=_known(plan))}",
             ),
-            *_labelled("steps", told.get("steps", [])),
+            *_labelled("steps", of_schedule.get("steps", [])),
             *([("time", times_text(plan))] if plan.times else []),
             ("grid", self.schedule.grid(_section(plan))),
             *_labelled("arguments", argument_lines(plan.arguments)),
@@ -261,7 +261,7 @@ def _head_dims(plan: Plan) -> str:
 
 
 def _columns(head_dim: int, blocks: tuple[Columns, ...]) -> str:
-    """Say how a head_dim is cut: ``192 = 128 + 64``, ``112 in 128``."""
+    """The blocks of a head_dim: ``192 = 128 + 64``, ``112 in 128``."""
     width = padded_width(blocks)
     cut = f" = {' + '.join(str(block.width) for block in blocks)}" if len(blocks) > 1 else ""
     return f"{head_dim}{cut}" if width == head_dim else f"{head_dim} padded to {width}{cut}"
@@ -358,14 +358,14 @@ def _tensors(plans: Sequence[Plan], files: Mapping[str, Path]) -> dict[str, torc
     from attngen.tools.explain.assumed import read_by
     from attngen.tools.explain.tensor_files import read_tensor
 
-    found = {}
+    read = {}
     for name, path in files.items():
         known = {tensor.name: tensor for plan in plans for tensor in read_by(plan.variant)}
         if name not in known:
             raise CallError(f"no mask of these kernels reads a tensor '{name}'{suggest(name, known)}")
         for declared in {t for plan in plans for t in read_by(plan.variant) if t.name == name}:
-            found[name] = read_tensor(declared, path)
-    return found
+            read[name] = read_tensor(declared, path)
+    return read
 
 
 class _Measured:
@@ -406,25 +406,25 @@ class _Measured:
             )
         return scalars, self._known[key]
 
-    def told(self, plan: Plan) -> tuple[Mapping[str, str], tuple[str, ...]]:
-        """Return what the tensors of a mask hold at the greatest length, and which scalars were assumed."""
+    def tensors(self, plan: Plan) -> tuple[Mapping[str, str], tuple[str, ...]]:
+        """The values of the tensors of a mask at the greatest length, and the names of the assumed scalars."""
         if find_spec("torch") is None:
             return {}, ()
-        from attngen.tools.explain.efficiency import scalars_of, told_tensors
+        from attngen.tools.explain.efficiency import scalars_of, tensor_values
 
         scalars, longest = scalars_of(plan.variant, self._given), max(self._lengths(plan.variant))
-        told = told_tensors(plan, longest, scalars, self._of_variant(plan.variant), self.seed)
+        texts = tensor_values(plan, longest, scalars, self._of_variant(plan.variant), self.seed)
         read = names(plan.variant.mask) | {e for t in plan.variant.tensors for e in t.shape}
         assumed = (s.name for s in plan.variant.arguments if s.default is None and s.name not in self._given)
-        return told, tuple(name for name in assumed if name in read)
+        return texts, tuple(name for name in assumed if name in read)
 
     def place(self, plan: Plan) -> str:
-        """Say which heads of which sequences are counted."""
+        """The heads and sequences that are counted, in words."""
         if find_spec("torch") is None:
             return ""
         from attngen.tools.explain.assumed import Heads
 
-        return Heads.of(plan.variant, self._of_variant(plan.variant)).told(plan.variant, self._b, self._h)
+        return Heads.of(plan.variant, self._of_variant(plan.variant)).text(plan.variant, self._b, self._h)
 
     def _of_variant(self, variant: Variant) -> dict[str, torch.Tensor]:
         declared = {tensor.name for tensor in variant.tensors}
@@ -443,13 +443,13 @@ class _Measured:
         return (made_for,)
 
     def schedule(self, plan: Plan) -> ScheduleExplanation:
-        """Return what the schedule tells, with the floors of a head by the steps of its consumers, if it has floors."""
-        found = explanation_of(plan)
-        if found.floor is None:
-            return found
+        """The explanation of the schedule, with the floors of a head by the steps of its consumers, if it has some."""
+        explanation = explanation_of(plan)
+        if explanation.floor is None:
+            return explanation
         each = (visits.of_heads(1) for visits in self.of(plan)[1])
-        heads = (HeadFloor.of(plan, found.floor, v.seqlen, v.steps, v.visible_pairs) for v in each)
-        return replace(found, heads=tuple(heads))
+        heads = (HeadFloor.of(plan, explanation.floor, v.seqlen, v.steps, v.visible_pairs) for v in each)
+        return replace(explanation, heads=tuple(heads))
 
     def gradients(self, plan: Plan) -> GradientFloors | None:
         """Return the floors of the kernels of a backward."""
@@ -457,7 +457,7 @@ class _Measured:
 
 
 def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
-    found = bands(plan.variant.mask, Facts.of(plan.variant), over="kv", heads=plan.box_heads)
+    of_mask = bands(plan.variant.mask, Facts.of(plan.variant), over="kv", heads=plan.box_heads)
     memory = shared_memory(
         tile_m=plan.tile_m,
         tile_n=plan.tile_n,
@@ -467,14 +467,14 @@ def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
         operands=plan.operands,
     )
     scalars, visits = measured.of(plan)
-    visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
-    explained = PlanExplanation(plan, visible, full, found.exact, memory, measured.schedule(plan), scalars, visits)
-    tensors, assumed = measured.told(plan)
+    visible, full = (tuple(map(Band.of, part)) for part in (of_mask.visible, of_mask.full))
+    explained = PlanExplanation(plan, visible, full, of_mask.exact, memory, measured.schedule(plan), scalars, visits)
+    tensors, assumed = measured.tensors(plan)
     explained = replace(
         explained, tensors=tensors, assumed=assumed, seed=measured.seed, place=measured.place(plan)
     )  # fmt: skip
     if plan.direction == "forward":
-        foreseen = ((found.seqlen, predicted(plan, found.seqlen, scalars)) for found in visits)
+        foreseen = ((visit.seqlen, predicted(plan, visit.seqlen, scalars)) for visit in visits)
         return replace(explained, predicted=tuple((length, us) for length, us in foreseen if us is not None))
     turned = bands(plan.variant.mask, Facts.of(plan.variant), over="q")
     some, every = (tuple(Band.of(one, "q") for one in part) for part in (turned.visible, turned.full))

@@ -33,7 +33,7 @@ class HeadFloor:
 
 
 def floor_dict(low: Floor, heads: Sequence[HeadFloor]) -> dict[str, Any]:
-    """Return a floor as ``attngen explain --json`` prints it; clocks are those of one multiprocessor."""
+    """A floor in the document of ``attngen explain --json``; clocks are those of one multiprocessor."""
     return {
         "rates": [asdict(rate) for rate in RATES],
         "qk": {**asdict(low.qk), "clocks": low.qk.clocks},

@@ -47,19 +47,19 @@ class GradientFloors:
 
     @classmethod
     def of(cls, plan: Plan, visited: Callable[[Plan], Sequence[Visits]]) -> GradientFloors | None:
-        """Return the floors of a backward, None where the rates of the chip are not known.
+        """The floors of a backward kernel, None where the rates of the chip are not known.
 
         ``visited`` returns the tiles that a kernel visits, at the same lengths for each.
         """
-        found = (gradient_floor(plan, launch) for launch in plan.launches)
-        kernels = tuple(low for low in found if low is not None)
+        floors = (gradient_floor(plan, launch) for launch in plan.launches)
+        kernels = tuple(low for low in floors if low is not None)
         if plan.arch_name != "sm90a" or plan.operands.q.mma is None or not kernels:
             return None
         rows = zip(*(visited(plan.of_launch(low.launch)) for low in kernels), strict=True)
         return cls(plan, kernels, tuple(_head(plan, kernels, each) for each in rows))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as ``attngen explain --json`` prints it; clocks are those of one multiprocessor."""
+        """Its entry in the document of ``attngen explain --json``; clocks are those of one multiprocessor."""
         return {
             "kernels": {
                 low.launch.name: {

@@ -1,4 +1,4 @@
-"""The Hopper backwards in CUDA in words: what their launches do, and the roles of the kernel of all products."""
+"""Hopper's backward kernels in CUDA in words: their launches, and the roles of the kernel of all products."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BlockExplanation(ScheduleExplanation):
         return self.plan.structure
 
     def launch(self, launch: Launch) -> list[str]:
-        """Return lines on one launch: what it does, and the warpgroups and the memory of that of all products."""
+        """Lines on one launch: its purpose, and the warpgroups and the memory of the launch of all products."""
         plan, roles = self.plan, self.roles
         clears = launch.name == "preprocess" and first_stored(plan)
         does = describe(launch) + ("; clears the states of dQ" if clears else self.more.get(launch.name, ""))
@@ -70,7 +70,7 @@ class BlockExplanation(ScheduleExplanation):
         ]
 
     def steps(self) -> Iterator[str]:
-        """Yield what else is decided about steps and their order."""
+        """Other decisions about steps and their order."""
         roles = self.roles
         if roles.own_spans:
             yield "a consumer whose keys no query of a step sees multiplies nothing but dQ of the step before"
@@ -94,11 +94,11 @@ class BlockExplanation(ScheduleExplanation):
         yield f"consumers: {roles.consumers} warpgroups of 64 keys, {self.registers('consumers')}"
 
     def registers(self, role: str) -> str:
-        """Say how many registers a role has."""
+        """The registers of a role."""
         return f"{self.roles.registers_of(role)} registers a thread"
 
     def of_dout(self) -> str:
-        """Say what a stage of dO holds, where it is not a whole tile."""
+        """Contents of a stage of dO, where it is not a whole tile."""
         return ""
 
 
@@ -122,5 +122,5 @@ class ClusterExplanation(BlockExplanation):
         )
 
     def of_dout(self) -> str:
-        """Say that a stage of dO holds half a tile, where it does."""
+        """A note where a stage of dO holds half a tile."""
         return "half ones " if self.roles.parts_of(padded_width(self.plan.columns_v)) > 1 else ""

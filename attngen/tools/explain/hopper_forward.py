@@ -52,7 +52,7 @@ class HopperExplanation(ScheduleExplanation):
         """Return its entries of the JSON form."""
         hopper, low = self.hopper, self.floor
         assert low is not None
-        told = {
+        entries = {
             "roles": {
                 "consumers": hopper.consumers,
                 "rows": ROWS,
@@ -71,10 +71,10 @@ class HopperExplanation(ScheduleExplanation):
             "loop": dict(self.loop()),
             "floor": floor_dict(low, self.heads),
         }
-        return {"hopper": told}
+        return {"hopper": entries}
 
     def holds(self, region: str) -> str:
-        """Say what a region of shared memory holds."""
+        """Contents of a region of shared memory."""
         return _holds(self.plan, self.hopper, region)
 
     def facts(self) -> dict[str, list[str]]:
@@ -92,7 +92,7 @@ class HopperExplanation(ScheduleExplanation):
         }
 
     def grid(self, section: str) -> str:
-        """Say which block does what; ``section`` says in which order."""
+        """The work of each block; ``section`` describes the order."""
         rows, heads = ("seqlen_q x group", "kv_heads") if self.plan.pack_gqa else ("seqlen_q", "heads")
         tiles = f"ceil({rows} / {self.plan.tile_m}) x {heads} x batch"
         order = f"longest first; {section}" if self.hopper.longest_first else "head by head in natural order"
@@ -117,8 +117,8 @@ class HopperExplanation(ScheduleExplanation):
         anchored = ", which ends with the last key that is" if hopper.anchored else ""
         first = "the last tile of keys that all rows see, then the others" if hopper.whole_first else "tiles of keys"
         yield "order", f"{first} from the last that is seen{anchored} to the first"
-        found = "exponentials make" if hopper.softmax == "bounded" else "maximum and exponentials make"
-        yield "first tile", f"{turn}QK(0){passed}, wait; {found} P(0)"
+        reductions = "exponentials make" if hopper.softmax == "bounded" else "maximum and exponentials make"
+        yield "first tile", f"{turn}QK(0){passed}, wait; {reductions} P(0)"
         if hopper.overlap:
             yield "step j", f"{turn}QK(j), PV(j-1){passed}, wait for S(j), logits, wait for O, softmax"
         else:
@@ -236,7 +236,7 @@ _ERROR = (
 
 
 def _scales(plan: Plan) -> list[str]:
-    """Say what has a scale of its own."""
+    """The elements that share a scale."""
     if not plan.scale_block:
         return ["q_descale, k_descale and v_descale: one number, or (batch, kv_heads)"]
     block = f"blocks of {plan.scale_block} tokens"
@@ -269,7 +269,7 @@ def _masks(plan: Plan) -> str:
 
 
 def _holds(plan: Plan, hopper: HopperForward, region: str) -> str:
-    """Say what a region of shared memory holds."""
+    """Contents of a region of shared memory."""
     width_qk, width_v = plan.columns_qk[0].width, plan.columns_v[0].width
     tiles = "1 tile" if hopper.q_stages == 1 else f"{hopper.q_stages} tiles"
     parts = "" if hopper.out_columns == width_v else f", {width_v // hopper.out_columns} parts in turn"

@@ -20,7 +20,7 @@ GLYPHS = "·▒█"
 
 
 class Drawn:
-    """What can be an image: notebooks show it, and ``save`` writes it."""
+    """An image that notebooks show and ``save`` writes."""
 
     def draw(self, figure: Any, axes: Any) -> None:
         """Draw it into a figure of matplotlib."""
@@ -48,7 +48,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Picture(Drawn):
-    """What heads of sequences see: ``mask`` is (sequences, heads, queries, keys), bools on the CPU."""
+    """Visible pairs of heads of sequences: ``mask`` is (sequences, heads, queries, keys), bools on the CPU."""
 
     title: str
     mask: Tensor
@@ -79,8 +79,8 @@ def picture(name: str, mask: Tensor, b: int | None, h: int | None) -> Picture:
 
     Raises CallError.
     """
-    found, place = at_place(mask, b, h)
-    return Picture(f"{name} ({place})" if mask.shape[0] * mask.shape[1] > 1 else name, found.cpu())
+    values, place = at_place(mask, b, h)
+    return Picture(f"{name} ({place})" if mask.shape[0] * mask.shape[1] > 1 else name, values.cpu())
 
 
 def _glyph(cell: Tensor) -> str:

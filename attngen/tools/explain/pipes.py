@@ -31,7 +31,7 @@ def barriers(pipes: Pipes) -> Iterator[Barrier]:
 
 
 def pipes_dict(pipes: Pipes) -> dict[str, Any]:
-    """Return them as ``attngen explain --json`` prints them; ``registers`` are those of each thread of a role."""
+    """Their entries in the document of ``attngen explain --json``; ``registers`` are those of a thread of each role."""
     return {
         "rings": [_ring_dict(ring) for ring in pipes.rings],
         "barriers": [asdict(barrier) for barrier in barriers(pipes)],
@@ -40,7 +40,7 @@ def pipes_dict(pipes: Pipes) -> dict[str, Any]:
 
 
 def ring_lines(pipes: Pipes) -> list[str]:
-    """Return a line for each ring: stages, bytes of a stage, who fills and who empties it, and what it guards."""
+    """A line for each ring: stages, bytes of a stage, its producer and its consumers, and the data that it guards."""
     width = max(len(ring.name) for ring in pipes.rings)
     return [
         f"{ring.name:{width}s} {ring.stages} x {_stage_bytes(ring):6d} B  "
@@ -50,10 +50,10 @@ def ring_lines(pipes: Pipes) -> list[str]:
 
 
 def barrier_lines(pipes: Pipes) -> list[str]:
-    """Return a line for each barrier: its name, how many there are, how many arrive, and what it guards."""
-    found = list(barriers(pipes))
-    width = max(len(barrier.name) for barrier in found)
-    return [_line(barrier, width) for barrier in found]
+    """A line for each barrier: its name, count, arrivals, and the data that it guards."""
+    declared = list(barriers(pipes))
+    width = max(len(barrier.name) for barrier in declared)
+    return [_line(barrier, width) for barrier in declared]
 
 
 def _line(barrier: Barrier, width: int) -> str:

@@ -1,4 +1,4 @@
-"""What a call of usual sizes should take on a planned forward, from the constants that its manifest will have."""
+"""Predicted time of a call of usual sizes on a planned forward kernel, from the constants of its manifest."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def predicted(
         ),
     )  # fmt: skip
     kernel = Kernel({**plan.to_dict(), "resources": {"shared_memory": plan.structure.shared_bytes}}, bytes)
-    found = predict(kernel, call, Card(MULTIPROCESSORS.value))
-    return None if found is None else found.microseconds
+    prediction = predict(kernel, call, Card(MULTIPROCESSORS.value))
+    return None if prediction is None else prediction.microseconds
 
 
 def times_text(plan: Plan) -> str:
-    """Say what predictions are made from."""
+    """The constants that predictions are made from, in words."""
     launch, tile, step = plan.times
     columns = max(block.width for block in (*plan.columns_qk, *plan.columns_v))
     own = is_measured(plan.structure.consumers, plan.tile_n, columns, plan.operands.q.bytes)

@@ -1,4 +1,4 @@
-"""What ``attngen explain`` says about a schedule, besides what it says about any plan."""
+"""The explanation of a schedule, beside that of any plan."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class ScheduleExplanation:
         return {}
 
     def grid(self, section: str) -> str:
-        """Say which block does what; ``section`` says in which order."""
+        """The work of each block; ``section`` describes the order."""
         return f"ceil(seqlen_q / {self.plan.tile_m}) x heads x batch blocks; {section}"
 
     def launch(self, launch: Launch) -> list[str]:
-        """Return lines on one launch, what it does first."""
+        """Lines on one launch, its purpose first."""
         return [f"blocks: {launch.grid}"]
 
     def holds(self, region: str) -> str:
-        """Say what a region of shared memory holds."""
+        """Contents of a region of shared memory."""
         for ring in self.pipes.rings if self.pipes else ():
             for name, size in ring.stored:
                 if name == region:
@@ -60,7 +60,7 @@ class ScheduleExplanation:
 def explanation_of(plan: Plan) -> ScheduleExplanation:
     """Return the explanation of a plan by its schedule."""
     schedule = named(plan.schedule)
-    found: ScheduleExplanation = resolve_name(schedule.explanation)(
+    explanation: ScheduleExplanation = resolve_name(schedule.explanation)(
         plan, schedule.pipes(plan) if schedule.pipes else None
     )
-    return found
+    return explanation

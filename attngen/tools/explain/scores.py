@@ -37,7 +37,7 @@ Chosen: TypeAlias = "int | slice | Iterable[int] | Tensor | None"
 
 @dataclass(frozen=True)
 class Scores:
-    """What the softmax of some rows is taken of, and what it gives: each (heads, rows, keys), on the device of q.
+    """Inputs and outputs of the softmax of some rows: each (heads, rows, keys), on the device of q.
 
     ``logits`` are those after the score expression, −inf where nothing is seen; ``mask`` is true where something is;
     ``probabilities`` are what the values are multiplied by, after dropout, so that they add up to 1 unless a sink or
@@ -141,7 +141,7 @@ def sequence_of(call: Call, given: Given, b: int, dtype: torch.dtype) -> OneSequ
 
 
 def numbers(name: str, chosen: Chosen, count: int) -> tuple[int, ...]:
-    """Return which of ``count`` rows or heads were chosen, in order. Raises CallError."""
+    """The chosen numbers of ``count`` rows or heads, in order. Raises CallError."""
     if chosen is None:
         return tuple(range(count))
     if isinstance(chosen, slice):
@@ -151,7 +151,7 @@ def numbers(name: str, chosen: Chosen, count: int) -> tuple[int, ...]:
         listed = chosen.flatten().tolist()
     else:
         listed = list(chosen) if isinstance(chosen, Iterable) else [chosen]
-    found = []
+    chosen_numbers = []
     for one in listed:
         try:
             number = operator.index(one)
@@ -159,5 +159,5 @@ def numbers(name: str, chosen: Chosen, count: int) -> tuple[int, ...]:
             raise CallError(f"{name} must be numbers, got {one!r}") from None
         if not -count <= number < count:
             raise CallError(f"{name} must lie within 0 .. {count - 1}, got {number}")
-        found.append(number % count)
-    return tuple(found)
+        chosen_numbers.append(number % count)
+    return tuple(chosen_numbers)

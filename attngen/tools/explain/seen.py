@@ -1,4 +1,4 @@
-"""What the queries of a variant see, for given sizes and given values: every pair is evaluated, nothing assumed."""
+"""The keys that queries of a variant see, for given sizes and values: every pair is evaluated, nothing assumed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Counted:
-    """How many pairs and tiles are visible, over the heads and sequences that ``sizes`` counts; ``place`` names these
+    """Visible pairs and tiles over the heads and sequences that ``sizes`` counts; ``place`` names these
     where not all are counted."""
 
     sizes: tuple[int, int, int, int]  # batch, heads, queries, keys
@@ -50,7 +50,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class SeenKeys:
-    """Which keys a tile of queries sees. ``counted`` is None where ``missing`` names what was not given."""
+    """The keys that a tile of queries sees. ``counted`` is None where ``missing`` names absent arguments."""
 
     variant: Variant
     visible: tuple[Band, ...]
@@ -63,9 +63,9 @@ class SeenKeys:
         lines = [
             f"{self.variant.name}: keys that the queries q_lo to q_hi see; q_pos_lo and q_pos_hi are their positions"
         ]
-        for label, found in (("some query sees", self.visible), ("all queries see", self.full)):
-            lines += [f"  {label if n == 0 else 'or':16s} {band}" for n, band in enumerate(found)]
-            lines += [] if found else [f"  {label:16s} no key for certain"]
+        for label, sides in (("some query sees", self.visible), ("all queries see", self.full)):
+            lines += [f"  {label if n == 0 else 'or':16s} {band}" for n, band in enumerate(sides)]
+            lines += [] if sides else [f"  {label:16s} no key for certain"]
         if not self.exact:
             lines.append("  bands cannot express all of the mask: tiles are classified one by one")
         if self.counted is None:
@@ -82,21 +82,21 @@ class SeenKeys:
 
 
 def seen(variant: Variant, sizes: Sizes, kv_heads: int | None, arguments: Mapping[str, Any]) -> Tensor:
-    """Return which key each query sees: bools, (batch, heads, queries, keys). Raises CallError."""
+    """The keys that each query sees: bools (batch, heads, queries, keys). Raises CallError."""
     _check_names(variant, arguments)
     known, unknown = _resolved(variant, sizes, arguments)
     if unknown:
         raise CallError(f"{variant.name}: what is seen depends on {' and '.join(unknown)}; {_SAY_SIZES}")
     call = _bound(variant, known, kv_heads, arguments)
-    found = torch.empty(
+    visible = torch.empty(
         (call.batch, call.heads, call.seqlen_q, call.seqlen_k), dtype=torch.bool, device=call.device
     )  # fmt: skip
     for b in range(call.batch):
         offsets = b * call.seqlen_q, b * call.seqlen_k
         names = names_of(call, b, slice(0, call.seqlen_q), call.seqlen_q, call.seqlen_k, *offsets)
         value = evaluate(call.variant.mask, names, dict(call.tensors), float_dtype=torch.float32)
-        found[b] = torch.as_tensor(value, dtype=torch.bool, device=call.device)
-    return found
+        visible[b] = torch.as_tensor(value, dtype=torch.bool, device=call.device)
+    return visible
 
 
 def seen_keys(
@@ -110,8 +110,8 @@ def seen_keys(
     """Return the bands of a variant, and what is seen where sizes and all that the mask reads are given: in sequence
     ``b`` by head ``h``, or in all of them."""
     _check_names(variant, arguments)
-    found = bands(variant.mask, Facts.of(variant), over="kv")
-    visible, full = (tuple(map(Band.of, part)) for part in (found.visible, found.full))
+    of_mask = bands(variant.mask, Facts.of(variant), over="kv")
+    visible, full = (tuple(map(Band.of, part)) for part in (of_mask.visible, of_mask.full))
     missing = [] if sizes is not None else ["sizes"]
     read = _of_mask(variant, ())
     missing += [tensor.name for tensor in read.tensors if tensor.name not in arguments]
@@ -122,7 +122,7 @@ def seen_keys(
     if sizes is not None and not missing:
         mask, place = at_place(seen(variant, sizes, kv_heads, arguments), b, h)
         counted = replace(_count(mask), place="" if b is None and h is None else place)
-    return SeenKeys(variant, visible, full, found.exact, counted, tuple(missing))
+    return SeenKeys(variant, visible, full, of_mask.exact, counted, tuple(missing))
 
 
 def _check_names(variant: Variant, arguments: Mapping[str, Any]) -> None:
@@ -178,14 +178,14 @@ def _resolved(variant: Variant, sizes: Any, given: Mapping[str, Any]) -> tuple[t
         for extent, length in zip(declared.shape, given[declared.name].shape, strict=True)
     }
     read, loaded = variant.uses(variant.mask)
-    told = {extent for name in loaded for extent in variant.tensor(name).shape}
+    extents = {extent for name in loaded for extent in variant.tensor(name).shape}
     unknown = []
     if batch is None:
         batch = lengths.get("b", 1)
-        unknown += ["the number of sequences"] if "b" in read - told else []
+        unknown += ["the number of sequences"] if "b" in read - extents else []
     if heads is None:
         heads = lengths.get("h", lengths.get("hk", 1))
-        unknown += ["the number of heads"] if read & HEAD_NAMES and not told & {"h", "hk"} else []
+        unknown += ["the number of heads"] if read & HEAD_NAMES and not extents & {"h", "hk"} else []
     return (batch, heads, queries, keys), unknown
 
 
@@ -203,7 +203,7 @@ def _sizes(sizes: Any) -> tuple[int | None, int | None, int, int]:
 
 
 def _of_mask(variant: Variant, given: Any) -> Variant:
-    """Return the part of a variant that its mask reads, what was ``given``, and what their bounds name."""
+    """The part of a variant that its mask reads, the ``given`` arguments, and the names in their bounds."""
     variables, loaded = variant.uses(variant.mask)
     scalars = [s for s in variant.scalars if s.name in variables or s.name in given or s.const is not None]
     tensors = [t for t in variant.tensors if t.name in loaded or t.name in given]

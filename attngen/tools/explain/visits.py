@@ -1,4 +1,4 @@
-"""How many KV tiles each query tile visits, from the bands and classes that the kernel's loops use.
+"""The KV tiles that each query tile visits, from the bands and classes that the kernel's loops use.
 
 Memory is bounded whatever the length: masks are evaluated in blocks of queries and keys. So is the work: in a sequence
 that would take too long, a sample of the query tiles stands for all.
@@ -47,7 +47,7 @@ _COUNTS = ("visible_pairs", "full", "partial", "steps", "skipped")
 
 @dataclass(frozen=True, slots=True)
 class Visits:
-    """What a kernel visits for some heads of sequences of ``seqlen`` queries and keys, in tiles and in pairs.
+    """Tiles and pairs that a kernel visits for some heads of sequences of ``seqlen`` queries and keys.
 
     ``full`` and ``partial`` count tiles that a block loads; a ragged last tile counts as partial. In a CUDA kernel each
     consumer takes a step for a tile, of ``step_pairs``, unless it skips it; elsewhere a tile is one step.
@@ -125,7 +125,7 @@ def visits(
 
 
 def most_places(plan: Plan, seqlen: int) -> int:
-    """How many heads and sequences can be looked at, at least one tile of queries of each."""
+    """Number of heads and sequences that can be looked at, at least one tile of queries of each."""
     return max(_WORK // (plan.tile_m * seqlen * _cost(plan.variant.mask)), 1)
 
 
@@ -143,17 +143,17 @@ def _sample(tiles: int, work: int) -> Tensor:
 
 def _nodes(expr: Expr) -> set[Expr]:
     """Return the distinct nodes of an expression."""
-    found = {expr}
+    nodes = {expr}
     open_ = [expr]
     while open_:
-        new = set(children(open_.pop())) - found
-        found |= new
+        new = set(children(open_.pop())) - nodes
+        nodes |= new
         open_ += new
-    return found
+    return nodes
 
 
 def _cost(expr: Expr) -> int:
-    """Return what a pair costs, in nodes."""
+    """The cost of a pair, in nodes."""
     return sum(1 + (_LOAD * len(node.indices) if isinstance(node, Load) else 0) for node in _nodes(expr))
 
 
@@ -177,7 +177,7 @@ def _skipping_steps(
 
 
 def _steps_of(seen: Sequence[bool], stages: int) -> int:
-    """Return how many tiles a consumer multiplies, of those of its block in the order in which they come.
+    """Count the tiles that a consumer multiplies, of those of its block in the order in which they come.
 
     It skips any number before the first that it sees, and then at most ``stages - 1`` in a row, since it holds a tile
     of V. One that sees none at all multiplies all of them, under the mask.
@@ -221,7 +221,7 @@ class _Grid:
         begin = first // together * together
         last = (begin + together - 1).clamp(max=seqlen - 1)
         self._corners = {"q_lo": begin, "q_hi": last, "q_pos_lo": begin, "q_pos_hi": last}  # as many keys as queries
-        self._found: Bands = bands(plan.variant.mask, self._facts, over="kv", heads=plan.box_heads)
+        self._bands: Bands = bands(plan.variant.mask, self._facts, over="kv", heads=plan.box_heads)
         self.outside = ""
         self._anchor = plan.structure.anchor
         #: Of the first key of each tile of keys from a multiple of their size.
@@ -230,7 +230,7 @@ class _Grid:
     def _own_offsets(self) -> Tensor:
         if not self._anchor:
             return torch.zeros(self._tiles, dtype=torch.int64)
-        n, (lo, hi) = self._plan.tile_n, self._ends(self._found.visible[0])
+        n, (lo, hi) = self._plan.tile_n, self._ends(self._bands.visible[0])
         last = -(-hi.clamp(0, self._seqlen) // self._anchor) * self._anchor
         return torch.where(lo >= n, last % n, 0)
 
@@ -274,31 +274,31 @@ class _Grid:
         tiles = torch.arange(self._whole)[None, :]
         visited = self._in_ranges(self._whole, self._whole * n)
         full = torch.zeros_like(visited)
-        for interval in self._found.full:
+        for interval in self._bands.full:
             first, last = self._ends(interval)
             full |= (tiles * n >= first[:, None]) & (tiles * n + n <= last[:, None])
         return int((visited & full).sum()), int((visited & ~full).sum()) + self.ragged()
 
     def _in_anchored_ranges(self) -> tuple[int, int]:
-        """Return the same where the tiles of keys of a query tile begin anywhere."""
+        """As ``in_ranges`` where the tiles of keys of a query tile begin anywhere."""
         visited = self.loaded()
         start = torch.arange(visited.shape[1])[None, :] * self._plan.tile_n + self.offsets[:, None]
         full = torch.zeros_like(visited)
-        for interval in self._found.full:
+        for interval in self._bands.full:
             first, last = self._ends(interval)
             full |= (start >= first[:, None]) & (start + self._plan.tile_n <= last[:, None].clamp(max=self._seqlen))
         return int((visited & full).sum()), int((visited & ~full).sum())
 
     def loaded(self) -> Tensor:
-        """Return which tiles of keys, a ragged last one too, the ranges of a query tile hold: (q_tiles, kv_tiles)."""
+        """The tiles of keys, a ragged last one too, in the ranges of each query tile: bools (q_tiles, kv_tiles)."""
         return self._in_ranges(-(-self._seqlen // self._plan.tile_n), self._seqlen)
 
     def _in_ranges(self, count: int, extent: int) -> Tensor:
-        bounded = Bands(self._found.visible, (), exact=True)
+        bounded = Bands(self._bands.visible, (), exact=True)
         tiles = torch.arange(count)[None, :]
         if self._anchor:
             start, n = tiles * self._plan.tile_n + self.offsets[:, None], self._plan.tile_n
-            lo, hi = (end[:, None].clamp(0, self._seqlen) for end in self._ends(self._found.visible[0]))
+            lo, hi = (end[:, None].clamp(0, self._seqlen) for end in self._ends(self._bands.visible[0]))
             return (start + n > lo) & (start < hi) & (lo < hi)
         visited = torch.zeros(self._tiles, count, dtype=torch.bool)
         for lo, hi in segments(bounded, self._plan.tile_n, integer(extent), self._facts).partial:
@@ -313,8 +313,8 @@ class _Grid:
         classes = classify(self._plan.variant.mask, self._facts, heads=self._plan.box_heads)
         may, must = (self._classes(each, first) for each in classes)
         inside = torch.zeros(shape, dtype=torch.bool)
-        if self._found.visible:
-            ends = [self._ends(interval) for interval in self._found.visible]
+        if self._bands.visible:
+            ends = [self._ends(interval) for interval in self._bands.visible]
             lo = torch.stack([end[0] for end in ends]).amin(0)[:, None]  # the hull
             hi = torch.stack([end[1] for end in ends]).amax(0)[:, None]
             inside = (first + n > lo) & (first < hi)
@@ -323,21 +323,21 @@ class _Grid:
     def _classes(self, expr: Expr, first: Tensor) -> Tensor:
         """Return a condition on tiles, which start at keys ``first``, for each query tile: (q_tiles, kv_tiles)."""
         height = max(_BLOCK_BYTES // (_ELEMENT * _cost(expr) * max(first.shape[1], 1)), 1)
-        found = []
+        classes = []
         for start in range(0, self._tiles, height):
             corners = {name: corner[start : start + height, None] for name, corner in self._corners.items()}
             corners |= {"kv_lo": first, "kv_hi": first + self._plan.tile_n - 1}
             rows = min(height, self._tiles - start)
-            found.append(self._evaluate(expr, corners).broadcast_to((rows, first.shape[1])))
-        return torch.cat(found)
+            classes.append(self._evaluate(expr, corners).broadcast_to((rows, first.shape[1])))
+        return torch.cat(classes)
 
     def ragged(self) -> int:
-        """Return how many query tiles visit the ragged last tile, which always runs under the mask."""
+        """Count the query tiles that visit the ragged last tile, which always runs under the mask."""
         start = self._whole * self._plan.tile_n
         if start == self._seqlen:
             return 0
         reached = torch.zeros(self._tiles, dtype=torch.bool)
-        for interval in self._found.visible:
+        for interval in self._bands.visible:
             lo, hi = self._ends(interval)
             reached |= (hi > start) & (lo < self._seqlen)
         return int(reached.sum())
@@ -354,7 +354,7 @@ class _Grid:
         names: dict[str, Any] = {**self._plain, **corners}
         numbers = count()
 
-        def found(node: Expr) -> Expr | None:
+        def replacement(node: Expr) -> Expr | None:
             """Replace a search by a name whose value is what it finds."""
             if not isinstance(node, Search):
                 return None
@@ -362,7 +362,7 @@ class _Grid:
             names[name] = self._search(node, names)
             return Var(name, node.type)
 
-        replaced = rewrite(expr, found)  # bottom up: searches inside searches come first
+        replaced = rewrite(expr, replacement)  # bottom up: searches inside searches come first
         return evaluate(replaced, names, self._tensors, checked=False)
 
     def _search(self, node: Search, names: Mapping[str, Any]) -> Tensor:

@@ -32,7 +32,7 @@ class WidenExplanation:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as ``attngen explain --json`` prints it."""
+        """The document of ``attngen explain --json``."""
         return {"plan": self.plan.to_dict(), "facts": dict(self.facts())}
 
 

@@ -1,4 +1,4 @@
-"""What was measured so far, a line of JSON for each kernel, so that a search which was cut goes on where it ended."""
+"""The measurements so far, a line of JSON for each kernel, so that a search which was cut goes on where it ended."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Journal:
         return journal
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep what was found of one kernel. Raises CallError if it cannot be written."""
+        """Add the result of one kernel. Raises CallError if it cannot be written."""
         self.rows[row["of"]] = row
         try:
             with self.path.open("a", encoding="utf-8") as stream:

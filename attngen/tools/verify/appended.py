@@ -54,29 +54,29 @@ def _cases(*, small: bool) -> Iterator[_Case]:
 
 def try_append(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
     """Run a kernel on calls of all kinds; ``small``: with few tokens each."""
-    found = partial(_deviation, kernel, device=torch.device(device))
-    return try_cases([(case.name, partial(found, case)) for case in _cases(small=small)], seed)
+    deviation = partial(_deviation, kernel, device=torch.device(device))
+    return try_cases([(case.name, partial(deviation, case)) for case in _cases(small=small)], seed)
 
 
 def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:
     call = _call(kernel, case, device, seed)
-    theirs = call._replace(k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone(), q_out=_like(call.q))
+    plain = call._replace(k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone(), q_out=_like(call.q))
     sizes = check(call)
     prepared = prepare_on(kernel, call, sizes, drivers.current())
     if not isinstance(prepared, PreparedAppend):
         raise LoadError(f"it does not take the call: {prepared}")
     prepared.run(call, addresses_of(FIELDS.tensors_of(call)))
-    append_torch.append(theirs, sizes)
+    append_torch.append(plain, sizes)
     wrong, errors, elements = [], [0.0], 0
     for name in ("k_cache", "v_cache", "q_out"):
-        ours, wanted = getattr(call, name), getattr(theirs, name)
-        if ours is None:
+        actual, expected = getattr(call, name), getattr(plain, name)
+        if actual is None:
             continue
-        elements += ours.numel()
-        both = ~(ours.isnan() & wanted.isnan())
-        apart = (ours.float() - wanted.float())[both].abs()
+        elements += actual.numel()
+        both = ~(actual.isnan() & expected.isnan())
+        apart = (actual.float() - expected.float())[both].abs()
         errors.append(float(apart.max()) if bool(both.any()) else 0.0)
-        if not torch.equal(_bits(ours), _bits(wanted)):
+        if not torch.equal(_bits(actual), _bits(expected)):
             wrong.append(f"{name} has other bits than plain torch's")
     largest = math.inf if any(map(math.isnan, errors)) else max(errors)
     return Deviation(largest, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, elements, 0, tuple(wrong))

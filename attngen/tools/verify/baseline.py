@@ -1,4 +1,4 @@
-"""What others compute on the same inputs in the same dtype: the yardsticks for a kernel's error.
+"""Baselines on the same inputs in the same dtype: the yardsticks for a kernel's error.
 
 ``plain`` rounds after every step, as PyTorch does. ``fused`` rounds where a fused kernel with a custom score does:
 logits stay in float32, and probabilities are rounded relative to a reference of their row.
@@ -125,11 +125,11 @@ class _Approximate(TorchFunctionMode):
         self._draw, self._generator = draw, generator
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in _ERRORS:
-            return found
-        noise = 1.0 if self._draw == 0 else 2 * _uniform(found.shape, self._generator).to(found) - 1
-        return found + noise * _ERRORS[func](args[0], found)
+            return result
+        noise = 1.0 if self._draw == 0 else 2 * _uniform(result.shape, self._generator).to(result) - 1
+        return result + noise * _ERRORS[func](args[0], result)
 
 
 def _uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -146,7 +146,7 @@ class Fused:
 
 
 def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, draw: int, probabilities: torch.dtype | None = None) -> Fused:
-    """Return what a fused kernel's arithmetic gives: arguments and shapes as ``plain``; other draws round otherwise."""
+    """Results of a fused kernel's arithmetic: arguments and shapes as ``plain``; other draws round otherwise."""
     generator = torch.Generator().manual_seed(draw)
     logits = [0.0]
     rounded_to = call.out_dtype if call.descales else q.dtype  # quantized tensors come in float32
@@ -224,13 +224,13 @@ def fused_gradients(
         ds = p * (_dropped(call, one, above @ one.v.transpose(1, 2)) - delta)
         learned = [own[name] for name in names]
         with torch.enable_grad():
-            found = gradients_of((scores,), [products, *learned], (ds,))
+            gradients_of_score = gradients_of((scores,), [products, *learned], (ds,))
             sinks: Sequence[Tensor | None] = [None] * len(learned)
             if call.variant.sink is not None and names:
                 value = evaluate(call.variant.sink, one.names, own).float().broadcast_to(*lse.shape[:1], 1, 1)[..., 0]
                 weight = torch.where(torch.isfinite(lse), torch.exp(value.detach() - lse.nan_to_num(neginf=0.0)), 0.0)
                 sinks = gradients_of((value.expand_as(lse),), learned, (-weight * delta[..., 0],))
-        slopes = torch.zeros_like(ds) if found[0] is None else found[0]
+        slopes = torch.zeros_like(ds) if gradients_of_score[0] is None else gradients_of_score[0]
         rounded = slopes.nan_to_num(nan=0.0).to(dtype).float()
         # what the derivative of the score leaves of the scale is a factor of the finished products
         parts = {
@@ -241,7 +241,7 @@ def fused_gradients(
         for name, part in parts.items():
             rows = part if name == "q" else part.unflatten(0, (-1, groups)).sum(1)
             _place(call, total[name], rows.transpose(0, 1), name, b)
-        for name, *gradients in zip(names, found[1:], sinks, strict=True):
+        for name, *gradients in zip(names, gradients_of_score[1:], sinks, strict=True):
             for gradient in gradients:
                 if gradient is not None:
                     total[name] += gradient.nan_to_num(nan=0.0)
@@ -295,8 +295,8 @@ def plain_gradients(
             above = torch.where(alive[..., None], above.transpose(0, 1), 0.0)
             summed = alive if call.variant.sink is None else torch.isfinite(lse)
             results = (out, torch.where(summed, lse, 0.0))
-            found = gradients_of(results, list(leaves.values()), (above, torch.where(summed, above_lse, 0.0)))
-            for name, gradient in zip(leaves, found, strict=True):
+            gradients = gradients_of(results, list(leaves.values()), (above, torch.where(summed, above_lse, 0.0)))
+            for name, gradient in zip(leaves, gradients, strict=True):
                 if gradient is not None:
                     total[name] += gradient.nan_to_num(nan=0.0)
     return total

@@ -1,4 +1,4 @@
-"""Where a call differs from the float64 reference: by head, row and tile.
+"""Differences of a call from the float64 reference, by head, row and tile.
 
 Chosen rows alone are computed again, so that long calls can be looked at. How much a result may differ is what
 ``attngen verify`` allows: a multiple of the error of plain PyTorch in the same dtype, on the same rows.
@@ -116,7 +116,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``attngen.debug.compare`` found. It prints; ``ok`` says whether nothing differs by more than is allowed."""
+    """Result of ``attngen.debug.compare``. It prints; ``ok`` says whether nothing differs by more than is allowed."""
 
     name: str
     ran: str
@@ -131,8 +131,8 @@ class Comparison:
     @property
     def differences(self) -> list[Difference]:
         """The tiles in which something differs by more than is allowed, worst first."""
-        found = [one for part in self.parts for one in part.differences()]
-        return sorted(found, key=lambda one: one.error / (one.allowed or 1e-300), reverse=True)
+        differences = [one for part in self.parts for one in part.differences()]
+        return sorted(differences, key=lambda one: one.error / (one.allowed or 1e-300), reverse=True)
 
     def plot(self, what: str = "out", *, b: int | None = None) -> HeatMap:
         """Return the heat map of errors in terms of what is allowed, heads down and rows across, of one sequence.
@@ -159,10 +159,10 @@ class Comparison:
             lines.append(
                 f"  {what:8s} largest error {worst.largest:.2e}, allowed {worst.allowed:.2e}, of {rows} rows of heads"
             )
-        found = self.differences
-        lines += [f"  {one}" for one in found[:_LISTED]]
-        if len(found) > _LISTED:
-            lines.append(f"  and {len(found) - _LISTED} tiles more")
+        differences = self.differences
+        lines += [f"  {one}" for one in differences[:_LISTED]]
+        if len(differences) > _LISTED:
+            lines.append(f"  and {len(differences) - _LISTED} tiles more")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -188,8 +188,8 @@ def compare(
     if gradients and call.layout == "paged":
         raise CallError("keys in pages have no gradient to compare")
     if dout is not None and (not isinstance(dout, Tensor) or tuple(dout.shape) != tuple(call.out_shape())):
-        found = tuple(dout.shape) if isinstance(dout, Tensor) else type(dout).__name__
-        raise CallError(f"dout must be a torch.Tensor of shape {tuple(call.out_shape())}, as the output, got {found}")
+        got = tuple(dout.shape) if isinstance(dout, Tensor) else type(dout).__name__
+        raise CallError(f"dout must be a torch.Tensor of shape {tuple(call.out_shape())}, as the output, got {got}")
     if gradients and call.descales:
         raise CallError("quantized tensors have no gradient to compare")
     ran, tile_m, tile_n = _who(call, given, variant, options)
@@ -217,7 +217,7 @@ class _Ran:
 
 
 def _who(call: Call, given: Given, variant: Any, options: dict[str, Any]) -> tuple[_Ran, int, int]:
-    """Return what runs the call, and the rows and columns of its tiles."""
+    """The kernel that runs the call, and the rows and columns of its tiles."""
     if not torch_state.on_gpu(given.q) or given.backend == "reference":
         why = "as backend= says" if torch_state.on_gpu(given.q) else f"q is on {call.device.type}"
         text = f"the reference in {_short(given.q.dtype)} beside float64, since {why}"
@@ -235,19 +235,19 @@ def _who(call: Call, given: Given, variant: Any, options: dict[str, Any]) -> tup
 def _run(given: Given, options: dict[str, Any], variant: Any) -> tuple[Tensor, Tensor]:
     """Return out and log-sum-exp of the call."""
     said = {name: value for name, value in options.items() if name != "return_lse"}
-    found: Any
+    results: Any
     with torch.no_grad():
         if given.form == "paged":
             rest = {
                 n: t for n, t in said.items() if n not in ("page_table", "seqused_k", "max_seqlen_k", "deterministic")
             }
-            found = calls.attention_paged(
+            results = calls.attention_paged(
                 given.q, given.k, given.v, said["page_table"], said["seqused_k"], variant=variant, return_lse=True,
                 **rest,
             )  # fmt: skip
         else:
-            found = _attend((given.q, given.k, given.v), said, variant)
-    return found[0], found[1]
+            results = _attend((given.q, given.k, given.v), said, variant)
+    return results[0], results[1]
 
 
 def _attend(inputs: Sequence[Tensor], options: dict[str, Any], variant: Any) -> Any:
@@ -274,7 +274,7 @@ def _compare_rows(
     call: Call, one: OneSequence, dtype: torch.dtype, rows: Sequence[int], heads: Sequence[int], out: Tensor,
     lse: Tensor, tile: int, kernel: bool,
 ) -> list[Part]:  # fmt: skip
-    """Return how far out and log-sum-exp of some rows of a sequence are from the reference."""
+    """Errors of out and log-sum-exp of some rows of a sequence against the reference."""
     which = torch.tensor(heads, device=call.device, dtype=torch.int64)
     found_out, found_lse = _of_sequence(call, out, lse, one)
     errors, lse_errors = [], []
@@ -331,13 +331,13 @@ def _of_sequence(call: Call, out: Tensor, lse: Tensor, one: OneSequence) -> tupl
     if call.order == "thd":
         place = slice(one.q_offset, one.q_offset + one.q.shape[0])
         return out[place], lse[:, place]
-    found = out[one.index]
-    return found.transpose(0, 1) if call.order == "bhsd" else found, lse[one.index]
+    own = out[one.index]
+    return own.transpose(0, 1) if call.order == "bhsd" else own, lse[one.index]
 
 
-def _apart(found: Tensor, wanted: Tensor) -> Tensor:
+def _apart(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the distance of each element; 0 where both are the same infinity, infinite where one is NaN."""
-    return torch.where(found == wanted, 0.0, (found - wanted).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    return torch.where(actual == expected, 0.0, (actual - expected).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _largest(values: Tensor) -> float:
@@ -376,7 +376,7 @@ def _compare_gradients(
     call: Call, given: Given, options: dict[str, Any], variant: Any, dout: Tensor | None, rows: Chosen, heads: Chosen,
     b: Chosen, tiles: tuple[int, int],
 ) -> list[Part]:  # fmt: skip
-    """Return how far the gradients are from those of the reference in float64."""
+    """Errors of the gradients against those of the reference in float64."""
     out_dtype = out_dtype_of(given.q.dtype)
     if dout is None:
         generator = torch.Generator(call.device).manual_seed(0)
@@ -392,13 +392,13 @@ def _compare_gradients(
         out, _ = _attend(leaves, said, variant)
         return list(torch.autograd.grad(out, [*leaves, *own.values()], dout.to(out.dtype), allow_unused=True))
 
-    exact, found = differentiated(torch.float64), differentiated(None)
+    exact, actual = differentiated(torch.float64), differentiated(None)
     roundings, lost = GRADIENT_ROUNDINGS * torch.finfo(out_dtype).eps, {}
     if out_dtype != torch.float64:
         roundings += units_of_sums(call) * torch.finfo(torch.float32).eps
         lost = _cancelled(call, given, dout)
     parts = []
-    for what, one, other, tile in zip(("dq", "dk", "dv"), found, exact, (tiles[0], *[tiles[1]] * 2), strict=False):
+    for what, one, other, tile in zip(("dq", "dk", "dv"), actual, exact, (tiles[0], *[tiles[1]] * 2), strict=False):
         error = _apart(one.double(), other).amax(-1)
         count = call.heads if what == "dq" else call.kv_heads
         groups = call.heads // call.kv_heads
@@ -411,7 +411,7 @@ def _compare_gradients(
             some = numbers("rows", rows if what == "dq" else None, of_one.shape[1])
             picked = of_one[list(which)][:, list(some)].cpu()
             parts.append(Part(what, sequence, which, some, picked, allowed, tile))
-    for name, one, other in zip(learned, found[3:], exact[3:], strict=True):
+    for name, one, other in zip(learned, actual[3:], exact[3:], strict=True):
         error = _apart(one.double(), other).reshape(1, -1).cpu()
         everywhere = tuple(range(error.shape[1]))
         parts.append(Part(f"d{name}", 0, (0,), everywhere, error, roundings * _largest(other.abs()), TILE))
@@ -419,7 +419,7 @@ def _compare_gradients(
 
 
 def _cancelled(call: Call, given: Given, dout: Tensor) -> dict[str, float]:
-    """Return what dq and dk may be off because dP and D are rounded to float32.
+    """The error of dq and dk that rounding of dP and D to float32 explains.
 
     Where a row sees one key these cancel: its dq, and that key's dk, are exactly 0.
     """

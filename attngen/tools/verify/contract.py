@@ -82,7 +82,7 @@ def expected(call: Call, q: Tensor, k: Tensor, v: Tensor, probabilities: torch.d
 
 
 def rows_without_keys(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return which rows see no key, in the shape of the log-sum-exp, by a reference without the sink."""
+    """The rows that see no key, in the shape of the log-sum-exp, by a reference without the sink."""
     with torch.no_grad():
         bare = replace(call, variant=replace(call.variant, sink=None, dropout=False))
         return reference(bare, q.detach(), k.detach(), v.detach(), compute=torch.float64)[1] == -math.inf
@@ -108,7 +108,7 @@ def _rows(call: Call, lse: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How one call deviates from the reference. ``wrong`` says in words what no tolerance covers.
+    """Deviation of one call from the reference. ``wrong`` lists faults that no tolerance covers.
 
     Sums of squares and ``elements`` are kept separately, so that a kernel's rmse is that of all its calls together.
     """
@@ -136,12 +136,12 @@ def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviati
     dead = wanted.dead
     live = wanted.rows & ~dead
     summed = wanted.rows & (wanted.lse != -math.inf)
-    found, truth = by_row(out)[live].double(), by_row(wanted.out)[live]
+    actual, truth = by_row(out)[live].double(), by_row(wanted.out)[live]
     peer = wanted.plain_out if wanted.peer_out is None else wanted.peer_out
     draws = [by_row(one.out)[live].double() - truth for one in wanted.fused]
     peers = draws + ([by_row(peer)[live].double() - truth] if measures(wanted.fused, out.dtype) else [])
     limits = draws + ([by_row(wanted.plain_out)[live].double() - truth] if measures(wanted.fused, out.dtype) else [])
-    error = (found - truth).abs()
+    error = (actual - truth).abs()
     factor = MAX_ERROR_FACTOR if call.variant.score is None else SCORED_MAX_ERROR_FACTOR
     exponent = wanted.logit
     rounding = torch.finfo(out.dtype).eps + 2 * _FLOAT32_UNIT * (1 + exponent)
@@ -180,7 +180,7 @@ def largest(values: Tensor) -> float:
 
 
 def _inexact(out: Tensor, lse: Tensor, dead: Tensor, live: Tensor, summed: Tensor) -> tuple[str, ...]:
-    """Return what is wrong where results must be exact."""
+    """The faults where results must be exact."""
     counts = {
         "rows that are not finite": ~torch.isfinite(out[live]).all(dim=-1),
         "log-sum-exps that are not finite": ~torch.isfinite(lse[summed]),
@@ -217,7 +217,7 @@ class Tally:
 
     @property
     def dead_rows(self) -> int:
-        """How many dead rows there were in all calls."""
+        """Number of dead rows in all calls."""
         return sum(d.dead_rows for d in self.deviations)
 
     @property

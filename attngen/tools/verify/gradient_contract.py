@@ -81,10 +81,10 @@ def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: t
         dout = torch.where(loud[..., None], 1e4, dout.float()).to(q.dtype)
         finite = torch.where(bare, 0.0, lse)
         above = (dout.double(), torch.where(bare, 0.0, dlse).double())
-        found = gradients_of((out, finite), list(leaves.values()), above, keep=True)
+        gradients = gradients_of((out, finite), list(leaves.values()), above, keep=True)
         truth = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
-            for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
+            for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
         }
         plain = plain_gradients(call, q, k, v, dout, dlse, names)
         stored = out.detach().to(q.dtype).contiguous()
@@ -119,8 +119,8 @@ def _row_errors(
     lost = ((stored.double() - out) * dout.double()).sum(-1).masked_fill(dead, 0.0)
     lost = lost.transpose(0, 1) if call.layout == "varlen" else lost.transpose(1, 2)
     concerned = {name: leaf for name, leaf in leaves.items() if name != "v"}
-    found = gradients_of((lse,), list(concerned.values()), (lost,))
-    return {name: 0.0 if g is None else largest(g.abs()) for name, g in zip(concerned, found, strict=True)}
+    gradients = gradients_of((lse,), list(concerned.values()), (lost,))
+    return {name: 0.0 if g is None else largest(g.abs()) for name, g in zip(concerned, gradients, strict=True)}
 
 
 def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGradients) -> Deviation:
@@ -135,12 +135,12 @@ def gradient_deviation(call: Call, buffers: GradientBuffers, wanted: ExpectedGra
     plain = [wanted.plain] if measures(wanted.forwards, buffers.q.dtype) else []
     sums = units_of_sums(call)
     products = _errors_of_products(call, wanted)
-    for name, found in results.items():
+    for name, gradient in results.items():
         truth = wanted.truth[name]
-        error = (found.double() - truth).abs()
+        error = (gradient.double() - truth).abs()
         peers = [one[name].double() - truth for one in (*wanted.fused, *plain)]
         factor, units = (SCORED_MAX_ERROR_FACTOR, _UNITS) if name in "qkv" else (OWN_MAX_ERROR_FACTOR, 64)
-        rounding = torch.finfo(found.dtype).eps + (units + sums) * _FLOAT32_UNIT + exponent
+        rounding = torch.finfo(gradient.dtype).eps + (units + sums) * _FLOAT32_UNIT + exponent
         allowed = (
             factor * max(largest(one.abs()) for one in peers)
             + rounding * largest(truth.abs())
@@ -181,7 +181,7 @@ def _errors_of_products(call: Call, wanted: ExpectedGradients) -> float:
 
 
 def units_of_sums(call: Call) -> float:
-    """Return by how many units of float32 the longest sum of a gradient may be off: over keys, or over the rows of all
+    """Units of float32 by which the longest sum of a gradient may be off: over keys, or over the rows of all
     heads of a group."""
     group = call.heads // call.kv_heads
     terms = max((max(group * rows, keys) for rows, keys, *_ in lengths(call)), default=0)
@@ -189,10 +189,12 @@ def units_of_sums(call: Call) -> float:
 
 
 def _inexact(call: Call, results: Mapping[str, Tensor], dead: Tensor) -> tuple[str, ...]:
-    """Return what is wrong where gradients must be exact."""
+    """The faults where gradients must be exact."""
     by_row = results["q"].transpose(1, 2) if call.order == "bhsd" else results["q"]
     rows = dead.transpose(0, 1) if call.layout == "varlen" else dead.transpose(1, 2)
-    counts = {f"gradients of {name} that are not finite": ~torch.isfinite(found) for name, found in results.items()}
+    counts = {
+        f"gradients of {name} that are not finite": ~torch.isfinite(gradient) for name, gradient in results.items()
+    }
     counts["elements of dQ of dead rows that are not 0"] = by_row[rows] != 0
     unused = _unused_keys(call, results["k"].device)
     for name in ("k", "v"):
@@ -202,7 +204,7 @@ def _inexact(call: Call, results: Mapping[str, Tensor], dead: Tensor) -> tuple[s
 
 
 def _unused_keys(call: Call, device: torch.device) -> Tensor:
-    """Return which rows of k are not a key of any sequence, or come after its used ones."""
+    """The rows of k that are not a key of any sequence, or come after its used ones."""
     shape = (call.total_k,) if call.layout == "varlen" else (call.batch, call.seqlen_k)
     unused = torch.ones(shape, dtype=torch.bool, device=device)
     for b, (_, keys, _, k_offset) in enumerate(lengths(call)):

@@ -80,14 +80,14 @@ class Inputs:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return a dtype as torch knows it, by its name in specs."""
-    found = getattr(torch, dtype_row(name).torch)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, dtype_row(name).torch)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """What q, k and v are made of: their dtype (its name in specs) and head dims; k and v may have a ``kv_dtype``."""
+    """Format of q, k and v: their dtype (its name in specs) and head dims; k and v may have a ``kv_dtype``."""
 
     dtype: str
     head_dim_qk: int
@@ -108,7 +108,7 @@ class Element:
 
     @property
     def quantized(self) -> tuple[str, ...]:
-        """Which of q, k and v have scales."""
+        """Those of q, k and v that have scales."""
         return tuple(name for name in "qkv" if self.of(name) in QUANTIZED_DTYPES)
 
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
@@ -164,15 +164,15 @@ def by_columns(v: Tensor) -> Tensor:
     the last one is NaN."""
     batch, seqlen, heads, width = v.shape
     room = -(-seqlen // CHUNK_BYTES) * CHUNK_BYTES + CHUNK_BYTES
-    found = torch.full((batch, heads, width, room), torch.nan, device=v.device).to(v.dtype)
-    found[..., :seqlen] = v.permute(0, 2, 3, 1)
-    return found[..., :seqlen].permute(0, 3, 1, 2)
+    columns = torch.full((batch, heads, width, room), torch.nan, device=v.device).to(v.dtype)
+    columns[..., :seqlen] = v.permute(0, 2, 3, 1)
+    return columns[..., :seqlen].permute(0, 3, 1, 2)
 
 
 def _descales(
     case: Case, element: Element, generator: torch.Generator, device: torch.device | str, pages: int = 0
 ) -> dict[str, Tensor]:
-    """Return scales of what is quantized, each with strides of its own: elements times these are about 1."""
+    """Scales of quantized tensors, each with strides of its own: elements times these are about 1."""
     of_head: tuple[int, ...] = (case.batch, case.kv_heads)
     shapes = dict.fromkeys(DESCALES, of_head)
     block = element.scale_block
@@ -196,14 +196,14 @@ def _by_token(
     descales: Mapping[str, Tensor], table: Tensor, lengths: tuple[int, ...], page_size: int
 ) -> dict[str, Tensor]:
     """Return scales of pages as those of the keys of each sequence, (batch, kv_heads, longest); others as they are."""
-    found = dict(descales)
+    by_token = dict(descales)
     for name in ("k_descale", "v_descale"):
         pages = descales[name]
-        found[name] = pages.new_ones(len(lengths), pages.shape[1], max(lengths))
+        by_token[name] = pages.new_ones(len(lengths), pages.shape[1], max(lengths))
         for b, length in enumerate(lengths):
             listed = table[b, : -(-length // page_size)].long()
-            found[name][b, :, :length] = pages[listed].repeat_interleave(page_size, dim=0)[:length].t()
-    return found
+            by_token[name][b, :, :length] = pages[listed].repeat_interleave(page_size, dim=0)[:length].t()
+    return by_token
 
 
 def _in_pages(
@@ -301,7 +301,7 @@ def _packed(
 
 
 def _cut(tensor: Tensor, extents: tuple[int, ...], layout: str) -> Tensor:
-    """Return the view that a call gets: what follows its last row is not the call's memory."""
+    """The view that a call gets: memory after its last row is not the call's."""
     return tensor[: sum(extents)] if layout == "varlen" else tensor[:, : max(extents)]
 
 

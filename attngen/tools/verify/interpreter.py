@@ -44,7 +44,7 @@ INTERPRETED_DTYPES = ("fp16", "fp32")
 
 
 def reason_against(plan: Plan) -> str | None:
-    """Why a kernel cannot be interpreted, and what can be in its place; None if it can."""
+    """The reason why a kernel cannot be interpreted, and the kernel that can be in its place; None if it can."""
     if plan.backend != "triton":
         reason = f"{plan.backend} kernels run only on a GPU"
     elif plan.dtype_name == "bf16":
@@ -65,7 +65,7 @@ def _listed(changes: Sequence[str]) -> str:
 
 
 def kernel_of(plan: Plan) -> Kernel:
-    """Return what the runtime sees of a planned kernel, without a cubin."""
+    """A planned kernel as the runtime sees it, without a cubin."""
     none = {"registers": 0, "spills": 0, "shared_memory": 0, "cubin_bytes": 0, "compile_seconds": 0.0}
     return Kernel({**plan.to_dict(), "resources": none}, bytes, origin=plan.name)
 
@@ -92,8 +92,8 @@ class Interpreted:
     def _run_all(
         self, call: Call, buffers: Buffers | GradientBuffers, views: Mapping[str, View], absent: Mapping[str, bool]
     ) -> None:
-        found = geometries(self.kernel, call, views, absent=absent)
-        for launch, geometry in zip(self.kernel.launches, found, strict=True):
+        geometries_of_launches = geometries(self.kernel, call, views, absent=absent)
+        for launch, geometry in zip(self.kernel.launches, geometries_of_launches, strict=True):
             if blocks := geometry.tiles:
                 self._run(launch.entry, blocks, geometry, buffers)
 
@@ -104,7 +104,7 @@ class Interpreted:
 
 
 def _value(parameter: Parameter, geometry: Geometry, buffers: Buffers | GradientBuffers) -> Any:
-    """Return what stands for a parameter: a tensor where the GPU gets an address, else a number."""
+    """The argument of a parameter: a tensor where the GPU gets an address, else a number."""
     call = geometry.call
     match parameter.kind:
         case "pointer":
@@ -124,8 +124,8 @@ def _value(parameter: Parameter, geometry: Geometry, buffers: Buffers | Gradient
 
 def _tensors(geometry: Geometry, buffers: Buffers | GradientBuffers) -> Mapping[str, torch.Tensor | None]:
     call = geometry.call
-    found = {**buffers.named(call), **{f"tensor:{name}": tensor for name, tensor in call.tensors.items()}}
-    return found | ({"tile_map": found[f"tile_map:{geometry.launch.map_owner}"]} if geometry.map else {})
+    tensors = {**buffers.named(call), **{f"tensor:{name}": tensor for name, tensor in call.tensors.items()}}
+    return tensors | ({"tile_map": tensors[f"tile_map:{geometry.launch.map_owner}"]} if geometry.map else {})
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

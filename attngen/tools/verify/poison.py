@@ -34,14 +34,14 @@ class Guarded:
         return memory[_GUARD_BYTES : _GUARD_BYTES + size].view(dtype).view(shape)
 
     def overrun(self) -> tuple[str, ...]:
-        """Say around which of the results something was written; empty if nothing was."""
-        found = []
+        """The results around which something was written, a line each."""
+        overrun = []
         for name, memory in self._memory.items():
             guards = torch.cat([memory[:_GUARD_BYTES], memory[-_GUARD_BYTES:]])
             changed = int((guards != _CANARY).sum())
             if changed:
-                found.append(f"{changed} bytes around {name} were written")
-        return tuple(found)
+                overrun.append(f"{changed} bytes around {name} were written")
+        return tuple(overrun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Poisoned:
     _memory: Guarded
 
     def overrun(self) -> tuple[str, ...]:
-        """Say around which of the results something was written; empty if nothing was."""
+        """The results around which something was written, a line each."""
         return self._memory.overrun()
 
 

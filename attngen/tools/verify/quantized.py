@@ -82,8 +82,8 @@ def _cases(kernel: Kernel, *, small: bool) -> Iterator[_Case]:
 
 def try_quantize(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
     """Run a kernel on calls of all kinds; ``small``: with few tokens each."""
-    found = partial(_deviation, kernel, device=torch.device(device))
-    return try_cases([(case.name, partial(found, case)) for case in _cases(kernel, small=small)], seed)
+    deviation = partial(_deviation, kernel, device=torch.device(device))
+    return try_cases([(case.name, partial(deviation, case)) for case in _cases(kernel, small=small)], seed)
 
 
 def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:
@@ -92,18 +92,22 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
     prepared = prepare_on(kernel, call, sizes, drivers.current())
     if not isinstance(prepared, PreparedQuantize):
         raise LoadError(f"it does not take the call: {prepared}")
-    found = prepared.run(call, addresses_of(FIELDS.tensors_of(call)))
-    wanted = quantize_torch.quantize(call, sizes)
+    results = prepared.run(call, addresses_of(FIELDS.tensors_of(call)))
+    plain = quantize_torch.quantize(call, sizes)
     wrong, errors, elements = [], [0.0], 0
-    for name, ours, theirs in zip(("q", "k", "v", "q_descale", "k_descale", "v_descale"), found, wanted, strict=True):
-        elements += ours.numel()
-        ours, theirs = ours.float(), theirs.float()
-        both = ~(ours.isnan() & theirs.isnan())
-        errors.append(float((ours - theirs)[both].abs().max()) if bool(both.any()) else 0.0)
-        ours, theirs = ours[both], theirs[both]
-        apart = (ours - theirs).abs() > _STEPS[name.endswith("descale")] * torch.maximum(ours.abs(), theirs.abs())
-        others = int((ours != theirs).sum())
-        if bool(apart.any()) or (name in "qkv" and others > max(_TURNED * ours.numel(), 1)):
+    for name, actual, expected in zip(
+        ("q", "k", "v", "q_descale", "k_descale", "v_descale"), results, plain, strict=True
+    ):
+        elements += actual.numel()
+        actual, expected = actual.float(), expected.float()
+        both = ~(actual.isnan() & expected.isnan())
+        errors.append(float((actual - expected)[both].abs().max()) if bool(both.any()) else 0.0)
+        actual, expected = actual[both], expected[both]
+        apart = (actual - expected).abs() > _STEPS[name.endswith("descale")] * torch.maximum(
+            actual.abs(), expected.abs()
+        )
+        others = int((actual != expected).sum())
+        if bool(apart.any()) or (name in "qkv" and others > max(_TURNED * actual.numel(), 1)):
             wrong.append(f"{name} has other numbers than plain torch's")
     largest = math.inf if any(map(math.isnan, errors)) else max(errors)
     allowed = 0.0 if wrong or largest == math.inf else largest  # what there is has been looked at

@@ -53,7 +53,7 @@ def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unwrap(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return at once what is not a list, tuple or constant of Triton's, as most arguments are not."""
+    """Pass on at once arguments that are no list, tuple or constant of Triton's, as most are."""
     from triton.language import core
 
     plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
@@ -102,10 +102,10 @@ def _dtypes(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     known: dict[str, Any] = {}
 
     def dtype_of(type_: Any) -> Any:
-        found = known.get(type_.name)
-        if found is None:
-            found = known[type_.name] = original(type_)
-        return found
+        dtype = known.get(type_.name)
+        if dtype is None:
+            dtype = known[type_.name] = original(type_)
+        return dtype
 
     return dtype_of
 

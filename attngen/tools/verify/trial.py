@@ -49,16 +49,16 @@ class CaseResult:
         return self.error is None and (self.deviation is None or self.deviation.ok)
 
     def describe(self) -> str:
-        """Say what is wrong."""
+        """The faults in words."""
         if self.error is not None:
             return f"crashed: {self.error}" if self.broken else self.error
-        found = self.deviation
-        assert found is not None
-        parts = list(found.wrong)
-        if not found.max_error <= found.max_allowed:
-            parts.append(f"largest error {found.max_error:.2e} exceeds {found.max_allowed:.2e}")
-        if not found.lse_error <= found.lse_allowed:
-            parts.append(f"log-sum-exp error {found.lse_error:.2e} exceeds {found.lse_allowed:.2e}")
+        deviation = self.deviation
+        assert deviation is not None
+        parts = list(deviation.wrong)
+        if not deviation.max_error <= deviation.max_allowed:
+            parts.append(f"largest error {deviation.max_error:.2e} exceeds {deviation.max_allowed:.2e}")
+        if not deviation.lse_error <= deviation.lse_allowed:
+            parts.append(f"log-sum-exp error {deviation.lse_error:.2e} exceeds {deviation.lse_allowed:.2e}")
         return "; ".join(parts)
 
 
@@ -80,7 +80,7 @@ class Trial:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, a line each; empty if the kernel keeps its contract."""
+        """The faults, a line each; empty if the kernel keeps its contract."""
         lines = [f"{r.case} (seed {r.seed}): {r.describe()}" for r in self.results if not r.ok]
         tally = self.tally
         if not tally.deviations and not lines:
@@ -140,8 +140,8 @@ def _try_gradients(
     buffers, memory = poisoned_gradients(kernel, call, given, wanted.dlse.contiguous())
     try:
         launch(call, buffers)
-        found = gradient_deviation(call, buffers, wanted)
-        return CaseResult(case.name, seed, replace(found, wrong=found.wrong + memory.overrun()))
+        measured = gradient_deviation(call, buffers, wanted)
+        return CaseResult(case.name, seed, replace(measured, wrong=measured.wrong + memory.overrun()))
     except AttngenError as error:
         return CaseResult(case.name, seed, error=str(error))
     except Exception as error:  # anything that a broken kernel makes CUDA or the interpreter raise
@@ -149,7 +149,7 @@ def _try_gradients(
 
 
 def _inputs_in_extent(kernel: Kernel, case: Case, device: torch.device | str, seed: int) -> tuple[Inputs, Call]:
-    """Return inputs of which nothing is read out of its extent, and the call; IndexError if there are none."""
+    """Inputs that no load reads out of extent, and the call. Raises IndexError if there are none."""
     inputs, call, _ = prepare_case(kernel, case, device, seed)
     return inputs, call
 
@@ -164,8 +164,8 @@ def _try_case(kernel: Kernel, launch: Launch, case: Case, device: torch.device |
     assert buffers.lse is not None
     try:
         launch(call, buffers)
-        found = deviation(call, *in_rows(call, buffers.out, buffers.lse), wanted)
-        return CaseResult(case.name, seed, replace(found, wrong=found.wrong + memory.overrun()))
+        measured = deviation(call, *in_rows(call, buffers.out, buffers.lse), wanted)
+        return CaseResult(case.name, seed, replace(measured, wrong=measured.wrong + memory.overrun()))
     except AttngenError as error:
         return CaseResult(case.name, seed, error=str(error))
     except Exception as error:  # anything that a broken kernel makes CUDA or the interpreter raise
@@ -181,7 +181,7 @@ def in_rows(call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Ten
 
 
 def element_of(kernel: Kernel) -> Element:
-    """Return what q, k and v of a kernel are made of."""
+    """The format of q, k and v of a kernel."""
     out = kernel.dtype_of("out").name if kernel.dtype in QUANTIZED_DTYPES else ""
     return Element(
         kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v, kernel.scale_block, kernel.dtype_of("k").name, out,
@@ -190,7 +190,7 @@ def element_of(kernel: Kernel) -> Element:
 
 
 def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: int) -> tuple[Inputs, Call, Expected]:
-    """Return inputs that keep every declared fact, the call, and what it should give.
+    """Inputs that keep every declared fact, the call, and its expected results.
 
     Raises IndexError if mask or score read a tensor out of its extent, however its integers are chosen.
     """
@@ -214,7 +214,7 @@ def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: i
 
 
 def facts_of(variant: Variant) -> list[str]:
-    """Return the declared facts of a variant in words: what a kernel trusts, and every input of a trial keeps."""
+    """The declared facts of a variant in words: a kernel trusts them, and every input of a trial keeps them."""
     facts = []
     for scalar in variant.scalars:
         if scalar.min is not None or scalar.max is not None:

@@ -1,4 +1,4 @@
-"""What ``attngen verify`` finds out: a verdict on each kernel, and the report of them all."""
+"""Results of ``attngen verify``: a verdict on each kernel, and the report of them all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attngen.tools.verify.trial import CaseResult, Trial, facts_of
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known of one kernel. Without a trial, ``reason`` says why it was not run, or why it failed before.
+    """The verdict on one kernel. Without a trial, ``reason`` says why it was not run, or why it failed before.
 
     ``remark`` says what differs between the kernel of the spec and what ran.
     """
@@ -33,13 +33,13 @@ class Verdict:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong with the kernel, a line each."""
+        """The faults of the kernel, a line each."""
         if self.trial is None:
             return (self.reason or "",) if self.failed_before else ()
         return self.trial.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as ``attngen verify --json`` prints it."""
+        """Its entry in the document of ``attngen verify --json``."""
         row: dict[str, Any] = {
             "name": self.plan.name,
             "variant": self.plan.variant.name,
@@ -71,16 +71,16 @@ def _figures(trial: Trial) -> dict[str, Any]:
 
 
 def _case(result: CaseResult) -> dict[str, Any]:
-    found = result.deviation
+    deviation = result.deviation
     return {
         "case": result.case,
         "seed": result.seed,
         "ok": result.ok,
         "skipped": result.skipped,
-        "max_error": _finite(found and found.max_error),
-        "max_error_allowed": _finite(found and found.max_allowed),
-        "lse_error": _finite(found and found.lse_error),
-        "lse_error_allowed": _finite(found and found.lse_allowed),
+        "max_error": _finite(deviation and deviation.max_error),
+        "max_error_allowed": _finite(deviation and deviation.max_allowed),
+        "lse_error": _finite(deviation and deviation.lse_error),
+        "lse_error_allowed": _finite(deviation and deviation.lse_allowed),
     }
 
 
@@ -109,7 +109,7 @@ class VerifyReport:
         return bool(self.with_status("passed")) and not self.with_status("failed")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as ``attngen verify --json`` prints it."""
+        """Its entry in the document of ``attngen verify --json``."""
         counts = {status: len(self.with_status(status)) for status in ("passed", "failed", "not run")}
         return {
             "spec": self.spec,

@@ -48,8 +48,8 @@ def _cases(*, small: bool) -> Iterator[_Case]:
 
 def try_widen(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
     """Run a kernel on caches of all kinds; ``small``: with few keys each."""
-    found = partial(_deviation, kernel, device=torch.device(device))
-    return try_cases([(case.name, partial(found, case)) for case in dict.fromkeys(_cases(small=small))], seed)
+    deviation = partial(_deviation, kernel, device=torch.device(device))
+    return try_cases([(case.name, partial(deviation, case)) for case in dict.fromkeys(_cases(small=small))], seed)
 
 
 def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:
@@ -78,15 +78,15 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
     launch = prepare(kernel, cache, form, drivers.current(), device.index or 0)
     launch(addresses_of(cache._replace(k=out[0], v=out[1])))
     wrong, largest, elements = [], 0.0, 0
-    for name, found, given, scale in zip("kv", out, caches, scales, strict=True):
-        wanted = torch.full_like(found, _BEFORE)
+    for name, actual, given, scale in zip("kv", out, caches, scales, strict=True):
+        expected = torch.full_like(actual, _BEFORE)
         for b in range(_BATCH):
             count = int(lengths[b]) if case.used else room
-            wanted[b, :count] = _rows(given, scale, table, case, b)[:count].to(dtype)
-        elements += found.numel()
-        alike = (found == wanted) | (found.isnan() & wanted.isnan())
+            expected[b, :count] = _rows(given, scale, table, case, b)[:count].to(dtype)
+        elements += actual.numel()
+        alike = (actual == expected) | (actual.isnan() & expected.isnan())
         if not bool(alike.all()):
-            wrong.append(f"{name}: {int((~alike).sum())} of {found.numel()} numbers are others than plain torch's")
+            wrong.append(f"{name}: {int((~alike).sum())} of {actual.numel()} numbers are others than plain torch's")
     return Deviation(largest, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, elements, 0, tuple(wrong))
 
 

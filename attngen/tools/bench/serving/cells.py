@@ -36,7 +36,7 @@ class Problem:
 
     @property
     def batch(self) -> int:
-        """How many sequences there are."""
+        """Number of sequences."""
         return len(self.lengths)
 
     @property
@@ -91,7 +91,7 @@ def ancestors(tokens: int) -> list[list[bool]]:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How keys and values are stored: dense without ``page_size``, else in pages of that many keys.
+    """Form of the cache: dense without ``page_size``, else in pages of that many keys.
 
     ``heads_first``: (batch, kv_heads, seqlen, head_dim), and pages as (pages, kv_heads, page_size, head_dim).
     """

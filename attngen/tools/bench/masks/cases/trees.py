@@ -30,7 +30,7 @@ def _(size: Size) -> Forms:
 
 
 def _ancestors(size: Size, nodes: int) -> Tensor:
-    """Which node of a random tree descends from which, or is it: (node, ancestor) bools."""
+    """A random tree as bools (node, ancestor); a node is its own ancestor."""
     parents = (size.uniform(nodes) * torch.arange(nodes, device=size.device)).int().tolist()
     seen = torch.eye(nodes, dtype=torch.bool)
     for node in range(1, nodes):
