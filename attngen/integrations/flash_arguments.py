@@ -13,7 +13,7 @@ from torch import Tensor
 from attngen.dtypes import HEAD_DIMS
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations import choice
-from attngen.integrations.choice import NO_LIMIT, Candidate, Pages, attend
+from attngen.integrations.choice import NO_LIMIT, Candidate, Packing, Pages, attend
 from attngen.lang.ir import MAX_SEQLEN
 
 #: The shipped spec that builds what these functions ask for.
@@ -29,15 +29,26 @@ Window: TypeAlias = Sequence[int | None] | Tensor
 
 
 def tensor(name: str, value: Any) -> Tensor:
-    """Return an argument that must be a tensor, or raise CallError."""
+    """Check that an argument is a tensor, and return it. Raises CallError."""
     if not isinstance(value, Tensor):
         raise CallError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     return value
 
 
-def steppable(name: str, given: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, a copy only if need be, as flash-attn does."""
-    return given if tensor(name, given).stride(-1) == 1 else given.contiguous()
+def contiguous_rows(**tensors: Tensor) -> list[Tensor]:
+    """The tensors with a contiguous last dimension, copied only if need be, as flash-attn does."""
+    return [given if tensor(name, given).stride(-1) == 1 else given.contiguous() for name, given in tensors.items()]
+
+
+def sequences_of(cu_seqlens_q: Tensor) -> int:
+    """Number of packed sequences."""
+    return tensor("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
+
+
+def packing_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any, max_seqlen_k: Any) -> Packing:
+    """Packed sequences of a call; reading a longest length from a tensor waits for the GPU."""
+    longest_q, longest_k = (int(n) if isinstance(n, Tensor) else n for n in (max_seqlen_q, max_seqlen_k))
+    return cu_seqlens_q, cu_seqlens_k, longest_q, longest_k
 
 
 def candidates_for(
@@ -146,7 +157,7 @@ def _integer(value: Any) -> int | None:
 
 
 def _in_chunks(sides: Mapping[str, int], chunk: int, softcap: float, alibi_slopes: Tensor | None) -> list[Candidate]:
-    """Return the variants in which queries see their own chunk of keys only."""
+    """The variants in which queries see their own chunk of keys only."""
     if alibi_slopes is not None:
         raise refused("alibi_slopes", "no variant of this integration has both ALiBi and attention_chunk")
     given = {**sides, "chunk": chunk}
@@ -158,7 +169,7 @@ def _in_chunks(sides: Mapping[str, int], chunk: int, softcap: float, alibi_slope
 
 
 def slopes_of(slopes: Tensor, batch: int, heads: int) -> Tensor:
-    """Return ALiBi slopes as (batch, heads), without copying them."""
+    """ALiBi slopes as (batch, heads), without copying them."""
     if tensor("alibi_slopes", slopes).dtype != torch.float32 or slopes.shape not in ((heads,), (batch, heads)):
         raise CallError(
             f"alibi_slopes must be float32 of shape ({heads},) or ({batch}, {heads}), got {slopes.dtype} of shape "
@@ -168,7 +179,7 @@ def slopes_of(slopes: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def unpack(name: str, packed: Tensor, rank: int, parts: int) -> tuple[Tensor, ...]:
-    """Return views of the parts of a packed tensor of ``rank`` dimensions; the third to last dimension counts them."""
+    """Views of the parts of a packed tensor of ``rank`` dimensions; the third to last dimension counts them."""
     if tensor(name, packed).dim() != rank or packed.shape[-3] != parts:
         form = f"({'batch, seqlen' if rank == 5 else 'total'}, {parts}, heads, head_dim)"
         raise CallError(f"{name} must have shape {form}, got {tuple(packed.shape)}")
@@ -195,5 +206,12 @@ class _NoGradient(torch.autograd.Function):
 
 
 def refused(argument: str, reason: str) -> NoKernelError:
-    """Return the error for an argument that no kernel serves."""
+    """Make the error for an argument that no kernel serves."""
     return NoKernelError(f"{argument} is not supported: {reason}")
+
+
+def refuse(reasons: Mapping[str, str], **arguments: Any) -> None:
+    """Raise NoKernelError for the first argument that is given, which no kernel serves."""
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise refused(name, reasons[name])

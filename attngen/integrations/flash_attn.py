@@ -12,13 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-from attngen.integrations.choice import Packing, attend, with_dropout
+from attngen.integrations.choice import attend, with_dropout
 from attngen.integrations.flash_arguments import (
     SPEC,
     Window,
     candidates_for,
+    contiguous_rows,
+    packing_of,
     refused,
-    steppable,
+    sequences_of,
     tensor,
     unpack,
     without_gradient,
@@ -70,7 +72,7 @@ def flash_attn_func(
     probabilities are dropped, from 0 to below 1, by numbers from torch's generator of the device; at 0 no kernel with
     dropout runs. Raises NoKernelError for what no built kernel computes, and CallError for arguments that disagree.
     """
-    q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
+    q, k, v = contiguous_rows(q=q, k=k, v=v)
     candidates = with_dropout(candidates_for(q, causal, window_size, softcap, alibi_slopes, q.shape[0]), dropout_p)
     result = attend(
         candidates, q, k, v, spec=SPEC, softmax_scale=softmax_scale, return_lse=return_attn_probs,
@@ -155,10 +157,9 @@ def flash_attn_varlen_func(
             out, q, k, v, reason="keys in pages have no gradient; leave block_table out for training"
         )
         return _results(q, (out, *lse) if return_attn_probs else out, return_attn_probs)
-    q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
-    longest_q, longest_k = (int(n) if isinstance(n, Tensor) else n for n in (max_seqlen_q, max_seqlen_k))
-    packing: Packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
-    batch = tensor("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
+    q, k, v = contiguous_rows(q=q, k=k, v=v)
+    packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    batch = sequences_of(cu_seqlens_q)
     candidates = with_dropout(candidates_for(q, causal, window_size, softcap, alibi_slopes, batch), dropout_p)
     result = attend(
         candidates, q, k, v, spec=SPEC, packing=packing, softmax_scale=softmax_scale, return_lse=return_attn_probs,
@@ -255,5 +256,5 @@ def flash_attn_with_kvcache(
 
 
 def _results(q: Tensor, result: Any, with_lse: bool) -> Any:
-    """Return out, or (out, lse, probabilities): the last is empty, as flash-attn's is without dropout."""
+    """out, or (out, lse, probabilities): the last is empty, as flash-attn's is without dropout."""
     return (*result, q.new_empty(0)) if with_lse else result

@@ -17,9 +17,9 @@ from torch.nn.functional import pad
 
 from attngen.dtypes import DESCALES
 from attngen.errors import CallError
-from attngen.integrations.flash_arguments import SPEC, Window, candidates_for, refused, steppable, tensor
+from attngen.integrations.flash_arguments import SPEC, Window, candidates_for, contiguous_rows, refuse, tensor
 from attngen.integrations.flash_cache import CachedCall, attend_cached
-from attngen.integrations.flash_passes import write
+from attngen.integrations.flash_passes import ROWS, write
 from attngen.integrations.flash_sequences import Packed, Sequences, attend_sequences
 from attngen.integrations.gradients import gradients_of, row_sums
 from attngen.runtime.calls.merge import merge
@@ -32,8 +32,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]
-
-_ROWS = 128
 
 
 def flash_attn_func(
@@ -64,7 +62,7 @@ def flash_attn_func(
     computes, and CallError for arguments that disagree.
     """
     del num_splits, pack_gqa, sm_margin  # they tune, and change no result
-    _refuse(qv=qv)
+    refuse(_REASONS, qv=qv)
     candidates = candidates_for(tensor("q", q), causal, window_size, softcap, None, 0, attention_chunk)
     return attend_sequences(
         candidates, q, k, v, Sequences(), softmax_scale=softmax_scale, deterministic=deterministic,
@@ -145,7 +143,7 @@ def flash_attn_varlen_func(
     is (h, total_q), or (b, h, sq).
     """
     del num_splits, pack_gqa, sm_margin
-    _refuse(qv=qv)
+    refuse(_REASONS, qv=qv)
     candidates = candidates_for(tensor("q", q), causal, window_size, softcap, None, 0, attention_chunk)
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     return attend_sequences(
@@ -227,7 +225,7 @@ def flash_attn_with_kvcache(
     none.
     """
     del scheduler_metadata, pack_gqa, sm_margin
-    _refuse(qv=qv)
+    refuse(_REASONS, qv=qv)
     result = attend_cached(CachedCall(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_lengths=rotary_seqlens, rotary_interleaved=rotary_interleaved, lengths=cache_seqlens,
@@ -306,8 +304,8 @@ def _flash_attn_forward(
     The empty ones are partial results, of which there are none. ``out_``, if given, is written and returned.
     """
     del rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin
-    _refuse(
-        k_new=k_new, v_new=v_new, qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, page_table=page_table,
+    refuse(
+        _REASONS, k_new=k_new, v_new=v_new, qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, page_table=page_table,
         kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         seqlens_rotary=seqlens_rotary, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
@@ -354,9 +352,7 @@ def _flash_attn_backward(
     and ``softmax_lse`` may be those of a softmax over more keys than k has. A gradient that is None is not written.
     """
     del sm_margin
-    q, k, v, dout, out = (
-        steppable(name, t) for name, t in (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
-    )
+    q, k, v, dout, out = contiguous_rows(q=q, k=k, v=v, dout=dout, out=out)
     window = (window_size_left, window_size_right)
     packed = Packed.of(q, k, v, Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequed_q, sequed_k))
     batch = q.shape[0] if packed is None else packed.packing[0].shape[0] - 1
@@ -373,7 +369,7 @@ def _flash_attn_backward(
             )  # fmt: skip
             gradients = packed.back(gradients[0]).view(q.shape), gradients[1].view(k.shape), gradients[2].view(v.shape)
     write(gradients, (dq, dk, dv))
-    behind = -q.shape[1] % _ROWS if cu_seqlens_q is None else _ROWS * batch
+    behind = -q.shape[1] % ROWS if cu_seqlens_q is None else ROWS * batch
     return pad(row_sums(out, dout), (0, behind))
 
 
@@ -387,9 +383,3 @@ _REASONS = {
     **dict.fromkeys(DESCALES, "this pass has no kernels in float8; flash_attn_func and flash_attn_with_kvcache do"),
     **dict.fromkeys(_OF_CACHES, "this is the pass of training; flash_attn_with_kvcache takes caches"),
 }
-
-
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise refused(name, _REASONS[name])

@@ -22,6 +22,7 @@ from attngen.integrations.flash_arguments import (
     OWN_TILES,
     Window,
     candidates_for,
+    refuse,
     refused,
     tensor,
     without_gradient,
@@ -66,8 +67,8 @@ def flash_attn_func(
     CallError for arguments that disagree.
     """
     del num_splits, pack_gqa  # they tune, and change no result
-    _refuse(
-        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
+    refuse(
+        _REASONS, qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors, block_sparse_tensors_bwd=block_sparse_tensors_bwd,
         gather_bwd_recompute_p=gather_bwd_recompute_p, gather_bwd_token_chunk=gather_bwd_token_chunk,
@@ -123,8 +124,8 @@ def flash_attn_varlen_func(
     ``num_splits=1`` selects a kernel that does not split the keys.
     """
     del min_seqlen_k, scheduler_metadata, disable_scheduler_metadata, pack_gqa
-    _refuse(
-        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
+    refuse(
+        _REASONS, qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors, seqlen_k_per_split=seqlen_k_per_split,
         gather_bwd_recompute_p=gather_bwd_recompute_p, gather_bwd_token_chunk=gather_bwd_token_chunk,
@@ -213,9 +214,3 @@ _REASONS = {
     **dict.fromkeys(("block_sparse_tensors", "block_sparse_tensors_bwd"), OWN_TILES),
     "seqlen_k_per_split": "attngen.attention_paged has split_size, which fixes the keys of each split",
 }
-
-
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise refused(name, _REASONS[name])

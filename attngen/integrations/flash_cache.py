@@ -20,9 +20,10 @@ from attngen.integrations.flash_arguments import (
     Window,
     attend_wide,
     candidates_for,
+    contiguous_rows,
     refused,
+    sequences_of,
     sides_of,
-    steppable,
     tensor,
 )
 from attngen.runtime.arguments.checked import TORCH_DTYPES
@@ -96,7 +97,7 @@ def attend_cached(call: CachedCall) -> Any:
     """
     for name in ("q", "k_cache", "v_cache"):
         tensor(name, getattr(call, name))
-    call = replace(call, q=steppable("q", call.q))
+    call = replace(call, q=contiguous_rows(q=call.q)[0])
     if (call.k is None) != (call.v is None):
         raise CallError("k and v are given together or not at all")
     batch = _batch(call)
@@ -158,7 +159,7 @@ def _batch(call: CachedCall) -> int:
         if getattr(call, name).dim() != 4:
             form = "(batch, capacity, kv_heads, head_dim), or (pages, page_size, kv_heads, head_dim)"
             raise CallError(f"{name} must have shape {form}, got {tuple(getattr(call, name).shape)}")
-    batch: int = q.shape[0] if starts is None else tensor("cu_seqlens_q", starts).shape[0] - 1
+    batch: int = q.shape[0] if starts is None else sequences_of(starts)
     for name, given in (("cache_batch_idx", call.batch_index), ("cache_leftpad", call.leftpad)):
         if given is not None and (tensor(name, given).shape != (batch,) or given.dtype not in _INTEGERS):
             got = f"{given.dtype} of shape {tuple(given.shape)}"
@@ -265,8 +266,9 @@ def _with_new_keys(call: CachedCall, used: Tensor | None) -> tuple[CachedCall, T
     rounded: dict[str, Tensor] = {}
     if call.k_cache.dtype in QUANTIZED and k.dtype != call.k_cache.dtype:
         rounded = scales_or_ones(k, call.k_cache, None, call.k_descale, call.v_descale)
+    k, v = contiguous_rows(k=k, v=v)
     turned = append_kv(
-        steppable("k", k), steppable("v", v), call.k_cache, call.v_cache, used,
+        k, v, call.k_cache, call.v_cache, used,
         page_table=call.page_table, batch_index=None if call.batch_index is None else call.batch_index.to(torch.int32),
         cu_seqlens=new_starts, q=q if together else None, rotary_cos=call.rotary_cos, rotary_sin=call.rotary_sin,
         rotary_interleaved=bool(call.rotary_interleaved),

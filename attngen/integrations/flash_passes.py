@@ -1,6 +1,6 @@
-"""flash-attn's forward and backward by themselves, which ring attention and other custom gradients call.
+"""flash-attn's forward and backward passes by themselves, which ring attention and other custom gradients call.
 
-As in flash-attn 2.8 they have no gradient of their own, and the backward writes into the dq, dk and dv that it is
+As in flash-attn 2.8 they have no gradient of their own, and the backward pass writes into the dq, dk and dv that it is
 given. Its ``out`` and ``softmax_lse`` may be those of a softmax over more keys than it is given.
 
 Nothing wraps these functions: implementations of ring attention read their arguments and defaults.
@@ -16,12 +16,20 @@ from torch.nn.functional import pad
 
 from attngen.errors import CallError
 from attngen.integrations.choice import Candidate, Packing, attend, with_dropout
-from attngen.integrations.flash_arguments import SPEC, candidates_for, refused, steppable, tensor
+from attngen.integrations.flash_arguments import (
+    SPEC,
+    candidates_for,
+    contiguous_rows,
+    packing_of,
+    refused,
+    sequences_of,
+    tensor,
+)
 from attngen.integrations.gradients import gradients_of, row_sums
 from attngen.runtime.arguments.dropout import draw
 
-#: flash-attn rounds the rows of what a backward returns up to this.
-_ROWS = 128
+#: flash-attn rounds the rows of the row sums of a backward pass up to this.
+ROWS = 128
 
 
 def _flash_attn_forward(
@@ -39,10 +47,10 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out (b, sq, h, d), lse (b, h, sq) in float32, an empty tensor, and seed and offset, (2,) int64.
 
-    The latter are zeros without dropout; a backward with dropout takes them. No kernel forms the probabilities that
-    ``return_softmax`` asks for.
+    The latter are zeros without dropout; a backward pass with dropout takes them. No kernel forms the probabilities
+    that ``return_softmax`` asks for.
     """
-    q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
+    q, k, v = contiguous_rows(q=q, k=k, v=v)
     window = (window_size_left, window_size_right)
     state = _state(q, dropout_p)
     plain = candidates_for(q, causal, window, softcap, alibi_slopes, q.shape[0])
@@ -79,12 +87,12 @@ def _flash_attn_varlen_forward(
         raise refused("block_table", "this function is for training; flash_attn_varlen_func takes pages")
     if leftpad_k is not None:
         raise refused("leftpad_k", "this function is for training; flash_attn_with_kvcache takes padding on the left")
-    q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
+    q, k, v = contiguous_rows(q=q, k=k, v=v)
     window = (window_size_left, window_size_right)
     state = _state(q, dropout_p)
-    batch = tensor("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
+    batch = sequences_of(cu_seqlens_q)
     plain = candidates_for(q, causal, window, softcap, alibi_slopes, batch)
-    packing = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    packing = packing_of(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     return _run(with_dropout(plain, dropout_p, state), q, k, v, packing, softmax_scale, seqused_k, state)
 
 
@@ -111,10 +119,10 @@ def _flash_attn_backward(
     """Write the gradients of q, k and v into dq, dk and dv, and return rowsum(dout ∘ out).
 
     The result is float32 (b, h, sq rounded up to 128), 0 after sq. ``out`` (b, sq, h, d) and ``softmax_lse``
-    (b, h, sq) are those of the whole softmax; with dropout ``rng_state`` is what the forward returned. A gradient that
+    (b, h, sq) are those of the whole softmax; with dropout ``rng_state`` comes from the forward pass. A gradient that
     is None is not written.
     """
-    q, k, v, dout = steppable("q", q), steppable("k", k), steppable("v", v), steppable("dout", dout)
+    q, k, v, dout = contiguous_rows(q=q, k=k, v=v, dout=dout)
     window = (window_size_left, window_size_right)
     plain = candidates_for(q, causal, window, softcap, alibi_slopes, q.shape[0])
     candidates = _dropping_again(plain, dropout_p, rng_state)
@@ -123,7 +131,7 @@ def _flash_attn_backward(
         deterministic=deterministic,
     )  # fmt: skip
     write(gradients, (dq, dk, dv))
-    return pad(row_sums(out, dout), (0, -q.shape[1] % _ROWS))
+    return pad(row_sums(out, dout), (0, -q.shape[1] % ROWS))
 
 
 def _flash_attn_varlen_backward(
@@ -155,18 +163,18 @@ def _flash_attn_varlen_backward(
 
     ``zero_tensors`` changes nothing.
     """
-    q, k, v, dout = steppable("q", q), steppable("k", k), steppable("v", v), steppable("dout", dout)
+    q, k, v, dout = contiguous_rows(q=q, k=k, v=v, dout=dout)
     window = (window_size_left, window_size_right)
-    batch = tensor("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
+    batch = sequences_of(cu_seqlens_q)
     plain = candidates_for(q, causal, window, softcap, alibi_slopes, batch)
     candidates = _dropping_again(plain, dropout_p, rng_state)
-    packing = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    packing = packing_of(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     gradients = gradients_of(
         candidates, q, k, v, out, softmax_lse, dout, spec=SPEC, packing=packing, softmax_scale=softmax_scale,
         deterministic=deterministic,
     )  # fmt: skip
     write(gradients, (dq, dk, dv))
-    return pad(row_sums(out, dout), (0, _ROWS * batch))
+    return pad(row_sums(out, dout), (0, ROWS * batch))
 
 
 def write(gradients: Sequence[Tensor], into: Sequence[Tensor | None]) -> None:
@@ -186,7 +194,7 @@ def _state(q: Tensor, rate: float) -> Tensor | None:
 
 def _dropping_again(plain: list[Candidate], rate: float, state: Tensor | None) -> Sequence[Candidate]:
     if rate and state is None:
-        raise CallError("a backward with dropout needs the rng_state that the forward returned")
+        raise CallError("a backward pass with dropout needs the rng_state that the forward pass returned")
     return with_dropout(plain, rate, state)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from attngen.dtypes import DESCALES
 from attngen.errors import CallError
 from attngen.integrations.choice import Candidate, Packing
-from attngen.integrations.flash_arguments import SPEC, attend_wide, steppable, tensor
+from attngen.integrations.flash_arguments import SPEC, attend_wide, contiguous_rows, tensor
 from attngen.integrations.flash_cache import QUANTIZED
 from attngen.integrations.used_queries import UsedQueries, checked
 
@@ -112,7 +112,7 @@ def attend_sequences(
 
     lse is float32, (b, h, sq), or (h, total_q) of packed queries.
     """
-    q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
+    q, k, v = contiguous_rows(q=q, k=k, v=v)
     packed = Packed.of(q, k, v, sequences)
     options: dict[str, Any] = {
         "spec": SPEC, "softmax_scale": softmax_scale, "seqused_k": sequences.seqused_k,

@@ -22,9 +22,11 @@ from attngen.integrations.flash_arguments import (
     SPEC,
     Window,
     candidates_for,
+    contiguous_rows,
+    packing_of,
+    refuse,
     refused,
-    steppable,
-    tensor,
+    sequences_of,
 )
 from attngen.integrations.flash_cache import QUANTIZED, CachedCall, attend_cached, scales_or_ones
 
@@ -95,15 +97,11 @@ def flash_attn_varlen_func(
     """
     del deterministic, scheduler_metadata
     _check_version(fa_version)
-    unsupported = {
-        "q_v": q_v, "output_scale": output_scale, "mask_mod": mask_mod, "block_sparse_tensors": block_sparse_tensors,
-        "aux_tensors": aux_tensors, "aux_tensor_leading_dims": aux_tensor_leading_dims,
-        "dynamic_causal": dynamic_causal, "gather_kv_indices": gather_kv_indices,
-        "gather_kv_valid_length": gather_kv_valid_length,
-    }  # fmt: skip
-    for name, given in unsupported.items():
-        if given is not None:
-            raise refused(name, _REASONS[name])
+    refuse(
+        _REASONS, q_v=q_v, output_scale=output_scale, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors, aux_tensor_leading_dims=aux_tensor_leading_dims, dynamic_causal=dynamic_causal,
+        gather_kv_indices=gather_kv_indices, gather_kv_valid_length=gather_kv_valid_length,
+    )  # fmt: skip
     descales = _of_quantized(q, k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if dropout_p:
         raise refused("dropout_p", "dropout is for training, and this function is for serving")
@@ -129,11 +127,10 @@ def flash_attn_varlen_func(
         raise refused("s_aux", "sinks are supported only with keys in pages; block_table is missing")
     if cu_seqlens_k is None:
         raise CallError("packed keys need cu_seqlens_k, where each sequence begins")
-    q, k, v = steppable("q", q), steppable("k", k), steppable("v", v)
-    batch = tensor("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
+    q, k, v = contiguous_rows(q=q, k=k, v=v)
     attended = attend(
-        candidates_for(q, causal, window, softcap, alibi_slopes, batch), q, k, v, spec=SPEC,
-        packing=(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), softmax_scale=softmax_scale,
+        candidates_for(q, causal, window, softcap, alibi_slopes, sequences_of(cu_seqlens_q)), q, k, v, spec=SPEC,
+        packing=packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), softmax_scale=softmax_scale,
         seqused_k=seqused_k, return_lse=return_softmax_lse, descales=scales_or_ones(q, k, **descales),
     )  # fmt: skip
     if out is None:

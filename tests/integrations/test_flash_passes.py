@@ -164,7 +164,7 @@ def test_gradients_may_be_parts_of_buffers_or_missing() -> None:
         flash_attn._flash_attn_backward(dout, q, k, v, out, lse[:, :, 1:], *whole, *options)
     with pytest.raises(CallError, match=r"dout must be a tensor of shape \(2, 9, 4, 8\)"):
         flash_attn._flash_attn_backward(dout[:, 1:], q, k, v, out, lse, *whole, *options)
-    with pytest.raises(CallError, match="a backward with dropout needs the rng_state"):
+    with pytest.raises(CallError, match="a backward pass with dropout needs the rng_state"):
         flash_attn._flash_attn_backward(dout, q, k, v, out, lse, *whole, 0.1, *options[1:])
 
 
