@@ -230,8 +230,8 @@ def _kind(
     candidates: Sequence[Candidate], q: Tensor, v: Tensor, layout: str, learns: bool, ordered: bool
 ) -> tuple[Any, ...]:
     names = tuple(candidate.variant for candidate in candidates)
-    asked = ordered if learns else None
-    return (names, q.dtype, v.dtype, q.shape[-1], v.shape[-1], layout, asked, q.device.index, registry.generation)
+    ordering = ordered if learns else None
+    return (names, q.dtype, v.dtype, q.shape[-1], v.shape[-1], layout, ordering, q.device.index, registry.generation)
 
 
 def _with_backward(candidates: Sequence[Candidate], q: Tensor, v: Tensor, layout: str, ordered: bool) -> int:

@@ -71,7 +71,7 @@ def now(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, block_mask: BlockMask | None,
     scale: float | None, enable_gqa: bool, return_lse: bool, return_aux: Any, fallback: bool,
 ) -> Any:  # fmt: skip
-    wants_lse, wants_maxima = asked(block_mask, return_lse, return_aux)
+    wants_lse, wants_maxima = requested_outputs(block_mask, return_lse, return_aux)
     if block_mask is not None and block_mask.listed:
         block_mask.check_lists()
     check_call(query, key, block_mask, enable_gqa)
@@ -106,7 +106,7 @@ def _maxima(query: Tensor, key: Tensor, value: Tensor, traced: Traced, scale: fl
     return row_maxima(call, query, key, value)
 
 
-def asked(block_mask: Any, return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
+def requested_outputs(block_mask: Any, return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
     """Whether the log-sum-exp and the largest logits are asked for. Raises CallError for what is not served."""
     if block_mask is not None and not isinstance(block_mask, BlockMask):
         raise CallError(

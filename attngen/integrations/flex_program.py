@@ -12,9 +12,9 @@ from torch._dynamo.comptime import comptime
 
 from attngen.errors import AttngenError
 from attngen.integrations.flex_call import (
-    asked,
     check_call,
     now,
+    requested_outputs,
     with_aux,
 )
 from attngen.integrations.flex_mask import PROGRAMS, UNASKED, BlockMask, Mod
@@ -32,7 +32,7 @@ def in_a_program(
     A mask means what it meant when it was made. Nothing is taken for granted of what a score_mod's tensors hold. Where
     the program cannot read what a function captures, its graph breaks.
     """
-    wants_lse, wants_maxima = asked(block_mask, return_lse, return_aux)
+    wants_lse, wants_maxima = requested_outputs(block_mask, return_lse, return_aux)
     check_call(query, key, block_mask, enable_gqa)
     _ask_all()
     double = query.dtype == torch.float64

@@ -1,1 +1,1 @@
-"""Racing the kernels of a spec against the attention libraries that are installed, and against one another."""
+"""Benchmarks of the kernels of a spec beside the attention libraries that are installed, and beside one another."""

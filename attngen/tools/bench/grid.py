@@ -134,8 +134,7 @@ def steps(ladder: Ladder, row: GridRow) -> tuple[Step, ...]:
 class GridReport(Report[GridRow]):
     """A run of dense calls so far.
 
-    ``ladders`` are those that were measured, if they were asked for; ``resources`` holds what the compiler reported for
-    each kernel.
+    ``ladders`` are those of ``--ladder``; ``resources`` holds the compiler's report of each kernel.
     """
 
     ladders: tuple[Ladder, ...] = ()

@@ -31,7 +31,7 @@ MATRIX, COPY_BYTES = 8192, 2**30
 #: Distributions whose versions a report holds, as far as they are installed.
 DISTRIBUTIONS = ("torch", "triton", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl", "flashinfer-python")
 
-#: How often the card is asked, in milliseconds.
+#: Milliseconds between two readings of the card.
 _QUERY_MS = 20
 
 #: What nvidia-smi calls the power of this very moment, on cards that know it; else it is a mean over a second or so.

@@ -131,18 +131,18 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A kernel to compile or to find: under the name that was asked for, the attempt that is made now."""
+    """A kernel to compile or to find: under the name that was requested for, the attempt that is made now."""
 
-    asked: str
+    requested: str
     prepared: Prepared
     key: str
 
     @classmethod
-    def of(cls, prepared: Prepared, asked: str | None = None) -> Task:
+    def of(cls, prepared: Prepared, requested: str | None = None) -> Task:
         """Return the task of a kernel; ``requested`` is its name at the first attempt."""
         from attngen.store.key import key_of
 
-        return cls(asked or prepared.plan.name, prepared, key_of(prepared.plan, prepared.source))
+        return cls(requested or prepared.plan.name, prepared, key_of(prepared.plan, prepared.source))
 
     @property
     def compiler(self) -> tuple[str, str]:
@@ -157,7 +157,7 @@ class Task:
         planned = next_attempt(self.prepared.spec, (*self.prepared.plan.refused, refused))
         if planned is None:
             return None
-        return Task.of(Prepared(self.prepared.spec, planned, render(planned)), self.asked)
+        return Task.of(Prepared(self.prepared.spec, planned, render(planned)), self.requested)
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Compiles:
     store: Store
     observer: Observer
     compiler: str
-    kernels: dict[str, BuiltKernel] = field(default_factory=dict)  # by the name that was asked for
+    kernels: dict[str, BuiltKernel] = field(default_factory=dict)  # by the name that was requested for
     failures: list[Failure] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     _proven: set[tuple[str, str]] = field(default_factory=set)  # compilers that work, although they crashed
@@ -201,7 +201,10 @@ class Compiles:
         calls = [self._job(task) for task in tasks]
         with worker_processes(LOAD) if workers is None else nullcontext(workers) as given:
             for result in run_jobs(
-                calls, job_limit(jobs), on_start=lambda index: self.observer.started(tasks[index].asked), shared=given
+                calls,
+                job_limit(jobs),
+                on_start=lambda index: self.observer.started(tasks[index].requested),
+                shared=given,
             ):
                 following = self._take(tasks[result.index], result)
                 if following is not None and self._can_compile(following):
@@ -250,7 +253,7 @@ class Compiles:
             self._fail(task, StoreError(f"{task.prepared.plan.name} was compiled, but not kept: {reason}"))
         else:
             self._keep(task, origin, manifest)
-            self.observer.finished(task.asked, None)
+            self.observer.finished(task.requested, None)
         return None
 
     def _after_error(self, task: Task, error: AttngenError) -> Task | None:
@@ -272,11 +275,11 @@ class Compiles:
             write_refusal(self.store, task.key, refused)
         following = self._after(task, refused, error)
         if following is None:
-            self.observer.finished(task.asked, self.failures[-1].error)
+            self.observer.finished(task.requested, self.failures[-1].error)
             return None
         attempt = self._find(following)
         if attempt is None:  # found, or the last one is known to be refused: there is nothing more to compile
-            self.observer.finished(task.asked, None if task.asked in self.kernels else self.failures[-1].error)
+            self.observer.finished(task.requested, None if task.requested in self.kernels else self.failures[-1].error)
         return attempt
 
     def _require_working(self, backend: str, arch: str) -> None:
@@ -294,15 +297,15 @@ class Compiles:
     def _after(self, task: Task, refused: Refused, error: AttngenError) -> Task | None:
         following = task.after(refused)
         if following is None:
-            self.failures.append(Failure(task.asked, _exhausted(task, error), task.prepared.spec.location))
+            self.failures.append(Failure(task.requested, _exhausted(task, error), task.prepared.spec.location))
         return following
 
     def _fail(self, task: Task, error: AttngenError) -> None:
-        self.failures.append(Failure(task.asked, error, task.prepared.spec.location))
-        self.observer.finished(task.asked, error)
+        self.failures.append(Failure(task.requested, error, task.prepared.spec.location))
+        self.observer.finished(task.requested, error)
 
     def _keep(self, task: Task, origin: str, manifest: Mapping[str, Any]) -> None:
-        self.kernels[task.asked] = BuiltKernel(task.prepared.plan.name, task.key, origin, manifest, task.prepared)
+        self.kernels[task.requested] = BuiltKernel(task.prepared.plan.name, task.key, origin, manifest, task.prepared)
 
 
 def after_refusals(store: Store, prepared: Prepared) -> Prepared | None:

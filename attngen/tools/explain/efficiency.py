@@ -100,8 +100,8 @@ def length_of(variant: Variant, tensors: Mapping[str, torch.Tensor]) -> int | No
         if extent in _LENGTHS
     }
     if len(set(lengths.values())) > 1:
-        said = ", ".join(f"{extent} {length} of {name}" for (name, extent), length in lengths.items())
-        raise CallError(f"explain takes as many queries as keys, of one sequence; the tensors have {said}")
+        named = ", ".join(f"{extent} {length} of {name}" for (name, extent), length in lengths.items())
+        raise CallError(f"explain takes as many queries as keys, of one sequence; the tensors have {named}")
     return next(iter(lengths.values()), None)
 
 

@@ -111,22 +111,22 @@ def bound(q: Any, k: Any, v: Any, variant: Any, options: dict[str, Any]) -> tupl
     Raises CallError, and NoKernelError for a variant that is not known.
     """
     own = {name: value for name, value in options.items() if name not in KEYWORDS}
-    said = {name: value for name, value in options.items() if name in KEYWORDS}
+    keywords = {name: value for name, value in options.items() if name in KEYWORDS}
     for name in ("tile_map", "return_lse"):
-        said.pop(name, None)
+        keywords.pop(name, None)
     form = "dense"
-    if said.get("page_table") is not None:
+    if keywords.get("page_table") is not None:
         form = "paged"
-    elif said.get("cu_seqlens_q") is not None:
+    elif keywords.get("cu_seqlens_q") is not None:
         form = "varlen"
-    check_form(form, said)
-    page_layout, layout = said.pop("page_layout", "NHD"), said.pop("layout", "bshd")
-    package = said.get("package")
+    check_form(form, keywords)
+    page_layout, layout = keywords.pop("page_layout", "NHD"), keywords.pop("layout", "bshd")
+    package = keywords.get("package")
     if DROPOUT_P.name in own:
         known = variant if isinstance(variant, Variant) else find(variant, package).variant
         own = dict(with_state(known, own, q.device))
     given = Given(
-        q, k, v, **said, arguments=own, variant=variant, form=form,
+        q, k, v, **keywords, arguments=own, variant=variant, form=form,
         layout={"dense": layout, "varlen": "varlen", "paged": page_layout}[form],
     )  # fmt: skip
     given = in_rows(given)

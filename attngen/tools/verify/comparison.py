@@ -222,8 +222,8 @@ def _who(call: Call, given: Given, variant: Any, options: dict[str, Any]) -> tup
         why = "as backend= says" if torch_state.on_gpu(given.q) else f"q is on {call.device.type}"
         text = f"the reference in {_short(given.q.dtype)} beside float64, since {why}"
         return _Ran(text.replace("since as", "as"), False), TILE, TILE
-    said = {name: value for name, value in options.items() if name not in ("tile_map", "dropout_p")}
-    explanation = dispatch.explain(given.q, given.k, given.v, variant=variant, **said)
+    keywords = {name: value for name, value in options.items() if name not in ("tile_map", "dropout_p")}
+    explanation = dispatch.explain(given.q, given.k, given.v, variant=variant, **keywords)
     kernel = explanation.kernel
     if kernel is None:
         return _Ran(f"{explanation.runs}: {explanation.reason.splitlines()[0]}", True), TILE, TILE
@@ -234,19 +234,21 @@ def _who(call: Call, given: Given, variant: Any, options: dict[str, Any]) -> tup
 
 def _run(given: Given, options: dict[str, Any], variant: Any) -> tuple[Tensor, Tensor]:
     """Return out and log-sum-exp of the call."""
-    said = {name: value for name, value in options.items() if name != "return_lse"}
+    keywords = {name: value for name, value in options.items() if name != "return_lse"}
     results: Any
     with torch.no_grad():
         if given.form == "paged":
             rest = {
-                n: t for n, t in said.items() if n not in ("page_table", "seqused_k", "max_seqlen_k", "deterministic")
+                n: t
+                for n, t in keywords.items()
+                if n not in ("page_table", "seqused_k", "max_seqlen_k", "deterministic")
             }
             results = calls.attention_paged(
-                given.q, given.k, given.v, said["page_table"], said["seqused_k"], variant=variant, return_lse=True,
-                **rest,
+                given.q, given.k, given.v, keywords["page_table"], keywords["seqused_k"], variant=variant,
+                return_lse=True, **rest,
             )  # fmt: skip
         else:
-            results = _attend((given.q, given.k, given.v), said, variant)
+            results = _attend((given.q, given.k, given.v), keywords, variant)
     return results[0], results[1]
 
 
@@ -386,10 +388,10 @@ def _compare_gradients(
     def differentiated(dtype: torch.dtype | None) -> list[Tensor]:
         leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in (given.q, given.k, given.v)]
         own = {name: options[name].detach().to(dtype or options[name].dtype).requires_grad_() for name in learned}
-        said = {**options, **own}
+        keywords = {**options, **own}
         if dtype is not None:
-            said["backend"] = "reference"
-        out, _ = _attend(leaves, said, variant)
+            keywords["backend"] = "reference"
+        out, _ = _attend(leaves, keywords, variant)
         return list(torch.autograd.grad(out, [*leaves, *own.values()], dout.to(out.dtype), allow_unused=True))
 
     exact, actual = differentiated(torch.float64), differentiated(None)
@@ -402,8 +404,8 @@ def _compare_gradients(
         error = _apart(one.double(), other).amax(-1)
         count = call.heads if what == "dq" else call.kv_heads
         groups = call.heads // call.kv_heads
-        asked = numbers("heads", heads, call.heads)
-        which = asked if what == "dq" else tuple(dict.fromkeys(head // groups for head in asked))
+        query_heads = numbers("heads", heads, call.heads)
+        which = query_heads if what == "dq" else tuple(dict.fromkeys(head // groups for head in query_heads))
         assert count >= len(which)
         allowed = roundings * _largest(other.abs()) + lost.get(what, 0.0)
         for sequence in numbers("b", b, call.batch):
