@@ -41,7 +41,7 @@ def render(plan: Plan) -> Source:
     text = (
         environment(plan.backend, schedule.templates)
         .get_template(schedule.template)
-        .render(plan=plan, hopper=plan.structure, view=view)
+        .render(plan=plan, structure=plan.structure, view=view)
     )
     if plan.backend == "triton":
         return Source(plan.name, _tidy(text), plan.backend)

@@ -127,7 +127,6 @@ class CudaView:
     out_row: str
     lse_row: str
     swizzled_row: str
-    pending_stage: str
     later_columns: tuple[int, ...]
     work_lines: tuple[Statement, ...]
     key_values: KeyValues | None
@@ -252,7 +251,6 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         out_row=f"(out_ptr + {head}{h} * stride_out_h + ({head_rows}) * stride_out_s)",
         lse_row=f"lse_ptr[{lse if plan.ragged_queries else dense_lse}]",
         swizzled_row=SWIZZLED_ROWS[hopper.box_bytes],
-        pending_stage="held.stage" if hopper.skips else "v_ring.stage",
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
         work_lines=work_lines,
         key_values=key_values,
