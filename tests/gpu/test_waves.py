@@ -63,19 +63,19 @@ def test_replays_of_graphs_leave_counters_as_they_found_them(spec: Path) -> None
     for _ in range(2):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = [attngen.attention(q, k, v, variant="causal", package="waves") for _ in range(3)]
-        graphs.append((graph, found))
+            outs = [attngen.attention(q, k, v, variant="causal", package="waves") for _ in range(3)]
+        graphs.append((graph, outs))
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     for turn in range(6):
-        for (graph, found), stream in zip(graphs, streams[turn % 2 :] + streams[: turn % 2], strict=True):
+        for (graph, outs), stream in zip(graphs, streams[turn % 2 :] + streams[: turn % 2], strict=True):
             with torch.cuda.stream(stream):
-                for out in found:
+                for out in outs:
                     out.zero_()
                 graph.replay()
         torch.cuda.synchronize()
-        for _, found in graphs:
-            assert all(torch.equal(out, expected) for out in found)
+        for _, outs in graphs:
+            assert all(torch.equal(out, expected) for out in outs)
     registry.clear()
 
 

@@ -68,7 +68,7 @@ def test_they_run_on_a_gpu_alone_and_are_no_attention() -> None:
     prepared = [one for one in prepare(load_spec_text(SPEC)) if one.plan.direction == "append"]
     verdicts = list(try_interpreted(prepared, 0, 1, lambda name, total: None))
     assert [verdict.status for verdict in verdicts] == ["not run"] * 2
-    assert reason_against(prepared[0].plan, 90) == "only dense calls are raced"
+    assert reason_against(prepared[0].plan, 90) == "only dense calls are measured"
 
 
 def test_they_are_explained(tmp_path: Path) -> None:
