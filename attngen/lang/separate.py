@@ -143,6 +143,8 @@ def largest_values(value: Expr, of: frozenset[str], others: frozenset[str], narr
     values: dict[Expr, None] = {}
 
     def is_work(node: Expr) -> bool:
+        if isinstance(node, Op) and node.op in ("floordiv", "mod") and node.type is Type.INT:
+            return is_costly(node)  # the others are shifts and masks
         return isinstance(node, Load) or (isinstance(node, Op) and node.op not in _CHEAP)
 
     def collect(node: Expr) -> None:

@@ -56,7 +56,7 @@ def values(name: str, batch: int, heads: int, rows: int, keys: int) -> dict[str,
     of_keys = torch.randn(keys, device=DEVICE)
     match name:
         case "of_keys":
-            return {"f": of_keys[: keys - 37].half()}
+            return {"f": of_keys[: keys - 37].half(), "n": keys - 37}
         case "gated":
             return {"gate": torch.rand(batch, keys, device=DEVICE).bfloat16(), "f": of_keys, "w": 0.7}
         case "by_table":

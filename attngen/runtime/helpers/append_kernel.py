@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES
 from attngen.formats import APPEND, APPEND_VARIANT
-from attngen.runtime.arguments.checked import ATTENTION_DTYPES
+from attngen.runtime.arguments.checked import ATTENTION_DTYPES, contiguous_view
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, scales_of
 from attngen.runtime.helpers.launches import Grid, HelperLaunches, Operands
@@ -66,10 +66,8 @@ def prepare_on(kernel: Kernel, call: Append, sizes: Sizes, driver: Driver) -> Pr
     """Launch of a checked call on one kernel of its dtype and device, or the reason against it."""
     if not sizes.tokens:
         return "there is no token"
-    k, v, q = call.k, call.v, call.q
+    k, v = call.k, call.v
     rows: dict[str, Tensor | None] = {name: getattr(call, name) for name in _ROWS}
-    if q is not None and call.q_out is None:
-        rows["q_out"] = torch.empty(q.shape, dtype=q.dtype, device="meta")
     reason = against_rows(rows, k.element_size()) or _against_table(call.page_table)
     reason = reason or against_rotary(call.rotary_cos, call.rotary_sin)
     if reason is not None:
@@ -99,6 +97,8 @@ def _strides(call: Append, sizes: Sizes, rows: Mapping[str, Tensor | None]) -> d
     for name, axes in _ROWS.items():
         tensor = rows[name]
         steps = (0, 0, 0) if tensor is None else tensor.stride()[:-1]
+        if name == "q_out" and tensor is None and call.q is not None:  # made by each call
+            steps = contiguous_view(call.q.shape, "bshd" if call.q.dim() == 4 else "thd").strides[:-1]
         if name in ("k_cache", "v_cache") and call.page_layout == "HND":
             steps = (steps[0], steps[2], steps[1])
         if len(steps) == 2:  # packed
