@@ -438,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       issue_qk(k_ring.stage, q_ring.stage);
       pass_turn();
       wait_products<0>();
-      settle(s);
+      fence_registers(s);
     };
     if (more) start();
     while (more) {
@@ -486,13 +486,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         issue_pv(v_ring.stage);  // O += P V of the tile before
         pass_turn();
         wait_products<1>();
-        settle(s);
+        fence_registers(s);
         release_k();
         finish_logits();
         // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
         float sum[2] = {0.0f, 0.0f};
         wait_products<0>();
-        settle(acc);
+        fence_registers(acc);
         release_v();
         if (__any_sync(~0u, renews)) {
           find_maximum(s, scale_log2e, maximum);
@@ -574,7 +574,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       };
       float value_scale;
       const auto write_out = [&] {
-        settle(acc);
+        fence_registers(acc);
         release_v();
         normalize[0] *= value_scale;
         normalize[1] *= value_scale;
@@ -582,7 +582,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         stage_out(0);
         sync_group();
         wait_products<0>();
-        settle(s);
+        fence_registers(s);
         store_out(0);
       };
 

@@ -470,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       issue_qk(k_ring.stage, q_ring.stage);
       pass_turn();
       wait_products<0>();
-      settle(s);
+      fence_registers(s);
     };
     if (more) start(first_is_blind(), false);
     while (more) {
@@ -553,7 +553,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         wait_v();
         issue_pv(held.stage);  // O += P V of the tile before
         wait_products<1>();
-        settle(s);
+        fence_registers(s);
         release_k();
 
         // P of this tile: from the products where a polynomial is as good as tanh. S is kept until that is known, and the sums say that the
@@ -562,7 +562,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         const auto begin_p = [&] {
           wait_products<0>();
           pass_turn();  // the products are done
-          settle(acc);
+          fence_registers(acc);
           release_v();
         };
         bool products = false;  // whether S still is the products
@@ -649,7 +649,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       };
       float value_scale;
       const auto write_out = [&] {
-        settle(acc);
+        fence_registers(acc);
         release_v();
         normalize[0] *= value_scale;
         normalize[1] *= value_scale;
@@ -657,7 +657,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         stage_out(0);
         sync_group();
         wait_products<0>();
-        settle(s);
+        fence_registers(s);
         store_out(0);
       };
 

@@ -20,7 +20,7 @@ constexpr int kMaxVectors = 32;              // of a row
 constexpr int kMaxRows = 512;                // of a unit
 constexpr int kHalf = kSlots / 2;            // slots of a thread that are of one row for sure
 
-// An address that was kept in shared memory: the compiler has to be told where it leads.
+// An address that was kept in shared memory: the compiler does not know where it leads.
 template <typename Value>
 __device__ __forceinline__ Value* in_global(Value* address) {
   __builtin_assume(__isGlobal(address));

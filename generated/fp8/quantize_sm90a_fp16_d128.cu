@@ -15,7 +15,7 @@
 #include "ring.cuh"
 #include "scales.cuh"
 #include "tma.cuh"
-#include "told.cuh"
+#include "publish.cuh"
 #include "wgmma.cuh"
 
 using Element = fp16;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void multiply_tile(float (&x)[kSlots][kNumbers], uint
   }
   commit_products();
   wait_products<0>();
-  settle(products);
+  fence_registers(products);
 #pragma unroll
   for (int i = 0; i < kSlots * kNumbers; ++i) {
     const int piece = i / 32 * 2 + i / 2 % 2, place = i % 32 / 4 * 2 + i % 2;
@@ -177,7 +177,7 @@ struct Part {
   long long to_b, to_s, to_h;  // strides, in elements
 };
 
-// What threads tell each other.
+// What threads exchange through shared memory.
 struct Shared {
   uint64_t full[kGroups * kStages];  // barriers: a tile is there
   Part parts[3];
@@ -343,7 +343,7 @@ struct KeptPart {
 using Asked = uint32_t[kHeads][kAtOnce];
 
 __device__ __forceinline__ uint32_t word_of(const uint32_t* maxima, int i, int count) {
-  return i < count ? told(maxima + i) : 1;
+  return i < count ? published(maxima + i) : 1;
 }
 __device__ __forceinline__ void ask(
     Asked& asked, const uint32_t* maxima, const KeptPart& part, int b, int first_head, int count) {
@@ -377,7 +377,7 @@ __device__ __forceinline__ uint32_t largest_of_group(const uint32_t (&largest)[4
   return max(max(largest[0][head], largest[1][head]), max(largest[2][head], largest[3][head]));
 }
 
-// What threads tell each other.
+// What threads exchange through shared memory.
 struct KeptShared {
   uint64_t full[kGroups * kStages];  // barriers: a tile is there
   int4 tasks[kGroups][kStages];      // which: part, batch entry, head, place in its sequence
@@ -492,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d1
       named_sync(Named::kTile, of_block, 128);
       ++uses;
       if (thread < kHeads && first_head + thread < part.heads) {
-        tell(maxima_ptr + part.words + (b * part.heads + first_head + thread) * part.tiles + task.w,
+        publish(maxima_ptr + part.words + (b * part.heads + first_head + thread) * part.tiles + task.w,
              largest_of_group(largest, thread));
       }
       if (again && thread == 0) bring(step + kStages);
@@ -540,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d1
         part.scales[(b * static_cast<long long>(part.heads) + head) * part.seqlen + token] = scale;
       }
     }
-    named_sync(Named::kTile, of_block, 128);  // all have read the tile, and told what they found
+    named_sync(Named::kTile, of_block, 128);  // all have read the tile and published its maxima
     if (thread == 0) bring(place + kStages);
     if (waits) {
 #pragma unroll
@@ -671,7 +671,7 @@ struct alignas(16) Task {
   bool last;     // of its group and band
 };
 
-// What threads tell each other.
+// What threads exchange through shared memory.
 struct RotatedShared {
   uint64_t full[kGroups * kRotatedStages];  // barriers: a tile is there
   uint64_t angles[2 * kAngleTables];        // tables are there, and have been read

@@ -411,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       issue_qk(k_ring.stage, q_ring.stage);
       pass_turn();
       wait_products<0>();
-      settle(s);
+      fence_registers(s);
     };
     if (more) start(first_is_blind(), false);
     while (more) {
@@ -475,13 +475,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         issue_pv(held.stage);  // O += P V of the tile before
         pass_turn();
         wait_products<1>();
-        settle(s);
+        fence_registers(s);
         release_k();
         finish_logits();
         // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
         float sum[2] = {0.0f, 0.0f};
         wait_products<0>();
-        settle(acc);
+        fence_registers(acc);
         release_v();
         exponentiate<Element>(s, scale_log2e, reference, p, sum);
         const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
@@ -534,13 +534,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         sync_group();
       };
       const auto write_out = [&] {
-        settle(acc);
+        fence_registers(acc);
         release_v();
         rescale(acc, normalize);
         stage_out(0);
         sync_group();
         wait_products<0>();
-        settle(s);
+        fence_registers(s);
         store_out(0);
       };
 

@@ -355,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       wait_operands();
       issue_qk(k_ring.stage, q_ring.stage);
       wait_products<0>();
-      settle(s);
+      fence_registers(s);
     };
     if (more) start();
     while (more) {
@@ -409,12 +409,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_v();
         issue_pv(v_ring.stage);  // O += P V of the tile before
         wait_products<1>();
-        settle(s);
+        fence_registers(s);
         release_k();
         finish_logits();
         find_maximum(s, scale_log2e, maximum);
         wait_products<0>();
-        settle(acc);
+        fence_registers(acc);
         release_v();
         // A new running max: O and the row sum are rescaled by alpha = exp2(old max - new max).
         raise_reference(maximum, reference, alpha);
@@ -451,12 +451,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
       };
       const auto write_out = [&] {
-        settle(acc);
+        fence_registers(acc);
         release_v();
         rescale(acc, normalize);
         store_rows();
         wait_products<0>();
-        settle(s);
+        fence_registers(s);
       };
 
       // The last O += P V, and after it the first S = Q K^T of the next tile of work.

@@ -373,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       issue_qk(k_ring.stage, q_ring.stage);
       pass_turn();
       wait_products<0>();
-      settle(s);
+      fence_registers(s);
     };
     if (more) start();
     while (more) {
@@ -429,12 +429,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         issue_pv(v_ring.stage);  // O += P V of the tile before
         pass_turn();
         wait_products<1>();
-        settle(s);
+        fence_registers(s);
         release_k();
         finish_logits();
         find_maximum(s, scale_log2e, maximum);
         wait_products<0>();
-        settle(acc);
+        fence_registers(acc);
         release_v();
         // A new running max: O and the row sum are rescaled by alpha = exp2(old max - new max).
         raise_reference(maximum, reference, alpha);
@@ -476,13 +476,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         sync_group();
       };
       const auto write_out = [&] {
-        settle(acc);
+        fence_registers(acc);
         release_v();
         rescale(acc, normalize);
         stage_out(0);
         sync_group();
         wait_products<0>();
-        settle(s);
+        fence_registers(s);
         store_out(0);
       };
 

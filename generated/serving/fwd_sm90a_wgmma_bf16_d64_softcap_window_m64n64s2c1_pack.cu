@@ -386,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       wait_operands();
       issue_qk(k_ring.stage, q_ring.stage);
       wait_products<0>();
-      settle(s);
+      fence_registers(s);
     };
     if (more) start();
     while (more) {
@@ -458,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         wait_v();
         issue_pv(v_ring.stage);  // O += P V of the tile before
         wait_products<1>();
-        settle(s);
+        fence_registers(s);
         release_k();
 
         // P of this tile: from the products where a polynomial is as good as tanh. S is kept until that is known, and the sums say that the
@@ -466,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         float sum[2] = {0.0f, 0.0f};
         const auto begin_p = [&] {
           wait_products<0>();
-          settle(acc);
+          fence_registers(acc);
           release_v();
         };
         bool products = false;  // whether S still is the products
@@ -535,13 +535,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         sync_group();
       };
       const auto write_out = [&] {
-        settle(acc);
+        fence_registers(acc);
         release_v();
         rescale(acc, normalize);
         stage_out(0);
         sync_group();
         wait_products<0>();
-        settle(s);
+        fence_registers(s);
         store_out(0);
       };
 

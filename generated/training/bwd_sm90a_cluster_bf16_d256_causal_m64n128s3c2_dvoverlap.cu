@@ -377,7 +377,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         if (column == 0) other_ds_ring.wait();
         issue_dq(kOtherDs + ds_ring.stage * kDsBytes, kOtherK + column * kKeys * kElementBytes, 1);
         wait_products<0>();
-        settle(dq);
+        fence_registers(dq);
         // After the last product both stages of dS are free: this block's for P again, and the copy of the other's.
         if (column + kDqPart == kDqColumns && group_thread < 2) arrive_at(DsRing::empty_of(ds_ring.stage), group_thread);
 #pragma unroll
@@ -470,7 +470,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       };
       const auto settle_dv = [&] {
 #pragma unroll
-        for (auto& part : dv) settle(part);
+        for (auto& part : dv) fence_registers(part);
       };
       Step step = next_step();
       bool more = step.tile >= 0, first = true;
@@ -478,7 +478,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         KRing(0, 0, here).wait();
         issue_s();
         wait_products<0>();
-        settle(s);
+        fence_registers(s);
       }
       while (__any_sync(~0u, more)) {
         // S is there; dV of the step before is in flight.
@@ -541,7 +541,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         issue_s();
         issue_dv();
         wait_products<1>();
-        settle(s);
+        fence_registers(s);
       }
       wait_products<0>();
       settle_dv();
@@ -591,7 +591,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
         VRing(0, 0, here).wait();
         issue_dp(true);
         wait_products<0>();
-        settle(dp);
+        fence_registers(dp);
       }
       while (__any_sync(~0u, more)) {
         // dS = P (dP - D)
@@ -626,14 +626,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 
         wait_products<0>();
 #pragma unroll
-        for (auto& part : dk) settle(part);
+        for (auto& part : dk) fence_registers(part);
         release(QRing::empty_of(q_ring.stage));
         q_ring.advance();
         step = next_step();
         more = step.tile >= 0;
         issue_dp(more);  // after the last step, of stale data, which is not used
         wait_products<0>();
-        settle(dp);
+        fence_registers(dp);
       }
       // Tells the warpgroup of queries, once it has released this stage of dS, that there is no other step.
       ds_ring.acquire();

@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       KvRing kv_ring;
       int sums = 0;
       // Tells consumers what comes instead of a step.
-      const auto tell = [&](int what) {
+      const auto signal = [&](int what) {
         q_ring.acquire();
         if (lane == 0) {
           shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {what, 0};
@@ -395,15 +395,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
         }
         index = take_in_order(tile_counter, tiles_of_all, lane);
-        tell(kEndOfTile);
+        signal(kEndOfTile);
       }
       if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
       __syncwarp();
-      tell(kEndOfAll);
+      signal(kEndOfAll);
     } else if (warp == kAdder) {
       // Adds dQ of each step to the dQ accumulator, after all tiles of earlier keys.
       Earlier earlier = {};
-      uint32_t phase = 0, told = 0;  // turns that its counter has published
+      uint32_t phase = 0, published = 0;  // turns that its counter has published
       int counter = -1;
       for (int i = 0;; ++i) {
         DqRing(0, phase).wait();
@@ -412,11 +412,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         if (__any_sync(~0u, sum.counter != counter)) {
           counter = sum.counter;
           earlier = {counter_at(counter - sum.kv_tile), sum.kv_tile, 0};
-          told = 0;
+          published = 0;
         }
         await_turn(earlier, sum.turn, lane);
         if (lane == 0) {
-          if (told < sum.turn) store_release(counter_at(counter), sum.turn);  // this tile has no step in the turns between
+          if (published < sum.turn) store_release(counter_at(counter), sum.turn);  // this tile has no step in the turns between
           fence_async_global();
         }
         float* const to = dq_sum_ptr + static_cast<long long>(sum.tile) * kSumsOfTile;
@@ -437,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           store_release(counter_at(counter), sum.unit >= 0 ? kAllPassed : sum.turn + 1);
           if (sum.unit >= 0) add_release(done(sum.unit), 1);
         }
-        told = sum.turn + 1;
+        published = sum.turn + 1;
         __syncwarp();
         phase ^= 1;
       }
@@ -687,7 +687,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         issue_s(q_ring.stage);  // S^T = K Q^T
         load_rows(lse_rows, kLse);
         wait_products<0>();
-        settle(s);
+        fence_registers(s);
         exponentiate_step();
         bool more = true, first = true;
         while (__any_sync(~0u, more)) {
@@ -696,13 +696,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           issue_dp(dout_ring.stage);  // dP^T = V dO^T
           load_rows(delta_rows, kDelta);
           wait_products<1>();
-          settle(dk);
+          fence_registers(dk);
           if (leader && !first) q_ring.release_last();
           first = false;
           pack_probabilities();
           issue_dv(dout_ring.stage);  // dV += P^T dO
           wait_products<1>();
-          settle(dp);
+          fence_registers(dp);
           buffer ^= 1;
           store_ds(buffer);  // dS = P (dP - D)
 
@@ -714,7 +714,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           issue_s(q_ring.stage);  // S^T = K Q^T
           load_rows(lse_rows, kLse);
           wait_products<1>();
-          settle(dv);
+          fence_registers(dv);
           release_dout();
           sync_consumers();  // dS of both is complete
           issue_dq(buffer);              // dQ = dS K
@@ -722,16 +722,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
           // The softmax of the next step runs under dQ and dK.
           wait_products<2>();
-          settle(s);
+          fence_registers(s);
           if (__any_sync(~0u, more)) exponentiate_step();
 
           wait_products<1>();
-          settle(dq);
+          fence_registers(dq);
           store_dq();
         }
         wait_products<0>();
-        settle(dk);
-        settle(s);
+        fence_registers(dk);
+        fence_registers(s);
         if (leader) q_ring.release_last();
         if (leader) kv_ring.release();
         kv_ring.advance();

@@ -9,7 +9,7 @@
 #include "blocks.cuh"
 #include "dropout.cuh"
 #include "expression.cuh"
-#include "first.cuh"
+#include "first_writer.cuh"
 #include "gradient.cuh"
 #include "parts.cuh"
 #include "ring.cuh"
@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       KvRing kv_ring;
       int sums = 0;
       // Tells consumers what comes instead of a step.
-      const auto tell = [&](int what) {
+      const auto signal = [&](int what) {
         q_ring.acquire();
         if (lane == 0) {
           shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {what, 0};
@@ -403,11 +403,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
         }
         index = take_in_order(tile_counter, work_items, lane);
-        tell(kEndOfTile);
+        signal(kEndOfTile);
       }
       if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
       __syncwarp();
-      tell(kEndOfAll);
+      signal(kEndOfAll);
     } else if (warp == kAdder) {
       // Adds dQ of each step to the dQ accumulator. The first to have dQ of a tile of queries stores it instead, so that nothing
       // has to clear the accumulator; others wait until that is in memory.
@@ -727,7 +727,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         issue_s(q_ring.stage);  // S^T = K Q^T
         find_kept();
         wait_products<0>();
-        settle(s);
+        fence_registers(s);
         exponentiate_step();
         drop();
 
@@ -735,7 +735,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         issue_dp(dout_ring.stage);  // dP^T = V dO^T
         issue_dv(dout_ring.stage);  // dV += P^T dO
         wait_products<1>();
-        settle(dp);
+        fence_registers(dp);
         bool more = true;
         while (__any_sync(~0u, more)) {
           // P and dP of this step are there; dV is in flight.
@@ -745,7 +745,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           issue_dq(buffer);                // dQ = dS K
           issue_dk(q_ring.stage, buffer);  // dK += dS^T Q
           wait_products<2>();
-          settle(dv);
+          fence_registers(dv);
 
           // S, dP and dV of the next step. After the last step they run on stale data, with P = 0.
           const QRing used = q_ring;
@@ -755,12 +755,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (__any_sync(~0u, more)) release_dout();
           issue_s(q_ring.stage);  // S^T = K Q^T
           wait_products<2>();
-          settle(dq);
+          fence_registers(dq);
           store_dq();
           find_kept();
           wait_products<0>();
-          settle(dk);
-          settle(s);
+          fence_registers(dk);
+          fence_registers(s);
           if (leader) used.release();
           exponentiate_step();
           drop();
@@ -773,10 +773,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
           issue_dv(dout_ring.stage);  // dV += P^T dO
           wait_products<1>();
-          settle(dp);
+          fence_registers(dp);
         }
         wait_products<0>();
-        settle(dv);
+        fence_registers(dv);
         release_dout();
         if (leader) kv_ring.release();
         kv_ring.advance();

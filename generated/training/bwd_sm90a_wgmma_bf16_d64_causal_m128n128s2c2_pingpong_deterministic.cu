@@ -287,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       KvRing kv_ring;
       int sums = 0;
       // Tells consumers what comes instead of a step.
-      const auto tell = [&](int what) {
+      const auto signal = [&](int what) {
         q_ring.acquire();
         if (lane == 0) {
           shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {what, 0};
@@ -399,15 +399,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
         }
         index = take_in_order(tile_counter, tiles_of_all, lane);
-        tell(kEndOfTile);
+        signal(kEndOfTile);
       }
       if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
       __syncwarp();
-      tell(kEndOfAll);
+      signal(kEndOfAll);
     } else if (warp == kAdder) {
       // Adds dQ of each step to the dQ accumulator, after all tiles of earlier keys.
       Earlier earlier = {};
-      uint32_t phase = 0, told = 0;  // turns that its counter has published
+      uint32_t phase = 0, published = 0;  // turns that its counter has published
       int counter = -1;
       for (int i = 0;; ++i) {
         DqRing(0, phase).wait();
@@ -416,11 +416,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         if (__any_sync(~0u, sum.counter != counter)) {
           counter = sum.counter;
           earlier = {counter_at(counter - sum.kv_tile), sum.kv_tile, 0};
-          told = 0;
+          published = 0;
         }
         await_turn(earlier, sum.turn, lane);
         if (lane == 0) {
-          if (told < sum.turn) store_release(counter_at(counter), sum.turn);  // this tile has no step in the turns between
+          if (published < sum.turn) store_release(counter_at(counter), sum.turn);  // this tile has no step in the turns between
           fence_async_global();
         }
         float* const to = dq_sum_ptr + static_cast<long long>(sum.tile) * kSumsOfTile;
@@ -441,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           store_release(counter_at(counter), sum.unit >= 0 ? kAllPassed : sum.turn + 1);
           if (sum.unit >= 0) add_release(done(sum.unit), 1);
         }
-        told = sum.turn + 1;
+        published = sum.turn + 1;
         __syncwarp();
         phase ^= 1;
       }
@@ -702,12 +702,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         dout_ring.wait();
         issue_dp(dout_ring.stage);  // dP^T = V dO^T
         wait_products<1>();
-        settle(s);
+        fence_registers(s);
         give_turn();
         exponentiate_step();
         load_rows(delta_rows, kDelta);
         wait_products<0>();
-        settle(dp);
+        fence_registers(dp);
         buffer ^= 1;
         store_ds(buffer);  // dS = P (dP - D)
         __syncwarp();
@@ -716,14 +716,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         issue_dv(dout_ring.stage);  // dV += P^T dO
         issue_dk(q_ring.stage);     // dK += dS^T Q
         wait_products<1>();
-        settle(dv);
+        fence_registers(dv);
         release_dout();
         used = q_ring;
         q_ring.advance();
         step = next_step();
         more = step.tile >= 0;
         wait_products<0>();
-        settle(dk);
+        fence_registers(dk);
         if (leader) used.release();
         while (__any_sync(~0u, more)) {
           issue_s(q_ring.stage);  // S^T = K Q^T
@@ -731,7 +731,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           dout_ring.wait();
           issue_dp(dout_ring.stage);  // dP^T = V dO^T
           wait_products<1>();
-          settle(s);
+          fence_registers(s);
           give_turn();
           exponentiate_step();
           load_rows(delta_rows, kDelta);
@@ -740,11 +740,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           ds_phase ^= buffer ^ 1;
           issue_dq(buffer);  // dQ = dS K, of the step before
           wait_products<1>();
-          settle(dp);
+          fence_registers(dp);
           buffer ^= 1;
           store_ds(buffer);  // dS = P (dP - D)
           wait_products<0>();
-          settle(dq);
+          fence_registers(dq);
           store_dq();
           __syncwarp();
           if (lane == 0) DsRing(buffer).arrive();
@@ -752,14 +752,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           issue_dv(dout_ring.stage);  // dV += P^T dO
           issue_dk(q_ring.stage);     // dK += dS^T Q
           wait_products<1>();
-          settle(dv);
+          fence_registers(dv);
           release_dout();
           used = q_ring;
           q_ring.advance();
           step = next_step();
           more = step.tile >= 0;
           wait_products<0>();
-          settle(dk);
+          fence_registers(dk);
           if (leader) used.release();
         }
         give_turn();
@@ -768,7 +768,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         ds_phase ^= buffer ^ 1;
         issue_dq(buffer);  // dQ = dS K, of the step before
         wait_products<0>();
-        settle(dq);
+        fence_registers(dq);
         store_dq();
         if (leader) kv_ring.release();
         kv_ring.advance();

@@ -8,7 +8,7 @@
 // one after the other: preprocess (D and LSE of each query row) and dqkv (all products).
 #include "blocks.cuh"
 #include "expression.cuh"
-#include "first.cuh"
+#include "first_writer.cuh"
 #include "gradient.cuh"
 #include "parts.cuh"
 #include "ring.cuh"
@@ -299,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       KvRing kv_ring;
       int sums = 0;
       // Tells consumers what comes instead of a step.
-      const auto tell = [&](int what) {
+      const auto signal = [&](int what) {
         q_ring.acquire();
         if (lane == 0) {
           shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {what, 0};
@@ -416,11 +416,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
         }
         index = take_in_order(tile_counter, work_items, lane);
-        tell(kEndOfTile);
+        signal(kEndOfTile);
       }
       if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
       __syncwarp();
-      tell(kEndOfAll);
+      signal(kEndOfAll);
     } else if (warp == kAdder) {
       // Adds dQ of each step to the dQ accumulator. The first to have dQ of a tile of queries stores it instead, so that nothing
       // has to clear the accumulator; others wait until that is in memory.
@@ -744,12 +744,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         dout_ring.wait();
         issue_dp(dout_ring.stage);  // dP^T = V dO^T
         wait_products<1>();
-        settle(s);
+        fence_registers(s);
         give_turn();
         exponentiate_step();
         load_rows(delta_rows, kDelta);
         wait_products<0>();
-        settle(dp);
+        fence_registers(dp);
         buffer ^= 1;
         store_ds(buffer);  // dS = P (dP - D)
         __syncwarp();
@@ -758,14 +758,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         issue_dv(dout_ring.stage);  // dV += P^T dO
         issue_dk(q_ring.stage);     // dK += dS^T Q
         wait_products<1>();
-        settle(dv);
+        fence_registers(dv);
         release_dout();
         used = q_ring;
         q_ring.advance();
         step = next_step();
         more = step.tile >= 0;
         wait_products<0>();
-        settle(dk);
+        fence_registers(dk);
         if (leader) used.release();
         while (__any_sync(~0u, more)) {
           issue_s(q_ring.stage);  // S^T = K Q^T
@@ -773,7 +773,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           dout_ring.wait();
           issue_dp(dout_ring.stage);  // dP^T = V dO^T
           wait_products<1>();
-          settle(s);
+          fence_registers(s);
           give_turn();
           exponentiate_step();
           load_rows(delta_rows, kDelta);
@@ -782,11 +782,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           ds_phase ^= buffer ^ 1;
           issue_dq(buffer);  // dQ = dS K, of the step before
           wait_products<1>();
-          settle(dp);
+          fence_registers(dp);
           buffer ^= 1;
           store_ds(buffer);  // dS = P (dP - D)
           wait_products<0>();
-          settle(dq);
+          fence_registers(dq);
           store_dq();
           __syncwarp();
           if (lane == 0) DsRing(buffer).arrive();
@@ -794,14 +794,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           issue_dv(dout_ring.stage);  // dV += P^T dO
           issue_dk(q_ring.stage);     // dK += dS^T Q
           wait_products<1>();
-          settle(dv);
+          fence_registers(dv);
           release_dout();
           used = q_ring;
           q_ring.advance();
           step = next_step();
           more = step.tile >= 0;
           wait_products<0>();
-          settle(dk);
+          fence_registers(dk);
           if (leader) used.release();
         }
         give_turn();
@@ -810,7 +810,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         ds_phase ^= buffer ^ 1;
         issue_dq(buffer);  // dQ = dS K, of the step before
         wait_products<0>();
-        settle(dq);
+        fence_registers(dq);
         store_dq();
         if (leader) kv_ring.release();
         kv_ring.advance();

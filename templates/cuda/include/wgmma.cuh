@@ -20,7 +20,7 @@ __device__ __forceinline__ void wait_products() {
 
 // Keeps the compiler from moving uses of an accumulator before its wait: it takes a wgmma for complete once issued.
 template <int kCount>
-__device__ __forceinline__ void settle(float (&d)[kCount]) {
+__device__ __forceinline__ void fence_registers(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
