@@ -496,7 +496,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     //     key 16 w + lane / 4              s[4 i]                  s[4 i + 1]
     //     key 16 w + lane / 4 + 8          s[4 i + 2]              s[4 i + 3]
     //
-    // Packed in pairs, P^T and dS^T are then A operands of the next products as they are: dV += P^T dO, dK += dS^T Q.
+    // Packed in pairs, P^T is the A operand of dV += P^T dO as it is, and dS^T that of dK += dS^T Q.
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const uint32_t key_rows = warpgroup * 64 * kBoxBytes;
