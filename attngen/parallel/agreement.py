@@ -14,9 +14,9 @@ def agree(group: Any, mine: tuple[str, str], problem: str | None) -> None:
 
     ``problem`` is what is wrong with the call on this rank alone. Raises the same CallError on every rank.
     """
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (*mine, problem), group=group)
-    problems = [f"rank {rank}: {each[2]}" for rank, each in enumerate(told) if each[2] is not None]
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (*mine, problem), group=group)
+    problems = [f"rank {rank}: {each[2]}" for rank, each in enumerate(answers) if each[2] is not None]
     if problems:
         raise CallError("\n".join(problems))
     for place, what, allowed in (
@@ -24,7 +24,7 @@ def agree(group: Any, mine: tuple[str, str], problem: str | None) -> None:
         (1, "call", "the same shapes but for the rows, dtype and arguments on every rank"),
     ):
         ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(told):
+        for rank, each in enumerate(answers):
             ranks.setdefault(each[place], []).append(rank)
         if len(ranks) > 1:
             groups = "; ".join(f"ranks {', '.join(map(str, some))} have {text}" for text, some in ranks.items())

@@ -79,8 +79,8 @@ def plan(
         if each.dropout:
             raise CallError(f"{each.name} has dropout, which parallel plans do not take; allowed: variants without")
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
-    told = tuple((name, _identity(value)) for name, value in sorted(values.items()))
-    sizes = seqlen, offsets, tile, cost, told
+    identities = tuple((name, _identity(value)) for name, value in sorted(values.items()))
+    sizes = seqlen, offsets, tile, cost, identities
     key = (tuple((each, layers) for _, each, layers in stated), sizes, ranks, rank, id(group), method, chunks)
     known = _plans.get(key)
     if known is not None:

@@ -224,17 +224,17 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """What two plans have in common only if they send the same rows and call the same variants."""
-        told = hashlib.sha256()
-        told.update(repr((self.seqlen, self.ranks, self.tile, self.cu_seqlens)).encode())
-        told.update(self.dealt.owner.astype("<i8").tobytes())
+        digest = hashlib.sha256()
+        digest.update(repr((self.seqlen, self.ranks, self.tile, self.cu_seqlens)).encode())
+        digest.update(self.dealt.owner.astype("<i8").tobytes())
         for layer in self.layers:
             text = [
                 canonical(e) for e in (layer.variant.mask, layer.variant.score, layer.variant.sink) if e is not None
             ]
-            told.update(repr((layer.name, layer.method, layer.sent.keys, text)).encode())
-            told.update(np.packbits(layer.sent.tiles).tobytes())
-            told.update(repr({n: v for n, v in layer.values.items() if not isinstance(v, Tensor)}).encode())
-        return told.hexdigest()[:16]
+            digest.update(repr((layer.name, layer.method, layer.sent.keys, text)).encode())
+            digest.update(np.packbits(layer.sent.tiles).tobytes())
+            digest.update(repr({n: v for n, v in layer.values.items() if not isinstance(v, Tensor)}).encode())
+        return digest.hexdigest()[:16]
 
     def _by_keys(
         self, layer: Layer, rank: int, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any],
