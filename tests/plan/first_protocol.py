@@ -1,6 +1,6 @@
 """A model of how the blocks of a CUDA backward agree on who is the first to have dQ of a tile of queries: that one
-stores, the others add. Roles follow ``backward/_adder.cu.j2`` with ``first_writer.cuh``, line by line; copies land some time
-after they were issued.
+stores, the others add. Roles follow ``backward/_adder.cu.j2`` with ``first_writer.cuh``, line by line; copies land some
+time after they were issued.
 """
 
 from __future__ import annotations
