@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from attngen.tools.bench.plot import STYLE
 
 DATA = Path(__file__).with_suffix(".json")
-LABELS = {"FA3": "FlashAttention-3", "FA4": "FlashAttention-4", "ours": "attngen"}
+LABELS = {"FA3": "FlashAttention-3", "FA4": "FlashAttention-4", "attngen": "attngen"}
 
 #: One file from the same figures: no date, the same identifiers, text as text.
 SAME = {"svg.hashsalt": "speed", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
@@ -29,7 +29,7 @@ def main() -> None:
         panels = figure.subplots(2, 3, sharex=True)
         for axis, (cell, lines) in zip(panels.flat, data["tflops"].items(), strict=True):
             for colour, (name, label) in zip(("C7", "C0", "C1"), LABELS.items(), strict=True):
-                width = 2.5 if name == "ours" else 1.2
+                width = 2.5 if name == "attngen" else 1.2
                 axis.plot(data["seqlens"], lines[name], "o-", color=colour, linewidth=width, label=label)
             axis.set_xscale("log", base=2)
             axis.set_xticks(data["seqlens"], [f"{n // 1024}k" for n in data["seqlens"]])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.blocks import ROOT, tables
 
-COLUMNS = ("FA3", "FA4", "cuDNN", "ours")
+COLUMNS = ("FA3", "FA4", "cuDNN", "attngen")
 DATA = ROOT / "docs/figures/speed.json"
 
 
