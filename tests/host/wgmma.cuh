@@ -9,7 +9,7 @@ inline void commit_products() {}
 template <int kPending>
 inline void wait_products() {}
 template <int kCount>
-inline void settle(float (&)[kCount]) {}
+inline void fence_registers(float (&)[kCount]) {}
 
 template <uint32_t kLeading, uint32_t kStride, uint32_t kSwizzle>
 struct Matrix {
