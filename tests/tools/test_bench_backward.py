@@ -112,9 +112,9 @@ def test_a_forward_runs_once_and_is_differentiated_again_and_again(heads_first: 
     with torch.no_grad():  # as benchmarks run
         contender = differentiated(Contender("one", calls, as_bshd=as_bshd, leaves=[(a, c) for a, _, c in leaves]),
                                     above)  # fmt: skip
-        found = [call() for call in contender.calls for _ in range(2)]
+        gradients = [call() for call in contender.calls for _ in range(2)]
     assert ran == [0, 1]
-    for (dq, dv), one, dout in zip([contender.as_bshd(f) for f in found[::2]], inputs, above, strict=True):
+    for (dq, dv), one, dout in zip([contender.as_bshd(f) for f in gradients[::2]], inputs, above, strict=True):
         assert torch.equal(dq[..., :16], (dout * one.v.sum()))
         assert not dq[..., 16:].any()
         torch.testing.assert_close(dv, (dout * one.q[..., :16]).sum().expand_as(dv), rtol=1e-2, atol=1e-2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
@@ -84,7 +85,7 @@ ResultType = TypeVar("ResultType", bound=Result)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Generic[ResultType]):
+class Row(ABC, Generic[ResultType]):
     """One case. ``input_sets`` counts its sets of inputs; ``reading`` is the state of the card while it was timed."""
 
     results: tuple[ResultType, ...]
@@ -92,9 +93,9 @@ class Row(Generic[ResultType]):
     reading: Reading | None = None
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The case in a few words."""
-        raise NotImplementedError
 
     @property
     def line(self) -> str:

@@ -10,6 +10,7 @@ import math
 import random
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -167,7 +168,7 @@ ReportType = TypeVar("ReportType", bound=Report[Any])
 Observer = Callable[[Any, str], None]
 
 
-class Suite(Generic[Case, ReportType]):
+class Suite(ABC, Generic[Case, ReportType]):
     """The cases of a run, and how one of them is measured.
 
     ``report`` is without rows. ``pauseless_ms`` is the length of samples that are taken without pauses.
@@ -188,17 +189,17 @@ class Suite(Generic[Case, ReportType]):
         """Entered around a run, for settings of compilers."""
         return nullcontext()
 
+    @abstractmethod
     def planned(self, case: Case) -> Row[Any]:
         """A case with its contenders, as far as they are known without running anything."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compiled(self, gpu: Gpu, observer: Observer) -> ReportType:
         """Compile what the cases call; return the report with what is known then."""
-        raise NotImplementedError
 
+    @abstractmethod
     def measured(self, bench: Bench, case: Case) -> Row[Any] | None:
         """Measure a case; None if there is no time for it."""
-        raise NotImplementedError
 
     def finished(self, report: ReportType) -> ReportType:
         """Add what is known when all cases are measured."""
