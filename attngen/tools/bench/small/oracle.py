@@ -140,6 +140,12 @@ class OracleSuite(Suite[tuple[Shape, Sequence[Prepared]], OracleReport]):
         self.kernels: Mapping[str, Kernel] = {}
         self._timed: list[Timed] = []
 
+    def planned(self, case: tuple[Shape, Sequence[Prepared]]) -> Compared:
+        """See ``Suite``."""
+        shape, members = case
+        kernels = tuple(Result(member.plan.name) for member in members)
+        return Compared(results=kernels, shape=shape, predicted={}, taken=None)
+
     def compiled(self, gpu: Gpu, observer: Observer) -> OracleReport:
         """See ``Suite``."""
         self.kernels, failures = compiled([one for _, members in self.cases for one in members], self.options.jobs)
