@@ -131,14 +131,14 @@ def gradients(plan: Plan, form: Form, before: Sequence[Statement]) -> Gradients:
 
 
 def _own_tensors(slope: Slope, scored: EmittedMany) -> list[_Tensor]:
-    """Return what was emitted of each element that gets a gradient: its derivative, then its indices."""
-    found, place = [], 3
+    """Code for each tensor element that gets a gradient: its derivative, then its indices."""
+    tensors, place = [], 3
     for number, (load, _) in enumerate(slope.loads):
         end = place + 1 + len(load.indices)
         axes = frozenset[str]().union(*scored.axes[place + 1 : end])
-        found.append(_Tensor(number, load, scored.results[place], axes, scored.results[place + 1 : end]))
+        tensors.append(_Tensor(number, load, scored.results[place], axes, scored.results[place + 1 : end]))
         place = end
-    return found
+    return tensors
 
 
 def _number_pairs(form: Form, lines: list[Statement], earlier: Sequence[Statement]) -> None:
@@ -195,9 +195,9 @@ def _dropped(form: Form, derivative: Sequence[Statement]) -> list[Statement]:
     """Return the statements from the logit to dS with dropout: what is dropped has a dP of 0 and no part in dV."""
     unit = written("{b} * {heads} + {h}" if form is BY_KEYS else "{unit}")
     state = "{dropout_seed}, {dropout_offset}, {}, {dropout_threshold}"
-    found = written(f"kept_pairs({state}, {{q_start}}, {{kv_start}}, BLOCK_M, BLOCK_N)", unit)
+    dropped = written(f"kept_pairs({state}, {{q_start}}, {{kv_start}}, BLOCK_M, BLOCK_N)", unit)
     lines = [
-        assign("kept", written("tl.trans({})", found) if form is BY_KEYS else found),
+        assign("kept", written("tl.trans({})", dropped) if form is BY_KEYS else dropped),
         assign("dp", "tl.where({kept}, {dp} * {dropout_scale}, 0.0)"),
         *derivative,
     ]

@@ -326,7 +326,7 @@ def _steps(
 
 
 def row_values(row: Sequence[Statement], element: Sequence[Statement]) -> tuple[tuple[str, str], ...]:
-    """Return what elements read of what is declared for each row: a type that can hold it, and its name."""
+    """Values declared for each row that the statements of elements read: type and name of each."""
     read = reads(element)
     return tuple((each.type, name) for each in row for name in each.names if name in read)
 
@@ -486,19 +486,19 @@ def _split(
 
 def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     """Return the ranges of visible and of full tiles along an axis, or the hull that a listing goes through."""
-    found = bands(plan.variant.mask, facts_of(plan), over=along.axis, heads=plan.box_heads)
+    seen = bands(plan.variant.mask, facts_of(plan), over=along.axis, heads=plan.box_heads)
     if along is KEYS and isinstance(plan.structure, HopperForward) and plan.structure.anchored:
-        return _anchored_tiles(plan, found)
+        return _anchored_tiles(plan, seen)
     if plan.iteration != "ranges":
-        values, lines = emit_named(plan, CUDA, hull_ends(plan, found, along), along)
+        values, lines = emit_named(plan, CUDA, hull_ends(plan, seen, along), along)
         lines += [int_constant(name, value) for name, value in values.items() if value.text != name]
         return Tiles(
             with_corners(lines, along=along, any_group=plan.split_kv), (("visible_lo", "visible_hi"),), (), values
         )
-    bounded = Bands(found.visible, (), exact=True)
+    bounded = Bands(seen.visible, (), exact=True)
     nothing = (integer(0), integer(0))  # where the mask is false whatever is called: one range, without a tile
     visible = list(segments(bounded, along.tile, along.length, facts_of(plan)).partial) or [nothing]
-    full = [inward(plan, interval, along) for interval in found.full]
+    full = [inward(plan, interval, along) for interval in seen.full]
     ends = numbered("visible", visible) | numbered("full", full)
     ends = {name: settled(plan, end, along) for name, end in ends.items()}
     if len(visible) > 1 or any(map(multiplies_int64, ends.values())):  # a sum alone is an int32 again at once
@@ -510,12 +510,12 @@ def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     return Tiles(corners, tuple(pairs[: len(visible)]), tuple(pairs[len(visible) :]), values)
 
 
-def _anchored_tiles(plan: Plan, found: Bands) -> Tiles:
+def _anchored_tiles(plan: Plan, seen: Bands) -> Tiles:
     """Return the ranges of tiles of which the last one ends with the last key that any row of a tile of work sees.
 
     All ends are keys first. From those of all rows follows where tiles begin, which is the same for each consumer.
     """
-    pairs = {"visible": found.visible[0]} | ({"full": found.full[0]} if found.full else {})
+    pairs = {"visible": seen.visible[0]} | ({"full": seen.full[0]} if seen.full else {})
     ends: dict[str, Expr] = {}
     for name, each in pairs.items():
         ends[f"{name}_from"] = integer(0) if each.lo is None else minimum(maximum(each.lo, integer(0)), SEQLEN_K)

@@ -17,7 +17,7 @@ def constant(kind: str, name: str, value: Code | str, *, comment: str = "") -> S
 
 
 def log2_scale(scale: str) -> Statement:
-    """Return what leads to units of log2 where the score is the product times ``scale``."""
+    """Statement of the factor that turns products into logits in units of log2."""
     return statement(f"const float scale_log2e = {{{scale}}} * kLog2e;", declares="scale_log2e", type="float")
 
 

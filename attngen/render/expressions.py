@@ -203,7 +203,7 @@ def known_ranges(plan: Plan) -> dict[str, Range]:
 
 
 def facts_of(plan: Plan) -> Facts:
-    """Return what is known of a kernel's names and tensors."""
+    """Ranges of a kernel's names, and facts of its tensors."""
     facts = Facts.of(plan.variant)
     return Facts(known_ranges(plan), facts.tensors)
 
@@ -266,10 +266,10 @@ def narrowed(plan: Plan, end: Expr, along: Along = KEYS) -> Expr:
     return narrow(end, along.length, along.tile, along.tiles, facts_of(plan).of_tiles())
 
 
-def hull_ends(plan: Plan, found: Bands, along: Along = KEYS) -> dict[str, Expr]:
+def hull_ends(plan: Plan, visible: Bands, along: Along = KEYS) -> dict[str, Expr]:
     """Return the tiles between the first and the last visible position, as ``visible_lo`` and ``visible_hi``."""
-    lows = [integer(0) if interval.lo is None else interval.lo for interval in found.visible] or [integer(0)]
-    highs = [along.length if interval.hi is None else interval.hi for interval in found.visible] or [integer(0)]
+    lows = [integer(0) if interval.lo is None else interval.lo for interval in visible.visible] or [integer(0)]
+    highs = [along.length if interval.hi is None else interval.hi for interval in visible.visible] or [integer(0)]
     first = floordiv(reduce(minimum, lows), along.tile)
     last = ceildiv(minimum(reduce(maximum, highs), along.length), along.tile)
     return {"visible_lo": settled(plan, first, along), "visible_hi": settled(plan, last, along)}
@@ -287,15 +287,15 @@ def emit_named(
     code = emit_for(plan, language, list(values.values()), corner_bindings(plan, language, along), labels=labels)
     dialect = language.target.dialect
     statements = list(code.hoisted)
-    found = {}
+    named = {}
     for (name, value), piece in zip(values.items(), code.results, strict=True):
         if is_wide(plan, value):
             piece = language.narrow(piece)
         if not (piece.text.isidentifier() or piece.text.isdecimal()):
             statements.append(dialect.declare(name, Type.INT, False, piece))
             piece = leaf(name)
-        found[name] = piece
-    return found, statements
+        named[name] = piece
+    return named, statements
 
 
 def _reachable(plan: Plan, tile: Expr, along: Along) -> Expr:

@@ -10,7 +10,7 @@ from attngen.plan.model import Argument, Plan
 
 
 def summary(plan: Plan) -> str:
-    """Return what the kernel computes; expressions in their canonical print, never the user's own text."""
+    """One line on what the kernel computes; expressions in their canonical print, never the user's own text."""
     variant = plan.variant
     parts = [f"mask `{canonical(variant.mask)}`"]
     if variant.score is not None:

@@ -94,7 +94,7 @@ def _taking(steps: Steps, names: Sequence[str], by_row: Sequence[Statement]) -> 
 
 
 def fields_of(loads: Iterable[Statement]) -> tuple[tuple[str, str], ...]:
-    """Return what loads declare, each with the type that it is held in."""
+    """Type and name of each variable that the loads declare."""
     return tuple((HELD[each.type], name) for each in loads for name in each.names)
 
 

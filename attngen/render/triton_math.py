@@ -207,9 +207,9 @@ def of_pairs(scored: EmittedMany, tile: str) -> Code:
 
 def ranges(plan: Plan, along: Along = KEYS) -> Visits:
     """Return the tiles of a block: by ranges of visible and of full tiles, or the hull that a listing goes through."""
-    found = bands(plan.variant.mask, facts_of(plan), over=along.axis)
+    visible = bands(plan.variant.mask, facts_of(plan), over=along.axis)
     if plan.iteration != "ranges":
-        values, lines = _hull(plan, found, along)
+        values, lines = _hull(plan, visible, along)
         if plan.iteration == "tile_map":
             own = "{q_tile} * {stride_tile_map_q}" if along is KEYS else "{kv_tile} * {stride_tile_map_kv}"
             rows = "{b} * {stride_tile_map_b} + {h} * {stride_tile_map_h} + "
@@ -217,13 +217,13 @@ def ranges(plan: Plan, along: Along = KEYS) -> Visits:
         ragged = _ragged([(values["visible_lo"], values["visible_hi"])])
         return Visits(_with_corners(lines, words(plan, along).lines, along=along), (), None, ragged)
     if plan.mask_code == "loop":
-        pieces = segments(found, along.tile, along.length, facts_of(plan))
+        pieces = segments(visible, along.tile, along.length, facts_of(plan))
         groups = {"full": list(pieces.full), "partial": list(pieces.partial)}
         whole: list[tuple[Expr, Expr]] = []
     else:
-        bounded = Bands(found.visible, (), exact=True)
+        bounded = Bands(visible.visible, (), exact=True)
         groups = {"visible": list(segments(bounded, along.tile, along.length, facts_of(plan)).partial)}
-        whole = [inward(plan, interval, along) for interval in found.full]
+        whole = [inward(plan, interval, along) for interval in visible.full]
     ends = {name: end for kind, spans in groups.items() for name, end in numbered(kind, spans).items()}
     ends |= numbered("full", whole)
     values, lines = emit_named(plan, TRITON, {name: settled(plan, end, along) for name, end in ends.items()}, along)
@@ -290,9 +290,9 @@ def _outside(lo: Code, hi: Code) -> str:
     return after if lo.text == "0" else f"(tile < {lo}) | ({after})"
 
 
-def _hull(plan: Plan, found: Bands, along: Along = KEYS) -> tuple[dict[str, Code], list[Statement]]:
+def _hull(plan: Plan, visible: Bands, along: Along = KEYS) -> tuple[dict[str, Code], list[Statement]]:
     """Return the tiles between the first and the last visible position, and the statements that name them."""
-    values, lines = emit_named(plan, TRITON, hull_ends(plan, found, along), along)
+    values, lines = emit_named(plan, TRITON, hull_ends(plan, visible, along), along)
     return values, [*lines, *(assign(name, value) for name, value in values.items() if value.text != name)]
 
 
@@ -383,8 +383,8 @@ def classifier(plan: Plan) -> Classifier:
 
 def map_lines(plan: Plan, along: Along) -> Classifier:
     """Return the lines of a kernel that computes the map of the tiles along an axis."""
-    found = bands(plan.variant.mask, facts_of(plan), over=along.axis)
-    _, lines = _hull(plan, found, along)
+    visible = bands(plan.variant.mask, facts_of(plan), over=along.axis)
+    _, lines = _hull(plan, visible, along)
     ragged = plan.direction == "backward"  # whose map has the ragged last tile, too
     bound = _elements(plan, ragged=ragged) if along is KEYS else _elements_of_key_tile(plan)
     mask = emit_for(plan, TRITON, [plan.variant.mask], bound, taken=declared(lines), inner=along.axis)

@@ -189,34 +189,34 @@ def run(call: Cached, given: Tensors) -> tuple[Tensor, Tensor | None]:
     options = dict(call.options)
     if call.function == "vllm":
         out = torch.full_like(q, float("nan"))
-        found = vllm_flash_attn.flash_attn_varlen_func(
+        result = vllm_flash_attn.flash_attn_varlen_func(
             q, given.k_cache, given.v_cache, max_seqlen_q=call.seqlen_q, cu_seqlens_q=starts,
             max_seqlen_k=call.capacity, seqused_k=given.lengths, block_table=given.table, alibi_slopes=given.slopes,
             s_aux=given.sinks, return_softmax_lse=call.with_lse, out=out, fa_version=3, **options,
         )  # fmt: skip
-        assert (found[0] if call.with_lse else found) is out
+        assert (result[0] if call.with_lse else result) is out
     elif call.function == "varlen":
-        found = flash_attn.flash_attn_varlen_func(
+        result = flash_attn.flash_attn_varlen_func(
             q, given.k_cache, given.v_cache, starts, torch.nn.functional.pad(given.lengths.cumsum(0), (1, 0)).int(),
             call.seqlen_q, call.capacity, alibi_slopes=given.slopes, block_table=given.table,
             return_attn_probs=call.with_lse, **options,
         )  # fmt: skip
-        found = found[:2] if call.with_lse else found
+        result = result[:2] if call.with_lse else result
     else:
         options |= {
             "k": k, "v": v, "rotary_cos": given.cos, "rotary_sin": given.sin, "cache_seqlens": given.lengths,
             "cache_batch_idx": given.index, "cache_leftpad": given.leftpad, "return_softmax_lse": call.with_lse,
         }  # fmt: skip
         if call.function == "flash_attn":
-            found = flash_attn.flash_attn_with_kvcache(
+            result = flash_attn.flash_attn_with_kvcache(
                 q, given.k_cache, given.v_cache, block_table=given.table, alibi_slopes=given.slopes, **options
             )
         else:
-            found = flash_attn_3.flash_attn_with_kvcache(
+            result = flash_attn_3.flash_attn_with_kvcache(
                 q, given.k_cache, given.v_cache, page_table=given.table, cu_seqlens_q=starts,
                 cu_seqlens_k_new=new_starts, max_seqlen_q=call.seqlen_q if starts is not None else None, **options,
             )  # fmt: skip
-    out, lse = found[:2] if call.with_lse else (found, None)
+    out, lse = result[:2] if call.with_lse else (result, None)
     if starts is None:
         return out, lse
     padded = torch.full_like(given.q, float("nan"))
@@ -291,7 +291,7 @@ def _turned(call: Cached, given: Tensors, x: Tensor, positions: Tensor) -> Tenso
     assert given.cos is not None
     assert given.sin is not None
     half = call.rotary_half
-    found = x.float().clone()
+    actual = x.float().clone()
     cos, sin = (t.float()[positions.to(call.device)][:, None] for t in (given.cos, given.sin))
     pairs = (
         (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
@@ -299,9 +299,9 @@ def _turned(call: Cached, given: Tensors, x: Tensor, positions: Tensor) -> Tenso
         else (slice(0, half), slice(half, 2 * half))
     )
     a, b = (x.float()[..., part] for part in pairs)
-    found[..., pairs[0]] = a * cos - b * sin
-    found[..., pairs[1]] = a * sin + b * cos
-    return found.to(x.dtype)
+    actual[..., pairs[0]] = a * cos - b * sin
+    actual[..., pairs[1]] = a * sin + b * cos
+    return actual.to(x.dtype)
 
 
 def _packed(x: Tensor, rows: list[int]) -> Tensor:
@@ -328,9 +328,9 @@ def checked(call: Cached) -> None:
         assert torch.equal(lse.isneginf(), exact[1].isneginf()), call.text()
         wrong = (lse.double() - exact[1])[some].abs().max().item() if some.any() else 0.0
         assert wrong <= (1e-5 if call.dtype == torch.float32 else 2e-3), f"lse {wrong}: {call.text()}"
-    for found, wanted in ((given.k_cache, exact[2]), (given.v_cache, exact[3])):
+    for actual, wanted in ((given.k_cache, exact[2]), (given.v_cache, exact[3])):
         assert torch.allclose(
-            found.float(), wanted.float(), rtol=1e-2 if call.rotary_half else 0, atol=0, equal_nan=True
+            actual.float(), wanted.float(), rtol=1e-2 if call.rotary_half else 0, atol=0, equal_nan=True
         ), f"a cache holds something else: {call.text()}"
 
 

@@ -36,24 +36,24 @@ def _inputs() -> list[torch.Tensor]:
     return [torch.randn(1, 2, 16, 8) for _ in range(3)]
 
 
-def _check(found: torch.Tensor, mesh: Any) -> None:
+def _check(actual: torch.Tensor, mesh: Any) -> None:
     """Compare the rows of this process with those of the whole, in the order in which context_parallel deals them."""
     q, k, v = _inputs()
     wanted = F.scaled_dot_product_attention(q, k, v)
     with context_parallel(mesh, buffers=[wanted], buffer_seq_dims=[2]):
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(actual, wanted)
 
 
 def _sdpa_outside(mesh: Any) -> None:
     q, k, v = _inputs()
     with sdpa(backend="reference") as routed:
         with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
-            found = F.scaled_dot_product_attention(q, k, v)
+            out = F.scaled_dot_product_attention(q, k, v)
         assert dict(routed.reasons) == {"there is a DTensor among the tensors": 1}
         q, k, v = _inputs()
         F.scaled_dot_product_attention(q, k, v)
         assert routed.routed == 1
-    _check(found, mesh)
+    _check(out, mesh)
 
 
 def _sdpa_inside(mesh: Any) -> None:
@@ -61,8 +61,8 @@ def _sdpa_inside(mesh: Any) -> None:
     with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
         with pytest.raises(CallError, match="inside torch's context_parallel would route nothing"):
             sdpa(backend="reference").__enter__()
-        found = F.scaled_dot_product_attention(q, k, v)
-    _check(found, mesh)
+        out = F.scaled_dot_product_attention(q, k, v)
+    _check(out, mesh)
 
 
 def _ends_that_cross(mesh: Any) -> None:
@@ -71,5 +71,5 @@ def _ends_that_cross(mesh: Any) -> None:
     outer.__enter__()
     with inner:
         outer.__exit__()
-        found = F.scaled_dot_product_attention(q, k, v)
-    _check(found, mesh)
+        out = F.scaled_dot_product_attention(q, k, v)
+    _check(out, mesh)

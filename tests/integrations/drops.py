@@ -31,6 +31,6 @@ def next_dense_factors(rate: float, batch: int, heads: int, rows: int, keys: int
 def factors(seed: int, rate: float, batch: int, heads: int, rows: int, keys: int, device: str = "cpu") -> Tensor:
     """Return the factors of the first dense call after ``torch.manual_seed(seed)``, and seed again for that call."""
     torch.manual_seed(seed)
-    found = next_dense_factors(rate, batch, heads, rows, keys, device)
+    actual = next_dense_factors(rate, batch, heads, rows, keys, device)
     torch.manual_seed(seed)
-    return found
+    return actual

@@ -172,11 +172,11 @@ def logits(model: Any, given: Batch, **more: Any) -> Tensor:
     return model(**given.inputs, **more).logits[given.counts]
 
 
-def gradients(model: Any, found: Tensor) -> dict[str, Tensor]:
+def gradients(model: Any, actual: Tensor) -> dict[str, Tensor]:
     """Return the gradients of all parameters for a loss in which every logit has a weight of its own."""
     model.zero_grad(set_to_none=True)
-    weights = torch.linspace(-1, 1, found.numel(), device=found.device).view_as(found)
-    (found.float() * weights).sum().backward()
+    weights = torch.linspace(-1, 1, actual.numel(), device=actual.device).view_as(actual)
+    (actual.float() * weights).sum().backward()
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -184,11 +184,11 @@ def generate(model: Any, given: Batch, **more: Any) -> tuple[Tensor, Tensor]:
     """Return the tokens and the logits (steps, batch, vocabulary) of greedy decoding against a cache."""
     inputs = {name: value for name, value in given.inputs.items() if not name.startswith("decoder")}
     steps = 8
-    found = model.generate(
+    actual = model.generate(
         **inputs, max_new_tokens=steps, min_new_tokens=steps, do_sample=False, num_beams=1, output_logits=True,
         return_dict_in_generate=True, **more,
     )  # fmt: skip
-    return found.sequences, torch.stack(found.logits)
+    return actual.sequences, torch.stack(actual.logits)
 
 
 def step_by_step(model: Any, given: Batch, prefill: int) -> Tensor:
@@ -198,12 +198,12 @@ def step_by_step(model: Any, given: Batch, prefill: int) -> Tensor:
     """
     ids, real = given.inputs["input_ids"], given.inputs["attention_mask"]
     positions = (real.cumsum(1) - 1).clamp(min=0)
-    cache, found = None, []
+    cache, actual = None, []
     for start, stop in [(0, prefill), *((n, n + 1) for n in range(prefill, ids.shape[1]))]:
         step = model(
             input_ids=ids[:, start:stop], attention_mask=real[:, :stop], position_ids=positions[:, start:stop],
             use_cache=True, **{cache_name(model.forward): cache},
         )  # fmt: skip
         cache = cache_of(step)
-        found.append(step.logits)
-    return torch.cat(found, dim=1)[given.counts]
+        actual.append(step.logits)
+    return torch.cat(actual, dim=1)[given.counts]

@@ -186,10 +186,10 @@ def run(case: Case, device: str) -> Outcome:
     """Run a case on a device, and judge its results."""
     check: Callable[[Case, _Tensors], str | None] = _FAMILIES[case.family]
     try:
-        found = check(case, _Tensors(case.seed, device))
+        actual = check(case, _Tensors(case.seed, device))
     except (CallError, NoKernelError) as error:
         return Outcome("refused", str(error))
-    return Outcome("right") if found is None else Outcome("wrong", found)
+    return Outcome("right") if actual is None else Outcome("wrong", actual)
 
 
 class _Tensors:
@@ -214,8 +214,8 @@ class _Tensors:
 
     def lengths(self, longest: int, batch: int, *, zeros: bool = False) -> list[int]:
         """Lengths at most 20 below the longest; with ``zeros``, every fifth and the last are 0."""
-        found = [self.number(max(0 if zeros else 1, longest - 20), longest + 1) for _ in range(batch)]
-        return [0 if zeros and (i % 5 == 0 or i == batch - 1) else n for i, n in enumerate(found)]
+        actual = [self.number(max(0 if zeros else 1, longest - 20), longest + 1) for _ in range(batch)]
+        return [0 if zeros and (i % 5 == 0 or i == batch - 1) else n for i, n in enumerate(actual)]
 
     def order(self, count: int) -> Tensor:
         return torch.randperm(count, generator=self._generator, device=self.device, dtype=torch.int32)
@@ -318,12 +318,12 @@ def _scaled(t: Tensor, scale: Tensor | None, exact: bool) -> Tensor:
     return product if exact else product.to(t.dtype)
 
 
-def _beyond(name: str, found: Tensor, exact: Tensor, plain: Tensor, factor: float, extra: float = 0.0) -> str | None:
+def _beyond(name: str, actual: Tensor, exact: Tensor, plain: Tensor, factor: float, extra: float = 0.0) -> str | None:
     """Say by how much a result is wrong, or None: the limit is ``factor`` times the error of plain torch, and what
     rounding of the exact result costs."""
     if not exact.numel():
         return None
-    error = (found.float() - exact.float()).abs().max().item()
+    error = (actual.float() - exact.float()).abs().max().item()
     allowed = (plain.float() - exact.float()).abs().max().item()
     rounding = 2 * (exact + 0.3 - 0.3 - exact).abs().max().item()
     if error <= factor * allowed + rounding + extra:
@@ -382,7 +382,7 @@ def _forward(case: Case, made: _Tensors) -> str | None:
         attention_chunk=chunk, **_options(case, descales),
     )  # fmt: skip
     dout = made.normal(*out.shape, dtype=out.dtype) if _differentiates(case) else None
-    found = torch.autograd.grad(out, leaves, dout) if dout is not None else None
+    grads = torch.autograd.grad(out, leaves, dout) if dout is not None else None
     wanted = _Wanted.none()
     seen = Mask(case["causal"], window, chunk).seen(rows, keys, 0, made.device)
     for b in range(batch):
@@ -391,7 +391,7 @@ def _forward(case: Case, made: _Tensors) -> str | None:
             [t[b] for t in dense], scales, seen, case["softcap"], FP8 if dtype == FP8 else None,
             None if dout is None else dout[b],
         )  # fmt: skip
-    gradients = None if found is None else [list(t) for t in found]
+    gradients = None if grads is None else [list(t) for t in grads]
     return _judge(case, list(out.detach()), gradients, wanted)
 
 
@@ -427,7 +427,7 @@ def _varlen(case: Case, made: _Tensors) -> str | None:
         window_size=torch.tensor(window) if case["local"] else window, **_options(case, descales),
     )  # fmt: skip
     dout = made.normal(*out.shape, dtype=out.dtype) if _differentiates(case) else None
-    found = torch.autograd.grad(out, leaves, dout) if dout is not None else None
+    grads = torch.autograd.grad(out, leaves, dout) if dout is not None else None
     wanted, mask = _Wanted.none(), Mask(case["causal"], window, chunk)
     places = [
         [slice(first, first + n) for first, n in zip(s, lengths, strict=False)]
@@ -442,8 +442,8 @@ def _varlen(case: Case, made: _Tensors) -> str | None:
             inputs, scales, seen, case["softcap"], FP8 if dtype == FP8 else None, None if dout is None else dout[rows]
         )
     gradients = None
-    if found is not None:
-        gradients = [[t[part] for part in places[min(place, 1)]] for place, t in enumerate(found)]
+    if grads is not None:
+        gradients = [[t[part] for part in places[min(place, 1)]] for place, t in enumerate(grads)]
     return _judge(case, [out.detach()[part] for part in places[0]], gradients, wanted)
 
 
@@ -550,14 +550,14 @@ def _judge_cache(case: Case, out: Tensor, wanted: _Wanted, dtype: torch.dtype) -
     return None
 
 
-def _judge_rows(case: Case, found: list[Tensor], keys: Tensor, values: Tensor, dtype: torch.dtype) -> str | None:
+def _judge_rows(case: Case, actual: list[Tensor], keys: Tensor, values: Tensor, dtype: torch.dtype) -> str | None:
     """Compare what a cache holds after the call."""
     keys, values = (t.to(dtype).float() for t in (keys, values))
     near = 1e-3 if dtype == FP8 else 0.0
-    if not torch.allclose(found[1], values, rtol=near, atol=near):
+    if not torch.allclose(actual[1], values, rtol=near, atol=near):
         return "the cache of v holds something else"
     near = 0.0 if not case["rotary"] else 1e-1 if dtype == FP8 else 1e-3
-    return None if torch.allclose(found[0], keys, rtol=near, atol=near) else "the cache of k holds something else"
+    return None if torch.allclose(actual[0], keys, rtol=near, atol=near) else "the cache of k holds something else"
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
@@ -567,10 +567,10 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved
     first, second = slice(half), slice(half, 2 * half)
     if interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    found = x.float()
-    a, b = found[..., first].clone(), found[..., second].clone()
-    found[..., first], found[..., second] = a * cos - b * sin, a * sin + b * cos
-    return found.to(x.dtype)
+    actual = x.float()
+    a, b = actual[..., first].clone(), actual[..., second].clone()
+    actual[..., first], actual[..., second] = a * cos - b * sin, a * sin + b * cos
+    return actual.to(x.dtype)
 
 
 @torch.no_grad()
@@ -603,11 +603,11 @@ def _repeated(case: Case, made: _Tensors) -> str | None:
     dout = made.normal(batch, rows, 4, case["head_dim"])
     for _ in range(20 if made.device != "cpu" else 2):
         out = flash_attn_3.flash_attn_func(q, k, v, causal=case["causal"])
-        found = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
-        first = first or found
+        gradients = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+        first = first or gradients
         dq = first[1]
         near = 2 * (dq + 0.3 - 0.3 - dq).abs().max().item()
-        for name, one, other in zip(("out", "dq", "dk", "dv"), found, first, strict=True):
+        for name, one, other in zip(("out", "dq", "dk", "dv"), gradients, first, strict=True):
             same = torch.allclose(one, other, atol=near) if name == "dq" else torch.equal(one, other)
             if not same:
                 return f"{name} differs between two runs"

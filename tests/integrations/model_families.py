@@ -53,7 +53,7 @@ def generates_from_static_caches(model: Any) -> None:
 
 
 def pairs(family: str) -> Callable[[Any], None]:
-    """Return how a model with an encoder and a decoder is run: padded on either side, and generating."""
+    """A run of an encoder-decoder model: padded on either side, and generating."""
 
     def run(model: Any) -> None:
         for padding in families.PADDINGS:

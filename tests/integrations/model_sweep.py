@@ -60,12 +60,12 @@ STEPS = 4
 
 def classes() -> dict[str, tuple[str, str]]:
     """The classes of the mappings, each with the first mapping that has it and its type of model."""
-    found: dict[str, tuple[str, str]] = {}
+    by_name: dict[str, tuple[str, str]] = {}
     for mapping, name in MAPPINGS.items():
         for kind, value in getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES").items():
             for each in [value] if isinstance(value, str) else value:
-                found.setdefault(each, (mapping, kind))
-    return found
+                by_name.setdefault(each, (mapping, kind))
+    return by_name
 
 
 @dataclass
@@ -189,10 +189,10 @@ class Comparison:
         attngen_transformers.attend = rolled
         try:
             with torch.no_grad():
-                wanted, found = outputs(self.eager, given), outputs(self.model, given)
+                wanted, actual = outputs(self.eager, given), outputs(self.model, given)
         finally:
             attngen_transformers.attend = attend
-        if max(map(distance, found, wanted)) < 100 * TOLERANCE:
+        if max(map(distance, actual, wanted)) < 100 * TOLERANCE:
             raise UntestedError("attention changes too little of its output")
 
     def _image_tokens(self, given: Mapping[str, Any]) -> None:
@@ -234,9 +234,9 @@ class Comparison:
 
         def gradients(model: Any) -> list[Tensor]:
             model.zero_grad(set_to_none=True)
-            found = outputs(model, padded, real, grad=True)[0]
-            weights = torch.linspace(-1, 1, found.numel(), device=found.device).view_as(found)
-            (found.float() * weights).sum().backward()
+            actual = outputs(model, padded, real, grad=True)[0]
+            weights = torch.linspace(-1, 1, actual.numel(), device=actual.device).view_as(actual)
+            (actual.float() * weights).sum().backward()
             return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
         self._same("gradients", gradients, grad=True)
@@ -293,7 +293,7 @@ class Comparison:
         try:
             torch.manual_seed(5)
             with torch.set_grad_enabled(grad):
-                found = run(model, *arguments, **options)
+                actual = run(model, *arguments, **options)
         except (CallError, NoKernelError) as error:
             if what == "prompt":
                 raise
@@ -301,10 +301,10 @@ class Comparison:
             return
         except Exception as error:
             raise DifferentError(f"{what}: {_line(error)}") from error
-        if len(found) != len(wanted) or any(a.shape != b.shape for a, b in zip(found, wanted, strict=False)):
+        if len(actual) != len(wanted) or any(a.shape != b.shape for a, b in zip(actual, wanted, strict=False)):
             raise DifferentError(f"{what}: other shapes than eager")
         largest = max(float(each.abs().max()) for each in wanted) if grad else 0.0
-        worst = max(distance(a, b, largest) for a, b in zip(found, wanted, strict=True))
+        worst = max(distance(a, b, largest) for a, b in zip(actual, wanted, strict=True))
         self.result.worst = max(self.result.worst, worst)
         if not worst <= (10 * TOLERANCE if grad else TOLERANCE):
             raise DifferentError(f"{what}: {worst:.2g} off eager")
@@ -355,13 +355,13 @@ def spread(model: Any) -> None:
             torch.nn.init.normal_(parameter, std=0.1)
 
 
-def distance(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
+def distance(actual: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
     if wanted.numel() == 0:
         return 0.0
     if wanted.dtype == torch.long:
-        return float((found != wanted).any())
+        return float((actual != wanted).any())
     limit = max(float(wanted.abs().max()), 1e-2 * scale, 1e-12)
-    worst = float((found.float() - wanted.float()).abs().max()) / limit
+    worst = float((actual.float() - wanted.float()).abs().max()) / limit
     return worst if worst == worst else float("inf")
 
 
@@ -462,7 +462,7 @@ def filled(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Inputs of the shapes of others, which have no data."""
     torch.manual_seed(3)
     device = next(model.parameters()).device
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in given.items():
         if isinstance(value, Tensor) and value.is_meta:
             if value.is_floating_point():
@@ -471,50 +471,50 @@ def filled(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
                 value = torch.ones(len(LENGTHS), LENGTHS[0], dtype=torch.long)
             else:
                 value = torch.randint(3, 40, (len(LENGTHS), LENGTHS[0]))
-        found[name] = value.to(device) if isinstance(value, Tensor) else value
-    for name, value in found.items():
+        values[name] = value.to(device) if isinstance(value, Tensor) else value
+    for name, value in values.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape[0] == 2:
-            found[name] = (
+            values[name] = (
                 torch.randn(len(LENGTHS), *value.shape[1:], dtype=value.dtype, device=device)
-                if any("ids" in each for each in found)
+                if any("ids" in each for each in values)
                 else value
             )
-    return found
+    return values
 
 
 def padded_inputs(given: Mapping[str, Any], side: str) -> dict[str, Any] | None:
     """The inputs with shorter sequences, padded; ``_real`` are the tokens of the output that count."""
-    found = dict(given)
+    actual = dict(given)
     padded = False
     for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
         if ids not in given or mask not in given:
             continue
         if given[mask].shape[-1] > given[ids].shape[1]:
-            found[mask] = torch.cat([found["attention_mask"], torch.ones_like(given[ids])], 1)
-            found["_real"] = torch.ones_like(given[ids], dtype=torch.bool)
+            actual[mask] = torch.cat([actual["attention_mask"], torch.ones_like(given[ids])], 1)
+            actual["_real"] = torch.ones_like(given[ids], dtype=torch.bool)
             continue
         real = torch.ones_like(given[mask], dtype=torch.bool)
         for row, length in enumerate(LENGTHS):
             missing = LENGTHS[0] - length
             if missing:
                 real[row, slice(None, missing) if side == "left" else slice(length, None)] = False
-        found[ids] = given[ids].masked_fill(~(real if given[ids].dim() == 2 else real[..., None]), 0)
-        found[mask] = real.long()
+        actual[ids] = given[ids].masked_fill(~(real if given[ids].dim() == 2 else real[..., None]), 0)
+        actual[mask] = real.long()
         padded = True
         if ids == "decoder_input_ids" or "decoder_input_ids" not in given:
-            found["_real"] = real
-    return found if padded else None
+            actual["_real"] = real
+    return actual if padded else None
 
 
 def outputs(model: Any, given: Mapping[str, Any], real: Tensor | None = None, grad: bool = False) -> list[Tensor]:
     """The tensors of floats of an output that count: logits where there are any."""
-    found = model(**given)
+    actual = model(**given)
     for name in ("logits", "last_hidden_state", "prediction_logits", "reconstruction"):
-        first = getattr(found, name, None)
+        first = getattr(actual, name, None)
         if isinstance(first, Tensor):
             break
     else:
-        values = found if isinstance(found, tuple) else tuple(found.values())
+        values = actual if isinstance(actual, tuple) else tuple(actual.values())
         first = next(each for each in values if isinstance(each, Tensor) and each.is_floating_point())
     if real is not None:  # of an output for each sequence, the last token may be padding: only the longest counts
         first = first[real] if first.shape[:2] == real.shape else first[real.all(1)]
@@ -527,7 +527,7 @@ def stepwise(model: Any, given: Mapping[str, Any], real: Tensor | None) -> list[
     mask = "decoder_attention_mask" if name.startswith("decoder") else "attention_mask"
     ids = given[name]
     takes = cache_name(model.forward)
-    cache, found = None, []
+    cache, actual = None, []
     for start, stop in ((0, 8), (8, 9), (9, 10), (10, 14)):
         inputs = {**given, name: ids[:, start:stop], "use_cache": True, takes: cache}
         if mask in given:
@@ -539,17 +539,17 @@ def stepwise(model: Any, given: Mapping[str, Any], real: Tensor | None) -> list[
         logits = step.logits
         if real is not None:
             logits = logits[real[:, start:stop]]
-        found.append(logits.reshape(-1, logits.shape[-1]))
-    return [torch.cat(found)]
+        actual.append(logits.reshape(-1, logits.shape[-1]))
+    return [torch.cat(actual)]
 
 
 def generated(model: Any, given: Mapping[str, Any], **more: Any) -> list[Tensor]:
     inputs = {name: value for name, value in given.items() if not name.startswith("decoder")}
-    found = model.generate(
+    actual = model.generate(
         **inputs, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, num_beams=1, output_logits=True,
         return_dict_in_generate=True, disable_compile=True, **more,
     )  # fmt: skip
-    return [found.sequences, torch.stack(found.logits)]
+    return [actual.sequences, torch.stack(actual.logits)]
 
 
 # --- all of them ----------------------------------------------------------------------------------------------
@@ -589,7 +589,7 @@ def _work(device: str) -> None:
 
 def sweep(names: Sequence[str], jobs: int, device: str, say: Callable[[Result], None]) -> dict[str, Result]:
     """Check classes in as many processes; a class that ends its process is reported like that."""
-    todo, found = iter(names), {}
+    todo, results = iter(names), {}
     lock = threading.Lock()
 
     def serve() -> None:
@@ -615,7 +615,7 @@ def sweep(names: Sequence[str], jobs: int, device: str, say: Callable[[Result], 
                 result = Result(name, classes()[name][0], "untested", f"ended its process: {process.wait()}")
                 process = None
             with lock:
-                found[name] = result
+                results[name] = result
                 say(result)
         if process is not None:
             process.communicate()
@@ -625,7 +625,7 @@ def sweep(names: Sequence[str], jobs: int, device: str, say: Callable[[Result], 
         thread.start()
     for thread in threads:
         thread.join()
-    return {name: found[name] for name in names}
+    return {name: results[name] for name in names}
 
 
 # --- the page of the docs -------------------------------------------------------------------------------------

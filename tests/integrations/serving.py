@@ -33,7 +33,7 @@ def plain(model: Any) -> list[list[int]]:
 def serve(model: Any, **options: Any) -> list[list[int]]:
     """Return the tokens that a model generates for all prompts in batches that change as they go."""
     attngen_transformers.use_pages(model)
-    found = model.generate_batch(
+    actual = model.generate_batch(
         inputs=prompts(),
         generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(
@@ -41,5 +41,5 @@ def serve(model: Any, **options: Any) -> list[list[int]]:
         ),
         progress_bar=False,
     )
-    ordered = sorted(found.items(), key=lambda item: int(item[0].rpartition("_")[2]))
+    ordered = sorted(actual.items(), key=lambda item: int(item[0].rpartition("_")[2]))
     return [list(one.generated_tokens) for _, one in ordered]

@@ -89,12 +89,12 @@ def test_a_padded_batch_in_packed_calls() -> None:
     qkv = torch.randn(2, 5, 3, 4, 8, requires_grad=True)
     rows, indices, starts, longest, _ = unpad_input(qkv, mask)
     out = flash_attn_varlen_func(*rows.unbind(1), starts, starts, longest, longest, causal=True)
-    found = pad_input(out, indices, 2, 5)
+    padded = pad_input(out, indices, 2, 5)
     loss = 0.0
     for b in range(2):
         real = mask[b].bool()
         wanted = flash_attention(*(t[None] for t in qkv[b, real].unbind(1)), causal=True)[0][0]
-        torch.testing.assert_close(found[b, real].double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(padded[b, real].double(), wanted, rtol=1e-5, atol=1e-5)
         loss = loss + wanted.square().sum()
-    (gradient,) = torch.autograd.grad(found.square().sum(), qkv, retain_graph=True)
+    (gradient,) = torch.autograd.grad(padded.square().sum(), qkv, retain_graph=True)
     torch.testing.assert_close(gradient, torch.autograd.grad(loss, qkv)[0].float(), rtol=1e-4, atol=1e-5)

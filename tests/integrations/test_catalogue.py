@@ -57,9 +57,9 @@ def test_variants_with_dropout_are_siblings_of_those_without() -> None:
         plain = catalogue.variant(name.removesuffix(catalogue.DROPOUT))
         assert replace(with_dropout(plain), name=name) == catalogue.variant(name)
         assert catalogue.is_shipped(name)
-    found = catalogue.variant("softcap_dropout")
-    assert (found.dropout, found.name, found.score) == (True, "softcap_dropout", catalogue.variant("softcap").score)
-    assert found is catalogue.variant("softcap_dropout")
+    actual = catalogue.variant("softcap_dropout")
+    assert (actual.dropout, actual.name, actual.score) == (True, "softcap_dropout", catalogue.variant("softcap").score)
+    assert actual is catalogue.variant("softcap_dropout")
     assert not catalogue.is_shipped("softcap_dropout")
     with pytest.raises(KeyError):
         catalogue.variant("nothing_dropout")

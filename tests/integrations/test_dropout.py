@@ -42,8 +42,8 @@ def test_flash_attn(given: dict[str, Any]) -> None:
     assert probabilities.numel() == 0
     assert float((drops == 0).float().mean()) == pytest.approx(RATE, abs=0.1)
     weights = torch.randn_like(out), torch.randn_like(lse)
-    found = torch.autograd.grad((out, lse), inputs, weights)
-    near(found, torch.autograd.grad(wanted, inputs, tuple(w.double() for w in weights)))
+    gradients = torch.autograd.grad((out, lse), inputs, weights)
+    near(gradients, torch.autograd.grad(wanted, inputs, tuple(w.double() for w in weights)))
 
 
 @pytest.mark.parametrize("given", [{}, {"window_size": (3, 2)}, {"alibi": (HEADS,), "causal": True}], ids=str)
@@ -65,7 +65,7 @@ def test_packed_forms_of_flash_attn_draw_the_same() -> None:
     packed = torch.randn(BATCH, 9, 3, HEADS, DIM)
     q, k, v = packed.unbind(2)
     flat, starts = packed.flatten(0, 1), torch.tensor([0, 9, 18], dtype=torch.int32)
-    found = []
+    results = []
     for call in (
         lambda: flash_attn.flash_attn_func(q, k, v, RATE, causal=True),
         lambda: flash_attn.flash_attn_qkvpacked_func(packed, RATE, causal=True),
@@ -76,10 +76,10 @@ def test_packed_forms_of_flash_attn_draw_the_same() -> None:
         ),
     ):
         torch.manual_seed(7)
-        found.append(call().view(BATCH, 9, HEADS, DIM))
-    for one in found[1:]:
-        torch.testing.assert_close(one, found[0])
-    near(found[0], oracles.flash_attention(q, k, v, causal=True, factors=factors(7, RATE, BATCH, HEADS, 9, 9))[0])
+        results.append(call().view(BATCH, 9, HEADS, DIM))
+    for one in results[1:]:
+        torch.testing.assert_close(one, results[0])
+    near(results[0], oracles.flash_attention(q, k, v, causal=True, factors=factors(7, RATE, BATCH, HEADS, 9, 9))[0])
 
 
 def test_a_compiled_program_draws_as_an_eager_one() -> None:
@@ -114,7 +114,7 @@ def test_sdpa(variant: str, options: dict[str, Any], kv_heads: int) -> None:
     inputs = [t.requires_grad_() for t in heads_first(kv_heads=kv_heads)]
     stays = factors(9, RATE, 2, 4, 7, 11) > 0
     with sdpa(backend="reference") as routed:
-        found = F.scaled_dot_product_attention(*inputs, dropout_p=RATE, **options, enable_gqa=True)
+        out = F.scaled_dot_product_attention(*inputs, dropout_p=RATE, **options, enable_gqa=True)
     assert dict(routed.variants) == {f"{variant}_dropout": 1}
     given = {"attn_mask": None, "is_causal": False, "scale": None, **options}
     mask = given["attn_mask"]
@@ -123,9 +123,9 @@ def test_sdpa(variant: str, options: dict[str, Any], kv_heads: int) -> None:
     wanted, _ = torch.ops.aten._scaled_dot_product_attention_math(
         *(t.double() for t in inputs), mask, RATE, given["is_causal"], stays, scale=given["scale"], enable_gqa=True
     )
-    near(found, wanted)
-    weights = torch.randn_like(found)
-    near(torch.autograd.grad(found, inputs, weights), torch.autograd.grad(wanted, inputs, weights.double()))
+    near(out, wanted)
+    weights = torch.randn_like(out)
+    near(torch.autograd.grad(out, inputs, weights), torch.autograd.grad(wanted, inputs, weights.double()))
 
 
 def test_as_many_are_dropped_as_by_torch() -> None:
@@ -222,8 +222,8 @@ def test_families_train_as_eager_does(family: str, padding: str, dropping_as_att
     for implementation in ("attngen", "eager"):
         model = train(families.make(family, head_dim=8, implementation=implementation))
         torch.manual_seed(13)
-        found = logits(model, given)
-        made.append((found.detach(), gradients(model, found)))
+        actual = logits(model, given)
+        made.append((actual.detach(), gradients(model, actual)))
         assert bool(dropping_as_attngen) == (implementation == "eager")
     assert set(dropping_as_attngen) == {RATE}
     (ours, our_gradients), (theirs, their_gradients) = made
@@ -239,10 +239,10 @@ def test_a_module_that_does_not_train_drops_nothing() -> None:
     q, k, v = heads_first()
     module = torch.nn.Module()
     before = torch.get_rng_state()
-    found, plain = (
+    actual, plain = (
         attngen_transformers.attention(module.eval(), q, k, v, None, p, is_causal=False)[0] for p in (0.5, 0.0)
     )
-    assert torch.equal(found, plain)
+    assert torch.equal(actual, plain)
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(
         attngen_transformers.attention(module.train(), q, k, v, None, 0.5, is_causal=False)[0], plain
@@ -270,24 +270,24 @@ def test_a_compiled_model_draws_as_an_eager_one(padding: str) -> None:
     torch._dynamo.reset()
     with known("integrations/transformers"):
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        found = []
+        results = []
         for run in (compiled, model):
             torch.manual_seed(16)
-            found.append(gradients(model, logits(run, given, use_cache=False)))
-    for name, wanted in found[1].items():
-        torch.testing.assert_close(found[0][name], wanted, rtol=1e-4, atol=1e-5)
+            results.append(gradients(model, logits(run, given, use_cache=False)))
+    for name, wanted in results[1].items():
+        torch.testing.assert_close(results[0][name], wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_drops_the_same_again(reentrant: bool) -> None:
     given = batch("mistral", "left")
-    found = []
+    results = []
     for checkpointed in (False, True):
         model = train(families.make("mistral", head_dim=8, implementation="attngen"))
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
         torch.manual_seed(15)
-        found.append(gradients(model, logits(model, given)))
-    for name, wanted in found[0].items():
-        torch.testing.assert_close(found[1][name], wanted)
+        results.append(gradients(model, logits(model, given)))
+    for name, wanted in results[0].items():
+        torch.testing.assert_close(results[1][name], wanted)

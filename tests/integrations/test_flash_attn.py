@@ -23,8 +23,8 @@ def qkv(rows: int = 9, keys: int = 13, kv_heads: int = KV_HEADS) -> tuple[Tensor
     return q, torch.randn(BATCH, keys, kv_heads, DIM), torch.randn(BATCH, keys, kv_heads, DIM)
 
 
-def near(found: tuple[Any, ...] | Tensor, wanted: tuple[Tensor, ...] | Tensor) -> None:
-    for one, other in zip(*(t if isinstance(t, tuple) else (t,) for t in (found, wanted)), strict=True):
+def near(actual: tuple[Any, ...] | Tensor, wanted: tuple[Tensor, ...] | Tensor) -> None:
+    for one, other in zip(*(t if isinstance(t, tuple) else (t,) for t in (actual, wanted)), strict=True):
         torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-5, atol=1e-5)
 
 
@@ -118,8 +118,8 @@ def test_gradients(given: dict[str, Any]) -> None:
     out, lse, _ = flash_attn.flash_attn_func(*inputs, **options, return_attn_probs=True)
     wanted, wanted_lse = flash_attention(*inputs, **options)
     weights = torch.randn_like(out), torch.randn_like(lse)
-    found = torch.autograd.grad((out, lse), inputs, weights)
-    near(found, torch.autograd.grad((wanted, wanted_lse), inputs, tuple(w.double() for w in weights)))
+    gradients = torch.autograd.grad((out, lse), inputs, weights)
+    near(gradients, torch.autograd.grad((wanted, wanted_lse), inputs, tuple(w.double() for w in weights)))
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_longest_lengths_may_be_tensors() -> None:
     q, k, v = (t.flatten(0, 1) for t in qkv(9, 9))
     starts = torch.tensor([0, 9, 18], dtype=torch.int32)
     longest = starts.diff().max()
-    found = flash_attn.flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, causal=True)  # type: ignore[arg-type]
-    assert torch.equal(found, flash_attn.flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, causal=True))
+    out = flash_attn.flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, causal=True)  # type: ignore[arg-type]
+    assert torch.equal(out, flash_attn.flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, causal=True))
 
 
 def test_tensors_without_data_have_results_of_their_shapes() -> None:

@@ -38,8 +38,8 @@ def test_every_combination(given: dict[str, Any], rows: int, keys: int) -> None:
     wanted = flash_attention(*inputs, **given)
     near((out, lse), wanted)
     weights = torch.randn_like(out), torch.randn_like(lse)
-    found = torch.autograd.grad((out, lse), inputs, weights)
-    near(found, torch.autograd.grad(wanted, inputs, tuple(w.double() for w in weights)))
+    gradients = torch.autograd.grad((out, lse), inputs, weights)
+    near(gradients, torch.autograd.grad(wanted, inputs, tuple(w.double() for w in weights)))
 
 
 @pytest.mark.parametrize("tuning", TUNING, ids=str)
@@ -53,8 +53,8 @@ def test_what_tunes_changes_nothing(tuning: dict[str, Any]) -> None:
 def test_packed_tensors_are_views() -> None:
     packed = torch.randn(BATCH, 9, HEADS + 2 * KV_HEADS, DIM)
     q, k, v = packed.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
-    found = flash_attn_3.flash_attn_qkvpacked_func(packed, None, True, num_heads_q=HEADS, attention_chunk=4)
-    near(found, flash_attention(q, k, v, causal=True, attention_chunk=4)[0])
+    out = flash_attn_3.flash_attn_qkvpacked_func(packed, None, True, num_heads_q=HEADS, attention_chunk=4)
+    near(out, flash_attention(q, k, v, causal=True, attention_chunk=4)[0])
     stacked = torch.randn(BATCH, 9, 3, HEADS, DIM)
     near(flash_attn_3.flash_attn_qkvpacked_func(stacked), flash_attention(*stacked.unbind(2))[0])
     for wrong, heads in ((packed, None), (packed, 5), (packed, 8), (stacked[:, :, :2], None)):
@@ -75,7 +75,7 @@ def offsets(lengths: tuple[int, ...]) -> Tensor:
 def by_sequence(
     inputs: list[Tensor], starts: tuple[Tensor, Tensor], used: tuple[Any, Any], given: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Return what each sequence gives by itself; 0 and −inf for queries that are not used, and after the last."""
+    """Results of each sequence by itself; 0 and −inf for queries that are not used, and after the last."""
     q, k, v = inputs
     parts, sums, behind = [], [], 0
     for i in range(len(starts[0]) - 1):
@@ -113,8 +113,8 @@ def test_only_used_queries_are_computed(given: dict[str, Any], behind: int) -> N
     near((out, lse), wanted)
     weights = torch.randn_like(out), torch.where(lse.isinf(), 0.0, torch.randn_like(lse))
     weights[0][wanted[0].detach().abs().sum(dim=(1, 2)) == 0] = 1e4
-    found = torch.autograd.grad((out, lse), inputs, weights)
-    near(found, torch.autograd.grad(wanted, inputs, tuple(w.double() for w in weights)))
+    gradients = torch.autograd.grad((out, lse), inputs, weights)
+    near(gradients, torch.autograd.grad(wanted, inputs, tuple(w.double() for w in weights)))
 
 
 @pytest.mark.parametrize("packed_k", [False, True])
@@ -220,15 +220,15 @@ def test_a_cache_in_8_bits_gets_new_keys_and_is_read(paged: bool, of_q: torch.dt
     wide = [cache[: shape[0]].float() * scale[:, None, :, None] for cache, scale in both]
     q = q.to(of_q)
     of_8_bits = {"q_descale": torch.tensor(0.5)} if of_q == torch.float8_e4m3fn else {}
-    found = flash_attn_3.flash_attn_with_kvcache(
+    out = flash_attn_3.flash_attn_with_kvcache(
         q, *caches, new_k, new_v, cache_seqlens=lengths, page_table=table, causal=True, **scales, **of_8_bits
     )
     units = q.float() * (0.5 if of_8_bits else 1.0)
     wanted = flash_attn_3.flash_attn_with_kvcache(
         units, *wide, new_k.float(), new_v.float(), cache_seqlens=lengths, page_table=table, causal=True
     )
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), wanted, atol=0.1, rtol=0.05)  # new keys are rounded to 8 bits
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), wanted, atol=0.1, rtol=0.05)  # new keys are rounded to 8 bits
 
 
 def test_what_no_kernel_has_is_refused() -> None:
@@ -269,8 +269,8 @@ def test_rows_of_a_page_table_are_those_of_cache_batch_idx() -> None:
     used = torch.tensor([16, 11], dtype=torch.int32)
     options: dict[str, Any] = {"cache_seqlens": used, "causal": True}
     wanted = flash_attn_3.flash_attn_with_kvcache(q, k, v, **options)
-    found = flash_attn_3.flash_attn_with_kvcache(q, *pages, page_table=table, cache_batch_idx=index, **options)
-    near(found, wanted)
+    out = flash_attn_3.flash_attn_with_kvcache(q, *pages, page_table=table, cache_batch_idx=index, **options)
+    near(out, wanted)
     with pytest.raises(CallError, match=r"cache_batch_idx\[1\] is 4; the page table has 4 rows"):
         flash_attn_3.flash_attn_with_kvcache(
             q, *pages, page_table=table, cache_batch_idx=index + torch.tensor([0, 3], dtype=torch.int32), **options
@@ -282,7 +282,7 @@ def test_rows_of_a_page_table_are_those_of_cache_batch_idx() -> None:
 def test_chunks_are_counted_from_the_first_key_that_is_not_padding(options: dict[str, Any], softcap: float) -> None:
     q, k, v = qkv(3, 16)
     pads, used = [5, 0], [16, 11]
-    found = flash_attn_3.flash_attn_with_kvcache(
+    out = flash_attn_3.flash_attn_with_kvcache(
         q, k, v, cache_seqlens=torch.tensor(used, dtype=torch.int32), softcap=softcap, attention_chunk=4, **options,
         cache_leftpad=torch.tensor(pads, dtype=torch.int32),
     )  # fmt: skip
@@ -291,7 +291,7 @@ def test_chunks_are_counted_from_the_first_key_that_is_not_padding(options: dict
         wanted, _ = flash_attention(
             q[part], k[part, pad:end], v[part, pad:end], attention_chunk=4, softcap=softcap, **options
         )
-        near(found[part], wanted)
+        near(out[part], wanted)
 
 
 def test_queries_of_chunks_have_positions_of_their_own() -> None:
@@ -316,14 +316,14 @@ def test_rotary_tables_in_8_bits(rows: int) -> None:
     tables = [t.to(torch.float8_e4m3fn) for t in (angles.cos(), angles.sin())]
     used = torch.tensor([9, 12], dtype=torch.int32)
     new = k[:, :2].clone(), v[:, :2].clone()
-    found, wanted = (
+    actual, wanted = (
         flash_attn_3.flash_attn_with_kvcache(
             q, k.clone(), v.clone(), *new, rotary_cos=cos, rotary_sin=sin,
             cache_seqlens=used, causal=True,
         )
         for cos, sin in (tables, [t.float() for t in tables])
     )  # fmt: skip
-    assert torch.equal(found, wanted)
+    assert torch.equal(actual, wanted)
 
 
 def test_a_cache_call_returns_what_flash_attn_3_does() -> None:
@@ -374,11 +374,11 @@ def test_passes() -> None:
     wanted = flash_attention(*inputs, causal=True, window_size=(5, -1))
     near((out, lse), wanted)
     dout = torch.randn_like(out)
-    found = [torch.empty_like(t) for t in inputs]
+    gradients = [torch.empty_like(t) for t in inputs]
     sums = flash_attn_3._flash_attn_backward(
-        dout, q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2], is_causal=True, window_size_left=5
+        dout, q, k, v, out, lse, dq=gradients[0], dk=gradients[1], dv=gradients[2], is_causal=True, window_size_left=5
     )
-    near(tuple(found), torch.autograd.grad(wanted[0], inputs, dout.double()))
+    near(tuple(gradients), torch.autograd.grad(wanted[0], inputs, dout.double()))
     assert sums.shape == (BATCH, HEADS, 128)
     near(sums[..., :9], (dout.double() * wanted[0]).sum(-1).transpose(1, 2))
     with pytest.raises(NoKernelError, match="page_table is not supported"):
@@ -398,9 +398,9 @@ def test_passes_with_used_lengths(packed: bool) -> None:
             max_seqlen_q=longest[0], max_seqlen_k=longest[1], causal=True,
         )  # fmt: skip
         dout = torch.randn_like(out)
-        found = [torch.empty_like(t) for t in given]
+        gradients = [torch.empty_like(t) for t in given]
         flash_attn_3._flash_attn_backward(
-            dout, *given, out, lse, *starts, used_q, used_k, *longest, *found, is_causal=True
+            dout, *given, out, lse, *starts, used_q, used_k, *longest, *gradients, is_causal=True
         )
     dout = dout.view(q.shape)
     loss: Any = 0.0
@@ -408,7 +408,7 @@ def test_passes_with_used_lengths(packed: bool) -> None:
         one = flash_attention(q[b : b + 1, :count], k[b : b + 1, :count_k], v[b : b + 1, :count_k], causal=True)[0]
         near(out.view(q.shape)[b, :count], one[0])
         loss = loss + (one * dout[b, :count]).sum()
-    for one, other in zip(found, torch.autograd.grad(loss, (q, k, v)), strict=True):
+    for one, other in zip(gradients, torch.autograd.grad(loss, (q, k, v)), strict=True):
         near(one.view(other.shape), other)
 
 

@@ -48,8 +48,8 @@ def test_every_combination(given: dict[str, Any], sinks: bool, rows: int, keys: 
     near((out, lse), wanted)
     leaves = inputs if sink is None else [*inputs, sink]
     weights = torch.randn_like(out), torch.where(lse.isinf(), 0.0, torch.randn_like(lse))
-    found = torch.autograd.grad((out, lse), leaves, weights)
-    near(found, torch.autograd.grad(wanted, leaves, tuple(w.double() for w in weights)))
+    gradients = torch.autograd.grad((out, lse), leaves, weights)
+    near(gradients, torch.autograd.grad(wanted, leaves, tuple(w.double() for w in weights)))
     plain, nothing = flash_attn_4.flash_attn_func(*inputs, **given, learnable_sink=sink)
     assert nothing is None
     assert torch.equal(plain, out)
@@ -96,8 +96,8 @@ def test_pages(packed: bool, sinks: bool, given: dict[str, Any]) -> None:
     for b, count in enumerate(used.tolist()):
         part = slice(b, b + 1)
         wanted, wanted_lse = wanted_with_sink([q[part], k[part, :count], v[part, :count]], sink, given)
-        found = (out[3 * b : 3 * b + 3], lse[:, 3 * b : 3 * b + 3]) if packed else (out[b], lse[b])
-        near(found, (wanted[0], wanted_lse[0]))
+        actual = (out[3 * b : 3 * b + 3], lse[:, 3 * b : 3 * b + 3]) if packed else (out[b], lse[b])
+        near(actual, (wanted[0], wanted_lse[0]))
     with pytest.raises(CallError, match="keys in pages have no gradient"):
         out.sum().backward()
 

@@ -39,11 +39,11 @@ def test_the_grids_have_as_many_cases_as_the_file() -> None:
     "case", flash_grids.draw(60, seed=3, longest=130), ids=lambda case: f"{case.family}-{case.seed}"
 )
 def test_a_sample_by_the_reference(case: flash_grids.Case) -> None:
-    found = flash_grids.run(case, "cpu")
+    actual = flash_grids.run(case, "cpu")
     if case.get("qv"):
-        assert (found.verdict, "qv is not supported" in found.reason) == ("refused", True)
+        assert (actual.verdict, "qv is not supported" in actual.reason) == ("refused", True)
     else:
-        assert found == flash_grids.Outcome("right"), str(case)
+        assert actual == flash_grids.Outcome("right"), str(case)
 
 
 class _Fatal:
@@ -56,10 +56,10 @@ class _Fatal:
 def test_a_case_that_ends_its_process_stops_no_other(tmp_path: Path) -> None:
     kind = {"num_splits": 2, "seqlen": 3, "head_dim": 64, "dtype": "fp32"}
     cases = [flash_grids.Case("combine", 1, values) for values in (kind, {**kind, "fatal": _Fatal()}, kind)]
-    found = run_all(cases, 1, tmp_path, "cpu")
-    assert [outcome.verdict for _, outcome in found] == ["right", "wrong", "right"]
-    assert summary(found)["combine"] == {"right": 2, "wrong": 1}
-    assert len(unexpected(found)) == 1
+    results = run_all(cases, 1, tmp_path, "cpu")
+    assert [outcome.verdict for _, outcome in results] == ["right", "wrong", "right"]
+    assert summary(results)["combine"] == {"right": 2, "wrong": 1}
+    assert len(unexpected(results)) == 1
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_every_call_has_a_kernel_that_can_be_planned(planned: list[Any]) -> None
     for case in flash_grids.draw(250, seed=1, longest=260):
         if case.family not in ("forward", "varlen", "cache"):
             continue
-        found = flash_grids.run(case, "cpu")
-        verdicts[found.verdict] += 1
-        assert (found.verdict == "refused") == bool(case.get("qv")), f"{case}: {found.reason}"
+        actual = flash_grids.run(case, "cpu")
+        verdicts[actual.verdict] += 1
+        assert (actual.verdict == "refused") == bool(case.get("qv")), f"{case}: {actual.reason}"
     assert verdicts["right"] > 180
     assert {kernel.direction for kernel in planned} == {"forward", "backward"}

@@ -19,7 +19,7 @@ RATE = 0.25
 
 
 def positional(options: dict[str, Any]) -> list[Any]:
-    """Return what stands between dropout_p and the end of the forward's arguments."""
+    """The forward's arguments after dropout_p."""
     left, right = options.get("window_size", (-1, -1))
     return [
         options.get("softmax_scale"), options.get("causal", False), left, right, options.get("softcap", 0.0),
@@ -40,11 +40,11 @@ def test_forward_and_backward(given: dict[str, Any], rate: float) -> None:
     assert probabilities.numel() == 0
     assert (state.dtype, state.shape) == (torch.int64, (2,))
     dout = torch.randn_like(out)
-    found = [torch.full_like(t, float("nan")) for t in inputs]
+    gradients = [torch.full_like(t, float("nan")) for t in inputs]
     sums = flash_attn._flash_attn_backward(
-        dout, *inputs, out, lse, *found, rate, *positional(options), False, rng_state=state
+        dout, *inputs, out, lse, *gradients, rate, *positional(options), False, rng_state=state
     )
-    near(tuple(found), torch.autograd.grad(wanted[0], inputs, dout.double()))
+    near(tuple(gradients), torch.autograd.grad(wanted[0], inputs, dout.double()))
     assert sums.shape == (BATCH, HEADS, 128)
     near(sums[..., :9], (dout.double() * wanted[0]).sum(-1).transpose(1, 2))
     assert not sums[..., 9:].any()
@@ -65,9 +65,9 @@ def test_packed_forward_and_backward(given: dict[str, Any], rate: float) -> None
     torch.manual_seed(6)
     out, lse, _, state = flash_attn._flash_attn_varlen_forward(*inputs, *packing, rate, *positional(options))
     dout = torch.randn_like(out)
-    found = [torch.empty_like(t) for t in inputs]
+    gradients = [torch.empty_like(t) for t in inputs]
     sums = flash_attn._flash_attn_varlen_backward(
-        dout, *inputs, out, lse, *found, *packing, rate, *positional(options), False, state
+        dout, *inputs, out, lse, *gradients, *packing, rate, *positional(options), False, state
     )
     assert sums.shape == (HEADS, 16 + 128 * 2)
     loss: Any = 0.0
@@ -81,7 +81,7 @@ def test_packed_forward_and_backward(given: dict[str, Any], rate: float) -> None
         wanted, wanted_lse = flash_attention(*parts, **own, factors=None if mine is None else mine[None])
         near((out[rows], lse[:, rows]), (wanted[0], wanted_lse[0]))
         loss = loss + (wanted[0] * dout[rows]).sum()
-    near(tuple(found), torch.autograd.grad(loss, inputs))
+    near(tuple(gradients), torch.autograd.grad(loss, inputs))
 
 
 def test_used_keys_of_packed_sequences() -> None:
@@ -120,11 +120,11 @@ def test_ring(dtype: torch.dtype, causal: bool, softcap: float) -> None:
         out, lse = merged([(part.double(), part_lse) for part, part_lse, *_ in forwards])
         outs.append(out)
         for j in seen:
-            found = [torch.empty_like(t) for t in (q[i], k[j], v[j])]
+            grads = [torch.empty_like(t) for t in (q[i], k[j], v[j])]
             flash_attn._flash_attn_backward(
-                douts[i], q[i], k[j], v[j], out.to(dtype), lse, *found, 0.0, *options[j], False
+                douts[i], q[i], k[j], v[j], out.to(dtype), lse, *grads, 0.0, *options[j], False
             )
-            for whose, place, gradient in zip(gradients, (i, j, j), found, strict=True):
+            for whose, place, gradient in zip(gradients, (i, j, j), grads, strict=True):
                 whose[place] += gradient
     inputs = [t.double().requires_grad_() for t in whole]
     wanted = flash_attention(*inputs, causal=causal, softcap=softcap)[0]
@@ -137,14 +137,14 @@ def test_ring(dtype: torch.dtype, causal: bool, softcap: float) -> None:
 def test_rows_without_keys_have_no_gradient() -> None:
     q, k, v = qkv(rows=13, keys=9)
     out, lse, *_ = flash_attn._flash_attn_forward(q, k, v, 0.0, None, True, -1, -1, 0.0, None, False)
-    found = [torch.empty_like(t) for t in (q, k, v)]
+    gradients = [torch.empty_like(t) for t in (q, k, v)]
     dout = torch.randn_like(out)
-    flash_attn._flash_attn_backward(dout, q, k, v, out, lse, *found, 0.0, None, True, -1, -1, 0.0, None, False)
-    assert not found[0][:, :4].any()
+    flash_attn._flash_attn_backward(dout, q, k, v, out, lse, *gradients, 0.0, None, True, -1, -1, 0.0, None, False)
+    assert not gradients[0][:, :4].any()
     dout[:, :4] = 1e4
     again = [torch.empty_like(t) for t in (q, k, v)]
     flash_attn._flash_attn_backward(dout, q, k, v, out, lse, *again, 0.0, None, True, -1, -1, 0.0, None, False)
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(gradients, again, strict=True))
 
 
 def test_gradients_may_be_parts_of_buffers_or_missing() -> None:
@@ -181,9 +181,11 @@ def test_a_custom_gradient_in_a_program_that_is_compiled() -> None:
         @staticmethod
         def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
             q, k, v, out, lse = ctx.saved_tensors
-            found = [torch.empty_like(t) for t in (q, k, v)]
-            flash_attn._flash_attn_backward(dout, q, k, v, out, lse, *found, 0.0, None, True, -1, -1, 0.0, None, False)
-            return tuple(found)
+            gradients = [torch.empty_like(t) for t in (q, k, v)]
+            flash_attn._flash_attn_backward(
+                dout, q, k, v, out, lse, *gradients, 0.0, None, True, -1, -1, 0.0, None, False
+            )
+            return tuple(gradients)
 
     inputs = [t.requires_grad_() for t in qkv()]
     wanted = torch.autograd.grad(flash_attention(*inputs, causal=True)[0].square().sum(), inputs)

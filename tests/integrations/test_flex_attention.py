@@ -67,8 +67,8 @@ def test_gradients_are_those_of_dense_attention(name: str) -> None:
     out = ours.flex_attention(q, k, v, score_mod, mask)
     wanted, _ = dense(q, k, v, mask_mod, score_mod)
     towards = torch.randn_like(out)
-    found = torch.autograd.grad(out, [q, k, v, *learned], towards)
-    for one, other in zip(found, torch.autograd.grad(wanted, [q, k, v, *learned], towards), strict=True):
+    gradients = torch.autograd.grad(out, [q, k, v, *learned], towards)
+    for one, other in zip(gradients, torch.autograd.grad(wanted, [q, k, v, *learned], towards), strict=True):
         assert torch.allclose(one, other, atol=1e-4, rtol=1e-3)
 
 
@@ -78,8 +78,8 @@ def test_there_are_enough_functions() -> None:
 
 def test_masks_of_documents_have_bands() -> None:
     mask_mod, _ = MODS["causal_document"]("cpu")
-    found = ours.meaning(mask_mod, None, torch.device("cpu"))
-    (declared,) = found.variant.fields["tensors"].values()
+    actual = ours.meaning(mask_mod, None, torch.device("cpu"))
+    (declared,) = actual.variant.fields["tensors"].values()
     assert declared["monotone"] == {"axis": 0}
     mask_mod, _ = MODS["unordered_groups"]("cpu")
     (declared,) = ours.meaning(mask_mod, None, torch.device("cpu")).variant.fields["tensors"].values()
@@ -141,9 +141,9 @@ def test_captured_tensors_are_not_kept_alive() -> None:
     q, k, v = (t.detach() for t in qkv())
     for _ in range(3):  # the next one may lie where the last one lay
         mask_mod, table = made()
-        found = ours.flex_attention(q, k, v, None, ours.create_block_mask(mask_mod, None, None, LENGTH, LENGTH, "cpu"))
-        assert torch.allclose(found, dense(q, k, v, mask_mod, None)[0], atol=2e-5)
-        del mask_mod, found
+        out = ours.flex_attention(q, k, v, None, ours.create_block_mask(mask_mod, None, None, LENGTH, LENGTH, "cpu"))
+        assert torch.allclose(out, dense(q, k, v, mask_mod, None)[0], atol=2e-5)
+        del mask_mod, out
         gc.collect()
         assert table() is None
 
@@ -344,11 +344,11 @@ def test_a_program_is_compiled_without_a_graph_break(name: str) -> None:
         out, lse = ours.flex_attention(q * 2, k, v, score_mod, mask, return_lse=True)
         return out + 1, lse
 
-    wanted, found = program(q, k, v), compiled(program, fullgraph=name not in BREAKING)(q, k, v)
-    for one, other in zip(found, wanted, strict=True):
+    wanted, actual = program(q, k, v), compiled(program, fullgraph=name not in BREAKING)(q, k, v)
+    for one, other in zip(actual, wanted, strict=True):
         assert torch.allclose(one, other, atol=1e-6)
     leaves = [q, k, v, *learned]
-    for one, other in zip(*(torch.autograd.grad(t[0].sum(), leaves) for t in (found, wanted)), strict=True):
+    for one, other in zip(*(torch.autograd.grad(t[0].sum(), leaves) for t in (actual, wanted)), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
 
@@ -396,20 +396,20 @@ class _Module(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.randn(2 * LENGTH))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found: Tensor = ours.flex_attention(q * 1, k, v, lambda s, b, h, q, kv: s + self.bias[q - kv + LENGTH])
-        return found * 2
+        out: Tensor = ours.flex_attention(q * 1, k, v, lambda s, b, h, q, kv: s + self.bias[q - kv + LENGTH])
+        return out * 2
 
 
 def test_a_function_made_inside_of_a_program_breaks_its_graph_and_is_right() -> None:
     module, given = _Module(), qkv()
-    wanted, found = module(*given), compiled(module, fullgraph=False)(*given)
-    assert torch.allclose(found, wanted, atol=1e-6)
-    for one, other in zip(*(torch.autograd.grad(t.sum(), [module.bias]) for t in (found, wanted)), strict=True):
+    wanted, actual = module(*given), compiled(module, fullgraph=False)(*given)
+    assert torch.allclose(actual, wanted, atol=1e-6)
+    for one, other in zip(*(torch.autograd.grad(t.sum(), [module.bias]) for t in (actual, wanted)), strict=True):
         assert torch.allclose(one, other, atol=1e-4)
 
 
 def _inside(kind: str, table: Tensor, scale: float) -> Any:
-    """Return what a program runs: it makes a score_mod that captures a tensor, a number, both or nothing."""
+    """A program that makes a score_mod which captures a tensor, a number, both or nothing."""
 
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shifted = table * 2
@@ -420,8 +420,8 @@ def _inside(kind: str, table: Tensor, scale: float) -> Any:
             "a tensor of its caller": lambda s, b, h, q, kv: s + table[kv] * scale,
             "a partial function": partial(_biased, shifted),
         }
-        found: Tensor = ours.flex_attention(q * 1, k, v, mods[kind]) * 2
-        return found
+        out: Tensor = ours.flex_attention(q * 1, k, v, mods[kind]) * 2
+        return out
 
     return program
 
@@ -436,14 +436,14 @@ def _biased(bias: Tensor, s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor
 def test_whatever_a_function_made_inside_of_a_program_captures(kind: str) -> None:
     given, table = [t.detach() for t in qkv()], torch.randn(LENGTH)
     program = _inside(kind, table, 0.5)
-    found = compiled(program, fullgraph=False)(*given)
-    assert torch.allclose(found, program(*given), atol=1e-6)
+    actual = compiled(program, fullgraph=False)(*given)
+    assert torch.allclose(actual, program(*given), atol=1e-6)
 
 
 def test_a_partial_function_over_a_tensor_breaks_the_graph() -> None:
     given, score_mod = [t.detach() for t in qkv()], partial(_biased, torch.randn(LENGTH))
-    found = compiled(lambda *given: ours.flex_attention(*given, score_mod) * 2, fullgraph=False)(*given)
-    assert torch.allclose(found, ours.flex_attention(*given, score_mod) * 2, atol=1e-6)
+    out = compiled(lambda *given: ours.flex_attention(*given, score_mod) * 2, fullgraph=False)(*given)
+    assert torch.allclose(out, ours.flex_attention(*given, score_mod) * 2, atol=1e-6)
 
 
 def test_what_is_refused_is_refused_in_a_program_too() -> None:

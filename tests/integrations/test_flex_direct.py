@@ -24,7 +24,7 @@ def _trace(function: Any, kind: str) -> flex_trace.Trace:
 
 
 def _told(operand: Any) -> Any:
-    """Return what a trace says of an operand, so that two can be compared."""
+    """An operand of a trace as a value that can be compared."""
     if isinstance(operand, flex_trace.Step):
         return operand.name, operand.dtype, operand.shape, _told(operand.args), operand.kwargs, operand.line
     if isinstance(operand, flex_trace.Given):
@@ -44,8 +44,8 @@ def test_traces_are_those_that_torch_dispatches(monkeypatch: pytest.MonkeyPatch)
     direct = [_told(_trace(function, kind).result) for _, function, kind in functions]
     monkeypatch.setattr(flex_trace, "DIRECT", {})
     monkeypatch.setattr(flex_trace._Recorder, "gather", lambda *_: None)
-    for found, (name, function, kind) in zip(direct, functions, strict=True):
-        assert found == _told(_trace(function, kind).result), name
+    for actual, (name, function, kind) in zip(direct, functions, strict=True):
+        assert actual == _told(_trace(function, kind).result), name
 
 
 def test_rules_give_the_dtypes_of_torch() -> None:
@@ -56,9 +56,9 @@ def test_rules_give_the_dtypes_of_torch() -> None:
     for function, (name, rule) in flex_direct.DIRECT.items():
         for args in [(x,) for x in tensors] + [(x, y) for x in tensors for y in (*tensors, 3, 2.5, 2**40)]:
             rest = [one for one in args if not isinstance(one, Tensor)]
-            found = rule([one.dtype for one in args if isinstance(one, Tensor)], rest)
-            if found is not None:
-                assert function(*args).dtype is found, (name, args)
+            actual = rule([one.dtype for one in args if isinstance(one, Tensor)], rest)
+            if actual is not None:
+                assert function(*args).dtype is actual, (name, args)
                 decided += 1
     assert decided > 1000
 
@@ -136,8 +136,8 @@ def _random_mask(random_: random.Random, tensors: list[Tensor], numbers: list[Te
             lambda x, y: x // y if isinstance(y, int) else torch.maximum(x, y.to(x.dtype)),
             lambda x, y: x % y if isinstance(y, int) else torch.minimum(x, y.to(x.dtype)),
         ]  # fmt: skip
-        found: Tensor = operators[kind - 2](first, other)
-        return found
+        actual: Tensor = operators[kind - 2](first, other)
+        return actual
 
     def condition(depth: int, names: tuple[Tensor, ...]) -> Tensor:
         if depth == 0 or random_.random() < 0.3:
@@ -156,16 +156,16 @@ def _random_mask(random_: random.Random, tensors: list[Tensor], numbers: list[Te
 
 
 def _certain(function: Any, monkeypatch: pytest.MonkeyPatch, answer: bool) -> tuple[bool, bool]:
-    """Return whether a mask is taken for certain, and whether the language takes it."""
+    """Whether a mask is certain to be supported, and whether the language supports it."""
     try:
-        found = flex_meaning.Functions(function, None, CPU)
-        template = found._traced()
-        certain = template.taken(found._functions, found._tensors)
+        actual = flex_meaning.Functions(function, None, CPU)
+        template = actual._traced()
+        certain = template.taken(actual._functions, actual._tensors)
     except CallError:
         return False, False
     monkeypatch.setattr(flex_meaning, "_answer", lambda tensor, question: answer)
     try:
-        template.meaning(found._functions, found._tensors)
+        template.meaning(actual._functions, actual._tensors)
     except CallError:
         return certain, False
     return certain, True

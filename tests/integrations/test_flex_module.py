@@ -133,10 +133,10 @@ def test_lists_are_not_computed_for_a_call() -> None:
 def test_indexing_selects_what_torch_selects(index: Any) -> None:
     mask, other = (module.create_block_mask(_by_head, 2, 3, LENGTH, LENGTH, "cpu") for module in (ours, theirs))
     for place in ((slice(None), slice(None), index), (slice(0, 1),), (slice(None), slice(1, 3), index)):
-        found, wanted = mask[place], other[place]
-        assert isinstance(found, ours.BlockMask)
-        assert found.shape == wanted.shape
-        for one, expected in zip(found.as_tuple()[:-1], wanted.as_tuple()[:-1], strict=True):
+        actual, wanted = mask[place], other[place]
+        assert isinstance(actual, ours.BlockMask)
+        assert actual.shape == wanted.shape
+        for one, expected in zip(actual.as_tuple()[:-1], wanted.as_tuple()[:-1], strict=True):
             assert same(one, expected)
 
 
@@ -156,25 +156,25 @@ def test_a_decoding_loop(batched: bool) -> None:
         mask = base[:, :, place // base.BLOCK_SIZE[0]]
         mask.mask_mod = offset_by(base.mask_mod, place[0])
         mask.seq_lengths = (1, LENGTH)
-        found = ours.flex_attention(q[:, :, position : position + 1], k, v, block_mask=mask)
-        assert torch.allclose(found[:, :, 0], whole[:, :, position], atol=1e-5)
+        out = ours.flex_attention(q[:, :, position : position + 1], k, v, block_mask=mask)
+        assert torch.allclose(out[:, :, 0], whole[:, :, position], atol=1e-5)
         direct = ours.create_block_mask(offset_by(of_heads, place[0]), None, None, 1, LENGTH, "cpu")
-        found = ours.flex_attention(q[:, :, position : position + 1], k, v, block_mask=direct)
-        assert torch.allclose(found[:, :, 0], whole[:, :, position], atol=1e-5)
+        out = ours.flex_attention(q[:, :, position : position + 1], k, v, block_mask=direct)
+        assert torch.allclose(out[:, :, 0], whole[:, :, position], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "documents", "by head"])
 def test_cropping(name: str) -> None:
     mask = ours.create_block_mask(*MASKS[name], "cpu", 64)
     for lengths in ((256, 256), (200, 130), (64, 65)):
-        found = mask._adjust(*lengths)
+        actual = mask._adjust(*lengths)
         blocks = tuple(-(-length // 64) for length in lengths)
-        assert found.seq_lengths == lengths
-        assert torch.equal(found.visible(), mask.visible()[..., : lengths[0], : lengths[1]])
-        assert torch.equal(found.to_dense(), mask.to_dense()[..., : blocks[0], : blocks[1]])
+        assert actual.seq_lengths == lengths
+        assert torch.equal(actual.visible(), mask.visible()[..., : lengths[0], : lengths[1]])
+        assert torch.equal(actual.to_dense(), mask.to_dense()[..., : blocks[0], : blocks[1]])
         listed = ours.BlockMask.from_kv_blocks(*_lists(mask), BLOCK_SIZE=64, mask_mod=mask.mask_mod,
                                                seq_lengths=mask.seq_lengths)._adjust(*lengths)  # fmt: skip
-        assert torch.equal(listed.visible().expand_as(found.visible()), found.visible())
+        assert torch.equal(listed.visible().expand_as(actual.visible()), actual.visible())
     with pytest.raises(
         CallError, match=rf"is for {MASKS[name][3]} queries and 300 keys, got 400 and 300; create_block"
     ):
@@ -183,9 +183,9 @@ def test_cropping(name: str) -> None:
 
 def test_cropping_agrees_with_torch_on_causal_masks() -> None:
     mask, other = (module.create_block_mask(causal_mask, 1, 1, 512, 512, "cpu") for module in (ours, theirs))
-    found, wanted = mask._adjust(384, 200), other._adjust(384, 200)
-    assert found.shape == wanted.shape
-    assert same(found.to_dense(), wanted.to_dense())
+    actual, wanted = mask._adjust(384, 200), other._adjust(384, 200)
+    assert actual.shape == wanted.shape
+    assert same(actual.to_dense(), wanted.to_dense())
 
 
 def _lists(mask: Any) -> tuple[Tensor, ...]:
@@ -222,9 +222,9 @@ def test_lists_that_were_given_decide(batch: int, heads: int, full: bool) -> Non
     visible = visible | (state == 2) if full else visible
     assert torch.equal(mask.visible(), visible)
     given = [one.requires_grad_() for one in qkv(300, 310)]
-    found, (wanted, _) = ours.flex_attention(*given, block_mask=mask), dense(*given, visible)
-    assert torch.allclose(found, wanted, atol=1e-5)
-    for one, other in zip(*(torch.autograd.grad(out.square().sum(), given) for out in (found, wanted)), strict=True):
+    result, (wanted, _) = ours.flex_attention(*given, block_mask=mask), dense(*given, visible)
+    assert torch.allclose(result, wanted, atol=1e-5)
+    for one, other in zip(*(torch.autograd.grad(out.square().sum(), given) for out in (result, wanted)), strict=True):
         assert torch.allclose(one, other, atol=1e-4)
 
 
@@ -240,9 +240,9 @@ def test_a_mask_mod_that_is_replaced_counts_in_partial_blocks() -> None:
     odd = (rows - columns) % 2 == 0
     visible = (below & ~last) | (((below & last) | diagonal) & odd)
     assert torch.equal(mask.visible()[0, 0], visible)
-    found = ours.flex_attention(*given, block_mask=mask)
-    assert not torch.allclose(found, before)
-    assert torch.allclose(found, dense(*given, visible)[0], atol=1e-5)
+    out = ours.flex_attention(*given, block_mask=mask)
+    assert not torch.allclose(out, before)
+    assert torch.allclose(out, dense(*given, visible)[0], atol=1e-5)
     mask.mask_mod = causal_mask
     assert torch.equal(ours.flex_attention(*given, block_mask=mask), before)
 
@@ -251,8 +251,8 @@ def test_torch_takes_the_masks() -> None:
     given = qkv(LENGTH, LENGTH, 1, 1)
     mask = ours.create_block_mask(_documents, 1, 1, LENGTH, LENGTH, "cpu", 64)
     with torch.no_grad():
-        found, wanted = theirs.flex_attention(*given, block_mask=mask), ours.flex_attention(*given, block_mask=mask)
-    assert torch.allclose(found, wanted, atol=1e-5)
+        out, wanted = theirs.flex_attention(*given, block_mask=mask), ours.flex_attention(*given, block_mask=mask)
+    assert torch.allclose(out, wanted, atol=1e-5)
 
 
 def test_lists_that_change_in_place_are_seen() -> None:
@@ -376,7 +376,7 @@ def test_a_program_with_lists_breaks_its_graph_and_is_right(case: str) -> None:
         return out + 1 if aux.max_scores is None else out + 1 + aux.max_scores[..., None]
 
     torch._dynamo.reset()
-    found = torch.compile(program, backend="aot_eager")(q, k, v)
+    actual = torch.compile(program, backend="aot_eager")(q, k, v)
     wanted, logits = dense(q * 2, k, v, torch.arange(128)[:, None] >= torch.arange(256))
     wanted = wanted + 1 + logits.amax(-1, keepdim=True) if case == "largest logits" else wanted + 1
-    assert torch.allclose(found, wanted, atol=1e-5)
+    assert torch.allclose(actual, wanted, atol=1e-5)

@@ -111,11 +111,11 @@ def test_captured_tensors_stay_in_float64_beside_queries_in_float64(*, compiled:
         return s + bias[kv] * near[q]
 
     call = torch.compile(ours.flex_attention, fullgraph=True, backend="aot_eager") if compiled else ours.flex_attention
-    found = call(q, k, v, score, mask)
+    actual = call(q, k, v, score, mask)
     logits = q @ k.transpose(2, 3) / 8**0.5 + bias * near[:, None]
     wanted = logits.masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf")).softmax(-1) @ v
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    for one, other in zip(*(torch.autograd.grad(t.square().sum(), bias) for t in (found, wanted)), strict=True):
+    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+    for one, other in zip(*(torch.autograd.grad(t.square().sum(), bias) for t in (actual, wanted)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
@@ -142,6 +142,6 @@ def test_a_gradient_that_would_not_be_cut_is_refused(kind: str) -> None:
 
 def test_what_has_no_gradient_may_be_detached() -> None:
     q, bias = torch.randn(1, 2, 8, 16), torch.randn(2)
-    found = ours.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + bias.detach()[h] + bias[h].detach())
+    out = ours.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + bias.detach()[h] + bias[h].detach())
     wanted = ours.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + 2 * bias[h])
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(out, wanted)

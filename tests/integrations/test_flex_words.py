@@ -152,8 +152,8 @@ def test_words_are_those_of_torch(word: str, monkeypatch: pytest.MonkeyPatch) ->
     assert torch.allclose(out, wanted, atol=2e-5, rtol=1e-4)
     plain, _ = dense(q, k, v, None, mod)
     towards = torch.randn_like(out)
-    found, expected = (torch.autograd.grad(one, [q, k, v], towards) for one in (out, plain))
-    for one, other in zip(found, expected, strict=True):
+    gradients, expected = (torch.autograd.grad(one, [q, k, v], towards) for one in (out, plain))
+    for one, other in zip(gradients, expected, strict=True):
         assert torch.allclose(one, other, atol=1e-4, rtol=1e-3)
 
 
@@ -161,8 +161,8 @@ def test_an_index_that_is_never_negative_has_no_other_case() -> None:
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return s + _TABLE[(4 * torch.log1p((q - kv).abs().float())).int()] + _TABLE[(q / 7.0).long()]
 
-    found = ours.meaning(None, mod, torch.device("cpu")).variant.fields["score"]
-    assert " if " not in found
+    actual = ours.meaning(None, mod, torch.device("cpu")).variant.fields["score"]
+    assert " if " not in actual
     q, k, v = (t.detach() for t in qkv())
     assert torch.allclose(ours.flex_attention(q, k, v, mod), dense(q, k, v, None, mod)[0], atol=2e-5, rtol=1e-4)
 
@@ -175,8 +175,8 @@ def test_learned_exponents_have_gradients() -> None:
 
     out, (plain, _) = ours.flex_attention(q, k, v, mod), dense(q, k, v, None, mod)
     towards = torch.randn_like(out)
-    found, expected = (torch.autograd.grad(one, [q, _LEARNED], towards) for one in (out, plain))
-    for one, other in zip(found, expected, strict=True):
+    gradients, expected = (torch.autograd.grad(one, [q, _LEARNED], towards) for one in (out, plain))
+    for one, other in zip(gradients, expected, strict=True):
         assert torch.allclose(one, other, atol=1e-4, rtol=1e-3)
 
 

@@ -63,11 +63,11 @@ def test_the_special_variant_is_preferred(gpu: FakeDriver) -> None:
     wanted = oracles.flash_attention(q, k, v, causal=True)[0]
     install("window")
     for _ in range(2):
-        found = flash_attn.flash_attn_func(q, k, v, causal=True)
-        torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+        out = flash_attn.flash_attn_func(q, k, v, causal=True)
+        torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
     assert launched(gpu) == ["window", "window"]
     install("causal", package="presets")  # built later
-    torch.testing.assert_close(flash_attn.flash_attn_func(q, k, v, causal=True), found)
+    torch.testing.assert_close(flash_attn.flash_attn_func(q, k, v, causal=True), out)
     assert launched(gpu) == ["causal"]
 
 
@@ -77,14 +77,14 @@ def test_head_dims_of_flash_attn_are_neither_copied_nor_read_beyond(gpu: FakeDri
     install("causal", head_dim=dim)
     wide = [torch.cat([t, torch.full_like(t[..., :8], torch.nan)], -1) for t in qkv(dim)]
     q, k, v = (t[..., :dim] for t in wide)
-    found = flash_attn.flash_attn_func(q, k, v, causal=True)
+    out = flash_attn.flash_attn_func(q, k, v, causal=True)
     (launch,) = gpu.launches
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         assert launch.values[f"{name}_ptr"] == tensor.data_ptr()
         assert launch.values[f"stride_{name}_h"] == dim + 8
     assert launch.values["softmax_scale"] == pytest.approx(dim**-0.5)
     wanted = oracles.flash_attention(*qkv(dim), causal=True)[0]
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_a_wide_v_takes_one_launch_for_each_part(gpu: FakeDriver) -> None:
@@ -104,9 +104,9 @@ def test_another_variant_of_the_same_name_is_not_taken(gpu: FakeDriver) -> None:
     with pytest.raises(NoKernelError, match="no built kernel takes this call"):
         flash_attn.flash_attn_func(*qkv(), causal=True)
     install("causal", package="second")
-    found = flash_attn.flash_attn_func(*qkv(), causal=True)
+    out = flash_attn.flash_attn_func(*qkv(), causal=True)
     wanted = oracles.flash_attention(*qkv(), causal=True)[0]
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_two_packages_with_the_same_variant_are_not_ambiguous(gpu: FakeDriver) -> None:
@@ -162,11 +162,11 @@ def test_sdpa_routes_what_is_built(gpu: FakeDriver) -> None:
     install("causal_top_left")
     q, k, v = heads_first(*qkv())
     with sdpa() as routed:
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         other = F.scaled_dot_product_attention(q, k, v)
     assert dict(routed.variants) == {"causal_top_left": 1}
     assert launched(gpu) == ["causal_top_left"]
-    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, is_causal=True), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True), rtol=2e-2, atol=2e-2)
     assert torch.equal(other, F.scaled_dot_product_attention(q, k, v))
     assert "variants that would serve it: full" in routed.report()
 
@@ -241,10 +241,10 @@ def test_a_trace_takes_the_package_that_runs_on_its_gpu(gpu: FakeDriver, monkeyp
     install("causal", "window", package="mine")
 
     def chosen(*names: str) -> tuple[int, str]:
-        found: tuple[int, str] = choice._built_at_trace(
+        actual: tuple[int, str] = choice._built_at_trace(
             names, "bf16", "bf16", 64, 64, "dense", "cuda", 0, "flash_attn", learns=False, ordered=False
         )
-        return found
+        return actual
 
     assert chosen("causal", "window") == (0, "mine/causal")
     gpu.compute_capability = 100
@@ -302,9 +302,9 @@ def test_a_rate_takes_the_kernels_that_drop_and_no_rate_the_others(gpu: FakeDriv
     install("causal", "causal_dropout", "window", "window_dropout")
     q, k, v = qkv()
     drops = factors(3, 0.25, 2, 2, 40, 40)
-    found = flash_attn.flash_attn_func(q, k, v, 0.25, causal=True)
+    out = flash_attn.flash_attn_func(q, k, v, 0.25, causal=True)
     wanted = oracles.flash_attention(q, k, v, causal=True, factors=drops)[0]
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
     flash_attn.flash_attn_func(q, k, v, 0.25)
     assert launched(gpu) == ["causal_dropout", "window_dropout"]
     before = torch.get_rng_state()
@@ -315,16 +315,16 @@ def test_a_rate_takes_the_kernels_that_drop_and_no_rate_the_others(gpu: FakeDriv
 
 def test_a_call_draws_once_whichever_candidate_serves_it(gpu: FakeDriver) -> None:
     install("window_dropout")
-    found = []
+    results = []
     for _ in range(2):  # the first call tries causal_dropout before
         torch.manual_seed(4)
-        found.append(flash_attn.flash_attn_func(*qkv(), 0.5, causal=True))
+        results.append(flash_attn.flash_attn_func(*qkv(), 0.5, causal=True))
     install("causal_dropout", package="later")
     torch.manual_seed(4)
-    found.append(flash_attn.flash_attn_func(*qkv(), 0.5, causal=True))
+    results.append(flash_attn.flash_attn_func(*qkv(), 0.5, causal=True))
     assert launched(gpu) == ["window_dropout", "window_dropout", "causal_dropout"]
-    assert torch.equal(found[0], found[1])
-    torch.testing.assert_close(found[2], found[0])
+    assert torch.equal(results[0], results[1])
+    torch.testing.assert_close(results[2], results[0])
 
 
 def test_errors_of_dropout_say_what_to_build(gpu: FakeDriver) -> None:
@@ -362,14 +362,14 @@ def test_sdpa_with_dropout_falls_back_as_if_it_were_not_there(gpu: FakeDriver) -
             assert torch.equal(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), plain)
         install("full_dropout", package="later")
         drops = factors(5, 0.5, 2, 2, 40, 40)
-        found = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
         F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.5)
     assert dict(routed.variants) == {"full_dropout": 1}
     assert launched(gpu) == ["full_dropout"]
     for reason, name in zip(routed.reasons, ("full_dropout", "causal_top_left_dropout"), strict=True):
         assert f"variants that would serve it: {name}\n" in reason
     wanted = oracles.flash_attention(*heads_first(q, k, v), factors=drops)[0]
-    torch.testing.assert_close(found.double(), wanted.transpose(1, 2), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out.double(), wanted.transpose(1, 2), rtol=2e-2, atol=2e-2)
 
 
 def test_sdpa_with_dropout_needs_its_backward_for_gradients(gpu: FakeDriver) -> None:
@@ -389,9 +389,9 @@ def test_transformers_with_dropout_warns_and_runs_the_reference(gpu: FakeDriver)
     module = torch.nn.Module()
     drops = factors(6, 0.5, 2, 2, 40, 40)
     with pytest.warns(RuntimeWarning, match="variants that would serve it: causal_dropout, span_dropout"):
-        found, _ = attention(module, q, k, v, None, 0.5)
+        actual, _ = attention(module, q, k, v, None, 0.5)
     wanted = oracles.flash_attention(*qkv(), causal=True, factors=drops)[0]
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(actual.double(), wanted, rtol=2e-2, atol=2e-2)
     assert launched(gpu) == []
     install("span_dropout", package="later")
     attention(module, q, k, v, None, 0.5)

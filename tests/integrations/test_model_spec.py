@@ -49,21 +49,21 @@ class Call:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> set[Call]:
     """What the calls of a test asked for."""
-    found: set[Call] = set()
+    seen: set[Call] = set()
 
     def noting(attend: Any) -> Any:
         def attends(candidates: Any, q: Any, k: Any, v: Any, **options: Any) -> Any:
             layout = "paged" if options.get("pages") else "varlen" if options.get("packing") else "dense"
             names = tuple(dict.fromkeys(each.variant for each in candidates))
             learns = torch.is_grad_enabled() and q.requires_grad
-            found.add(Call(names, q.shape[-1], v.shape[-1], ATTENTION_DTYPES[q.dtype], layout, learns))
+            seen.add(Call(names, q.shape[-1], v.shape[-1], ATTENTION_DTYPES[q.dtype], layout, learns))
             return attend(candidates, q, k, v, **options)
 
         return attends
 
     for module in (attngen_transformers, flash_arguments):
         monkeypatch.setattr(module, "attend", noting(module.attend))
-    return found
+    return seen
 
 
 def written(config: Any, folder: Path, *options: str, dtype: str = "bfloat16") -> tuple[Path, Result]:
@@ -94,7 +94,7 @@ def known(kernels: list[KernelSpec]) -> Iterator[None]:
 
 def missing(kernels: list[KernelSpec], calls: set[Call]) -> list[tuple[Call, str]]:
     """Return the calls that no kernel takes, with the direction that there is none of."""
-    found = []
+    absent = []
     with known(kernels):
         for call in calls:
             form: dict[str, Any] = {
@@ -103,8 +103,8 @@ def missing(kernels: list[KernelSpec], calls: set[Call]) -> list[tuple[Call, str
             }  # fmt: skip
             for direction in ("forward", "backward")[: 1 + call.learns]:
                 if not any(kernels_of(name, direction=direction, **form) for name in call.variants):
-                    found.append((call, direction))
-    return found
+                    absent.append((call, direction))
+    return absent
 
 
 def unused(kernels: list[KernelSpec], calls: set[Call]) -> list[KernelSpec]:
@@ -216,9 +216,9 @@ def test_dtypes_arches_and_the_name_are_those_asked_for(tmp_path: Path) -> None:
     options = ("--dtype", "bf16", "--dtype", "fp16", "--arch", "sm80", "--arch", "sm90a", "--name", "mine")
     spec, _ = written(FAMILIES["llama"].make()[1], tmp_path, *options)
     assert load_spec(spec).package == "mine"
-    found = [(kernel.variant.name, kernel.arch, kernel.dtype) for kernel in kernels_in(spec)]
+    actual = [(kernel.variant.name, kernel.arch, kernel.dtype) for kernel in kernels_in(spec)]
     wanted = [(v, a, d) for v in ("causal", "span") for a in ("sm80", "sm90a") for d in ("bf16", "fp16")]
-    assert sorted(found) == sorted(wanted)
+    assert sorted(actual) == sorted(wanted)
 
 
 def test_the_dtype_is_that_of_the_configuration(tmp_path: Path) -> None:

@@ -67,17 +67,17 @@ def test_a_wrong_attention_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch
 def test_a_class_that_ends_its_process_is_reported_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNGEN_TEST_ABORT", "LlamaForCausalLM")
     said: list[str] = []
-    found = sweep(["LlamaForCausalLM", "BertForMaskedLM"], 1, "cpu", lambda result: said.append(result.name))
+    results = sweep(["LlamaForCausalLM", "BertForMaskedLM"], 1, "cpu", lambda result: said.append(result.name))
     assert said == ["LlamaForCausalLM", "BertForMaskedLM"]
-    assert found["LlamaForCausalLM"].verdict == "untested"
-    assert "ended its process" in found["LlamaForCausalLM"].reason
-    assert found["BertForMaskedLM"].verdict == "right"
+    assert results["LlamaForCausalLM"].verdict == "untested"
+    assert "ended its process" in results["LlamaForCausalLM"].reason
+    assert results["BertForMaskedLM"].verdict == "right"
 
 
 def version() -> str:
-    found = re.search(r"in transformers (\S+), with", PAGE.read_text())
-    assert found
-    return found[1]
+    match = re.search(r"in transformers (\S+), with", PAGE.read_text())
+    assert match
+    return match[1]
 
 
 def listed() -> dict[str, str]:
@@ -110,14 +110,14 @@ def test_a_row_shows_a_pipe_and_what_was_left_out() -> None:
 @pytest.mark.exhaustive
 def test_every_class_is_as_the_page_says() -> None:
     """Ten minutes on two cores. Libraries that are installed or not change the reasons, but not the verdicts."""
-    found = sweep(list(classes()), os.cpu_count() or 1, "cpu", lambda result: None)
-    assert not [result for result in found.values() if result.verdict == "wrong"]
+    results = sweep(list(classes()), os.cpu_count() or 1, "cpu", lambda result: None)
+    assert not [result for result in results.values() if result.verdict == "wrong"]
     if transformers.__version__ == version():
         words = {"own": "its own", "untested": "not tested"}
         told = listed()
         changed = {
             name: (told[name], result)
-            for name, result in found.items()
+            for name, result in results.items()
             if words.get(result.verdict, result.verdict) != told[name] != "not tested"
         }
         assert not changed

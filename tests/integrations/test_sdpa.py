@@ -33,8 +33,8 @@ def qkv(heads: int = 4, kv_heads: int = 4, rows: int = 7, keys: int = 11, dim: i
     return q, torch.randn(2, kv_heads, keys, dim), torch.randn(2, kv_heads, keys, dim + 4)
 
 
-def near(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted.to(found.dtype), rtol=1e-5, atol=1e-5)
+def near(actual: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(actual, wanted.to(actual.dtype), rtol=1e-5, atol=1e-5)
 
 
 def some_mask(*shape: int) -> Tensor:
@@ -73,9 +73,9 @@ def test_options(variant: str, options: dict[str, Any], kv_heads: int) -> None:
     q, k, v = qkv(kv_heads=kv_heads)
     options = {**options, "enable_gqa": kv_heads != 4}
     with sdpa(backend="reference") as routed:
-        found = F.scaled_dot_product_attention(q, k, v, **options)
+        out = F.scaled_dot_product_attention(q, k, v, **options)
     assert dict(routed.variants) == {variant: 1}
-    near(found, oracles.sdpa(q, k, v, **options))
+    near(out, oracles.sdpa(q, k, v, **options))
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": torch.randn(7, 11)}], ids=described)
@@ -86,12 +86,12 @@ def test_gradients(options: dict[str, Any]) -> None:
         options = {"attn_mask": mask.clone().requires_grad_()}
         inputs.append(options["attn_mask"])
     with sdpa(backend="reference") as routed:
-        found = F.scaled_dot_product_attention(*inputs[:3], **options, enable_gqa=True)
+        out = F.scaled_dot_product_attention(*inputs[:3], **options, enable_gqa=True)
     wanted = oracles.sdpa(*inputs[:3], **options, enable_gqa=True)
     assert routed.routed == 1
-    weights = torch.randn_like(found)
+    weights = torch.randn_like(out)
     for one, other in zip(
-        torch.autograd.grad(found, inputs, weights), torch.autograd.grad(wanted, inputs, weights.double()), strict=True
+        torch.autograd.grad(out, inputs, weights), torch.autograd.grad(wanted, inputs, weights.double()), strict=True
     ):
         near(one, other)
 
@@ -100,8 +100,8 @@ def test_three_dimensions() -> None:
     q, k, v = (t[0] for t in qkv())
     mask = some_mask(4, 1, 11)
     with sdpa(backend="reference") as routed:
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    near(found, oracles.sdpa(q, k, v, attn_mask=mask))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    near(out, oracles.sdpa(q, k, v, attn_mask=mask))
     assert dict(routed.variants) == {"allowed": 1}
 
 
@@ -120,9 +120,9 @@ def test_modules_of_torch_are_routed() -> None:
     padding[1, 4:] = True
     wanted = layer(x, src_key_padding_mask=padding)
     with sdpa(backend="reference") as routed:
-        found = layer(x, src_key_padding_mask=padding)
+        actual = layer(x, src_key_padding_mask=padding)
     assert routed.routed == 1
-    near(found, wanted)
+    near(actual, wanted)
 
 
 def test_autocast() -> None:
@@ -131,10 +131,10 @@ def test_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         wanted = TORCHS(q, k, v, attn_mask=mask)
         with sdpa(backend="reference") as routed:
-            found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    assert found.dtype == wanted.dtype == torch.bfloat16
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert out.dtype == wanted.dtype == torch.bfloat16
     assert dict(routed.variants) == {"bias_bf16": 1}
-    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
 
 
 # --- falling back -------------------------------------------------------------------------------------------
@@ -159,8 +159,8 @@ Q, K, V = qkv()
 )
 def test_fallbacks(given: tuple[Tensor, ...], options: dict[str, Any], reason: str) -> None:
     with sdpa(backend="reference", explain=True) as routed:
-        found = F.scaled_dot_product_attention(*given, **options)
-    torch.testing.assert_close(found, TORCHS(*given, **options))
+        out = F.scaled_dot_product_attention(*given, **options)
+    torch.testing.assert_close(out, TORCHS(*given, **options))
     (told,) = routed.reasons
     assert told.startswith(reason)
     assert routed.routed == 0
@@ -186,11 +186,11 @@ def test_the_reason_shows_a_mask_as_it_was_given() -> None:
 
 
 def test_errors_are_torchs_own() -> None:
-    with sdpa(backend="reference"), pytest.raises(RuntimeError) as found:
+    with sdpa(backend="reference"), pytest.raises(RuntimeError) as caught:
         F.scaled_dot_product_attention(Q, K, V, attn_mask=some_mask(7, 5))
     with pytest.raises(RuntimeError) as wanted:
         TORCHS(Q, K, V, attn_mask=some_mask(7, 5))
-    assert str(found.value) == str(wanted.value)
+    assert str(caught.value) == str(wanted.value)
     with sdpa(backend="reference"), pytest.raises(IndexError):
         F.scaled_dot_product_attention(Q, K, V, attn_mask=some_mask(11))  # torch asks for two dimensions
     three, whole = torch.randn(2, 7, 8), torch.ones(1, 1, 7, 8, dtype=torch.int64)
@@ -202,9 +202,9 @@ def test_errors_are_torchs_own() -> None:
     ):
         told = []
         for _ in range(2):
-            with sdpa(backend="reference", explain=True) as routed, pytest.raises((RuntimeError, TypeError)) as found:
+            with sdpa(backend="reference", explain=True) as routed, pytest.raises((RuntimeError, TypeError)) as caught:
                 (F.scaled_dot_product_attention if not told else TORCHS)(*given, attn_mask=mask)  # type: ignore[arg-type]
-            told.append((type(found.value), str(found.value)))
+            told.append((type(caught.value), str(caught.value)))
             assert routed.routed == 0
         assert told[0] == told[1]
 
@@ -236,10 +236,10 @@ def test_inside_torch_func_and_compile_torch_decides() -> None:
 def test_forward_mode_derivatives_are_torchs() -> None:
     with sdpa(backend="reference") as routed, sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
         dual = forward_ad.make_dual(Q, torch.ones_like(Q))
-        found = forward_ad.unpack_dual(F.scaled_dot_product_attention(dual, K, V)).tangent
+        out = forward_ad.unpack_dual(F.scaled_dot_product_attention(dual, K, V)).tangent
     wanted = torch.func.jvp(lambda q: oracles.sdpa(q, K, V), (Q,), (torch.ones_like(Q),))[1]
-    assert found is not None
-    near(found, wanted)
+    assert out is not None
+    near(out, wanted)
     assert dict(routed.reasons) == {"forward-mode differentiation is active": 1}
 
 

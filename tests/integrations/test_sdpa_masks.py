@@ -25,8 +25,8 @@ TORCHS = F.scaled_dot_product_attention
 Q, K, V = torch.randn(2, 4, 7, 8), torch.randn(2, 4, 11, 8), torch.randn(2, 4, 11, 8)
 
 
-def near(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
+def near(actual: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 # --- torch's own mask ---------------------------------------------------------------------------------------
@@ -79,20 +79,20 @@ def test_a_causal_bias_for_other_lengths_is_torchs() -> None:
 
 def _outside(*arguments: Any, **options: Any) -> Any:
     """Call torch's function as a thread does that is in no block."""
-    found: list[Any] = []
+    results: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(F.scaled_dot_product_attention(*arguments, **options))
+            results.append(F.scaled_dot_product_attention(*arguments, **options))
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
 
 
 def test_causal_bias_beside_is_causal_is_refused_as_by_torch() -> None:
@@ -266,17 +266,17 @@ def test_calls_of_every_kind_are_as_outside(first: int) -> None:
         with sdpa_kernel(SDPBackend.MATH):
             wanted = told(F.scaled_dot_product_attention, given, options)
             with sdpa(backend="reference") as routed:
-                found = told(F.scaled_dot_product_attention, given, options)
+                out = told(F.scaled_dot_product_attention, given, options)
         routed_calls += routed.routed
         if not isinstance(wanted, Tensor):
-            assert found is wanted, (seed, found, wanted, routed.report())
+            assert out is wanted, (seed, out, wanted, routed.report())
             continue
-        assert isinstance(found, Tensor), (seed, found, routed.report())
-        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), seed
-        if found.numel() and given[1].numel():  # where nothing is computed, torch forgets what asks for a gradient
-            assert found.requires_grad == wanted.requires_grad, (seed, routed.report())
-        tolerance = 3e-2 if found.dtype == torch.bfloat16 else 1e-4
+        assert isinstance(out, Tensor), (seed, out, routed.report())
+        assert (out.shape, out.dtype) == (wanted.shape, wanted.dtype), seed
+        if out.numel() and given[1].numel():  # where nothing is computed, torch forgets what asks for a gradient
+            assert out.requires_grad == wanted.requires_grad, (seed, routed.report())
+        tolerance = 3e-2 if out.dtype == torch.bfloat16 else 1e-4
         torch.testing.assert_close(
-            found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text, s=seed: f"{s}: {text}"
+            out, wanted, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text, s=seed: f"{s}: {text}"
         )
     assert routed_calls > 50

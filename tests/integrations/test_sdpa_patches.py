@@ -63,10 +63,10 @@ class Logged:
 def test_a_patch_that_was_there_before_sees_calls_and_its_own_are_routed() -> None:
     q, k, v = qkv()
     with Logged() as log, sdpa(backend="reference", explain=True) as routed:
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, note="mine")  # type: ignore[call-arg]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, note="mine")  # type: ignore[call-arg]
         F.scaled_dot_product_attention(q, k, value=v, dropout_p=1.0)
     assert log.seen == ["mine", ""]
-    torch.testing.assert_close(found, TORCHS(q, k, v, is_causal=True))
+    torch.testing.assert_close(out, TORCHS(q, k, v, is_causal=True))
     assert routed.report().splitlines() == [
         "1 calls on attngen: causal_top_left 1",
         "1 calls on torch:",
@@ -95,9 +95,9 @@ def test_gradients_and_recomputed_forwards_go_the_same_way() -> None:
     q, k, v = (t.requires_grad_() for t in qkv())
     with Logged() as log, sdpa(backend="reference") as routed:
         out = checkpoint(lambda q: F.scaled_dot_product_attention(q, k, v).sin(), q, use_reentrant=False)
-        found = torch.autograd.grad(out.sum(), (q, k, v))
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert len(log.seen) == routed.routed == 2
-    for one, other in zip(found, torch.autograd.grad(TORCHS(q, k, v).sin().sum(), (q, k, v)), strict=True):
+    for one, other in zip(gradients, torch.autograd.grad(TORCHS(q, k, v).sin().sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 

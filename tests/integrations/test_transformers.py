@@ -55,10 +55,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     return names
 
 
-def near(found: Tensor, wanted: Tensor) -> None:
-    found, wanted = found.detach(), wanted.detach()
+def near(actual: Tensor, wanted: Tensor) -> None:
+    actual, wanted = actual.detach(), wanted.detach()
     limit = TOLERANCE * float(wanted.abs().max())
-    assert float((found - wanted).abs().max()) <= limit
+    assert float((actual - wanted).abs().max()) <= limit
     assert limit > 0
 
 
@@ -84,9 +84,9 @@ def test_logits_and_gradients(family: str, padding: str, served: list[str]) -> N
     wanted = logits(eager(family), given)
     wanted_gradients = gradients(eager(family), wanted)
     assert not served
-    found = logits(model(family), given)
-    found_gradients = gradients(model(family), found)
-    near(found, wanted)
+    actual = logits(model(family), given)
+    found_gradients = gradients(model(family), actual)
+    near(actual, wanted)
     assert set(served) == EXPECTED[family][padding != "none"]
     assert found_gradients.keys() == wanted_gradients.keys()
     for name, wanted_gradient in wanted_gradients.items():
@@ -99,20 +99,20 @@ def test_logits_and_gradients(family: str, padding: str, served: list[str]) -> N
 @pytest.mark.parametrize("family", GENERATORS)
 def test_cached_decoding(family: str, padding: str) -> None:
     given = batch(family, padding)
-    tokens, found = families.generate(model(family), given)
+    tokens, actual = families.generate(model(family), given)
     wanted_tokens, wanted = families.generate(eager(family), given)
     assert torch.equal(tokens, wanted_tokens)
-    near(found, wanted)
+    near(actual, wanted)
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "mistral", "gpt_oss"])
 def test_decoding_against_a_static_cache(family: str, padding: str) -> None:
     given = batch(family, padding)
-    tokens, found = families.generate(model(family), given, cache_implementation="static")
+    tokens, actual = families.generate(model(family), given, cache_implementation="static")
     wanted_tokens, wanted = families.generate(eager(family), given, cache_implementation="static")
     assert torch.equal(tokens, wanted_tokens)
-    near(found, wanted)
+    near(actual, wanted)
 
 
 # --- packed sequences ---------------------------------------------------------------------------------------
@@ -150,12 +150,12 @@ def test_packed_by_position_ids(family: str, served: list[str]) -> None:
 def test_packed_by_cu_seqlens(family: str) -> None:
     inputs, places = packed_inputs()
     offsets = torch.tensor([0, *(place.stop for place in places)], dtype=torch.int32)
-    found = model(family)(
+    actual = model(family)(
         **inputs, use_cache=False, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=9, max_length_k=9
     ).logits
     for place in places:
         alone = eager(family)(input_ids=inputs["input_ids"][:, place], use_cache=False).logits
-        near(found[:, place], alone)
+        near(actual[:, place], alone)
 
 
 def test_cu_seqlens_of_a_batch_are_refused() -> None:
@@ -180,10 +180,10 @@ def test_padding_with_gaps(family: str, variants: set[str], served: list[str]) -
     given = batch(family, "none")
     given.inputs["attention_mask"][:, 3] = 0
     given.inputs["attention_mask"][1, 9:11] = 0
-    found, wanted = logits(model(family), given), logits(eager(family), given)
-    near(found, wanted)
+    actual, wanted = logits(model(family), given), logits(eager(family), given)
+    near(actual, wanted)
     assert set(served) == variants
-    found_gradients, wanted_gradients = gradients(model(family), found), gradients(eager(family), wanted)
+    found_gradients, wanted_gradients = gradients(model(family), actual), gradients(eager(family), wanted)
     for name, gradient in wanted_gradients.items():
         limit = TOLERANCE * max(1.0, float(gradient.abs().max()))
         assert float((found_gradients[name] - gradient).abs().max()) <= limit, name
@@ -218,10 +218,10 @@ def test_masks_of_the_user_beside_bounded_logits(kind: torch.dtype, by_head: boo
     wanted = logits(eager("gemma2"), given)
     wanted_gradients = gradients(eager("gemma2"), wanted)
     given.inputs["attention_mask"] = allowed if kind == torch.bool else added
-    found = logits(model("gemma2"), given)
-    near(found, wanted)
+    actual = logits(model("gemma2"), given)
+    near(actual, wanted)
     assert set(served) == {"allowed_softcap" if kind == torch.bool and not by_head else "softcap_bias_fp32"}
-    for name, gradient in gradients(model("gemma2"), found).items():
+    for name, gradient in gradients(model("gemma2"), actual).items():
         limit = TOLERANCE * max(1.0, float(wanted_gradients[name].abs().max()))
         assert float((gradient - wanted_gradients[name]).abs().max()) <= limit, name
 
@@ -231,11 +231,11 @@ def test_a_mask_function_that_is_not_known_becomes_a_tensor() -> None:
         config = model("llama").config
         return create_causal_mask(config, torch.zeros(2, 7, 4), None, None, or_mask_function=or_mask)
 
-    found = mask(lambda b, h, q, kv: kv == 5)
-    assert type(found) is Tensor
+    actual = mask(lambda b, h, q, kv: kv == 5)
+    assert type(actual) is Tensor
     wanted = torch.ones(7, 7, dtype=torch.bool).tril()
     wanted[:, 5] = True
-    assert torch.equal(found, wanted.expand(2, 1, 7, 7))
+    assert torch.equal(actual, wanted.expand(2, 1, 7, 7))
     assert isinstance(mask(None), StructuredMask)
 
 
@@ -313,10 +313,10 @@ def test_sinks_of_each_query(with_bias: bool) -> None:
     weights = torch.cat([scores if bias is None else scores + bias, sinks], dim=-1).softmax(-1)[..., :-1]
     wanted = weights @ v.repeat_interleave(2, 1)
     mask = create_causal_mask(model("llama").config, torch.zeros(2, 7, 4), None, None)
-    found = layer_call(mask, q, k, v, position_bias=bias, sinks=sinks)
-    near(found, wanted)
+    actual = layer_call(mask, q, k, v, position_bias=bias, sinks=sinks)
+    near(actual, wanted)
     (wanted_gradient,) = torch.autograd.grad(wanted.square().sum(), sinks)
-    near(torch.autograd.grad(found.square().sum(), sinks)[0], wanted_gradient)
+    near(torch.autograd.grad(actual.square().sum(), sinks)[0], wanted_gradient)
 
 
 @pytest.mark.parametrize("kind", ["structure", "bool", "float", "none"])
@@ -393,8 +393,8 @@ def test_compressed_keys(tokens: int) -> None:
     real = torch.ones_like(ids)
     real[1, :2] = 0
     for mask in (None, real):
-        wanted, found = (each(input_ids=ids, attention_mask=mask).logits for each in models)
-        near(found, wanted)
+        wanted, actual = (each(input_ids=ids, attention_mask=mask).logits for each in models)
+        near(actual, wanted)
 
 
 @pytest.mark.parametrize(
@@ -420,8 +420,8 @@ def test_models_without_data_have_logits_of_their_shape(kind: str) -> None:
         with FakeTensorMode() if kind == "fake" else torch.device("meta"):
             ids = torch.ones(2, 9, dtype=torch.int64)
             empty = transformers.LlamaForCausalLM(model("llama").config)
-            found = empty(input_ids=ids).logits
-        assert found.shape == (2, 9, empty.config.vocab_size)
+            actual = empty(input_ids=ids).logits
+        assert actual.shape == (2, 9, empty.config.vocab_size)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "whisper", "t5"])
@@ -453,21 +453,21 @@ def test_an_implementation_that_is_set_later() -> None:
 def test_a_structured_mask_is_the_tensor_that_it_stands_for() -> None:
     config, real = model("mistral").config, torch.ones(2, 9, dtype=torch.long)
     real[1, :3] = 0
-    found = create_sliding_window_causal_mask(config, torch.zeros(2, 9, 4), real, None)
-    assert isinstance(found, StructuredMask)
+    actual = create_sliding_window_causal_mask(config, torch.zeros(2, 9, 4), real, None)
+    assert isinstance(actual, StructuredMask)
     with torch._C.DisableTorchFunctionSubclass():
-        assert found.untyped_storage().nbytes() == 1
-    assert found.shape == (2, 1, 9, 9)
-    assert found.dtype == torch.bool
+        assert actual.untyped_storage().nbytes() == 1
+    assert actual.shape == (2, 1, 9, 9)
+    assert actual.dtype == torch.bool
     q, kv = torch.arange(9)[:, None], torch.arange(9)[None]
     wanted = ((kv <= q) & (kv > q - WINDOW) & real.bool()[:, None, None, :]).expand(2, 1, 9, 9)
-    for taken in (found & True, found.clone(), found[:], found.to("cpu", copy=True)):
+    for taken in (actual & True, actual.clone(), actual[:], actual.to("cpu", copy=True)):
         assert type(taken) is Tensor
         assert torch.equal(taken, wanted)
-    assert torch.equal(found[:, :, 4:, :5], wanted[:, :, 4:, :5])
-    kept = found.contiguous()  # which generate calls: a mask that was not read needs no tensor
+    assert torch.equal(actual[:, :, 4:, :5], wanted[:, :, 4:, :5])
+    kept = actual.contiguous()  # which generate calls: a mask that was not read needs no tensor
     assert isinstance(kept, StructuredMask)
-    assert kept.structure == found.structure
+    assert kept.structure == actual.structure
     assert kept.dense().is_contiguous()
     assert torch.equal(kept.dense(), wanted)
 
@@ -482,10 +482,10 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     trained = families.make("gpt_oss", head_dim=8, implementation="attngen").train()
     trained.gradient_checkpointing_enable({"use_reentrant": reentrant})
     trained.enable_input_require_grads()
-    found = gradients(trained, logits(trained, given))
-    assert found.keys() == wanted.keys()
+    actual = gradients(trained, logits(trained, given))
+    assert actual.keys() == wanted.keys()
     for name, gradient in wanted.items():
-        assert float((found[name] - gradient).abs().max()) <= TOLERANCE * max(1.0, float(gradient.abs().max())), name
+        assert float((actual[name] - gradient).abs().max()) <= TOLERANCE * max(1.0, float(gradient.abs().max())), name
 
 
 def test_autocast_reaches_the_kernel_in_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,9 +500,9 @@ def test_autocast_reaches_the_kernel_in_one_dtype(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(attngen_transformers, "attend", noting)
     given = batch("llama", "none")
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        found, wanted = logits(model("llama"), given), logits(eager("llama"), given)
+        actual, wanted = logits(model("llama"), given), logits(eager("llama"), given)
     assert seen == {(torch.bfloat16,) * 3}
-    assert float((found - wanted).abs().max()) <= 0.1 * float(wanted.abs().max())
+    assert float((actual - wanted).abs().max()) <= 0.1 * float(wanted.abs().max())
 
 
 @sampled(family=["llama", "gpt_oss"], padding=["none", "left"])
@@ -514,8 +514,8 @@ def test_compiles_without_a_graph_break(family: str, padding: str) -> None:
     torch._dynamo.reset()
     with known("integrations/transformers"), torch.no_grad():
         compiled = torch.compile(model(family), fullgraph=True, backend="eager")
-        found = compiled(**given.inputs, use_cache=False).logits[given.counts]
-    near(found, wanted)
+        actual = compiled(**given.inputs, use_cache=False).logits[given.counts]
+    near(actual, wanted)
 
 
 def test_lengths_and_batches_that_change_are_compiled_once() -> None:
@@ -525,8 +525,8 @@ def test_lengths_and_batches_that_change_are_compiled_once() -> None:
         for turn, (rows, length) in enumerate(((7, 12), (3, 30), (9, 5))):
             ids = torch.randint(3, families.VOCABULARY, (rows, length))
             with torch._dynamo.config.patch(error_on_recompile=turn > 0):
-                found = compiled(input_ids=ids, use_cache=False).logits
-            near(found, eager("llama")(input_ids=ids, use_cache=False).logits)
+                actual = compiled(input_ids=ids, use_cache=False).logits
+            near(actual, eager("llama")(input_ids=ids, use_cache=False).logits)
 
 
 #: One mask for all layers; one for each kind; sinks.
@@ -546,14 +546,14 @@ def test_a_compiled_step_against_a_static_cache(family: str, padding: str) -> No
     torch._dynamo.reset()
     with known("integrations/transformers"):
         compiled = families.make(family, head_dim=8, implementation="attngen")
-        _, found = families.generate(compiled, given, cache_implementation="static", compile_config=config)
+        _, actual = families.generate(compiled, given, cache_implementation="static", compile_config=config)
     assert graphs
     if family == "llama":
         assert len(graphs) == 1  # whatever the cache holds
     operators = {str(node.target) for graph in graphs for node in graph.graph.nodes if "attngen" in str(node.target)}
     assert operators
     assert not any("allowed" in name for name in operators)  # no mask is read pair by pair
-    near(found, wanted)
+    near(actual, wanted)
 
 
 @pytest.mark.parametrize("masks", ["none", "made outside"])
@@ -569,7 +569,7 @@ def test_a_step_of_ones_own_against_a_static_cache_reads_no_mask(masks: str) -> 
         return graph.forward
 
     def generated(module: Any, step: Any) -> Tensor:
-        cache, found = transformers.StaticCache(module.config, max_cache_len=24), []
+        cache, actual = transformers.StaticCache(module.config, max_cache_len=24), []
         named = {cache_name(module.forward): cache}
         for start, stop in ((0, 5), (5, 6), (6, 7), (7, 9)):
             mask: Any = None
@@ -578,15 +578,15 @@ def test_a_step_of_ones_own_against_a_static_cache_reads_no_mask(masks: str) -> 
                 given = {"config": module.config, "inputs_embeds": embeds, "attention_mask": padding[:, :stop]}
                 mask = create_masks_for_generate(**given, **named, position_ids=None)
             run = module if start == 0 else step
-            found.append(run(input_ids=ids[:, start:stop], attention_mask=mask, **named).logits)
-        return torch.cat(found, 1)
+            actual.append(run(input_ids=ids[:, start:stop], attention_mask=mask, **named).logits)
+        return torch.cat(actual, 1)
 
     torch._dynamo.reset()
     with known("integrations/transformers"), torch.no_grad():
         wanted = generated(eager("llama"), eager("llama"))
-        found = generated(model("llama"), torch.compile(model("llama"), fullgraph=True, backend=backend))
+        actual = generated(model("llama"), torch.compile(model("llama"), fullgraph=True, backend=backend))
     operators = {str(node.target) for graph in graphs for node in graph.graph.nodes if "attngen" in str(node.target)}
     assert operators
     assert not any("allowed" in name for name in operators)
     real = padding.bool() if masks != "none" else torch.ones_like(ids, dtype=torch.bool)
-    near(found[real], wanted[real])
+    near(actual[real], wanted[real])

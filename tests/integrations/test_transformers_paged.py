@@ -43,9 +43,9 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 def test_a_server_gives_the_tokens_of_eager(family: str, paged: list[int]) -> None:
     model = families.make(family, head_dim=8, implementation="attngen")
-    found = serve(model)
-    assert [len(tokens) for tokens in found] == [NEW] * len(PROMPTS)
-    assert found == plain(model)
+    actual = serve(model)
+    assert [len(tokens) for tokens in actual] == [NEW] * len(PROMPTS)
+    assert actual == plain(model)
     assert bool(paged) == (family != "mistral")  # whose layers all have a window
 
 
@@ -73,10 +73,10 @@ def test_pages_follow_from_rows() -> None:
     size, blocks, lengths = 4, [[7, 2, 5], [3], [0, 6]], [10, 4, 5]
     rows = [blocks[b][i // size] * size + i % size for b, n in enumerate(lengths) for i in range(n)]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    found = page_table(torch.tensor(rows), starts, size, 3)
-    assert found.dtype == torch.int32
+    actual = page_table(torch.tensor(rows), starts, size, 3)
+    assert actual.dtype == torch.int32
     for b, pages in enumerate(blocks):
-        assert found[b, : len(pages)].tolist() == pages
+        assert actual[b, : len(pages)].tolist() == pages
 
 
 def test_a_forward_without_a_cache_is_refused() -> None:

@@ -59,6 +59,6 @@ def test_every_version_is_supported_where_kernels_can_be_built(version: int, mon
     assert fa_version_unsupported_reason(version) == "no GPU is found"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, supported in (((9, 0), True), ((7, 5), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda actual=capability: actual)
         assert is_fa_version_supported(version) == supported
         assert (fa_version_unsupported_reason(version) is None) == supported

@@ -88,16 +88,16 @@ def tiny(config_class: Any) -> Any:
 def shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a configuration, each shrunk by its name."""
     layers = _number_of_layers(given)
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in given.items():
         if name not in _DROPPED:
-            found[name] = _shrunk(name, value, given, layers)
-    _token_ids(found)
+            fields[name] = _shrunk(name, value, given, layers)
+    _token_ids(fields)
     for name, value in OVERRIDES.get(given.get("model_type", ""), {}).items():
-        found[name] = (
-            {**found[name], **value} if isinstance(value, dict) and isinstance(found.get(name), dict) else value
+        fields[name] = (
+            {**fields[name], **value} if isinstance(value, dict) and isinstance(fields.get(name), dict) else value
         )
-    return found
+    return fields
 
 
 def _shrunk(name: str, value: Any, given: Mapping[str, Any], layers: int) -> Any:
@@ -192,31 +192,31 @@ _LISTS: dict[str, list[Any]] = {
 
 def _rope(value: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters of rotary embeddings. Sections of a head's rotated half keep their proportions."""
-    found = dict(value)
+    rope = dict(value)
     for name, each in value.items():
         if isinstance(each, Mapping):
-            found[name] = _rope(each)
+            rope[name] = _rope(each)
     section = value.get("mrope_section")
     if section:
         half = HEAD_DIM // 2 * value.get("partial_rotary_factor", 1.0)
         scale = half / sum(section)
         smaller = [max(1, math.floor(part * scale)) for part in section]
         smaller[0] += int(half) - sum(smaller)
-        found["mrope_section"] = smaller
-    return found
+        rope["mrope_section"] = smaller
+    return rope
 
 
-def _token_ids(found: dict[str, Any]) -> None:
+def _token_ids(fields: dict[str, Any]) -> None:
     """Give each special token that the small vocabulary leaves out a number of its own, from the top down."""
     free = iter(range(VOCABULARY - 1, 40, -1))
     named = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    for name, value in found.items():
+    for name, value in fields.items():
         if not isinstance(value, int | list) or isinstance(value, bool):
             continue
         if name in named and value is not None:
-            found[name] = named[name]
+            fields[name] = named[name]
         elif isinstance(value, int) and re.search(r"(token_id|token_index)$", name) and value >= 0:
-            found[name] = next(free)
+            fields[name] = next(free)
 
 
 #: What some classes need to be made at all.

@@ -76,8 +76,8 @@ def bounded_memory() -> Iterator[None]:
 def planned(variant: dict[str, Any], **fields: Any) -> Plan:
     kernel = {"variant": "m", "head_dim": 64, "allow": ["spill", "serialized_wgmma"], **fields}
     spec = {"schema": 1, "package": "p", "arch": ["sm90a"], "variants": {"m": variant}, "kernels": [kernel]}
-    (found,) = expand(load_spec_text(yaml.safe_dump(spec)))
-    return plan(found)
+    (only,) = expand(load_spec_text(yaml.safe_dump(spec)))
+    return plan(only)
 
 
 def hard(name: str) -> dict[str, Any]:
@@ -95,9 +95,9 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("name", HARD)
 def test_hard_masks_are_counted(name: str, backend: str) -> None:
-    found = planned(hard(name), backend=backend)
+    kernel_plan = planned(hard(name), backend=backend)
     with bounded_memory():
-        for counted in efficiency(found, [100, 16384], scalars_of(found.variant, {})):
+        for counted in efficiency(kernel_plan, [100, 16384], scalars_of(kernel_plan.variant, {})):
             assert 0 <= counted.efficiency <= 1 or counted.outside
             assert counted.complete == (counted.seqlen == 100) or (counted.heads > 1 and not counted.complete)
 
@@ -106,9 +106,9 @@ def test_hard_masks_are_counted(name: str, backend: str) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_masks_are_counted(seed: int) -> None:
     chance = random.Random(seed)
-    found = planned((banded if seed % 2 else typed)(chance), backend="triton")
+    kernel_plan = planned((banded if seed % 2 else typed)(chance), backend="triton")
     with bounded_memory():
-        for counted in efficiency(found, [33, 700, 16384], scalars_of(found.variant, {}), seed=seed):
+        for counted in efficiency(kernel_plan, [33, 700, 16384], scalars_of(kernel_plan.variant, {}), seed=seed):
             assert counted.full >= 0
             assert 0 <= counted.visible_pairs <= counted.heads * counted.seqlen**2
 
@@ -116,10 +116,10 @@ def test_random_masks_are_counted(seed: int) -> None:
 def test_some_heads_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of heads whose windows grow, as many as the work allows, spread evenly."""
     mask = {"mask": "q_pos >= kv and q_pos - kv < 8 * (h + 1)"}
-    found = planned(mask, tile={"m": 64, "n": 64}, backend="triton")
-    (whole,) = efficiency(found, [1024], {})
+    kernel_plan = planned(mask, tile={"m": 64, "n": 64}, backend="triton")
+    (whole,) = efficiency(kernel_plan, [1024], {})
     monkeypatch.setattr(visits_module, "_WORK", 2**22)
-    (some,) = efficiency(found, [1024], {})
+    (some,) = efficiency(kernel_plan, [1024], {})
     assert (whole.heads, some.heads) == (16, 16)
     assert whole.sampled == (16 * 16, 16 * 16)
     assert some.sampled[0] < 16
@@ -132,10 +132,10 @@ def test_some_tiles_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) ->
     (kernel, *_) = expand(
         load_spec_text(f"schema: 1\narch: [sm90a]\nkernels: [{{variant: {name}, head_dim: 64}}]\n", "one.yaml")
     )
-    found = plan(kernel)
-    (whole,) = efficiency(found, [4096], scalars_of(found.variant, {}))
+    kernel_plan = plan(kernel)
+    (whole,) = efficiency(kernel_plan, [4096], scalars_of(kernel_plan.variant, {}))
     monkeypatch.setattr(visits_module, "_WORK", 2**25)
-    (some,) = efficiency(found, [4096], scalars_of(found.variant, {}))
+    (some,) = efficiency(kernel_plan, [4096], scalars_of(kernel_plan.variant, {}))
     assert whole.complete
     assert not some.complete
     assert some.visible_pairs == pytest.approx(whole.visible_pairs, rel=0.25)
@@ -170,11 +170,11 @@ def test_assumed_values_keep_what_is_declared(declared: Tensor) -> None:
 def test_an_assumed_tensor_is_read_as_a_real_one() -> None:
     """The same mask over the values written out gives the same counts."""
     for name in ("tree", "pairs"):
-        found = planned(hard(name), tile={"m": 64, "n": 64}, backend="triton")
-        arguments = assume(found.variant, 300, {}, {}, 5)
+        kernel_plan = planned(hard(name), tile={"m": 64, "n": 64}, backend="triton")
+        arguments = assume(kernel_plan.variant, 300, {}, {}, 5)
         ((key, lazy),) = arguments.items()
         grids = torch.meshgrid(*(torch.arange(n) for n in lazy.shape), indexing="ij")
-        assert visits(found, 300, arguments) == visits(found, 300, {key: lazy[grids]})
+        assert visits(kernel_plan, 300, arguments) == visits(kernel_plan, 300, {key: lazy[grids]})
 
 
 # --- the command --------------------------------------------------------------------------------------------

@@ -77,13 +77,13 @@ def test_the_oracle_agrees_with_autograd_of_the_reference(name: str) -> None:
         work.variant, *one.bshd, None, softmax_scale=None, seqused_k=None, return_lse=False, layout="bshd",
         arguments=work.arguments,
     )  # fmt: skip
-    found = torch.autograd.grad(reference(call, *one.bshd)[0], one.bshd, dout)
+    gradients = torch.autograd.grad(reference(call, *one.bshd)[0], one.bshd, dout)
     oracle = GradientOracle(work, *one.bshd, dout)
-    assert oracle.error(found) < 1e-5
+    assert oracle.error(gradients) < 1e-5
     for index in range(3):
-        spoiled = [1.001 * g if n == index else g for n, g in enumerate(found)]
+        spoiled = [1.001 * g if n == index else g for n, g in enumerate(gradients)]
         assert oracle.error(spoiled) == pytest.approx(1e-3, rel=0.1)
-        spoiled[index] = torch.full_like(found[index], torch.nan)
+        spoiled[index] = torch.full_like(gradients[index], torch.nan)
         assert oracle.error(spoiled) == float("inf")
     assert oracle.limit == 4e-3  # the case is fp16
 
@@ -133,9 +133,9 @@ def test_sdpa_is_differentiated_in_its_own_order_of_axes(name: str) -> None:
     work, inputs, above = of_seed(name, 40, torch.float32)
     assert work.terms is not None
     forward = bench_peers.Sdpa("SDPA", "MATH").enter(work, work.terms, inputs)
-    found = differentiated(forward, above).first()
-    assert [g.shape for g in found] == [t.shape for t in inputs[0].bshd]
-    assert GradientOracle(work, *inputs[0].bshd, above[0]).error(found) < 1e-5
+    actual = differentiated(forward, above).first()
+    assert [g.shape for g in actual] == [t.shape for t in inputs[0].bshd]
+    assert GradientOracle(work, *inputs[0].bshd, above[0]).error(actual) < 1e-5
 
 
 # --- contenders ---------------------------------------------------------------------------------------------
@@ -143,17 +143,17 @@ def test_sdpa_is_differentiated_in_its_own_order_of_axes(name: str) -> None:
 
 def test_a_backward_has_its_forwards_and_a_team_of_its_own(prepared: list[Prepared]) -> None:
     dense = [one for one in prepared if bench_kernels.reason_against(one.plan, 90) is None]
-    found = {(team.direction, team.variant.name): team for team in teams(dense, prepared, 90)}
-    assert list(found) == [
+    actual = {(team.direction, team.variant.name): team for team in teams(dense, prepared, 90)}
+    assert list(actual) == [
         (direction, name) for name in ("full", "causal") for direction in ("forward", "backward")
     ] + [("backward", "alibi")]  # fmt: skip
-    for (direction, name), team in found.items():
+    for (direction, name), team in actual.items():
         assert list(team.members) == ["attngen triton"]
         followed = [one.plan.name for one in team.forward_kernels]
         if direction == "forward" or name == "alibi":
             assert followed == []
         else:
-            assert followed == [one.plan.name for one in found["forward", name].members.values()]
+            assert followed == [one.plan.name for one in actual["forward", name].members.values()]
     (alibi,) = [one for one in prepared if one.plan.variant.name == "alibi"]
     assert forward_kernels_of(alibi.plan, prepared, 90) == []
     one = next(one for one in prepared if one.plan.direction == "backward" and one.plan.layout == "dense")
@@ -264,11 +264,11 @@ def test_what_a_call_holds_beside_its_results(monkeypatch: pytest.MonkeyPatch) -
         peak = held
 
     def call() -> tuple[Tensor, ...]:
-        found = torch.zeros(6, 10), torch.zeros(30)
+        actual = torch.zeros(6, 10), torch.zeros(30)
         allocate(240 + 120)
         allocate(700)
         allocate(-700)
-        return found[0].T, found[1], found[0][2:]  # a gradient may be a view, of one more than once
+        return actual[0].T, actual[1], actual[0][2:]  # a gradient may be a view, of one more than once
 
     def statistics(device: torch.device) -> dict[str, int]:
         return {"requested_bytes.all.current": held, "requested_bytes.all.peak": peak}

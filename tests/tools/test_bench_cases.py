@@ -35,18 +35,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_grid_keeps_tokens_and_width() -> None:
-    found = bench_cases("full", "bf16", 128, 128)
-    assert [(c.batch, c.seqlen, c.heads, c.kv_heads) for c in found] == [
+    cases = bench_cases("full", "bf16", 128, 128)
+    assert [(c.batch, c.seqlen, c.heads, c.kv_heads) for c in cases] == [
         (16, 1024, 16, 16), (4, 4096, 16, 16), (1, 16384, 16, 16),
     ]  # fmt: skip
-    assert [c.name for c in found] == ["full d128 bf16 1k", "full d128 bf16 4k", "full d128 bf16 16k"]
-    assert {c.suite for c in found} == {"grid"}
+    assert [c.name for c in cases] == ["full d128 bf16 1k", "full d128 bf16 4k", "full d128 bf16 16k"]
+    assert {c.suite for c in cases} == {"grid"}
 
 
 def test_a_variant_is_one_long_sequence_with_shared_kv_heads() -> None:
-    (found,) = bench_cases("alibi", "fp16", 128, 128)
-    assert (found.suite, found.batch, found.seqlen, found.heads, found.kv_heads) == ("variants", 1, 16384, 32, 8)
-    assert found.name == "alibi d128 fp16 h32/8 16k"
+    (case,) = bench_cases("alibi", "fp16", 128, 128)
+    assert (case.suite, case.batch, case.seqlen, case.heads, case.kv_heads) == ("variants", 1, 16384, 32, 8)
+    assert case.name == "alibi d128 fp16 h32/8 16k"
 
 
 def test_causal_is_on_the_grid_and_beside_the_variants() -> None:
@@ -55,10 +55,10 @@ def test_causal_is_on_the_grid_and_beside_the_variants() -> None:
 
 @pytest.mark.parametrize("head_dim", [16, 80, 96, 192, 256])
 def test_any_head_dim_has_a_legal_number_of_heads(head_dim: int) -> None:
-    for found in bench_cases("causal", "bf16", head_dim, 128):
-        assert found.heads % found.kv_heads == 0
-        assert head_dim * found.heads <= 4096
-        assert found.batch * found.seqlen == 16384
+    for case in bench_cases("causal", "bf16", head_dim, 128):
+        assert case.heads % case.kv_heads == 0
+        assert head_dim * case.heads <= 4096
+        assert case.batch * case.seqlen == 16384
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_any_head_dim_has_a_legal_number_of_heads(head_dim: int) -> None:
     ],
 )
 def test_other_sizes(tokens: int, seqlens: tuple[int, ...], shapes: list[tuple[int, int]]) -> None:
-    found = bench_cases("causal", "bf16", 64, 64, tokens=tokens, seqlens=seqlens)
-    assert [(c.batch, c.seqlen) for c in found] == shapes
+    cases = bench_cases("causal", "bf16", 64, 64, tokens=tokens, seqlens=seqlens)
+    assert [(c.batch, c.seqlen) for c in cases] == shapes
 
 
 # --- operations ---------------------------------------------------------------------------------------------
@@ -141,9 +141,9 @@ def test_operations_of_a_backward_are_those_of_its_five_products() -> None:
 
 
 def test_a_backward_says_so_in_its_names() -> None:
-    found = bench_cases("causal", "bf16", 128, 128, direction="backward")
-    assert [c.name for c in found[:2]] == ["causal d128 bf16 backward 1k", "causal d128 bf16 backward 4k"]
-    assert [replace(c, direction="forward") for c in found] == list(bench_cases("causal", "bf16", 128, 128))
+    cases = bench_cases("causal", "bf16", 128, 128, direction="backward")
+    assert [c.name for c in cases[:2]] == ["causal d128 bf16 backward 1k", "causal d128 bf16 backward 4k"]
+    assert [replace(c, direction="forward") for c in cases] == list(bench_cases("causal", "bf16", 128, 128))
 
 
 def test_equal_head_dims_give_the_usual_formula() -> None:
@@ -171,8 +171,8 @@ def test_flex_functions_say_what_the_preset_says(name: str) -> None:
     tensors = {key: value for key, value in terms.arguments.items() if isinstance(value, torch.Tensor)}
     names |= {key: value for key, value in terms.arguments.items() if key not in tensors}
     mask = evaluate(preset(name).mask, names, tensors).expand(2, 4, 40, 40)
-    found = torch.ones_like(mask) if terms.mask_mod is None else terms.mask_mod(b, h, q, kv).expand(2, 4, 40, 40)
-    assert torch.equal(found, mask)
+    actual = torch.ones_like(mask) if terms.mask_mod is None else terms.mask_mod(b, h, q, kv).expand(2, 4, 40, 40)
+    assert torch.equal(actual, mask)
     assert bool(mask.all()) == (name == "full")
     score, s = preset(name).score, 40 * torch.randn(2, 4, 40, 40)
     assert (score is None) == (terms.score_mod is None)

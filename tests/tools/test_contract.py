@@ -33,18 +33,18 @@ def right(name: str = "causal", layout: str = "dense", dtype: str = "fp16") -> t
 @pytest.mark.parametrize("name", ["full", "causal", "softcap", "alibi", "packed_documents", "causal_sink"])
 def test_a_rounded_reference_meets_it(name: str, layout: str, dtype: str) -> None:
     call, wanted, out, lse = right(name, layout, dtype)
-    found = deviation(call, out, lse, wanted)
-    assert found.ok, found
-    tally = Tally([found])
+    errors = deviation(call, out, lse, wanted)
+    assert errors.ok, errors
+    tally = Tally([errors])
     assert tally.ok
     assert 0 < tally.rmse < tally.rmse_allowed
 
 
 def test_plain_torch_is_as_good_as_its_limit_says() -> None:
     call, wanted, _, lse = right()
-    found = deviation(call, wanted.plain_out, lse, wanted)
-    assert found.ok
-    assert found.max_allowed >= 2 * found.max_error
+    errors = deviation(call, wanted.plain_out, lse, wanted)
+    assert errors.ok
+    assert errors.max_allowed >= 2 * errors.max_error
 
 
 DAMAGES: dict[str, Callable[[Tensor, Tensor], object]] = {
@@ -86,6 +86,6 @@ def test_a_small_bias_exceeds_the_rmse_only() -> None:
     plain_rmse = Tally([deviation(call, wanted.plain_out, lse, wanted)])
     limit = plain_rmse.rmse_allowed
     biased = wanted.out + 1.5 * limit
-    found = deviation(call, biased.float(), lse, wanted)
-    assert Tally([found]).rmse > limit
-    assert not Tally([found]).ok
+    errors = deviation(call, biased.float(), lse, wanted)
+    assert Tally([errors]).rmse > limit
+    assert not Tally([errors]).ok

@@ -42,18 +42,18 @@ def run(*arguments: object) -> tuple[int, str, str]:
 @pytest.mark.parametrize("seqlen", [192, 201, 7])
 @pytest.mark.parametrize("name", preset_names())
 def test_every_visible_tile_is_visited(name: str, seqlen: int) -> None:
-    found = planned(name)
+    kernel_plan = planned(name)
     case = Case("square", (seqlen,), (seqlen,), heads=1, kv_heads=1)
     scalars = scalars_of(
-        found.variant, {"window": 40, "chunk": 50, "sinks": 3, "width": 16, "radius": 2, "dilation": 3}
+        kernel_plan.variant, {"window": 40, "chunk": 50, "sinks": 3, "width": 16, "radius": 2, "dilation": 3}
     )
-    arguments = arguments_of(found.variant, case, "dense", torch.Generator().manual_seed(1), given=scalars)
-    counted = visits(found, seqlen, arguments)
+    arguments = arguments_of(kernel_plan.variant, case, "dense", torch.Generator().manual_seed(1), given=scalars)
+    counted = visits(kernel_plan, seqlen, arguments)
     q = torch.arange(seqlen)[:, None]
     kv = torch.arange(seqlen)[None, :]
     names = {**arguments, "b": 0, "h": 0, "hk": 0, "q": q, "q_pos": q, "kv": kv, "seqlen_q": seqlen, "seqlen_k": seqlen}
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    visible = evaluate(found.variant.mask, names, tensors).broadcast_to(seqlen, seqlen)
+    visible = evaluate(kernel_plan.variant.mask, names, tensors).broadcast_to(seqlen, seqlen)
     assert counted.visible_pairs == int(visible.sum())
     seen = sum(bool(visible[i : i + 32, j : j + 16].any()) for i in range(0, seqlen, 32) for j in range(0, seqlen, 16))
     whole = sum(
@@ -68,10 +68,10 @@ def test_every_visible_tile_is_visited(name: str, seqlen: int) -> None:
 
 
 def test_efficiency_by_hand() -> None:
-    (found,) = efficiency(planned("causal"), [64], {})
+    (results,) = efficiency(planned("causal"), [64], {})
     # Query tile 0 sees keys 0 to 31: two tiles, none of them whole; tile 1 sees four, of which two whole.
-    assert (found.visible_pairs, found.full, found.partial) == (64 * 65 // 2, 2, 4)
-    assert found.efficiency == pytest.approx(2080 / (6 * 32 * 16))
+    assert (results.visible_pairs, results.full, results.partial) == (64 * 65 // 2, 2, 4)
+    assert results.efficiency == pytest.approx(2080 / (6 * 32 * 16))
 
 
 def test_scalars_are_given_or_have_a_default_or_are_assumed() -> None:
@@ -154,8 +154,8 @@ def test_heads_that_differ_are_added_up_or_chosen(tmp_path: Path) -> None:
     path.write_text(HEADS)
 
     def pairs(h: int | None) -> int:
-        (found,) = explain_spec(path, "_half_", seqlens=[100], h=h)
-        return found.visits[0].visible_pairs
+        (explained,) = explain_spec(path, "_half_", seqlens=[100], h=h)
+        return explained.visits[0].visible_pairs
 
     every = 100 * 101 // 2
     near = sum(min(q + 1, 8) for q in range(100))
@@ -184,11 +184,11 @@ def test_sequences_that_differ_are_added_up_or_chosen(tmp_path: Path) -> None:
 
 
 def test_shared_memory_adds_up() -> None:
-    for found in explain_spec(HOPPER, "d192x128", seqlens=[64]):
-        numbers = found.to_dict()["shared_memory"]
+    for explained in explain_spec(HOPPER, "d192x128", seqlens=[64]):
+        numbers = explained.to_dict()["shared_memory"]
         assert numbers["total"] == numbers["q"] + numbers["stages"] * (numbers["k"] + numbers["v"])
         assert numbers["total"] <= numbers["limit"]
-        assert dict(found.facts())["head_dim"] == "192 = 128 + 64 for q and k, 128 for v"
+        assert dict(explained.facts())["head_dim"] == "192 = 128 + 64 for q and k, 128 for v"
 
 
 def test_all_kernels_are_a_table() -> None:
@@ -236,7 +236,7 @@ def test_values_are_read_by_type() -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder, "own.yaml")
         path.write_text(text)
-        (found,) = explain_spec(path, seqlens=[64], given={"loud": "false", "n": "10", "gain": "0.5"})
-        assert dict(found.scalars) == {"loud": False, "n": 10, "gain": 0.5}
+        (explained,) = explain_spec(path, seqlens=[64], given={"loud": "false", "n": "10", "gain": "0.5"})
+        assert dict(explained.scalars) == {"loud": False, "n": 10, "gain": 0.5}
         with pytest.raises(CallError):
             explain_spec(path, seqlens=[64], given={"loud": "maybe"})

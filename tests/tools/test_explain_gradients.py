@@ -30,9 +30,9 @@ def explained(tmp_path: Path) -> dict[str, PlanExplanation]:
 
 @pytest.fixture
 def softcap(explained: dict[str, PlanExplanation]) -> GradientFloors:
-    (found,) = [one.gradients for name, one in explained.items() if "softcap" in name]
-    assert found is not None
-    return found
+    (kernel,) = [one.gradients for name, one in explained.items() if "softcap" in name]
+    assert kernel is not None
+    return kernel
 
 
 def test_floors_by_hand(softcap: GradientFloors) -> None:
@@ -137,6 +137,6 @@ def test_roles_of_a_backward_in_cuda(tmp_path: Path, head_dim: int, roles: list[
     lines = [line.strip() for line in done.output.splitlines()]
     (first,) = [number for number, line in enumerate(lines) if line.startswith("dqkv ")]
     assert lines[first + 1 : first + 1 + len(roles)] == roles
-    (found,) = [one for one in explain_spec(path, seqlens=()) if f"_d{head_dim}_" in one.plan.name]
-    assert found.shared_bytes == found.plan.structure.shared_bytes
-    assert lines[first + 1 + len(roles)].startswith(f"shared memory {found.shared_bytes} B: k ")
+    (explained,) = [one for one in explain_spec(path, seqlens=()) if f"_d{head_dim}_" in one.plan.name]
+    assert explained.shared_bytes == explained.plan.structure.shared_bytes
+    assert lines[first + 1 + len(roles)].startswith(f"shared memory {explained.shared_bytes} B: k ")

@@ -37,9 +37,9 @@ def planned(variant: str = "causal", head_dim: object = 128, more: str = "") -> 
 
 
 def explained(*arguments: Any) -> HopperExplanation:
-    found = explanation_of(planned(*arguments))
-    assert isinstance(found, HopperExplanation)
-    return found
+    actual = explanation_of(planned(*arguments))
+    assert isinstance(actual, HopperExplanation)
+    return actual
 
 
 def tile(n: int, consumers: int = 2) -> str:
@@ -80,46 +80,46 @@ BY_HAND = [
 def test_floors_by_hand(
     head_dim: object, keys: int, consumers: int, qk: int, pv: int, exp: int, shared: int, binding: tuple[str, ...]
 ) -> None:
-    found = floor(planned("causal", head_dim, tile(keys, consumers)))
-    assert (found.qk.clocks, found.pv.clocks) == (qk, pv)
-    assert found.parts == {"products": qk + pv, "exponentials": exp, "shared memory": shared}
-    assert found.binding == binding
-    assert found.clocks == max(qk + pv, exp, shared)
-    assert found.block == consumers * found.clocks
+    actual = floor(planned("causal", head_dim, tile(keys, consumers)))
+    assert (actual.qk.clocks, actual.pv.clocks) == (qk, pv)
+    assert actual.parts == {"products": qk + pv, "exponentials": exp, "shared memory": shared}
+    assert actual.binding == binding
+    assert actual.clocks == max(qk + pv, exp, shared)
+    assert actual.block == consumers * actual.clocks
 
 
 def test_memory_by_hand() -> None:
     # 4.8 TB/s over 132 multiprocessors at 1.98 GHz
     assert float(MEMORY_PER_CLOCK) == pytest.approx(18.365, abs=1e-3)
-    found = floor(planned("causal", 128, tile(128)))
-    assert found.loaded == 2 * 128 * 128 * 2
-    assert found.uncached == 3569  # 65536 / 18.365
-    assert found.cached_share == pytest.approx(1 - 2048 / 3568.5, abs=1e-3)
-    assert found.tile == 2 * 128 * 128 * 2
-    assert found.call(steps=20, tiles=1) == 20 * 1024
-    assert found.call(steps=2, tiles=1) == 3569  # Q and O take longer
-    assert found.seconds(steps=20, tiles=1) == pytest.approx(20 * 1024 / 132 / 1.98e9)
+    actual = floor(planned("causal", 128, tile(128)))
+    assert actual.loaded == 2 * 128 * 128 * 2
+    assert actual.uncached == 3569  # 65536 / 18.365
+    assert actual.cached_share == pytest.approx(1 - 2048 / 3568.5, abs=1e-3)
+    assert actual.tile == 2 * 128 * 128 * 2
+    assert actual.call(steps=20, tiles=1) == 20 * 1024
+    assert actual.call(steps=2, tiles=1) == 3569  # Q and O take longer
+    assert actual.seconds(steps=20, tiles=1) == pytest.approx(20 * 1024 / 132 / 1.98e9)
     assert floor(planned("causal", 80)).loaded == 2 * 96 * 80 * 2  # padding is not in memory
 
 
 def test_a_consumer_that_skips_takes_the_steps_of_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
     path.write_text(spec_text("causal", 64, "    tile: {m: 192, n: 64}\n"))
-    (found,) = explain_spec(path, seqlens=[384])
-    assert found.plan.structure.skips
-    (counted,) = found.visits
-    assert found.schedule.heads[0].steps == counted.steps == 1 + 2 + 3 + 4 + 5 + 6
+    (explained,) = explain_spec(path, seqlens=[384])
+    assert explained.plan.structure.skips
+    (counted,) = explained.visits
+    assert explained.schedule.heads[0].steps == counted.steps == 1 + 2 + 3 + 4 + 5 + 6
     assert counted.full + counted.partial == 3 + 6  # of the block
     assert counted.skipped == 3 * (3 + 6) - counted.steps
     assert counted.efficiency == pytest.approx((384 * 385 / 2) / (21 * 64 * 64))
     assert "27 steps of consumers, of which they skip 6; 85.9 % of the pairs" in output(
-        path, found.plan.name, "--seqlen", 384
+        path, explained.plan.name, "--seqlen", 384
     )
 
 
 def multiplied(visible: torch.Tensor, rows: int, keys: int, stages: int) -> torch.Tensor:
-    """Return which pairs the consumers multiply, pair by pair, as the kernel's text says."""
-    found = torch.zeros_like(visible)
+    """Pairs that the consumers multiply, pair by pair, as the kernel's text says."""
+    actual = torch.zeros_like(visible)
     for start in range(0, len(visible), rows):
         block = visible[start : start + rows]
         tiles = [k for k in range(0, visible.shape[1], keys) if block[:, k : k + keys].any()]
@@ -131,10 +131,10 @@ def multiplied(visible: torch.Tensor, rows: int, keys: int, stages: int) -> torc
                 if blind and (held_for < stages - 1 if held else left > 1):
                     held_for += held
                 else:
-                    found[first : first + 64, key : key + keys] = True
+                    actual[first : first + 64, key : key + keys] = True
                     held, held_for = True, 0
                 left -= 1
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -151,13 +151,13 @@ def multiplied(visible: torch.Tensor, rows: int, keys: int, stages: int) -> torc
 def test_pairs_of_consumers_that_skip_are_those_of_brute_force(
     variant: str, keys: int, scalars: dict[str, int], stages: int
 ) -> None:
-    found = planned(variant, 64, f"    tile: {{m: 192, n: {keys}}}\n    pipeline: {{stages: {stages}}}\n")
-    assert found.structure.skips
+    kernel_plan = planned(variant, 64, f"    tile: {{m: 192, n: {keys}}}\n    pipeline: {{stages: {stages}}}\n")
+    assert kernel_plan.structure.skips
     seqlen = 960  # whole consumers and tiles of keys, so that steps are pairs; five tiles of work
-    counted = visits(found, seqlen, scalars)
+    counted = visits(kernel_plan, seqlen, scalars)
     q, kv = torch.arange(seqlen)[:, None], torch.arange(seqlen)[None, :]
     names = {**scalars, "q": q, "q_pos": q, "kv": kv, "seqlen_q": seqlen, "seqlen_k": seqlen}
-    visible = evaluate(found.variant.mask, names, {}).broadcast_to(seqlen, seqlen)
+    visible = evaluate(kernel_plan.variant.mask, names, {}).broadcast_to(seqlen, seqlen)
     pairs = multiplied(visible, 192, keys, stages)
     assert pairs[visible].all()
     assert counted.steps * 64 * keys == int(pairs.sum())
@@ -166,8 +166,8 @@ def test_pairs_of_consumers_that_skip_are_those_of_brute_force(
 
 
 def test_a_consumer_behind_the_end_multiplies_what_its_block_loads() -> None:
-    found = planned("causal", 64, "    tile: {m: 192, n: 64}\n")
-    counted = visits(found, 200, {})  # the second tile of work has 8 rows, of one consumer
+    kernel_plan = planned("causal", 64, "    tile: {m: 192, n: 64}\n")
+    counted = visits(kernel_plan, 200, {})  # the second tile of work has 8 rows, of one consumer
     first, second = 1 + 2 + 3, 3 * 4
     assert (counted.steps, counted.skipped) == (first + second, 3)
 
@@ -181,22 +181,22 @@ def test_rates_have_sources() -> None:
 def test_a_head_takes_what_its_visits_take(tmp_path: Path, head_dim: int) -> None:
     path = tmp_path / "t.yaml"
     path.write_text(spec_text("full", head_dim, tile(64)))
-    (found,) = explain_spec(path, seqlens=[512])
-    assert found.schedule.floor is not None
-    (head,) = found.schedule.heads
+    (explained,) = explain_spec(path, seqlens=[512])
+    assert explained.schedule.floor is not None
+    (head,) = explained.schedule.heads
     assert head.steps == 8 * 8  # of 64 rows x 64 keys
-    assert head.clocks == max(64 * found.schedule.floor.clocks, 4 * found.schedule.floor.tile_memory)
+    assert head.clocks == max(64 * explained.schedule.floor.clocks, 4 * explained.schedule.floor.tile_memory)
     assert head.tflops == pytest.approx(4 * head_dim * 512**2 / head.us / 1e6)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_registers_add_up(head_dim: int) -> None:
-    found = explained("causal", head_dim)
-    r = found.registers
+    actual = explained("causal", head_dim)
+    r = actual.registers
     assert r.s + r.p + r.o + r.others == r.consumer
-    assert (r.s, r.p) == (found.plan.tile_n // 2, found.plan.tile_n // 4)
-    assert r.o == found.plan.columns_v[0].width // 2
-    assert r.used == 128 * (r.producer + found.hopper.consumers * r.consumer) <= r.pool <= 65536
+    assert (r.s, r.p) == (actual.plan.tile_n // 2, actual.plan.tile_n // 4)
+    assert r.o == actual.plan.columns_v[0].width // 2
+    assert r.used == 128 * (r.producer + actual.hopper.consumers * r.consumer) <= r.pool <= 65536
 
 
 CHOICES = [
@@ -230,10 +230,10 @@ def test_rings_and_barriers_are_those_of_the_kernel(tmp_path: Path, variant: str
     path.write_text(spec_text(variant, head_dim, more, "{backend: cuda}" if "backward" in more else "cuda"))
     if "backward" in more:
         path.write_text(path.read_text().replace("    backend:", "    backward:"))
-    (found,) = explain_spec(path, seqlens=[256])
-    pipes = found.schedule.pipes
+    (explained,) = explain_spec(path, seqlens=[256])
+    pipes = explained.schedule.pipes
     assert pipes is not None
-    text = render(found.plan).text
+    text = render(explained.plan).text
     arrivals = {
         name: (int(count), int(each))
         for name, count, each in re.findall(r"init_barriers\((?:here \+ )?k(\w+), (\d+), (\d+)\);", text)
@@ -250,7 +250,7 @@ def test_rings_and_barriers_are_those_of_the_kernel(tmp_path: Path, variant: str
     }
     assert {barrier.name for barrier in listed if barrier.named} == set(numbers)
     assert ("turn" in {barrier.name for barrier in listed if barrier.named}) == ("Named::kTurn" in text)
-    printed = output(path, found.plan.name, "--seqlen", 256)
+    printed = output(path, explained.plan.name, "--seqlen", 256)
     for ring in pipes.rings:
         assert re.search(
             rf"{ring.name} +{ring.stages} x .*{re.escape(ring.writers)} -> {re.escape(ring.readers)}", printed
@@ -259,7 +259,7 @@ def test_rings_and_barriers_are_those_of_the_kernel(tmp_path: Path, variant: str
         assert re.search(
             rf"{barrier.name} +{barrier.count} x {barrier.arrivals} .*{re.escape(barrier.guards)}", printed
         )
-    (kernel,) = json.loads(output(path, found.plan.name, "--json", "--seqlen", 256))["kernels"]
+    (kernel,) = json.loads(output(path, explained.plan.name, "--json", "--seqlen", 256))["kernels"]
     assert [one["name"] for one in kernel["pipes"]["rings"]] == [ring.name for ring in pipes.rings]
     assert [one["name"] for one in kernel["pipes"]["barriers"]] == [barrier.name for barrier in listed]
 
@@ -272,11 +272,11 @@ def test_registers_of_roles_are_those_of_the_kernel(variant: str, head_dim: int,
     )
     text = choice.replace("cuda\n", "cuda}\n", 1) if choice else spec_text(variant, head_dim, more)
     (kernel,) = expand(load_spec_text(text))
-    found = plan(kernel)
-    source = render(found).text
+    kernel_plan = plan(kernel)
+    source = render(kernel_plan).text
     constants = {name: int(value) for name, value in re.findall(r"k(\w+)Registers = (\d+)", source)}
-    declared = {role.registers for role in found.structure.warp_roles}
-    if len(found.structure.warp_roles) == 1:
+    declared = {role.registers for role in kernel_plan.structure.warp_roles}
+    if len(kernel_plan.structure.warp_roles) == 1:
         assert constants == {}  # nobody gives up or takes any
     else:
         assert set(constants.values()) == declared
@@ -288,9 +288,9 @@ def test_registers_of_roles_are_those_of_the_kernel(variant: str, head_dim: int,
 def test_text_tells_regions_roles_and_order(tmp_path: Path, variant: str, head_dim: int, more: str) -> None:
     path = tmp_path / "t.yaml"
     path.write_text(spec_text(variant, head_dim, more))
-    (found,) = explain_spec(path, seqlens=[256])
-    text = output(path, found.plan.name, "--seqlen", 256)
-    hopper = found.schedule
+    (explained,) = explain_spec(path, seqlens=[256])
+    text = output(path, explained.plan.name, "--seqlen", 256)
+    hopper = explained.schedule
     assert isinstance(hopper, HopperExplanation)
     assert hopper.floor is not None
     for region in hopper.hopper.shared:
@@ -349,6 +349,6 @@ def test_both_backends_share_a_table(both: Path) -> None:
 
 
 def test_shared_memory_of_the_table_is_all_of_it(both: Path) -> None:
-    for found in explain_spec(both, CUDA, seqlens=[128]):
-        assert found.plan.structure is not None
-        assert found.shared_bytes == found.plan.structure.shared_bytes > found.memory.total
+    for explained in explain_spec(both, CUDA, seqlens=[128]):
+        assert explained.plan.structure is not None
+        assert explained.shared_bytes == explained.plan.structure.shared_bytes > explained.memory.total

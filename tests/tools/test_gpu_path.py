@@ -113,16 +113,16 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def verdicts(kernels: Sequence[Prepared], *, retargeted: bool) -> dict[str, Verdict]:
     gpu = Gpu(torch.device("cpu"), 90, "a stand-in")
     seen: list[str] = []
-    found = list(try_on_gpu(kernels, gpu, 3, None, lambda name, total: seen.append(name), retargeted=retargeted))
-    assert set(seen) >= {verdict.plan.name for verdict in found if verdict.status != "not run"}
-    assert len(found) == len(kernels)
-    return {verdict.plan.name: verdict for verdict in found}
+    actual = list(try_on_gpu(kernels, gpu, 3, None, lambda name, total: seen.append(name), retargeted=retargeted))
+    assert set(seen) >= {verdict.plan.name for verdict in actual if verdict.status != "not run"}
+    assert len(actual) == len(kernels)
+    return {verdict.plan.name: verdict for verdict in actual}
 
 
 @pytest.mark.usefixtures("in_this_process")
 def test_kernels_of_this_gpu_are_run_and_others_are_not(driver: FakeDriver, kernels: list[Prepared]) -> None:
-    found = verdicts(kernels, retargeted=False)
-    for name, verdict in found.items():
+    results = verdicts(kernels, retargeted=False)
+    for name, verdict in results.items():
         if "sm90a" not in name:
             assert verdict.status == "not run"
             assert "built for sm" in str(verdict.reason)
@@ -140,9 +140,9 @@ def test_kernels_of_this_gpu_are_run_and_others_are_not(driver: FakeDriver, kern
 @pytest.mark.usefixtures("in_this_process")
 def test_kernels_of_other_gpus_are_retargeted(driver: FakeDriver, kernels: list[Prepared]) -> None:
     others = [kernel for kernel in kernels if kernel.plan.arch_name != "sm90a"]
-    found = verdicts(others, retargeted=True)
-    assert len(found) == 2
-    for verdict in found.values():
+    results = verdicts(others, retargeted=True)
+    assert len(results) == 2
+    for verdict in results.values():
         assert verdict.status == "passed"
         assert str(verdict.remark).startswith("retargeted: ran as fwd_sm90a_ptr_fp32_d48_full")
 
@@ -154,10 +154,10 @@ def test_a_kernel_that_crashes_is_named_and_the_rest_run_in_fresh_processes(
     monkeypatch.setattr(verify_gpu, "TRIER", "tests.tools.crashing:try_one")
     chosen = [kernel for kernel in kernels if kernel.plan.arch_name == "sm90a" and "relative" not in kernel.plan.name]
     assert len(chosen) == 6
-    found = verdicts(chosen, retargeted=False)
-    assert [verdict.plan.name for verdict in found.values()] == [kernel.plan.name for kernel in chosen]
+    results = verdicts(chosen, retargeted=False)
+    assert [verdict.plan.name for verdict in results.values()] == [kernel.plan.name for kernel in chosen]
     processes = []
-    for name, verdict in found.items():
+    for name, verdict in results.items():
         if "sliding_window" in name:
             assert (verdict.status, verdict.crashed) == ("failed", True)
             (problem,) = verdict.problems
@@ -171,7 +171,7 @@ def test_a_kernel_that_crashes_is_named_and_the_rest_run_in_fresh_processes(
             assert verdict.trial is not None
             processes.append(verdict.trial.results[0].case)
     assert len(processes) == 2
-    report = VerifyReport("mine.yaml", "mine", "a GPU", 3, tuple(found.values())).to_dict()
+    report = VerifyReport("mine.yaml", "mine", "a GPU", 3, tuple(results.values())).to_dict()
     assert (report["passed"], report["failed"]) == (2, 4)
     assert [row["crashed"] for row in report["kernels"]].count(True) == 4
 
@@ -188,12 +188,12 @@ def test_a_kernel_that_breaks_the_device_fails_with_the_case_that_did(
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(driver, "launch", launch)
-    (found,) = verdicts([k for k in kernels if "d32_causal" in k.plan.name][:1], retargeted=False).values()
-    assert (found.status, found.crashed) == ("failed", True)
-    assert found.trial is not None
-    assert [result.broken for result in found.trial.results] == [False, True]
+    (results,) = verdicts([k for k in kernels if "d32_causal" in k.plan.name][:1], retargeted=False).values()
+    assert (results.status, results.crashed) == ("failed", True)
+    assert results.trial is not None
+    assert [result.broken for result in results.trial.results] == [False, True]
     assert any(
-        line.endswith("RuntimeError: CUDA error: an illegal memory access was encountered") for line in found.problems
+        line.endswith("RuntimeError: CUDA error: an illegal memory access was encountered") for line in results.problems
     )
 
 

@@ -41,8 +41,8 @@ def test_each_rung_changes_its_own_lines_only() -> None:
     ]
     plans = [rung.plan for rung in ladder.rungs]
     assert plans[-1] == ladder.of  # the kernel of the spec itself
-    assert len({found.name for found in plans if found}) == len(RUNGS)
-    assert len({(found.tile_m, found.tile_n, found.stages) for found in plans if found}) == 1
+    assert len({one.name for one in plans if one}) == len(RUNGS)
+    assert len({(one.tile_m, one.tile_n, one.stages) for one in plans if one}) == 1
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_a_refused_step_is_left_out_of_those_behind_it() -> None:
 
 
 def test_kernels_that_differ_in_a_rung_share_a_ladder() -> None:
-    found = ladders(prepared(
+    actual = ladders(prepared(
         "variant: causal, head_dim: 64", "variant: causal, head_dim: 64, softmax: lazy",
         "variant: causal, head_dim: 64, tile: {m: 128, n: 128}",
     ))  # fmt: skip
-    assert [(ladder.of.tile_m, ladder.of.softmax) for ladder in found] == [
+    assert [(ladder.of.tile_m, ladder.of.softmax) for ladder in actual] == [
         (192, "fixed_reference"),
         (128, "fixed_reference"),
     ]
@@ -92,7 +92,7 @@ def test_triton_kernels_have_none() -> None:
 def test_the_shipped_ladder_is_that_of_its_last_kernel() -> None:
     shipped = [plan(kernel) for kernel in expand(load_spec(specs_dir() / "ladder.yaml"))]
     (ladder,) = ladders(prepared("variant: causal, head_dim: 128"))
-    assert [found.name for found in shipped] == [rung.plan.name for rung in ladder.rungs if rung.plan]
+    assert [one.name for one in shipped] == [rung.plan.name for rung in ladder.rungs if rung.plan]
 
 
 # --- figures --------------------------------------------------------------------------------------------------

@@ -76,33 +76,33 @@ def test_probabilities_are_what_values_are_multiplied_by(form: str) -> None:
     values = tensors(2, 9, 30)[2]
     rows, heads = (0, 3, 8), (1, 2)
     for b, keys in enumerate((30, 20)):
-        found = attngen.debug.scores(*inputs, variant=BIASED, rows=[0, 3, -1], heads=slice(1, 3), b=b, **options)
-        assert (found.rows, found.heads, found.b) == (rows, heads, b)
-        assert found.logits.shape == found.mask.shape == found.probabilities.shape == (2, 3, keys)
+        scores = attngen.debug.scores(*inputs, variant=BIASED, rows=[0, 3, -1], heads=slice(1, 3), b=b, **options)
+        assert (scores.rows, scores.heads, scores.b) == (rows, heads, b)
+        assert scores.logits.shape == scores.mask.shape == scores.probabilities.shape == (2, 3, keys)
         seen = (torch.arange(keys) <= torch.tensor(rows)[:, None] + keys - 9) & (torch.arange(keys) >= 2)
-        assert torch.equal(found.mask, seen.expand(2, 3, keys))
-        assert bool(found.logits[~found.mask].isneginf().all())
+        assert torch.equal(scores.mask, seen.expand(2, 3, keys))
+        assert bool(scores.logits[~scores.mask].isneginf().all())
         by_head = values[b, :keys].repeat_interleave(2, 1).transpose(0, 1)[list(heads)]
-        got = found.probabilities @ by_head
+        got = scores.probabilities @ by_head
         wanted = {"bhsd": out[b].transpose(0, 1), "varlen": out[9 * b : 9 * b + 9]}.get(form, out[b])
         torch.testing.assert_close(got, wanted[list(rows)][:, list(heads)].transpose(0, 1))
         sums = lse[:, 9 * b : 9 * b + 9] if form == "varlen" else lse[b]
-        torch.testing.assert_close(found.lse, sums[list(heads)][:, list(rows)].double())
-        assert bool((found.probabilities.sum(-1) < 1).all())  # a sink takes its share
+        torch.testing.assert_close(scores.lse, sums[list(heads)][:, list(rows)].double())
+        assert bool((scores.probabilities.sum(-1) < 1).all())  # a sink takes its share
 
 
 def test_logits_are_those_after_the_score() -> None:
     q, k, v = tensors(1, 5, 7, torch.float32)
-    found = attngen.debug.scores(q, k, v, variant="softcap", cap=3.0, rows=2, heads=3, dtype=torch.float32)
+    scores = attngen.debug.scores(q, k, v, variant="softcap", cap=3.0, rows=2, heads=3, dtype=torch.float32)
     s = q[0, 2, 3] @ k[0, :, 1].T / math.sqrt(DIM)
-    torch.testing.assert_close(found.logits[0, 0][found.mask[0, 0]], (3 * torch.tanh(s / 3))[found.mask[0, 0]])
-    assert found.logits.dtype == torch.float32
+    torch.testing.assert_close(scores.logits[0, 0][scores.mask[0, 0]], (3 * torch.tanh(s / 3))[scores.mask[0, 0]])
+    assert scores.logits.dtype == torch.float32
 
 
 def test_few_rows_of_16k_keys_take_little() -> None:
     q, k, v = tensors(1, 16384, 16384, torch.bfloat16)
-    found = attngen.debug.scores(q, k, v, variant="causal", rows=[5, 16383], heads=0)
-    assert found.mask.sum(-1).tolist() == [[6, 16384]]
+    scores = attngen.debug.scores(q, k, v, variant="causal", rows=[5, 16383], heads=0)
+    assert scores.mask.sum(-1).tolist() == [[6, 16384]]
     compared = attngen.debug.compare(q[:, :4], k, v, variant="causal", rows=3, heads=[0, 2])
     assert compared.ok
     with pytest.raises(CallError, match=r"4 heads x 16384 rows x 16384 keys are more than .* logits; choose fewer"):
@@ -116,11 +116,11 @@ def test_dropout_and_rows_that_see_nothing() -> None:
     state = torch.tensor([5, 7])
     dropped = compile_variant("strictly_dropped", "q_pos > kv", dropout=True)
     options = {"variant": dropped, "dropout_p": 0.3, "rng_state": state}
-    found = attngen.debug.scores(q, k, v, b=1, **options)
+    scores = attngen.debug.scores(q, k, v, b=1, **options)
     wanted = attngen.attention(q, k, v, **options)[1].transpose(0, 1)
-    torch.testing.assert_close(found.probabilities @ v[1].repeat_interleave(2, 1).transpose(0, 1), wanted)
-    assert not found.probabilities[:, 0].any()
-    assert bool(found.lse[:, 0].isneginf().all())
+    torch.testing.assert_close(scores.probabilities @ v[1].repeat_interleave(2, 1).transpose(0, 1), wanted)
+    assert not scores.probabilities[:, 0].any()
+    assert bool(scores.lse[:, 0].isneginf().all())
     compared = attngen.debug.compare(*(t.bfloat16() for t in (q, k, v)), variant=dropped, dropout_p=0.3, gradients=True)
     assert compared.ok, compared
 
@@ -129,13 +129,13 @@ def test_dropout_and_rows_that_see_nothing() -> None:
 def test_the_reference_in_its_dtype_is_close_and_the_report_says_what_ran(form: str) -> None:
     inputs, options, _ = forms()[form]
     rounded = [t.to(torch.bfloat16) for t in inputs]
-    found = attngen.debug.compare(*rounded, variant=BIASED, gradients=form != "paged", **options)
-    assert found.ok, found
-    assert {part.what for part in found.parts} == {"out", "lse"} | (
+    report = attngen.debug.compare(*rounded, variant=BIASED, gradients=form != "paged", **options)
+    assert report.ok, report
+    assert {part.what for part in report.parts} == {"out", "lse"} | (
         set() if form == "paged" else {"dq", "dk", "dv", "dbias"}
     )
-    assert "the reference in bfloat16 beside float64, since q is on cpu" in str(found)
-    part = next(part for part in found.parts if (part.what, part.b) == ("out", 1))
+    assert "the reference in bfloat16 beside float64, since q is on cpu" in str(report)
+    part = next(part for part in report.parts if (part.what, part.b) == ("out", 1))
     assert 0 < part.largest < part.allowed
     assert part.error.shape == (HEADS, 9)
 
@@ -149,9 +149,9 @@ def test_a_kernel_that_is_wrong_is_told_by_head_and_tile(gpu: FakeDriver, monkey
     torch.manual_seed(0)
     q = torch.randn(2, 100, 4, 64).to(torch.bfloat16)
     k, v = (torch.randn(2, 100, 2, 64).to(torch.bfloat16) for _ in range(2))
-    found = attngen.debug.compare(q, k, v, variant="wrong")
-    assert found.ok, found
-    assert "fwd_sm90a_pointer_bf16_d64_wrong_dense, tiles of 32 x 16" in found.ran
+    report = attngen.debug.compare(q, k, v, variant="wrong")
+    assert report.ok, report
+    assert "fwd_sm90a_pointer_bf16_d64_wrong_dense, tiles of 32 x 16" in report.ran
     attend = comparison._attend
 
     def broken(*given: Any) -> Any:
@@ -162,13 +162,13 @@ def test_a_kernel_that_is_wrong_is_told_by_head_and_tile(gpu: FakeDriver, monkey
         return out, lse
 
     monkeypatch.setattr(comparison, "_attend", broken)
-    found = attngen.debug.compare(q, k, v, variant="wrong")
-    assert not found.ok
-    told = {(one.what, one.b, one.head, one.tile, one.count) for one in found.differences}
+    report = attngen.debug.compare(q, k, v, variant="wrong")
+    assert not report.ok
+    told = {(one.what, one.b, one.head, one.tile, one.count) for one in report.differences}
     assert told == {("out", 1, 2, 2, 3), ("out", 0, 0, 0, 1), ("lse", 1, 3, 3, 1)}
-    assert found.differences[0].row == 5
-    assert "out: sequence 1, head 2, tile 2 (queries 64 to 95): 3 differ, most of all 7" in str(found)
-    assert "█" in str(found.plot(b=1)).splitlines()[4]
+    assert report.differences[0].row == 5
+    assert "out: sequence 1, head 2, tile 2 (queries 64 to 95): 3 differ, most of all 7" in str(report)
+    assert "█" in str(report.plot(b=1)).splitlines()[4]
     assert attngen.debug.compare(q, k, v, variant="wrong", rows=slice(0, 64), heads=[1, 2], b=1).ok
 
 
@@ -184,21 +184,21 @@ def test_a_gradient_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         return attend(inputs, options, variant)
 
     monkeypatch.setattr(comparison, "_attend", broken)
-    found = attngen.debug.compare(q, k, v, variant="causal", gradients=True)
-    assert {(one.what, one.row) for one in found.differences} == {("dk", 7)}
-    assert "(keys 0 to 127)" in str(found)
+    report = attngen.debug.compare(q, k, v, variant="causal", gradients=True)
+    assert {(one.what, one.row) for one in report.differences} == {("dk", 7)}
+    assert "(keys 0 to 127)" in str(report)
 
 
 def test_very_many_rows_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(comparison.ALL_ROWS, "cpu", 1000)
     monkeypatch.setattr(comparison, "SAMPLED", 8)
     q, k, v = tensors(1, 300, 20, torch.float32)
-    found = attngen.debug.compare(q, k, v, variant="full")
-    (part, _) = found.parts
+    report = attngen.debug.compare(q, k, v, variant="full")
+    (part, _) = report.parts
     assert part.rows[0] == 0
     assert part.rows[-1] == 299
     assert len(part.rows) <= 10
-    assert "rows are a sample" in str(found)
+    assert "rows are a sample" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -218,22 +218,22 @@ def test_what_is_asked_wrongly(options: dict[str, Any], message: str) -> None:
 
 
 def test_pictures() -> None:
-    found = attngen.debug.scores(*tensors(1, 5, 5), variant="causal")
-    text = str(found.plot("mask", h=2)).splitlines()
+    scores = attngen.debug.scores(*tensors(1, 5, 5), variant="causal")
+    text = str(scores.plot("mask", h=2)).splitlines()
     assert text[0] == "causal, mask of head 2 of sequence 0: queries down, keys across"
     assert text[2:4] == ["0 |█    |", "1 |██   |"]
     with pytest.raises(CallError, match="what must be one of probabilities, logits, mask, got 'maks'; did you mean"):
-        found.plot("maks")
+        scores.plot("maks")
     compared = attngen.debug.compare(*tensors(1, 5, 5), variant="causal")
     with pytest.raises(CallError, match="dq was not compared; compared: lse of sequence 0, out of sequence 0"):
         compared.plot("dq")
     stream = io.BytesIO()
     if importlib.util.find_spec("matplotlib") is None:
         with pytest.raises(LoadError, match="needs matplotlib"):
-            found.plot().save(stream)
-        assert found.plot()._repr_png_() is None
+            scores.plot().save(stream)
+        assert scores.plot()._repr_png_() is None
     else:
-        found.plot().save(stream)
+        scores.plot().save(stream)
         assert stream.getvalue()[:4] == b"\x89PNG"
 
 

@@ -90,8 +90,8 @@ def test_logits_that_are_summed_in_order() -> None:
     for seed in range(12):
         inputs, call, wanted = prepare_case(kernel(256), case, "cpu", seed)
         wanted = replace(wanted, plain_out=wanted.out.float(), peer_out=None)
-        found = deviation(call, *forward(call, inputs), wanted)
-        assert found.ok, (seed, found)
+        errors = deviation(call, *forward(call, inputs), wanted)
+        assert errors.ok, (seed, errors)
         assert not deviation(call, *forward(call, inputs, rough=True), wanted).ok
 
 
@@ -99,6 +99,6 @@ def test_gradients_that_are_summed_in_order() -> None:
     """dK and dV of one KV head are sums over the rows of all heads of its group."""
     inputs, call, _ = prepare_case(kernel(8), Case("long", (600,), (64,), heads=8, kv_heads=1), "cpu", 0)
     wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(0))
-    found = Tally([gradient_deviation(call, backward(call, inputs, wanted), wanted)])
-    assert found.ok, (found.worst, found.rmse, found.rmse_allowed)
+    errors = Tally([gradient_deviation(call, backward(call, inputs, wanted), wanted)])
+    assert errors.ok, (errors.worst, errors.rmse, errors.rmse_allowed)
     assert not Tally([gradient_deviation(call, backward(call, inputs, wanted, rough=True), wanted)]).ok

@@ -80,9 +80,9 @@ def test_the_least_and_greatest_values_are_tried() -> None:
 
 
 def test_small_and_large_scalars_both_occur() -> None:
-    found = {arguments(with_scalar(min=1), seed)["n"] for seed in range(60)}
-    assert min(found) == 1
-    assert max(found) > 40
+    values = {arguments(with_scalar(min=1), seed)["n"] for seed in range(60)}
+    assert min(values) == 1
+    assert max(values) > 40
 
 
 def test_constants_are_not_passed_and_given_ones_are_taken() -> None:

@@ -88,11 +88,11 @@ def test_what_runs_only_on_a_gpu_names_the_spec_that_needs_none(tmp_path: Path) 
 
 def test_json_tells_everything_about_each_case_and_the_same_seed_repeats_it(spec: Path) -> None:
     code, output, _ = run(spec, "--json", "--only", "fp16_d32_near", "--seed", 5)
-    found = json.loads(output)
+    actual = json.loads(output)
     assert code == 0
-    assert found["ok"]
-    assert (found["passed"], found["failed"], found["not_run"]) == (1, 0, 0)
-    (kernel,) = found["kernels"]
+    assert actual["ok"]
+    assert (actual["passed"], actual["failed"], actual["not_run"]) == (1, 0, 0)
+    (kernel,) = actual["kernels"]
     assert kernel["status"] == "passed"
     assert kernel["facts"] == ["width >= 1", "cap >= 0.5"]
     assert 0 < kernel["max_error"] <= kernel["max_error_allowed"]
@@ -102,7 +102,7 @@ def test_json_tells_everything_about_each_case_and_the_same_seed_repeats_it(spec
     for case in kernel["cases"]:
         assert case["ok"]
         assert case["lse_error"] <= case["lse_error_allowed"]
-    assert json.loads(json.dumps(verify(spec, only="fp16_d32_near", seed=5).to_dict())) == found
+    assert json.loads(json.dumps(verify(spec, only="fp16_d32_near", seed=5).to_dict())) == actual
 
 
 def test_each_run_has_a_seed_of_its_own(spec: Path) -> None:
@@ -214,8 +214,8 @@ def test_a_tile_that_does_not_fit_is_chosen_again() -> None:
     ],
 )
 def test_the_arch_of_a_device(capability: int, name: str | None) -> None:
-    found = arch_of(capability)
-    assert (found.name if found else None) == name
+    actual = arch_of(capability)
+    assert (actual.name if actual else None) == name
 
 
 def test_only_sources_with_inline_assembly_are_rendered_again(spec: Path) -> None:

@@ -74,9 +74,9 @@ def test_they_run_on_a_gpu_alone_and_are_no_attention() -> None:
 def test_they_are_explained(tmp_path: Path) -> None:
     path = tmp_path / "appending.yaml"
     path.write_text(SPEC)
-    found = explain_appends(path)
-    assert [one.plan.name for one in found] == ["append_sm90a_bf16", "append_sm90a_fp16"]
-    assert dict(found[0].facts())["head_dim"].endswith("up to 192 for q and k, 128 for v")
+    actual = explain_appends(path)
+    assert [one.plan.name for one in actual] == ["append_sm90a_bf16", "append_sm90a_fp16"]
+    assert dict(actual[0].facts())["head_dim"].endswith("up to 192 for q and k, 128 for v")
     assert explain_spec(path, "append_sm90a_fp16") == []
     assert [one.plan.name for one in explain_appends(path, "fp16")] == ["append_sm90a_fp16"]
     assert all(one.plan.direction == "forward" for one in explain_spec(path, seqlens=[64]))

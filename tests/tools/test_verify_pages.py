@@ -64,9 +64,9 @@ def test_pages_hold_the_sequences_of_the_yardsticks(name: str) -> None:
         except IndexError:
             continue
         with torch.no_grad():
-            found = in_rows(call, *reference(call, inputs.q, inputs.k, inputs.v, compute=torch.float64))
-        torch.testing.assert_close(found[0], wanted.out, rtol=0, atol=0)
-        torch.testing.assert_close(found[1], wanted.lse, rtol=0, atol=0)
+            actual = in_rows(call, *reference(call, inputs.q, inputs.k, inputs.v, compute=torch.float64))
+        torch.testing.assert_close(actual[0], wanted.out, rtol=0, atol=0)
+        torch.testing.assert_close(actual[1], wanted.lse, rtol=0, atol=0)
 
 
 def test_what_nobody_may_read_is_poisoned() -> None:

@@ -170,9 +170,9 @@ class Model:
             dq[b, :, h] = rounded @ k[b, :, hk].float()
             dk[b, :, hk] += rounded.T @ q[b, :, h].float()
             dv[b, :, hk] += p.to(self.dtype).float().T @ torch.where(alive, above, 0.0)
-        found = {name: t.to(self.dtype) for name, t in (("dq", dq), ("dk", dk), ("dv", dv))}
+        actual = {name: t.to(self.dtype) for name, t in (("dq", dq), ("dk", dk), ("dv", dv))}
         return GradientBuffers(
-            q, k, v, wanted.out, wanted.lse, wanted.dout, wanted.dlse, **found, workspaces={}
+            q, k, v, wanted.out, wanted.lse, wanted.dout, wanted.dlse, **actual, workspaces={}
         )  # fmt: skip
 
 
@@ -183,11 +183,11 @@ def forward_cases(score: str, dtype: str, seed: int) -> list[tuple[Inputs, Call,
 
 @cache
 def backward_cases(score: str, dtype: str, seed: int) -> list[tuple[Inputs, Call, ExpectedGradients]]:
-    found = []
+    cases = []
     for inputs, call, _ in forward_cases(score, dtype, seed):
         generator = torch.Generator().manual_seed(seed)
-        found.append((inputs, call, expected_gradients(call, inputs.q, inputs.k, inputs.v, generator)))
-    return found
+        cases.append((inputs, call, expected_gradients(call, inputs.q, inputs.k, inputs.v, generator)))
+    return cases
 
 
 def forwards(score: str, dtype: str, seed: int, fault: Fault = RIGHT) -> Tally:
@@ -210,7 +210,7 @@ def backwards(score: str, dtype: str, seed: int, fault: Fault = RIGHT) -> Tally:
 
 
 def excess(tally: Tally) -> str:
-    """Return what exceeds its limit, in words; empty if nothing does."""
+    """Errors that exceed their limits, in words; empty if none does."""
     parts = [f"{d.max_error:.1e} > {d.max_allowed:.1e}" for d in tally.deviations if not d.max_error <= d.max_allowed]
     parts += [
         f"lse {d.lse_error:.1e} > {d.lse_allowed:.1e}" for d in tally.deviations if not d.lse_error <= d.lse_allowed
@@ -258,9 +258,9 @@ def test_limits_hold_with_every_seed(score: str, dtype: str) -> None:
 )
 def test_a_log_sum_exp_that_is_off_by_a_thousandth_fails(score: str, dtype: str) -> None:
     for seed in SEEDS[:8]:
-        found = forwards(score, dtype, seed, A_THOUSANDTH)
-        assert not found.ok
-        assert excess(found).startswith("lse")
+        actual = forwards(score, dtype, seed, A_THOUSANDTH)
+        assert not actual.ok
+        assert excess(actual).startswith("lse")
 
 
 @pytest.mark.parametrize("dropout", [False, True])

@@ -131,12 +131,12 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     assert isinstance(roles, HopperBackward)
     parts = {part.name: part for part in plan.launches}
     dqkv, postprocess = plan.of_launch(parts["dqkv"]), parts.get("postprocess")
-    found, code = tiles(dqkv, OWN_QUERIES if roles.own_spans else QUERIES), probabilities(dqkv)
+    span, code = tiles(dqkv, OWN_QUERIES if roles.own_spans else QUERIES), probabilities(dqkv)
     listed = query_word(dqkv) if plan.iteration != "ranges" else ()
     factor_lines, factor_text = factor(dqkv, code.factor)
     dq_factor_lines, dq_factor = factor(plan.of_launch(postprocess) if postprocess else dqkv, code.factor)
     steps = reads([*code.partial.all, *code.full.all, *(code.visible.all if code.visible else ()), code.exponent])
-    spans = reads([*found.lines, *found.values.values(), *listed])
+    spans = reads([*span.lines, *span.values.values(), *listed])
     box = roles.box_bytes // plan.operands.shared("q", "k", "v", "dout").bytes
     end_qk, end_v = (-(-each // box) * box for each in (plan.head_dim_qk, plan.head_dim_v))
     out = plan.operands.shared("out", "dout")
@@ -178,11 +178,11 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         uses_q_tiles=plan.varlen and "q_tiles" in spans,
         uses_whole_tiles="whole_tiles" in spans,
         by_head=_by_head(plan),
-        span_lines=found.lines,
-        count=_count(found),
-        tile_lines=_tile_lines(found) if plan.iteration == "ranges" and not roles.own_spans else (),
-        own_visible=_own_visible(found) if roles.own_spans else None,
-        whole=_inside(found),
+        span_lines=span.lines,
+        count=_count(span),
+        tile_lines=_tile_lines(span) if plan.iteration == "ranges" and not roles.own_spans else (),
+        own_visible=_own_visible(span) if roles.own_spans else None,
+        whole=_inside(span),
         word_lines=listed,
         work_lines=_cluster_lines(steps) if roles.cluster > 1 else _work_lines(plan, steps),
         uses_q_first="q_first" in steps,
@@ -263,13 +263,13 @@ def _classifier(plan: Plan) -> ClassifierView:
 # --- ranges of tiles ----------------------------------------------------------------------------------------
 
 
-def _pairs(found: Tiles, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(found.values[lo].text, found.values[hi].text) for lo, hi in pairs]
+def _pairs(span: Tiles, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(span.values[lo].text, span.values[hi].text) for lo, hi in pairs]
 
 
-def _own_visible(found: Tiles) -> tuple[str, str]:
+def _own_visible(span: Tiles) -> tuple[str, str]:
     """Return the range of tiles that see keys of one consumer: masks for which it is asked have one band."""
-    (only,) = _pairs(found, found.visible)
+    (only,) = _pairs(span, span.visible)
     return only
 
 
@@ -277,19 +277,19 @@ def _length(lo: str, hi: str) -> str:
     return f"max({hi} - {lo}, 0)" if lo != "0" else f"max({hi}, 0)"
 
 
-def _count(found: Tiles) -> str:
+def _count(span: Tiles) -> str:
     """Return the number of visible tiles; ranges are disjoint."""
-    return " + ".join(_length(lo, hi) for lo, hi in _pairs(found, found.visible)) or "0"
+    return " + ".join(_length(lo, hi) for lo, hi in _pairs(span, span.visible)) or "0"
 
 
-def _inside(found: Tiles) -> str:
-    tests = [f"tile >= {lo} && tile < {hi}" if lo != "0" else f"tile < {hi}" for lo, hi in _pairs(found, found.full)]
+def _inside(span: Tiles) -> str:
+    tests = [f"tile >= {lo} && tile < {hi}" if lo != "0" else f"tile < {hi}" for lo, hi in _pairs(span, span.full)]
     return tests[0] if len(tests) == 1 else " || ".join(f"({test})" for test in tests) or "false"
 
 
-def _tile_lines(found: Tiles) -> tuple[str, ...]:
+def _tile_lines(span: Tiles) -> tuple[str, ...]:
     """Return the lines that find a tile by its place, counted from the first visible one."""
-    (lo, hi), *others = _pairs(found, found.visible)
+    (lo, hi), *others = _pairs(span, span.visible)
     first = "place" if lo == "0" else f"{lo} + place"
     if not others:
         return (f"const int tile = {first};",)

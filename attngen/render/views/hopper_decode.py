@@ -83,8 +83,8 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
     """Return the view of a plan."""
     decode = plan.structure
     assert isinstance(decode, HopperDecode)
-    found, code = tiles(plan), logits(plan)
-    in_spans = reads([*found.lines, *found.values.values()])
+    span, code = tiles(plan), logits(plan)
+    in_spans = reads([*span.lines, *span.values.values()])
     steps = reads([*code.partial.all, *code.full.all])
     fields = _fields(plan, reads(code.work) | steps)
     kv_first = f"tile * kBlockN + {'2 * (lane % 4)' if plan.lane_keys_apart == 1 else 'lane % 4'}"
@@ -95,7 +95,7 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
         command=command(plan),
         summary=summary(plan),
         uses_expressions=any((plan.variant.masked, plan.variant.score, plan.variant.sink)),
-        searches=any("first_at_least(" in line.text for line in found.lines),
+        searches=any("first_at_least(" in line.text for line in span.lines),
         width_qk=(qk := multiplied(plan.columns_qk[0], plan.operands.k)).width,
         padding_qk=padding(qk),
         width_v=(v := multiplied(plan.columns_v[0], plan.operands.v)).width,
@@ -107,16 +107,16 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
         pipes=pipes_view(decode_pipes_of(plan), base="here + ", threads="own, 32 * kLoaders"),
         argument_lines=argument_lines(plan, plan.arguments, written=_WRITTEN),
         work_fields=fields,
-        span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
+        span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*span.visible, *span.full)),
         length_lines=_length_lines(plan, {*in_spans, *fields}),
         uses_q_start=not in_spans.isdisjoint({"q_start"}),
         uses_q_hi="q_hi" in in_spans,
         uses_kv_tiles="kv_tiles" in in_spans,
         uses_whole_tiles="whole_tiles" in in_spans,
-        span_lines=found.lines,
-        span_values=", ".join(found.values[end].text for pair in (*found.visible, *found.full) for end in pair),
-        count=" + ".join(f"max(spans.{hi} - spans.{lo}, 0)" for lo, hi in found.visible) or "0",
-        tile_lines=_tile_lines(found),
+        span_lines=span.lines,
+        span_values=", ".join(span.values[end].text for pair in (*span.visible, *span.full) for end in pair),
+        count=" + ".join(f"max(spans.{hi} - spans.{lo}, 0)" for lo, hi in span.visible) or "0",
+        tile_lines=_tile_lines(span),
         key_place="part.k_begin + key" if plan.key_access == "ragged" else "key, part.b",
         max_seqlen_q="max_seqlen_q" if ragged else "seqlen_q",
         seqlen_q="seqlen_q",
@@ -130,7 +130,7 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
         full=code.full,
         uses_kv="kv_first" in steps,
         kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
-        logit_partial=_partial(found),
+        logit_partial=_partial(span),
         multiplier=code.multiplier,
         sink=_sink(plan, work_lines),
         widens=plan.descaled,
@@ -150,7 +150,7 @@ def _unit_scales(plan: Plan) -> tuple[str, ...]:
 
 
 def _fields(plan: Plan, read: Collection[str]) -> tuple[str, ...]:
-    """Return what a unit of work keeps of its sequence."""
+    """Fields of a work item that describe its sequence."""
     used = {"seqlen_k"}
     if plan.ragged_queries:
         used |= {"q_begin", "seqlen_q"}
@@ -184,9 +184,9 @@ def _length_lines(plan: Plan, read: Collection[str]) -> tuple[str, ...]:
 _DENSE_BEGINS = {"q_begin": "b * seqlen_q", "k_begin": "b * max_seqlen_k"}
 
 
-def _tile_lines(found: Tiles) -> tuple[str, ...]:
+def _tile_lines(span: Tiles) -> tuple[str, ...]:
     """Return the lines that find a visible tile by its number."""
-    (lo, hi), *others = found.visible
+    (lo, hi), *others = span.visible
     if not others:
         return (f"return work.spans.{lo} + number;",)
     lines = [f"int tile = work.spans.{lo} + number, before = max(work.spans.{hi} - work.spans.{lo}, 0);"]
@@ -197,9 +197,9 @@ def _tile_lines(found: Tiles) -> tuple[str, ...]:
     return (*lines, "return tile;")
 
 
-def _partial(found: Tiles) -> str:
-    """Return whether some row of a unit does not see all of a tile."""
-    inside = [f"tile >= work.spans.{lo} && tile < work.spans.{hi}" for lo, hi in found.full]
+def _partial(span: Tiles) -> str:
+    """Condition under which some row of a work item does not see all of a tile."""
+    inside = [f"tile >= work.spans.{lo} && tile < work.spans.{hi}" for lo, hi in span.full]
     return f"!({' || '.join(f'({one})' if len(inside) > 1 else one for one in inside)})" if inside else "true"
 
 
@@ -223,7 +223,7 @@ def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> 
 
 
 def _row(plan: Plan, name: str) -> str:
-    """Return where a row of ``q`` or ``out`` begins."""
+    """Offset of a row of ``q`` or ``out``."""
     place = (
         f"(work.q_begin + q) * stride_{name}_s"
         if plan.ragged_queries
@@ -239,5 +239,5 @@ def _lse(plan: Plan) -> str:
 
 
 def _sink(plan: Plan, before: Sequence[Statement]) -> Sink | None:
-    found = sink(plan, before)
-    return None if found is None else Sink(found.lines, in_product(found.value, CUDA))
+    logit = sink(plan, before)
+    return None if logit is None else Sink(logit.lines, in_product(logit.value, CUDA))

@@ -154,7 +154,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     """Return the view of a plan."""
     hopper = plan.structure
     assert isinstance(hopper, HopperForward)
-    found, code = tiles(plan), logits(plan)
+    span, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.iteration != "ranges" else ()
     partial_steps, full_steps, key_values = with_key_values(plan, code)
     by_key = (*key_values.work, *key_values.lines) if key_values else ()
@@ -162,7 +162,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     at_biases: list[Statement | Code] = [line for each in found_biases for line in each.lines]
     if found_biases:
         at_biases.append(leaf("q_start"))
-    spans = reads([*found.lines, *found.values.values(), *listed])
+    spans = reads([*span.lines, *span.values.values(), *listed])
     steps, seen = reads([*code.partial.all, *code.full.all]), reads(code.visible.all if code.visible else ())
     head, head_rows = ("", "work.q_begin + q") if plan.ragged_queries else ("work.b * stride_out_b + ", "q")
     h = "h" if plan.pack_gqa else "work.h"
@@ -216,24 +216,24 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         uses_q_hi="q_hi" in spans,
         words_use_q_hi="q_hi" in reads(listed),
         span_fields=(
-            *(f"{lo}, {hi}" for lo, hi in (*found.visible, *found.full)),
+            *(f"{lo}, {hi}" for lo, hi in (*span.visible, *span.full)),
             *(["offset"] if hopper.anchored else []),
         ),
-        span_lines=found.lines,
+        span_lines=span.lines,
         span_values=", ".join(
             [
-                *(found.values[end].text for pair in (*found.visible, *found.full) for end in pair),
+                *(span.values[end].text for pair in (*span.visible, *span.full) for end in pair),
                 *(["offset"] if hopper.anchored else []),
             ]
         ),
-        count=_count(found, "spans"),
-        count_of_all=_count(found, "all"),
-        sees_any=f"{_count(found, 'mine')} > 0",
+        count=_count(span, "spans"),
+        count_of_all=_count(span, "all"),
+        sees_any=f"{_count(span, 'mine')} > 0",
         loader_lines=_loader_lines(plan, [*listed, *by_key, *at_biases]),
-        order_lines=_order_lines(found) if hopper.whole_first else (),
-        tile_lines=_tile_lines(found, hopper) if plan.iteration == "ranges" else (),
-        whole=_inside(found.full, "mine"),
-        seen=_inside(found.visible, "mine"),
+        order_lines=_order_lines(span) if hopper.whole_first else (),
+        tile_lines=_tile_lines(span, hopper) if plan.iteration == "ranges" else (),
+        whole=_inside(span.full, "mine"),
+        seen=_inside(span.visible, "mine"),
         word_lines=listed,
         rows_text="rows of a tile of work: the heads of a group, then the next query"
         if plan.pack_gqa
@@ -403,12 +403,12 @@ def _head_lines(plan: Plan, row: str) -> tuple[str, ...]:
 
 
 def _sink(plan: Plan, before: Sequence[Statement]) -> Sink | None:
-    found = sink(plan, before)
-    return None if found is None else Sink(found.lines, in_product(found.value, CUDA))
+    logit = sink(plan, before)
+    return None if logit is None else Sink(logit.lines, in_product(logit.value, CUDA))
 
 
 def _query_box(plan: Plan) -> str:
-    """Return where a tile of Q begins along the axes after that of its heads."""
+    """Coordinates of a tile of Q along the axes after that of its heads."""
     row = "work.q_begin + work.q_start" if plan.ragged_queries else "work.q_start"
     return ", ".join([row, *(["work.hk"] if plan.pack_gqa else []), *([] if plan.ragged_queries else ["work.b"])])
 
@@ -416,9 +416,9 @@ def _query_box(plan: Plan) -> str:
 # --- ranges of tiles ----------------------------------------------------------------------------------------
 
 
-def _count(found: Tiles, spans: str) -> str:
+def _count(span: Tiles, spans: str) -> str:
     """Return the number of visible tiles; ranges are disjoint."""
-    return " + ".join(f"max({spans}.{hi} - {spans}.{lo}, 0)" for lo, hi in found.visible) or "0"
+    return " + ".join(f"max({spans}.{hi} - {spans}.{lo}, 0)" for lo, hi in span.visible) or "0"
 
 
 def _inside(pairs: Sequence[tuple[str, str]], spans: str) -> str:
@@ -426,18 +426,18 @@ def _inside(pairs: Sequence[tuple[str, str]], spans: str) -> str:
     return tests[0] if len(tests) == 1 else " || ".join(f"({test})" for test in tests) or "false"
 
 
-def _order_lines(found: Tiles) -> tuple[str, ...]:
+def _order_lines(span: Tiles) -> tuple[str, ...]:
     """Return the lines that find the tile that comes first: the last one that all rows see, or else the last one."""
-    ((lo, hi),), ((full_lo, full_hi),) = found.visible, found.full
+    ((lo, hi),), ((full_lo, full_hi),) = span.visible, span.full
     return (
         f"const bool any_whole = min(all.{full_hi}, all.{hi}) > max(all.{full_lo}, all.{lo});",
         f"const int first = (any_whole ? min(all.{full_hi}, all.{hi}) : all.{hi}) - 1;",
     )
 
 
-def _tile_lines(found: Tiles, hopper: HopperForward) -> tuple[str, ...]:
+def _tile_lines(span: Tiles, hopper: HopperForward) -> tuple[str, ...]:
     """Return the lines that find a tile by its place, counted from the first visible one."""
-    (lo, hi), *others = found.visible
+    (lo, hi), *others = span.visible
     nth, every = ("nth", "every") if hopper.shares else ("remaining", "tiles")
     if hopper.whole_first:
         return (

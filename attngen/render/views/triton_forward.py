@@ -144,7 +144,7 @@ def parameter_list(arguments: tuple[Argument, ...]) -> tuple[str, ...]:
 
 
 def begins(plan: Plan, read: Collection[str]) -> tuple[str, ...]:
-    """Return where a dense sequence begins in the packed numbering, for expressions that ask."""
+    """First row of a dense sequence in the packed numbering, for expressions that read it."""
     begins = {"q_begin": "b * seqlen_q", "k_begin": "b * seqlen_k"}
     return () if plan.varlen else tuple(f"{name} = {value}" for name, value in begins.items() if name in read)
 
@@ -155,7 +155,7 @@ def triton_type(plan: Plan, operand: str) -> str:
 
 
 def precision_of(plan: Plan) -> str:
-    """Return how ``tl.dot`` multiplies float32: exactly, never rounded to TF32."""
+    """The argument by which ``tl.dot`` multiplies float32 exactly, without rounding to TF32."""
     return ', input_precision="ieee"' if plan.operands.q.mma is None else ""
 
 
@@ -224,7 +224,7 @@ def _descriptor_load(name: str, suffix: str, block: Columns, *, varlen: bool) ->
 
 
 def head_address(plan: Plan, name: str, head: str) -> str:
-    """Return where the rows of a head begin."""
+    """Pointer to the first row of a head."""
     batch = "" if plan.varlen else f" + b * stride_{name}_b"
     return f"{name}_ptr{batch} + {head} * stride_{name}_h"
 

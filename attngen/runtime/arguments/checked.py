@@ -23,7 +23,7 @@ ATTENTION_DTYPES: dict[torch.dtype, str] = {
 }
 
 #: The same the other way round.
-TORCH_DTYPES: dict[str, torch.dtype] = {name: found for found, name in ATTENTION_DTYPES.items()}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: torch_dtype for torch_dtype, name in ATTENTION_DTYPES.items()}
 
 LAYOUTS = ("bshd", "bhsd")
 #: Orders of the axes of a cache: (pages, page_size, kv_heads, head_dim) or (pages, kv_heads, page_size, head_dim).

@@ -109,22 +109,22 @@ def _tensor(declared: DeclaredTensor, value: Any, call: Call, bound_by: dict[str
     if value.dim() != len(declared.shape):
         raise CallError(f"{label} must have shape [{', '.join(map(str, declared.shape))}], got {tuple(value.shape)}")
     scalars = {s.name for s in call.variant.scalars}
-    for axis, (extent, found) in enumerate(zip(declared.shape, value.shape, strict=True)):
-        if found > 2**31 - 1:
-            raise CallError(f"{label}: extent {found} of axis {axis} does not fit int32")
+    for axis, (extent, size) in enumerate(zip(declared.shape, value.shape, strict=True)):
+        if size > 2**31 - 1:
+            raise CallError(f"{label}: extent {size} of axis {axis} does not fit int32")
         if isinstance(extent, str):
             if extent not in call.extents:
-                call.extents[extent] = found
+                call.extents[extent] = size
                 bound_by[extent] = declared.name
             wanted_extent = call.extents[extent]
         else:
             wanted_extent = extent
-        if found != wanted_extent:
+        if size != wanted_extent:
             because = f", as in '{bound_by[extent]}'" if extent in bound_by and extent not in scalars else ""
             named = f"{extent} = {wanted_extent}" if isinstance(extent, str) else extent
             raise CallError(
                 f"{label}: axis {axis} must be {named}{because}, got {tuple(value.shape)}"
-                + (f"; {declared.name}.expand(...) repeats it without a copy" if found == 1 else "")
+                + (f"; {declared.name}.expand(...) repeats it without a copy" if size == 1 else "")
             )
     return value
 

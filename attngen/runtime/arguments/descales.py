@@ -90,16 +90,16 @@ def _blocks(call: Call, given: Mapping[str, Tensor]) -> tuple[int, ...]:
     of_blocks = {name: scale for name, scale in given.items() if scale.dim() == 3}
     if not of_blocks:
         return ()
-    found = [
+    sizes = [
         block
         for block in _BLOCKS
         if all(tuple(scale.shape) == _shape(call, name, block) for name, scale in of_blocks.items())
     ]
-    if not found:
+    if not sizes:
         # the one that is of no size of blocks, or else one of two that disagree
         name, scale = min(of_blocks.items(), key=lambda item: _fits(call, *item))
         raise CallError(f"{name} must be {_form(call, name, _BLOCKS)}, got shape {tuple(scale.shape)}")
-    return tuple(found)
+    return tuple(sizes)
 
 
 def _fits(call: Call, name: str, scale: Tensor) -> bool:

@@ -168,13 +168,13 @@ def _given_out(out: Any, call: Call, q: torch.Tensor) -> View | None:
         return None
     if not isinstance(out, torch.Tensor):
         raise CallError(f"out must be a torch.Tensor, got {type(out).__name__}")
-    for label, found, wanted in (
+    for label, given, wanted in (
         ("shape", tuple(out.shape), call.out_shape()),
         ("dtype", out.dtype, call.out_dtype),
         ("device", out.device, q.device),
     ):
-        if found != wanted:
-            raise CallError(f"out has {label} {found}, but the result has {wanted}")
+        if given != wanted:
+            raise CallError(f"out has {label} {given}, but the result has {wanted}")
     check_written("out", out)
     if out.shape[-1] > 1 and out.stride(-1) != 1:
         raise CallError(f"out's last dimension must be contiguous, got strides {out.stride()}")

@@ -41,10 +41,10 @@ def reference_gradients(
     if not pairs:
         return tuple(torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
     outputs, gradients = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    grads = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
     return tuple(
         (torch.zeros_like(tensor) if gradient is None else gradient).contiguous()
-        for tensor, gradient in zip(inputs, found, strict=True)
+        for tensor, gradient in zip(inputs, grads, strict=True)
     )
 
 
@@ -88,8 +88,8 @@ class Plain:
         total = [torch.zeros_like(leaf) for leaf in leaves]
         for piece in self._pieces():
             parts = [(*self._above(piece, *both[:2]), *both[2:]) for both in (given, moved)]
-            found = _moved(self._gradients(piece), *parts)
-            total = [a + b for a, b in zip(total, found, strict=True)]
+            tangents = _moved(self._gradients(piece), *parts)
+            total = [a + b for a, b in zip(total, tangents, strict=True)]
         return tuple(a.to(b.dtype) for a, b in zip(total, inputs, strict=True))
 
     def second(
@@ -102,11 +102,11 @@ class Plain:
         total, parts = [torch.zeros_like(leaf) for leaf in leaves], []
         for piece in self._pieces():
             _, pull = torch.func.vjp(self._gradients(piece), *self._above(piece, *over), *leaves)
-            dout, dlse, *found = pull(wanted)
+            dout, dlse, *grads = pull(wanted)
             parts.append((piece[0], (dout, dlse)))
-            total = [a + b for a, b in zip(total, found, strict=True)]
-        found = (*self._joined(parts, above[0].dtype), *total)
-        return tuple(a.to(b.dtype) for a, b in zip(found, (*above, *inputs), strict=True))
+            total = [a + b for a, b in zip(total, grads, strict=True)]
+        grads = (*self._joined(parts, above[0].dtype), *total)
+        return tuple(a.to(b.dtype) for a, b in zip(grads, (*above, *inputs), strict=True))
 
     def _pieces(self) -> Iterator[tuple[int, slice]]:
         """Yield sequences, and some rows of each."""
@@ -142,8 +142,8 @@ class Plain:
 
         def gradients(dout: Tensor, dlse: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
             _, pull = torch.func.vjp(attended, *leaves)
-            found: tuple[Tensor, ...] = pull((dout, dlse))
-            return found
+            grads: tuple[Tensor, ...] = pull((dout, dlse))
+            return grads
 
         return gradients
 
@@ -177,5 +177,5 @@ def _moved(
     entered by ``forward_ad.dual_level``."""
     results, pull = torch.func.vjp(function, *inputs)
     _, push = torch.func.vjp(lambda *above: pull(above), *(torch.zeros_like(result) for result in results))
-    found: tuple[Any, ...] = push(tuple(directions))
-    return found
+    tangents: tuple[Any, ...] = push(tuple(directions))
+    return tangents

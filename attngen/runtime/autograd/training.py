@@ -30,7 +30,7 @@ from attngen.runtime.launch.prepared_backward import Gradients, PreparedBackward
 from attngen.runtime.reference.sinks import add_gradients
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.binding import bind_call, find
-from attngen.runtime.registry.lookup import Found, registry
+from attngen.runtime.registry.lookup import Resolved, registry
 from attngen.runtime.registry.select import Request, no_kernel, select
 
 _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
@@ -113,8 +113,8 @@ def _differentiable_again(ctx: Any, dout: Tensor | None, dlse: Tensor | None) ->
     recorded = Recorded(_never, differentiate, names, numbers, settings)
     wanted = ctx.needs_input_grad
     needed = (*wanted[1:4], *[False] * (len(TENSORS) - 3), *wanted[4:])
-    found = gradients(recorded, needed, out, lse, dout, dlse, every)
-    return None, *found[:3], *found[len(TENSORS) :]
+    grads = gradients(recorded, needed, out, lse, dout, dlse, every)
+    return None, *grads[:3], *grads[len(TENSORS) :]
 
 
 def _never(given: Given) -> Any:
@@ -153,7 +153,7 @@ def differentiate(
     identity = tuple(key)
     prepared = _PREPARED[identity]
     if prepared is None:
-        call, found = bind_call(given._replace(return_lse=True, out=None))
+        call, resolved = bind_call(given._replace(return_lse=True, out=None))
         unordered = _unordered(call, asked, determinism)
         if call.empty:
             return _nothing(call, lse, dlse)
@@ -162,9 +162,9 @@ def differentiate(
             call, call.device.index or 0, _known(names, addresses), dict(call.scalars), direction="backward",
             deterministic=determinism == 2,
         )  # fmt: skip
-        if gets_copies(request, found.kernels, drivers.current()):
+        if gets_copies(request, resolved.kernels, drivers.current()):
             return differentiate(with_copies(given), out, lse, dout, dlse, asked)
-        prepared = _prepare(request, found, given, names, out, dout, dlse is not None, unordered)
+        prepared = _prepare(request, resolved, given, names, out, dout, dlse is not None, unordered)
         _PREPARED.put(identity, prepared)
     if prepared.unordered is not None:
         warnings.warn(prepared.unordered, UserWarning, stacklevel=2)
@@ -191,7 +191,7 @@ def _known(names: Sequence[str], addresses: Sequence[int]) -> dict[str, int]:
 
 def _prepare(
     request: Request,
-    found: Found,
+    resolved: Resolved,
     given: Given,
     names: Sequence[str],
     out: Tensor,
@@ -202,15 +202,15 @@ def _prepare(
     """Select the kernels of a backward and prepare their launches."""
     call, driver = request.call, drivers.current()
     variant, package = given.variant, given.package
-    selection = select(found.kernels, request, driver)
+    selection = select(resolved.kernels, request, driver)
     if selection.kernel is None and registry.refresh_if_built():
-        found = find(variant, package)
-        selection = select(found.kernels, request, driver)
+        resolved = find(variant, package)
+        selection = select(resolved.kernels, request, driver)
     if selection.kernel is None and package is None and on_demand.make(request):
-        found = find(variant, package)
-        selection = select(found.kernels, request, driver)
+        resolved = find(variant, package)
+        selection = select(resolved.kernels, request, driver)
     if selection.kernel is None:
-        raise _without_backward(no_kernel(found.kernels, selection, request, driver))
+        raise _without_backward(no_kernel(resolved.kernels, selection, request, driver))
     on_demand.note(request)
     kept = variant if isinstance(variant, Variant) else None
     return PreparedBackward(

@@ -129,8 +129,8 @@ class Attention(torch.autograd.Function):
         dims, size = in_dims[1:], _size_of(info)
         axes = batch_axes(recorded, tensors, dims)
         if axes is None:
-            found = [Attention.apply(recorded, *_element(tensors, dims, i)) for i in range(size)]
-            return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0, 0)
+            results = [Attention.apply(recorded, *_element(tensors, dims, i)) for i in range(size)]
+            return tuple(torch.stack(each) for each in zip(*results, strict=True)), (0, 0)
         out, lse = Attention.apply(recorded, *_folded(tensors, dims, axes, size))
         return (_unfolded(out, 0, size), _unfolded(lse, 0, size)), (0, 0)
 
@@ -145,9 +145,9 @@ def gradients(
         raise CallError("attention in 8 bits has no derivative; differentiate a call in bf16, fp16 or float32")
     count = len(TENSORS)
     asked = tuple(name for name, wanted in zip(recorded.names, needed[count:], strict=True) if wanted)
-    found = Gradients.apply(recorded, asked, out, lse, dout, dlse, *tensors)
-    by_name = dict(zip(asked, found[3:], strict=True))
-    leading = [gradient if wanted else None for gradient, wanted in zip(found[:3], needed, strict=False)]
+    grads = Gradients.apply(recorded, asked, out, lse, dout, dlse, *tensors)
+    by_name = dict(zip(asked, grads[3:], strict=True))
+    leading = [gradient if wanted else None for gradient, wanted in zip(grads[:3], needed, strict=False)]
     return (*leading, *(None,) * (count - 3), *(by_name.get(name) for name in recorded.names))
 
 
@@ -185,9 +185,9 @@ class Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         plain, places, inputs, above = Gradients._inputs(ctx, ctx.saved_tensors)
-        dout, dlse, *found = plain.second(inputs, above, cotangents)
+        dout, dlse, *grads = plain.second(inputs, above, cotangents)
         own: list[Any] = [None] * (len(ctx.saved_tensors) - 2)
-        for place, gradient in zip(places, found, strict=True):
+        for place, gradient in zip(places, grads, strict=True):
             own[place] = gradient
         first = [None if absent else t for t, absent in zip((dout, dlse), ctx.absent, strict=True)]
         return None, None, None, None, *first, *own
@@ -207,12 +207,12 @@ class Gradients(torch.autograd.Function):
             shared = any(axes[len(TENSORS) + recorded.names.index(name)] is None for name in asked)
             axes = None if shared else axes
         if axes is None:
-            found = [Gradients.apply(recorded, asked, *_element(tensors, dims, i)) for i in range(size)]
-            return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0,) * (3 + len(asked))
+            grads = [Gradients.apply(recorded, asked, *_element(tensors, dims, i)) for i in range(size)]
+            return tuple(torch.stack(each) for each in zip(*grads, strict=True)), (0,) * (3 + len(asked))
         every = [0, 0, 0, 0, *axes]
-        found = Gradients.apply(recorded, asked, *_folded(tensors, dims, every, size))
+        grads = Gradients.apply(recorded, asked, *_folded(tensors, dims, every, size))
         places = [0, 0, 0, *(axes[len(TENSORS) + recorded.names.index(name)] for name in asked)]
-        return tuple(_unfolded(t, axis, size) for t, axis in zip(found, places, strict=True)), tuple(places)
+        return tuple(_unfolded(t, axis, size) for t, axis in zip(grads, places, strict=True)), tuple(places)
 
 
 def _size_of(info: Any) -> int:
@@ -295,15 +295,15 @@ def _element(tensors: Sequence[Any], dims: Sequence[Any], i: int) -> list[Any]:
 
 def _folded(tensors: Sequence[Any], dims: Sequence[Any], axes: Sequence[int | None], size: int) -> list[Any]:
     """Return the tensors of all elements together: each with its sequences one element after the other."""
-    found = []
+    results = []
     for tensor, dim, axis in zip(tensors, dims, axes, strict=True):
         if tensor is None or axis is None:
-            found.append(tensor)
+            results.append(tensor)
             continue
         if dim is None:
             whole = tensor.unsqueeze(axis).expand(*tensor.shape[:axis], size, *tensor.shape[axis:])
         else:
             whole = tensor.movedim(dim, axis)
         folded = whole.flatten(axis, axis + 1)
-        found.append(folded if folded.dim() < 2 or folded.stride(-1) == 1 else folded.contiguous())
-    return found
+        results.append(folded if folded.dim() < 2 or folded.stride(-1) == 1 else folded.contiguous())
+    return results

@@ -60,13 +60,13 @@ def _without_tracing() -> Any:
 
 
 def _make(given: Given, device: int, direction: str) -> None:
-    call, found = bind_call(in_rows(given))
+    call, resolved = bind_call(in_rows(given))
     if call.empty:
         return
     if need_copies(call) or are_one_head(call):
         one_head = direction == "forward" and are_one_head(call)
         given = with_one_head(given) if one_head else with_copies(given)
-        call, found = bind_call(in_rows(given))
+        call, resolved = bind_call(in_rows(given))
     call.return_lse = True
     own = {name: value for name, value in given.arguments.items() if isinstance(value, Tensor)}
     known = {name: _address(tensor) for name, tensor in zip(TENSORS, tensors_of(given), strict=True)}
@@ -77,7 +77,7 @@ def _make(given: Given, device: int, direction: str) -> None:
     else:
         passed = {name: call.scalars[name] for name in given.arguments if name in call.scalars}
         request = Request(call, device, known, passed, given.backend)
-    if select(found.kernels, request, drivers.current()).kernel is not None:
+    if select(resolved.kernels, request, drivers.current()).kernel is not None:
         return
     asked = call.variant.definition, describe(call, direction), tuple(known.values()), registry.generation
     if _FAILED.get(asked) is None:

@@ -48,7 +48,7 @@ from attngen.runtime.launch.tile_map import TileMap, kept_map, where_from
 from attngen.runtime.reference.sinks import without_keys
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.binding import bind_call, check_form, find, require_reference
-from attngen.runtime.registry.lookup import Found, registry
+from attngen.runtime.registry.lookup import Resolved, registry
 from attngen.runtime.registry.select import (
     Request,
     Selection,
@@ -78,7 +78,7 @@ def run(given: Given) -> Any:
         raise CallError(f"tile_map must be what this runtime's tile_map returned, got {type(tile_map).__name__}")
     if not on_gpu or backend == "reference" or debugging.active() or not (type(k) in PLAIN and type(v) in PLAIN):
         given = in_rows(given)
-        call, found = bind_call(given)
+        call, resolved = bind_call(given)
         if debugging.active():
             debugging.check(call)
         if backend == "reference" or not on_gpu:
@@ -121,14 +121,14 @@ def run(given: Given) -> Any:
     except TypeError:  # something that cannot be hashed stands where a number or a name belongs: binding refuses it
         prepared = None
     if prepared is None:
-        call, found = bind_call(given)
+        call, resolved = bind_call(given)
         for name in call.descales:
             if torch.is_grad_enabled() and getattr(given, name).requires_grad:
                 raise CallError(
                     f"{name} requires a gradient, which no kernel has; detach it, or say backend='reference'"
                 )
         call.return_lse = with_lse
-        prepared = _prepare(call, found, addresses, given, learns=learns)
+        prepared = _prepare(call, resolved, addresses, given, learns=learns)
         _PREPARED.put(identity, prepared)
     if not isinstance(prepared, PreparedCall):
         return prepared(given, addresses)
@@ -175,12 +175,12 @@ def _index(call: Call) -> int:
     return call.device.index or 0
 
 
-def _choose(found: Found, request: Request) -> tuple[Kernel, Selection]:
+def _choose(resolved: Resolved, request: Request) -> tuple[Kernel, Selection]:
     """Return the kernel for a call, or raise NoKernelError."""
     driver = drivers.current()
-    selection = select(found.kernels, request, driver)
+    selection = select(resolved.kernels, request, driver)
     if selection.kernel is None:
-        raise no_kernel(found.kernels, selection, request, driver)
+        raise no_kernel(resolved.kernels, selection, request, driver)
     return selection.kernel, selection
 
 
@@ -191,17 +191,17 @@ def _backward_of(request: Request, given: Given) -> Request:
     return replace(request, given=passed, backend=None, direction="backward", deterministic=ordered)
 
 
-def _kernel_for(found: Found, request: Request, given: Given, *, learns: bool = False) -> Kernel:
+def _kernel_for(resolved: Resolved, request: Request, given: Given, *, learns: bool = False) -> Kernel:
     """Return the kernel for a call, also one that was built since or is made now, with its backward if the call
     ``learns``; or raise NoKernelError."""
     variant, package = given.variant, given.package
     try:
-        kernel, _ = _choose(found, request)
+        kernel, _ = _choose(resolved, request)
     except NoKernelError:
         soon = None
         if learns and on_demand.maker is not None:
             later = _backward_of(request, given)
-            soon = later if select(found.kernels, later, drivers.current()).kernel is None else None
+            soon = later if select(resolved.kernels, later, drivers.current()).kernel is None else None
         if not registry.refresh_if_built() and (package is not None or not on_demand.make(request, soon)):
             raise
         try:
@@ -215,7 +215,7 @@ def _kernel_for(found: Found, request: Request, given: Given, *, learns: bool = 
 
 
 def _prepare(
-    call: Call, found: Found, addresses: Sequence[int], given: Given, *, learns: bool = False
+    call: Call, resolved: Resolved, addresses: Sequence[int], given: Given, *, learns: bool = False
 ) -> PreparedCall | WidenedCall | ExpandedCall:
     """Select a kernel and prepare its launch. Nothing is selected where there is nothing to compute."""
     kernel = None
@@ -223,10 +223,10 @@ def _prepare(
         if are_one_head(call):
             return ExpandedCall(with_one_head, given, run)
         request = _request(call, addresses, given)
-        if gets_copies(request, found.kernels, drivers.current()):
+        if gets_copies(request, resolved.kernels, drivers.current()):
             return ExpandedCall(with_copies, given, run)
-        kernel = _kernel_for(found, request, given, learns=learns)
-        route = None if learns else route_of(request, found.kernels, drivers.current())
+        kernel = _kernel_for(resolved, request, given, learns=learns)
+        route = None if learns else route_of(request, resolved.kernels, drivers.current())
         if route is not None:
             return WidenedCall(route, call, given, run, drivers.current())
     kept = given.variant if isinstance(given.variant, Variant) else None
@@ -278,26 +278,26 @@ def tile_map(
         ),
         draws=False,
     )  # fmt: skip
-    call, found = bind_call(given)
+    call, resolved = bind_call(given)
     if not torch_state.on_gpu(q):
         require_reference(call, backend)
     if not torch_state.on_gpu(q) or backend == "reference" or call.empty:
         return TileMap(call.variant.name)
     if are_one_head(call):
         given = with_one_head(given)
-        call, found = bind_call(given)
+        call, resolved = bind_call(given)
     addresses = _addresses(given)
-    request = request_without_expanded(_request(call, addresses, given), found.kernels, drivers.current())
+    request = request_without_expanded(_request(call, addresses, given), resolved.kernels, drivers.current())
     call = request.call
     if v is None:
         driver = drivers.current()
-        for candidate in preferred(found.kernels):
+        for candidate in preferred(resolved.kernels):
             call.head_dim_v = candidate.head_dim_v
             if reason_against(candidate, request, driver) is None:
                 break
         else:
             call.head_dim_v = call.head_dim_qk
-    kernel = _kernel_for(found, request, given)
+    kernel = _kernel_for(resolved, request, given)
     if not kernel.needs_tile_map:
         return TileMap(call.variant.name)
     prepared = PreparedCall(call, kernel, _tensor_names(given.arguments), drivers.current(), _index(call))
@@ -387,37 +387,37 @@ def explain(
         package=package, out_dtype=out_dtype, arguments={DROPOUT_P.name: 0.0, **arguments},
     )  # fmt: skip
     given = in_rows(with_random_state(given, draws=False))
-    call, found = bind_call(given)
+    call, resolved = bind_call(given)
     if not torch_state.on_gpu(q) or backend == "reference":
         require_reference(call, backend)
         reason = "backend='reference' asks for it" if backend == "reference" else f"q is on {call.device}"
-        return Explanation(call, found, "reference", reason, direction=direction)
+        return Explanation(call, resolved, "reference", reason, direction=direction)
     if call.empty:
-        return Explanation(call, found, "nothing", "there is no query or no key", direction=direction)
+        return Explanation(call, resolved, "nothing", "there is no query or no key", direction=direction)
     expanded = ""
     if are_one_head(call):
         given = with_one_head(given)
-        call, found = bind_call(given)
+        call, resolved = bind_call(given)
         expanded = "k and v are expanded along their heads: kernels get them as one KV head"
     request = _request(call, _addresses(given), given)
     if direction == "backward":
         request = _backward_of(request, given)
-    copied = request_without_expanded(request, found.kernels, drivers.current())
+    copied = request_without_expanded(request, resolved.kernels, drivers.current())
     if copied is not request:
         request, call, expanded = copied, copied.call, what_is_copied(call)
-    selection = select(found.kernels, request, drivers.current())
+    selection = select(resolved.kernels, request, drivers.current())
     if selection.kernel is None and package is None and on_demand.maker is not None:
         try:
             if on_demand.make(request):
-                found = find(variant, package)
-                selection = select(found.kernels, request, drivers.current())
+                resolved = find(variant, package)
+                selection = select(resolved.kernels, request, drivers.current())
         except NoKernelError as failure:
-            return Explanation(call, found, "no kernel", str(failure), selection, direction)
+            return Explanation(call, resolved, "no kernel", str(failure), selection, direction)
     if selection.kernel is None:
-        error = no_kernel(found.kernels, selection, request, drivers.current())
-        return Explanation(call, found, "no kernel", str(error), selection, direction)
+        error = no_kernel(resolved.kernels, selection, request, drivers.current())
+        return Explanation(call, resolved, "no kernel", str(error), selection, direction)
     driver, widened = drivers.current(), None
-    route = route_of(request, found.kernels, driver)
+    route = route_of(request, resolved.kernels, driver)
     if route is not None:
         widened, selection, request = route.kernel, route.selection, replace(request, call=route.call)
     kernel = selection.kernel
@@ -427,7 +427,7 @@ def explain(
             kept = kept_map(kernel, request.call, given)
         tiles = "" if kept else where_from(request.call, given, direction)
     return Explanation(
-        call, found, "kernel", "the first that takes the call", selection, direction,
-        foreseen(found.kernels, request, driver, card_of(driver, request.device)), widened, expanded,
+        call, resolved, "kernel", "the first that takes the call", selection, direction,
+        foreseen(resolved.kernels, request, driver, card_of(driver, request.device)), widened, expanded,
         kept, tiles,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from attngen.runtime.geometry.prediction import Prediction
 from attngen.runtime.geometry.sizes import group_of, tiles_of
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.tile_map import KeptMap
-from attngen.runtime.registry.lookup import Found
+from attngen.runtime.registry.lookup import Resolved
 from attngen.runtime.registry.select import Selection, describe
 
 
@@ -22,7 +22,7 @@ class Explanation:
     """The outcome of ``attngen.explain``. ``runs`` is kernel, reference, nothing, or no kernel."""
 
     call: Call
-    found: Found
+    resolved: Resolved
     runs: str
     reason: str
     selection: Selection | None = None
@@ -58,8 +58,8 @@ class Explanation:
             "rejected": [{"kernel": name, "reason": reason} for name, reason in self.rejected],
             **({"tile_map": {**asdict(self.kept_map), "kept": True}} if self.kept_map else {}),
             "predicted": [
-                {"kernel": kernel.full_name, "microseconds": round(found.microseconds, 2), "tiles": found.tiles}
-                for kernel, found in self.foreseen
+                {"kernel": kernel.full_name, "microseconds": round(times.microseconds, 2), "tiles": times.tiles}
+                for kernel, times in self.foreseen
             ],
         }
 
@@ -108,7 +108,7 @@ class Explanation:
                 lines.append(f"  visits the tiles of {self.tile_map}")
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
         lines += [
-            f"  {'' if each is kernel else f'{each.full_name}: '}predicted {found.microseconds:.1f} µs, {found}"
-            for each, found in self.foreseen
+            f"  {'' if each is kernel else f'{each.full_name}: '}predicted {times.microseconds:.1f} µs, {times}"
+            for each, times in self.foreseen
         ]
         return "\n".join(lines)

@@ -63,11 +63,11 @@ def _listed(name: str, tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]
         return tensors.unbind(0)
     if not isinstance(tensors, Iterable):
         raise CallError(f"{name} must be a sequence of tensors, or a tensor, got {type(tensors).__name__}")
-    found = tuple(tensors)
-    for i, tensor in enumerate(found):
+    listed = tuple(tensors)
+    for i, tensor in enumerate(listed):
         if not isinstance(tensor, Tensor):
             raise CallError(f"{name}[{i}] must be a torch.Tensor, got {type(tensor).__name__}")
-    return found
+    return listed
 
 
 def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], layout: str) -> None:

@@ -33,7 +33,7 @@ from attngen.runtime.calls.paged_operators import INTO
 from attngen.runtime.calls.sharding import Sharded, refuse, refuse_mixed, register, register_waiting
 from attngen.runtime.calls.signature import TAGS, Signature, arguments_of, first_own, parameters_of
 from attngen.runtime.registry.binding import bind_call
-from attngen.runtime.registry.lookup import NO_PACKAGE, SHARED_NAMESPACE, Found, registry
+from attngen.runtime.registry.lookup import NO_PACKAGE, SHARED_NAMESPACE, Resolved, registry
 
 #: What the names of operators end with, by the form of their calls.
 _SUFFIXES = {"dense": "", "varlen": "__varlen", "paged": paged_operators.SUFFIX}
@@ -184,18 +184,18 @@ class _Calls:
         given, asked = self.given(tuple(arguments)), self.signature.differentiable
         above = [torch.zeros_like(result) if t is None else t for t, result in ((dout, out), (dlse, lse))]
         inputs = [given.q, given.k, given.v, *(given.arguments[name] for name in asked)]
-        found = iter(Plain(given, asked).second(inputs, above, cotangents))
-        first = [None if t is None else gradient for t, gradient in ((dout, next(found)), (dlse, next(found)))]
-        return (*first, None, None, *self.in_place(found, len(arguments)))
+        gradients = iter(Plain(given, asked).second(inputs, above, cotangents))
+        first = [None if t is None else gradient for t, gradient in ((dout, next(gradients)), (dlse, next(gradients)))]
+        return (*first, None, None, *self.in_place(gradients, len(arguments)))
 
-    def in_place(self, found: Iterator[Tensor], count: int) -> list[Any]:
+    def in_place(self, values: Iterator[Tensor], count: int) -> list[Any]:
         """Gradients of q, k, v and the declared tensors at the places of these, among ``count`` arguments."""
         gradients: list[Any] = [None] * count
         for i in range(3):
-            gradients[i] = next(found)
+            gradients[i] = next(values)
         for i, name in enumerate(self.signature.tensors, first_own(self.form)):
             if name in self.signature.differentiable:
-                gradients[i] = next(found)
+                gradients[i] = next(values)
         return gradients
 
     def fake_backward(
@@ -221,8 +221,8 @@ class _Differentiation:
         out, lse, *inputs = ctx.saved_tensors
         for place, tensor in zip(ctx.tensor_places, inputs, strict=True):
             arguments[place] = tensor
-        found = iter(self._operator(dout, dlse, out, lse, *arguments))
-        return tuple(self._calls.in_place(found, len(arguments)))
+        gradients = iter(self._operator(dout, dlse, out, lse, *arguments))
+        return tuple(self._calls.in_place(gradients, len(arguments)))
 
 
 _libraries: dict[str, torch.library.Library] = {}
@@ -248,20 +248,20 @@ def operators_of(variant: str, package: str | None = None) -> tuple[str, str, Si
     A variant that was built again with other arguments gets operators of another name, since torch keeps the first.
     """
     register_waiting()
-    found = registry.find(variant, package)
-    return _defined(found, *_place_of(found))
+    resolved = registry.find(variant, package)
+    return _defined(resolved, *_place_of(resolved))
 
 
-def _place_of(found: Found) -> tuple[str, str]:
+def _place_of(resolved: Resolved) -> tuple[str, str]:
     """Namespace and name of the operators of a variant."""
-    return found.namespace or namespace_of(found.package), found.operator
+    return resolved.namespace or namespace_of(resolved.package), resolved.operator
 
 
-def _defined(found: Found, namespace: str, name: str) -> tuple[str, str, Signature]:
+def _defined(resolved: Resolved, namespace: str, name: str) -> tuple[str, str, Signature]:
     """Define the operators of a variant unless they are, and return their place and signature."""
-    schema = schema_of(found.variant, packed=True)
+    schema = schema_of(resolved.variant, packed=True)
     with _lock:
-        known = _operators.get((namespace, name, found.full_name, schema))
+        known = _operators.get((namespace, name, resolved.full_name, schema))
         if known is None:
             others = sum(key[:2] == (namespace, name) for key in _operators)
             chosen = name if not others else f"{name}__{others + 1}"
@@ -269,8 +269,8 @@ def _defined(found: Found, namespace: str, name: str) -> tuple[str, str, Signatu
             if library is None:
                 library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
             with _defining():
-                made = _Operators(library, found.full_name, found.variant, chosen)
-            known = _operators[namespace, name, found.full_name, schema] = chosen, made
+                made = _Operators(library, resolved.full_name, resolved.variant, chosen)
+            known = _operators[namespace, name, resolved.full_name, schema] = chosen, made
     return namespace, known[0], known[1].signature
 
 
@@ -281,8 +281,8 @@ def define(variants: Sequence[str]) -> tuple[str, ...]:
     for variant in variants:
         if not isinstance(variant, str):
             raise CallError(f"a variant is given by its name, got {type(variant).__name__}")
-    found = (operators_of(variant)[:2] for variant in dict.fromkeys(variants))
-    return tuple(f"{namespace}::{name}" for namespace, name in found)
+    places = (operators_of(variant)[:2] for variant in dict.fromkeys(variants))
+    return tuple(f"{namespace}::{name}" for namespace, name in places)
 
 
 def define_named(namespace: str, operator: str) -> bool:
@@ -297,11 +297,11 @@ def define_named(namespace: str, operator: str) -> bool:
     asked = [f"{package.name}/{name}" for _, package in registry.packages() if name in package.variants]
     for candidate in (f"{NO_PACKAGE}/{name}", name, *asked):
         try:
-            found = registry.find(candidate)
+            resolved = registry.find(candidate)
         except CallError:  # among them NoKernelError, and names that are ambiguous
             continue
-        if _place_of(found) == (namespace, name):
-            _defined(found, namespace, name)
+        if _place_of(resolved) == (namespace, name):
+            _defined(resolved, namespace, name)
             return True
     preset = registry.preset(name) if namespace == SHARED_NAMESPACE else None
     if preset is not None:  # which packages have, so that its own operators are theirs
@@ -389,8 +389,8 @@ def watched(given: Given) -> Any:
     gradients that only the reference has. Raises what an eager call would."""
     if DROPOUT_P.name in given.arguments:
         given = dispatch.with_random_state(given)
-    bound, found = bind_call(in_rows(given))
-    if torch_state.transforms_active() or torch_state.is_tracing() or _does_more(given, found.variant):
+    bound, resolved = bind_call(in_rows(given))
+    if torch_state.transforms_active() or torch_state.is_tracing() or _does_more(given, resolved.variant):
         return dispatch.run(given)
     values = {name: value for name, value in bound.scalars.items() if given.arguments.get(name) is not None}
     return call(

@@ -87,20 +87,20 @@ class Sharded:
             if name in _INPUTS:
                 call.check(name, specs[name])
         results = len(self.operator._schema.returns)
-        found = expand_to_full_mesh_op_strategy(specs["q"].mesh, schema, call.of_one_axis(), input_index=results)
+        offered = expand_to_full_mesh_op_strategy(specs["q"].mesh, schema, call.of_one_axis(), input_index=results)
         places = {name: place for place, name in enumerate(given)}
-        found.strategies = [
+        offered.strategies = [
             each
-            for each in found.strategies
+            for each in offered.strategies
             if call.divides(each.input_specs[places["q"]])
             and ("out" not in places or self.backward or each.input_specs[places["out"]] == specs["out"])
         ]
-        if not found.strategies:
+        if not offered.strategies:
             raise ShardingError(
                 f"{self.operator.name()}: out lies as {list(specs['out'].placements)}, and would have to be "
                 "redistributed; allowed: the placements of q"
             )
-        return found
+        return offered
 
     def _given(self, schema: Any) -> tuple[dict[str, Any], str]:
         """The strategies of all arguments that are DTensors, in torch's order, and the layout."""
@@ -136,12 +136,12 @@ class _Placing:
         from torch.distributed.tensor import Replicate
 
         everything = [*self._results(), *self._shapes]
-        found: list[list[Any]] = [[Replicate() for _ in everything]]
+        placements: list[list[Any]] = [[Replicate() for _ in everything]]
         for kind, offered in (("batch", self.over_batch), ("heads", self.over_heads)):
             if offered:
                 given = [self._placement(name, kind) for name in self._shapes]
-                found.append([*(self._result(name, kind) for name in self._results()), *given])
-        return found
+                placements.append([*(self._result(name, kind) for name in self._results()), *given])
+        return placements
 
     def _results(self) -> list[str]:
         """Results by the arguments that lie as they do; a gradient is that of its argument."""

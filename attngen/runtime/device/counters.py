@@ -43,14 +43,14 @@ def of_splits(count: int, stream: int, device: int) -> int:
     """Return the address of ``count`` counters for a launch on a stream of a device."""
     if torch.cuda.is_current_stream_capturing():
         return _for_graph(count, device)
-    found = _SPLITS.get((device, stream))
-    if found is None or found[1] < count:
+    counters = _SPLITS.get((device, stream))
+    if counters is None or counters[1] < count:
         with _LOCK:
-            found = _SPLITS.get((device, stream))
-            if found is None or found[1] < count:
+            counters = _SPLITS.get((device, stream))
+            if counters is None or counters[1] < count:
                 size = max(count, _MANY)
-                found = _SPLITS[device, stream] = drivers.current().zeros(_BYTES * size, device), size
-    return found[0]
+                counters = _SPLITS[device, stream] = drivers.current().zeros(_BYTES * size, device), size
+    return counters[0]
 
 
 def _for_graph(count: int, device: int) -> int:

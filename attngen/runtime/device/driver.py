@@ -303,16 +303,16 @@ class CudaDriver:
         query = getattr(self._cu, "cuKernelGetParamInfo", None)
         if query is None or self._version < 12040:
             return
-        found = []
+        actual = []
         for i in range(len(sizes) + 1):  # one more: the cubin must not have it
             status, _, size = query(kernel, i)
             if status:
                 break
-            found.append(size)
-        if found != list(sizes):
+            actual.append(size)
+        if actual != list(sizes):
             raise LoadError(
                 f"'{symbol}': the manifest lists {len(sizes)} parameters of {list(sizes)} B, but the cubin has "
-                f"{found} B; {REMEDY}"
+                f"{actual} B; {REMEDY}"
             )
 
     def clusters(self, function: Any, size: int, threads: int, shared: int, device: int) -> int:

@@ -13,8 +13,11 @@ from attngen.runtime.kernels.module import Kernel, Launch
 
 
 def capacity_for(kernel: Kernel, call: Call, driver: Callable[[], Driver], device: int) -> Capacity:
-    """Return what a device runs at once of a kernel whose blocks share keys or parts of tiles, and how many of them
-    share the keys of a tile in a call. Loads one that shares keys to ask the driver; asks nothing about others."""
+    """Blocks that a device runs at once of a kernel whose blocks share keys or parts of tiles, and how many of them
+    share the keys of a tile in this call.
+
+    Loads a kernel that shares keys, to ask the driver; asks nothing about others.
+    """
     for launch in kernel.launches:
         if launch.grid in (GRID, SHARES):
             return _capacity(kernel, launch, call, driver(), device)

@@ -87,9 +87,9 @@ def steps_of(launch: Visited, call: Call) -> tuple[int, ...]:
     for lo, hi in launch.visible:
         low = [max(at, 0) // m for at in evaluate(lo, names, count) or [0] * count]
         high = [min(-(-at // m), every) for at in evaluate(hi, names, count) or [seqlen_q] * count]
-        seen = [found + max(end - begin, 0) for found, begin, end in zip(seen, low, high, strict=True)]
+        seen = [steps + max(end - begin, 0) for steps, begin, end in zip(seen, low, high, strict=True)]
     of = _OF_DATA if launch.uneven else 1
-    return tuple(-(-min(found, every) // of) for found in seen)
+    return tuple(-(-min(steps, every) // of) for steps in seen)
 
 
 def may_pay(tiles: int, blocks: int) -> bool:
@@ -99,8 +99,11 @@ def may_pay(tiles: int, blocks: int) -> bool:
 
 @lru_cache(maxsize=256)  # lengths differ more often than numbers of tiles
 def best_cut(steps: tuple[int, ...], group: int, units: int, section: int, blocks: int) -> Cut:
-    """Return which tiles to cut of a call whose ``units`` (KV heads of all sequences) have tiles of these ``steps``
-    each, for each of ``group`` query heads. ``section`` units run side by side on ``blocks`` blocks."""
+    """Tiles to cut, and into how many parts.
+
+    Each of ``units`` (KV heads of all sequences) has tiles of these ``steps`` for each of ``group`` query heads;
+    ``section`` units run side by side on ``blocks`` blocks.
+    """
     count = len(steps) * units
     if not may_pay(count, blocks):
         return NONE
@@ -113,15 +116,15 @@ def best_cut(steps: tuple[int, ...], group: int, units: int, section: int, block
         if count - at in sizes:
             starts[count - at] = free[:]
         heapreplace(free, free[0] + time + _TILE)
-    found, ended = NONE, (1 - _GAIN) * max(free)
+    best, ended = NONE, (1 - _GAIN) * max(free)
     if ended <= sum(free) / blocks:
         return NONE
     for tiles, before in starts.items():
         for parts in range(2, min(MOST_PARTS, _ITEMS * blocks // tiles) + 1):
             end = _end(before, times[count - tiles :], parts)
             if end < ended:
-                found, ended = Cut(tiles, parts), end
-    return found
+                best, ended = Cut(tiles, parts), end
+    return best
 
 
 def _end(free: list[float], times: Iterable[int], parts: int) -> float:

@@ -105,14 +105,14 @@ def predict(
         steps = -(-most // count)
         return Prediction(max(launch + tile + steps * step, least), tiles, (1.0, float(steps)), count)
 
-    return min((alone, *map(with_shares, counts)), key=lambda found: found.nanoseconds)
+    return min((alone, *map(with_shares, counts)), key=lambda time: time.nanoseconds)
 
 
 def shares(kernel: Kernel, call: Call, card: Card, clusters: Callable[[int], int]) -> int:
     """Blocks that should share the keys of a tile of queries; ``clusters`` says how many clusters of so many
     blocks the card runs at once."""
-    found = predict(kernel, call, card, clusters=lambda _, size: clusters(size))
-    return found.shares if found else 1
+    predicted = predict(kernel, call, card, clusters=lambda _, size: clusters(size))
+    return predicted.shares if predicted else 1
 
 
 def pairs_of_tiles(kernel: Kernel, call: Call) -> int | None:
@@ -166,12 +166,12 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
     for lo, hi in visible:
         low = [max(at, 0) // n for at in evaluate(lo, names, count) or [0] * count]
         high = [min(-(-at // n), every) for at in evaluate(hi, names, count) or [seqlen_k] * count]
-        seen = [found + max(end - begin, 0) for found, begin, end in zip(seen, low, high, strict=True)]
+        seen = [tiles + max(end - begin, 0) for tiles, begin, end in zip(seen, low, high, strict=True)]
     rows: list[tuple[int, int]] = []
     lost = _LOST_STEPS if kernel.skips else 0
     step = 1 if kernel.from_first else -1
-    for found, width in zip(seen[::step], widths[::step], strict=True):
-        steps = min(found, every) + lost
+    for tiles, width in zip(seen[::step], widths[::step], strict=True):
+        steps = min(tiles, every) + lost
         if rows and rows[-1][0] == steps:
             rows[-1] = steps, rows[-1][1] + width
         else:

@@ -105,8 +105,8 @@ def _section(launch: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
 
 
 def balanced(wanted: int, every: int, most: int) -> int:
-    """Return how many of ``every`` units a section has: of 5/8 of what is wanted to ``most``, the number with which the
-    last section is the fullest, and of such numbers the largest.
+    """Units of a section, out of ``every`` unit: between 5/8 of the wanted number and ``most``, the largest number that
+    fills the last section best.
 
     A last section of few units begins its longest tiles when all others are nearly done, and blocks that find none of
     them wait.
@@ -119,8 +119,10 @@ def balanced(wanted: int, every: int, most: int) -> int:
 
 
 def cut_of(launch: Tiled, call: Call, section: int, capacity: Capacity) -> Cut:
-    """Return which tiles of keys of a backward are cut into parts, if blocks of a call end more evenly then; none where
-    packed sequences differ in length, so that the host does not know where they end."""
+    """KV tiles that a backward cuts into parts, where blocks of the call then end more evenly.
+
+    None where packed sequences differ in length, since the host does not know where they end.
+    """
     units = call.batch * call.kv_heads
     if not alike(call) or not may_pay(-(-call.seqlen_k // launch.tile_n) * units, capacity.blocks):
         return NONE
@@ -353,20 +355,20 @@ def geometries(
     capacity: Capacity = _ALONE,
 ) -> list[Geometry]:
     """Return the numbers of a call for each launch of a kernel, in order; ``views`` and the rest as above."""
-    found = [Geometry(launch, call, views, capacity=capacity) for launch in kernel.launches]
-    elements = workspace_sizes(kernel, found)
-    for geometry in found:
+    launches = [Geometry(launch, call, views, capacity=capacity) for launch in kernel.launches]
+    elements = workspace_sizes(kernel, launches)
+    for geometry in launches:
         geometry.absent |= absent or {}
         geometry.sizes |= {f"{name}_chunks": count // 4 for name, count in elements.items()}
-    return found
+    return launches
 
 
-def workspace_sizes(kernel: Kernel, found: Sequence[Geometry]) -> dict[str, int]:
+def workspace_sizes(kernel: Kernel, launches: Sequence[Geometry]) -> dict[str, int]:
     """Elements of 4 bytes of each workspace of a call."""
-    sizes = found[kernel.launches.index(kernel.main)].sizes
+    sizes = launches[kernel.launches.index(kernel.main)].sizes
     return {workspace.name: workspace.elements(sizes) for workspace in kernel.workspaces}
 
 
-def map_shapes(found: Sequence[Geometry]) -> dict[str, MapShape]:
+def map_shapes(launches: Sequence[Geometry]) -> dict[str, MapShape]:
     """Return the shape of each tile map, by the launch that reads it."""
-    return {one.launch.map_owner: one.map for one in found if one.map is not None}
+    return {one.launch.map_owner: one.map for one in launches if one.map is not None}

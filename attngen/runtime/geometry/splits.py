@@ -48,8 +48,10 @@ _AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 
 
 def clusters_at_once(blocks: int, size: int) -> int:
-    """Return how many clusters of ``size`` blocks a card probably runs at once that runs so many blocks. Cards differ
-    by the multiprocessors of their parts, and a launch asks the driver."""
+    """Clusters of ``size`` blocks that a card probably runs at once, from the number of blocks that it runs at once.
+
+    Cards differ in the multiprocessors of each GPC; a launch asks the driver.
+    """
     return max(_AT_ONCE[size] * blocks // _MULTIPROCESSORS, 1)
 
 

@@ -158,11 +158,11 @@ def check_manifest(manifest: Any, origin: str) -> None:
     """Raise LoadError unless a manifest has this version's format and each entry that the runtime reads its type."""
     if not isinstance(manifest, dict):
         raise LoadError(f"{origin}: its manifest is not an object but {_shown(manifest)}; {REMEDY}")
-    found = manifest.get("format")
-    if type(found) is not int or found != MANIFEST_FORMAT:
+    version = manifest.get("format")
+    if type(version) is not int or version != MANIFEST_FORMAT:
         raise LoadError(
-            f"{origin}: manifest format {'unknown' if found is None else _shown(found)}, but this version of attngen "
-            f"reads format {MANIFEST_FORMAT}; {REMEDY}"
+            f"{origin}: manifest format {'unknown' if version is None else _shown(version)}, but this version of "
+            f"attngen reads format {MANIFEST_FORMAT}; {REMEDY}"
         )
     for fault in _faults(manifest, _MANIFEST, ""):
         raise LoadError(f"{origin}: the manifest {fault}; {REMEDY}")
@@ -207,7 +207,7 @@ def _checksum(folder: Path, sealed: bool) -> str | None:
 
 
 def _faults(value: Any, form: Any, place: str) -> Iterator[str]:
-    """Yield what is wrong with a value, as the end of a sentence; the depth is that of the form."""
+    """Yield each fault of a value, as the end of a sentence; the depth is that of the form."""
     if isinstance(form, _Kind):
         if not form.fits(value):
             yield f"has {_shown(value)} in {place}, where {form.words} must stand"

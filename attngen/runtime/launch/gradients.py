@@ -92,11 +92,11 @@ def _is_covered(kernel: Kernel, call: Call, shape: tuple[int, ...]) -> bool:
 def gradient_shapes(call: Call) -> dict[str, tuple[int, ...]]:
     """Return the shapes of dq, dk and dv, in the order of axes of the call."""
     shapes = {"dq": (call.q, call.head_dim_qk), "dk": (call.k, call.head_dim_qk), "dv": (call.v, call.head_dim_v)}
-    found = {}
+    ordered = {}
     for name, (seen, width) in shapes.items():
         shape = (*seen.shape[:-1], width)
-        found[name] = (shape[0], shape[2], shape[1], shape[3]) if call.order == "bhsd" else shape
-    return found
+        ordered[name] = (shape[0], shape[2], shape[1], shape[3]) if call.order == "bhsd" else shape
+    return ordered
 
 
 def view_of(tensor: Tensor, call: Call) -> View:

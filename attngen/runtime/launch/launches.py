@@ -174,10 +174,10 @@ class PreparedLaunches:
         addresses. ``absent``: whether something that a backward may go without is missing.
         """
         capacity = capacity_for(kernel, call, lambda: driver, device)
-        found = geometries(kernel, call, views, absent=absent, capacity=capacity)
+        launches = geometries(kernel, call, views, absent=absent, capacity=capacity)
         #: Elements of 4 bytes of each workspace, and the shape of each tile map by the launch that reads it.
-        self.sizes = workspace_sizes(kernel, found)
-        self.maps: Mapping[str, MapShape] = map_shapes(found)
+        self.sizes = workspace_sizes(kernel, launches)
+        self.maps: Mapping[str, MapShape] = map_shapes(launches)
         backward = kernel.direction == "backward"
         self.names = (
             *(BACKWARD if backward else FORWARD),
@@ -188,7 +188,7 @@ class PreparedLaunches:
         )
         kernels: list[PreparedKernel] = []
         classifiers: dict[str, PreparedKernel] = {}
-        for launch, geometry in zip(kernel.launches, found, strict=True):
+        for launch, geometry in zip(kernel.launches, launches, strict=True):
             if blocks := geometry.blocks(driver, device):
                 position = {name: i for i, name in enumerate(self.names)}
                 if geometry.map is not None:
@@ -204,7 +204,7 @@ class PreparedLaunches:
         #: Where the addresses of tile maps begin: one of each map, then of its hashes, then of its list of tiles.
         self.first_map = count - len(MAP_PARTS) * len(self.maps)
         self._counted = any(launch.counted for launch in kernel.launches)
-        self._split_counters = max(geometry.sizes.get("split_counters", 0) for geometry in found)
+        self._split_counters = max(geometry.sizes.get("split_counters", 0) for geometry in launches)
         self._driver, self._device = driver, device
         #: What a call may use in place of this: the launches alone, where no counter has to be filled in.
         self.direct = None if self._counted or self._split_counters else self._launch

@@ -51,11 +51,11 @@ class Buffers:
 
 
 def prepared_shapes(kernel: Kernel, call: Call) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-    """Return what the launches of a kernel share in a call: elements of 4 bytes of each workspace by its name, and the
+    """Buffers that the launches of a kernel share in a call: 4-byte elements of each workspace by its name, and the
     shape of each tile map by the launch that reads it."""
     capacity = capacity_for(kernel, call, drivers.current, call.device.index or 0)
-    found = geometries(kernel, call, {}, capacity=capacity)
-    return workspace_sizes(kernel, found), {owner: one.tensor_shape() for owner, one in map_shapes(found).items()}
+    launches = geometries(kernel, call, {}, capacity=capacity)
+    return workspace_sizes(kernel, launches), {owner: one.tensor_shape() for owner, one in map_shapes(launches).items()}
 
 
 def reason_to_refuse(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -67,7 +67,7 @@ class TileMap:
             raise CallError(f"tile_map: it holds no map, but {kernel.full_name} needs one; compute it on {call.device}")
         wanted = shape.tensor_shape()
         size = tuple(self.words.shape)
-        for label, found, needed in (
+        for label, given, needed in (
             ("variant", self.variant, kernel.variant_name),
             ("tile_m", self.tile_m, kernel.tile_m),
             ("tile_n", self.tile_n, kernel.tile_n),
@@ -77,8 +77,8 @@ class TileMap:
             ("shape", wanted if shape.slots and len(size) == 1 and size >= wanted else size, wanted),
             ("device", self.words.device, call.device),
         ):
-            if found is not None and found != needed:
-                raise CallError(f"tile_map: its {label} is {found}, but {kernel.full_name} needs {needed} in this call")
+            if given is not None and given != needed:
+                raise CallError(f"tile_map: its {label} is {given}, but {kernel.full_name} needs {needed} in this call")
         return self.words
 
 

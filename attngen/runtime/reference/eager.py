@@ -313,8 +313,10 @@ def scores_of(
     smooth: bool = False,
     keys: _Keys | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which pairs are visible, by the mask and by a score of more than −inf, and the logits after the score
-    expression, −inf elsewhere: both (h, rows, keys), of all ``heads`` or of these."""
+    """Visible pairs, and the logits after the score expression: both (h, rows, keys), of all ``heads`` or of these.
+
+    A pair is visible where the mask holds and the score is more than −inf; logits are −inf elsewhere.
+    """
     q = sequence.q[rows].to(compute).transpose(0, 1)  # (h, rows, d)
     q = q if heads is None else q[heads]
     keys = keys or _Keys.of(call, sequence, compute, heads=heads, smooth=smooth)

@@ -67,12 +67,12 @@ def _gradients_of_heads(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
     if call.order != "thd":
         return _of_rows(sink[:, :, None], lse, delta).sum(dim=2)
     sequence, belongs = _sequences_of_rows(call)
-    found = torch.where(belongs, _of_rows(sink[sequence].T, lse, delta), 0.0)
+    gradients = torch.where(belongs, _of_rows(sink[sequence].T, lse, delta), 0.0)
     if not _depends_on_sequence(call.variant):  # all sequences have the same: the first may stand for the others
-        alone = found.new_zeros(call.batch, call.heads)
-        alone[:1] = found.sum(dim=1)
+        alone = gradients.new_zeros(call.batch, call.heads)
+        alone[:1] = gradients.sum(dim=1)
         return alone
-    return found.new_zeros(call.batch, call.heads).index_put_((sequence,), found.T, accumulate=True)
+    return gradients.new_zeros(call.batch, call.heads).index_put_((sequence,), gradients.T, accumulate=True)
 
 
 def without_keys(call: Call) -> tuple[Tensor, Tensor]:

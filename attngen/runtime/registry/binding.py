@@ -17,13 +17,13 @@ from attngen.runtime.arguments.descales import check_descales
 from attngen.runtime.arguments.given import TENSORS, Given
 from attngen.runtime.arguments.paging import Paging, bind_paged
 from attngen.runtime.arguments.shapes import bind
-from attngen.runtime.registry.lookup import Found, registry
+from attngen.runtime.registry.lookup import Resolved, registry
 
 #: What ``backend=`` may say.
 BACKENDS = ("triton", "cuda", "reference")
 
 
-def find(variant: str | Variant, package: str | None) -> Found:
+def find(variant: str | Variant, package: str | None) -> Resolved:
     """Return the variant and its kernels. A variant given as a value takes the kernels that compute exactly it."""
     if not isinstance(package, str | None):
         raise CallError(f"package must be the name of a package, got {type(package).__name__}")
@@ -31,9 +31,9 @@ def find(variant: str | Variant, package: str | None) -> Found:
         if not isinstance(variant, str):
             raise CallError(f"variant must be a name or a Variant, got {type(variant).__name__}")
         try:
-            found = registry.find(variant, package)
-            if found.kernels or not registry.refresh_if_built():  # a preset may have been built since
-                return found
+            resolved = registry.find(variant, package)
+            if resolved.kernels or not registry.refresh_if_built():  # a preset may have been built since
+                return resolved
         except NoKernelError:
             if not registry.refresh_if_built():
                 raise
@@ -80,9 +80,9 @@ def require_reference(call: Call, backend: str | None) -> None:
         )
 
 
-def bind_call(given: Given) -> tuple[Call, Found]:
+def bind_call(given: Given) -> tuple[Call, Resolved]:
     """Check all arguments of a call, and on the CPU, where it costs no wait, the lengths and pages that it names."""
-    found = _found(given)
+    resolved = _resolved(given)
     refuse_unreadable({**{name: getattr(given, name) for name in TENSORS}, **given.arguments})
     settings = {
         "softmax_scale": given.softmax_scale, "seqused_k": given.seqused_k, "return_lse": given.return_lse,
@@ -93,20 +93,20 @@ def bind_call(given: Given) -> tuple[Call, Found]:
         paging = Paging(
             given.page_table, given.cu_seqlens_q, given.max_seqlen_q, given.num_splits, given.split_size, given.out
         )
-        call = bind_paged(found.variant, q, k, v, paging, page_layout=given.layout, **settings)
+        call = bind_paged(resolved.variant, q, k, v, paging, page_layout=given.layout, **settings)
     else:
         packing = None
         if given.form == "varlen":
             packing = Packing(given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
-        call = bind(found.variant, q, k, v, packing, layout=given.layout, **settings)
+        call = bind(resolved.variant, q, k, v, packing, layout=given.layout, **settings)
         call.asked_out = check_out_dtype(q.dtype, given.out_dtype)
     check_descales(call, {name: getattr(given, name) for name in DESCALES})
     if call.device.type == "cpu":
         debugging.check_lengths(call)
-    return call, found
+    return call, resolved
 
 
-def _found(given: Given) -> Found:
+def _resolved(given: Given) -> Resolved:
     """Return the variant and its kernels. Raises CallError, and NoKernelError with what to add to a spec."""
     check_backend(given.backend)
     if not isinstance(given.deterministic, bool):
@@ -126,10 +126,10 @@ def _with_needs(error: NoKernelError, q: Any, v: Any, layout: str) -> NoKernelEr
         return error
     head_dim = str(dims[0]) if dims[0] == dims[1] else f"{{qk: {dims[0]}, v: {dims[1]}}}"
     cache = ATTENTION_DTYPES.get(v.dtype)
-    found = [f"      head_dim: {head_dim}", f"      dtype: {dtype}"]
-    found += [f"      kv_dtype: {cache}"] if cache != dtype else []
-    found += [f"      layout: {layout}"]
+    needs = [f"      head_dim: {head_dim}", f"      dtype: {dtype}"]
+    needs += [f"      kv_dtype: {cache}"] if cache != dtype else []
+    needs += [f"      layout: {layout}"]
     wider = dtype not in QUANTIZED_DTYPES
-    found += ["      split_kv: true"] if cache in QUANTIZED_DTYPES and (wider or layout == "paged") else []
+    needs += ["      split_kv: true"] if cache in QUANTIZED_DTYPES and (wider or layout == "paged") else []
     lines = [line for line in str(error).splitlines() if not line.startswith("      head_dim:")]
-    return NoKernelError("\n".join([*lines, *found]))
+    return NoKernelError("\n".join([*lines, *needs]))

@@ -52,7 +52,7 @@ def package_of_folder(path: Path) -> Package:
         # The package's own runtime, which may run in this process too, defines operators in the plain namespace.
         return replace(package, namespace=f"attngen_installed_{package.name}")
     patterns = ("manifest.json", "*/manifest.json", "*/*/manifest.json")
-    kernels = [read_kernel(found.parent) for pattern in patterns for found in sorted(path.glob(pattern))]
+    kernels = [read_kernel(manifest.parent) for pattern in patterns for manifest in sorted(path.glob(pattern))]
     if not kernels:
         raise LoadError(f"{path} holds no kernel (no manifest.json in it, nor up to two levels below)")
     names = sorted({kernel.package for kernel in kernels})
@@ -140,7 +140,7 @@ def _folder_of(point: Any) -> Path:
         if spec is None or not spec.submodule_search_locations:
             raise LoadError(f"there is no package of the name '{point.module}'")
         return Path(next(iter(spec.submodule_search_locations)))
-    found = point.load()
-    if isinstance(found, ModuleType):
-        return Path(next(iter(found.__path__)))
-    return Path(found() if callable(found) else found)
+    folder = point.load()
+    if isinstance(folder, ModuleType):
+        return Path(next(iter(folder.__path__)))
+    return Path(folder() if callable(folder) else folder)

@@ -24,7 +24,7 @@ from attngen.runtime.registry.packages import BrokenKernelWarning, Package, Spec
 from attngen.runtime.registry.shipped import own_package
 
 __all__ = [
-    "BrokenKernelWarning", "Found", "Package", "Registry", "SpecChangedWarning", "load", "open_package",
+    "BrokenKernelWarning", "Resolved", "Package", "Registry", "SpecChangedWarning", "load", "open_package",
     "package_of_kernels", "registry",
 ]  # fmt: skip
 
@@ -48,8 +48,8 @@ SHARED_NAMESPACE = "attngen_variants"
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a name stands for: the variant, and the kernels that compute it.
+class Resolved:
+    """A name that was looked up: its variant, and the kernels that compute it.
 
     ``package`` is the first that holds it. ``namespace`` is that of its operators where it is not the package's own,
     and ``name`` what they call it by where it is not ``package/variant``: kernels of several packages, or of none.
@@ -78,7 +78,7 @@ class Registry:
     def __init__(self) -> None:
         self.generation = 0
         self._ranks: dict[str, dict[str, Package] | None] = {"loaded": {}, "installed": None, "built": None}
-        self._found: dict[tuple[str, str | None], Found] = {}
+        self._resolved: dict[tuple[str, str | None], Resolved] = {}
         self._values: dict[str, Variant] = {}
         self._compiled: list[Kernel] = []
         self._lock = threading.RLock()
@@ -125,7 +125,7 @@ class Registry:
             self._forget()
 
     def _forget(self) -> None:
-        self._found.clear()
+        self._resolved.clear()
         self.generation += 1
 
     def packages(self) -> Iterator[tuple[str, Package]]:
@@ -152,20 +152,20 @@ class Registry:
                 self._ranks[rank] = known
         return known
 
-    def find(self, name: str, package: str | None = None) -> Found:
+    def find(self, name: str, package: str | None = None) -> Resolved:
         """The variant and kernels of a name; ``package/variant`` and ``package`` say the same.
 
         Raises NoKernelError if nothing of this name is built, CallError if the name is ambiguous.
         """
         key = (name, package)
-        found = self._found.get(key)
-        if found is None:
+        resolved = self._resolved.get(key)
+        if resolved is None:
             generation = self.generation
-            found = self._search(name, package)
+            resolved = self._search(name, package)
             with self._lock:
                 if generation == self.generation:  # else another thread changed what the search went through
-                    self._found[key] = found
-        return found
+                    self._resolved[key] = resolved
+        return resolved
 
     def declare(self, variant: Variant) -> str:
         """Return a name by which a call, and a traced program, can say a variant that was made as a value.
@@ -180,7 +180,7 @@ class Registry:
             self._values[name] = variant
         return f"{NO_PACKAGE}/{name}"
 
-    def of_value(self, variant: Variant, package: str | None = None) -> Found:
+    def of_value(self, variant: Variant, package: str | None = None) -> Resolved:
         """Return a variant that is given as a value, and the kernels of its name that compute exactly it."""
         kernels: tuple[Kernel, ...] = ()
         for _, candidate in self.packages():
@@ -192,7 +192,7 @@ class Registry:
                 )
         if package is None:
             kernels += self._compiled_for(variant)
-        return Found(package or "", variant, kernels)
+        return Resolved(package or "", variant, kernels)
 
     def _compiled_for(self, variant: Variant) -> tuple[Kernel, ...]:
         """Kernels compiled in this process for exactly this variant."""
@@ -202,11 +202,11 @@ class Registry:
             if kernel.variant_name == variant.name and kernel.variant.definition == variant.definition
         )
 
-    def _search(self, name: str, package: str | None) -> Found:
+    def _search(self, name: str, package: str | None) -> Resolved:
         prefix, slash, short = name.rpartition("/")
         if prefix == NO_PACKAGE and short in self._values:
-            found = self.of_value(self._values[short], package)
-            return replace(found, package=NO_PACKAGE, namespace=SHARED_NAMESPACE, name=name)
+            resolved = self.of_value(self._values[short], package)
+            return replace(resolved, package=NO_PACKAGE, namespace=SHARED_NAMESPACE, name=name)
         if slash:
             if package not in (None, prefix):
                 raise CallError(f"variant '{name}' names package '{prefix}', but package='{package}' was passed")
@@ -223,17 +223,17 @@ class Registry:
                 _require_one_definition(short, rank, of_rank)
             holders += of_rank
         if holders:
-            found = _together(holders)
+            resolved = _together(holders)
             if package is not None or on_demand.maker is None:
-                return found
+                return resolved
             # a compiled program takes what is made while it runs, which is of no package
-            kernels = (*found.kernels, *self._compiled_for(found.variant))
-            return replace(found, kernels=kernels, namespace=SHARED_NAMESPACE, name=short)
+            kernels = (*resolved.kernels, *self._compiled_for(resolved.variant))
+            return replace(resolved, kernels=kernels, namespace=SHARED_NAMESPACE, name=short)
         if package in (None, NO_PACKAGE) and not self._lists(short):
             variant = self.preset(short)
             if variant is not None:
                 compiled = self._compiled_for(variant)
-                return Found(NO_PACKAGE, variant, compiled, SHARED_NAMESPACE, short)
+                return Resolved(NO_PACKAGE, variant, compiled, SHARED_NAMESPACE, short)
         raise self._unknown(short, package)
 
     def _lists(self, name: str) -> bool:
@@ -243,17 +243,17 @@ class Registry:
     def preset(self, name: str) -> Variant | None:
         """Return a preset; None if there is none of that name, and in the runtime that a package carries."""
         discovery = _discovery()
-        found: Variant | None = None if discovery is None else discovery.preset(name)
-        return found
+        variant: Variant | None = None if discovery is None else discovery.preset(name)
+        return variant
 
     def _unknown(self, name: str, package: str | None) -> NoKernelError:
         """Return the error for a name that nothing stands for: what there is, and the lines that would add it."""
         known: dict[str, set[str]] = {}
         broken = []  # packages that have the variant, and no kernel of it that can be read
-        for rank, found in self.packages():
-            known.setdefault(found.name, set()).update(found.variants)
-            if name in found.variants and package in (None, found.name):
-                broken.append(f"  {rank} package '{found.name}' ({found.origin}): {_REMEDIES[rank]}")
+        for rank, holder in self.packages():
+            known.setdefault(holder.name, set()).update(holder.variants)
+            if name in holder.variants and package in (None, holder.name):
+                broken.append(f"  {rank} package '{holder.name}' ({holder.origin}): {_REMEDIES[rank]}")
         if broken:
             return NoKernelError(
                 "\n".join([f"the kernels of variant '{name}' are damaged, missing, or of another version:", *broken])
@@ -300,14 +300,14 @@ def _require_one_definition(name: str, rank: str, holders: Sequence[tuple[Packag
     raise CallError("\n".join(lines))
 
 
-def _together(holders: Sequence[tuple[Package, tuple[Kernel, ...]]]) -> Found:
+def _together(holders: Sequence[tuple[Package, tuple[Kernel, ...]]]) -> Resolved:
     """Return the variant of the first package, and the kernels of all packages that define it as that one does."""
     (first, kernels), *others = holders
     variant = kernels[0].variant
-    added = tuple(kernel for _, found in others for kernel in found if kernel.variant.definition == variant.definition)
+    added = tuple(kernel for _, more in others for kernel in more if kernel.variant.definition == variant.definition)
     if not added:
-        return Found(first.name, variant, kernels, first.namespace)
-    return Found(first.name, variant, (*kernels, *added), SHARED_NAMESPACE, variant.name)
+        return Resolved(first.name, variant, kernels, first.namespace)
+    return Resolved(first.name, variant, (*kernels, *added), SHARED_NAMESPACE, variant.name)
 
 
 def _discovery() -> Any:

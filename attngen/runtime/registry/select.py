@@ -136,8 +136,8 @@ def splits_keys(call: Call) -> bool:
 
 def _time(kernel: Kernel, call: Call | None, card: Card) -> float:
     """Predicted time of a call; without one, a pair of a row and a key."""
-    found = predict(kernel, call, card) if call is not None else None
-    return found.nanoseconds if found else kernel.times[-1] / (kernel.tile_m * kernel.tile_n)
+    predicted = predict(kernel, call, card) if call is not None else None
+    return predicted.nanoseconds if predicted else kernel.times[-1] / (kernel.tile_m * kernel.tile_n)
 
 
 def _tiles(kernel: Kernel, call: Call) -> int:
@@ -161,12 +161,12 @@ def foreseen(
     kernels: Sequence[Kernel], request: Request, driver: Driver, card: Card
 ) -> tuple[tuple[Kernel, Prediction], ...]:
     """Predicted times of a call on each kernel that takes it and has measured times, in order of preference."""
-    found = []
+    times = []
     for kernel in preferred([one for one in kernels if one.direction == request.direction], request.call, card):
         prediction = predict(kernel, request.call, card)
         if prediction is not None and reason_against(kernel, request, driver) is None:
-            found.append((kernel, prediction))
-    return tuple(found)
+            times.append((kernel, prediction))
+    return tuple(times)
 
 
 def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | None:
@@ -233,11 +233,11 @@ def against_device(kernel: Kernel, device: int, driver: Driver) -> str | None:
     if not kernel.arch.runs_on(capability):
         only = "only" if kernel.arch.specific else "and later of its generation"
         return f"it is built for {kernel.arch.name} {only}, device {device} is sm{capability}"
-    needed, found = kernel.manifest.get("min_driver") or 0, driver.version()
-    if found < needed:
+    needed, version = kernel.manifest.get("min_driver") or 0, driver.version()
+    if version < needed:
         return (
-            f"it needs a driver for {driver_text(needed)} or later, this one is for CUDA {cuda_release(found)}; "
-            f"{_driver_remedy(kernel, found)}"
+            f"it needs a driver for {driver_text(needed)} or later, this one is for CUDA {cuda_release(version)}; "
+            f"{_driver_remedy(kernel, version)}"
         )
     if kernel.shared_memory > driver.shared_memory(device):
         return (
@@ -361,8 +361,8 @@ def _against_promise(parameter: Parameter, request: Request, views: Mapping[str,
             return None  # never stepped along: the launch passes a stride that keeps the promise
         if view.stride(axis) % promised:
             size = kernel.dtype_of(of).bytes
-            found = view.stride(axis) * size
-            return f"{of}'s stride along {axis} is {found} B, which is not a multiple of {promised * size} B"
+            stride = view.stride(axis) * size
+            return f"{of}'s stride along {axis} is {stride} B, which is not a multiple of {promised * size} B"
     return None
 
 

@@ -77,19 +77,19 @@ def _read_index(folder: Path) -> Mapping[str, Any]:
     if not isinstance(index, dict):
         raise LoadError(f"{path} is not the index of a package; reinstall it")
     for entry, (what, known) in _FORMS.items():
-        found = index.get(entry)
-        if found != known:
+        listed = index.get(entry)
+        if listed != known:
             raise LoadError(
-                f"{folder} was made by attngen {index.get('attngen')} and has {what} {found}; this runtime, of attngen "
-                f"{VERSION}, reads {what} {known}: {_advice(index, found, known)}"
+                f"{folder} was made by attngen {index.get('attngen')} and has {what} {listed}; this runtime, of "
+                f"attngen {VERSION}, reads {what} {known}: {_advice(index, listed, known)}"
             )
     return index
 
 
-def _advice(index: Mapping[str, Any], found: Any, known: int) -> str:
+def _advice(index: Mapping[str, Any], listed: Any, known: int) -> str:
     name = index.get("package")
     own = f"call it by its own name ('import {name}'), with the runtime that it carries"
-    newer = isinstance(found, int) and found > known
+    newer = isinstance(listed, int) and listed > known
     return f"update attngen, or {own}" if newer else f"build the package again, or {own}"
 
 
