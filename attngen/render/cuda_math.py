@@ -181,7 +181,7 @@ def logits(plan: Plan) -> Logits:
         value = subtract(value, _COUNTED_FROM) or value
     scale = cap_scale(folded, plan.box_heads)
     # few registers are left in 8 bits: products with the places of keys would be kept in them
-    sloped = split_slope(value) if isinstance(plan.structure, HopperForward) and plan.structure.settled else None
+    sloped = split_slope(value) if isinstance(plan.structure, HopperForward) and plan.structure.lane_sum_log2 else None
     value, slope = sloped or (value, None)
     more = [each for each in (scale, slope) if each is not None]
     work: dict[Statement, None] = {}

@@ -44,10 +44,10 @@ constexpr int kVBoxBytes = 128;  // of a row of V, once it is transposed
 constexpr int kAhead = 3;  // fragments of V that a transposer has in flight
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 6;  // steps before the end of a tile of work at which the next one is taken
-constexpr float kRedoAbove = 448.0f;  // a lane's sum of probabilities that asks for a new reference,
-constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
-constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the reference is set
-constexpr int kSettled = 6;  // log2 of the sum at most that a new reference leaves a lane in a step
+constexpr float kRecomputeAbove = 448.0f;  // a lane recomputes the row max where its sum of probabilities exceeds this,
+constexpr float kRecomputeGrowth = 4.0f;  // or a step adds this many times the sum before it
+constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the row max is set
+constexpr int kLaneSumLog2 = 6;  // log2 of the largest sum of a lane in a step after its row max was recomputed
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
@@ -444,13 +444,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const float u_softmax_scale_times_LOG2E = logit_scale * kLog2e;
       const float u_slope_h = u_slope[static_cast<long long>(h)];
       const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
-      float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
+      float row_max[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // Logits of a tile are counted from the reference of its row, which saves a subtraction for each; of a row that has seen no
-      // key, from 0.
-      const CountedFrom counted_from{reference};
+      // Logits of a tile are relative to the row max, which saves a subtraction for each logit; in a row that has seen no key, to
+      // 0.
+      const CountedFrom counted_from{row_max};
 
       // S becomes logits; pairs that are not visible get -inf.
       const auto finish_logits = [&] {
@@ -508,12 +508,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       // The first tile. Its S is there.
       release_k();
       finish_logits();
-      // Few keys say little about those to come: after a partial tile the next one sets references again.
-      bool renews = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
+      // Few keys predict later logits badly: the tile after a partial one recomputes row maxima.
+      bool recomputes = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, 1.0f, maximum);
-      raise_reference<kPeak>(maximum, reference, alpha);
-      exponentiate<Element>(s, 1.0f, reference, p, row_sum);
+      raise_row_max<kPeak>(maximum, row_max, alpha);
+      exponentiate<Element>(s, 1.0f, row_max, p, row_sum);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -525,17 +525,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         fence_registers(s);
         release_k();
         finish_logits();
-        // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
+        // P of this tile, with the row max of the step before. S is kept until the sums show that P stayed in range.
         float sum[2] = {0.0f, 0.0f};
         wait_products<0>();
         fence_registers(acc);
         release_v();
-        if (__any_sync(~0u, renews)) {
+        if (__any_sync(~0u, recomputes)) {
           find_maximum(s, 1.0f, maximum);
           const float before[2] = {counted_from[0], counted_from[1]};
           maximum[0] += before[0];
           maximum[1] += before[1];
-          raise_reference<kPeak>(maximum, reference, alpha);
+          raise_row_max<kPeak>(maximum, row_max, alpha);
           rescale(acc, alpha);
           row_sum[0] *= alpha[0];
           row_sum[1] *= alpha[1];
@@ -544,26 +544,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           for (int i = 0; i < kBlockN / 2; ++i) s[i] -= up[row_of(i)];
         }
         exponentiate<Element>(s, p, sum);
-        const auto kept = [&](int row) { return reference[row] != kUnseen && sum[row] <= (renews ? kRedoAbove : fminf(kRedoGrowth * row_sum[row], kRedoAbove)); };
+        const auto kept = [&](int row) { return row_max[row] != kUnseen && sum[row] <= (recomputes ? kRecomputeAbove : fminf(kRecomputeGrowth * row_sum[row], kRecomputeAbove)); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, 1.0f, maximum);
           const float before[2] = {counted_from[0], counted_from[1]};
           maximum[0] += before[0];
           maximum[1] += before[1];
-          lift_by_sum<kSettled - kPeak>(sum, reference, maximum);
-          keep_references({kept(0), kept(1)}, reference, maximum);
-          raise_reference<kPeak>(maximum, reference, alpha);
+          raise_by_sum<kLaneSumLog2 - kPeak>(sum, row_max, maximum);
+          keep_row_max({kept(0), kept(1)}, row_max, maximum);
+          raise_row_max<kPeak>(maximum, row_max, alpha);
           rescale(acc, alpha);
-          float raised[2];  // what the logits of this tile are relative to
+          float raised[2];  // the row max to which the logits of this tile are relative
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
             row_sum[row] *= alpha[row];
             sum[row] = 0.0f;
-            raised[row] = reference[row] - before[row];
+            raised[row] = row_max[row] - before[row];
           }
           exponentiate<Element>(s, 1.0f, raised, p, sum);
         }
-        renews = false;
+        recomputes = false;
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
       }
@@ -641,7 +641,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
+          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(row_max[row], row_sum[row]);
         }
       }
       __syncwarp();

@@ -284,10 +284,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
     float factors[kHeads];
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
-      uint32_t found = 0;
+      uint32_t maximum = 0;
       const int first = of_block & -sharers;
-      for (int i = 0; i < 4 * sharers; ++i) found = max(found, shared.largest[pair][first + i / 4][i % 4][head]);
-      const float scale = scale_of(__uint_as_float(found) * own_norm, limit);
+      for (int i = 0; i < 4 * sharers; ++i) maximum = max(maximum, shared.largest[pair][first + i / 4][i % 4][head]);
+      const float scale = scale_of(__uint_as_float(maximum) * own_norm, limit);
       factors[head] = __fdiv_rn(1.0f, scale) * own_norm;
       if (thread == 0 && (task.tile & sharers - 1) == 0 && task.head + head < heads_here) {
         const long long of_head = task.b * static_cast<long long>(heads_here) + task.head + head;
@@ -360,17 +360,17 @@ __device__ __forceinline__ void wait_for_maxima(
 #pragma unroll
   for (int head = 0; head < kHeads; ++head) {
     const uint32_t* const of_head = maxima + part.words_of_head(b, first_head + head);
-    uint32_t found = 0;
+    uint32_t maximum = 0;
     for (int first = threadIdx.x % 128; first < count; first += 128 * kAtOnce) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         while (asked[head][i] == 0) asked[head][i] = word_of(of_head, first + 128 * i, count);
-        found = max(found, asked[head][i] - 1);
+        maximum = max(maximum, asked[head][i] - 1);
         asked[head][i] = word_of(of_head, first + 128 * (kAtOnce + i), count);
       }
     }
-    found = __reduce_max_sync(~0u, found);
-    if (threadIdx.x % 32 == 0) largest[threadIdx.x % 128 / 32][head] = found;
+    maximum = __reduce_max_sync(~0u, maximum);
+    if (threadIdx.x % 32 == 0) largest[threadIdx.x % 128 / 32][head] = maximum;
   }
 }
 __device__ __forceinline__ uint32_t largest_of_group(const uint32_t (&largest)[4][kHeads], int head) {
@@ -800,8 +800,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
     const bool has_head = head < heads_here;
     const int of_scales = task.b * kv_heads + (task.part == 0 ? Divisor(group, group_reciprocal).quotient(head) : head);
     uint32_t* const maximum = maxima_ptr + task.part * batch * kv_heads + of_scales;
-    // Asked for before it is needed: all that is known, or, while maxima are found, some of it.
-    uint32_t found = scales == kHead && has_head ? *static_cast<volatile uint32_t*>(maximum) : 0;
+    // Read before it is needed. The maximum is final when rounding, and a lower bound while maxima are being computed.
+    uint32_t known = scales == kHead && has_head ? *static_cast<volatile uint32_t*>(maximum) : 0;
     float x[kSlots][kNumbers];
     read_rows(x, memory, ring + stage * kTile);
     if (turns) {
@@ -836,16 +836,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
       named_sync(Named::kTile, of_block >> sharers - 1, 128 * sharers);
       if (thread == 0) bring(turn + kRotatedStages);
       if (scales == kBlock || !rounds) {
-        const auto found_by = [&](int group) {
+        const auto maximum_of = [&](int group) {
           const uint4 of_warps = shared.largest[turn & 1][group][head_of_lane()];
           return max(max(of_warps.x, of_warps.y), max(of_warps.z, of_warps.w));
         };
-        uint32_t of_tiles = found_by(of_block);
-        if (sharers == 2) of_tiles = max(of_tiles, found_by(of_block ^ 1));
-        if (!rounds && first_of_head && has_head && of_tiles > found) raise(maximum, of_tiles);  // seldom
-        found = of_tiles;
+        uint32_t of_tiles = maximum_of(of_block);
+        if (sharers == 2) of_tiles = max(of_tiles, maximum_of(of_block ^ 1));
+        if (!rounds && first_of_head && has_head && of_tiles > known) raise(maximum, of_tiles);  // rare
+        known = of_tiles;
       }
-      scale = scale_of(__uint_as_float(found) * own_norm, limit);
+      scale = scale_of(__uint_as_float(known) * own_norm, limit);
       if (rounds && first_of_head && has_head) {
         if (scales == kBlock) {
           const int blocks = task.part == 0 ? tiles_q : tiles_k;

@@ -7,7 +7,7 @@
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 //
-// A tile of work has a cluster, whose blocks share its keys: each computes O, reference and row sum of all rows from its part
+// A tile of work has a cluster, whose blocks share its keys: each computes O, row max and row sum of all rows from its part
 // of them, and adds up some of the rows, which it reads from the shared memory of all.
 #include "cluster.cuh"
 #include "expression.cuh"
@@ -41,8 +41,8 @@ static_assert(kMmaK == Product<Element, kBlockN>::kK);
 constexpr int kPacked = 4 / kElementBytes;  // probabilities in a register
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
-constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
-constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
+constexpr float kRecomputeAbove = 0x1p40f;  // a lane recomputes the row max where its sum of probabilities exceeds this,
+constexpr float kRecomputeGrowth = 4.0f;  // or a step adds this many times the sum before it
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
@@ -380,10 +380,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     const int seqlen_k = work.seqlen_k;
     const int q_first = work.q_start + 64 * warpgroup + row_in_group;
     const float scale_log2e = softmax_scale * kLog2e;
-    float* const found = &shared_at<float>(kPartials);
+    float* const partials = &shared_at<float>(kPartials);
     const int rows = min(kBlockM, work.seqlen_q - work.q_start);  // that exist
     if (more) {
-      float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
+      float row_max[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
@@ -420,8 +420,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       finish_logits();
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
-      raise_reference(maximum, reference, alpha);
-      exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+      raise_row_max(maximum, row_max, alpha);
+      exponentiate<Element>(s, scale_log2e, row_max, p, row_sum);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -435,24 +435,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         fence_registers(s);
         release_k();
         finish_logits();
-        // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
+        // P of this tile, with the row max of the step before. S is kept until the sums show that P stayed in range.
         float sum[2] = {0.0f, 0.0f};
         wait_products<0>();
         fence_registers(acc);
         release_v();
-        exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        exponentiate<Element>(s, scale_log2e, row_max, p, sum);
+        const auto kept = [&](int row) { return sum[row] <= fminf(kRecomputeGrowth * row_sum[row], kRecomputeAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
-          keep_references({kept(0), kept(1)}, reference, maximum);
-          raise_reference(maximum, reference, alpha);
+          keep_row_max({kept(0), kept(1)}, row_max, maximum);
+          raise_row_max(maximum, row_max, alpha);
           rescale(acc, alpha);
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
             row_sum[row] *= alpha[row];
             sum[row] = 0.0f;
           }
-          exponentiate<Element>(s, scale_log2e, reference, p, sum);
+          exponentiate<Element>(s, scale_log2e, row_max, p, sum);
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
@@ -466,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       wait_products<0>();
       fence_registers(acc);
       named_sync(Named::kConsumers, 0, 128 * kConsumers);
-      Partial::store(found, 64 * warpgroup + row_in_group, rows, lane, acc, reference, row_sum);
+      Partial::store(partials, 64 * warpgroup + row_in_group, rows, lane, acc, row_max, row_sum);
     }
     // All blocks of the cluster have stored theirs: each adds up some of the rows and writes them, two at a time to overlap the
     // latency of reads.
@@ -479,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const uint2 four = {
           pack<OutElement>(sum.acc.x * normalize, sum.acc.y * normalize), pack<OutElement>(sum.acc.z * normalize, sum.acc.w * normalize)};
       *reinterpret_cast<uint2*>(to + column) = four;
-      if (write_lse && column == 0) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(sum.reference, sum.sum);
+      if (write_lse && column == 0) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(sum.row_max, sum.sum);
     };
     constexpr int kColumns = kHeadDimV / 4;  // times four
     const int vectors = rows * kColumns, end = vectors * (rank + 1) / blocks;
@@ -488,7 +488,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int vector = i + 128 * kConsumers * n, row = vector / kColumns;
-        const auto place_of = [&](int part) { return mapped<float>(found, part) + row * Partial::kFloats; };
+        const auto place_of = [&](int part) { return mapped<float>(partials, part) + row * Partial::kFloats; };
         two[n].load(vector < end ? parts : 0, vector % kColumns * 4, Partial::kOfWarp, place_of);
       }
 #pragma unroll

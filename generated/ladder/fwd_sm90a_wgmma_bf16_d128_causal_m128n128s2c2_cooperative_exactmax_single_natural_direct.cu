@@ -362,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const int seqlen_k = work.seqlen_k;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = softmax_scale * kLog2e;
-      float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
+      float row_max[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
@@ -399,8 +399,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       finish_logits();
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
-      raise_reference(maximum, reference, alpha);
-      exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+      raise_row_max(maximum, row_max, alpha);
+      exponentiate<Element>(s, scale_log2e, row_max, p, row_sum);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -417,11 +417,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         fence_registers(acc);
         release_v();
         // A new running max: O and the row sum are rescaled by alpha = exp2(old max - new max).
-        raise_reference(maximum, reference, alpha);
+        raise_row_max(maximum, row_max, alpha);
         rescale(acc, alpha);
         row_sum[0] *= alpha[0];
         row_sum[1] *= alpha[1];
-        exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+        exponentiate<Element>(s, scale_log2e, row_max, p, row_sum);
       }
 
       if (leader) q_ring.release();
@@ -473,7 +473,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
+          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(row_max[row], row_sum[row]);
         }
       }
       work = next;

@@ -114,24 +114,24 @@ extern "C" __global__ void __launch_bounds__(kThreads) append_sm90a_bf16_kv_fp8_
     if (of_q) {
       to = q_out_ptr + b * stride_q_out_b + s * stride_q_out_s + h * stride_q_out_h;
     } else if (mine.belongs) {
-      Place found;
+      Place place;
       if (slots_ptr != nullptr) {
         const long long at = b * stride_slots_b + s * stride_slots_s;
         const long long slot = long_slots ? static_cast<const long long*>(slots_ptr)[at] : static_cast<const int*>(slots_ptr)[at];
-        found = place_of_slot(slot, pages, page_size);
+        place = place_of_slot(slot, pages, page_size);
       } else {
         const long long position = static_cast<long long>(cache_seqlens_ptr[mine.b]) + mine.index;
         if (page_table_ptr != nullptr) {
-          found = place_in_pages(position, page_table_ptr + mine.b * page_table_stride, max_pages, pages, page_size);
+          place = place_in_pages(position, page_table_ptr + mine.b * page_table_stride, max_pages, pages, page_size);
         } else {
           const int entry = batch_index_ptr != nullptr ? batch_index_ptr[mine.b] : mine.b;
-          found = place_in_entry(position, entry, pages, page_size);
+          place = place_in_entry(position, entry, pages, page_size);
         }
       }
-      if (found.page >= 0) {
-        into_cache = of_v ? v_cache_ptr + found.page * stride_v_cache_page + found.row * stride_v_cache_s + h * stride_v_cache_h
-                          : k_cache_ptr + found.page * stride_k_cache_page + found.row * stride_k_cache_s + h * stride_k_cache_h;
-        const long long of = scales_of_pages ? found.page : mine.b;
+      if (place.page >= 0) {
+        into_cache = of_v ? v_cache_ptr + place.page * stride_v_cache_page + place.row * stride_v_cache_s + h * stride_v_cache_h
+                          : k_cache_ptr + place.page * stride_k_cache_page + place.row * stride_k_cache_s + h * stride_k_cache_h;
+        const long long of = scales_of_pages ? place.page : mine.b;
         scale = of_v ? v_descale_ptr[of * stride_v_descale_b + h * stride_v_descale_h]
                      : k_descale_ptr[of * stride_k_descale_b + h * stride_k_descale_h];
       }

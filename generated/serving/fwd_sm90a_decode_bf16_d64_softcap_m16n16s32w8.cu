@@ -4,12 +4,12 @@
 // Rendered from templates/cuda/decode/kernel.cu.j2 by `attngen build specs/serving.yaml`.
 //
 // Few query rows against many keys: memory binds, not the products. The rows of a KV head, those of all query heads of its
-// group, are cut into blocks of 16, one for each of `row_warps` warps. These go through the same keys, 16 at a time; a
-// block has several such groups of warps, which take tiles of keys in turn, and warps that copy them ahead.
+// group, are cut into row blocks of 16, one for each of `row_warps` warps. These warps go through the same keys, 16 at a
+// time. A block has several such groups of warps, which take KV tiles in turn, and loader warps, which prefetch them.
 //
-// The tiles that rows see, of all sequences and KV heads, are one list. Blocks take equal shares of it, or, where there
-// are few units of work, clusters do, whose blocks then work together. Where a share ends inside a unit, partial results
-// stay in global memory, and the block that comes last merges them, in their order.
+// The tiles that rows see, of all sequences and KV heads, form one list. Each block takes an equal range of it; with few
+// work items, each cluster does, and its blocks work together. Where a range ends inside an item, blocks leave partial
+// results in global memory, and the block that finishes last merges them in order.
 #include "cluster.cuh"
 #include "divisor.cuh"
 #include "expression.cuh"
@@ -36,7 +36,7 @@ constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 
 // How work is shared, in tiles of keys; measured.
 constexpr int kLeastTiles = 8;  // of a block at least; with fewer, fewer blocks work
-constexpr int kCutTiles = 12;  // how many more a block may have than its equal share, if its share is then one part of one unit
+constexpr int kCutTiles = 12;  // how many more than an equal share a block may have, if it then works on one work item only
 constexpr int kWholeTiles = 2048;  // of a block: with more, idle blocks cost more than merging
 
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * sizeof(Element);
@@ -69,12 +69,12 @@ struct Spans {
   int full_lo, full_hi;
 };
 
-// Which unit of work.
+// The place of a work item.
 struct Place {
-  int hk, b, row_unit;
+  int hk, b, row_block;
 };
 
-// A unit of work: rows of one KV head of a sequence, and the KV tiles that they see.
+// A work item: rows of one KV head of a sequence, and the KV tiles that they see.
 struct Work {
   int b, hk, row_start;
   int seqlen_k;
@@ -82,17 +82,17 @@ struct Work {
   Spans spans;
 };
 
-// A part of a unit: its tiles [first, end), the pieces of a list from number `piece` of `pieces` on.
+// A part of a work item: its tiles [first, end). It begins with KV chunk number `chunk` of the item's `chunks`.
 struct Part : Work {
-  int piece, pieces;
-  int list_begin;  // of the unit in the list
+  int chunk, chunks;
+  int list_begin;  // index of the item's first chunk in the list
   int first, end;
 };
 
-// The next piece, and how many are left of a share of the list.
+// The next KV chunk, and the number of chunks left in this worker's range of the list.
 struct Walk {
   Place place;
-  int piece, left;
+  int chunk, left;
 };
 
 extern __shared__ char shared_memory[];
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   // Warps that share keys: one for each block of rows, up to half of all.
   const int row_warps = 1 << row_bits, row_warp = warp & row_warps - 1;
   const int groups = kWarps >> row_bits, warp_group = warp >> row_bits;
-  const int unit_rows = kRows << row_bits;
+  const int item_rows = kRows << row_bits;
 
   if (warp >= kWarps) {  // a loader makes the barriers of its own stages, so that it can begin at once
     const int own = warp - kWarps + lane * kLoaders;
@@ -137,28 +137,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   }
   wait_dependencies();  // nothing in global memory is read or written before
 
-  // Units of work in their order: blocks of rows of a sequence, sequences, KV heads.
+  // Work items in order: row blocks of a sequence, then sequences, then KV heads.
   const Divisor by_row_units(row_units, row_units_reciprocal), by_batch(batch, batch_reciprocal);
   const Divisor by_group(group, group_reciprocal);
-  const auto place_of_unit = [&](int unit) {
-    const int sequence = by_row_units.quotient(unit), hk = by_batch.quotient(sequence);
-    return Place{hk, sequence - hk * batch, unit - sequence * row_units};
+  const auto place_of_item = [&](int item) {
+    const int sequence = by_row_units.quotient(item), hk = by_batch.quotient(sequence);
+    return Place{hk, sequence - hk * batch, item - sequence * row_units};
   };
   const auto advance = [&](Place& place) {
-    if (++place.row_unit < row_units) return;
-    place.row_unit = 0;
+    if (++place.row_block < row_units) return;
+    place.row_block = 0;
     if (++place.b < batch) return;
     place.b = 0;
     ++place.hk;
   };
 
-  // The rows of a unit, and which keys they see.
+  // The rows of a work item, and the keys that they see.
   const auto work_of = [&](const Place& place) {
-    const int b = place.b, hk = place.hk, row_start = place.row_unit * unit_rows;
+    const int b = place.b, hk = place.hk, row_start = place.row_block * item_rows;
     const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
     if (row_start >= seqlen_q * group) return Work{.tiles = -1};  // a shorter sequence than the longest
     const int q_start = by_group.quotient(row_start);
-    const int q_hi = min(by_group.quotient(row_start + unit_rows - 1), seqlen_q - 1);
+    const int q_hi = min(by_group.quotient(row_start + item_rows - 1), seqlen_q - 1);
     const int whole_tiles = seqlen_k / kBlockN;
     const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
     const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
@@ -172,26 +172,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     return work.spans.visible_lo + number;
   };
 
-  // The list of pieces: tiles, or splits of `split_tiles` tiles if the call fixes them. Each thread counts those of some units.
+  // The list of KV chunks: single tiles, or splits of `split_tiles` tiles if the call fixes their size. Each thread counts the
+  // chunks of some items.
   const bool listed_splits = split_tiles > 0;
   const Divisor by_split(split_tiles, split_tiles_reciprocal);
-  const auto pieces_of = [&](int tiles) {
-    if (tiles <= 0) return tiles + 1;  // a unit that sees no key has a piece, which writes its result
+  const auto chunks_of = [&](int tiles) {
+    if (tiles <= 0) return tiles + 1;  // an item that sees no key has one chunk, which writes its result
     return listed_splits ? by_split.quotient(tiles + split_tiles - 1) : tiles;
   };
-  const int units = batch * kv_heads * row_units;
-  const int units_of_thread = (units + kThreads - 1) / kThreads;
-  const int unit_first = min(threadIdx.x * units_of_thread, units), unit_end = min(unit_first + units_of_thread, units);
-  const Place place_first = place_of_unit(unit_first);
-  // The units of one sequence see about as many keys as each other, so that clusters can begin without counting.
+  const int items = batch * kv_heads * row_units;
+  const int items_of_thread = (items + kThreads - 1) / kThreads;
+  const int item_first = min(threadIdx.x * items_of_thread, items), item_end = min(item_first + items_of_thread, items);
+  const Place place_first = place_of_item(item_first);
+  // Items of one sequence see about the same number of keys, so clusters can begin without counting.
   const bool clustered = cluster_size() > 1, alike = clustered && batch == 1 && row_units == 1;
-  Count all = {0, units, 0}, before = {};
+  Count all = {0, items, 0}, before = {};
   if (!alike) {
     Count own = {};
     Place place = place_first;
-    for (int unit = unit_first; unit < unit_end; ++unit) {
+    for (int item = item_first; item < item_end; ++item) {
       const int tiles = work_of(place).tiles;
-      own += Count{pieces_of(tiles), tiles >= 0, tiles};
+      own += Count{chunks_of(tiles), tiles >= 0, tiles};
       advance(place);
     }
     before = count_before(own, lane);
@@ -205,41 +206,42 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     }
   }
 
-  // The workers: clusters, whose blocks work together, or single blocks. Where each unit can have workers of its own, they
-  // cut it evenly, unless some would have much more to do than others; else all workers have equal shares of the list.
+  // A worker is a cluster, whose blocks work together, or a single block. With enough workers for all items, each item is cut
+  // evenly among its own workers, unless some of these would have much more to do than others; else every worker takes an
+  // equal range of the list.
   const auto cuts_for = [&](int workers, int slack) {
-    if (all.units == 0 || all.units > workers) return 0;
-    const int cuts = workers / all.units, share = all.pieces / workers;
+    if (all.items == 0 || all.items > workers) return 0;
+    const int cuts = workers / all.items, share = all.chunks / workers;
     return all.longest <= cuts * (share + max(slack, share <= kWholeTiles ? share / 16 : 0)) ? cuts : 0;
   };
   const int clusters = gridDim.x / kCluster;
-  int splits = alike ? clusters / units : clustered ? cuts_for(clusters, kCutTiles * kCluster) : 0;
+  int splits = alike ? clusters / items : clustered ? cuts_for(clusters, kCutTiles * kCluster) : 0;
   const bool together = splits > 0;
   const int team = together ? kCluster : 1, rank = together ? cluster_rank() : 0;
   const int worker = together ? blockIdx.x / kCluster : blockIdx.x;
-  int workers = min(max((listed_splits ? all.pieces * split_tiles : all.pieces) / kLeastTiles, all.units), static_cast<int>(gridDim.x));
+  int workers = min(max((listed_splits ? all.chunks * split_tiles : all.chunks) / kLeastTiles, all.items), static_cast<int>(gridDim.x));
   if (!together && !listed_splits) splits = cuts_for(workers, kCutTiles);
   if (splits > 0) {
-    workers = all.units * splits;
-  } else if (!listed_splits && all.units > workers && all.pieces / workers <= kWholeTiles && all.pieces == all.units * all.longest) {
-    // Equal units: if few blocks stay idle, each takes the same number of whole units, and nothing is merged in memory.
-    const int units_each = (all.units + workers - 1) / workers, takers = all.units / units_each;
-    if (takers * units_each == all.units && 16 * takers >= 15 * workers) workers = takers;
+    workers = all.items * splits;
+  } else if (!listed_splits && all.items > workers && all.chunks / workers <= kWholeTiles && all.chunks == all.items * all.longest) {
+    // Equal items: if few blocks stay idle, each takes the same number of whole items, and no partial results are merged.
+    const int items_each = (all.items + workers - 1) / workers, takers = all.items / items_each;
+    if (takers * items_each == all.items && 16 * takers >= 15 * workers) workers = takers;
   }
-  const Shares shares(splits > 0 ? workers : all.pieces, workers);
-  const int share_begin = shares.first(worker), share_end = shares.first(worker + 1);
-  if (worker >= workers || share_begin == share_end) return;
+  const EvenRanges ranges(splits > 0 ? workers : all.chunks, workers);
+  const int range_begin = ranges.first(worker), range_end = ranges.first(worker + 1);
+  if (worker >= workers || range_begin == range_end) return;
   Walk begin;
   if (alike) {
-    begin = {place_of_unit(worker / splits), worker % splits, 1};
+    begin = {place_of_item(worker / splits), worker % splits, 1};
   } else {
-    int listed = splits > 0 ? before.units * splits : before.pieces;
+    int listed = splits > 0 ? before.items * splits : before.chunks;
     Place place = place_first;
-    for (int unit = unit_first; unit < unit_end && listed <= share_begin; ++unit) {
+    for (int item = item_first; item < item_end && listed <= range_begin; ++item) {
       const int tiles = work_of(place).tiles;
-      const int pieces = splits > 0 ? (tiles < 0 ? 0 : splits) : pieces_of(tiles);
-      if (share_begin < listed + pieces) shared_at<Walk>(kBegin) = {place, share_begin - listed, share_end - share_begin};
-      listed += pieces;
+      const int chunks = splits > 0 ? (tiles < 0 ? 0 : splits) : chunks_of(tiles);
+      if (range_begin < listed + chunks) shared_at<Walk>(kBegin) = {place, range_begin - listed, range_end - range_begin};
+      listed += chunks;
       advance(place);
     }
   }
@@ -252,38 +254,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     named_sync(Named::kMade, 0, kThreads);
   }
 
-  // Takes the next part of the share; false if nothing is left.
+  // Takes the next part of this worker's range; false if nothing is left.
   const auto take = [&](Walk& walk, Part& part) {
     if (walk.left == 0) return false;
     while ((static_cast<Work&>(part) = work_of(walk.place)).tiles < 0) {
       advance(walk.place);
       if (walk.place.hk == kv_heads) return false;
     }
-    part.piece = walk.piece;
-    part.list_begin = share_end - walk.left - walk.piece;
-    if (splits > 0) {  // the share is one of the equal parts of a unit; a short unit has fewer parts
-      const Shares tiles(part.tiles, splits);
-      part.pieces = max(min(part.tiles, splits), 1);
-      part.first = tiles.first(walk.piece);
-      part.end = tiles.first(walk.piece + 1);
+    part.chunk = walk.chunk;
+    part.list_begin = range_end - walk.left - walk.chunk;
+    if (splits > 0) {  // the range is one of `splits` equal parts of an item; a short item has fewer parts
+      const EvenRanges tiles(part.tiles, splits);
+      part.chunks = max(min(part.tiles, splits), 1);
+      part.first = tiles.first(walk.chunk);
+      part.end = tiles.first(walk.chunk + 1);
       walk.left = 0;
-      return walk.piece < part.pieces;
+      return walk.chunk < part.chunks;
     }
-    part.pieces = pieces_of(part.tiles);
-    const int taken = listed_splits ? 1 : min(part.pieces - walk.piece, walk.left);
-    const int piece_tiles = listed_splits ? split_tiles : 1;
-    part.first = walk.piece * piece_tiles;
-    part.end = min((walk.piece + taken) * piece_tiles, part.tiles);
+    part.chunks = chunks_of(part.tiles);
+    const int taken = listed_splits ? 1 : min(part.chunks - walk.chunk, walk.left);
+    const int chunk_tiles = listed_splits ? split_tiles : 1;
+    part.first = walk.chunk * chunk_tiles;
+    part.end = min((walk.chunk + taken) * chunk_tiles, part.tiles);
     walk.left -= taken;
-    walk.piece += taken;
-    if (walk.piece == part.pieces) {
-      walk.piece = 0;
+    walk.chunk += taken;
+    if (walk.chunk == part.chunks) {
+      walk.chunk = 0;
       advance(walk.place);
     }
     return true;
   };
 
-  // Which tile a step of a block is: groups of warps take steps in turn, and so do the blocks of a cluster.
+  // The tile of a step: groups of warps take tiles in turn, and so do the blocks of a cluster.
   const int turn_bits = kWarpBits - row_bits;
   const auto number_of = [&](const Part& part, int step) {
     return part.first + ((step >> turn_bits) * team + rank << turn_bits) + (step & groups - 1);
@@ -334,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   Part part;
   while (__any_sync(~0u, take(walk, part))) {
     const Work& work = part;
-    const int rows = min(seqlen_q * group - work.row_start, unit_rows);  // that exist, of the unit's
+    const int rows = min(seqlen_q * group - work.row_start, item_rows);  // rows of the item that exist
     const int own_row = kRows * row_warp + lane / 4;
 
     // The two rows of a lane, and Q as the A operand.
@@ -357,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     const float scale_log2e = u_cap * kLog2e;
     // Partial results of this warp's keys: O, the running max of each row, and its row sum.
     float acc[kHeadDimV / 2] = {};
-    float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {};
+    float row_max[2] = {kUnseen, kUnseen}, row_sum[2] = {};
     for (int step = warp_group, number; __any_sync(~0u, (number = number_of(part, step)) < part.end); step += groups) {
       const int tile = tile_of(work, number);
       const KvRing ring = KvRing::at(position + step, here);
@@ -420,18 +422,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
         }
       }
 
-      // P = exp2(S * scale - reference)
+      // P = exp2(S * scale - row max)
       float maximum[2];
       find_maximum(s, scale_log2e, maximum);
-      if (__any_sync(~0u, maximum[0] > reference[0] || maximum[1] > reference[1])) {
+      if (__any_sync(~0u, maximum[0] > row_max[0] || maximum[1] > row_max[1])) {
         float alpha[2];
-        raise_reference(maximum, reference, alpha);
+        raise_row_max(maximum, row_max, alpha);
         rescale(acc, alpha);
         row_sum[0] *= alpha[0];
         row_sum[1] *= alpha[1];
       }
       uint32_t p[kBlockN / 4];
-      exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+      exponentiate<Element>(s, scale_log2e, row_max, p, row_sum);
 
       // O += P V
 #pragma unroll
@@ -445,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       if (lane == 0) ring.release(kWarps / 2 >> row_bits);
     }
     // Results are added in rounds: those of the groups of a block, then those of the blocks of a cluster, or of all blocks that
-    // have keys of the unit. Each thread has four columns of a row at a time.
+    // have keys of the work item. Each thread has four columns of a row at a time.
     const int vectors = rows * (kHeadDimV / 4);
     const auto for_rows = [&](int first, int end, int count, int at, const auto& places_of, const auto& use) {
       for (int i = first + threadIdx.x; i < end; i += 32 * kWarps) {
@@ -460,43 +462,43 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       const uint2 four = {
           pack<OutElement>(sum.acc.x * normalize, sum.acc.y * normalize), pack<OutElement>(sum.acc.z * normalize, sum.acc.w * normalize)};
       *reinterpret_cast<uint2*>(to + column) = four;
-      if (write_lse && column == 0) lse_ptr[(work.b * static_cast<long long>(heads) + h) * seqlen_q + q] = log_sum_exp(sum.reference, sum.sum);
+      if (write_lse && column == 0) lse_ptr[(work.b * static_cast<long long>(heads) + h) * seqlen_q + q] = log_sum_exp(sum.row_max, sum.sum);
     };
-    float* const found = &shared_at<float>(kMerge);
-    const auto of_group = [&](int number) { return found + number * unit_rows * Partial::kFloats; };
+    float* const partials = &shared_at<float>(kMerge);
+    const auto of_group = [&](int number) { return partials + number * item_rows * Partial::kFloats; };
     if (!first_part) sync_consumers();  // partial results of the part before have been read
     first_part = false;
-    Partial::store(of_group(warp_group), own_row, rows, lane, acc, reference, row_sum);
+    Partial::store(of_group(warp_group), own_row, rows, lane, acc, row_max, row_sum);
     sync_consumers();
 
     if (together) {  // a worker has one part then
       for_rows(0, vectors, groups, Partial::kOfWarp, of_group, [&](Partial sum, int row, int column) {
-        sum.store(found + row * Partial::kFloats, column, Partial::kOfBlock);
+        sum.store(partials + row * Partial::kFloats, column, Partial::kOfBlock);
       });
       arrive_cluster();
       wait_cluster();
     }
-    const auto of_block = [&](int number) -> const float* { return together ? mapped(found, number) : of_group(number); };
+    const auto of_block = [&](int number) -> const float* { return together ? mapped(partials, number) : of_group(number); };
     const int count = together ? kCluster : groups, at = together ? Partial::kOfBlock : Partial::kOfWarp;
     if (part.end - part.first == part.tiles) {
       const int share = vectors / team;  // of the results to write
       for_rows(rank * share, (rank + 1) * share, count, at, of_block, write);
     } else if (rank == 0) {  // other blocks have the rest of the keys: partial results go to global memory, and the last block to come merges all
-      const int first_worker = listed_splits ? 0 : shares.worker_of(part.list_begin);
-      const int parts = listed_splits ? part.pieces : shares.worker_of(part.list_begin + part.pieces - 1) - first_worker + 1;
-      const int unit = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
-      // A split has a slot; a worker has two: for a unit that others begin, and for one that it begins.
+      const int first_worker = listed_splits ? 0 : ranges.worker_of(part.list_begin);
+      const int parts = listed_splits ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
+      const int item = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
+      // A split has one slot; a worker has two: for an item that another worker begins, and for one that it begins.
       const auto of_worker = [&](int number) {
-        const int slot = listed_splits ? unit * max_splits + number : 2 * (first_worker + number) + (number == 0);
-        return partials_ptr + slot * static_cast<long long>(unit_rows * Partial::kFloats);
+        const int slot = listed_splits ? item * max_splits + number : 2 * (first_worker + number) + (number == 0);
+        return partials_ptr + slot * static_cast<long long>(item_rows * Partial::kFloats);
       };
-      float* const own = of_worker(listed_splits ? part.piece : worker - first_worker);
+      float* const own = of_worker(listed_splits ? part.chunk : worker - first_worker);
       for_rows(0, vectors, count, at, of_block, [&](Partial sum, int row, int column) {
         sum.store(own + row * Partial::kFloats, column, Partial::kOfWarp);
       });
       sync_consumers();
       if (threadIdx.x == 0) {
-        uint32_t* const counter = counters_ptr + (listed_splits ? unit : first_worker);
+        uint32_t* const counter = counters_ptr + (listed_splits ? item : first_worker);
         const bool last = arrive_counted(counter) == parts - 1;
         if (last) *counter = 0;  // as the next launch expects it
         shared_at<int>(kLast) = last;

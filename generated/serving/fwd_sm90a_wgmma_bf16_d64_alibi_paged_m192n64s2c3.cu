@@ -41,8 +41,8 @@ constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 64;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 6;  // steps before the end of a tile of work at which the next one is taken
-constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
-constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
+constexpr float kRecomputeAbove = 0x1p40f;  // a lane recomputes the row max where its sum of probabilities exceeds this,
+constexpr float kRecomputeGrowth = 4.0f;  // or a step adds this many times the sum before it
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
@@ -472,16 +472,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const float u_softmax_scale_times_LOG2E = softmax_scale * kLog2e;
       const float u_slope_h = u_slope[static_cast<long long>(h)];
       const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
-      float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
+      float row_max[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
-      // Logits of a tile are counted from the reference of its row, which saves a subtraction for each; of a row that has seen no
-      // key, from 0.
+      // Logits of a tile are relative to the row max, which saves a subtraction for each logit; in a row that has seen no key, to
+      // 0.
       float counted_from[2] = {0.0f, 0.0f};
       const auto count_from_reference = [&] {
 #pragma unroll
-        for (int row = 0; row < 2; ++row) counted_from[row] = reference[row] == kUnseen ? 0.0f : reference[row];
+        for (int row = 0; row < 2; ++row) counted_from[row] = row_max[row] == kUnseen ? 0.0f : row_max[row];
       };
 
       // S becomes logits; pairs that are not visible get -inf.
@@ -543,8 +543,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       finish_logits();
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, 1.0f, maximum);
-      raise_reference(maximum, reference, alpha);
-      exponentiate<Element>(s, 1.0f, reference, p, row_sum);
+      raise_row_max(maximum, row_max, alpha);
+      exponentiate<Element>(s, 1.0f, row_max, p, row_sum);
       count_from_reference();
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
@@ -566,26 +566,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         fence_registers(s);
         release_k();
         finish_logits();
-        // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
+        // P of this tile, with the row max of the step before. S is kept until the sums show that P stayed in range.
         float sum[2] = {0.0f, 0.0f};
         wait_products<0>();
         fence_registers(acc);
         release_v();
         exponentiate<Element>(s, p, sum);
-        const auto kept = [&](int row) { return reference[row] != kUnseen && sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        const auto kept = [&](int row) { return row_max[row] != kUnseen && sum[row] <= fminf(kRecomputeGrowth * row_sum[row], kRecomputeAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, 1.0f, maximum);
           maximum[0] += counted_from[0];
           maximum[1] += counted_from[1];
-          keep_references({kept(0), kept(1)}, reference, maximum);
-          raise_reference(maximum, reference, alpha);
+          keep_row_max({kept(0), kept(1)}, row_max, maximum);
+          raise_row_max(maximum, row_max, alpha);
           rescale(acc, alpha);
-          float raised[2];  // what the logits of this tile are relative to
+          float raised[2];  // the row max to which the logits of this tile are relative
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
             row_sum[row] *= alpha[row];
             sum[row] = 0.0f;
-            raised[row] = reference[row] - counted_from[row];
+            raised[row] = row_max[row] - counted_from[row];
           }
           exponentiate<Element>(s, 1.0f, raised, p, sum);
           count_from_reference();
@@ -679,7 +679,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < work.seqlen_q) lse_ptr[work.h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(reference[row], row_sum[row]);
+          if (q < work.seqlen_q) lse_ptr[work.h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(row_max[row], row_sum[row]);
         }
       }
       work = next;

@@ -40,8 +40,8 @@ constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 128;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
-constexpr float kRedoAbove = 0x1p40f;  // a lane's sum of probabilities that asks for a new reference,
-constexpr float kRedoGrowth = 4.0f;  // as does a step that adds this many times what was there before
+constexpr float kRecomputeAbove = 0x1p40f;  // a lane recomputes the row max where its sum of probabilities exceeds this,
+constexpr float kRecomputeGrowth = 4.0f;  // or a step adds this many times the sum before it
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 65536 B: Q
@@ -391,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const int seqlen_k = work.seqlen_k;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = softmax_scale * kLog2e;
-      float reference[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
+      float row_max[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
@@ -428,8 +428,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       finish_logits();
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
-      raise_reference(maximum, reference, alpha);
-      exponentiate<Element>(s, scale_log2e, reference, p, row_sum);
+      raise_row_max(maximum, row_max, alpha);
+      exponentiate<Element>(s, scale_log2e, row_max, p, row_sum);
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
@@ -443,24 +443,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         fence_registers(s);
         release_k();
         finish_logits();
-        // P of this tile with the reference of the step before. S is kept until the sums say that it was good enough.
+        // P of this tile, with the row max of the step before. S is kept until the sums show that P stayed in range.
         float sum[2] = {0.0f, 0.0f};
         wait_products<0>();
         fence_registers(acc);
         release_v();
-        exponentiate<Element>(s, scale_log2e, reference, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= fminf(kRedoGrowth * row_sum[row], kRedoAbove); };
+        exponentiate<Element>(s, scale_log2e, row_max, p, sum);
+        const auto kept = [&](int row) { return sum[row] <= fminf(kRecomputeGrowth * row_sum[row], kRecomputeAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
-          keep_references({kept(0), kept(1)}, reference, maximum);
-          raise_reference(maximum, reference, alpha);
+          keep_row_max({kept(0), kept(1)}, row_max, maximum);
+          raise_row_max(maximum, row_max, alpha);
           rescale(acc, alpha);
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
             row_sum[row] *= alpha[row];
             sum[row] = 0.0f;
           }
-          exponentiate<Element>(s, scale_log2e, reference, p, sum);
+          exponentiate<Element>(s, scale_log2e, row_max, p, sum);
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
@@ -525,7 +525,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(reference[row], row_sum[row]);
+          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(row_max[row], row_sum[row]);
         }
       }
       work = next;

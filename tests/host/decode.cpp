@@ -216,8 +216,8 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
     }
     for (double& x : p) sum += x = std::exp(x - maximum);
     const double wanted = p.empty() ? -INFINITY : maximum + std::log(sum);
-    const double found = lse[PAGED ? h * batch * rows + b * rows + row : (b * heads + h) * rows + row];
-    if (!(found == wanted || std::abs(found - wanted) < 1e-3)) fail("a log-sum-exp", i);
+    const double actual = lse[PAGED ? h * batch * rows + b * rows + row : (b * heads + h) * rows + row];
+    if (!(actual == wanted || std::abs(actual - wanted) < 1e-3)) fail("a log-sum-exp", i);
     for (int c = 0; c < width; ++c) {
       double o = 0.0;
       for (size_t key = 0; key < p.size(); ++key) o += p[key] / sum * scale_of_key(v_scales, b, key, hk) * to_float(v[place_of(b, key, hk) + c]);

@@ -27,7 +27,7 @@ def _structure(declared: str, **fields: object) -> HopperForward:
 
 
 @pytest.mark.parametrize(
-    ("score", "scalar", "dtype", "reference"),
+    ("score", "scalar", "dtype", "fixed_max"),
     [
         ("30 * tanh(s / 30)", {}, "bf16", "0.0f"),
         ("cap * tanh(s / cap)", {"min": 0.001, "max": 55}, "bf16", "0.0f"),
@@ -41,13 +41,13 @@ def _structure(declared: str, **fields: object) -> HopperForward:
         ("s", {}, "bf16", None),
     ],
 )
-def test_a_bounded_score_has_a_constant_reference(
-    score: str, scalar: dict[str, float], dtype: str, reference: str | None
+def test_a_bounded_score_has_a_fixed_max(
+    score: str, scalar: dict[str, float], dtype: str, fixed_max: str | None
 ) -> None:
     structure = _structure(_declared(score, **scalar), dtype=dtype)
-    assert structure.softmax == ("fixed_reference" if reference is None else "bounded")
-    if reference is not None:
-        assert structure.reference == reference
+    assert structure.softmax == ("fixed_reference" if fixed_max is None else "bounded")
+    if fixed_max is not None:
+        assert structure.fixed_max == fixed_max
     kept = _structure(_declared(score, **scalar), dtype=dtype, softmax="exact_max")
     assert kept.softmax == "exact_max"
 
@@ -100,17 +100,17 @@ def test_capped_and_relative_scores(score: str, fields: dict[str, object], expec
     assert (structure.capped, structure.relative) == expected
 
 
-def test_a_reference_goes_to_a_term_without_keys() -> None:
+def test_the_row_max_is_subtracted_from_a_term_without_keys() -> None:
     spec = kernel_spec("alibi", backend="cuda")
     value = split_keys(fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True).value)
-    reference = own("reference", Type.FLOAT)
-    difference = subtract(value, reference)
+    row_max = own("row_max", Type.FLOAT)
+    difference = subtract(value, row_max)
     assert difference is not None
     holders = []
 
     def visit(node: object) -> None:
         if isinstance(node, Op):
-            if reference in node.args:
+            if row_max in node.args:
                 holders.append(node)
             for argument in node.args:
                 visit(argument)

@@ -143,7 +143,7 @@ def test_in_8_bits_consumers_skip_wide_tiles_of_windows(variant: str, tile: str,
     assert isinstance(plan.structure, HopperForward)
     assert plan.structure.anchored
     assert plan.structure.skips is skips
-    assert plan.structure.renew_below
+    assert plan.structure.recompute_below
     apart = planned(variant, backend="cuda", head_dim=64, dtype="fp8_e4m3", tile=tile)
     assert isinstance(apart.structure, HopperForward)
-    assert not apart.structure.renew_below
+    assert not apart.structure.recompute_below

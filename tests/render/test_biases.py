@@ -94,7 +94,7 @@ def test_tiles_fit_shared_memory(mask: str, head_dim: int) -> None:
 def test_a_sum_with_biases_alone_is_multiplied_once() -> None:
     text = render(scored("s + bias[h, q, kv]", OF_HEADS)).text
     assert "x = x * softmax_scale + element_of<bf16>(bias_pairs, i, row);" in text
-    assert "exponentiate<Element>(s, kLog2e, reference, p, sum);" in text
+    assert "exponentiate<Element>(s, kLog2e, row_max, p, sum);" in text
 
 
 # --- backward ---------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ PTX = {
     r'asm\("ex2\.approx\.ftz\.f32 .*?\);': "y = exp2f(x);",
     r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\(quotient.*?\);': "quotient = 1.0f / sum[row];",
     r'asm\("lg2\.approx\.ftz\.f32 .*?"=f"\(([\w.]+)\) : "f"\((\w+)\)\);': r"\1 = log2f(\2);",
-    r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\(found.*?\);': "found.z = 1.0f / positive;",
+    r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\(scales.*?\);': "scales.z = 1.0f / positive;",
     r'asm\("max\.u16x2 .*?\);': "larger = max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16;",
     r'asm\("\{\.reg .*? cvt\.rn\.f16x2\.e4m3x2 .*?\);': "wide = widened_by_table(four);",
     r'asm\("tanh\.approx\.f32 .*?\);': "y = tanhf(x);",

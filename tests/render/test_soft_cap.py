@@ -14,7 +14,7 @@ from tests.render.test_decode_on_host import HOST, on_host
 
 COMPILER = shutil.which("g++")
 
-#: For each cap, scale of the products, product and reference: whether the polynomial holds, P, and the sum of two.
+#: For each cap, scale of the products, product and row_max: whether the polynomial holds, P, and the sum of two.
 PROGRAM = """
 #include "soft_cap.cuh"
 static float last;
@@ -24,12 +24,12 @@ inline uint32_t pack<Noted>(float low, float) { last = low; return 0; }
 int main(int count, char** given) {
   for (int i = 1; i + 3 < count; i += 4) {
     const float cap = atof(given[i]), scale = atof(given[i + 1]);
-    const float x = atof(given[i + 2]), reference = atof(given[i + 3]);
+    const float x = atof(given[i + 2]), row_max = atof(given[i + 3]);
     const SoftCap soft_cap(scale / cap, cap * kLog2e);
-    const float s[2] = {x, x}, references[2] = {reference, reference};
+    const float s[2] = {x, x}, row_maxima[2] = {row_max, row_max};
     uint32_t p[1];
     float sum[2] = {};
-    const bool holds = exponentiate_capped<Noted>(s, soft_cap, references, p, sum);
+    const bool holds = exponentiate_capped<Noted>(s, soft_cap, row_maxima, p, sum);
     std::printf("%d %.9g %.9g\\n", holds, last, sum[0]);
   }
 }
@@ -48,22 +48,22 @@ def test_the_soft_cap_is_as_good_as_tanh_where_it_holds_and_says_where_not(tmp_p
          str(program)], check=True,
     )  # fmt: skip
     cases = [
-        (cap, scale, float(argument) * cap / scale, reference)
+        (cap, scale, float(argument) * cap / scale, row_max)
         for cap in (0.5, 30.0, 50.0, 1e4)
         for scale in (0.0884, 1.0)
         for argument in (*np.linspace(-0.75, 0.75, 41), 0.7501, -0.7501, 3.0, -20.0, float("nan"), float("inf"))
-        for reference in (0.0, 3.5)
+        for row_max in (0.0, 3.5)
     ]
     words = [f"{number!r}" for case in cases for number in case]
     lines = subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout.split("\n")
     assert len(lines) == len(cases) + 1
-    for (cap, scale, x, reference), line in zip(cases, lines, strict=False):
+    for (cap, scale, x, row_max), line in zip(cases, lines, strict=False):
         holds, p, total = line.split()
         argument = x * scale / cap
         if abs(abs(argument) - 0.75) > 1e-6:
             assert int(holds) == (abs(argument) < 0.75), (cap, x)
         if not int(holds) or cap > 100:  # 2^14000 is no number
             continue
-        exact = cap * np.tanh(argument) * np.log2(np.e) - reference
-        assert abs(np.log2(float(p)) - exact) <= 2.0**-12 * abs(exact + reference) + 1e-5, (cap, x)
+        exact = cap * np.tanh(argument) * np.log2(np.e) - row_max
+        assert abs(np.log2(float(p)) - exact) <= 2.0**-12 * abs(exact + row_max) + 1e-5, (cap, x)
         assert float(total) == pytest.approx(2 * float(p))

@@ -88,17 +88,17 @@ class Choice:
 class Probabilities:
     """Rules that keep P within its dtype.
 
-    ``redo_above``: a lane's sum of probabilities above which the row max is recomputed. ``raise_above``: growth of the
-    running max at which a lazy row max follows. ``peak``: log2 of P of the largest logit when the row max is set.
-    ``settled``: log2 of the most that a lane may sum after that, for dtypes whose largest P is not far above ``peak``:
-    a partial first tile, or many equal logits, would often exceed it; 0: no limit. ``exponents``: log2 of the least and
-    of the largest P of a row where a constant replaces the row max; None: there is no such kernel.
+    ``recompute_above``: a lane's sum of probabilities above which the row max is recomputed. ``raise_above``: growth of
+    the running max at which a lazy row max follows. ``peak``: log2 of P of the largest logit when the row max is set.
+    ``lane_sum_log2``: log2 of the most that a lane may sum after that, for dtypes whose largest P is not far above
+    ``peak``: a partial first tile, or many equal logits, would often exceed it; 0: no limit. ``exponents``: log2 of the
+    least and of the largest P of a row where a constant replaces the row max; None: there is no such kernel.
     """
 
-    redo_above: str
+    recompute_above: str
     raise_above: str = "8.0f"
     peak: int = 0
-    settled: int = 0
+    lane_sum_log2: int = 0
     exponents: tuple[int, int] | None = None
 
 
@@ -242,7 +242,7 @@ def _tile(
         staged=staged,
         boxes_out=staged and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
         skips=skips,
-        whole_first=ranges and not skips and not numbers.settled and _one_interval(spec),
+        whole_first=ranges and not skips and not numbers.lane_sum_log2 and _one_interval(spec),
         q_stages=1,
         box_bytes=box,
         out_columns=v,
@@ -251,23 +251,23 @@ def _tile(
         key_values=len(values.loads),  # others if there is room
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
-        redo_above=numbers.redo_above,
-        redo_growth="4.0f",
+        recompute_above=numbers.recompute_above,
+        recompute_growth="4.0f",
         raise_above=numbers.raise_above,
         peak=numbers.peak,
-        settled=numbers.settled,
+        lane_sum_log2=numbers.lane_sum_log2,
         ahead=min(4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 3, tile_n // _FRAGMENT_KEYS)
         if form.transposes and not spec.transposed_v
         else 0,
         softmax=softmax,
-        renew_below="1.0f"
-        if numbers.settled and softmax == "fixed_reference" and anchored and max(qk, v) <= _REMEMBERED_COLUMNS
+        recompute_below="1.0f"
+        if numbers.lane_sum_log2 and softmax == "fixed_reference" and anchored and max(qk, v) <= _REMEMBERED_COLUMNS
         else "",
-        reference="0.0f" if constant is None else f"{constant:.1f}f",
+        fixed_max="0.0f" if constant is None else f"{constant:.1f}f",
         capped=capped,
         fused=softmax == "bounded" and not capped,
         anchor=ANCHOR if anchored else 0,
-        redo_by_count=anchored and softmax == "fixed_reference" and not capped and not numbers.settled,
+        recompute_by_count=anchored and softmax == "fixed_reference" and not capped and not numbers.lane_sum_log2,
         relative=softmax == "fixed_reference" and not spec.scale_block and takes_row_max(spec),
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,

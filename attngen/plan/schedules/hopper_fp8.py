@@ -24,7 +24,7 @@ from attngen.schema.expand import KernelSpec, Roles
 #: e4m3 ends at 448 and has 3 bits of fraction down to 2^-6: the largest P is 2^4 when the row max is set, and may
 #: grow until a lane's sum, and so each of its terms, could exceed 448. Where many are equal, the new row max leaves a
 #: lane a sum of 2^6. They are e4m3 whatever q, k and v are.
-PROBABILITIES = dict.fromkeys(QUANTIZED_DTYPES, Probabilities("448.0f", raise_above="4.0f", peak=4, settled=6))
+PROBABILITIES = dict.fromkeys(QUANTIZED_DTYPES, Probabilities("448.0f", raise_above="4.0f", peak=4, lane_sum_log2=6))
 
 #: As in ``hopper_forward``; "blocks", or "tokens", have scales of their own. Measured on an H200:
 #: docs/notebook/hopper_fp8.md.

@@ -33,18 +33,18 @@ class HopperForward(Structure):
     key_values: int  # values of each key that mask and score read, and that come with a tile of K
     v_by_columns: bool  # V is K-major in shared memory, as 8-bit products require
     transposes: bool  # V arrives as rows of keys, and warps transpose it
-    redo_above: str  # literal; see docs/performance.md
-    redo_growth: str
+    recompute_above: str  # literal; see docs/performance.md
+    recompute_growth: str
     raise_above: str  # growth of the running max, in units of log2, at which a lazy row max follows
     ahead: int  # fragments of V in flight at once where it is transposed
     peak: int  # log2 of P of the largest logit, so that a dtype with few exponents is used from its top
-    settled: int  # log2 of the most that a lane may sum in a step after a new row max; 0: no limit
+    lane_sum_log2: int  # log2 of the most that a lane may sum in a step after a new row max; 0: no limit
     softmax: str
-    renew_below: str = (
+    recompute_below: str = (
         ""  # literal; a lane's sum of a partial first tile below which the row max is recomputed; "": any
     )
-    reference: str = "0.0f"  # literal; constant instead of row maxima, in units of log2, where logits are bounded
-    redo_by_count: bool = False  # a step may add one for each key of a lane, however little there was before
+    fixed_max: str = "0.0f"  # literal; constant instead of row maxima, in units of log2, where logits are bounded
+    recompute_by_count: bool = False  # a step may add one for each key of a lane, however little there was before
     relative: bool = False  # a term of the score subtracts the row max, so that logits are relative to it
     capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them

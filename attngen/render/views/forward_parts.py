@@ -61,7 +61,7 @@ def _softmax(plan: Plan, forward: HopperForward) -> str:
     if plan.softmax != "fixed_reference":
         return plan.softmax
     kind = "capped" if forward.capped else "fixed_relative" if forward.relative else "fixed"
-    if forward.settled:
+    if forward.lane_sum_log2:
         return f"{kind}_8_bits"
     return kind
 

@@ -124,12 +124,14 @@ class HopperExplanation(ScheduleExplanation):
         else:
             yield "step j", f"{turn}QK(j), wait for S(j), PV(j-1){passed}, wait for O, logits, softmax"
         softmax = _SOFTMAX[self.plan.softmax].format(
-            above=hopper.redo_above, growth=hopper.redo_growth.rstrip("f"), reference=hopper.reference.rstrip("f")
+            above=hopper.recompute_above,
+            growth=hopper.recompute_growth.rstrip("f"),
+            fixed_max=hopper.fixed_max.rstrip("f"),
         )
-        if hopper.settled and self.plan.softmax == "fixed_reference":
+        if hopper.lane_sum_log2 and self.plan.softmax == "fixed_reference":
             softmax += "; from a new maximum after a partial first tile"
-            if hopper.renew_below:
-                softmax += f" that left a lane a sum below {hopper.renew_below.rstrip('f')}"
+            if hopper.recompute_below:
+                softmax += f" that left a lane a sum below {hopper.recompute_below.rstrip('f')}"
         yield "softmax", softmax
         yield "masks", _masks(self.plan)
         if hopper.skips:
@@ -155,7 +157,7 @@ class HopperExplanation(ScheduleExplanation):
 
     def _registers(self) -> list[str]:
         r, consumers = self.registers, self.hopper.consumers
-        rest = f"{r.others} for addresses, references and sums" if r.others >= 0 else f"{-r.others} too few: it spills"
+        rest = f"{r.others} for addresses, row maxima and sums" if r.others >= 0 else f"{-r.others} too few: it spills"
         total = f"{r.threads} threads x {r.launch} = {r.pool}"
         return [
             f"a consumer's thread {r.consumer}: S {r.s} + P {r.p} + O {r.o} = {r.s + r.p + r.o}, {rest}",
@@ -170,11 +172,11 @@ def explain(plan: Plan, pipes: Pipes | None) -> HopperExplanation:
 
 
 _SOFTMAX = {
-    "fixed_reference": "P(j) from the old reference; redone from a maximum if a lane's sum exceeds {above} or grows "
+    "fixed_reference": "P(j) from the old row max; recomputed from a new one if a lane's sum exceeds {above} or grows "
     "{growth} times",
     "lazy": "maximum; O is rescaled only if it has grown by 2^8; exponentials make P(j)",
     "exact_max": "maximum, O rescaled, exponentials make P(j)",
-    "bounded": "exponentials make P(j) from a constant reference, {reference}: the score is bounded",
+    "bounded": "exponentials make P(j) from a constant, {fixed_max}, in place of row maxima: the score is bounded",
 }
 
 

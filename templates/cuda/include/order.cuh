@@ -22,13 +22,13 @@ __device__ __forceinline__ int lanes_before(uint32_t lanes) { return lanes != 0 
 // have no step up to this turn are passed over, and the first of the others knows of all before it.
 __device__ __forceinline__ void await_turn(Earlier& earlier, uint32_t turn, int lane) {
   for (int at = earlier.count; __any_sync(~0u, at > 0 && earlier.passed <= turn);) {
-    const uint32_t found = lane < at ? load_acquire(earlier.counters + at - 1 - lane) : kAllPassed;
-    const bool own = (found & kNoneBefore) != 0;
-    const uint32_t asked = __ballot_sync(~0u, !own || (found & ~kNoneBefore) <= turn);
-    const uint32_t left = __ballot_sync(~0u, found != kAllPassed);
+    const uint32_t state = lane < at ? load_acquire(earlier.counters + at - 1 - lane) : kAllPassed;
+    const bool own = (state & kNoneBefore) != 0;
+    const uint32_t asked = __ballot_sync(~0u, !own || (state & ~kNoneBefore) <= turn);
+    const uint32_t left = __ballot_sync(~0u, state != kAllPassed);
     if (at == earlier.count) earlier.count -= lanes_before(left);  // for good
     at -= lanes_before(asked);
-    const uint32_t counter = __shfl_sync(~0u, found, lanes_before(asked) % 32);
+    const uint32_t counter = __shfl_sync(~0u, state, lanes_before(asked) % 32);
     if (__any_sync(~0u, asked != 0 && (counter & kNoneBefore) == 0 && counter > turn)) {
       if (at == earlier.count) earlier.passed = counter;
       break;

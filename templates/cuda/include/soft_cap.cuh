@@ -19,11 +19,11 @@ struct SoftCap {
   }
 };
 
-// P = exp2(logits - reference), straight from the products S; adds to the sums of its rows. False in some lane: an argument was
+// P = exp2(logits - row max), straight from the products S; adds to the sums of its rows. False in some lane: an argument was
 // too large, or not a number, so that P and the sums are of no use.
 template <typename Element, int kCount>
 __device__ __forceinline__ bool exponentiate_capped(
-    const float (&s)[kCount], const SoftCap& cap, const float (&reference)[2], uint32_t (&p)[kCount / 2], float (&sum)[2]) {
+    const float (&s)[kCount], const SoftCap& cap, const float (&row_max)[2], uint32_t (&p)[kCount / 2], float (&sum)[2]) {
   int reach = 0;  // the largest square: numbers that are not negative are in the order of their bits
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ bool exponentiate_capped(
       const float square = s[i + j] * s[i + j];
       reach = max(reach, __float_as_int(square));
       const float slope = fmaf(square, fmaf(square, cap.quintic, cap.cubic), cap.linear);
-      x[j] = exp2_approx(fmaf(s[i + j], slope, -reference[row_of(i)]));
+      x[j] = exp2_approx(fmaf(s[i + j], slope, -row_max[row_of(i)]));
     }
     sum[row_of(i)] += x[0] + x[1];
     p[i / 2] = pack<Element>(x[0], x[1]);
@@ -44,14 +44,14 @@ __device__ __forceinline__ bool exponentiate_capped(
 // The same in 8 bits.
 template <typename Element, int kCount>
 __device__ __forceinline__ bool exponentiate_capped(
-    const float (&s)[kCount], const SoftCap& cap, const float (&reference)[2], uint32_t (&p)[kCount / 4], float (&sum)[2]) {
+    const float (&s)[kCount], const SoftCap& cap, const float (&row_max)[2], uint32_t (&p)[kCount / 4], float (&sum)[2]) {
   int reach = 0;
   exponentiate_each<Element, kCount>(
       [&](int i) {
         const float square = s[i] * s[i];
         reach = max(reach, __float_as_int(square));
         const float slope = fmaf(square, fmaf(square, cap.quintic, cap.cubic), cap.linear);
-        return fmaf(s[i], slope, -reference[row_of(i)]);
+        return fmaf(s[i], slope, -row_max[row_of(i)]);
       },
       p, sum);
   return reach <= cap.largest;

@@ -1,12 +1,13 @@
 // The softmax of one tile, on the registers of a warpgroup: a thread holds two rows, each shared by four lanes.
 //
-// Logits come as `s * scale` in units of log2. A row keeps a reference in those units, from which exponents are
-// measured, and the sum of its probabilities so far; each lane sums its own columns. Masked logits are -inf.
+// Logits come as `s * scale` in units of log2. A row keeps its row max in those units, which exponents are relative to, and
+// the sum of its probabilities so far; each lane sums its own columns. Masked logits are -inf. The row max need not be the
+// running max: it may be an older one, as long as P stays in range.
 #pragma once
 
 #include "types.cuh"
 
-// Reference of a row that has seen no key yet: any visible logit is far above it, and a masked one gives exp2(-inf) = 0.
+// Row max of a row that has seen no key yet: any visible logit is far above it, and a masked one gives exp2(-inf) = 0.
 constexpr float kUnseen = -3.4028234663852886e38f;
 
 constexpr float kMasked = __builtin_bit_cast(float, 0xff800000u);  // -inf
@@ -21,10 +22,10 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Row of the element i of a thread: 0 is the upper one, 1 lies 8 rows below.
 constexpr int row_of(int i) { return i / 2 % 2; }
 
-// What logits that come as exponents are relative to: the reference of a row, or 0 where it has seen no key.
+// Offset of logits that already are exponents: the row max, or 0 for a row that has seen no key.
 struct CountedFrom {
-  const float (&reference)[2];
-  __device__ __forceinline__ float operator[](int row) const { return reference[row] == kUnseen ? 0.0f : reference[row]; }
+  const float (&row_max)[2];
+  __device__ __forceinline__ float operator[](int row) const { return row_max[row] == kUnseen ? 0.0f : row_max[row]; }
 };
 
 // A scale that all rows share, or that of one of two.
@@ -46,62 +47,61 @@ __device__ __forceinline__ void find_maximum(const float (&s)[kCount], const Sca
   }
 }
 
-// Raises the references to the running max, and returns in `alpha` = exp2(old - new) what rescales O and the row sum.
+// Raises row maxima to the running max. `alpha` = exp2(old - new) rescales O and the row sum.
 // With `kPeak` they stay that much below it: P of the largest logit is 2^kPeak.
 template <int kPeak = 0>
-__device__ __forceinline__ void raise_reference(const float (&maximum)[2], float (&reference)[2], float (&alpha)[2]) {
+__device__ __forceinline__ void raise_row_max(const float (&maximum)[2], float (&row_max)[2], float (&alpha)[2]) {
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const float raised = fmaxf(reference[row], kPeak == 0 ? maximum[row] : maximum[row] - kPeak);
-    alpha[row] = exp2_approx(reference[row] - raised);
-    reference[row] = raised;
+    const float raised = fmaxf(row_max[row], kPeak == 0 ? maximum[row] : maximum[row] - kPeak);
+    alpha[row] = exp2_approx(row_max[row] - raised);
+    row_max[row] = raised;
   }
 }
 
-// Where many logits are alike, it is their number that makes a lane's sum too large: raises the maximum of a row until
-// the sums of its lanes are 2^kAbove at most, measured from there.
+// Many equal logits make a lane's sum too large by their number: raises the maximum of a row until the sums of its lanes,
+// relative to it, are 2^kAbove at most.
 template <int kAbove>
-__device__ __forceinline__ void lift_by_sum(
-    const float (&sum)[2], const float (&reference)[2], float (&maximum)[2]) {
+__device__ __forceinline__ void raise_by_sum(
+    const float (&sum)[2], const float (&row_max)[2], float (&maximum)[2]) {
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     float largest = fmaxf(sum[row], __shfl_xor_sync(~0u, sum[row], 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     float exponent;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(exponent) : "f"(largest));
-    // By whole powers of two, so that what had few bits keeps them. A sum beyond all bounds says nothing: no key had set
-    // the reference.
-    if (largest < 0x1p64f) maximum[row] = fmaxf(maximum[row], reference[row] + ceilf(exponent) - kAbove);
+    // By whole powers of two, so that values with few bits keep them. A huge sum says nothing: no key had set the row max.
+    if (largest < 0x1p64f) maximum[row] = fmaxf(maximum[row], row_max[row] + ceilf(exponent) - kAbove);
   }
 }
 
-// Where a row (all four lanes of it) asks for no new reference, puts its old one in place of its maximum: a warp raises
-// references together, but no row's bits may depend on the rows beside it.
-__device__ __forceinline__ void keep_references(
-    const bool (&kept)[2], const float (&reference)[2], float (&maximum)[2]) {
+// Puts the old row max in place of the maximum for each row (all four lanes of it) that needs no new one. A warp raises row
+// maxima together, but the bits of a row must not depend on its neighbors.
+__device__ __forceinline__ void keep_row_max(
+    const bool (&kept)[2], const float (&row_max)[2], float (&maximum)[2]) {
   const unsigned row_lanes = 0xfu << (threadIdx.x % 32 & ~3u);
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     const unsigned asking = __ballot_sync(~0u, !kept[row]);
-    if ((asking & row_lanes) == 0) maximum[row] = reference[row];
+    if ((asking & row_lanes) == 0) maximum[row] = row_max[row];
   }
 }
 
-// P = exp2(S * scale - reference) in 16 bits, as the A operand of the next product; adds to the sums of its rows.
+// P = exp2(S * scale - row max) in 16 bits, as the A operand of the next product; adds to the sums of its rows.
 template <typename Element, int kCount>
 __device__ __forceinline__ void exponentiate(
-    const float (&s)[kCount], float scale, const float (&reference)[2], uint32_t (&p)[kCount / 2], float (&sum)[2]) {
+    const float (&s)[kCount], float scale, const float (&row_max)[2], uint32_t (&p)[kCount / 2], float (&sum)[2]) {
   static_assert(sizeof(Element) == 2);  // pairs of an accumulator lie as the A operand wants them
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) {
-    const float low = exp2_approx(fmaf(s[i], scale, -reference[row_of(i)]));
-    const float high = exp2_approx(fmaf(s[i + 1], scale, -reference[row_of(i)]));
+    const float low = exp2_approx(fmaf(s[i], scale, -row_max[row_of(i)]));
+    const float high = exp2_approx(fmaf(s[i + 1], scale, -row_max[row_of(i)]));
     sum[row_of(i)] += low + high;
     p[i / 2] = pack<Element>(low, high);
   }
 }
 
-// The same of logits in units of log2 that are counted from the reference.
+// The same for logits in units of log2 that are relative to the row max already.
 template <typename Element, int kCount>
 __device__ __forceinline__ void exponentiate(const float (&s)[kCount], uint32_t (&p)[kCount / 2], float (&sum)[2]) {
   static_assert(sizeof(Element) == 2);
@@ -135,10 +135,10 @@ __device__ __forceinline__ void exponentiate_each(
 // The two forms above, in 8 bits.
 template <typename Element, int kCount, typename Scale>
 __device__ __forceinline__ void exponentiate(
-    const float (&s)[kCount], const Scale& scale, const float (&reference)[2], uint32_t (&p)[kCount / 4],
+    const float (&s)[kCount], const Scale& scale, const float (&row_max)[2], uint32_t (&p)[kCount / 4],
     float (&sum)[2]) {
   exponentiate_each<Element, kCount>(
-      [&](int i) { return fmaf(s[i], of_row(scale, row_of(i)), -reference[row_of(i)]); }, p, sum);
+      [&](int i) { return fmaf(s[i], of_row(scale, row_of(i)), -row_max[row_of(i)]); }, p, sum);
 }
 
 template <typename Element, int kCount>
@@ -166,17 +166,17 @@ __device__ __forceinline__ void finish_sum(float (&sum)[2], float (&inverse)[2])
 }
 
 // The same where each row has a sink: a logit without a value, in units of log2, that takes part in the sum and may
-// raise the reference. The inverses then also bring outputs to the new references.
+// raise the row max. The inverses then also rescale outputs to the new row max.
 __device__ __forceinline__ void finish_sum(
-    const float (&sink)[2], float (&reference)[2], float (&sum)[2], float (&inverse)[2]) {
+    const float (&sink)[2], float (&row_max)[2], float (&sum)[2], float (&inverse)[2]) {
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     sum[row] += __shfl_xor_sync(~0u, sum[row], 1);
     sum[row] += __shfl_xor_sync(~0u, sum[row], 2);
-    const float raised = fmaxf(reference[row], sink[row]);
-    const float alpha = exp2_approx(reference[row] - raised);
+    const float raised = fmaxf(row_max[row], sink[row]);
+    const float alpha = exp2_approx(row_max[row] - raised);
     sum[row] = fmaf(sum[row], alpha, exp2_approx(sink[row] - raised));
-    reference[row] = raised;
+    row_max[row] = raised;
     float quotient;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(sum[row]));  // relative error 2^-23
     inverse[row] = sum[row] == 0.0f ? 0.0f : alpha * quotient;
@@ -184,6 +184,6 @@ __device__ __forceinline__ void finish_sum(
 }
 
 // Logarithm of the sum of exponentials of a row, natural; -inf for a row that saw no key.
-__device__ __forceinline__ float log_sum_exp(float reference, float sum) {
-  return sum == 0.0f ? kMasked : (reference + log2f(sum)) * kLn2;
+__device__ __forceinline__ float log_sum_exp(float row_max, float sum) {
+  return sum == 0.0f ? kMasked : (row_max + log2f(sum)) * kLn2;
 }

@@ -1,16 +1,16 @@
-// What blocks that share the keys of a sequence need: equal shares of a list, partial results, and which block is last.
+// Split-KV: equal ranges of a list, partial results of rows, and the last block to finish.
 #pragma once
 
 #include "counted.cuh"
 #include "softmax.cuh"
 
-// What a list has: pieces, the units of work that they are of, and the tiles of the longest unit.
+// Totals of a list of KV chunks: chunks, the work items that they belong to, and the tiles of the longest item.
 struct Count {
-  int pieces, units, longest;
+  int chunks, items, longest;
 
   __device__ __forceinline__ Count& operator+=(const Count& other) {
-    pieces += other.pieces;
-    units += other.units;
+    chunks += other.chunks;
+    items += other.items;
     longest = max(longest, other.longest);
     return *this;
   }
@@ -22,40 +22,40 @@ __device__ __forceinline__ Count count_before(const Count& own, int lane) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const Count other = {
-        __shfl_up_sync(~0u, sum.pieces, distance), __shfl_up_sync(~0u, sum.units, distance),
+        __shfl_up_sync(~0u, sum.chunks, distance), __shfl_up_sync(~0u, sum.items, distance),
         __shfl_up_sync(~0u, sum.longest, distance)};
     if (lane >= distance) sum += other;
   }
-  return {sum.pieces - own.pieces, sum.units - own.units, sum.longest};
+  return {sum.chunks - own.chunks, sum.items - own.items, sum.longest};
 }
 
-// A list cut into one share for each worker, which differ by one piece at most.
-struct Shares {
+// A list cut into one range for each worker; lengths differ by one at most.
+struct EvenRanges {
   int count, quotient, remainder;
 
-  __device__ __forceinline__ Shares(int pieces, int workers)
-      : count(workers), quotient(pieces / max(workers, 1)), remainder(pieces % max(workers, 1)) {}
+  __device__ __forceinline__ EvenRanges(int chunks, int workers)
+      : count(workers), quotient(chunks / max(workers, 1)), remainder(chunks % max(workers, 1)) {}
   __device__ __forceinline__ int first(int worker) const { return worker * quotient + min(worker, remainder); }
-  __device__ __forceinline__ int worker_of(int piece) const {
-    const int longer = remainder * (quotient + 1);  // pieces of those that have one more
-    return piece < longer ? piece / (quotient + 1) : remainder + (piece - longer) / quotient;
+  __device__ __forceinline__ int worker_of(int chunk) const {
+    const int longer = remainder * (quotient + 1);  // chunks in ranges that have one more
+    return chunk < longer ? chunk / (quotient + 1) : remainder + (chunk - longer) / quotient;
   }
 };
 
-// Partial results of a row from some of its keys: O of kWidth columns, not yet divided by the row sum, the reference, and
-// the row sum. In memory the columns come first, then the reference and the sum; the padding keeps rows that lie one after the
-// other out of each other's banks, and has room for the reference and sum of a block beside those of a warp.
+// Partial results of a row from some of its keys: O of kWidth columns, not yet divided by the row sum, the row max, and
+// the row sum. In memory the columns come first, then the row max and the sum; the padding keeps rows that lie one after the
+// other out of each other's banks, and has room for the row max and sum of a block beside those of a warp.
 template <int kWidth>
 struct PartialRow {
   static constexpr int kFloats = kWidth + 8;
   static constexpr int kOfWarp = 0, kOfBlock = 2;
 
   float4 acc;  // of four of the columns
-  float reference, sum;
+  float row_max, sum;
 
   // Two rows of an accumulator, `row` and 8 rows on, as the four lanes of an MMA have them, each with its part of the sum.
   static __device__ __forceinline__ void store(
-      float* to, int row, int rows, int lane, const float (&acc)[kWidth / 2], const float (&reference)[2], const float (&sum)[2]) {
+      float* to, int row, int rows, int lane, const float (&acc)[kWidth / 2], const float (&row_max)[2], const float (&sum)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float whole = sum[half] + __shfl_xor_sync(~0u, sum[half], 1);
@@ -66,12 +66,12 @@ struct PartialRow {
         for (int i = 0; i < kWidth / 8; ++i) {
           *reinterpret_cast<float2*>(at + 8 * i + 2 * (lane % 4)) = {acc[4 * i + 2 * half], acc[4 * i + 2 * half + 1]};
         }
-        if (lane % 4 == 0) *reinterpret_cast<float2*>(at + kWidth) = {reference[half], whole};
+        if (lane % 4 == 0) *reinterpret_cast<float2*>(at + kWidth) = {row_max[half], whole};
       }
     }
   }
 
-  // Four columns of a row, added from `count` places in their order; `at` says where a place has reference and sum.
+  // Four columns of a row, added from `count` places in their order; `at` says where a place has row max and sum.
   template <typename PlaceOf>
   static __device__ __forceinline__ PartialRow added(int count, int column, int at, const PlaceOf& place_of) {
     PartialRow all = {{}, kUnseen, 0.0f};
@@ -80,9 +80,9 @@ struct PartialRow {
       const float* const from = place_of(i);
       const float2 other = *reinterpret_cast<const float2*>(from + kWidth + at);
       const float4 x = *reinterpret_cast<const float4*>(from + column);
-      const float raised = fmaxf(all.reference, other.x);
-      const float alpha = exp2_approx(all.reference - raised), beta = exp2_approx(other.x - raised);
-      all.reference = raised;
+      const float raised = fmaxf(all.row_max, other.x);
+      const float alpha = exp2_approx(all.row_max - raised), beta = exp2_approx(other.x - raised);
+      all.row_max = raised;
       all.sum = all.sum * alpha + other.y * beta;
       all.acc = {all.acc.x * alpha + x.x * beta, all.acc.y * alpha + x.y * beta, all.acc.z * alpha + x.z * beta,
                  all.acc.w * alpha + x.w * beta};
@@ -92,14 +92,14 @@ struct PartialRow {
 
   __device__ __forceinline__ void store(float* to, int column, int at) const {
     *reinterpret_cast<float4*>(to + column) = acc;
-    if (column == 0) *reinterpret_cast<float2*>(to + kWidth + at) = {reference, sum};
+    if (column == 0) *reinterpret_cast<float2*>(to + kWidth + at) = {row_max, sum};
   }
 
-  // Takes a sink into the sum: a logit without a value, in units of log2, which may raise the reference.
+  // Takes a sink into the sum: a logit without a value, in units of log2, which may raise the row max.
   __device__ __forceinline__ void add_sink(float sink) {
-    const float raised = fmaxf(reference, sink), alpha = exp2_approx(reference - raised);
+    const float raised = fmaxf(row_max, sink), alpha = exp2_approx(row_max - raised);
     sum = fmaf(sum, alpha, exp2_approx(sink - raised));
-    reference = raised;
+    row_max = raised;
     acc = {acc.x * alpha, acc.y * alpha, acc.z * alpha, acc.w * alpha};
   }
 };
@@ -108,7 +108,7 @@ struct PartialRow {
 template <int kWidth, int kMost>
 struct PartialRows {
   float4 columns[kMost];
-  float2 weights[kMost];  // references and sums
+  float2 weights[kMost];  // row maxima and sums
 
   template <typename PlaceOf>
   __device__ __forceinline__ void load(int count, int column, int at, const PlaceOf& place_of) {
@@ -127,10 +127,10 @@ struct PartialRows {
   __device__ __forceinline__ PartialRow<kWidth> added() const {
     PartialRow<kWidth> all = {{}, kUnseen, 0.0f};
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) all.reference = fmaxf(all.reference, weights[i].x);
+    for (int i = 0; i < kMost; ++i) all.row_max = fmaxf(all.row_max, weights[i].x);
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
-      const float weight = exp2_approx(weights[i].x - all.reference);
+      const float weight = exp2_approx(weights[i].x - all.row_max);
       all.sum += weights[i].y * weight;
       all.acc = {all.acc.x + columns[i].x * weight, all.acc.y + columns[i].y * weight, all.acc.z + columns[i].z * weight,
                  all.acc.w + columns[i].w * weight};

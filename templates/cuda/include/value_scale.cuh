@@ -20,8 +20,8 @@ struct ValueScale {
 
 template <typename Element, int kCount, int kPacked>
 __device__ __forceinline__ void exponentiate(
-    const float (&s)[kCount], float scale, const float (&reference)[2], const ValueScale& value_scale,
+    const float (&s)[kCount], float scale, const float (&row_max)[2], const ValueScale& value_scale,
     uint32_t (&p)[kPacked], float (&sum)[2]) {
-  const float lowered[2] = {reference[0] - value_scale.log2, reference[1] - value_scale.log2};
+  const float lowered[2] = {row_max[0] - value_scale.log2, row_max[1] - value_scale.log2};
   exponentiate<Element>(s, scale, lowered, p, sum);
 }

@@ -49,7 +49,7 @@ __device__ __forceinline__ float narrow_exponents(uint32_t (&pairs)[kCount], int
   return __uint_as_float(exponent - 15 << 23);
 }
 
-// P keeps its bits down to 2^-29 of the largest one, which is 2^kPeak when the reference is set; fp16 ends at 2^16.
+// P keeps its bits down to 2^-29 of the largest one, which is 2^kPeak when the row max is set; fp16 ends at 2^16.
 constexpr int kPeak = 15;
 
 // Logits in units of log2, each key's with the logarithm of the scale of its value.
@@ -59,14 +59,14 @@ __device__ __forceinline__ void lift(float (&s)[kCount], float scale, const floa
   for (int i = 0; i < kCount; ++i) s[i] = fmaf(s[i], scale, keys[i / 4 * 2 + i % 2].y);
 }
 
-// P = exp2(S - reference) of logits that `lift` has made; sums are without the scales of values.
+// P = exp2(S - row max) of logits that `lift` has made; sums are without the scales of values.
 template <typename Element, int kCount>
 __device__ __forceinline__ void exponentiate(
-    const float (&s)[kCount], const float4 (&keys)[kCount / 2], const float (&reference)[2], uint32_t (&p)[kCount / 2],
+    const float (&s)[kCount], const float4 (&keys)[kCount / 2], const float (&row_max)[2], uint32_t (&p)[kCount / 2],
     float (&sum)[2]) {
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) {
-    const float low = exp2_approx(s[i] - reference[row_of(i)]), high = exp2_approx(s[i + 1] - reference[row_of(i)]);
+    const float low = exp2_approx(s[i] - row_max[row_of(i)]), high = exp2_approx(s[i + 1] - row_max[row_of(i)]);
     sum[row_of(i)] += low * keys[i / 4 * 2].z + high * keys[i / 4 * 2 + 1].z;
     p[i / 2] = pack<Element>(low, high);
   }
@@ -76,16 +76,16 @@ __device__ __forceinline__ void exponentiate(
 // one than 2^-60 count, and add nothing.
 __device__ __forceinline__ float4 page_scales(float of_keys, float of_values) {
   const float positive = fmaxf(of_values, 0x1p-60f);
-  float4 found = {of_keys, 0.0f, 0.0f, 0.0f};
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(found.y) : "f"(positive));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(found.z) : "f"(positive));
-  return found;
+  float4 scales = {of_keys, 0.0f, 0.0f, 0.0f};
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(scales.y) : "f"(positive));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(scales.z) : "f"(positive));
+  return scales;
 }
 
 // Stores two rows of an accumulator whose columns are scattered: `PartialRow::store` of others. A lane has runs of kRun columns.
 template <typename Partial, int kRun, int kCount>
 __device__ __forceinline__ void store_scattered(
-    float* to, int row, int rows, int lane, const float (&acc)[kCount], const float (&reference)[2], const float (&sum)[2]) {
+    float* to, int row, int rows, int lane, const float (&acc)[kCount], const float (&row_max)[2], const float (&sum)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float whole = sum[half] + __shfl_xor_sync(~0u, sum[half], 1);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_scattered(
           *reinterpret_cast<float4*>(at + column) = {x[0], x[4], x[8], x[12]};
         }
       }
-      if (lane % 4 == 0) *reinterpret_cast<float2*>(at + 2 * kCount) = {reference[half], whole};
+      if (lane % 4 == 0) *reinterpret_cast<float2*>(at + 2 * kCount) = {row_max[half], whole};
     }
   }
 }
