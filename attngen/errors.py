@@ -8,6 +8,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+#: What to do about a kernel whose files do not fit: one was built here, another one came with a package.
+REMEDY = "build it again, or reinstall its package"
+
 
 @dataclass(frozen=True, slots=True)
 class Location:

@@ -15,8 +15,9 @@ PACKAGE = ROOT / "attngen"
 
 #: From upper to lower. A module may import those of its own layer and of the layers above.
 LAYERS = (
-    {"errors", "dtypes", "arch", "drivers", "formats", "files", "resources"},
+    {"errors", "dtypes", "arch", "drivers", "formats", "files", "resources", "records"},
     {"lang"},
+    {"manifest"},
     {"schema"},
     {"plan"},
     {"render"},

@@ -14,7 +14,7 @@ from attngen.compile.inspect import Resources, parameter_places, resources_of_lo
 from attngen.compile.machine import count_products
 from attngen.compile.nvrtc import NVRTCError, broken, load
 from attngen.compile.options import nvrtc_options
-from attngen.compile.parameters import place_parameters
+from attngen.compile.parameters import placed_parameters
 from attngen.compile.speed import require_fast
 from attngen.compile.toolchain import Nvrtc, missing, nvrtc_for, toolchain
 from attngen.errors import ChoiceError, CompileError, ToolchainError
@@ -127,6 +127,5 @@ def _check(plan: Plan, cubin: bytes, resources: Mapping[str, Resources]) -> None
 
 
 def _parameters(kernel: str, launch: Launch, cubin: bytes) -> list[dict[str, Any]]:
-    parameters = [argument.to_dict() for argument in launch.arguments]
-    place_parameters(kernel, parameters, parameter_places(cubin, launch.symbol))
-    return parameters
+    placed = placed_parameters(kernel, launch.arguments, parameter_places(cubin, launch.symbol))
+    return [argument.to_dict() for argument in placed]

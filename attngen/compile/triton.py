@@ -23,7 +23,7 @@ from attngen.compile.hazards import misjudged_clamps, overwritten_operands
 from attngen.compile.inspect import Resources, parameter_places, resources_of_log
 from attngen.compile.layouts import repeated_operands
 from attngen.compile.options import triton_options
-from attngen.compile.parameters import Parameter, check_parameters, place_parameters, triton_parameters
+from attngen.compile.parameters import check_parameters, placed_parameters, triton_parameters
 from attngen.compile.ptx import cuda_major, without_register_limit
 from attngen.compile.speed import require_fast
 from attngen.compile.toolchain import missing, toolchain
@@ -54,7 +54,7 @@ class CompiledFunction:
     cubin: bytes
     ptx: str
     ttgir: str
-    parameters: list[Parameter]
+    parameters: tuple[Argument, ...]
     registers_and_spills: Resources
     max_registers: int | None  # the limit that it was assembled with
     shared_memory: int
@@ -108,7 +108,7 @@ def _row(launch: Launch, compiled: CompiledFunction) -> dict[str, Any]:
     """The row of a launch in the manifest."""
     return {
         **launch.to_dict(),
-        "parameters": compiled.parameters,
+        "parameters": [argument.to_dict() for argument in compiled.parameters],
         "num_warps": compiled.num_warps,
         "threads": 32 * compiled.num_warps,
         "max_registers": compiled.max_registers,
@@ -264,15 +264,14 @@ def _compile(
             cubin = _assemble(ptx, target, options)
         resources = resources_of_log(log.getvalue())
     metadata = kernel.metadata._asdict()
-    parameters = triton_parameters([a.to_dict() for a in arguments], metadata.get("tensordesc_meta") or ())
+    parameters = triton_parameters(arguments, metadata.get("tensordesc_meta") or ())
     check_parameters(name, parameters, ptx)
-    place_parameters(name, parameters, parameter_places(cubin))
     _check_memory(name, metadata, arch)
     return CompiledFunction(
         cubin=cubin,
         ptx=ptx,
         ttgir=kernel.asm["ttgir"],
-        parameters=parameters,
+        parameters=placed_parameters(name, parameters, parameter_places(cubin)),
         registers_and_spills=resources,
         max_registers=limit,
         shared_memory=metadata["shared"],

@@ -22,7 +22,8 @@ from attngen.lang.parser import Function, Scope, Written, lower, parse_syntax
 from attngen.lang.promotion import to_float, typed
 from attngen.lang.ranges import INT32, INT64, declared_ranges
 from attngen.lang.source import MAX_LENGTH, ExpressionError, Snippet, locate
-from attngen.lang.variant import VISIBLE, Scalar, Tensor, Variant, declared_in
+from attngen.lang.variant import VISIBLE, Scalar, Tensor, Variant, VariantText
+from attngen.records import read
 
 #: Operators whose INT result may outgrow int32.
 _GROWING = frozenset((
@@ -175,20 +176,19 @@ def compile_variant(
     return with_dropout(variant) if dropout else variant
 
 
-def restore_variant(data: Mapping[str, Any]) -> Variant:
-    """Rebuild a variant from ``Variant.to_dict``, with its texts as the user wrote them.
+def restore_variant(data: VariantText | Mapping[str, Any]) -> Variant:
+    """Rebuild a variant from its JSON form (``Variant.to_dict``), with its texts as the user wrote them.
 
     Expressions are parsed and checked again, so that a damaged manifest raises SpecError.
     """
-    scalars, tensors = declared_in(data)
-    if data.get("dropout"):
+    text = data if isinstance(data, VariantText) else read(VariantText, data)
+    scalars, tensors = text.scalars, text.tensors
+    if text.dropout:
         scalars, tensors = scalars[:-1], tensors[:-1]
-    expressions = (data["mask"], data["score"], data.get("sink"))
-    variant = _compile(data["name"], *expressions, scalars, tensors, data["let"], None, _RESTORED_LENGTH)
-    restored = replace(
-        variant, mask_text=data["mask_text"], score_text=data["score_text"], sink_text=data.get("sink_text")
-    )
-    return with_dropout(restored) if data.get("dropout") else restored
+    expressions = (text.mask, text.score, text.sink)
+    variant = _compile(text.name, *expressions, scalars, tensors, text.let, None, _RESTORED_LENGTH)
+    restored = replace(variant, mask_text=text.mask_text, score_text=text.score_text, sink_text=text.sink_text)
+    return with_dropout(restored) if text.dropout else restored
 
 
 def with_dropout(variant: Variant) -> Variant:

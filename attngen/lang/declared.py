@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attngen.lang.ir import Type
+from attngen.records import Count, Extent, Limit, Limits, Name, Number
 
-Bound = int | float | str | None
+Bound = Limit | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +18,12 @@ class Scalar:
     call that leaves the argument out. ``grad`` asks the backward pass for its gradient (fp32 only).
     """
 
-    name: str
+    name: Name
     dtype: str  # int32 | int64 | fp32 | bool
-    const: bool | int | float | None = None
+    const: Number | None = None
     min: Bound = None
     max: Bound = None
-    default: bool | int | float | None = None
+    default: Number | None = None
     grad: bool = False
 
     @property
@@ -41,7 +42,7 @@ class Scalar:
 class Monotone:
     """A declared fact: along ``axis`` the elements never decrease."""
 
-    axis: int
+    axis: Count
     order: str = "nondecreasing"
 
 
@@ -49,11 +50,11 @@ class Monotone:
 class Tensor:
     """A tensor that a variant reads. ``shape`` holds integers, extents (``b h hk seqlen_k`` …) or free names."""
 
-    name: str
+    name: Name
     dtype: str
-    shape: tuple[int | str, ...] = ()
+    shape: tuple[Extent, ...] = ()
     monotone: Monotone | None = None
-    range: tuple[Bound, Bound] | None = None
+    range: Limits | None = None
     grad: bool = False
 
     @property

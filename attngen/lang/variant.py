@@ -11,11 +11,29 @@ from typing import Any
 from attngen.lang.declared import Bound, Monotone, Scalar, Tensor
 from attngen.lang.ir import Const, Expr, Type, names, tensors
 from attngen.lang.ranges import Range, declared_ranges
+from attngen.records import Name
 
-__all__ = ["VISIBLE", "Bound", "Monotone", "Scalar", "Tensor", "Variant", "declared_in"]
+__all__ = ["VISIBLE", "Bound", "Monotone", "Scalar", "Tensor", "Variant", "VariantText"]
 
 #: The mask that hides nothing.
 VISIBLE: Expr = Const(True, Type.BOOL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantText:
+    """The JSON form of a variant: its expressions are texts of the language."""
+
+    name: Name
+    mask: str
+    score: str | None
+    let: Mapping[str, str]
+    scalars: tuple[Scalar, ...]
+    tensors: tuple[Tensor, ...]
+    mask_text: str | None
+    score_text: str | None
+    sink: str | None = None
+    sink_text: str | None = None
+    dropout: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +144,7 @@ class Variant:
         return next((name for name in ("kv_global", "total_k") if name in read), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON value that ``restore_variant`` turns into an equal variant."""
+        """Return a JSON value that ``restore_variant`` turns into an equal variant: a ``VariantText``."""
         from attngen.lang.printing import canonical
 
         return {
@@ -143,23 +161,6 @@ class Variant:
         }
 
 
-def declared_in(data: Mapping[str, Any]) -> tuple[tuple[Scalar, ...], tuple[Tensor, ...]]:
-    """Return the scalars and tensors of what ``Variant.to_dict`` made."""
-    scalars = tuple(Scalar(**_lively(row)) for row in data["scalars"])
-    return scalars, tuple(_tensor(_lively(row)) for row in data["tensors"])
-
-
-def _tensor(row: dict[str, Any]) -> Tensor:
-    monotone = row.pop("monotone")
-    shape, span = tuple(row.pop("shape")), row.pop("range")
-    return Tensor(
-        **row,
-        shape=shape,
-        monotone=None if monotone is None else Monotone(**monotone),
-        range=None if span is None else (span[0], span[1]),
-    )
-
-
 def _plain(value: Any) -> Any:
     """Spell infinities as text, since JSON has none."""
     if isinstance(value, dict):
@@ -168,14 +169,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, float) and math.isinf(value):
         return {"inf": 1 if value > 0 else -1}
-    return value
-
-
-def _lively(value: Any) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {"inf"}:
-            return math.inf * value["inf"]
-        return {key: _lively(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_lively(item) for item in value]
     return value

@@ -91,12 +91,12 @@ def forward_launches(
     axes = axes_of(planned, "forward") if planned.iteration == "tile_map" else None
     own = Launch(
         "forward", planned.name, decided.pop("grid", "queries"), planned.tile_m, planned.tile_n, planned.stages,
-        planned.num_warps, planned.iteration, axes, forward, max_registers=planned.max_registers, **decided,
+        planned.num_warps, planned.iteration, forward, tile_map=axes, max_registers=planned.max_registers, **decided,
     )  # fmt: skip
     if axes is None:
         return planned.with_launches(own)
     classifier = Launch(
         "classify", naming.classifier_name(planned.name), "query_words", planned.tile_m, planned.tile_n, 1,
-        CLASSIFIER_WARPS if planned.backend == "cuda" else 4, "tile_map", axes, classify(),
+        CLASSIFIER_WARPS if planned.backend == "cuda" else 4, "tile_map", classify(), tile_map=axes,
     )  # fmt: skip
     return planned.with_launches(classifier, own)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from attngen.compile.parameters import check_parameters, place_parameters, triton_parameters
+from attngen.compile.parameters import check_parameters, placed_parameters, triton_parameters
 from attngen.compile.ptx import PtxParameter, cuda_major, ptx_parameters
 from attngen.errors import CompileError
+from attngen.manifest import Argument
 
 PTX = """
 .version 8.7
@@ -73,12 +72,12 @@ def test_a_cubin_that_names_a_newer_assembler_belongs_to_its_release() -> None:
     assert cuda_major(PTX, b"\x7fELF") == 12
 
 
-def parameter(name: str, type_: str, kind: str = "size") -> dict[str, Any]:
-    return {"name": name, "kind": kind, "type": type_}
+def parameter(name: str, type_: str, kind: str = "size") -> Argument:
+    return Argument(name, kind, type_)
 
 
 PLANNED = [
-    {"name": "q", "kind": "descriptor", "type": "tensordesc<bf16[1,64,1,64]>", "of": "q"},
+    Argument("q", "descriptor", "tensordesc<bf16[1,64,1,64]>", "q"),
     parameter("n", "i32"),
     parameter("stride", "i64"),
     parameter("out", "*bf16", "pointer"),
@@ -105,7 +104,7 @@ def test_a_retyped_parameter_is_named(i: int, type_: str) -> None:
 
 
 @pytest.mark.parametrize("planned", [PLANNED[:-1], [*PLANNED, parameter("more", "i32")]])
-def test_another_number_of_parameters(planned: list[dict[str, Any]]) -> None:
+def test_another_number_of_parameters(planned: list[Argument]) -> None:
     with pytest.raises(CompileError, match="were planned, but the compiled kernel has 6"):
         check_parameters("f", planned, PTX)
 
@@ -117,11 +116,11 @@ def test_an_unknown_type() -> None:
 
 def test_descriptors_and_scratch_are_spelled_out() -> None:
     arguments = [
-        {"name": "q_desc", "kind": "descriptor", "of": "q", "type": "tensordesc<bf16[64,1,128]>", "box": [64, 1, 128]},
+        Argument("q_desc", "descriptor", "tensordesc<bf16[64,1,128]>", "q", box=(64, 1, 128)),
         parameter("n", "i32"),
     ]
     parameters = triton_parameters(arguments, [{"block_size": [64, 1, 64], "swizzle": 3}])
-    assert [(p["kind"], p.get("axis"), p["type"]) for p in parameters] == [
+    assert [(p.kind, p.axis, p.type) for p in parameters] == [
         ("descriptor", None, "tensordesc<bf16[64,1,128]>"),
         ("descriptor_shape", 0, "i32"),
         ("descriptor_shape", 1, "i32"),
@@ -133,18 +132,18 @@ def test_descriptors_and_scratch_are_spelled_out() -> None:
         ("scratch", None, "*i8"),
         ("scratch", None, "*i8"),
     ]
-    assert (parameters[0]["box"], parameters[0]["swizzle"]) == ([64, 1, 64], 128)
-    assert all(p["of"] == "q" for p in parameters[:7])
-    assert len({p["name"] for p in parameters}) == len(parameters)
+    assert (parameters[0].box, parameters[0].swizzle) == ((64, 1, 64), 128)
+    assert all(p.of == "q" for p in parameters[:7])
+    assert len({p.name for p in parameters}) == len(parameters)
     with pytest.raises(CompileError, match="no tensor map for 'q_desc'"):
         triton_parameters(arguments, [])
 
 
 def test_parameters_get_the_places_of_the_cubin() -> None:
     parameters = [parameter("n", "i32"), parameter("stride", "i64")]
-    place_parameters("f", parameters, [(0, 4), (8, 8)])
-    assert [p["offset"] for p in parameters] == [0, 8]
+    placed = placed_parameters("f", parameters, [(0, 4), (8, 8)])
+    assert [p.offset for p in placed] == [0, 8]
     with pytest.raises(CompileError, match="parameter 'stride' takes 8 B, but 4 B in the cubin"):
-        place_parameters("f", parameters, [(0, 4), (4, 4)])
+        placed_parameters("f", parameters, [(0, 4), (4, 4)])
     with pytest.raises(CompileError, match="2 parameters were planned, but the cubin has 1"):
-        place_parameters("f", parameters, [(0, 4)])
+        placed_parameters("f", parameters, [(0, 4)])

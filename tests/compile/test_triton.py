@@ -24,6 +24,7 @@ from attngen.compile.inspect import disassemble, nvidia_tool, parameter_places, 
 from attngen.compile.parameters import check_parameters
 from attngen.errors import CompileError
 from attngen.plan.model import Argument
+from attngen.records import read
 from tests.compile.plans import CLASSIFIER, DESCRIPTOR, POINTER, SPILLING, Plan, Source
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +122,7 @@ def test_parameters_are_those_of_the_ptx() -> None:
     assert kinds[-2:] == ["scratch", "scratch"]
     assert len(parameters) == 18 + 6 + 2
     assert (parameters[0]["box"], parameters[0]["swizzle"]) == ([1, 64, 1, 64], 128)
-    check_parameters(DESCRIPTOR.name, parameters, artifact.texts["ptx"])
+    check_parameters(DESCRIPTOR.name, [read(Argument, row) for row in parameters], artifact.texts["ptx"])
     assert [p["offset"] for p in parameters] == [offset for offset, _ in parameter_places(artifact.cubin)]
 
 

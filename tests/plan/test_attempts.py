@@ -74,7 +74,7 @@ def test_each_attempt_remembers_those_before_it_and_has_a_key_of_its_own() -> No
     spec = kernel_spec("causal", backend=None)
     first = next_attempt(spec, [])
     assert first is not None
-    assert "refused" not in first.to_dict()
+    assert first.to_dict()["refused"] == []
     second = next_attempt(spec, [refused(first)])
     assert second is not None
     assert second.to_dict()["refused"] == [{"name": first.name, "backend": "cuda", "reason": "100 B"}]

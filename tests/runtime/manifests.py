@@ -15,14 +15,13 @@ _SPANS = {0: 0, 32: 1, 64: 2, 128: 3}
 
 def parameters_of_plan(planned_arguments: Any) -> list[dict[str, Any]]:
     """Return the parameter list that a Triton compile of a plan would leave in its manifest."""
-    rows = [argument.to_dict() for argument in planned_arguments]
     metadata = []
-    for row in rows:
-        if row["kind"] == "descriptor":
-            span = next((s for s in (128, 64, 32) if row["box"][-1] * 2 >= s), 0)
-            box = [*row["box"][:-1], min(row["box"][-1], span // 2 if span else 256)]
+    for argument in planned_arguments:
+        if argument.kind == "descriptor":
+            span = next((s for s in (128, 64, 32) if argument.box[-1] * 2 >= s), 0)
+            box = [*argument.box[:-1], min(argument.box[-1], span // 2 if span else 256)]
             metadata.append({"block_size": box, "swizzle": _SPANS[span]})
-    return triton_parameters(rows, metadata)
+    return [argument.to_dict() for argument in triton_parameters(planned_arguments, metadata)]
 
 
 def with_parameters(manifest: dict[str, Any], plan: Any) -> None:

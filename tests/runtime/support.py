@@ -163,8 +163,9 @@ def manifest_of(
     min_driver: int = 13000,
     direction: str = "forward",
     split_kv: bool = False,
+    **launch: Any,
 ) -> dict[str, Any]:
-    """Return a manifest as a build writes it."""
+    """Return a manifest as a build writes it; ``launch`` has more entries of the main launch."""
     dims = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
     name = name or f"fwd_{arch}_{loads}_{dtype}_d{dims[0]}_{chosen.name}_{layout}" + "_split" * split_kv
     form: dict[str, Any] = {
@@ -188,7 +189,7 @@ def manifest_of(
             }] if tile_map else []),
             {
                 **of_launches, "name": "forward", "symbol": name, "grid": "queries",
-                "parameters": parameters_of(chosen, **form), "resources": {"shared_memory": shared_memory},
+                "parameters": parameters_of(chosen, **form), "resources": {"shared_memory": shared_memory}, **launch,
             },
         ],
     }  # fmt: skip

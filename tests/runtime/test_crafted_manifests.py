@@ -128,7 +128,7 @@ def use(kernel: Kernel) -> None:
     repr(kernel)
     for ask in (
         lambda: kernel.variant, lambda: kernel.const_scalars, lambda: kernel.main.entry.layout,
-        lambda: kernel.main.needs_tile_map and kernel.main.map_axes,
+        lambda: kernel.main.needs_tile_map and kernel.main.tile_map,
         lambda: [(part.entry.layout, part.by_keys, part.needs_tile_map) for part in kernel.launches],
         lambda: [one.elements({}) for one in kernel.workspaces], lambda: kernel._image_bytes,
     ):  # fmt: skip

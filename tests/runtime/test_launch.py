@@ -326,17 +326,15 @@ def test_an_operand_of_an_unknown_dtype_is_refused() -> None:
 
 
 def test_a_manifest_that_names_what_is_not_there(gpu: FakeDriver) -> None:
-    broken = kernel(variant())
-    main_of(broken.manifest)["parameters"].append({"name": "x", "kind": "size", "type": "i32", "of": "moons"})
-    install(broken)
+    manifest = manifest_of(variant())
+    main_of(manifest)["parameters"].append({"name": "x", "kind": "size", "type": "i32", "of": "moons"})
+    install(kernel_of(manifest))
     with pytest.raises(LoadError, match="parameter 'x': no size is called 'moons'"):
         attngen.attention(*tensors(), variant="causal")
 
 
 def test_a_damaged_cubin_is_not_loaded(gpu: FakeDriver) -> None:
-    broken = kernel(variant())
-    broken.manifest["sha256"] = "0" * 64  # type: ignore[index]
-    install(broken)
+    install(kernel_of({**manifest_of(variant()), "sha256": "0" * 64}))
     with pytest.raises(LoadError, match="the cubin is damaged"):
         attngen.attention(*tensors(), variant="causal")
     assert not gpu.loads

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import LoadError
+from attngen.manifest import Argument
 from attngen.runtime.kernels.packing import lay_out
 
 
-def _row(kind: str, type_: str = "i32", **more: object) -> dict[str, object]:
-    return {"name": "x", "kind": kind, "type": type_, **more}
+def _row(kind: str, type_: str = "i32") -> Argument:
+    return Argument("x", kind, type_)
 
 
 def test_natural_alignment_and_descriptors_at_64() -> None:

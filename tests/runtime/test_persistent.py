@@ -62,8 +62,7 @@ def test_no_more_blocks_than_run_at_once(gpu: FakeDriver, batch: int, heads: int
     ("batch", "heads", "seqlen"), [(1, 2, 64), (3, 4, 100), (1, 1, 130), (19, 7, 64), (4, 40, 200)]
 )
 def test_blocks_of_a_cluster_take_neighbouring_tiles(gpu: FakeDriver, batch: int, heads: int, seqlen: int) -> None:
-    kernel = persistent_kernel()
-    kernel.main.cluster = 2
+    kernel = persistent_kernel(cluster=2)
     registry.add(package_of_kernels([kernel], "memory"))
     attngen.attention(*tensors(batch, seqlen, heads), variant="causal")
     pairs = batch * heads * -(-seqlen // 128)

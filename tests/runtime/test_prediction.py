@@ -68,8 +68,8 @@ def test_tiles_are_handed_out_one_by_one(sizes: tuple[int, ...], pack_gqa: bool,
 
 @pytest.mark.parametrize("sizes", [(1, 350, 350, 8, 4), (3, 100, 90, 2, 2), (1, 64, 640, 4, 4)])
 def test_blocks_of_a_cluster_take_neighbouring_tiles_at_once(sizes: tuple[int, ...]) -> None:
-    clustered, wide, call = made(64, 32), made(128, 32), call_of(*sizes)
-    clustered.main.cluster = 2
+    clustered = kernel_of({**manifest_of(variant(), tiles=(64, 32), cluster=2), "times": TIMES})
+    wide, call = made(128, 32), call_of(*sizes)
     predicted, same = predict(clustered, call, Card(2 * BLOCKS)), predict(wide, call, Card(BLOCKS))
     assert predicted is not None
     assert same is not None
@@ -169,8 +169,8 @@ def test_clusters_that_the_driver_knows_decide() -> None:
 
 
 def test_the_kernel_that_shares_keys_is_preferred_only_where_it_is_faster() -> None:
-    ordinary = kernel_of({**manifest_of(variant(), backend="cuda", tiles=(64, 32)), "times": TIMES})
-    ordinary.main.persistent = True
+    manifest = manifest_of(variant(), backend="cuda", tiles=(64, 32), persistent=True)
+    ordinary = kernel_of({**manifest, "times": TIMES})
     merges = shared(backend="cuda", times=[1000.0, 600.0, 100.0])
     for tiles, keys, best in ((8, 3200, merges), (132, 3200, ordinary), (8, 64, ordinary)):
         call = call_of(1, 64, keys, tiles, tiles)

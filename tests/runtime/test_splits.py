@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -143,13 +142,11 @@ def test_launches_in_graphs_have_counters_of_their_own(memory: FakeDriver, monke
 
 def test_a_packed_group_of_any_size_is_taken(memory: FakeDriver) -> None:
     from attngen.runtime.registry.select import _against_group
-    from tests.runtime.support import kernel
 
-    made: Any = kernel(variant(), package="split", split_kv=True)
-    made.pack_gqa = True
-    assert _against_group(made, call(heads=6, kv_heads=2)) is None
-    made.split_kv = False
-    assert "which 3 heads do not fill" in str(_against_group(made, call(heads=6, kv_heads=2)))
+    manifest = {**manifest_of(variant(), package="split"), "pack_gqa": True}
+    given = call(heads=6, kv_heads=2)
+    assert _against_group(kernel_of({**manifest, "split_kv": True}), given) is None
+    assert "which 3 heads do not fill" in str(_against_group(kernel_of(manifest), given))
 
 
 def test_the_runtime_counts_by_the_least_share_of_the_plan() -> None:

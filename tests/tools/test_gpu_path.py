@@ -53,7 +53,7 @@ def loadable(plan: Plan) -> Kernel:
     """Return a kernel whose image is its manifest, which the driver reads."""
     manifest = dict(kernel_of(plan).manifest)
     metadata = [{"block_size": argument.box, "swizzle": 0} for argument in plan.arguments if argument.box]
-    main_of(manifest)["parameters"] = triton_parameters([argument.to_dict() for argument in plan.arguments], metadata)
+    main_of(manifest)["parameters"] = [row.to_dict() for row in triton_parameters(plan.arguments, metadata)]
     image = json.dumps(manifest).encode()
     return Kernel(manifest, lambda: image, origin=plan.name)
 

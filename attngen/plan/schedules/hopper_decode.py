@@ -8,6 +8,7 @@ from typing import Any
 from attngen.arch import Arch
 from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK
 from attngen.errors import PlanError
+from attngen.manifest import GRID
 from attngen.plan import arguments
 from attngen.plan.allowances import CACHE_SPILLS, SPILLS
 from attngen.plan.choices import SECTION_BYTES, check_head_dims, iteration_of, refuse
@@ -104,7 +105,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         choices=("pagescales",) if spec.scale_block == PAGE_BLOCK else (),
     )
     forward = Launch(
-        "forward", planned.name, "splits", _ROWS, keys, stages, planned.num_warps, planned.iteration, None,
+        "forward", planned.name, GRID, _ROWS, keys, stages, planned.num_warps, planned.iteration,
         _arguments(planned, structure.box_bytes), persistent=True, cluster=_CLUSTER, row_warps=warps // 2,
         pdl=True, shared_bytes=structure.shared_bytes, products=0,
         max_spills=(CACHE_SPILLS if planned.descaled else SPILLS).bytes,

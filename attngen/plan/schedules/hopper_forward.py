@@ -9,6 +9,7 @@ from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.biases import biases
+from attngen.manifest import SHARES
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import ONE_HEAD, SECTION_BYTES, check_head_dims, iteration_of, refuse
@@ -148,7 +149,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         planned,
         _arguments(planned, roles),
         lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
-        grid="key_shares" if roles.shares else "queries",
+        grid=SHARES if roles.shares else "queries",
         cluster=roles.sharing,
         persistent=roles.persistent,
         pdl=True,

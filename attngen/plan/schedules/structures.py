@@ -21,7 +21,6 @@ class HopperForward(Structure):
     keeps_turn: bool  # ping-pong hands over when the products of a step are done, not when they are issued
     overlap: bool  # O += P V runs under the softmax of the next tile
     longest_first: bool  # query tiles from the last to the first, head by head within an L2 head group
-    from_first: bool  # the other way round, since the first queries see the most keys
     staged: bool  # outputs leave through shared memory
     boxes_out: bool  # from there by TMA, where all rows of a box exist
     q_stages: int  # tiles of Q in flight
@@ -100,7 +99,6 @@ class HopperBackward(Structure):
     own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask
     query_values: int = 0  # values of each query that mask or score read, and that come with a tile of Q
     cuts: bool = False  # a call may split the last tiles of keys among several blocks
-    uneven: bool = False  # data decide how many steps a tile of keys takes
     stripe: int = 0  # query tiles that all heads of a group visit before the next ones; 0: one head after the other
     slots: bool = False  # a step names the slot of its tile in a tile map, which has the mask as bits
     biases: int = 0  # elements that the score reads at [..., q, kv], of which tiles come with those of Q

@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, Protocol
 
 from attngen.dtypes import dtype as dtype_row
-from attngen.errors import LoadError
+from attngen.errors import REMEDY, LoadError
 from attngen.runtime.cache import RecentCache
 
 #: Most bytes of a kernel's parameters. CUDA C++ Programming Guide, "Function parameters" (sm70 and later).
@@ -25,9 +25,6 @@ _BLOCK_ALIGNMENT = 64
 
 #: Launch configurations that are kept: one for each grid and stream.
 _MAX_CONFIGS = 512
-
-#: What to do about a kernel whose files do not fit: one was built here, another one came with a package.
-REMEDY = "build it again, or reinstall its package"
 
 
 class Frame:

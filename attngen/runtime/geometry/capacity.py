@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from attngen.manifest import GRID, SHARES
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.geometry.prediction import Card, shares
 from attngen.runtime.geometry.splits import Capacity
-from attngen.runtime.kernels.manifest import GRID, SHARES
 from attngen.runtime.kernels.module import Kernel, Launch
 
 

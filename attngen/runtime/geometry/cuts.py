@@ -8,15 +8,16 @@ steps more. What blocks do is played through here with steps as the unit of time
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapreplace
-from typing import Any, Protocol
+from typing import Any
 
 from attngen.lang.host import evaluate
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.scalars import assumed
+from attngen.runtime.kernels.module import Launch
 
 #: Steps that a tile of keys takes beside its own; those that a part of one takes, which stores dK and dV in float32;
 #: and those that it takes for each part of its tile, since the last one reads them all.
@@ -50,19 +51,6 @@ class Cut:
 NONE = Cut()
 
 
-class Visited(Protocol):
-    """What the steps of a tile depend on of a launch."""
-
-    @property
-    def tile_m(self) -> int: ...
-    @property
-    def tile_n(self) -> int: ...
-    @property
-    def visible(self) -> Sequence[Sequence[Any]]: ...
-    @property
-    def uneven(self) -> bool: ...
-
-
 def alike(call: Call) -> bool:
     """Whether all sequences of a call are about as long as the longest one."""
     if not call.ragged:
@@ -71,7 +59,7 @@ def alike(call: Call) -> bool:
     return _ALIKE * most_q <= call.total_q and _ALIKE * most_k <= call.total_k
 
 
-def steps_of(launch: Visited, call: Call) -> tuple[int, ...]:
+def steps_of(launch: Launch, call: Call) -> tuple[int, ...]:
     """Number of tiles of queries that probably see each tile of keys, the first keys first.
 
     Sequences are taken to be as long as the longest one, and a scalar of the call and what data decide to be a part of

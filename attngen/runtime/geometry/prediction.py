@@ -82,7 +82,7 @@ def predict(
     ``times`` stand for those of the manifest. Lengths are those that the host knows: packed sequences are taken to be
     equally long, and caches full. ``clusters`` says how many clusters run at once, of the blocks that do and of a size.
     """
-    times = times or kernel.tuned.get(card.name) or kernel.times
+    times = times or kernel.times_on.get(card.name) or kernel.times
     if not times:
         return None
     launch, tile, step = times
@@ -169,7 +169,7 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
         seen = [tiles + max(end - begin, 0) for tiles, begin, end in zip(seen, low, high, strict=True)]
     rows: list[tuple[int, int]] = []
     lost = _LOST_STEPS if kernel.skips else 0
-    step = 1 if kernel.from_first else -1
+    step = 1 if kernel.structure.from_first else -1
     for tiles, width in zip(seen[::step], widths[::step], strict=True):
         steps = min(tiles, every) + lost
         if rows and rows[-1][0] == steps:

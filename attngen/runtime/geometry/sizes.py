@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd, prod
-from typing import Protocol
 
-from attngen.dtypes import DType
 from attngen.errors import LoadError
+from attngen.manifest import GRID, SHARES, Argument, TileMapAxes
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.device.tensormap import usable_strides, windowed
-from attngen.runtime.geometry.cuts import NONE, Cut, Visited, alike, best_cut, may_pay, steps_of
+from attngen.runtime.geometry.cuts import NONE, Cut, alike, best_cut, may_pay, steps_of
 from attngen.runtime.geometry.splits import Capacity, split_sizes
-from attngen.runtime.kernels.manifest import GRID, SHARES
-from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.kernels.packing import Parameter
+from attngen.runtime.kernels.module import Kernel, Launch
 
 
 class MapShape:
     """Shape of a tile map: (batch, heads, rows, 2, words) of int32; batch or heads are 1 where shared.
 
-    A row is a tile of queries and its bits are those of the tiles of keys; ``by_keys`` it is the other way round. A
+    A row is a tile of queries and its bits are those of the tiles of keys, or the other way round (``by_keys``). A
     map with slots is flat: these words, a slot for each tile of a word, and ``tile_words`` for each slot that is used,
     the visible pairs of its tile.
     """
 
-    __slots__ = ("batch", "heads", "rows", "slots", "tile_words", "tiles", "words")
+    __slots__ = ("batch", "heads", "owner", "rows", "slots", "tile_words", "tiles", "words")
 
-    def __init__(self, launch: Tiled, call: Call, *, by_keys: bool = False) -> None:
-        per_batch, per_head = launch.map_axes
+    def __init__(self, launch: Launch, axes: TileMapAxes, call: Call) -> None:
+        self.owner = axes.owner
         # Lengths of its own for each sequence make a map for each sequence, whatever the mask reads.
-        per_batch = per_batch or call.ragged or call.seqused_k is not None
+        per_batch = axes.batch or call.ragged or call.seqused_k is not None
         self.batch = call.batch if per_batch else 1
-        self.heads = call.heads if per_head else 1
+        self.heads = call.heads if axes.heads else 1
         q_tiles, kv_tiles = -(-call.seqlen_q // launch.tile_m), -(-call.seqlen_k // launch.tile_n)
-        self.rows, listed = (kv_tiles, q_tiles) if by_keys else (q_tiles, kv_tiles)
+        self.rows, listed = (kv_tiles, q_tiles) if launch.by_keys else (q_tiles, kv_tiles)
         self.words = -(-listed // 32)
         self.tiles = self.batch * self.heads * self.rows * listed
-        self.slots = 32 * self.words * self.rows * self.heads * self.batch if launch.map_slots else 0
-        consumers = (launch.tile_n if by_keys else launch.tile_m) // 64
-        self.tile_words = 128 * consumers * launch.map_bits
+        self.slots = 32 * self.words * self.rows * self.heads * self.batch if axes.slots else 0
+        consumers = (launch.tile_n if launch.by_keys else launch.tile_m) // 64
+        self.tile_words = 128 * consumers * axes.bits
 
     @property
     def keeps_pairs(self) -> bool:
@@ -88,7 +85,7 @@ def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool, seqlen_q: int | None = 
 _FEW = 8
 
 
-def _section(launch: Tiled, call: Call, units: int, *, by_keys: bool) -> int:
+def _section(launch: Launch, call: Call, units: int, *, by_keys: bool) -> int:
     """Units, of all batches, that run side by side: as many as keep in L2 what their blocks read again.
 
     Blocks read K and V again; or, where blocks are tiles of keys, Q and dO of all heads of a KV head. Then KV heads are
@@ -118,7 +115,7 @@ def balanced(wanted: int, every: int, most: int) -> int:
     return max(sizes, key=lambda size: ((every - 1) % size + 1) / size)
 
 
-def cut_of(launch: Tiled, call: Call, section: int, capacity: Capacity) -> Cut:
+def cut_of(launch: Launch, call: Call, section: int, capacity: Capacity) -> Cut:
     """KV tiles that a backward cuts into parts, where blocks of the call then end more evenly.
 
     None where packed sequences differ in length, since the host does not know where they end.
@@ -129,45 +126,6 @@ def cut_of(launch: Tiled, call: Call, section: int, capacity: Capacity) -> Cut:
     return best_cut(steps_of(launch, call), group_of(call), units, section, capacity.blocks)
 
 
-class Tiled(Visited, Protocol):
-    """What the numbers of a call depend on of a launch."""
-
-    @property
-    def dtype_of(self) -> Callable[[str], DType]: ...
-    @property
-    def section_keys(self) -> int: ...
-    @property
-    def section_heads(self) -> int: ...
-    @property
-    def persistent(self) -> bool: ...
-    @property
-    def pack_gqa(self) -> bool: ...
-    @property
-    def needs_tile_map(self) -> bool: ...
-    @property
-    def map_axes(self) -> tuple[bool, bool]: ...
-    @property
-    def map_slots(self) -> bool: ...
-    @property
-    def map_bits(self) -> int: ...
-    @property
-    def by_keys(self) -> bool: ...
-    @property
-    def grid(self) -> str: ...
-    @property
-    def row_warps(self) -> int: ...
-    @property
-    def cluster(self) -> int: ...
-    @property
-    def cuts(self) -> bool: ...
-    @property
-    def split(self) -> bool: ...
-    @property
-    def split_size(self) -> int: ...
-    @property
-    def map_owner(self) -> str: ...
-
-
 #: The capacity of launches whose blocks share no keys.
 _ALONE = Capacity()
 
@@ -176,13 +134,13 @@ class Geometry:
     """Every number of a call that depends on shapes and strides only, by what a manifest calls it."""
 
     def __init__(
-        self, launch: Tiled, call: Call, views: Mapping[str, View] | None = None, *, capacity: Capacity = _ALONE
+        self, launch: Launch, call: Call, views: Mapping[str, View] | None = None, *, capacity: Capacity = _ALONE
     ) -> None:
         """``views`` has what differs from q, k, v and a contiguous output, or comes on top of these. ``capacity``: what
         runs at once, where blocks share keys."""
         self.launch = launch
         self.call = call
-        self.map = MapShape(launch, call, by_keys=launch.by_keys) if launch.needs_tile_map else None
+        self.map = MapShape(launch, launch.tile_map, call) if launch.tile_map else None
         self.views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v, "out": call.out_view(), **(views or {})}
         q_tiles, units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
         kv_tiles, group, packed = -(-call.seqlen_k // launch.tile_n), group_of(call), call.ragged
@@ -260,7 +218,7 @@ class Geometry:
             return self.launch.cluster * min(self._groups, at_once)
         return min(max(self.tiles, self._q_tiles), driver.multiprocessors(device))
 
-    def number(self, parameter: Parameter) -> int:
+    def number(self, parameter: Argument) -> int:
         """Return the value of a stride, extent, size or presence; LoadError for one that is not known."""
         match parameter.kind:
             case "stride":
@@ -281,7 +239,7 @@ class Geometry:
             case _:
                 raise LoadError(f"parameter '{parameter.name}': kind '{parameter.kind}' is not a number")
 
-    def _stride(self, parameter: Parameter) -> int:
+    def _stride(self, parameter: Argument) -> int:
         of, axis = parameter.of, parameter.axis
         if of in self.views:
             seen = self.views[of]
@@ -306,13 +264,13 @@ class Geometry:
         by_axis = {"s": 1, "h": rows, "b": 0 if self.call.ragged else rows * self.call.heads}
         return by_axis[axis]
 
-    def _tensor(self, parameter: Parameter) -> str:
+    def _tensor(self, parameter: Argument) -> str:
         name = parameter.tensor
         if name is None or name not in self.call.tensors:
             raise LoadError(f"parameter '{parameter.name}': the variant has no tensor for '{parameter.of}'")
         return name
 
-    def _present(self, parameter: Parameter) -> bool:
+    def _present(self, parameter: Argument) -> bool:
         if parameter.of == "lse":
             return self.call.return_lse
         if parameter.of == "seqused_k":
@@ -325,12 +283,12 @@ class Geometry:
             return not self.absent[parameter.of]
         raise LoadError(f"parameter '{parameter.name}': presence of '{parameter.of}' is not known")
 
-    def _described(self, parameter: Parameter) -> View:
+    def _described(self, parameter: Argument) -> View:
         if parameter.of not in self.views:
             raise LoadError(f"parameter '{parameter.name}': '{parameter.of}' has no descriptor")
         return self.views[parameter.of]
 
-    def _described_form(self, parameter: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _described_form(self, parameter: Argument) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return shape and strides of a descriptor as the kernel knows it."""
         described = self._described(parameter)
         if parameter.window is None:
@@ -338,10 +296,10 @@ class Geometry:
         strides = usable_strides(described.shape, described.strides, self._bytes(parameter))
         return windowed(described.shape, strides, parameter.window)
 
-    def _bytes(self, parameter: Parameter) -> int:
+    def _bytes(self, parameter: Argument) -> int:
         return self.launch.dtype_of(parameter.of or "").bytes
 
-    def _axis(self, parameter: Parameter) -> int:
+    def _axis(self, parameter: Argument) -> int:
         axis = parameter.axis
         return self._described(parameter).axes.index(axis) if isinstance(axis, str) else int(axis or 0)
 
@@ -371,4 +329,4 @@ def workspace_sizes(kernel: Kernel, launches: Sequence[Geometry]) -> dict[str, i
 
 def map_shapes(launches: Sequence[Geometry]) -> dict[str, MapShape]:
     """Return the shape of each tile map, by the launch that reads it."""
-    return {one.launch.map_owner: one.map for one in launches if one.map is not None}
+    return {one.map.owner: one.map for one in launches if one.map is not None}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from attngen.lang.divisors import reciprocal
+from attngen.manifest import LaunchFields
 
 if TYPE_CHECKING:
     from attngen.runtime.arguments.checked import Call
@@ -17,19 +18,6 @@ _LEAST_TILES_OF_BLOCK = 8
 #: not matter; measured.
 _BUSY_BLOCKS = 64
 _SHORT_TILES = 512
-
-
-class Splitting(Protocol):
-    """What these numbers depend on of a launch."""
-
-    @property
-    def tile_m(self) -> int: ...
-    @property
-    def tile_n(self) -> int: ...
-    @property
-    def row_warps(self) -> int: ...
-    @property
-    def cluster(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +43,7 @@ def clusters_at_once(blocks: int, size: int) -> int:
     return max(_AT_ONCE[size] * blocks // _MULTIPROCESSORS, 1)
 
 
-def split_sizes(launch: Splitting, call: Call, capacity: Capacity) -> dict[str, int]:
+def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[str, int]:
     """Return the numbers by the names that manifests use.
 
     ``row_warps`` (two to the ``row_bits``) warps have a unit of query rows, of which a KV head has ``row_units`` in

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attngen.errors import LoadError
+from attngen.manifest import Argument
 from attngen.runtime.device.driver import Driver, Frame, Launch
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.kernels.module import Entry, Kernel
-from attngen.runtime.kernels.packing import DESCRIPTOR_BYTES, Parameter
+from attngen.runtime.kernels.packing import DESCRIPTOR_BYTES
 
 _WRITERS = {"i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
 
@@ -34,7 +35,7 @@ class Operands:
     tensors: Sequence[str]
     sizes: Mapping[str, float]
     strides: Mapping[tuple[str, Any], int]
-    maps: Mapping[str, Callable[[Parameter], TensorMap]] = field(default_factory=dict)
+    maps: Mapping[str, Callable[[Argument], TensorMap]] = field(default_factory=dict)
 
 
 class HelperLaunches:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES
+from attngen.manifest import Argument
 from attngen.runtime.device import tensormap
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.device.tensormap import TensorMap
@@ -31,7 +32,6 @@ from attngen.runtime.helpers.quantize_sizes import (
     strides,
 )
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.kernels.packing import Parameter
 
 #: Threads of a group, which has a tile, and numbers of its rows, of one head or of two.
 _GROUP, _COLUMNS = 128, 128
@@ -230,7 +230,7 @@ class _TensorMaps:
     def __init__(self, driver: Driver, device: int, dtype: str, tensor: Tensor) -> None:
         self._of = driver, device, dtype, tuple(tensor.shape), tensor.stride()
 
-    def __call__(self, parameter: Parameter) -> TensorMap:
+    def __call__(self, parameter: Argument) -> TensorMap:
         return TensorMap(*self._of, parameter.box, parameter.swizzle)
 
 

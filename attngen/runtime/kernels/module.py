@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -13,12 +11,14 @@ from typing import Any
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import DType
 from attngen.dtypes import dtype as dtype_row
-from attngen.errors import LoadError
+from attngen.errors import REMEDY, LoadError
 from attngen.files import read_regular
 from attngen.formats import VERSION
 from attngen.lang.variant import Variant
-from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN, REMEDY, Driver
-from attngen.runtime.kernels.manifest import SHARES, check_manifest, read_manifest
+from attngen.manifest import SHARES, Argument, KernelFields, LaunchEntry, LaunchFields, parse_manifest
+from attngen.records import shared
+from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN, Driver
+from attngen.runtime.kernels.folder import read_manifest
 from attngen.runtime.kernels.packing import Layout, lay_out
 
 
@@ -31,7 +31,7 @@ class Entry:
     def __init__(
         self,
         symbol: str,
-        rows: list[Mapping[str, Any]],
+        arguments: Sequence[Argument],
         threads: int,
         shared_memory: int,
         image: Callable[[], bytes],
@@ -41,14 +41,14 @@ class Entry:
         self.threads = threads
         self.shared_memory = shared_memory
         self.how = how
-        self._rows = rows
+        self._arguments = arguments
         self._image = image
         self._functions: dict[tuple[int, int], Any] = {}
 
     @cached_property
     def layout(self) -> Layout:
         """The parameter block; LoadError for a list that this version does not understand."""
-        return lay_out(self._rows)
+        return lay_out(self._arguments)
 
     def launch_on(self, driver: Driver, device: int, blocks: int, cluster: int = 1) -> tuple[Any, int, int, int, int]:
         """A launch as the driver takes it, without its parameters. Raises LoadError for a bad cubin."""
@@ -65,30 +65,23 @@ class Entry:
         return function
 
 
-class Launch:
+class Launch(LaunchFields):
     """One of the launches of a kernel, which a call makes one after the other; each has tiles and a grid of its own."""
 
-    def __init__(self, kernel: Kernel, row: Mapping[str, Any], image: Callable[[], bytes]) -> None:
-        self.name: str = row["name"]
-        self.grid: str = row["grid"]
-        self.tile_m: int = row["tile_m"]
-        self.tile_n: int = row["tile_n"]
+    def __init__(self, kernel: Kernel, entry: LaunchEntry, image: Callable[[], bytes]) -> None:
+        super().__init__(**shared(LaunchFields, entry))
         self.full_name = f"{kernel.full_name} ({self.name})"
         self.dtype_of = kernel.dtype_of
         self.section_keys, self.section_heads = kernel.section_keys, kernel.section_heads
         self.pack_gqa = kernel.pack_gqa
-        self.persistent = bool(row.get("persistent"))
-        self.cluster: int = row.get("cluster", 1)
-        self.split, self.split_size = bool(row.get("split")), kernel.split_size
+        self.split_size = kernel.split_size
         self.shares: int = self.cluster if self.grid == SHARES else 1  # the most blocks that share the keys of a tile
-        self.row_warps: int = row.get("row_warps", 1)
-        self.counted = any(one.get("of") == "tile_counter" for one in row["parameters"])  # tiles are taken from it
-        self.cuts = any(one.get("of") == "parts" for one in row["parameters"])  # the last tiles, into parts
-        self.visible, self.uneven = kernel.visible, kernel.uneven
-        shared = (row.get("resources") or {}).get("shared_memory", 0)
-        how = COOPERATIVE if row.get("cooperative") else DEPENDENT if row.get("pdl") else PLAIN
-        self.entry = Entry(row["symbol"], row["parameters"], row["threads"], shared, image, how)
-        self._map: Mapping[str, Any] = row.get("tile_map") or {}
+        self.counted = any(one.of == "tile_counter" for one in entry.parameters)  # tiles are taken from it
+        self.cuts = any(one.of == "parts" for one in entry.parameters)  # the last tiles, into parts
+        self.visible, self.uneven = kernel.visible, kernel.structure.uneven
+        shared_memory = entry.resources.shared_memory if entry.resources else 0
+        how = COOPERATIVE if self.cooperative else DEPENDENT if self.pdl else PLAIN
+        self.entry = Entry(self.symbol, entry.parameters, entry.threads, shared_memory, image, how)
 
     @property
     def by_keys(self) -> bool:
@@ -103,54 +96,10 @@ class Launch:
     @property
     def needs_tile_map(self) -> bool:
         """Whether it reads or writes a tile map."""
-        return bool(self._map)
-
-    @property
-    def map_owner(self) -> str:
-        """The launch that reads the tile map."""
-        return str(self._map["owner"])
-
-    @property
-    def map_axes(self) -> tuple[bool, bool]:
-        """Whether its tile map differs between batch entries, and between heads."""
-        return self._map["batch"], self._map["heads"]
-
-    @property
-    def map_slots(self) -> bool:
-        """Whether its tile map has a slot for each tile."""
-        return bool(self._map.get("slots"))
-
-    @property
-    def map_bits(self) -> int:
-        """Words of visible pairs that a lane reads of a partial tile; 0: it reads none."""
-        return int(self._map.get("bits", 0))
+        return self.tile_map is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Memory that the launches of one call share: as many elements of 4 bytes as ``terms`` say."""
-
-    name: str
-    terms: tuple[tuple[int | str, ...], ...]
-    multiple: int
-
-    @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> Workspace:
-        """Read a row of a manifest."""
-        return cls(row["name"], tuple(tuple(term) for term in row["terms"]), row.get("multiple", 1))
-
-    def elements(self, sizes: Mapping[str, int]) -> int:
-        """Number of elements in a call of such sizes; LoadError for a size that is not known."""
-        total = 0
-        for term in self.terms:
-            try:
-                total += math.prod(sizes[factor] if isinstance(factor, str) else factor for factor in term)
-            except KeyError as error:
-                raise LoadError(f"workspace '{self.name}': no size is called {error}") from None
-        return -(-total // self.multiple) * self.multiple
-
-
-class Kernel:
+class Kernel(KernelFields):
     """One kernel of a package. Cheap to make: the cubin is read when the kernel is first launched."""
 
     def __init__(
@@ -165,51 +114,37 @@ class Kernel:
 
         Raises LoadError for a manifest of another format, one without a required entry, or of wrong types.
         """
-        check_manifest(manifest, origin)
+        entries = parse_manifest(manifest, origin)
+        super().__init__(**shared(KernelFields, entries))
         self.manifest = manifest
         self.origin = origin
         self._cubin = cubin
         self._others = others or {}
-        self.name: str = manifest["name"]
-        self.package: str = manifest["package"]
-        self.variant_name: str = manifest["variant"]["name"]
-        self.arch = _arch(manifest["arch"], origin)
-        self.dtype: str = manifest["dtype"]
-        self.head_dim_qk: int = manifest["head_dim_qk"]
-        self.head_dim_v: int = manifest["head_dim_v"]
-        self.layout: str = manifest["layout"]
-        self.direction: str = manifest["direction"]
-        self.section_keys: int = manifest["section_keys"]
-        self.section_heads: int = manifest.get("section_heads", 1)
-        self.split_size: int = manifest.get("split_size", 0)  # keys that a block takes of a sequence; 0: all
-        self.backend: str = manifest["backend"]
-        self.loads: str = manifest["loads"]
-        self.pack_gqa = bool(manifest.get("pack_gqa"))
-        self.scale_block: int = manifest.get("scale_block", 0)  # tokens that share a scale; 0: all of a head
-        self.transposed_v = bool(manifest.get("transposed_v"))  # keys lie side by side in v
-        self.split_kv = bool(manifest.get("split_kv"))  # blocks share the keys of a sequence
-        #: Nanoseconds of a launch, of a tile of work and of a tile of keys, and which keys rows see: ``prediction``; or
-        #: which queries see keys: ``cuts``.
-        self.times: Sequence[float] = manifest.get("times", ())
-        #: The same on cards on which this kernel was measured to be faster than the plan's own choice.
-        self.tuned: Mapping[str, Sequence[float]] = {row["gpu"]: row["times"] for row in manifest.get("tuned", ())}
-        self.visible: Sequence[Sequence[Any]] = manifest.get("visible", ())
-        structure = manifest.get("structure", {})
-        #: Whether rows of a tile see different keys: consumers leave out what theirs do not see, or multiply in vain.
-        self.skips = bool(structure.get("skips") or structure.get("anchor"))
-        self.from_first = bool(structure.get("from_first"))  # the first rows of a sequence see the most keys
-        self.uneven = bool(structure.get("uneven"))  # data decide how long a tile takes
-        self.tile_m: int = manifest["tile_m"]
-        self.tile_n: int = manifest["tile_n"]
-        self.sum_columns: int = manifest.get("sum_columns", 0)  # of the dQ accumulator; 0: there is none
-        self.ordered = bool(manifest.get("ordered"))  # tiles of keys add to dQ in a fixed order
-        self.reproducible = self.ordered or not self.sum_columns  # dQ, dK and dV have the same bits on every run
-        self._operands: Mapping[str, str] = manifest.get("operands", {})
-        for name in (self.dtype, *self._operands.values()):
+        self._entries = entries
+        self.variant_name = entries.variant.name
+        self.arch = _arch(entries.arch, origin)
+        self.dtype = entries.dtype
+        self.section_keys = entries.section_keys
+        for name in (self.dtype, *entries.operands.values()):
             _check_dtype(name, origin)
-        self.workspaces = tuple(Workspace.from_dict(row) for row in manifest.get("workspaces", ()))
-        self.launches = tuple(Launch(self, row, self._image_of(row)) for row in manifest["launches"])
-        self.main = self.launch(manifest["main"])
+        self.launches = tuple(Launch(self, entry, self._image_of(entry)) for entry in entries.launches)
+        self.main = self.launch(entries.main)
+
+    @property
+    def skips(self) -> bool:
+        """Whether rows of a tile see different keys: consumers leave out what theirs do not see, or multiply in
+        vain."""
+        return self.structure.skips or self.structure.anchor > 0
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether dQ, dK and dV have the same bits on every run."""
+        return self.ordered or not self.sum_columns
+
+    @cached_property
+    def times_on(self) -> Mapping[str, Sequence[float]]:
+        """The constants of ``times`` on cards on which this kernel was measured to be faster than the plan's own."""
+        return {row.gpu: row.times for row in self.tuned}
 
     def launch(self, name: str) -> Launch:
         """Return one of the launches. Raises LoadError if there is none of that name."""
@@ -232,25 +167,24 @@ class Kernel:
         from attngen.lang.check import restore_variant
 
         try:
-            return restore_variant(self.manifest["variant"])
+            return restore_variant(self._entries.variant)
         except Exception as error:  # whatever its expressions do to the parser
             raise LoadError(f"{self.origin}: the manifest's variant cannot be read: {error}") from error
 
     @cached_property
     def const_scalars(self) -> dict[str, bool | int | float]:
         """Scalars whose value the build fixed."""
-        rows = self.manifest["variant"].get("scalars", ())
-        return {row["name"]: _number(row["const"]) for row in rows if row.get("const") is not None}
+        return {row.name: row.const for row in self._entries.variant.scalars if row.const is not None}
 
     def dtype_of(self, operand: str) -> DType:
         """Return the dtype of q, k, v, out or a gradient; of one that the manifest does not list, the kernel's."""
-        return dtype_row(self._operands.get(operand, self.dtype))
+        return dtype_row(self._entries.operands.get(operand, self.dtype))
 
-    def _image_of(self, row: Mapping[str, Any]) -> Callable[[], bytes]:
-        read = self._others.get(row["name"])
+    def _image_of(self, entry: LaunchEntry) -> Callable[[], bytes]:
+        read = self._others.get(entry.name)
         if read is None:
             return lambda: self._image_bytes
-        return lambda: _verified(read, row.get("sha256"), f"{self.full_name} ({row['name']})")
+        return lambda: _verified(read, entry.sha256, f"{self.full_name} ({entry.name})")
 
     @property
     def needs_tile_map(self) -> bool:
@@ -264,7 +198,7 @@ class Kernel:
 
     @cached_property
     def _image_bytes(self) -> bytes:
-        return _verified(self._cubin, self.manifest.get("sha256"), self.full_name)
+        return _verified(self._cubin, self._entries.sha256, self.full_name)
 
 
 def _arch(name: str, origin: str) -> Arch:
@@ -281,11 +215,6 @@ def _check_dtype(name: str, origin: str) -> None:
         dtype_row(name)
     except KeyError:
         raise LoadError(f"{origin}: the manifest's dtype '{name[:40]}' is not known to attngen {VERSION}") from None
-
-
-def _number(value: Any) -> bool | int | float:
-    """Read a number of a manifest, in which infinities are spelled out."""
-    return math.inf * value["inf"] if isinstance(value, dict) else value
 
 
 def _verified(read: Callable[[], bytes], expected: str | None, name: str) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any
 
 from attngen.errors import LoadError
 from attngen.lang.divisors import division, divisors
+from attngen.manifest import Argument
 from attngen.runtime.arguments.addresses import BACKWARD, FORWARD, SPLIT_COUNTERS, TILE_COUNTER
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.cache import RecentCache
@@ -22,7 +23,7 @@ from attngen.runtime.device.tensormap import TensorMap, of_own_tensor
 from attngen.runtime.geometry.capacity import capacity_for
 from attngen.runtime.geometry.sizes import Geometry, MapShape, geometries, group_of, map_shapes, workspace_sizes
 from attngen.runtime.kernels.module import Entry, Kernel
-from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Parameter
+from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES
 
 #: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
 MAX_PLACED = 4096
@@ -42,7 +43,7 @@ class Division:
 
     __slots__ = ("_divisor", "_names")
 
-    def __init__(self, call: Call, parameter: Parameter) -> None:
+    def __init__(self, call: Call, parameter: Argument) -> None:
         """Raises LoadError if the variant does not divide by what the parameter is of."""
         known = {divisor.text: divisor for divisor in divisors(call.variant)}
         if parameter.of not in known:
@@ -192,10 +193,10 @@ class PreparedLaunches:
             if blocks := geometry.blocks(driver, device):
                 position = {name: i for i, name in enumerate(self.names)}
                 if geometry.map is not None:
-                    position |= {part: position[f"{part}:{launch.map_owner}"] for part in MAP_PARTS}
+                    position |= {part: position[f"{part}:{geometry.map.owner}"] for part in MAP_PARTS}
                 prepared = PreparedKernel(launch.entry, blocks, geometry, position, driver, device)
-                if launch.classifies:
-                    classifiers[launch.map_owner] = prepared
+                if launch.classifies and geometry.map is not None:
+                    classifiers[geometry.map.owner] = prepared
                 else:
                     kernels.append(prepared)
         count = len(self.names)
@@ -269,7 +270,7 @@ class _Block:
             start += len(kernel.template)
 
 
-def _write(packed: Frame, parameter: Parameter, value: int) -> None:
+def _write(packed: Frame, parameter: Argument, value: int) -> None:
     """Write a number of a geometry into the template; LoadError if it does not fit."""
     writer, size = _WRITERS[parameter.type]
     try:
@@ -279,7 +280,7 @@ def _write(packed: Frame, parameter: Parameter, value: int) -> None:
 
 
 def _descriptor(
-    parameter: Parameter, geometry: Geometry, driver: Driver, device: int, position: Mapping[str, int]
+    parameter: Argument, geometry: Geometry, driver: Driver, device: int, position: Mapping[str, int]
 ) -> tuple[TensorMap, int]:
     of = parameter.of
     if parameter.tensor is not None and parameter.tensor in geometry.call.tensors:

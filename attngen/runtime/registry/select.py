@@ -21,6 +21,7 @@ from attngen.dtypes import (
     dtype,
 )
 from attngen.errors import NoKernelError
+from attngen.manifest import Argument
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES as ATTENTION_NAMES
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.arguments.scalars import Number
@@ -29,7 +30,6 @@ from attngen.runtime.device.driver import Driver
 from attngen.runtime.geometry.prediction import Card, Prediction, predict
 from attngen.runtime.geometry.sizes import group_of, tiles_of
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.kernels.packing import Parameter
 from attngen.runtime.registry import on_demand
 
 #: Largest grid along its first axis. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
@@ -110,7 +110,7 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, card: Card = 
             -kernel.arch.capability,
             by_hand and not kernel.main.persistent and kernel.main.shares == 1,
             times.get(kernel, inf if kernel.times and kernel not in rivals else 0.0),
-            0 if card.name in kernel.tuned else 2 if kernel.tuned else 1,
+            0 if card.name in kernel.times_on else 2 if kernel.tuned else 1,
             kernel.pack_gqa,
             kernel.ordered,
         )
@@ -350,7 +350,7 @@ def _against_own_tensors(kernel: Kernel, call: Call) -> str | None:
     return None
 
 
-def _against_promise(parameter: Parameter, request: Request, views: Mapping[str, View], kernel: Kernel) -> str | None:
+def _against_promise(parameter: Argument, request: Request, views: Mapping[str, View], kernel: Kernel) -> str | None:
     """Return why an address or a stride is not a multiple of what the compiler was promised, or None."""
     promised, of = parameter.divisibility, parameter.of or parameter.name
     if parameter.kind == "pointer" and of in request.addresses and request.addresses[of] % promised:

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from attngen.errors import CompileError
+from attngen.manifest import Argument
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.checked import DIRECTIONS, Call, View
 from attngen.runtime.device.tensormap import windowed
 from attngen.runtime.geometry.sizes import Geometry, geometries
 from attngen.runtime.kernels.module import Entry, Kernel
-from attngen.runtime.kernels.packing import Parameter
 from attngen.runtime.launch.gradients import GradientBuffers, finish, view_of
 from attngen.runtime.launch.pinned import Buffers
 from attngen.tools.verify.quick_interpreter import quicken
@@ -103,7 +103,7 @@ class Interpreted:
         function[(blocks,)](*values)
 
 
-def _value(parameter: Parameter, geometry: Geometry, buffers: Buffers | GradientBuffers) -> Any:
+def _value(parameter: Argument, geometry: Geometry, buffers: Buffers | GradientBuffers) -> Any:
     """The argument of a parameter: a tensor where the GPU gets an address, else a number."""
     call = geometry.call
     match parameter.kind:
@@ -125,7 +125,7 @@ def _value(parameter: Parameter, geometry: Geometry, buffers: Buffers | Gradient
 def _tensors(geometry: Geometry, buffers: Buffers | GradientBuffers) -> Mapping[str, torch.Tensor | None]:
     call = geometry.call
     tensors = {**buffers.named(call), **{f"tensor:{name}": tensor for name, tensor in call.tensors.items()}}
-    return tensors | ({"tile_map": tensors[f"tile_map:{geometry.launch.map_owner}"]} if geometry.map else {})
+    return tensors | ({"tile_map": tensors[f"tile_map:{geometry.map.owner}"]} if geometry.map else {})
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int8) if tensor.dtype == torch.bool else tensor
 
 
-def _descriptor(parameter: Parameter, geometry: Geometry, buffers: Buffers | GradientBuffers) -> Any:
+def _descriptor(parameter: Argument, geometry: Geometry, buffers: Buffers | GradientBuffers) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tensor: torch.Tensor = getattr(buffers, str(parameter.of))
