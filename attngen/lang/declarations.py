@@ -223,6 +223,8 @@ def _check_tensor(
         rank = len(tensor.shape)
         if not 0 <= tensor.monotone.axis < rank:
             raise refuse("monotone.axis", f"must lie within 0 .. {rank - 1}, got {tensor.monotone.axis}")
+        if tensor.monotone.runs is not None and tensor.type is not Type.INT:
+            raise refuse("monotone.runs", f"elements of {tensor.dtype} are no integers")
     if tensor.grad and tensor.type is not Type.FLOAT:
         raise refuse("grad", f"a tensor of {tensor.dtype} has no gradient")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attngen.lang.ir import Type
-from attngen.records import Count, Extent, Limit, Limits, Name, Number
+from attngen.records import Count, Extent, Limit, Limits, Name, Number, Some
 
 Bound = Limit | None
 
@@ -40,10 +40,20 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Monotone:
-    """A declared fact: along ``axis`` the elements never decrease."""
+    """A declared fact: along ``axis`` the elements never decrease.
+
+    With ``runs``, each of so many, counted from the first one, is greater by one than the element before it; only the
+    first one of a run may be greater by more.
+    """
 
     axis: Count
     order: str = "nondecreasing"
+    runs: Some | None = None
+
+    def summary(self) -> str:
+        """The fact in a few words, for messages."""
+        steps = f", by one within runs of {self.runs}" if self.runs else ""
+        return f"{self.order} along axis {self.axis}{steps}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,5 +80,5 @@ class Tensor:
         if self.range is not None:
             words.append(f"range {self.range[0]} .. {self.range[1]}")
         if self.monotone is not None:
-            words.append(f"{self.monotone.order} along axis {self.monotone.axis}")
+            words.append(self.monotone.summary())
         return ", ".join([*words, *(["grad"] if self.grad else [])])

@@ -16,7 +16,7 @@ from attngen.lang.bands import Heads
 from attngen.lang.biases import is_of_pair
 from attngen.lang.derivative import differentiate, differentiate_loads
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own, rewrite, walk
+from attngen.lang.ir import POSITION, Const, Expr, Load, Op, Type, Var, names, own, rewrite, walk
 from attngen.lang.ranges import Range
 from attngen.lang.simplify import mul, truediv
 from attngen.lang.usage import decides
@@ -29,14 +29,16 @@ LOG2E = own("LOG2E", Type.FLOAT)
 KV_FIRST, KEY = own("kv_first"), Var("key", Type.INT)
 #: The same of queries: the first one as a row and as a position, and the distance of a query from it.
 Q_FIRST, Q_POS_FIRST, QUERY = own("q_first"), own("q_pos_first"), own("query of a lane")
+POSITION_FIRST = own("position_first")
+_FIRST = {"q": Q_FIRST, "q_pos": Q_POS_FIRST, POSITION.name: POSITION_FIRST}
 ONE = Const(1.0, Type.FLOAT)
 #: What the names of values begin with that are computed once for a key, and once for a query.
 _OF_KEY, _OF_QUERY = "of key ", "of query "
 
-#: What differs from element to element of a tile.
-_VARYING = frozenset({"q", "kv", "q_pos", "q_global", "kv_global", "s", PRODUCT.name})
-_ROWS = frozenset({"q", "q_pos", "q_global"})
+_ROWS = frozenset({"q", "q_pos", "q_global", POSITION.name})
 _KEYS = frozenset({"kv", "kv_global"})
+#: What differs from element to element of a tile.
+_VARYING = _ROWS | _KEYS | {"s", PRODUCT.name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +166,8 @@ def split_queries(value: Expr) -> Expr:
 
     def rule(node: Expr) -> Expr | None:
         match node:
-            case Op(op="to_float", args=(Var(name="q" | "q_pos" as name),)):
-                first = Op("to_float", (Q_FIRST if name == "q" else Q_POS_FIRST,), Type.FLOAT)
-                return Op("add", (first, lane), Type.FLOAT)
+            case Op(op="to_float", args=(Var(name=name),)) if name in _FIRST:
+                return Op("add", (Op("to_float", (_FIRST[name],), Type.FLOAT), lane), Type.FLOAT)
             case Op(op="add" | "sub" as op, args=(c, Op(op="add", args=(a, b)))) if _ends(b) and not _of_query(c):
                 return Op(op, (Op(op, (c, a), Type.FLOAT), b), Type.FLOAT)
             case Op(op="mul", args=(Op(op="add" | "sub" as op, args=(a, b)), c)) if _ends(b) and not _varies(c):

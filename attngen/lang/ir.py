@@ -83,6 +83,10 @@ def spelled(name: str) -> str:
     return name.removeprefix(_OWN)
 
 
+#: Where a row lies, in kernels that compute it for a tile of rows (``lang.runs``).
+POSITION = own("position")
+
+
 @_remembers_hash
 @dataclass(frozen=True, slots=True)
 class Load(_Node):

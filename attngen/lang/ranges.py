@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from attngen.lang.ir import MAX_SEQLEN
+from attngen.lang.ir import MAX_SEQLEN, POSITION
 
 if TYPE_CHECKING:
     from attngen.lang.declared import Scalar, Tensor
@@ -44,6 +44,7 @@ INDEX_RANGES: Mapping[str, Range] = MappingProxyType(
         "kv": (0, _LAST),
         "q_pos": _ALIGNED,
         "q_global": (0, _LAST),
+        POSITION.name: (0, _LAST),
         "kv_global": (0, _LAST),
         "seqlen_q": (1, MAX_SEQLEN),
         "seqlen_k": (1, MAX_SEQLEN),

@@ -13,18 +13,19 @@ from attngen.lang.bands import Axis
 from attngen.lang.divisors import divisors, is_int64, prepared, with_symbols
 from attngen.lang.facts import Facts
 from attngen.lang.intervals import Numbers, bounds, evaluate
-from attngen.lang.ir import Const, Expr, Load, Op, Type, children, holds_int64, names, rewrite, walk
+from attngen.lang.ir import POSITION, Const, Expr, Load, Op, Type, children, holds_int64, names, rewrite, walk
 from attngen.lang.literals import fold_literals
 from attngen.lang.overflow import widen
 from attngen.lang.printing import canonical
 from attngen.lang.ranges import INT32
 from attngen.lang.rows import own_intervals
+from attngen.lang.runs import by_position
 from attngen.lang.simplify import Linear, and_, integer, linear, make, neg, not_, or_
 from attngen.lang.spans import Interval
 from attngen.lang.targets import power_of_two
 from attngen.lang.variant import Variant
 
-ROWS, KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
+ROWS, KEYS = frozenset({"q", "q_pos", "q_global", POSITION.name}), frozenset({"kv", "kv_global"})
 _MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq", "ne": "ne"}
 _UPPER = ("le", "lt")
 _WORD = 4  # bytes
@@ -33,11 +34,21 @@ _OPERATORS_OF_END = 3
 
 
 def asked(variant: Variant, facts: Facts, along: Axis = "kv") -> tuple[tuple[Interval, ...], Expr]:
-    """The intervals of keys that a row sees, and the condition on the keys in them (``own_intervals``).
+    """The intervals of keys that a row sees, and the condition on the keys in them (``own_intervals``), as kernels
+    evaluate them (``by_position``).
 
     If a dividend or divisor there depends on the key, symbols replace divisors, and the condition is separated. A
     block that goes along queries has few keys: it takes no interval whose ends cost more than the comparison.
     """
+    intervals, rest = _asked(variant, facts, along)
+
+    def placed(end: Expr | None) -> Expr | None:
+        return None if end is None else by_position(end, variant)
+
+    return tuple(Interval(placed(each.lo), placed(each.hi)) for each in intervals), by_position(rest, variant)
+
+
+def _asked(variant: Variant, facts: Facts, along: Axis) -> tuple[tuple[Interval, ...], Expr]:
 
     def is_cheap(end: Expr) -> bool:
         end = prepared(end, variant, facts)

@@ -153,12 +153,19 @@ class Variant:
             "score": None if self.score is None else canonical(self.score),
             "let": {name: canonical(value) for name, value in self.let},
             "scalars": [_plain(asdict(scalar)) for scalar in self.scalars],
-            "tensors": [_plain(asdict(tensor)) for tensor in self.tensors],
+            "tensors": [_plain(_fields(tensor)) for tensor in self.tensors],
             "mask_text": self.mask_text,
             "score_text": self.score_text,
             **({} if self.sink is None else {"sink": canonical(self.sink), "sink_text": self.sink_text}),
             **({"dropout": True} if self.dropout else {}),
         }
+
+
+def _fields(tensor: Tensor) -> dict[str, Any]:
+    fields = asdict(tensor)
+    if fields["monotone"] is not None and fields["monotone"]["runs"] is None:
+        del fields["monotone"]["runs"]
+    return fields
 
 
 def _plain(value: Any) -> Any:

@@ -15,16 +15,18 @@ from typing import Any, Literal
 
 from attngen.lang.facts import index
 from attngen.lang.ir import MAX_SEQLEN, Expr, Load, Op, Type, Var, rewrite
+from attngen.lang.runs import TILE
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
 from attngen.parallel.one_row import scalar_without_lengths, tensor_without_lengths
 
 #: How positions of rows or keys are known: all of them lie here, or a run of them, or of rows two runs, or a table says
-#: where each lies. Of runs, bands have closed forms without a search.
-Positions = Literal["all", "run", "runs", "table"]
+#: where each lies, of rows also where each tile of them lies. Of runs, bands have closed forms without a search.
+Positions = Literal["all", "run", "runs", "tiles", "table"]
 
 #: What tells the names of local variants apart.
 _SUFFIXES = {
-    ("rows", "all"): "", ("rows", "run"): "_from_row", ("rows", "runs"): "_by_runs", ("rows", "table"): "_by_rows",
+    ("rows", "all"): "", ("rows", "run"): "_from_row", ("rows", "runs"): "_by_runs", ("rows", "tiles"): "_by_tiles",
+    ("rows", "table"): "_by_rows",
     ("keys", "all"): "", ("keys", "run"): "_from_key", ("keys", "table"): "_by_keys",
 }  # fmt: skip
 
@@ -168,7 +170,8 @@ def _positions(
         scalar = Scalar(begin, "int32", min=0, max=MAX_SEQLEN)
         return Op("add", (here, index(begin)), Type.INT), (), (scalar,)
     extent = "seqlen_q" if axis == "q" else "seqlen_k"
-    tensor = Tensor(table, "int32", (extent,), Monotone(0), (0, MAX_SEQLEN))
+    steps = Monotone(0, runs=TILE if positions == "tiles" else None)
+    tensor = Tensor(table, "int32", (extent,), steps, (0, MAX_SEQLEN))
     return Load(table, (here,), Type.INT), (tensor,), ()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attngen.errors import CallError, suggest
 from attngen.lang.printing import canonical
+from attngen.lang.runs import TILE
 from attngen.lang.variant import Variant
 from attngen.parallel import local as names
 from attngen.parallel.agreement import agree
@@ -301,6 +302,8 @@ class Plan:
         owner = self.dealt.owner
         first = np.concatenate([[True], owner[1:] != owner[:-1]])
         runs = int(np.bincount(owner[first]).max())
+        if runs > 2 and self.tile % TILE == 0:
+            return "tiles"
         return "run" if runs == 1 else "runs" if runs == 2 else "table"
 
     def _rank(self, rank: int | None) -> int:

@@ -13,6 +13,7 @@ from attngen.lang.folding import PRODUCT, fold_logit, fold_slope
 from attngen.lang.ir import Expr, Load, Op, children, names, rewrite, walk
 from attngen.lang.literals import fold_literals
 from attngen.lang.separate import KEYS, ROWS, asked, costly_values, largest_values, narrow_tensors
+from attngen.lang.runs import by_position, score_by_position
 from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
 from attngen.schema.expand import KernelSpec
@@ -107,7 +108,7 @@ def _key_values_of_score(variant: Variant, heads: Heads, fast_math: bool) -> tup
     """Parts of a logit that depend on the key alone and load, divide or call a function."""
     if variant.score is None:
         return ()
-    logit = fold_logit(variant.score, variant.ranges, fast_math=fast_math, heads=heads)
+    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math, heads=heads)
     others = _beside_keys(variant, heads) | {PRODUCT.name}
     return largest_values(logit.value, KEYS, others, narrow_tensors(variant))
 
@@ -123,7 +124,7 @@ def query_values_of_score(variant: Variant, *, fast_math: bool, bits: bool = Fal
     of_mask = not bits and (_loads_by_query(_mask_loads(variant, "q")) or costly_query_values(variant))
     if variant.score is None or of_mask:
         return ()
-    logit = fold_logit(variant.score, variant.ranges, fast_math=fast_math)
+    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math)
     if fold_slope(logit, fast_math=fast_math).varying is not None:
         return ()
     others = wide_names(variant) | KEYS | {PRODUCT.name}
@@ -207,7 +208,8 @@ def reads_positions(variant: Variant) -> bool:
 
 def scores_keys(variant: Variant) -> bool:
     """Whether tensors are read by position in the score alone, and there by key alone."""
-    loads = [node for node in walk(variant.score) if isinstance(node, Load)] if variant.score is not None else []
+    score = score_by_position(variant)
+    loads = [node for node in walk(score) if isinstance(node, Load)] if score is not None else []
     return not reads_positions(replace(variant, score=None)) and not _loads_by_query(loads)
 
 
@@ -231,4 +233,4 @@ def divides(variant: Variant) -> bool:
 def _nodes(variant: Variant) -> Iterator[Expr]:
     for expression in (variant.mask, variant.score):
         if expression is not None:
-            yield from walk(expression)
+            yield from walk(by_position(expression, variant))

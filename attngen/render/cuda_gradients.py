@@ -9,8 +9,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from attngen.lang.emit import Binding
-from attngen.lang.folding import KV_FIRST, PRODUCT, Q_FIRST, Q_POS_FIRST, QUERY, fold_logit, is_finite, split_queries
-from attngen.lang.ir import Expr, names
+from attngen.lang.folding import (
+    KV_FIRST,
+    POSITION_FIRST,
+    PRODUCT,
+    Q_FIRST,
+    Q_POS_FIRST,
+    QUERY,
+    fold_logit,
+    is_finite,
+    split_queries,
+)
+from attngen.lang.ir import POSITION, Expr, names
+from attngen.lang.runs import score_by_position
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Code, Statement, declared, depending, leaf, needed, reads, statement, written
 from attngen.plan.model import Plan
@@ -34,9 +45,11 @@ from attngen.render.cuda_math import (
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
+    distance_of_rows,
     int_constant,
     int_constants,
     number_queries,
+    position_of,
     words_of_map,
     words_of_votes,
 )
@@ -52,7 +65,7 @@ from attngen.render.tensor_gradients import weighted, weighted_slope, weights
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _ROW_NAMES = ("kv", "kv_packed", "row")
-_COLUMN_NAMES = ("q_row", "q_pos", "q_packed")
+_COLUMN_NAMES = ("q_row", "q_pos", "q_packed", "position")
 #: Number of an element of a lane in its word of bits, by the loops over these.
 _ELEMENT = "4 * ({i} % 8) + 2 * {row} + {j}"
 _HIDE_BY_BITS = statement(f"if (!({{visible}}[{{i}} / 8] >> ({_ELEMENT}) & 1)) {{x}} = kMasked;")
@@ -61,7 +74,7 @@ _QUERIES_LEFT = int_constant("queries_left", "{seqlen_q} - {q_first}")
 _HIDE_BEYOND = statement("if (8 * {i} + {j} >= {queries_left}) {x} = kMasked;")
 #: What differs from step to step; all else comes from arguments of the kernel.
 _VARYING = (
-    *_ROW_NAMES, "kv_first", "q_first", "q_pos_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k",
+    *_ROW_NAMES, "kv_first", "q_first", "q_pos_first", "position_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k",
 )  # fmt: skip
 
 
@@ -100,7 +113,7 @@ class Probabilities:
 def probabilities(plan: Plan) -> Probabilities:
     """Return the lines of a step."""
     variant = plan.variant
-    logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
+    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=plan.fast_math)
     slope = weighted_slope(plan, derivative(variant, fast_math=plan.fast_math))
     kept = weights(plan)
     of_query = score_values(plan)
@@ -133,7 +146,7 @@ def probabilities(plan: Plan) -> Probabilities:
             body.append(_HIDE_BEYOND)
         moving, once = depending(hoisted, _VARYING)
         block |= dict.fromkeys(once)
-        steps = replace(_steps(moving, body), costly=mask.costly if partial and not plan.mask_words else ())
+        steps = replace(_steps(plan, moving, body), costly=mask.costly if partial and not plan.mask_words else ())
         both.append(replace(steps, key=(*_taken(of_query), *steps.key)))
         if variant.score is not None:
             multiplier = scored.results[1]
@@ -156,7 +169,7 @@ def probabilities(plan: Plan) -> Probabilities:
 def _visible(plan: Plan) -> Steps:
     """Return the steps that evaluate the mask of a partial tile into ``bits``."""
     mask = masking(plan, _elements(plan), (), key="8 * {row}", along=QUERIES)
-    return _steps(mask.hoisted, [*mask.body, *mask.ends, bit_of(mask.hidden, _ELEMENT)])
+    return _steps(plan, mask.hoisted, [*mask.body, *mask.ends, bit_of(mask.hidden, _ELEMENT)])
 
 
 def _with_query_values(plan: Plan, steps: Steps, block: Sequence[Statement]) -> tuple[Steps, QueryValues | None]:
@@ -181,7 +194,7 @@ def _with_query_values(plan: Plan, steps: Steps, block: Sequence[Statement]) -> 
     tile = needed(steps.tile, lines)
     shared = needed(block, [*tile, *lines]) if divided else ()
     values = QueryValues(
-        "mask", fields_of(by_query), (*shared, *tile, *number_queries(reads(lines)), *lines), not divided
+        "mask", fields_of(by_query), (*shared, *tile, *_numbers(plan, lines), *lines), not divided
     )
     key = [each for each in steps.key if each not in by_query]
     used = needed([*taken("of_query(8 * {i} + {j})", declared(by_query)), *key], steps.element)
@@ -192,7 +205,13 @@ def _with_query_values(plan: Plan, steps: Steps, block: Sequence[Statement]) -> 
 def _query_values_of_score(plan: Plan, values: Sequence[ScoreValue]) -> QueryValues:
     """Return the values of a query that the score reads."""
     shared, lines, of_score = score_lines(plan, values, _elements(plan), (), inner="q")
-    return QueryValues("score", fields_of(of_score), (*shared, *number_queries(reads(lines)), *lines), True)
+    return QueryValues("score", fields_of(of_score), (*shared, *_numbers(plan, lines), *lines), True)
+
+
+def _numbers(plan: Plan, lines: Iterable[Statement]) -> list[Statement]:
+    """Return the statements that number a query in other ways than by its row, where a loader has one for each lane."""
+    read = reads(lines)
+    return number_queries(read, position_of(plan, "q_row") if "position" in read else "")
 
 
 def _taken(values: Iterable[ScoreValue]) -> list[Statement]:
@@ -219,7 +238,7 @@ def factor(plan: Plan, expr: Expr) -> tuple[tuple[Statement, ...], Code]:
     return (*code.hoisted, *code.body), code.results[0]
 
 
-def _steps(hoisted: Sequence[Statement], body: Sequence[Statement]) -> Steps:
+def _steps(plan: Plan, hoisted: Sequence[Statement], body: Sequence[Statement]) -> Steps:
     """Return the statements of a tile, each where it runs least often: for the tile, a key, a query, or each pair."""
     row, tile = depending(hoisted, _ROW_NAMES)
     own = [name for name in declared(body) if name.startswith("weight_")]
@@ -229,13 +248,12 @@ def _steps(hoisted: Sequence[Statement], body: Sequence[Statement]) -> Steps:
     tile = needed(tile, [*row, *column, *element])
     if "q_pos_first" in reads([*tile, *row, *element]):
         tile = (int_constant("q_pos_first", "{q_first} + ({seqlen_k} - {seqlen_q})"), *tile)
-    return Steps(
-        tile=tile,
-        row=row,
-        row_values=row_values(row, element),
-        key=(*_query_lines(reads([*column, *element])), *column),
-        element=element,
-    )
+    if "position_first" in reads([*tile, *row, *element]):
+        tile = (int_constant("position_first", "{q_first} + {distance}"), *tile)
+    key = (*_query_lines(reads([*column, *element])), *column)
+    if "distance" in reads([*tile, *key]):
+        tile = (*distance_of_rows(plan), *tile)
+    return Steps(tile=tile, row=row, row_values=row_values(row, element), key=key, element=element)
 
 
 def _elements(plan: Plan) -> dict[str, Binding]:
@@ -244,12 +262,14 @@ def _elements(plan: Plan) -> dict[str, Binding]:
         "q": Binding("q_row", _Q, below=frozenset({"seqlen_q"})),
         "q_pos": Binding("q_pos", _Q, below=frozenset({"seqlen_k"})),
         "q_global": Binding("q_packed", _Q, below=frozenset({"total_q"})),
+        POSITION.name: Binding("position", _Q),
         "kv": Binding("kv", _KV, below=frozenset({"seqlen_k", "total_k"})),
         "kv_global": Binding("kv_packed", _KV, below=frozenset({"seqlen_k", "total_k"})),
         PRODUCT.name: Binding("x", _Q | _KV),
         KV_FIRST.name: Binding("kv_first"),
         Q_FIRST.name: Binding("q_first"),
         Q_POS_FIRST.name: Binding("q_pos_first"),
+        POSITION_FIRST.name: Binding("position_first"),
         QUERY.name: Binding("8 * {i} + {j}", _Q),
         **bias_bindings(plan, "2 * {i} + {j}"),
         **start_bindings(),
@@ -272,7 +292,7 @@ def _query_lines(read: frozenset[str]) -> list[Statement]:
     if not read.isdisjoint(_COLUMN_NAMES):
         nearest = "min({q_first} + 8 * {i} + {j}, {seqlen_q} - 1)"
         lines.append(int_constant("q_row", nearest, comment="rows after the end repeat the last one"))
-    return lines + number_queries(read)
+    return lines + number_queries(read, "{q_row} + {distance}")
 
 
 # --- which queries see a tile of keys -----------------------------------------------------------------------

@@ -20,9 +20,10 @@ from attngen.lang.folding import (
     value_of_query,
 )
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import MAX_SEQLEN, Expr, Op, Type, Var, names, own, rewrite, spelled, tensors, walk
+from attngen.lang.ir import MAX_SEQLEN, POSITION, Expr, Op, Type, Var, names, own, rewrite, spelled, tensors, walk
 from attngen.lang.naming import label
 from attngen.lang.ranges import INT32
+from attngen.lang.runs import score_by_position
 from attngen.lang.segments import segments
 from attngen.lang.separate import asked
 from attngen.lang.simplify import FALSE, TRUE, integer, maximum, minimum
@@ -55,10 +56,12 @@ from attngen.render.biases import bias_bindings, with_biases
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
+    distance_of_rows,
     int_constant,
     int_constants,
     log2_scale,
     number_queries,
+    position_of,
     words_of_map,
     words_of_votes,
 )
@@ -84,7 +87,7 @@ from attngen.render.expressions import (
 )
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
-_QUERY_NAMES = ("q_row", "q_pos", "q_packed")
+_QUERY_NAMES = ("q_row", "q_pos", "q_packed", "position")
 #: What the mask and the score call keys.
 _KEY_NAMES = frozenset({"kv", "kv_global"})
 #: Number of an element of a lane, by the two loops over these, and what it is in its word of bits.
@@ -173,7 +176,7 @@ class Word:
 def logits(plan: Plan) -> Logits:
     """Return the lines of the logits."""
     variant = plan.variant
-    folded = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
+    folded = fold_logit(score_by_position(variant), variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
     of_key = score_values(plan)
     value = with_score_values(folded.value, of_key)
     value = split_keys(value) if plan.fast_math else value
@@ -316,6 +319,8 @@ def _steps(
     element, key = depending(body, {"x", "row", *row_names(plan), *declared(row)})
     key, row = needed(key, element), needed(row, element)
     row = (*_row_lines(plan, reads([*row, *element])), *row)
+    if "distance" in reads(row):
+        tile = (*distance_of_rows(plan), *tile)
     return Steps(
         tile=needed(tile, [*row, *key, *element]),
         row=row,
@@ -417,6 +422,7 @@ def element_bindings(plan: Plan, *, ragged: bool) -> dict[str, Binding]:
         "q": Binding("q_row", _Q, below=frozenset({"seqlen_q"})),
         "q_pos": Binding("q_pos", _Q, below=frozenset({"seqlen_k"})),
         "q_global": Binding("q_packed", _Q, below=frozenset({"total_q"})),
+        POSITION.name: Binding("position", _Q),
         "kv": Binding("kv", _KV, below=keys),
         "kv_global": Binding("kv_packed", _KV, below=keys),
         PRODUCT.name: Binding("x", _Q | _KV),
@@ -464,7 +470,12 @@ def _row_lines(plan: Plan, read: frozenset[str]) -> list[Statement]:
     lines.append(
         int_constant("q_row", f"min({first}, {{seqlen_q}} - 1)", comment="rows after the end repeat the last one")
     )
-    return [*lines, *number_queries(asked)]
+    return [*lines, *number_queries(asked, _position(plan))]
+
+
+def _position(plan: Plan) -> str:
+    """The pattern of where a row lies; rows of several heads, and those that blocks share, read it each for itself."""
+    return position_of(plan, "q_row") if plan.split_kv or plan.pack_gqa else "{q_row} + {distance}"
 
 
 def row_names(plan: Plan) -> tuple[str, ...]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from attngen.lang.runs import positions
 from attngen.lang.statements import Code, Statement, joined, statement, written
+from attngen.plan.model import Plan
+from attngen.plan.symbols import pointer_name
 
 _TILE_MAP = "const int* tile_map = {tile_map_ptr} + {b} * {stride_tile_map_b} + {h} * {stride_tile_map_h} + {};"
 
@@ -54,11 +57,30 @@ def words_of_votes(seen: Code, whole: Code) -> tuple[Statement, ...]:
     )
 
 
-def number_queries(read: frozenset[str]) -> list[Statement]:
-    """Return the statements that number a query in other ways than by its row, as far as these are read."""
+def number_queries(read: frozenset[str], position: str = "") -> list[Statement]:
+    """Return the statements that number a query in other ways than by its row, as far as these are read; ``position``
+    is the pattern of where it lies, if a tensor says so."""
     lines = []
+    if "position" in read:
+        lines.append(int_constant("position", position))
     if "q_pos" in read:
         lines.append(int_constant("q_pos", "{q_row} + ({seqlen_k} - {seqlen_q})"))
     if "q_packed" in read:
         lines.append(int_constant("q_packed", "{q_begin} + {q_row}"))
     return lines
+
+
+def position_of(plan: Plan, row: str) -> str:
+    """The pattern of where a row lies that a kernel has a name for."""
+    load = positions(plan.variant)
+    assert load is not None, f"{plan.name}: no tensor says where rows lie"
+    return f"{pointer_name(load.tensor)}[{{{row}}}]"
+
+
+def distance_of_rows(plan: Plan) -> list[Statement]:
+    """Return the statements that find how far rows lie from their numbers: all rows of a tile as far as the first one
+    of the lane, or if that is after the end, the last one."""
+    return [
+        int_constant("some_row", "min({q_first}, {seqlen_q} - 1)"),
+        int_constant("distance", f"{position_of(plan, 'some_row')} - {{some_row}}"),
+    ]

@@ -401,7 +401,7 @@ def _tensor(name: str, model: TensorModel) -> Tensor:
         name=name,
         dtype=model.dtype,
         shape=model.shape,
-        monotone=Monotone(model.monotone.axis, model.monotone.order) if model.monotone else None,
+        monotone=Monotone(model.monotone.axis, model.monotone.order, model.monotone.runs) if model.monotone else None,
         range=(model.range.min, model.range.max) if model.range else None,
         grad=model.grad,
     )

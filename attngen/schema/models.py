@@ -119,6 +119,9 @@ class MonotoneModel(Model):
 
     axis: Annotated[int, Field(ge=0, le=7)]
     order: Annotated[str, Choice(("nondecreasing",))] = "nondecreasing"
+    runs: Annotated[int, Field(ge=2, lt=2**31)] | None = Field(
+        default=None, description="within so many elements, each is greater by one than the one before"
+    )
 
 
 class RangeModel(Model):

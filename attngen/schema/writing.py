@@ -72,6 +72,8 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
     fields: dict[str, Any] = {"dtype": tensor.dtype, "shape": list(tensor.shape)}
     if tensor.monotone is not None:
         fields["monotone"] = {"axis": tensor.monotone.axis, "order": tensor.monotone.order}
+        if tensor.monotone.runs is not None:
+            fields["monotone"]["runs"] = tensor.monotone.runs
     if tensor.range is not None:
         bounds = zip(("min", "max"), tensor.range, strict=True)
         fields["range"] = {end: bound for end, bound in bounds if bound is not None}

@@ -213,6 +213,8 @@ class _Chooser:
         if kind == "bool":
             return self._bools(shape)
         low, high = self._limits(tensor)
+        if tensor.monotone is not None and tensor.monotone.runs is not None:
+            return self._runs(shape, tensor.monotone.axis % len(shape), (low, high), tensor.monotone.runs).to(dtype)
         if self._values != "random" and math.isfinite(low if self._values == "least" else high):
             return torch.full(shape, low if self._values == "least" else high).to(dtype)
         if tensor.monotone is not None:
@@ -227,6 +229,19 @@ class _Chooser:
         if math.isfinite(low) and math.isfinite(high):
             return low + (high - low) * torch.rand(shape, generator=self._generator)
         return (0.25 * torch.randn(shape, generator=self._generator)).clamp(low, high)
+
+    def _runs(self, shape: list[int], axis: int, limits: Range, runs: int) -> torch.Tensor:
+        """Return a tensor that goes up by one along ``axis`` within runs of ``runs`` elements, and at some of the first
+        of a run by more: as far as the limits leave room."""
+        length = shape[axis]
+        places = torch.arange(length)
+        low = int(limits[0]) if math.isfinite(limits[0]) else 0
+        room = int(min(limits[1], low + 4 * self._case.seqlen_k)) - low - length + 1
+        jumps = torch.zeros(-(-length // runs), dtype=torch.int64)
+        for jump in torch.randint(0, max(len(jumps), 1), (3,), generator=self._generator).tolist():
+            jumps[jump:] += runs * self._integer(0, max(room // (3 * runs), 0))
+        line = low + places + jumps.repeat_interleave(runs)[:length]
+        return line.view([length if n == axis else 1 for n in range(len(shape))]).expand(shape).contiguous()
 
     def _staircase(self, shape: list[int], axis: int, limits: Range, *, whole: bool) -> torch.Tensor:
         """Return a tensor that never decreases along ``axis``: a few steps in each row, of random places and heights.

@@ -14,6 +14,7 @@ from attngen.errors import PlanError
 from attngen.lang.biases import biases, without_biases
 from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
 from attngen.lang.ir import Op, names, walk
+from attngen.lang.runs import score_by_position
 from attngen.lang.simplify import TRUE, mul
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, naming
@@ -661,7 +662,8 @@ def _family(spec: KernelSpec, tiled: int) -> str:
 
 def derivative(variant: Variant, *, fast_math: bool) -> Slope:
     """Return the derivative of the logit by the product, with a factor that all heads share: dK sums over them."""
-    slope = fold_slope(fold_logit(variant.score, variant.ranges, fast_math=fast_math), fast_math=fast_math)
+    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math)
+    slope = fold_slope(logit, fast_math=fast_math)
     return Slope(ONE, mul(slope.varying or ONE, slope.factor)) if "h" in names(slope.factor) else slope
 
 

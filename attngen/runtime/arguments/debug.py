@@ -111,6 +111,7 @@ def check_facts(call: Call) -> None:
         tensor = call.tensors[declared.name].detach()
         if declared.monotone is not None:
             _monotone(call, declared, tensor, declared.monotone.axis)
+            _by_ones(call, declared, tensor)
         if declared.range is not None and tensor.numel():
             low, high = (_limit(call, bound) for bound in declared.range)
             found_low, found_high = tensor.min().item(), tensor.max().item()
@@ -133,6 +134,24 @@ def _monotone(call: Call, declared: DeclaredTensor, tensor: torch.Tensor, axis: 
         raise CallError(
             f"{call.variant.name}: tensor '{declared.name}' is declared nondecreasing along axis {axis}, "
             f"but it decreases at index {where}"
+        )
+
+
+def _by_ones(call: Call, declared: DeclaredTensor, tensor: torch.Tensor) -> None:
+    assert declared.monotone is not None
+    axis, runs = declared.monotone.axis, declared.monotone.runs
+    if runs is None or tensor.shape[axis] < 2:
+        return
+    places = torch.arange(1, tensor.shape[axis], device=tensor.device)
+    inside = places[places % runs != 0]
+    steps = tensor.index_select(axis, inside) - tensor.index_select(axis, inside - 1)
+    odd = (steps != 1).nonzero()
+    if odd.numel():
+        where = odd[0].tolist()
+        where[axis] = int(inside[where[axis]])
+        raise CallError(
+            f"{call.variant.name}: tensor '{declared.name}' is declared to grow by one within runs of {runs} along axis "
+            f"{axis}, but it does not at index {where}"
         )
 
 

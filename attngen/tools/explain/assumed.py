@@ -49,6 +49,8 @@ class Assumed:
         """Return the elements at broadcast indices: int64, float32 or bool."""
         if self.declared.dtype == "bool":
             return self._bools(indices)
+        if self.declared.monotone is not None and self.declared.monotone.runs is not None:
+            return indices[self.declared.monotone.axis] + int(self.limits[0])
         if self.declared.monotone is not None:
             return self._staircase(indices, self.declared.monotone.axis)
         share = _uniform(_hashed(self.seed, indices))
@@ -76,6 +78,8 @@ class Assumed:
         low, high = (int(end) if self._whole else end for end in self.limits)
         if self.declared.dtype == "bool":
             return f"random: blocks of {BLOCK} elements along the last axes all true, all false, or mixed, a third each"
+        if self.declared.monotone is not None and self.declared.monotone.runs is not None:
+            return f"growing by one along axis {self.declared.monotone.axis}, from {low}"
         if self.declared.monotone is not None:
             values = f"{low} to {high}" if not self._by_place else "each step as high as the place where it starts"
             return (

@@ -239,7 +239,7 @@ def _takes(plan: Plan) -> str:
     variant = plan.variant
     parts = [_scalar(scalar) for scalar in variant.scalars]
     for tensor in variant.tensors:
-        fact = f", {tensor.monotone.order} along axis {tensor.monotone.axis}" if tensor.monotone else ""
+        fact = f", {tensor.monotone.summary()}" if tensor.monotone else ""
         parts.append(f"{tensor.name} {tensor.dtype} [{', '.join(map(str, tensor.shape))}]{fact}")
     return "; ".join(parts) or "nothing of its own"
 

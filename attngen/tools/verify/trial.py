@@ -221,7 +221,7 @@ def facts_of(variant: Variant) -> list[str]:
             facts.append(_span(scalar.name, scalar.min, scalar.max))
     for tensor in variant.tensors:
         if tensor.monotone is not None:
-            facts.append(f"{tensor.name} {tensor.monotone.order} along axis {tensor.monotone.axis}")
+            facts.append(f"{tensor.name} {tensor.monotone.summary()}")
         if tensor.range is not None:
             facts.append(_span(tensor.name, *tensor.range))
     return facts
