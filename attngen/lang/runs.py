@@ -1,8 +1,7 @@
-"""Positions in runs: a tensor by row whose elements go up by one within runs of rows, as where rows of a longer sequence
-lie that a call has in parts.
+"""Positions in runs: a tensor by row that goes up by one within each so many rows.
 
-A tile of rows that lies within a run is then a tile of consecutive positions: one distance leads from its rows to
-these, and kernels treat them as they treat the rows' own numbers.
+It says where the rows of a call lie that has tiles of a longer sequence. Each tile is one of consecutive positions: one
+distance leads from its rows to these, and kernels treat them as they treat the rows' own numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def positions(variant: Variant) -> Load | None:
 def by_position(expr: Expr, variant: Variant) -> Expr:
     """An expression of a variant as kernels evaluate it: with a symbol for the position of a row."""
     load = positions(variant)
-    return expr if load is None else rewrite(expr, {load: POSITION}.get)
+    return expr if load is None else rewrite(expr, lambda node: POSITION if node == load else None)
 
 
 def score_by_position(variant: Variant) -> Expr | None:

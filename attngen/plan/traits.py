@@ -12,8 +12,8 @@ from attngen.lang.facts import Facts
 from attngen.lang.folding import PRODUCT, fold_logit, fold_slope
 from attngen.lang.ir import Expr, Load, Op, children, names, rewrite, walk
 from attngen.lang.literals import fold_literals
-from attngen.lang.separate import KEYS, ROWS, asked, costly_values, largest_values, narrow_tensors
 from attngen.lang.runs import by_position, score_by_position
+from attngen.lang.separate import KEYS, ROWS, asked, costly_values, largest_values, narrow_tensors
 from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
 from attngen.schema.expand import KernelSpec

@@ -74,7 +74,8 @@ _QUERIES_LEFT = int_constant("queries_left", "{seqlen_q} - {q_first}")
 _HIDE_BEYOND = statement("if (8 * {i} + {j} >= {queries_left}) {x} = kMasked;")
 #: What differs from step to step; all else comes from arguments of the kernel.
 _VARYING = (
-    *_ROW_NAMES, "kv_first", "q_first", "q_pos_first", "position_first", "b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k",
+    *_ROW_NAMES, "kv_first", "q_first", "q_pos_first", "position_first", "b", "h", "hk", "q_begin", "k_begin",
+    "seqlen_q", "seqlen_k",
 )  # fmt: skip
 
 
@@ -193,9 +194,7 @@ def _with_query_values(plan: Plan, steps: Steps, block: Sequence[Statement]) -> 
     lines = (*needed(others, by_query), *by_query)
     tile = needed(steps.tile, lines)
     shared = needed(block, [*tile, *lines]) if divided else ()
-    values = QueryValues(
-        "mask", fields_of(by_query), (*shared, *tile, *_numbers(plan, lines), *lines), not divided
-    )
+    values = QueryValues("mask", fields_of(by_query), (*shared, *tile, *_numbers(plan, lines), *lines), not divided)
     key = [each for each in steps.key if each not in by_query]
     used = needed([*taken("of_query(8 * {i} + {j})", declared(by_query)), *key], steps.element)
     tile = needed(steps.tile, [*steps.row, *used, *steps.element])

@@ -470,7 +470,7 @@ def _row_lines(plan: Plan, read: frozenset[str]) -> list[Statement]:
     lines.append(
         int_constant("q_row", f"min({first}, {{seqlen_q}} - 1)", comment="rows after the end repeat the last one")
     )
-    return [*lines, *number_queries(asked, _position(plan))]
+    return [*lines, *number_queries(asked, _position(plan) if "position" in asked else "")]
 
 
 def _position(plan: Plan) -> str:

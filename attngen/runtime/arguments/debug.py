@@ -150,8 +150,8 @@ def _by_ones(call: Call, declared: DeclaredTensor, tensor: torch.Tensor) -> None
         where = odd[0].tolist()
         where[axis] = int(inside[where[axis]])
         raise CallError(
-            f"{call.variant.name}: tensor '{declared.name}' is declared to grow by one within runs of {runs} along axis "
-            f"{axis}, but it does not at index {where}"
+            f"{call.variant.name}: tensor '{declared.name}' is declared to grow by one within runs of {runs} along "
+            f"axis {axis}, but it does not at index {where}"
         )
 
 
