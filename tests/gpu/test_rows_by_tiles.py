@@ -105,7 +105,8 @@ def test_ranks_compute_as_one(head_dim: int | tuple[int, int], dtype: str, deter
     ours = gradients(plan, parts[:3], parts[3], passed, **options)
     for what, one, wanted, plain in zip(("out", "dq", "dk", "dv"), ours, *results, strict=True):
         error = (one.double().reshape(wanted.shape) - wanted).abs().max()
-        allowed = (plain - wanted).abs().max() * _FACTOR + 1e-3
+        rounded = RANKS * torch.finfo(element).eps / 2 * wanted.abs().max() if what in ("dk", "dv") else 0.0
+        allowed = (plain - wanted).abs().max() * _FACTOR + 1e-3 + rounded
         assert error <= allowed, f"{name}: {what} is off by {error:.2e} of {allowed:.2e}"
     again = gradients(plan, parts[:3], parts[3], passed, **options)
     assert torch.equal(ours[0], again[0])
