@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import QUANTIZED_DTYPES
@@ -102,10 +102,18 @@ class Role:
 class Structure(StructureFields):
     """Decisions of a schedule beyond those of all plans; a schedule that decides more has a subclass."""
 
+    #: Lanes of a warp that find what the rows of one consumer see; as many more find what all rows see.
+    lanes_of_part: ClassVar[int] = 8
+
     consumers: int = 0  # warpgroups that multiply; 0: the compiler spreads products over all warps
     persistent: bool = False  # a block works until no tile is left
     shared: tuple[Region, ...] = ()
     warp_roles: tuple[Role, ...] = ()  # and their registers; none where all warps do the same
+    key_values: int = 0  # values of each key that mask and score read, and that come with a tile of K
+    query_values: int = 0  # values of each query that mask or score read, and that come with a tile of Q
+    biases: int = 0  # elements that the score reads at [..., q, kv], of which tiles come with those of K or Q
+    relative: bool = False  # a term of the score subtracts the row max, so that logits are relative to it
+    lane_sum_log2: int = 0  # log2 of the most that a lane may sum in a step after a new row max; 0: no limit
 
     def registers_of(self, role: str) -> int:
         """Return the registers of each thread of a role; KeyError if there is none of that name."""
@@ -113,6 +121,16 @@ class Structure(StructureFields):
             if one.name == role:
                 return one.registers
         raise KeyError(role)
+
+    @property
+    def anchored(self) -> bool:
+        """Whether tiles of keys end with the last key that a work item sees, not at multiples of their size."""
+        return self.anchor > 0
+
+    @property
+    def lane_keys_apart(self) -> int:
+        """Distance of the two keys that a lane holds of each 8 in a product."""
+        return 1
 
     @property
     def holds_mask_bits(self) -> bool:
@@ -199,12 +217,6 @@ class Plan(KernelFields):
     def scaled_logits(self) -> bool:
         """Whether products become logits only by the scales of q and k, which the softmax scale takes up."""
         return self.descaled and not self.split_kv
-
-    @property
-    def lane_keys_apart(self) -> int:
-        """Distance of the two keys that a lane holds of each 8 in a product: 4 for rows of 8 bits, to avoid bank
-        conflicts, else 1."""
-        return 4 if self.split_kv and self.descaled else 1
 
     @property
     def varlen(self) -> bool:

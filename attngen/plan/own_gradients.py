@@ -9,6 +9,7 @@ from enum import Enum
 from attngen.lang.biases import is_of_pair
 from attngen.lang.folding import ONE, PRODUCT, Slope, fold_logit, fold_slope, split_slope_factors
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own
+from attngen.lang.runs import score_by_position
 from attngen.lang.simplify import linear, mul
 from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
@@ -30,6 +31,13 @@ def differentiable_of(variant: Variant) -> tuple[str, ...]:
     """Return the variant's tensors that get a gradient through the score; sinks get theirs after the kernels."""
     read = variant.uses(variant.score)[1] if variant.score is not None else frozenset()
     return tuple(tensor.name for tensor in variant.tensors if tensor.grad and tensor.name in read)
+
+
+def derivative(variant: Variant, *, fast_math: bool) -> Slope:
+    """Return the derivative of the logit by the product, with a factor that all heads share: dK sums over them."""
+    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math)
+    slope = fold_slope(logit, fast_math=fast_math)
+    return Slope(ONE, mul(slope.varying or ONE, slope.factor)) if "h" in names(slope.factor) else slope
 
 
 class Way(Enum):
@@ -161,3 +169,17 @@ def stored(gradients: tuple[TensorGradient, ...], dtypes: dict[str, str], elemen
         alone = sum(other.load.tensor == each.load.tensor for other in gradients) == 1
         if each.way is Way.PAIR and alone and each.constant == ONE and dtypes[each.load.tensor] == element:
             yield each
+
+
+def gradients_of(variant: Variant, *, fast_math: bool) -> tuple[TensorGradient, ...]:
+    """The gradients of a variant's own tensors, each with the way in which it is added up."""
+    return tensor_gradients(variant, derivative(variant, fast_math=fast_math), fast_math=fast_math)
+
+
+def stored_gradients(plan: Plan) -> tuple[TensorGradient, ...]:
+    """Return the biases whose gradient a call may have stored as tiles of dS are; to that of a sink more is added."""
+    variant = plan.variant
+    of_sink = variant.uses(variant.sink)[1] if variant.sink is not None else frozenset()
+    dtypes = {tensor.name: tensor.dtype for tensor in variant.tensors}
+    once = stored(gradients_of(variant, fast_math=plan.fast_math), dtypes, plan.operands.ds.name)
+    return tuple(each for each in once if each.load.tensor not in of_sink)

@@ -33,7 +33,7 @@ class Bias:
 
 def biases_of(plan: Plan) -> tuple[Bias, ...]:
     """The biases whose tiles a plan has room for; none, or all."""
-    count = getattr(plan.structure, "biases", 0)
+    count = plan.structure.biases
     loads = biases(plan.variant) if count else ()
     assert len(loads) == count, f"{plan.name}: other biases than planned"
     return tuple(_bias(plan, load, f"_{number}" if count > 1 else "") for number, load in enumerate(loads))

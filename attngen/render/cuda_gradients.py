@@ -25,8 +25,7 @@ from attngen.lang.runs import score_by_position
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Code, Statement, declared, depending, leaf, needed, reads, statement, written
 from attngen.plan.model import Plan
-from attngen.plan.schedules.hopper_backward import derivative
-from attngen.plan.schedules.structures import HopperBackward
+from attngen.plan.own_gradients import derivative
 from attngen.plan.symbols import pointer_name
 from attngen.render.biases import bias_bindings, go_beyond_queries, with_biases
 from attngen.render.cuda_math import (
@@ -176,7 +175,6 @@ def _visible(plan: Plan) -> Steps:
 def _with_query_values(plan: Plan, steps: Steps, block: Sequence[Statement]) -> tuple[Steps, QueryValues | None]:
     """Return the steps of a partial tile that take the values of queries from where their loader put them, and how they
     come there; the same steps, and None, if the plan has no room for them. ``block``: lines before all steps."""
-    assert isinstance(plan.structure, HopperBackward)
     if not plan.structure.query_values:
         return steps, None
     if of_score := score_values(plan):

@@ -42,7 +42,6 @@ from attngen.lang.statements import (
 from attngen.lang.statistics import Separated, Statistic
 from attngen.lang.symbols import NODES
 from attngen.plan.model import Plan
-from attngen.plan.schedules.structures import HopperBackward, HopperForward
 from attngen.plan.symbols import PREFIX
 from attngen.plan.traits import (
     NO_KEY_VALUES,
@@ -180,11 +179,11 @@ def logits(plan: Plan) -> Logits:
     of_key = score_values(plan)
     value = with_score_values(folded.value, of_key)
     value = split_keys(value) if plan.fast_math else value
-    if isinstance(plan.structure, HopperForward) and plan.structure.relative:
+    if plan.structure.relative:
         value = subtract(value, _COUNTED_FROM) or value
     scale = cap_scale(folded, plan.box_heads)
     # few registers are left in 8 bits: products with the places of keys would be kept in them
-    sloped = split_slope(value) if isinstance(plan.structure, HopperForward) and plan.structure.lane_sum_log2 else None
+    sloped = split_slope(value) if plan.structure.lane_sum_log2 else None
     value, slope = sloped or (value, None)
     more = [each for each in (scale, slope) if each is not None]
     work: dict[Statement, None] = {}
@@ -227,7 +226,7 @@ def logits(plan: Plan) -> Logits:
 
 def planned_key_values(plan: Plan) -> KeyValues:
     """Return the values of a key that a plan has room for."""
-    if not isinstance(plan.structure, HopperForward) or not plan.structure.key_values:
+    if not plan.structure.key_values:
         return NO_KEY_VALUES
     bits = plan.iteration == "tile_map"
     values = key_values(plan.variant, plan.box_heads, fast_math=plan.fast_math, bits=bits)
@@ -237,9 +236,9 @@ def planned_key_values(plan: Plan) -> KeyValues:
 def score_values(plan: Plan) -> tuple[ScoreValue, ...]:
     """Return the parts of the score that a plan has computed once for a key, or once for a query in a backward."""
     exprs: tuple[Expr, ...] = ()
-    if isinstance(plan.structure, HopperForward):
+    if plan.structure.key_values:
         exprs, symbol, role = planned_key_values(plan).score, value_of_key, "value_of_key"
-    elif isinstance(plan.structure, HopperBackward) and plan.structure.query_values:
+    elif plan.structure.query_values:
         bits = plan.iteration == "tile_map"
         exprs = query_values_of_score(plan.variant, fast_math=plan.fast_math, bits=bits)
         symbol, role = value_of_query, "value_of_query"
@@ -439,7 +438,7 @@ def _key_lines(plan: Plan, read: frozenset[str], held: Iterable[str]) -> list[St
     """Return the statements that say which key an element belongs to, as far as it is read, or a value of it."""
     lines = []
     if read & {"key", "kv", "kv_packed", *held}:
-        second = "{i} % 2" if plan.lane_keys_apart == 1 else f"{plan.lane_keys_apart} * ({{i}} % 2)"
+        second = "{i} % 2" if plan.structure.lane_keys_apart == 1 else f"{plan.structure.lane_keys_apart} * ({{i}} % 2)"
         lines.append(int_constant("key", f"8 * ({{i}} / 2) + {second}", comment="from the first one of the lane"))
     if read & {"kv", "kv_packed"}:
         lines.append(int_constant("kv", "{kv_first} + {key}"))
@@ -498,7 +497,7 @@ def _split(
 def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     """Return the ranges of visible and of full tiles along an axis, or the hull that a listing goes through."""
     seen = bands(plan.variant.mask, facts_of(plan), over=along.axis, heads=plan.box_heads)
-    if along is KEYS and isinstance(plan.structure, HopperForward) and plan.structure.anchored:
+    if along is KEYS and plan.structure.anchored:
         return _anchored_tiles(plan, seen)
     if plan.iteration != "ranges":
         values, lines = emit_named(plan, CUDA, hull_ends(plan, seen, along), along)
@@ -533,7 +532,7 @@ def _anchored_tiles(plan: Plan, seen: Bands) -> Tiles:
         ends[f"{name}_to"] = SEQLEN_K if each.hi is None else minimum(maximum(each.hi, integer(0)), SEQLEN_K)
     keys, lines = emit_named(plan, CUDA, ends)
     named = {name: f"{{{value.text}}}" if value.text.isidentifier() else value.text for name, value in keys.items()}
-    of_all = f"{HopperForward.lanes_of_part} * kConsumers"
+    of_all = f"{plan.structure.lanes_of_part} * kConsumers"
     last = f"({named['visible_to']} + kAnchor - 1) / kAnchor * kAnchor"
     begins = f"{named['visible_from']} >= kBlockN ? {last} % kBlockN : 0"
     lines += [

@@ -13,9 +13,7 @@ from attngen.lang.ir import Expr, Var, names, spelled
 from attngen.lang.simplify import mul
 from attngen.lang.statements import Code, Statement, joined, leaf, reads, written
 from attngen.plan.model import Plan
-from attngen.plan.own_gradients import APART, TensorGradient, Way, is_large
-from attngen.plan.schedules.hopper_backward import derivative, gradients_of, stored_gradients
-from attngen.plan.schedules.structures import HopperBackward
+from attngen.plan.own_gradients import APART, TensorGradient, Way, derivative, gradients_of, is_large, stored_gradients
 from attngen.plan.symbols import extent_name, gradient_pointer, stored_name
 from attngen.plan.traits import varies_within_head
 from attngen.render.cuda_statements import int_constant, number_queries
@@ -212,7 +210,6 @@ def tile_sums(plan: Plan) -> TilesView | None:
         for name in _OF_STEP
         if name in read and not (name == "seqlen_q" and not plan.varlen)
     ]
-    assert isinstance(plan.structure, HopperBackward)
     return TilesView(sums, tuple(lines), multiplies=plan.structure.registers_of("tensor_adder") >= _OF_PRODUCTS)
 
 

@@ -24,7 +24,7 @@ OTHERS = sorted(
     for path in PACKAGE.rglob("*.py")
     if path not in OWN
     and not path.is_relative_to(PACKAGE / "plan/schedules")
-    and not path.is_relative_to(PACKAGE / "render")
+    and not path.is_relative_to(PACKAGE / "render/views")  # each of them fills the templates of one schedule
 )
 
 

@@ -9,8 +9,7 @@ import pytest
 from attngen.lang.ir import Const, Expr, Op, Var
 from attngen.lang.simplify import FOLD
 from attngen.plan import Plan
-from attngen.plan.own_gradients import APART, Way
-from attngen.plan.schedules.hopper_backward import gradients_of, stored_gradients
+from attngen.plan.own_gradients import APART, Way, gradients_of, stored_gradients
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.render import render
 from tests.plan.specs import planned

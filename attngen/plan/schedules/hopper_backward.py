@@ -5,36 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES, DType, dtype
 from attngen.errors import PlanError
 from attngen.lang.biases import biases, without_biases
-from attngen.lang.folding import ONE, Slope, fold_logit, fold_slope
 from attngen.lang.ir import Op, names, walk
-from attngen.lang.runs import score_by_position
-from attngen.lang.simplify import TRUE, mul
+from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
-from attngen.plan import arguments, naming
-from attngen.plan.allowances import ALL_OF_DQ, PINGPONG_SPILLS, READER_SPILLS, SPILLS, Spills, left_to_others
+from attngen.plan.allowances import ALL_OF_DQ, left_to_others
 from attngen.plan.choices import check_head_dims, iteration_of, refuse
-from attngen.plan.draft import CLASSIFIER_WARPS, axes_of, drafted, row_workspaces
-from attngen.plan.model import Argument, Launch, Plan, Workspace
+from attngen.plan.draft import drafted
+from attngen.plan.model import Plan
 from attngen.plan.operands import Operands, operands_of
-from attngen.plan.own_gradients import (
-    TensorGradient,
-    differentiable_of,
-    stored,
-    tensor_gradients,
-)
+from attngen.plan.own_gradients import derivative, differentiable_of, gradients_of
 from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.backward_launches import launches, workspaces
 from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes_of, backward_roles
 from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import HopperBackward
-from attngen.plan.symbols import gradient_pointer, stored_name
 from attngen.plan.times import visible_queries
 from attngen.plan.traits import (
     bands_of,
@@ -75,18 +66,11 @@ _QUERY_VALUES = 1
 #: The same of values that the mask divides for, where there is room.
 _COSTLY_VALUES = 2
 
-#: Size arguments of kernels that split the last tiles of keys: the number of whole tiles, the splits of each other
-#: tile, the numbers of both that blocks take, and the states of dQ, after which the counters of splits stand.
-_CUT_SIZES = ("uncut_tiles", "parts", "work_items", "sum_tiles")
-
 #: Stages of the tiles of biases of each consumer, the most that fit.
 _BIAS_STAGES = (2, 1)
 
 #: Query tiles that all heads of a group visit before the next ones; measured against 4 and 16.
 _STRIPE = 8
-
-#: Query rows of a block of ``preprocess``, at least, and its warps.
-_ROWS, _ROWS_WARPS = 16, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +264,7 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         ordered=roles.ordered,
         visible=visible_queries(spec) if roles.cuts else (),
     )
-    return planned.with_launches(*_launches(planned, roles), workspaces=tuple(_workspaces(planned, roles)))
+    return planned.with_launches(*launches(planned, roles), workspaces=tuple(workspaces(planned, roles)))
 
 
 def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
@@ -382,11 +366,6 @@ def _dq_columns(qk: int) -> int:
     return 64 if qk > 64 else 32
 
 
-def row_lanes(head_dim: int, element: DType) -> int:
-    """Lanes of a warp that read a row of ``head_dim`` columns, 16 bytes each; some may have none."""
-    return 1 << (head_dim // element.chunk_elements - 1).bit_length()
-
-
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Return why the schedule cannot serve a spec at all, or None."""
     if not arch.wgmma:
@@ -427,20 +406,6 @@ def _why_no_tensor_gradients(spec: KernelSpec) -> str | None:
     return None
 
 
-def gradients_of(variant: Variant, *, fast_math: bool) -> tuple[TensorGradient, ...]:
-    """The gradients of a variant's own tensors, each with the way in which it is added up."""
-    return tensor_gradients(variant, derivative(variant, fast_math=fast_math), fast_math=fast_math)
-
-
-def stored_gradients(plan: Plan) -> tuple[TensorGradient, ...]:
-    """Return the biases whose gradient a call may have stored as tiles of dS are; to that of a sink more is added."""
-    variant = plan.variant
-    of_sink = variant.uses(variant.sink)[1] if variant.sink is not None else frozenset()
-    dtypes = {tensor.name: tensor.dtype for tensor in variant.tensors}
-    once = stored(gradients_of(variant, fast_math=plan.fast_math), dtypes, plan.operands.ds.name)
-    return tuple(each for each in once if each.load.tensor not in of_sink)
-
-
 def _traits(spec: KernelSpec) -> frozenset[str]:
     """Traits of a spec that the table of refusals names: those that take registers beside accumulators."""
     variant = spec.variant
@@ -459,169 +424,6 @@ def _traits(spec: KernelSpec) -> frozenset[str]:
 def _varies(spec: KernelSpec) -> bool:
     """Whether the derivative of the logit differs from pair to pair, or from head to head."""
     return derivative(spec.variant, fast_math=spec.fast_math).varying is not None
-
-
-def _launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
-    """Yield the launches in their order."""
-    common = {"tile_m": plan.tile_m, "tile_n": plan.tile_n, "stages": 1}
-
-    def launch(name: str, grid: str, warps: int, **fields: object) -> Launch:
-        symbol = naming.launch_name(plan.name, name)
-        return Launch(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
-
-    rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
-    yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
-    axes = axes_of(plan, "dqkv") if plan.iteration == "tile_map" else None
-    if axes is not None:
-        own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
-        yield launch("classify_dqkv", "key_words", CLASSIFIER_WARPS, iteration="tile_map", tile_map=axes, arguments=own)
-    cluster = roles.cluster
-    yield launch(
-        "dqkv", "keys", plan.num_warps, stages=plan.stages, iteration=plan.iteration, tile_map=axes, cluster=cluster,
-        persistent=cluster == 1, arguments=_dqkv_arguments(plan, roles), shared_bytes=roles.shared_bytes,
-        max_spills=_spills(roles).bytes, products=_products(plan, roles),
-    )  # fmt: skip
-    if cluster > 1:  # a block alone rounds dQ itself
-        yield launch("postprocess", "queries", 4 * _CONSUMERS, arguments=_postprocess_arguments(plan))
-
-
-def _spills(roles: HopperBackward) -> Spills:
-    if roles.reads_ds:
-        return READER_SPILLS
-    return PINGPONG_SPILLS if roles.pingpong else SPILLS
-
-
-def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the arguments of the launch that computes the row statistics, and clears the dQ accumulator."""
-    return (
-        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
-        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
-        _pointer("dq_state") if first_stored(plan) else _pointer("dq_sum"),
-        *arguments.strides_of(plan, ("out", "dout")),
-        *map(arguments.size, ("heads", "rows", "row_tiles")),
-        arguments.size("state_chunks", of="dq_state_chunks", form="i64")
-        if first_stored(plan)
-        else arguments.size("sum_chunks", of="dq_sum_chunks", form="i64"),
-        Argument("has_dlse", "present", "i32", of="dlse"),
-    )  # fmt: skip
-
-
-def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
-    """Return the arguments of the launch of all products. Blocks without clusters take tiles from a counter, and
-    round dQ, too; otherwise the hardware hands out tiles, if their order need not be known."""
-    window, keys = plan.tile_m if plan.varlen else None, roles.keys
-    boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)
-    alone = roles.cluster == 1
-    written = ("dq", "dk", "dv") if alone else ("dk", "dv")
-    operands = (
-        boxes("q", plan.tile_m, window=window), boxes("k", keys, window=keys), boxes("v", keys, window=keys),
-        boxes("dout", plan.tile_m, window=window), _pointer("dq_sum"),
-        *([_pointer("dq_state")] if first_stored(plan) else []),
-        *([_pointer("partials")] if roles.cuts else []),
-        *_bias_maps(plan, roles),
-        *(arguments.pointer(plan, name) for name in written),
-        arguments.row_pointer("lse_log2"), arguments.row_pointer("delta"),
-    )  # fmt: skip
-    return arguments.signature(
-        plan, operands, tiles="kv_tiles", strided=written, counted=alone or roles.ordered,
-        own_gradients=_tensor_gradient_arguments(plan),
-        more_sizes=(*(() if plan.varlen else ("q_tiles",)), *(_CUT_SIZES if roles.cuts else ())),
-        max_seqlen_k=True,
-    )  # fmt: skip
-
-
-def _bias_maps(plan: Plan, roles: HopperBackward) -> Iterator[Argument]:
-    """Yield the tensor maps of biases whose tiles the loader brings, a box for each consumer."""
-    read = {load.tensor for load in biases(plan.variant)} if roles.biases else frozenset()
-    for tensor in plan.variant.tensors:
-        if tensor.name in read:
-            yield arguments.bias_map(tensor, plan.tile_m, roles.bias_box_bytes)
-
-
-def _tensor_gradient_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the addresses of the gradients of the variant's tensors, and whether those of biases are stored as tiles
-    of dS are."""
-    pointers = (
-        Argument(gradient_pointer(name), "pointer", "*fp32", of=f"gradient:{name}", divisibility=16)
-        for name in differentiable_of(plan.variant)
-    )
-    flags = (
-        Argument(
-            stored_name(each.load.tensor), "present", "i32", of=f"stored:{each.load.tensor}",
-            axis=",".join(sorted(each.prefix)),
-        )
-        for each in stored_gradients(plan)
-    )  # fmt: skip
-    return (*pointers, *flags)
-
-
-def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the arguments of the launch that scales and rounds the dQ accumulator."""
-    return (
-        _pointer("dq_sum"), arguments.pointer(plan, "dq"),
-        *(arguments.lengths(plan, "cu_seqlens_q")),
-        *arguments.tensor_pointers(plan.variant),
-        *arguments.strides_of(plan, ("dq",)),
-        *arguments.tensor_shapes(plan.variant),
-        *arguments.sizes(plan, "q_tiles", max_seqlen_k=True),
-        arguments.scale(),
-        *arguments.scalar_arguments(plan),
-    )  # fmt: skip
-
-
-def first_stored(plan: Plan) -> bool:
-    """Whether the first dQ of a tile of queries is stored, not added, so that nothing clears the dQ accumulator: blocks
-    find out which is the first, in any order."""
-    roles = plan.structure
-    return isinstance(roles, HopperBackward) and roles.cluster == 1 and not roles.ordered
-
-
-def _pointer(workspace: str) -> Argument:
-    return Argument(f"{workspace}_ptr", "pointer", "*fp32", of=workspace, divisibility=16)
-
-
-def _workspaces(plan: Plan, roles: HopperBackward) -> Iterator[Workspace]:
-    """Yield the memory that launches share: row statistics; the dQ accumulator by tiles of rows; and counters after it,
-    or in memory of their own, which is all that is cleared then.
-
-    There is a counter for each tile of keys, where the order is fixed; one for each KV head and one for all pieces,
-    where the kernel that adds dQ up rounds it, too; one for each consumer of a tile of keys that is cut, whose parts'
-    dK and dV have memory of their own; and a state of each tile of dQ, where the first addition is a store.
-    """
-    yield from row_workspaces()
-    sums: tuple[int | str, ...] = (plan.tile_m * roles.sum_columns, "sum_tiles")
-    counters: list[tuple[int | str, ...]] = []
-    of_parts = [(roles.consumers, "cut_tiles")] if roles.cuts else []
-    if roles.ordered:
-        counters.append((roles.cluster, "kv_units", "kv_tiles"))  # blocks of a cluster add to columns of their own
-    if roles.cluster == 1:
-        counters += [("kv_units",), (1,)]
-    if roles.cuts:
-        columns = sum(block.width for block in (*plan.columns_qk, *plan.columns_v))
-        yield Workspace("partials", "fp32", ((plan.tile_n * columns, "cut_parts"),), multiple=4)
-    if first_stored(plan):
-        yield Workspace("dq_sum", "fp32", (sums,), multiple=4)
-        yield Workspace("dq_state", "fp32", (*counters, ("sum_tiles",), *of_parts), multiple=4)
-    else:
-        yield Workspace("dq_sum", "fp32", (sums, *counters), multiple=4)
-
-
-def _products(plan: Plan, roles: HopperBackward) -> int:
-    """Number of wgmma instructions of the kernel of all products.
-
-    In the loop one of each product; before it S of the first step and, where steps do not overlap, its dP and dV. Where
-    consumers take turns, all of the first step stand before the loop, but dQ, which that of the last one follows.
-    """
-    depth = plan.operands.shared("q", "k", "v", "dout", "p", "ds").mma_k
-    s, dp, rows = plan.columns_qk[0].width // depth, plan.columns_v[0].width // depth, plan.tile_m // depth
-    keys = plan.tile_n // depth
-    loop = s + dp + 2 * rows + keys
-    if roles.cluster > 1:  # each begins with one of its own
-        parts = sum(roles.parts_of(columns[0].width) for columns in (plan.columns_qk, plan.columns_v))
-        return s + dp + s + dp + rows * parts + keys * (roles.dq_columns // roles.dq_part)
-    if roles.pingpong:
-        return 2 * loop + keys * roles.own_spans  # of a step that the consumer's keys do not see, dQ before it alone
-    return loop + s if roles.overlap in ("gradients", "dk") else loop + s + dp + rows
 
 
 def _gathered(spec: KernelSpec, tiled: int) -> Variant:
@@ -658,13 +460,6 @@ def _family(spec: KernelSpec, tiled: int) -> str:
     if tiled:
         return "biased"
     return "divided" if divides(variant) else "light"
-
-
-def derivative(variant: Variant, *, fast_math: bool) -> Slope:
-    """Return the derivative of the logit by the product, with a factor that all heads share: dK sums over them."""
-    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math)
-    slope = fold_slope(logit, fast_math=fast_math)
-    return Slope(ONE, mul(slope.varying or ONE, slope.factor)) if "h" in names(slope.factor) else slope
 
 
 def by_head(variant: Variant) -> bool:

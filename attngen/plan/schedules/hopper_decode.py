@@ -48,6 +48,13 @@ class HopperDecode(Structure):
     least_tiles: int  # fewest of a block: with fewer, fewer blocks work
     cut_tiles: int  # how many more a block may take if all its tiles then belong to one work item
     whole_tiles: int  # most of a block without splits: with more, idle blocks cost more than merging results in memory
+    key_bytes: int  # of an element of K
+
+    @property
+    def lane_keys_apart(self) -> int:
+        """Distance of the two keys that a lane holds of each 8 in a product: 4 for rows of 8 bits, to avoid bank
+        conflicts, else 1."""
+        return 4 if self.key_bytes == 1 else 1
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -76,6 +83,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         least_tiles=8,
         cut_tiles=12,
+        key_bytes=element.bytes,
         whole_tiles=_WHOLE_BYTES // (keys * (qk.width + v.width) * element.bytes),
     )
     planned = drafted(

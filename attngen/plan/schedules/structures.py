@@ -13,9 +13,7 @@ from attngen.plan.model import Structure
 class HopperForward(Structure):
     """Roles, pipeline and memory of a Hopper forward; a consumer has 64 query rows."""
 
-    #: Lanes of a warp that find what the rows of one consumer see; as many more find what all rows see.
-    lanes_of_part: ClassVar[int] = 8
-    most_consumers: ClassVar[int] = 32 // lanes_of_part - 1
+    most_consumers: ClassVar[int] = 32 // Structure.lanes_of_part - 1
 
     pingpong: bool  # consumers alternate at the tensor cores
     keeps_turn: bool  # ping-pong hands over when the products of a step are done, not when they are issued
@@ -29,7 +27,6 @@ class HopperForward(Structure):
     whole_first: bool  # a tile that all rows see, if there is one, comes before the others, from the last to the first
     lookahead: int  # steps before the end of a tile of work at which the next one is taken
     value_loader: bool  # V has a loader of its own
-    key_values: int  # values of each key that mask and score read, and that come with a tile of K
     v_by_columns: bool  # V is K-major in shared memory, as 8-bit products require
     transposes: bool  # V arrives as rows of keys, and warps transpose it
     recompute_above: str  # literal; see docs/performance.md
@@ -37,18 +34,15 @@ class HopperForward(Structure):
     raise_above: str  # growth of the running max, in units of log2, at which a lazy row max follows
     ahead: int  # fragments of V in flight at once where it is transposed
     peak: int  # log2 of P of the largest logit, so that a dtype with few exponents is used from its top
-    lane_sum_log2: int  # log2 of the most that a lane may sum in a step after a new row max; 0: no limit
     softmax: str
     recompute_below: str = (
         ""  # literal; a lane's sum of a partial first tile below which the row max is recomputed; "": any
     )
     fixed_max: str = "0.0f"  # literal; constant instead of row maxima, in units of log2, where logits are bounded
     recompute_by_count: bool = False  # a step may add one for each key of a lane, however little there was before
-    relative: bool = False  # a term of the score subtracts the row max, so that logits are relative to it
     capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
     sharing: int = 1  # most blocks of a cluster that split the keys of a work item
-    biases: int = 0  # elements that the score reads at [..., q, kv], of which tiles come with those of K
     bias_stages: int = 0  # of the ring of these tiles
     bias_box_bytes: int = 0  # of a row of one copy of them, over which it is swizzled
 
@@ -56,11 +50,6 @@ class HopperForward(Structure):
         """Check that a warp has lanes for each consumer: the templates count on it."""
         if not 1 <= self.consumers <= self.most_consumers:
             raise ValueError(f"{self.consumers} consumers, of 1 to {self.most_consumers}")
-
-    @property
-    def anchored(self) -> bool:
-        """Whether tiles of keys end with the last key that a work item sees, not at multiples of their size."""
-        return self.anchor > 0
 
     @property
     def shares(self) -> bool:
@@ -97,11 +86,9 @@ class HopperBackward(Structure):
     cluster: int = 1  # blocks that divide a tile of keys, 64 each; 1: one block has all
     dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
     own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask
-    query_values: int = 0  # values of each query that mask or score read, and that come with a tile of Q
     cuts: bool = False  # a call may split the last tiles of keys among several blocks
     stripe: int = 0  # query tiles that all heads of a group visit before the next ones; 0: one head after the other
     slots: bool = False  # a step names the slot of its tile in a tile map, which has the mask as bits
-    biases: int = 0  # elements that the score reads at [..., q, kv], of which tiles come with those of Q
     bias_stages: int = 0  # of the ring of these tiles, for each consumer
     reads_ds: bool = False  # a warp of the producer adds up gradients of the variant's tensors from tiles of dS
 

@@ -87,7 +87,7 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
     in_spans = reads([*span.lines, *span.values.values()])
     steps = reads([*code.partial.all, *code.full.all])
     fields = _fields(plan, reads(code.work) | steps)
-    kv_first = f"tile * kBlockN + {'2 * (lane % 4)' if plan.lane_keys_apart == 1 else 'lane % 4'}"
+    kv_first = f"tile * kBlockN + {'2 * (lane % 4)' if decode.lane_keys_apart == 1 else 'lane % 4'}"
     work_lines = _work_lines(plan, reads(code.work) | steps, code.work)
     ragged = plan.ragged_queries
     return DecodeView(

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from attngen.lang.printing import canonical
 from attngen.plan.model import Launch
-from attngen.plan.own_gradients import Way
-from attngen.plan.schedules.hopper_backward import first_stored, gradients_of
+from attngen.plan.own_gradients import Way, gradients_of
+from attngen.plan.schedules.backward_launches import first_stored
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.tiles import padded_width
 from attngen.tools.explain.backward import describe
