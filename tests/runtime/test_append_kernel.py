@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,51 @@ def test_a_call_is_prepared_once(host: HostDriver, monkeypatch: pytest.MonkeyPat
     assert len(host.launches) == 4
     with pytest.raises(CallError, match="page_layout must be one of"):
         attngen.append_kv(**{**given, "page_layout": []})
+
+
+def _fewer(given: dict[str, Any], sequences: int, columns: int) -> dict[str, Any]:
+    """The call of some of the sequences of another one, and of some columns of its page table."""
+    of_sequences = ("k", "v", "q", "slots", "cache_seqlens", "page_table", "batch_index", "rotary_offsets")
+    less = {name: given[name][:sequences] for name in of_sequences if name in given}
+    if "cu_seqlens" in given:
+        starts = given["cu_seqlens"][: sequences + 1]
+        less |= {name: given[name][: int(starts[-1]) + 1] for name in ("k", "v", "q", "slots") if name in given}
+        less["cu_seqlens"] = starts
+    if "page_table" in given:
+        less["page_table"] = less["page_table"][:, :columns]
+    for name in ("k_descale", "v_descale"):
+        if name in given and given[name].dim() and given[name].shape[0] == BATCH:
+            less[name] = given[name][:sequences]
+    return {**given, **less}
+
+
+@pytest.mark.parametrize("scales", ["", "tensor", "head", "page"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("where", PLACES)
+def test_sizes_that_differ(host: HostDriver, where: str, packed: bool, scales: str) -> None:
+    """Calls of one kind are prepared once."""
+    if scales == "page" and where in ("dense", "index"):
+        pytest.skip("no pages")
+    given = a_call(random.Random(where), where, torch.bfloat16, packed=packed, half=16, lost=False, scales=scales)
+    for sequences, columns in ((4, 3), (2, 2), (3, 3), (1, 1), (1, 3), (4, 2)):
+        both(_fewer(given, sequences, columns))
+    assert len(append_helper.APPEND.prepared) <= 3  # one sequence is another kind
+    assert len(host.launches) == 6
+
+
+def test_wrong_sizes_are_refused_after_right_ones(host: HostDriver) -> None:
+    given = a_call(random.Random(2), "pages", torch.bfloat16, half=16, lost=False, packed=True)
+    attngen.append_kv(**given)
+    for name, message in (
+        ("v", "both must hold the same tokens"), ("q", "both must hold the same tokens"),
+        ("cache_seqlens", r"cache_seqlens must have shape \(4,\)"), ("page_table", "page_table has 3 rows"),
+        ("cu_seqlens", r"cache_seqlens must have shape \(3,\)"),
+    ):  # fmt: skip
+        with pytest.raises(CallError, match=message):
+            attngen.append_kv(**{**given, name: given[name][:-1]})
+    with pytest.raises(CallError, match="q_out must be"):
+        attngen.append_kv(**{**given, "q_out": given["q"][:-1].clone()})
+    attngen.append_kv(**given)
 
 
 def test_nothing_is_launched_for_no_token(host: HostDriver) -> None:

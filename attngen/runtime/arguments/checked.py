@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,8 +59,7 @@ def check_out_dtype(q: torch.dtype, asked: Any) -> torch.dtype | None:
     raise CallError(f"out_dtype must be {' or '.join(map(str, allowed))} with q of {q}, got {asked!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """Shape and strides (elements) of a tensor by axis: ``b s h d``, ``s h d`` of packed rows, ``page s h d`` of a
     cache."""
 

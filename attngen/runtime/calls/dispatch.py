@@ -25,6 +25,7 @@ from attngen.runtime.arguments.checked import ATTENTION_DTYPES, DIRECTIONS, Call
 from attngen.runtime.arguments.dropout import with_state
 from attngen.runtime.arguments.given import TENSORS, Given, keyed_of, tensors_of
 from attngen.runtime.arguments.keys import PLAIN, note_others
+from attngen.runtime.arguments.kinds import has_kinds, kind_of, resize
 from attngen.runtime.arguments.paging import in_rows
 from attngen.runtime.arguments.torch_state import is_tracing, transforms_active
 from attngen.runtime.autograd import transforms
@@ -44,6 +45,7 @@ from attngen.runtime.launch.expanded import (
     with_one_head,
 )
 from attngen.runtime.launch.prepared import PREPARED_CALLS, PreparedCall
+from attngen.runtime.launch.ragged import RaggedCalls
 from attngen.runtime.launch.tile_map import TileMap, kept_map, where_from
 from attngen.runtime.reference.sinks import without_keys
 from attngen.runtime.registry import on_demand
@@ -60,7 +62,8 @@ from attngen.runtime.registry.select import (
     select,
 )
 
-_PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall] = RecentCache(PREPARED_CALLS)
+#: By the kind of a call, or, with all its sizes, by its form. A call of a kind that is False is prepared by its form.
+_PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall | RaggedCalls | bool] = RecentCache(PREPARED_CALLS)
 
 
 def run(given: Given) -> Any:
@@ -107,19 +110,28 @@ def run(given: Given) -> Any:
             given = in_rows(given)
             q = given.q
             strides, addresses[0] = q.stride(), q.data_ptr()
-    # The cache's key: everything that checks, selection and the packed template depend on.
+    name = variant if isinstance(variant, str) else id(variant)
+    kind: Any = None
+    if given.form != "dense" and not learns:
+        kind = kind_of(given, addresses, shape, strides, name, with_lse, registry.generation)
+        calls = None if kind is None else _known(kind[0])
+        if isinstance(calls, RaggedCalls):
+            ready = calls.sized(kind[1], given)
+            if ready is not None:
+                return ready[0](given, addresses, ready[1])
+        if calls is not None:
+            kind = None  # nothing is left to find out about it
+        del addresses[len(FORWARD) :]
+    # The cache's key of other calls: everything that checks, selection and the packed template depend on.
     key: list[Any] = [
-        variant if isinstance(variant, str) else id(variant), with_lse, registry.generation, *keyed_of(given),
+        name, with_lse, registry.generation, *keyed_of(given),
         q.dtype, shape, strides, q.get_device(), addresses[0] & 15, q.is_neg(),
         k.dtype, k.shape, k.stride(), k.get_device(), addresses[1] & 15, k.is_neg(),
         v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15, v.is_neg(),
     ]  # fmt: skip
     note_others(key, addresses, given)
     identity = tuple(key)
-    try:
-        prepared = _PREPARED[identity]
-    except TypeError:  # something that cannot be hashed stands where a number or a name belongs: binding refuses it
-        prepared = None
+    prepared = _known(identity)
     if prepared is None:
         call, resolved = bind_call(given)
         for name in call.descales:
@@ -129,7 +141,12 @@ def run(given: Given) -> Any:
                 )
         call.return_lse = with_lse
         prepared = _prepare(call, resolved, addresses, given, learns=learns)
-        _PREPARED.put(identity, prepared)
+        of_kind: RaggedCalls | bool = False
+        if kind is not None and resize(call.without_tensors(), kind[1]):
+            of_kind = _of_kind(call, addresses, given, prepared)
+            _PREPARED.put(kind[0], of_kind)
+        if of_kind is False:
+            _PREPARED.put(identity, prepared)
     if not isinstance(prepared, PreparedCall):
         return prepared(given, addresses)
     if learns:
@@ -137,6 +154,30 @@ def run(given: Given) -> Any:
     if prepared.sinks_only:
         return _without_keys(given, addresses)
     return prepared(given, addresses)
+
+
+def _known(key: tuple[Any, ...]) -> Any:
+    """What is prepared for a key, or None."""
+    try:
+        return _PREPARED[key]
+    except TypeError:  # something that cannot be hashed stands where a number or a name belongs: binding refuses it
+        return None
+
+
+def _of_kind(call: Call, addresses: Sequence[int], given: Given, prepared: Any) -> RaggedCalls | bool:
+    """What serves all calls of the kind of one that is prepared; False where its sizes decide more than numbers."""
+    kernel = prepared.kernel if isinstance(prepared, PreparedCall) else None
+    if kernel is None or not has_kinds(call.variant):
+        return False
+    if call.kv_dtype != call.dtype and call.dtype not in QUANTIZED_DTYPES:  # a cache that may be widened first
+        return False
+    request, driver = _request(call, addresses, given), drivers.current()
+    candidates = find(given.variant, given.package).kernels
+    kernels = [one for one in candidates if reason_against(one, request, driver) is None]
+    if any(one.needs_tile_map for one in kernels):
+        return False
+    kept = given.variant if isinstance(given.variant, Variant) else None
+    return RaggedCalls(call, kernels, _tensor_names(given.arguments), driver, _index(call), kept)
 
 
 def _without_keys(given: Given, addresses: list[int]) -> tuple[Tensor, Tensor]:

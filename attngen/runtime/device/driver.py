@@ -23,8 +23,8 @@ MAX_PARAMETER_BYTES = 32764
 
 _BLOCK_ALIGNMENT = 64
 
-#: Launch configurations that are kept: one for each grid and stream.
-_MAX_CONFIGS = 512
+#: Launch configurations that a thread keeps: one for each kernel and stream, in effect.
+_MAX_CONFIGS = 256
 
 
 class Frame:
@@ -148,11 +148,11 @@ class CudaDriver:
         self._raw_stream = torch._C._cuda_getCurrentRawStream
         self._current_device = torch._C._cuda_getDevice
         self._launch, self._launch_with = cu.cuLaunchKernel, cu.cuLaunchKernelEx
-        self._configs: RecentCache[Any] = RecentCache(_MAX_CONFIGS)
         self._bound = threading.local()
         self._libraries: dict[tuple[int, int], tuple[bytes, Any]] = {}
         self._lock = threading.Lock()
         self._shared: dict[int, int] = {}
+        self._multiprocessors: dict[int, int] = {}
         self._capabilities: dict[int, int] = {}
         self._bandwidths: dict[int, float] = {}
         try:
@@ -194,7 +194,10 @@ class CudaDriver:
 
     def multiprocessors(self, device: int) -> int:
         """See ``Driver.multiprocessors``."""
-        return int(self._torch.cuda.get_device_properties(device).multi_processor_count)
+        if device not in self._multiprocessors:
+            properties = self._torch.cuda.get_device_properties(device)
+            self._multiprocessors[device] = int(properties.multi_processor_count)
+        return self._multiprocessors[device]
 
     def bandwidth(self, device: int) -> float:
         """See ``Driver.bandwidth``."""
@@ -345,9 +348,14 @@ class CudaDriver:
                 )
 
     def _config(self, grid: int, threads: int, shared: int, stream: int, how: int) -> Any:
-        """Attributes of cuLaunchKernelEx for a dependent or cooperative launch; those used lately are kept."""
-        key = grid, threads, shared, stream, how
-        config = self._configs[key]
+        """Attributes of cuLaunchKernelEx for a dependent or cooperative launch. This thread's next launch may change
+        them."""
+        try:
+            configs = self._bound.configs
+        except AttributeError:
+            configs = self._bound.configs = RecentCache(_MAX_CONFIGS)
+        key = threads, shared, stream, how
+        config = configs[key]
         if config is None:
             cu = self._cu
             config, attribute = cu.CUlaunchConfig(), cu.CUlaunchAttribute()
@@ -361,7 +369,8 @@ class CudaDriver:
                 attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
                 attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
-            self._configs.put(key, config)
+            configs.put(key, config)
+        config.gridDimX = grid
         return config
 
     def encode_tensor_map(

@@ -134,9 +134,12 @@ def columns_first(axes: Sequence[int]) -> tuple[int, ...]:
 
 
 class TensorMap:
-    """Descriptors of tensors of one shape, differing in their address only."""
+    """Descriptors of tensors that differ in their address, and maybe in their number of rows."""
 
-    __slots__ = ("_box", "_device", "_driver", "_dtype", "_extents", "_shift", "_strides", "_swizzle", "_token")
+    __slots__ = (
+        "_box", "_device", "_driver", "_dtype", "_extents", "_row_axis", "_rows_more", "_shift", "_strides", "_swizzle",
+        "_token",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -176,17 +179,27 @@ class TensorMap:
         cut, self._swizzle = smem_box(box, swizzle, element_bytes)
         self._box = tuple(reversed(cut))
         self._extents = tuple(reversed(shape))
+        #: The axis of rows among the extents, and by how much its extent exceeds their number.
+        self._row_axis, self._rows_more = (2, 0) if window is None else (3, 1)
         in_bytes = tuple(stride * element_bytes for stride in usable_strides(shape, strides, element_bytes))
         self._strides = tuple(reversed(in_bytes[:-1]))
         self._token = next(_TOKENS)
 
-    def at(self, address: int) -> bytes:
-        """Return the descriptor of the tensor at an address: 128 bytes, from the cache if it was asked for before."""
-        key = (address, self._token)
+    def at(self, address: int, rows: int = 0) -> bytes:
+        """Return the descriptor of the tensor at an address: 128 bytes, from the cache if it was asked for before.
+
+        ``rows``, more than 1: those of a tensor of more than one row that is neither in pages nor transposed; 0: as
+        many as the shape has.
+        """
+        key = (address, rows, self._token)
         encoded = _ENCODED[key]
         if encoded is None:
+            extents = self._extents
+            if rows:
+                axis = self._row_axis
+                extents = (*extents[:axis], rows + self._rows_more, *extents[axis + 1 :])
             encoded = self._driver.encode_tensor_map(
-                self._dtype, address - self._shift, self._extents, self._strides, self._box, self._swizzle, self._device
+                self._dtype, address - self._shift, extents, self._strides, self._box, self._swizzle, self._device
             )
             _ENCODED.put(key, encoded)
         return encoded

@@ -86,7 +86,7 @@ def predict(
     if not times:
         return None
     launch, tile, step = times
-    seqlen_q, seqlen_k = _lengths(call)
+    seqlen_q, seqlen_k = lengths(call)
     together = _together(kernel)
     q_tiles, units = tiles_of(call, together * kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
     rows, tiles = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k), together * q_tiles * units
@@ -121,7 +121,7 @@ def pairs_of_tiles(kernel: Kernel, call: Call) -> int | None:
     scalars = {rule.name for rule in call.rules if rule.const is None}
     if any(scalars & names_in(end) for interval in kernel.visible for end in interval if end is not None):
         return None
-    seqlen_q, seqlen_k = _lengths(call)
+    seqlen_q, seqlen_k = lengths(call)
     tile_m = _together(kernel) * kernel.tile_m
     q_tiles, units = tiles_of(call, tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
     rows = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k)
@@ -133,8 +133,8 @@ def _together(kernel: Kernel) -> int:
     return kernel.main.cluster if kernel.main.grid == "queries" else 1
 
 
-def _lengths(call: Call) -> tuple[int, int]:
-    """Return the queries and keys of a sequence."""
+def lengths(call: Call) -> tuple[int, int]:
+    """Queries and keys of a sequence, of those of a ragged call as if all were equally long."""
     if not call.ragged:
         return call.seqlen_q, call.seqlen_k
     batch = max(call.batch, 1)

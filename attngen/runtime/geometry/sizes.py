@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import gcd, prod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from math import gcd
 
 from attngen.errors import LoadError
 from attngen.manifest import GRID, SHARES, Argument, TileMapAxes
@@ -140,66 +141,44 @@ class Geometry:
         runs at once, where blocks share keys."""
         self.launch = launch
         self.call = call
+        self.capacity = capacity
         self.map = MapShape(launch, launch.tile_map, call) if launch.tile_map else None
-        self.views: dict[str, View] = {"q": call.q, "k": call.k, "v": call.v, "out": call.out_view(), **(views or {})}
-        q_tiles, units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
-        kv_tiles, group, packed = -(-call.seqlen_k // launch.tile_n), group_of(call), call.ragged
-        rows = call.total_q if packed else call.seqlen_q
-        row_tiles = -(-rows // launch.tile_m)
-        self.sizes: dict[str, int] = {
-            "batch": call.batch, "heads": call.heads, "kv_heads": call.kv_heads,
-            "group": group, "group_bits": group.bit_length() - 1,
-            "section": _section(launch, call, units, by_keys=launch.by_keys),
-            "seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k,
-            "max_seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k,
-            "total_q": call.total_q, "total_k": call.total_k,
-            "page_size": call.page_size, "num_pages": call.num_pages,
-            "box_rows": gcd(call.page_size, launch.tile_n),
-            "asked_splits": call.num_splits, "asked_split_size": call.split_size,
-            "head_dim_qk": call.head_dim_qk, "head_dim_v": call.head_dim_v,
-            "q_tiles": q_tiles, "kv_tiles": kv_tiles, "kv_units": call.batch * call.kv_heads,
-            "num_splits": max(-(-call.seqlen_k // launch.split_size), 1) if launch.split_size else 1,
-            "rows": rows, "row_tiles": row_tiles, "lse_rows": prod(call.lse_shape()),
-            # tiles of query rows of all heads, where those of each sequence begin on a tile
-            "sum_tiles": call.heads * (rows // launch.tile_m + call.batch if packed else call.batch * row_tiles),
-        }  # fmt: skip
+        self._views = views or {}
+        q_tiles, self.units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
+        #: By name; what few launches read is computed when it is asked for.
+        self.sizes = _Sizes(
+            batch=call.batch, heads=call.heads, kv_heads=call.kv_heads, group=group_of(call),
+            seqlen_q=call.seqlen_q, seqlen_k=call.seqlen_k, max_seqlen_q=call.seqlen_q, max_seqlen_k=call.seqlen_k,
+            total_q=call.total_q, total_k=call.total_k, q_tiles=q_tiles, kv_tiles=-(-call.seqlen_k // launch.tile_n),
+        )  # fmt: skip
+        self.sizes.geometry = self
         if launch.grid == GRID:
             self.sizes |= split_sizes(launch, call, capacity)
-        if launch.grid == SHARES:
+        elif launch.grid == SHARES:
             self.sizes["split_cluster"] = capacity.shares
-        cut = cut_of(launch, call, self.sizes["section"], capacity) if launch.cuts else NONE
-        tiles = kv_tiles * call.kv_heads * call.batch
-        self.sizes |= {
-            "cut_tiles": cut.tiles, "parts": cut.parts, "cut_parts": cut.tiles * cut.parts,
-            "uncut_tiles": tiles - cut.tiles, "work_items": tiles + cut.tiles * (cut.parts - 1),
-        }  # fmt: skip
-        if self.map is not None:
-            self.sizes |= {"map_batch": self.map.batch, "map_heads": self.map.heads, "words": self.map.words}
-            self.sizes |= {"map_words": self.map.map_words}
-        self._q_tiles = q_tiles * units
-        self._groups = -(-q_tiles // launch.cluster) * units  # of tiles of queries, one for each block of a cluster
-        words = self.map.words * self.map.rows * self.map.heads * self.map.batch if self.map is not None else 0
-        self._tiles = {
-            "rows": row_tiles * call.heads * (1 if packed else call.batch),
-            "queries": self._q_tiles,
-            "keys": self.sizes["work_items"],
-            GRID: self.sizes.get("split_blocks", 0),
-            SHARES: self._q_tiles * capacity.shares,
-            "query_words": words,
-            "key_words": words,
-        }
         self.absent: dict[str, bool] = {}  # whether something that a call may leave out is left out
+        self.workspaces: Mapping[str, int] = {}  # elements of 4 bytes of each workspace of the call
+
+    @cached_property
+    def views(self) -> dict[str, View]:
+        """Shapes and strides of tensors by name."""
+        call = self.call
+        return {"q": call.q, "k": call.k, "v": call.v, "out": call.out_view(), **self._views}
+
+    @cached_property
+    def cut(self) -> Cut:
+        """Tiles of keys that are cut into parts."""
+        return cut_of(self.launch, self.call, self.sizes["section"], self.capacity) if self.launch.cuts else NONE
 
     @property
     def tiles(self) -> int:
         """Tiles of work, whatever they are, each for a split of the keys if there are splits. LoadError for a grid that
         this version does not know."""
-        try:
-            return self._tiles[self.launch.grid] * (self.sizes["num_splits"] if self.launch.split else 1)
-        except KeyError:
+        if self.launch.grid not in _TILES:
             raise LoadError(
-                f"grid '{self.launch.grid}' is not known to this version of attngen; known: {', '.join(self._tiles)}"
-            ) from None
+                f"grid '{self.launch.grid}' is not known to this version of attngen; known: {', '.join(_TILES)}"
+            )
+        return _TILES[self.launch.grid](self) * (self.sizes["num_splits"] if self.launch.split else 1)
 
     @property
     def cluster(self) -> int:
@@ -215,8 +194,9 @@ class Geometry:
             return self.tiles * self.launch.cluster
         if self.launch.cluster > 1:
             at_once = max(driver.multiprocessors(device) // self.launch.cluster, 1)
-            return self.launch.cluster * min(self._groups, at_once)
-        return min(max(self.tiles, self._q_tiles), driver.multiprocessors(device))
+            groups = -(-self.sizes["q_tiles"] // self.launch.cluster) * self.units
+            return self.launch.cluster * min(groups, at_once)
+        return min(max(self.tiles, self.sizes["q_tiles"] * self.units), driver.multiprocessors(device))
 
     def number(self, parameter: Argument) -> int:
         """Return the value of a stride, extent, size or presence; LoadError for one that is not known."""
@@ -227,9 +207,10 @@ class Geometry:
                 return int(self.call.tensors[self._tensor(parameter)].shape[int(parameter.axis or 0)])
             case "size":
                 name = parameter.of or parameter.name
-                if name not in self.sizes:
-                    raise LoadError(f"parameter '{parameter.name}': no size is called '{name}'")
-                return self.sizes[name]
+                try:
+                    return self.sizes[name]
+                except KeyError:
+                    raise LoadError(f"parameter '{parameter.name}': no size is called '{name}'") from None
             case "present":
                 return int(self._present(parameter))
             case "descriptor_shape":
@@ -304,6 +285,81 @@ class Geometry:
         return self._described(parameter).axes.index(axis) if isinstance(axis, str) else int(axis or 0)
 
 
+class _Sizes(dict[str, int]):
+    """The sizes of a launch by name, of which those of ``_LATER`` are computed when they are first asked for."""
+
+    __slots__ = ("geometry",)
+
+    geometry: Geometry
+
+    def __missing__(self, name: str) -> int:
+        """Compute a size; KeyError for a name that there is not."""
+        number = self[name] = _LATER[name](self.geometry)
+        return number
+
+
+def _rows(geometry: Geometry) -> int:
+    """Rows of queries: of all sequences where they are packed."""
+    return geometry.call.total_q if geometry.call.ragged else geometry.call.seqlen_q
+
+
+def _sum_tiles(geometry: Geometry) -> int:
+    """Tiles of query rows of all heads, where those of each sequence begin on a tile."""
+    call, rows = geometry.call, geometry.sizes["rows"]
+    tiles = rows // geometry.launch.tile_m + call.batch if call.ragged else call.batch * geometry.sizes["row_tiles"]
+    return call.heads * tiles
+
+
+def _of_map(geometry: Geometry) -> MapShape:
+    if geometry.map is None:
+        raise KeyError("map_words")
+    return geometry.map
+
+
+def _key_tiles(geometry: Geometry) -> int:
+    """Tiles of keys of all sequences and KV heads."""
+    return geometry.sizes["kv_tiles"] * geometry.call.kv_heads * geometry.call.batch
+
+
+_LATER: Mapping[str, Callable[[Geometry], int]] = {
+    "group_bits": lambda g: g.sizes["group"].bit_length() - 1,
+    "section": lambda g: _section(g.launch, g.call, g.units, by_keys=g.launch.by_keys),
+    "page_size": lambda g: g.call.page_size,
+    "num_pages": lambda g: g.call.num_pages,
+    "box_rows": lambda g: gcd(g.call.page_size, g.launch.tile_n),
+    "asked_splits": lambda g: g.call.num_splits,
+    "asked_split_size": lambda g: g.call.split_size,
+    "head_dim_qk": lambda g: g.call.head_dim_qk,
+    "head_dim_v": lambda g: g.call.head_dim_v,
+    "kv_units": lambda g: g.call.batch * g.call.kv_heads,
+    "num_splits": lambda g: max(-(-g.call.seqlen_k // g.launch.split_size), 1) if g.launch.split_size else 1,
+    "rows": _rows,
+    "row_tiles": lambda g: -(-g.sizes["rows"] // g.launch.tile_m),
+    "lse_rows": lambda g: g.call.heads * g.call.total_q,
+    "sum_tiles": _sum_tiles,
+    "cut_tiles": lambda g: g.cut.tiles,
+    "parts": lambda g: g.cut.parts,
+    "cut_parts": lambda g: g.cut.tiles * g.cut.parts,
+    "uncut_tiles": lambda g: _key_tiles(g) - g.cut.tiles,
+    "work_items": lambda g: _key_tiles(g) + g.cut.tiles * (g.cut.parts - 1),
+    "map_batch": lambda g: _of_map(g).batch,
+    "map_heads": lambda g: _of_map(g).heads,
+    "words": lambda g: _of_map(g).words,
+    "map_words": lambda g: _of_map(g).map_words,
+}
+
+#: By the grid of a launch: its tiles of work, without splits.
+_TILES: Mapping[str, Callable[[Geometry], int]] = {
+    "rows": lambda g: g.sizes["row_tiles"] * g.call.heads * (1 if g.call.ragged else g.call.batch),
+    "queries": lambda g: g.sizes["q_tiles"] * g.units,
+    "keys": lambda g: g.sizes["work_items"],
+    GRID: lambda g: g.sizes["split_blocks"],
+    SHARES: lambda g: g.sizes["q_tiles"] * g.units * g.capacity.shares,
+    "query_words": lambda g: _of_map(g).map_words // 2,
+    "key_words": lambda g: _of_map(g).map_words // 2,
+}
+
+
 def geometries(
     kernel: Kernel,
     call: Call,
@@ -315,14 +371,20 @@ def geometries(
     """Return the numbers of a call for each launch of a kernel, in order; ``views`` and the rest as above."""
     launches = [Geometry(launch, call, views, capacity=capacity) for launch in kernel.launches]
     elements = workspace_sizes(kernel, launches)
+    chunks = {f"{name}_chunks": count // 4 for name, count in elements.items()}
     for geometry in launches:
-        geometry.absent |= absent or {}
-        geometry.sizes |= {f"{name}_chunks": count // 4 for name, count in elements.items()}
+        geometry.workspaces = elements
+        if chunks:
+            geometry.sizes |= chunks
+        if absent:
+            geometry.absent |= absent
     return launches
 
 
 def workspace_sizes(kernel: Kernel, launches: Sequence[Geometry]) -> dict[str, int]:
     """Elements of 4 bytes of each workspace of a call."""
+    if not kernel.workspaces:
+        return {}
     sizes = launches[kernel.launches.index(kernel.main)].sizes
     return {workspace.name: workspace.elements(sizes) for workspace in kernel.workspaces}
 

@@ -8,7 +8,8 @@ from attngen.runtime.device.driver import Driver
 from attngen.runtime.helpers import append_torch
 from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, check
 from attngen.runtime.helpers.append_kernel import PreparedAppend, prepare
-from attngen.runtime.helpers.path import Helper
+from attngen.runtime.helpers.append_kinds import AppendCalls, kind_of
+from attngen.runtime.helpers.path import Helper, Kind, Prepared
 
 
 class AppendHelper(Helper[Append, Sizes]):
@@ -25,6 +26,13 @@ class AppendHelper(Helper[Append, Sizes]):
 
     def in_torch(self, call: Append, sizes: Sizes) -> Tensor | None:
         return append_torch.append(call, sizes)
+
+    def kind_of(self, call: Append) -> Kind | None:
+        return kind_of(call)
+
+    def of_kind(self, call: Append, prepared: Prepared) -> AppendCalls:
+        assert isinstance(prepared, PreparedAppend)
+        return AppendCalls(prepared, call)
 
     def prepare(self, call: Append, sizes: Sizes, driver: Driver) -> PreparedAppend | str:
         return prepare(call, sizes, driver)

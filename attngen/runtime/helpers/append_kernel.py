@@ -13,7 +13,7 @@ from attngen.formats import APPEND, APPEND_VARIANT
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES, contiguous_view
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, scales_of
-from attngen.runtime.helpers.launches import Grid, HelperLaunches, Operands
+from attngen.runtime.helpers.launches import Changes, Grid, HelperLaunches, Operands, Resized
 from attngen.runtime.helpers.operands import (
     MOST,
     against_rotary,
@@ -37,15 +37,24 @@ _Q_OUT = FIELDS.tensors.index("q_out")
 class PreparedAppend(HelperLaunches):
     """The launch of one kind of call that appends."""
 
-    __slots__ = ()
+    __slots__ = ("_rows_of_block",)
 
-    def run(self, call: Append, addresses: list[int]) -> Tensor | None:
+    def __init__(self, kernel: Kernel, operands: Operands, count: int, rows: int, driver: Driver, device: int) -> None:
+        """``count``: rows of all tokens, of which a block moves so many ``rows``. Raises LoadError as its base does."""
+        self._rows_of_block = rows
+        super().__init__(kernel, operands, [Grid(kernel.main.entry, -(-count // rows))], driver, device)
+
+    def resize(self, count: int, changes: Changes) -> Resized:
+        """The launch of a call with another number of rows, and other numbers that follow from it."""
+        return self.resized(changes, [-(-count // self._rows_of_block)])
+
+    def run(self, call: Append, addresses: list[int], resized: Resized | None = None) -> Tensor | None:
         """Append, and return the rotated queries."""
         rotated, q = call.q_out, call.q
         if rotated is None and q is not None:
             rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             addresses[_Q_OUT] = rotated.data_ptr()
-        self(addresses)
+        self(addresses, resized)
         into: Tensor | None = rotated
         return into
 
@@ -81,8 +90,7 @@ def prepare_on(kernel: Kernel, call: Append, sizes: Sizes, driver: Driver) -> Pr
     if max(count + threads, numbers["max_pages"] * sizes.rows) > MOST:
         return "more rows than 32 bits count"
     operands = Operands(FIELDS.tensors, numbers, _strides(call, sizes, rows))
-    grid = Grid(kernel.main.entry, -(-count // (threads >> lane_bits)))
-    return PreparedAppend(kernel, operands, [grid], driver, k.device.index or 0)
+    return PreparedAppend(kernel, operands, count, threads >> lane_bits, driver, k.device.index or 0)
 
 
 def _against_table(page_table: Tensor | None) -> str | None:

@@ -11,9 +11,7 @@ from attngen.manifest import Argument
 from attngen.runtime.device.driver import Driver, Frame, Launch
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.kernels.module import Entry, Kernel
-from attngen.runtime.kernels.packing import DESCRIPTOR_BYTES
-
-_WRITERS = {"i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
+from attngen.runtime.kernels.packing import DESCRIPTOR_BYTES, Packer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,76 +36,118 @@ class Operands:
     maps: Mapping[str, Callable[[Argument], TensorMap]] = field(default_factory=dict)
 
 
+#: Numbers that differ between calls, by the name of a size, or the tensor and the axis of a stride.
+Changes = Mapping[str | tuple[str, Any], int]
+
+#: The launches of calls of some sizes: the blocks and the numbers of each.
+Resized = Sequence[tuple[int, bytes]]
+
+
 class HelperLaunches:
     """The launches of a helper kernel for one kind of call. Calling it enqueues them on the current stream."""
 
-    __slots__ = ("_device", "_driver", "_free", "_launches", "label")
+    __slots__ = ("_device", "_driver", "_first", "_free", "_launches", "label")
 
     def __init__(self, kernel: Kernel, operands: Operands, grids: Sequence[Grid], driver: Driver, device: int) -> None:
         """Raises LoadError if a cubin does not load, or its parameters are others."""
         self.label = kernel.full_name
         self._driver, self._device = driver, device
         self._launches = [_PackedLaunch(kernel.direction, operands, grid, driver, device) for grid in grids]
+        self._first: Resized = self.resized({}, [grid.blocks for grid in grids])
         #: Parameters that no launch is using. Threads take and return them atomically.
-        self._free: list[tuple[list[Frame], list[Launch]]] = []
+        self._free: list[_Block] = []
 
-    def __call__(self, addresses: Sequence[int]) -> None:
-        """Enqueue the launches; ``addresses`` in the order of the tensors, 0 for a tensor that is not given."""
+    def resized(self, changes: Changes, blocks: Sequence[int]) -> Resized:
+        """The launches of a call that differs in these numbers and these blocks from the one that was prepared."""
+        return [(count, one.numbers(changes)) for count, one in zip(blocks, self._launches, strict=True)]
+
+    def __call__(self, addresses: Sequence[int], resized: Resized | None = None) -> None:
+        """Enqueue the launches; ``addresses`` in the order of the tensors, 0 for a tensor that is not given.
+        ``resized``: those of a call of other sizes than the prepared one."""
+        if resized is None:
+            resized = self._first
         try:
-            frames, launches = block = self._free.pop()
+            block = self._free.pop()
         except IndexError:
-            frames, launches = block = self._new_block()
-        for launch, frame in zip(self._launches, frames):  # noqa: B905
+            block = _Block(self._launches)
+        if block.resized is not resized:
+            block.resize(resized)
+        for launch, frame in zip(self._launches, block.frames):  # noqa: B905
             words = frame.words
             for place, tensor in launch.pointers:
                 words[place] = addresses[tensor]
             for offset, tensor, tensor_map in launch.descriptors:
                 frame.bytes[offset : offset + DESCRIPTOR_BYTES] = tensor_map.at(addresses[tensor])
-        self._driver.launch(launches, self._device)
+        self._driver.launch(block.launches, self._device)
         self._free.append(block)
 
-    def _new_block(self) -> tuple[list[Frame], list[Launch]]:
-        frames = [launch.frame() for launch in self._launches]
-        launches = [
-            (*launch.function, frame.pointers(launch.offsets))
-            for launch, frame in zip(self._launches, frames, strict=True)
+
+class _Block:
+    """The parameters of all launches of a call, which keep their values until the next one."""
+
+    __slots__ = ("_functions", "_pointers", "frames", "launches", "resized")
+
+    def __init__(self, launches: Sequence[_PackedLaunch]) -> None:
+        self.frames = [Frame(launch.size) for launch in launches]
+        self._functions = [launch.function for launch in launches]
+        self._pointers = [frame.pointers(launch.offsets) for launch, frame in zip(launches, self.frames, strict=True)]
+        self.launches: list[Launch] = []
+        self.resized: Resized | None = None
+
+    def resize(self, resized: Resized) -> None:
+        """Enter the numbers of a call of other sizes; all addresses have to be written again."""
+        for frame, (_, numbers) in zip(self.frames, resized):  # noqa: B905
+            frame.bytes[: len(numbers)] = numbers
+        self.launches = [
+            (function, blocks, *how, pointers)
+            for (function, *how), (blocks, _), pointers in zip(self._functions, resized, self._pointers)  # noqa: B905
         ]
-        return frames, launches
+        self.resized = resized
 
 
 class _PackedLaunch:
-    """One launch: its function, a template of its parameters, and the places of addresses in it."""
+    """One launch: its function, its numbers, and the places of addresses among its parameters."""
 
-    __slots__ = ("_template", "descriptors", "function", "offsets", "pointers")
+    __slots__ = ("_pack", "_places", "_values", "descriptors", "function", "offsets", "pointers", "size")
 
     def __init__(self, direction: str, operands: Operands, grid: Grid, driver: Driver, device: int) -> None:
         layout, tensors = grid.entry.layout, operands.tensors
         #: Index of 8 bytes and of a tensor for each address; byte and tensor of each descriptor, with its maker.
         self.pointers: list[tuple[int, int]] = []
         self.descriptors: list[tuple[int, int, TensorMap]] = []
-        packed = Frame(layout.size)
         sizes = {**operands.sizes, **grid.sizes}
+        numbers: list[Argument] = []
         for parameter in layout.parameters:
             of = parameter.of or ""
             if parameter.kind == "pointer":
                 if of not in tensors:
                     raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
                 self.pointers.append((parameter.offset // 8, tensors.index(of)))
-                continue
-            if parameter.kind == "descriptor" and of in operands.maps:
+            elif parameter.kind == "descriptor" and of in operands.maps:
                 self.descriptors.append((parameter.offset, tensors.index(of), operands.maps[of](parameter)))
-                continue
+            else:
+                numbers.append(parameter)
+        self._pack = Packer(numbers, layout.size)
+        self._values: list[float] = []
+        self._places: dict[str | tuple[str, Any], int] = {}
+        for parameter in self._pack.numbers:
+            of = parameter.of or ""
             number = operands.strides.get((of, parameter.axis)) if parameter.kind == "stride" else sizes.get(of)
-            if number is None or parameter.type not in _WRITERS:
+            if number is None:
                 raise LoadError(f"parameter '{parameter.name}': {direction} has no such number")
-            writer, size = _WRITERS[parameter.type]
-            getattr(packed, writer)[parameter.offset // size] = number
-        self.offsets, self._template = layout.offsets, bytes(packed.bytes)
-        function, blocks, threads, shared, how = grid.entry.launch_on(driver, device, grid.blocks)
-        self.function = function, blocks, grid.threads or threads, shared, how
+            self._places[(of, parameter.axis) if parameter.kind == "stride" else of] = len(self._values)
+            self._values.append(number)
+        self.offsets, self.size = layout.offsets, layout.size
+        function, _, threads, shared, how = grid.entry.launch_on(driver, device, grid.blocks)
+        #: What the driver takes of a launch, without blocks and parameters.
+        self.function = function, grid.threads or threads, shared, how
 
-    def frame(self) -> Frame:
-        """Parameters without addresses."""
-        frame = Frame(len(self._template))
-        frame.bytes[: len(self._template)] = self._template
-        return frame
+    def numbers(self, changes: Changes) -> bytes:
+        """The block of parameters without addresses, after some changes."""
+        values, places = self._values, self._places
+        if changes:
+            values = values.copy()
+            for name, value in changes.items():
+                if name in places:
+                    values[places[name]] = value
+        return self._pack(values)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -27,22 +27,43 @@ Sizes = TypeVar("Sizes")
 
 
 class Prepared(Protocol):
-    """A call of one kind on a kernel."""
+    """A call of one form on a kernel."""
 
     def run(self, call: Any, addresses: list[int]) -> Any:
         """Launch the call and return its results; ``addresses`` of the record's tensors, which may be changed."""
 
 
+class Kind(NamedTuple):
+    """All that a call is beside its sizes, as a key; its sizes; and the addresses of the record's tensors."""
+
+    key: tuple[Any, ...]
+    sizes: tuple[Any, ...]
+    addresses: list[int]
+
+
+class Resizable(Protocol):
+    """What is prepared for all calls of a kind."""
+
+    @property
+    def prepared(self) -> Any:
+        """What runs them; it also takes what ``resized`` returns."""
+
+    def resized(self, sizes: tuple[Any, ...]) -> Any:
+        """What follows from the sizes of a call; None where something about them needs a look."""
+
+
 class Helper(ABC, Generic[Record, Sizes]):
-    """A helper as its calls need it. Each kind of call is prepared once and kept."""
+    """A helper as its calls need it. Calls are prepared once for their kind, if that has one, or for their sizes, too,
+    and kept."""
 
     #: The function that programs call, and the record of its arguments.
     name: ClassVar[str]
     fields: ClassVar[Fields]
 
     def __init__(self) -> None:
-        #: Kinds of calls; a text is the reason why no kernel takes one.
+        #: Calls with their sizes; a text is the reason why no kernel takes one.
         self.prepared: RecentCache[Prepared | str] = RecentCache(1024)
+        self._kinds: RecentCache[Resizable] = RecentCache(1024)
 
     @abstractmethod
     def check(self, call: Record) -> Sizes:
@@ -60,6 +81,14 @@ class Helper(ABC, Generic[Record, Sizes]):
     def prepare(self, call: Record, sizes: Sizes, driver: Driver) -> Prepared | str:
         """Launches of a checked call, or the reason why no kernel takes it."""
 
+    def kind_of(self, call: Record) -> Kind | None:
+        """Kind of a call; None if it is prepared with its sizes."""
+        return None
+
+    def of_kind(self, call: Record, prepared: Prepared) -> Resizable:
+        """What serves all calls of the kind of one that is prepared."""
+        raise NotImplementedError
+
     def run(self, call: Record) -> Any:
         """Run a call now, whether it comes from a program or from an operator."""
         tensors = self.fields.tensors_of(call)
@@ -68,6 +97,12 @@ class Helper(ABC, Generic[Record, Sizes]):
         on_gpu, checked = torch_state.on_gpu(tensors[0]), debugging.active()
         key: list[Any] = []
         addresses: list[int] = []
+        kind = self.kind_of(call) if on_gpu and not checked else None
+        if kind is not None:
+            calls = _kept(self._kinds, kind.key)
+            resized = None if calls is None else calls.resized(kind.sizes)
+            if resized is not None:
+                return calls.prepared.run(call, kind.addresses, resized)
         if on_gpu:
             settings = self.fields.settings_of(call)
             # Types are in the key because True equals 1, of which one is refused.
@@ -79,7 +114,7 @@ class Helper(ABC, Generic[Record, Sizes]):
                 else:
                     addresses.append(note(key, tensor))
             if not checked:
-                prepared = self._kept(tuple(key))
+                prepared = _kept(self.prepared, tuple(key))
                 if prepared is not None and not isinstance(prepared, str):
                     return prepared.run(call, addresses)
         sizes = self.check(call)
@@ -91,15 +126,18 @@ class Helper(ABC, Generic[Record, Sizes]):
                 prepared = self.prepare(call, sizes, drivers.current())
                 self.prepared.put(tuple(key), prepared)
             if not isinstance(prepared, str):
+                if kind is not None and (calls := self.of_kind(call, prepared)).resized(kind.sizes) is not None:
+                    self._kinds.put(kind.key, calls)
                 return prepared.run(call, addresses)
         return self.in_torch(call, sizes)
 
-    def _kept(self, identity: tuple[Any, ...]) -> Prepared | str | None:
-        """Entry of a key; None for an unknown one, and for one of arguments that are refused."""
-        try:
-            return self.prepared[identity]
-        except TypeError:  # something that cannot be hashed stands where a name belongs
-            return None
+
+def _kept(cache: Mapping[Any, Any], key: tuple[Any, ...]) -> Any:
+    """Entry of a key; None for an unknown one, and for one of arguments that are refused."""
+    try:
+        return cache[key]
+    except TypeError:  # something that cannot be hashed stands where a name belongs
+        return None
 
 
 Launches = TypeVar("Launches")

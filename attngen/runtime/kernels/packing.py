@@ -5,7 +5,8 @@ The driver finds the values through pointers, so this order is the runtime's own
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from attngen.errors import LoadError
@@ -65,3 +66,36 @@ def lay_out(arguments: Iterable[Argument]) -> Layout:
     if end > MAX_PARAMETER_BYTES:
         raise LoadError(f"parameters take {end} B; a kernel takes at most {MAX_PARAMETER_BYTES} B")
     return Layout(tuple(parameters), end)
+
+
+#: Manifest type → its code in ``struct``.
+_CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
+
+
+class Packer:
+    """Packs the numbers of a parameter block into bytes, with zeros for all other parameters."""
+
+    __slots__ = ("_pack", "numbers")
+
+    def __init__(self, numbers: Iterable[Argument], size: int) -> None:
+        """``size``: bytes of the block."""
+        #: The parameters in the order in which values are given.
+        self.numbers = sorted(numbers, key=lambda parameter: parameter.offset)
+        code, end = "<", 0
+        for parameter in self.numbers:
+            code += f"{parameter.offset - end}x{_CODES[parameter.type]}"
+            end = parameter.offset + parameter.size
+        self._pack = struct.Struct(f"{code}{size - end}x").pack
+
+    def __call__(self, values: Sequence[float]) -> bytes:
+        """Pack values; LoadError for one that does not fit its type."""
+        try:
+            return self._pack(*values)
+        except struct.error:
+            for value, parameter in zip(values, self.numbers, strict=True):
+                try:
+                    struct.pack(_CODES[parameter.type], value)
+                except struct.error:
+                    message = f"parameter '{parameter.name}': {value} does not fit {parameter.type}"
+                    raise LoadError(message) from None
+            raise

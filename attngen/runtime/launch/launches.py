@@ -1,6 +1,7 @@
-"""A kernel launch prepared for one set of shapes: what stays the same is packed once, a call fills in the rest.
+"""A kernel launch prepared once: what stays the same is packed then, a call fills in the rest.
 
-A call then takes a block of parameters, and writes the scalars, and the addresses and descriptors if they differ from
+What follows from the sizes of a call is packed once for these sizes (``Sized``). A call then takes a block of
+parameters, and writes the scalars; and the numbers of its sizes, and the addresses and descriptors, if they differ from
 those of the block's last launch. Kernels that follow each other share a block.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 
 from attngen.errors import LoadError
 from attngen.lang.divisors import division, divisors
-from attngen.manifest import Argument
+from attngen.manifest import SHARES, Argument
 from attngen.runtime.arguments.addresses import BACKWARD, FORWARD, SPLIT_COUNTERS, TILE_COUNTER
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.cache import RecentCache
@@ -23,7 +24,7 @@ from attngen.runtime.device.tensormap import TensorMap, of_own_tensor
 from attngen.runtime.geometry.capacity import capacity_for
 from attngen.runtime.geometry.sizes import Geometry, MapShape, geometries, group_of, map_shapes, workspace_sizes
 from attngen.runtime.kernels.module import Entry, Kernel
-from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES
+from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Packer
 
 #: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
 MAX_PLACED = 4096
@@ -36,6 +37,12 @@ MAP_PARTS = ("tile_map", "tile_hashes", "tile_list")
 
 #: Manifest type → the view of a frame that writes it, and the bytes of one element.
 _WRITERS = {"i1": ("int8", 1), "i8": ("int8", 1), "i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
+
+#: Sizes that calls of one kind share, whatever their lengths: see ``arguments.kinds``.
+_OF_KIND = frozenset({
+    "heads", "kv_heads", "group", "group_bits", "group_reciprocal", "head_dim_qk", "head_dim_v", "page_size",
+    "page_size_reciprocal", "num_pages", "box_rows", "asked_splits", "asked_split_size",
+})  # fmt: skip
 
 
 class Division:
@@ -55,26 +62,71 @@ class Division:
         return division(self._divisor.value(dict(zip(self._names, scalars, strict=True))))
 
 
-class PreparedKernel:
-    """One kernel with one geometry on one device: what of its parameters stays the same, and where the rest stands."""
+class Sized:
+    """What follows from the sizes of a call: the shapes of its results, the memory that its launches share, and their
+    grids and numbers."""
 
-    __slots__ = ("addresses", "descriptors", "divisors", "function", "offsets", "scalars", "scales", "template")
+    __slots__ = (
+        "functions", "lse_shape", "lse_strides", "out_shape", "rows", "split_counters", "template", "token",
+        "words", "workspaces",
+    )  # fmt: skip
+
+    def __init__(self, call: Call, elements: Mapping[str, int], split_counters: int) -> None:
+        """``elements``: of 4 bytes, of each workspace."""
+        #: Shapes of the results that the call has to allocate.
+        self.out_shape = call.out_shape() if call.out is None else ()
+        self.lse_shape, self.lse_strides = (call.lse_shape(), call.lse_strides()) if call.return_lse else ((), ())
+        self.split_counters = split_counters
+        #: Where workspaces begin, in bytes from the start of all, and how many words they have.
+        self.workspaces: Sequence[int] = ()
+        self.words = 0
+        if elements:
+            offsets, self.words = laid_out(elements)
+            self.workspaces = [4 * offset for offset in offsets.values()]
+        #: Of the kernels in their order: what the driver takes of a launch before the parameters, and all numbers.
+        self.functions: list[tuple[Any, int, int, int, int]] = []
+        self.template = b""
+        #: Rows of the tensor of each descriptor; 0: as many as it was made for.
+        self.rows: Sequence[int] = ()
+        self.token = next(_TOKENS)
+
+
+class PreparedKernel:
+    """One kernel on one device for calls of one kind: what of its parameters stays the same, and where the rest
+    stands."""
+
+    __slots__ = (
+        "_entry",
+        "_others",
+        "_pack",
+        "_sizes",
+        "_values",
+        "addresses",
+        "descriptors",
+        "divisors",
+        "offsets",
+        "scalars",
+        "scales",
+        "size",
+    )  # fmt: skip
 
     def __init__(
-        self, entry: Entry, blocks: int, geometry: Geometry, position: Mapping[str, int], driver: Driver, device: int
+        self, entry: Entry, geometry: Geometry, position: Mapping[str, int], driver: Driver, device: int
     ) -> None:
-        """Pack what does not change between calls; the cubin is loaded here. Raises LoadError.
+        """Compute the numbers that do not change between calls; the cubin is loaded here. Raises LoadError.
 
         ``position`` is where each address stands in the list that a launch takes.
         """
         scalar_position = {rule.name: i for i, rule in enumerate(geometry.call.rules)}
-        packed = Frame(entry.layout.size)
-        #: Index of each parameter that is an address or a descriptor, and the position of the address.
+        self._entry = entry
+        #: Index of each parameter that is an address or a descriptor, and the position of the address; the size that
+        #: tells the rows of a descriptor, if calls of the kind differ in these.
         self.addresses: list[tuple[int, int]] = []
-        self.descriptors: list[tuple[int, TensorMap, int]] = []
+        self.descriptors: list[tuple[int, TensorMap, int, str]] = []
         self.scales: list[int] = []
         self.scalars: list[tuple[str, int, int, int]] = []
         self.divisors: list[tuple[int, Division]] = []
+        numbers: list[Argument] = []
         for index, parameter in enumerate(entry.layout.parameters):
             match parameter.kind:
                 case "pointer":
@@ -82,7 +134,7 @@ class PreparedKernel:
                         raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
                     self.addresses.append((index, position[parameter.of]))
                 case "scratch":
-                    packed.words[parameter.offset // 8] = 0
+                    pass  # null
                 case "descriptor":
                     self.descriptors.append((index, *_descriptor(parameter, geometry, driver, device, position)))
                 case "scale":
@@ -96,10 +148,42 @@ class PreparedKernel:
                 case "divisor":
                     self.divisors.append((parameter.offset, Division(geometry.call, parameter)))
                 case _:
-                    _write(packed, parameter, geometry.number(parameter))
-        self.offsets, self.template = entry.layout.offsets, bytes(packed.bytes)
-        #: What the driver takes of a launch before the parameters.
-        self.function = entry.launch_on(driver, device, blocks, geometry.cluster)
+                    numbers.append(parameter)
+        self.offsets, self.size = (
+            entry.layout.offsets,
+            -(-entry.layout.size // DESCRIPTOR_ALIGNMENT) * DESCRIPTOR_ALIGNMENT,
+        )
+        self._pack = Packer(numbers, self.size)
+        #: All numbers, and the places of those that follow from the sizes of a call.
+        self._values = [geometry.number(parameter) for parameter in self._pack.numbers]
+        follow = [(place, one) for place, one in enumerate(self._pack.numbers) if _follows_sizes(one)]
+        self._sizes = [(place, one.of or one.name) for place, one in follow if one.kind == "size"]
+        self._others = [(place, one) for place, one in follow if one.kind != "size"]
+        self.function(geometry, driver, device)
+
+    def function(self, geometry: Geometry, driver: Driver, device: int) -> tuple[Any, int, int, int, int]:
+        """What the driver takes of a launch before the parameters."""
+        return self._entry.launch_on(driver, device, geometry.blocks(driver, device), geometry.cluster)
+
+    def template(self, geometry: Geometry) -> bytes:
+        """The numbers of a call of the kind; LoadError for one that does not fit its type."""
+        values, sizes = self._values.copy(), geometry.sizes
+        for place, name in self._sizes:
+            values[place] = sizes[name]
+        for place, parameter in self._others:
+            values[place] = geometry.number(parameter)
+        return self._pack(values)
+
+
+def _follows_sizes(parameter: Argument) -> bool:
+    """Whether a number differs between calls of one kind."""
+    match parameter.kind:
+        case "size":
+            return (parameter.of or parameter.name) not in _OF_KIND
+        case "stride":
+            return parameter.of in ("lse", "page_table", "tile_map")
+        case kind:
+            return kind == "descriptor_shape"
 
 
 class PreparedLaunch:
@@ -109,27 +193,44 @@ class PreparedLaunch:
     of each kernel's. What the addresses of a call make of the first two is kept for the next call with the same ones.
     """
 
-    __slots__ = ("_addresses", "_descriptors", "_device", "_driver", "_free", "_kernels", "_moving", "_token")
+    __slots__ = (
+        "_addresses", "_as_made", "_descriptors", "_device", "_driver", "_free", "_kernels", "_moving", "_sized_maps",
+    )  # fmt: skip
 
     def __init__(self, kernels: Sequence[PreparedKernel], addresses: int, driver: Driver, device: int) -> None:
         """``addresses``: how many a launch takes."""
         self._kernels, self._driver, self._device = kernels, driver, device
         self._descriptors = [descriptor for kernel in kernels for descriptor in kernel.descriptors]
         self._addresses = Struct(f"{addresses}Q{-8 * addresses % DESCRIPTOR_ALIGNMENT}x")
-        self._moving = slice(0, self._addresses.size + DESCRIPTOR_BYTES * len(self._descriptors))
-        self._token = next(_TOKENS)
+        self._as_made = [0] * len(self._descriptors)
+        self._sized_maps = any(rows for _, _, _, rows in self._descriptors)
+        self._moving = self._addresses.size + DESCRIPTOR_BYTES * len(self._descriptors)
         #: Blocks that no launch is using, as many as launched at once at most. Threads take and return one atomically.
         self._free: list[_Block] = []
 
-    def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any]) -> None:
+    def fill(self, sized: Sized, shapes: Sequence[Geometry], *, resized: bool = False) -> None:
+        """Enter the numbers of all kernels, whose geometries are given. ``resized``: in a call of other sizes than that
+        for which this was prepared."""
+        for kernel, shape in zip(self._kernels, shapes):  # noqa: B905
+            sized.template += kernel.template(shape)
+            sized.functions.append(kernel.function(shape, self._driver, self._device))
+        if resized and self._sized_maps:
+            sizes = shapes[0].sizes
+            sized.rows = [sizes[rows] if rows else 0 for _, _, _, rows in self._descriptors]
+        else:
+            sized.rows = self._as_made
+
+    def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized) -> None:
         """Enqueue the kernels. ``scalars`` in order of declaration."""
         try:
             block = self._free.pop()
         except IndexError:
-            block = _Block(self._kernels, self._moving.stop)
-        key = (self._token, *addresses)
+            block = _Block(self._kernels, self._moving)
+        if block.sized is not sized:
+            block.resize(sized)
+        key = (sized.token, *addresses)
         if block.key != key:
-            block.bytes[self._moving] = _PLACED[key] or self._place(key, addresses)
+            block.bytes[: self._moving] = _PLACED[key] or self._place(key, addresses, sized)
             block.key = key
         for numbers, index in block.scales:
             numbers[index] = scale
@@ -142,20 +243,23 @@ class PreparedLaunch:
         self._driver.launch(block.launches, self._device)
         self._free.append(block)
 
-    def _place(self, key: tuple[int, ...], addresses: Sequence[int]) -> bytes:
+    def _place(self, key: tuple[int, ...], addresses: Sequence[int], sized: Sized) -> bytes:
         """Return the part of a block that addresses decide."""
-        described = [tensor_map.at(addresses[position]) for _, tensor_map, position in self._descriptors]
+        described = [
+            tensor_map.at(addresses[position], rows)
+            for (_, tensor_map, position, _), rows in zip(self._descriptors, sized.rows)  # noqa: B905
+        ]
         placed = b"".join((self._addresses.pack(*addresses), *described))
         _PLACED.put(key, placed)
         return placed
 
 
 class PreparedLaunches:
-    """The launches of a kernel with one set of shapes on one device, and what each address is of that they take."""
+    """The launches of a kernel on one device for calls of one kind, and what each address is of that they take."""
 
     __slots__ = (
-        "_classify", "_counted", "_device", "_driver", "_launch", "_split_counters", "direct", "first_map", "maps",
-        "names", "sizes",
+        "_capacity", "_classify", "_counted", "_device", "_driver", "_kernel", "_launch", "_launched", "_of_maps",
+        "first", "first_map", "maps", "names", "sizes",
     )  # fmt: skip
 
     def __init__(
@@ -174,11 +278,12 @@ class PreparedLaunches:
         ``views``: as those of a Geometry. ``tensor_names``: the call's own tensors in the order in which it lists their
         addresses. ``absent``: whether something that a backward may go without is missing.
         """
-        capacity = capacity_for(kernel, call, lambda: driver, device)
-        launches = geometries(kernel, call, views, absent=absent, capacity=capacity)
+        self._kernel, self._driver, self._device = kernel, driver, device
+        self._capacity = capacity_for(kernel, call, lambda: driver, device)
+        shapes = geometries(kernel, call, views, absent=absent, capacity=self._capacity)
         #: Elements of 4 bytes of each workspace, and the shape of each tile map by the launch that reads it.
-        self.sizes = workspace_sizes(kernel, launches)
-        self.maps: Mapping[str, MapShape] = map_shapes(launches)
+        self.sizes = workspace_sizes(kernel, shapes)
+        self.maps: Mapping[str, MapShape] = map_shapes(shapes)
         backward = kernel.direction == "backward"
         self.names = (
             *(BACKWARD if backward else FORWARD),
@@ -188,40 +293,62 @@ class PreparedLaunches:
             *(f"{part}:{owner}" for part in MAP_PARTS for owner in self.maps),
         )
         kernels: list[PreparedKernel] = []
-        classifiers: dict[str, PreparedKernel] = {}
-        for launch, geometry in zip(kernel.launches, launches, strict=True):
-            if blocks := geometry.blocks(driver, device):
+        self._launched: list[int] = []  # the places of these kernels among the launches of a call
+        classifiers: dict[str, tuple[PreparedKernel, Geometry]] = {}
+        for place, (launch, geometry) in enumerate(zip(kernel.launches, shapes, strict=True)):
+            if geometry.blocks(driver, device):
                 position = {name: i for i, name in enumerate(self.names)}
                 if geometry.map is not None:
                     position |= {part: position[f"{part}:{geometry.map.owner}"] for part in MAP_PARTS}
-                prepared = PreparedKernel(launch.entry, blocks, geometry, position, driver, device)
+                prepared = PreparedKernel(launch.entry, geometry, position, driver, device)
                 if launch.classifies and geometry.map is not None:
-                    classifiers[geometry.map.owner] = prepared
+                    classifiers[geometry.map.owner] = prepared, geometry
                 else:
                     kernels.append(prepared)
+                    self._launched.append(place)
         count = len(self.names)
         self._launch = PreparedLaunch(kernels, count, driver, device) if kernels else None
-        self._classify = {owner: PreparedLaunch([one], count, driver, device) for owner, one in classifiers.items()}
+        #: The numbers of the call for which this was prepared, and those of the launches that make its tile maps.
+        self.first = self._sized(call, shapes)
+        self._classify: dict[str, PreparedLaunch] = {}
+        self._of_maps: dict[str, Sized] = {}
+        for owner, (one, geometry) in classifiers.items():
+            self._classify[owner] = PreparedLaunch([one], count, driver, device)
+            self._of_maps[owner] = Sized(call, {}, 0)
+            self._classify[owner].fill(self._of_maps[owner], [geometry])
         #: Where the addresses of tile maps begin: one of each map, then of its hashes, then of its list of tiles.
         self.first_map = count - len(MAP_PARTS) * len(self.maps)
         self._counted = any(launch.counted for launch in kernel.launches)
-        self._split_counters = max(geometry.sizes.get("split_counters", 0) for geometry in launches)
-        self._driver, self._device = driver, device
-        #: What a call may use in place of this: the launches alone, where no counter has to be filled in.
-        self.direct = None if self._counted or self._split_counters else self._launch
 
-    def __call__(self, addresses: list[int], scale: float, scalars: Sequence[Any]) -> None:
+    def _sized(self, call: Call, shapes: Sequence[Geometry], *, resized: bool = False) -> Sized:
+        split_counters = max(geometry.sizes.get("split_counters", 0) for geometry in shapes)
+        sized = Sized(call, shapes[0].workspaces, split_counters)
+        if self._launch is not None:
+            self._launch.fill(sized, [shapes[place] for place in self._launched], resized=resized)
+        return sized
+
+    def resize(self, call: Call) -> Sized:
+        """The numbers of a forward pass of the kind without tile maps, in which there is something to compute."""
+        capacity = self._capacity
+        if self._kernel.main.grid == SHARES:
+            capacity = capacity_for(self._kernel, call, lambda: self._driver, self._device)
+        return self._sized(call, geometries(self._kernel, call, {}, capacity=capacity), resized=True)
+
+    def __call__(self, addresses: list[int], scale: float, scalars: Sequence[Any], sized: Sized | None = None) -> None:
         """Enqueue all launches on the current stream, but for those that make tile maps.
 
-        ``addresses`` are of what ``names`` says; that of the counter of tiles is filled in here.
+        ``addresses`` are of what ``names`` says; that of the counter of tiles is filled in here. ``sized``: the numbers
+        of a call of other sizes than that for which this was prepared.
         """
+        if sized is None:
+            sized = self.first
         if self._counted:
             addresses[TILE_COUNTER] = counters.address(self._driver.stream(self._device), self._device)
-        if self._split_counters:
+        if sized.split_counters:
             stream = self._driver.stream(self._device)
-            addresses[SPLIT_COUNTERS] = counters.of_splits(self._split_counters, stream, self._device)
+            addresses[SPLIT_COUNTERS] = counters.of_splits(sized.split_counters, stream, self._device)
         if self._launch is not None:
-            self._launch(addresses, scale, scalars)
+            self._launch(addresses, scale, scalars, sized)
 
     def stream(self) -> int:
         """Return the current stream, on which launches are enqueued."""
@@ -233,31 +360,35 @@ class PreparedLaunches:
 
     def classify(self, owner: str, addresses: Sequence[int], scale: float, scalars: Sequence[Any]) -> None:
         """Enqueue what makes the tile map of the launch ``owner``, whose addresses are entered."""
-        self._classify[owner](addresses, scale, scalars)
+        self._classify[owner](addresses, scale, scalars, self._of_maps[owner])
 
 
 class _Block:
     """The parameters of some kernels, which keep their values until the next launch: most are the same then."""
 
-    __slots__ = ("_frame", "bytes", "divided_by", "divisors", "key", "launches", "scalars", "scales")
+    __slots__ = (
+        "_frame", "_moving", "_pointers", "bytes", "divided_by", "divisors", "key", "launches", "scalars", "scales",
+        "sized",
+    )  # fmt: skip
 
     def __init__(self, kernels: Sequence[PreparedKernel], moving: int) -> None:
         """``moving``: bytes of the addresses and descriptors of all kernels."""
-        self._frame = frame = Frame(moving + sum(len(kernel.template) for kernel in kernels))
-        self.bytes = frame.bytes
+        self._frame = frame = Frame(moving + sum(kernel.size for kernel in kernels))
+        self._moving, self.bytes = moving, frame.bytes
         self.key: tuple[int, ...] = ()  # what the launch before was given
+        self.sized: Sized | None = None
         self.scales: list[tuple[memoryview[float], int]] = []
         self.scalars: list[tuple[memoryview[Any], int, int]] = []
         self.divisors: list[tuple[memoryview[int], int, Division]] = []
         self.divided_by: tuple[Any, ...] = ()  # the scalars of the launch before
         self.launches: list[Launch] = []
+        self._pointers: list[int] = []
         start, described = moving, moving - DESCRIPTOR_BYTES * sum(len(kernel.descriptors) for kernel in kernels)
         for kernel in kernels:
-            frame.bytes[start : start + len(kernel.template)] = kernel.template
             offsets = [start + offset for offset in kernel.offsets]
             for index, position in kernel.addresses:
                 offsets[index] = 8 * position
-            for index, _, _ in kernel.descriptors:
+            for index, *_ in kernel.descriptors:
                 offsets[index] = described
                 described += DESCRIPTOR_BYTES
             self.scales += [(frame.float32, (start + offset) // 4) for offset in kernel.scales]
@@ -266,28 +397,30 @@ class _Block:
                 for writer, size, offset, position in kernel.scalars
             ]
             self.divisors += [(frame.int32, (start + offset) // 4, divide) for offset, divide in kernel.divisors]
-            self.launches.append((*kernel.function, frame.pointers(offsets)))
-            start += len(kernel.template)
+            self._pointers.append(frame.pointers(offsets))
+            start += kernel.size
 
-
-def _write(packed: Frame, parameter: Argument, value: int) -> None:
-    """Write a number of a geometry into the template; LoadError if it does not fit."""
-    writer, size = _WRITERS[parameter.type]
-    try:
-        getattr(packed, writer)[parameter.offset // size] = value
-    except ValueError:
-        raise LoadError(f"parameter '{parameter.name}': {value} does not fit {parameter.type}") from None
+    def resize(self, sized: Sized) -> None:
+        """Enter the numbers of a call of other sizes."""
+        self.bytes[self._moving : self._moving + len(sized.template)] = sized.template
+        self.launches = [(*function, at) for function, at in zip(sized.functions, self._pointers)]  # noqa: B905
+        self.sized, self.divided_by = sized, ()
 
 
 def _descriptor(
     parameter: Argument, geometry: Geometry, driver: Driver, device: int, position: Mapping[str, int]
-) -> tuple[TensorMap, int]:
+) -> tuple[TensorMap, int, str]:
+    """Descriptor of a tensor, the position of its address, and the size that tells its rows, if that may differ."""
     of = parameter.of
     if parameter.tensor is not None and parameter.tensor in geometry.call.tensors:
         own = geometry.call.tensors[parameter.tensor]
         element = next(one.dtype for one in geometry.call.variant.tensors if one.name == parameter.tensor)
         shape, strides = of_own_tensor(own.shape, own.stride())
-        return TensorMap(driver, device, element, shape, strides, parameter.box, parameter.swizzle), position[str(of)]
+        return (
+            TensorMap(driver, device, element, shape, strides, parameter.box, parameter.swizzle),
+            position[str(of)],
+            "",
+        )
     if of not in geometry.views:
         raise LoadError(f"parameter '{parameter.name}': '{of}' cannot have a descriptor")
     described = geometry.views[of]
@@ -296,7 +429,8 @@ def _descriptor(
         parameter.swizzle, parameter.window, group_of(geometry.call) if parameter.packed else None,
         in_pages=parameter.paged, transposed=parameter.transposed,
     )  # fmt: skip
-    return tensor_map, position[of]
+    ragged = geometry.call.ragged and not parameter.paged
+    return tensor_map, position[of], ("total_k" if of in ("k", "v") else "total_q") if ragged else ""
 
 
 def laid_out(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:

@@ -18,7 +18,7 @@ from attngen.runtime.arguments.scalars import Number, Scalars
 from attngen.runtime.arguments.shapes import default_scale, softmax_scale_of
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.launches import PreparedLaunch, PreparedLaunches, laid_out
+from attngen.runtime.launch.launches import PreparedLaunches, Sized
 from attngen.runtime.launch.tile_map import MapMaker
 
 #: Calls that are kept prepared, and as many backwards; each takes a few kilobytes of host memory.
@@ -32,19 +32,14 @@ class PreparedCall:
         "_call",
         "_device",
         "_dtype",
-        "_enqueue",
+        "_first",
         "_kept",
-        "_kernel",
         "_launch",
         "_like_q",
-        "_lse_shape",
-        "_lse_strides",
         "_maps",
-        "_out_shape",
         "_return_lse",
         "_scale",
-        "_workspace_words",
-        "_workspaces",
+        "kernel",
         "scalars",
         "sinks_only",
     )  # fmt: skip
@@ -64,9 +59,7 @@ class PreparedCall:
         ``kept``: what the cache's key refers to by identity, which must therefore stay alive.
         """
         self._kept = kept
-        self._kernel = kernel
-        self._out_shape, self._lse_shape = call.out_shape(), call.lse_shape()
-        self._lse_strides = call.lse_strides()
+        self.kernel = kernel
         self._return_lse = call.return_lse
         self._like_q = False  # whether the result has q's shape and strides: torch allocates such a tensor faster
         #: Whether there are no keys, so that sinks alone make the log-sum-exp that is asked for.
@@ -76,60 +69,65 @@ class PreparedCall:
         self.scalars = Scalars(call.variant.name, call.rules)
         self._call = call.without_tensors()
         self._launch: PreparedLaunches | None = None
-        self._enqueue: PreparedLaunches | PreparedLaunch | None = None
         self._maps: MapMaker | None = None
-        self._workspaces: tuple[int, ...] = ()  # in bytes from the start of all
-        self._workspace_words = 0
         if kernel is None:
+            self._first = Sized(call, {}, 0)
             return
         self._like_q = call.q == call.out_view() and call.dtype not in QUANTIZED_DTYPES
         self._launch = launch = PreparedLaunches(kernel, call, {}, tensor_names, driver, device)
-        self._enqueue = launch.direct or launch
         self._maps = MapMaker(launch, kernel, call, call.device) if launch.maps else None
-        offsets, self._workspace_words = laid_out(launch.sizes)
-        self._workspaces = tuple(4 * offset for offset in offsets.values())
+        self._first = launch.first
 
-    def __call__(self, given: Given, addresses: list[int]) -> Tensor | tuple[Tensor, Tensor]:
+    def resize(self, call: Call) -> Sized:
+        """What follows from the sizes of another call of the kind, which has something to compute and no tile map."""
+        assert self._launch is not None
+        return self._launch.resize(call)
+
+    def __call__(
+        self, given: Given, addresses: list[int], sized: Sized | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the call. ``addresses`` as launches take them: those of results that are allocated here are 0, and what
-        follows those of the variant's tensors is missing."""
+        follows those of the variant's tensors is missing. ``sized``: of a call of other sizes than the prepared one."""
         scale, out, lse = given.softmax_scale, given.out, None
         scale = self._scale if scale is None else softmax_scale_of(scale)
         scalars = self.scalars(given.arguments) if self._call.rules else ()
-        enqueue = self._enqueue
-        if enqueue is None:
+        launch = self._launch
+        if launch is None:
             return self._nothing(out)
+        if sized is None:
+            sized = self._first
         if out is None:
             if self._like_q:
                 out = torch.empty_like(given.q)
             else:
-                out = torch.empty(self._out_shape, dtype=self._dtype, device=self._device)
+                out = torch.empty(sized.out_shape, dtype=self._dtype, device=self._device)
             addresses[OUT] = out.data_ptr()
         if self._return_lse:
             # with strides, which torch takes faster than a shape alone
-            lse = torch.empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32, device=self._device)
+            lse = torch.empty_strided(sized.lse_shape, sized.lse_strides, dtype=torch.float32, device=self._device)
             addresses[LSE] = lse.data_ptr()
         shared = maps = None  # kept until the launches are enqueued
-        if self._workspaces:
-            shared = torch.empty(self._workspace_words, dtype=torch.float32, device=self._device)
+        if sized.workspaces:
+            shared = torch.empty(sized.words, dtype=torch.float32, device=self._device)
             start = shared.data_ptr()
-            addresses += [start + offset for offset in self._workspaces]
+            addresses += [start + offset for offset in sized.workspaces]
         if self._maps is not None:
             maps = self._enter_map(given, addresses, scalars)
-        enqueue(addresses, scale, scalars)
+        launch(addresses, scale, scalars, sized)
         del shared, maps
         return out if lse is None else (out, lse)
 
     def _enter_map(self, given: Given, addresses: list[int], scalars: Sequence[Number]) -> list[Tensor]:
         """Append the address of the tile map, the caller's or one that is kept or made now, and return it."""
-        assert self._kernel is not None
+        assert self.kernel is not None
         assert self._maps is not None
         assert self._launch is not None
         if given.tile_map is not None:
-            words = given.tile_map.check(self._kernel, self._call, self._maps.shape)
+            words = given.tile_map.check(self.kernel, self._call, self._maps.shape)
             self._maps.enter(words, addresses)
             return [words]
         if not self._launch.classifies(next(iter(self._launch.maps))):
-            raise NoKernelError(f"{self._kernel.full_name} needs a tile map and has no classifier; pass tile_map=")
+            raise NoKernelError(f"{self.kernel.full_name} needs a tile map and has no classifier; pass tile_map=")
         return self._maps.append(given, addresses, self._scale, scalars)
 
     def made_map(self, addresses: list[int], scalars: Sequence[Number]) -> Tensor:
@@ -141,10 +139,11 @@ class PreparedCall:
         """Return the results of a call without work, the output in the tensor that is given for it: every query sees no
         key."""
         if out is None:
-            out = torch.zeros(self._out_shape, dtype=self._dtype, device=self._device)
+            out = torch.zeros(self._first.out_shape, dtype=self._dtype, device=self._device)
         else:
             out.zero_()
         if not self._return_lse:
             return out
-        lse = torch.empty_strided(self._lse_shape, self._lse_strides, dtype=torch.float32, device=self._device)
+        first = self._first
+        lse = torch.empty_strided(first.lse_shape, first.lse_strides, dtype=torch.float32, device=self._device)
         return out, lse.fill_(-math.inf)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from math import inf, prod
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.arguments.scalars import Number
 from attngen.runtime.device import tensormap
 from attngen.runtime.device.driver import Driver
-from attngen.runtime.geometry.prediction import Card, Prediction, predict
+from attngen.runtime.geometry.prediction import Card, Prediction, lengths, predict
 from attngen.runtime.geometry.sizes import group_of, tiles_of
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry import on_demand
@@ -92,15 +93,16 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, card: Card = 
 
     Forwards whose plans have measured times are ordered by what the call should take on the card.
     """
+    return list(in_order(kernels, call, card))
 
+
+def in_order(kernels: Sequence[Kernel], call: Call | None, card: Card) -> Iterator[Kernel]:
+    """Yield the candidates as ``preferred`` lists them; times are predicted where they decide, when that is asked."""
     splits = call is not None and splits_keys(call)
-    rivals = [kernel for kernel in kernels if kernel.times and (call is None or _against_form(kernel, call) is None)]
-    times = {kernel: _time(kernel, call, card) for kernel in (rivals if len(rivals) > 1 else ())}
 
-    def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, int, bool, float, int, bool, bool]:
+    def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, int, bool]:
         # Whether keys are shared as the call wants it, the closest architecture first, then TMA, then the hand-written
-        # schedules, then the time, then what was measured to be
-        # faster on this card; sums in a fixed order, which take longer, last.
+        # schedules
         by_hand = kernel.backend == "cuda"
         return (
             kernel.split_kv != splits,
@@ -109,6 +111,25 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, card: Card = 
             not by_hand,
             -kernel.arch.capability,
             by_hand and not kernel.main.persistent and kernel.main.shares == 1,
+        )
+
+    for _, alike in groupby(sorted(kernels, key=rank), rank):
+        yield from _by_time(list(alike), call, card)
+
+
+def _by_time(kernels: Sequence[Kernel], call: Call | None, card: Card) -> Sequence[Kernel]:
+    """Candidates of one rank, the one first that should be done first."""
+    if len(kernels) == 1:
+        return kernels
+    rivals = [kernel for kernel in kernels if kernel.times and (call is None or _against_form(kernel, call) is None)]
+    times: dict[Kernel, float] = {}
+    if len(rivals) > 1:
+        alike = _typical(call) if call is not None and call.ragged else call
+        times = {kernel: _time(kernel, alike, card) for kernel in rivals}
+
+    def rank(kernel: Kernel) -> tuple[float, int, bool, bool]:
+        # The time, then what was measured to be faster on this card; sums in a fixed order, which take longer, last.
+        return (
             times.get(kernel, inf if kernel.times and kernel not in rivals else 0.0),
             0 if card.name in kernel.times_on else 2 if kernel.tuned else 1,
             kernel.pack_gqa,
@@ -116,6 +137,29 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, card: Card = 
         )
 
     return sorted(kernels, key=rank)
+
+
+def typical_sizes(call: Call) -> tuple[int, int, int]:
+    """Sequences of a ragged call, and queries and keys of each, rounded up to powers of two and halves between them.
+
+    They decide between kernels for all calls that are about alike: lengths of ragged calls never repeat, and the host
+    does not know those of each sequence anyway.
+    """
+    seqlen_q, seqlen_k = lengths(call)
+    return rounded(call.batch), rounded(seqlen_q), rounded(seqlen_k)
+
+
+def rounded(number: int) -> int:
+    """The next number of at most two significant binary digits."""
+    digits = max(number.bit_length() - 2, 0)
+    return -(-number >> digits) << digits
+
+
+def _typical(call: Call) -> Call:
+    """The same ragged call with its typical sizes."""
+    batch, seqlen_q, seqlen_k = typical_sizes(call)
+    total_k = seqlen_k if call.page_size else batch * seqlen_k
+    return replace(call, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, total_q=batch * seqlen_q, total_k=total_k)
 
 
 def splits_keys(call: Call) -> bool:
@@ -149,7 +193,7 @@ def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selec
     """Return the first kernel that takes the call."""
     rejected: list[Rejection] = []
     candidates = [kernel for kernel in kernels if kernel.direction == request.direction]
-    for kernel in preferred(candidates, request.call, card_of(driver, request.device)):
+    for kernel in in_order(candidates, request.call, card_of(driver, request.device)):
         reason = reason_against(kernel, request, driver)
         if reason is None:
             return Selection(kernel, tuple(rejected))

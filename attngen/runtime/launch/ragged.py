@@ -1,0 +1,94 @@
+"""Calls over sequences in pages, or packed, that differ in their sizes only, prepared once for all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from attngen.lang.variant import Variant
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.arguments.kinds import resize
+from attngen.runtime.cache import RecentCache
+from attngen.runtime.device.driver import Driver
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.launch.launches import Sized
+from attngen.runtime.launch.prepared import PreparedCall
+from attngen.runtime.registry.binding import bind_call
+from attngen.runtime.registry.select import card_of, in_order, splits_keys, typical_sizes
+
+#: Sizes that are kept for each kind of call, of about a kilobyte each.
+_KEPT_SIZES = 1024
+
+
+class RaggedCalls:
+    """The kernels that take all calls of a kind, and what is prepared of them."""
+
+    __slots__ = (
+        "_by_splits",
+        "_call",
+        "_card",
+        "_chosen",
+        "_driver",
+        "_kept",
+        "_lock",
+        "_names",
+        "_prepared",
+        "_sized",
+    )
+
+    def __init__(
+        self, call: Call, kernels: Sequence[Kernel], tensor_names: Sequence[str], driver: Driver, device: int,
+        kept: Variant | None,
+    ) -> None:  # fmt: skip
+        """``call``: one of the kind, which each of the ``kernels`` takes; the rest as of a ``PreparedCall``."""
+        self._call, self._names = call.without_tensors(), tensor_names
+        #: Candidates by whether blocks should share keys.
+        self._by_splits = {
+            splits: [one for one in kernels if one.split_kv == splits] or kernels for splits in (False, True)
+        }
+        self._driver, self._card, self._kept = driver, card_of(driver, device), kept
+        #: Kernels by typical sizes: one prediction serves all calls that are about alike.
+        self._chosen: RecentCache[Kernel] = RecentCache(_KEPT_SIZES)
+        self._prepared: dict[Kernel, PreparedCall] = {}
+        self._sized: RecentCache[tuple[PreparedCall, Sized]] = RecentCache(_KEPT_SIZES)
+        self._lock = threading.Lock()
+
+    def sized(self, sizes: tuple[Any, ...], given: Given) -> tuple[PreparedCall, Sized] | None:
+        """The prepared call and its numbers for these ``Sizes``; None where something about them needs a look."""
+        return self._sized[sizes] or self._resized(sizes, given)
+
+    def _resized(self, sizes: tuple[Any, ...], given: Given) -> tuple[PreparedCall, Sized] | None:
+        call = self._call
+        with self._lock:
+            if not resize(call, sizes):
+                return None
+            kernel = self._kernel()
+            prepared = self._prepared.get(kernel)
+            if prepared is None:
+                prepared = self._prepared[kernel] = self._prepare(kernel, given)
+            call.page_table = given.page_table
+            ready = prepared, prepared.resize(call)
+            call.page_table = None
+        self._sized.put(sizes, ready)
+        return ready
+
+    def _kernel(self) -> Kernel:
+        """The kernel that should be done first with a call of the sizes that are set."""
+        call = self._call
+        kernels = self._by_splits[splits_keys(call)]
+        if len(kernels) == 1:
+            return kernels[0]
+        sizes = typical_sizes(call)
+        kernel = self._chosen[sizes]
+        if kernel is None:
+            kernel = next(in_order(kernels, call, self._card))
+            self._chosen.put(sizes, kernel)
+        return kernel
+
+    def _prepare(self, kernel: Kernel, given: Given) -> PreparedCall:
+        """A call on a kernel that no call of the kind has used before."""
+        call, _ = bind_call(given)
+        call.return_lse = self._call.return_lse
+        return PreparedCall(call, kernel, self._names, self._driver, call.device.index or 0)
