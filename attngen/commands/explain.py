@@ -51,21 +51,15 @@ def command(
     as many queries as keys. Consumers of CUDA kernels may skip tiles of their block that their own rows do not see.
     Where a mask reads tensors, or scalars without a default, it depends on their values; assumed ones are printed.
     """
-    from attngen.tools.explain.append import AppendExplanation, explain_appends
     from attngen.tools.explain.explanation import explain_spec
-    from attngen.tools.explain.quantize import QuantizeExplanation, explain_quantizers
-    from attngen.tools.explain.widen import WidenExplanation, explain_wideners
+    from attngen.tools.explain.helpers import explain_helpers
 
     files = {name: Path(file) for name, file in _pairs(tensors, "--tensor", "NAME=FILE").items()}
     values = _pairs(given, "--scalar", "NAME=VALUE")
     explanations = explain_spec(
         spec, kernel, seqlens=seqlens or None, given=values, files=files, seed=seed, b=batch, h=head
     )  # fmt: skip
-    helpers: list[AppendExplanation | QuantizeExplanation | WidenExplanation] = [
-        *explain_appends(spec, kernel),
-        *explain_quantizers(spec, kernel),
-        *explain_wideners(spec, kernel),
-    ]
+    helpers = explain_helpers(spec, kernel)
     if as_json:
         print_json({"kernels": [*(one.to_dict() for one in explanations), *(one.to_dict() for one in helpers)]})
         return

@@ -12,8 +12,8 @@ from attngen.runtime.device.driver import Launch
 from attngen.schema import load_spec_text
 from attngen.tools.bench.kernels import reason_against
 from attngen.tools.build.pipeline import prepare
-from attngen.tools.explain.append import explain_appends
 from attngen.tools.explain.explanation import explain_spec
+from attngen.tools.explain.helpers import explain_helpers
 from attngen.tools.verify.gpu import try_pinned
 from attngen.tools.verify.interpreted import try_interpreted
 from attngen.tools.verify.verdict import Verdict
@@ -74,9 +74,9 @@ def test_they_run_on_a_gpu_alone_and_are_no_attention() -> None:
 def test_they_are_explained(tmp_path: Path) -> None:
     path = tmp_path / "appending.yaml"
     path.write_text(SPEC)
-    actual = explain_appends(path)
+    actual = explain_helpers(path)
     assert [one.plan.name for one in actual] == ["append_sm90a_bf16", "append_sm90a_fp16"]
     assert dict(actual[0].facts())["head_dim"].endswith("up to 192 for q and k, 128 for v")
     assert explain_spec(path, "append_sm90a_fp16") == []
-    assert [one.plan.name for one in explain_appends(path, "fp16")] == ["append_sm90a_fp16"]
+    assert [one.plan.name for one in explain_helpers(path, "fp16")] == ["append_sm90a_fp16"]
     assert all(one.plan.direction == "forward" for one in explain_spec(path, seqlens=[64]))

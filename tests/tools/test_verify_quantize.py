@@ -13,7 +13,7 @@ from attngen.schema import load_spec_text
 from attngen.tools.bench.kernels import reason_against
 from attngen.tools.build.pipeline import prepare
 from attngen.tools.explain.explanation import explain_spec
-from attngen.tools.explain.quantize import explain_quantizers
+from attngen.tools.explain.helpers import explain_helpers
 from attngen.tools.verify.gpu import try_pinned
 from attngen.tools.verify.interpreted import try_interpreted
 from attngen.tools.verify.verdict import Verdict
@@ -75,8 +75,8 @@ def test_they_run_on_a_gpu_alone_and_are_no_attention() -> None:
 def test_they_are_explained(tmp_path: Path) -> None:
     path = tmp_path / "eight.yaml"
     path.write_text(SPEC_OF_8_BITS)
-    assert [one.plan.name for one in explain_quantizers(path)] == NAMES
-    assert "up to 256" in dict(explain_quantizers(path)[0].facts())["head_dim"]
+    assert [one.plan.name for one in explain_helpers(path)] == NAMES
+    assert "up to 256" in dict(explain_helpers(path)[0].facts())["head_dim"]
     assert explain_spec(path, NAMES[1]) == []
-    assert [one.plan.name for one in explain_quantizers(path, "fp16")] == [one for one in NAMES if "fp16" in one]
-    assert dict(explain_quantizers(path)[-1].facts())["head_dim"] == "128"
+    assert [one.plan.name for one in explain_helpers(path, "fp16")] == [one for one in NAMES if "fp16" in one]
+    assert dict(explain_helpers(path)[-1].facts())["head_dim"] == "128"

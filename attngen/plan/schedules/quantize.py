@@ -92,7 +92,7 @@ SCHEDULE = Schedule(
     backend="cuda",
     direction=QUANTIZE,
     template="cuda/quantize/kernel.cu.j2",
-    view="attngen.render.views.quantize:quantize_view",
+    view="attngen.render.views.helpers:quantize_view",
     supports=lambda arch: arch.capability >= _LEAST_CAPABILITY,
     plan=_plan,
     suits=lambda spec: spec.loads != "descriptor",

@@ -157,7 +157,7 @@ SCHEDULE = Schedule(
     backend="cuda",
     direction=QUANTIZE,
     template="cuda/quantize/tiles.cu.j2",
-    view="attngen.render.views.quantize:tiles_view",
+    view="attngen.render.views.helpers:tiles_view",
     supports=lambda arch: arch.wgmma,
     plan=_plan,
     suits=lambda spec: spec.loads == "descriptor",

@@ -74,7 +74,7 @@ SCHEDULE = Schedule(
     backend="cuda",
     direction=WIDEN,
     template="cuda/widen/kernel.cu.j2",
-    view="attngen.render.views.widen:widen_view",
+    view="attngen.render.views.helpers:widen_view",
     supports=lambda arch: arch.capability >= _LEAST_CAPABILITY,
     plan=_plan,
     layouts=("dense",),

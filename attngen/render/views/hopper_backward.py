@@ -17,6 +17,7 @@ from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import reads_positions
 from attngen.render.biases import Bias, biases_of
 from attngen.render.classifier import ClassifierView, classifier_view
+from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_gradients import QueryValues, classified_query_word, factor, probabilities, query_word
 from attngen.render.cuda_math import Steps, Tiles, tiles
 from attngen.render.expressions import OWN_QUERIES, QUERIES
@@ -27,7 +28,6 @@ from attngen.render.views.hopper_forward import (
     SWIZZLED_ROWS,
     SWIZZLES,
     RegionView,
-    argument_lines,
     classifier_lines,
     padding,
 )

@@ -11,12 +11,13 @@ from attngen.plan.model import Plan
 from attngen.plan.schedules.decode_pipes import decode_pipes_of, multiplied
 from attngen.plan.schedules.hopper_decode import HopperDecode
 from attngen.render.biases import Bias
+from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_math import Sink, Steps, Tiles, logits, sink, tiles
 from attngen.render.cuda_statements import int_constant
 from attngen.render.expressions import CUDA, in_product
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
-from attngen.render.views.hopper_forward import SWIZZLED_ROWS, RegionView, argument_lines, padding
+from attngen.render.views.hopper_forward import SWIZZLED_ROWS, RegionView, padding
 
 _REGION_TEXTS = {
     "kv": "K and V, a tile of each per stage", "merge": "partial results of warps",

@@ -6,15 +6,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from attngen.dtypes import DType, dtype
+from attngen.dtypes import DType
 from attngen.lang.statements import Code, Statement, leaf, reads
-from attngen.plan.model import Argument, Columns, Launch, Plan
+from attngen.plan.model import Columns, Launch, Plan
 from attngen.plan.schedules.forward_memory import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.forward_tiles import place_bits
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.biases import Bias, biases_of
 from attngen.render.classifier import ClassifierView, classifier_view
+from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_math import (
     Sink,
     Steps,
@@ -28,7 +29,7 @@ from attngen.render.cuda_math import (
 )
 from attngen.render.cuda_statements import int_constant
 from attngen.render.expressions import CUDA, KEYS, in_product
-from attngen.render.header import argument_groups, command, summary
+from attngen.render.header import command, summary
 from attngen.render.key_values import KeyValues, with_key_values
 from attngen.render.pipes import PipesView, constant, pipes_view
 from attngen.render.views.forward_parts import Parts, parts_of
@@ -48,10 +49,6 @@ _FROM_HERE = "here + "
 #: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
 SWIZZLES = {128: 1, 64: 2, 32: 3}
 SWIZZLED_ROWS = {128: "(row % 8)", 64: "(row / 2 % 4)"}
-_TYPES = {
-    "i32": "int", "i64": "long long", "fp32": "float", "u32": "uint32_t", "fp32x4": "float4",
-    "divisor": "const Divisor",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,31 +318,6 @@ def _region_text(name: str, size: int, key_values: KeyValues | None) -> str:
 def padding(columns: Columns) -> str:
     """Return the comment that says how much of a padded width is real."""
     return "" if columns.used == columns.width else f"  // {columns.used} columns and zeros"
-
-
-#: What a forward writes.
-_WRITTEN = frozenset({"out", "lse", "tile_counter"})
-
-
-def argument_lines(
-    plan: Plan, arguments: tuple[Argument, ...], *, written: frozenset[str] = _WRITTEN
-) -> tuple[str, ...]:
-    """Return the parameter list, related arguments on one line; the tensors that are ``written`` are not const."""
-    lines = argument_groups(arguments, lambda a: _declaration(plan, a, written), width=110)
-    return (*lines[:-1], lines[-1].removesuffix(","))
-
-
-def _declaration(plan: Plan, argument: Argument, written: frozenset[str]) -> str:
-    if argument.kind == "descriptor":
-        return f"const __grid_constant__ TensorMap {argument.name},"
-    if argument.type.startswith("*"):
-        name = argument.type.removeprefix("*")
-        tensor = (argument.of or "").removeprefix("tensor:")
-        name = next((own.dtype for own in plan.variant.tensors if own.name == tensor), name)
-        operand = argument.of if argument.of in plan.operands.to_dict() else None
-        element = plan.operands.of(operand).cuda if operand else _TYPES.get(name) or dtype(name).cuda
-        return f"{'' if argument.of in written else 'const '}{element}* {argument.name},"
-    return f"{_TYPES[argument.type]} {argument.name},"
 
 
 def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> tuple[Statement, ...]:

@@ -1,22 +1,23 @@
-"""Plan → what the template of the kernel that quantizes is filled with."""
+"""Plan → what the templates of kernels beside attention are filled with."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from attngen.plan.model import Argument, Plan
+from attngen.plan.model import Plan
 from attngen.plan.schedules import quantize_tiles
-from attngen.render.header import argument_groups, command
+from attngen.plan.schedules.append import CACHES
+from attngen.plan.schedules.widen import WRITTEN
+from attngen.render.cuda_arguments import argument_lines
+from attngen.render.header import command
 
-_TYPES = {
-    "i32": "int", "i64": "long long", "fp32": "float", "u8": "unsigned char", "u32": "uint32_t", "void": "void",
-}  # fmt: skip
-_WRITTEN = frozenset({"q_out", "k_out", "v_out", "q_descale", "k_descale", "v_descale", "maxima"})
+_QUANTIZED = frozenset({"q_out", "k_out", "v_out", "q_descale", "k_descale", "v_descale", "maxima"})
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizeView:
-    """Everything that the template names beside the plan itself."""
+class HelperView:
+    """Everything that the template of one launch names beside the plan itself."""
 
     template: str
     command: str
@@ -25,16 +26,28 @@ class QuantizeView:
     pdl: bool  # it may start before the work ahead of it is done
 
 
-def quantize_view(plan: Plan, template: str) -> QuantizeView:
-    """Return the view of a plan."""
-    lines = argument_groups(plan.arguments, lambda argument: _declaration(plan, argument), width=110)
-    return QuantizeView(
-        template=template,
-        command=command(plan),
-        summary="Queries, keys and values become 8 bits and scales; rows of Q and K are rotated and transformed.",
-        argument_lines=(*lines[:-1], lines[-1].removesuffix(",")),
-        pdl=plan.launch(plan.main).pdl,
-    )
+def append_view(plan: Plan, template: str) -> HelperView:
+    """Return the view of a plan that appends to caches."""
+    bits = " in 8 bits" if plan.descaled else ""
+    summary = f"New keys and values go into a cache{bits}; keys and queries are rotated on the way."
+    return _view(plan, template, summary, {"q_out", *CACHES})
+
+
+def quantize_view(plan: Plan, template: str) -> HelperView:
+    """Return the view of a plan that quantizes."""
+    summary = "Queries, keys and values become 8 bits and scales; rows of Q and K are rotated and transformed."
+    return _view(plan, template, summary, _QUANTIZED)
+
+
+def widen_view(plan: Plan, template: str) -> HelperView:
+    """Return the view of a plan that widens caches."""
+    summary = f"Used keys and values of a cache in 8 bits in {plan.dtype_name}, times their scales."
+    return _view(plan, template, summary, WRITTEN)
+
+
+def _view(plan: Plan, template: str, summary: str, written: Collection[str]) -> HelperView:
+    lines = argument_lines(plan, plan.arguments, written=written)
+    return HelperView(template, command(plan), summary, lines, plan.launch(plan.main).pdl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +102,5 @@ def tiles_view(plan: Plan, template: str) -> QuantizeTilesView:
 
 def _tiles_launch(plan: Plan, name: str) -> TilesLaunch:
     launch = plan.launch(name)
-    lines = argument_groups(launch.arguments, lambda argument: _declaration(plan, argument), width=110)
-    lines = (*lines[:-1], lines[-1].removesuffix(","))
+    lines = argument_lines(plan, launch.arguments, written=_QUANTIZED)
     return TilesLaunch(launch.symbol, lines, launch.pdl, launch.stages, launch.shared_bytes)
-
-
-def _declaration(plan: Plan, argument: Argument) -> str:
-    if argument.kind == "descriptor":
-        return f"const __grid_constant__ TensorMap {argument.name},"
-    if not argument.type.startswith("*"):
-        return f"{_TYPES[argument.type]} {argument.name},"
-    name = argument.type.removeprefix("*")
-    written = _TYPES.get(name, plan.operands.q.cuda)
-    return f"{'' if argument.of in _WRITTEN else 'const '}{written}* {argument.name},"
