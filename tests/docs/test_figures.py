@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -44,3 +45,14 @@ def test_every_panel_is_in_the_picture() -> None:
     data, picture = json.loads(DATA.read_text()), DATA.with_suffix(".svg").read_text()
     for text in (data["title"], *data["tflops"]):
         assert f">{text}</text>" in picture, f"docs/figures/speed.svg lacks {text!r}: run python docs/figures/speed.py"
+
+
+def test_speeds_of_the_cookbook_are_those_of_the_table_of_masks() -> None:
+    header = ("function", "d 128: FlexAttention", "attngen", "ratio", "d 64: FlexAttention", "attngen", "ratio")
+    (rows,) = tables(ROOT / "docs/performance.md", *header)
+    ratios = {row[0]: tuple(row[3].split(" / ")) for row in rows}
+    text = " ".join((ROOT / "docs/cookbook.md").read_text().split())
+    quoted = re.findall(r"(\S+) times FlexAttention forward, (\S+) backward \(`([^`]+)`\)", text)
+    assert len(quoted) >= 24
+    for forward, backward, name in quoted:
+        assert ratios[name] == (forward, backward), name

@@ -15,7 +15,7 @@ from attngen.errors import SpecError
 from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.schema import Spec, expand, load_spec, load_spec_text, preset_names
-from tests.docs.blocks import DOCUMENTS, README, TOUR, Block, anchors, blocks, code_spans, links, prose, tables
+from tests.docs.blocks import DOCUMENTS, README, ROOT, TOUR, Block, anchors, blocks, code_spans, links, prose, tables
 
 YAML = [block for path in DOCUMENTS for block in blocks(path, "yaml")]
 PYTHON = [path for path in DOCUMENTS if blocks(path, "python")]
@@ -52,6 +52,7 @@ def known_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     from attngen.runtime.kernels.module import Kernel
     from attngen.runtime.registry.lookup import package_of_kernels, registry
 
+    monkeypatch.chdir(tmp_path)  # where snippets write pictures
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     registry.clear()
@@ -80,6 +81,9 @@ def test_python_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         exec(compile("\n" * block.line + block.text, str(path), "exec"), namespace)
         printed = capsys.readouterr().out
         assert block.output in (None, printed), f"{block} prints {printed!r}"
+    for picture in Path.cwd().glob("*.svg"):
+        shown = ROOT / "docs/figures/masks" / picture.name
+        assert shown.read_text() == picture.read_text(), f"{path.name} draws another {picture.name} than it shows"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

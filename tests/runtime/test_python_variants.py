@@ -323,6 +323,14 @@ def test_the_picture_of_a_variant_is_text() -> None:
     assert str(attngen.variant().plot(0)).count("\n") == 1
 
 
+def test_an_svg_has_a_square_for_each_tile() -> None:
+    text = attngen.variant("q_pos >= kv", name="steps").plot((64, 32)).svg()
+    assert "<title>steps: 64 queries down, 32 keys across; a square is 2 x 2;" in text
+    some, every = text.splitlines()[3:5]
+    assert (some.count("M"), every.count("M")) == (16, 15)  # the last query sees all keys: the upper half is empty
+    assert attngen.variant().plot(0).svg().count("<path") == 1
+
+
 def test_an_image_needs_matplotlib_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     picture = attngen.variant("q_pos >= kv").plot(4)
     assert isinstance(picture, Picture)
@@ -331,6 +339,8 @@ def test_an_image_needs_matplotlib_and_says_so(monkeypatch: pytest.MonkeyPatch, 
         with pytest.raises(LoadError, match="needs matplotlib, which is not installed"):
             picture.save(tmp_path / "mask.png")
         assert picture._repr_png_() is None
+    picture.save(tmp_path / "mask.svg")  # which needs none
+    assert (tmp_path / "mask.svg").read_text() == picture.svg()
     pytest.importorskip("matplotlib")
     picture.save(tmp_path / "mask.png")
     assert (tmp_path / "mask.png").read_bytes() == picture._repr_png_()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ WIDTH, HEIGHT = 64, 32
 #: The character of a cell of which no pair is seen, some are, all are.
 GLYPHS = "·▒█"
 
+#: Pixels of a square of an SVG, and the colors of squares of which some pairs are seen, all are.
+_SQUARE, _FILLS = 7, ("#9cc3e6", "#1f5f99")
+
 
 class Drawn:
     """An image that notebooks show and ``save`` writes."""
@@ -28,6 +33,9 @@ class Drawn:
 
     def save(self, file: str | Path | io.BytesIO) -> None:
         """Write an image, PNG unless the name says otherwise. Raises LoadError without matplotlib."""
+        if isinstance(file, str | Path) and (text := self.svg()) is not None and Path(file).suffix == ".svg":
+            Path(file).write_text(text, "utf-8")
+            return
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -35,6 +43,10 @@ class Drawn:
         figure: Any = Figure(figsize=(5, 5), layout="constrained")
         self.draw(figure, figure.add_subplot())
         figure.savefig(file, **({"format": "png"} if isinstance(file, io.BytesIO) else {}))
+
+    def svg(self) -> str | None:
+        """The image as SVG, if it can be drawn without matplotlib."""
+        return None
 
     def _repr_png_(self) -> bytes | None:
         """Return the image that notebooks show; None where matplotlib is not installed, and they show the text."""
@@ -57,7 +69,7 @@ class Picture(Drawn):
         queries, keys = self.mask.shape[2:]
         rows, columns = -(-queries // HEIGHT) or 1, -(-keys // WIDTH) or 1
         cells = [[_glyph(cell) for cell in band.split(columns, dim=3)] for band in self.mask.split(rows, dim=2)]
-        lines = [f"{self.title}: {queries} queries down, {keys} keys across"]
+        lines = [self._sizes()]
         if (rows, columns) != (1, 1):
             lines[0] += f"; a character is {rows} x {columns}"
         lines.append(f"{GLYPHS[2]} all seen  {GLYPHS[1]} some  {GLYPHS[0]} none")
@@ -66,6 +78,34 @@ class Picture(Drawn):
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _sizes(self) -> str:
+        queries, keys = self.mask.shape[2:]
+        return f"{self.title}: {queries} queries down, {keys} keys across"
+
+    def svg(self) -> str:
+        """The image as SVG: a square for each tile, dark where all pairs are seen, light where some are."""
+        queries, keys = self.mask.shape[2:]
+        side = -(-max(queries, keys) // HEIGHT) or 1
+        rows, columns = -(-queries // side), -(-keys // side)
+        width, height = _SQUARE * columns, _SQUARE * rows
+        paths = ["", "", ""]
+        for y, band in enumerate(self.mask.split(side, dim=2)):
+            x = 0
+            for kind, run in groupby(GLYPHS.index(_glyph(cell)) for cell in band.split(side, dim=3)):
+                count = len(list(run))
+                paths[kind] += f"M{_SQUARE * x} {_SQUARE * y}h{_SQUARE * count}v{_SQUARE}h-{_SQUARE * count}z"
+                x += count
+        title = f"{self._sizes()}; a square is {side} x {side}; dark: all seen, light: some"
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width + 2} {height + 2}" width="{width + 2}" '
+            f'height="{height + 2}" role="img">\n<title>{escape(title)}</title>\n'
+            f'<path fill="#fff" stroke="#888" d="M0 0h{width}v{height}h-{width}z"/>\n'
+            + "".join(
+                f'<path fill="{fill}" d="{path}"/>\n' for fill, path in zip(_FILLS, paths[1:], strict=True) if path
+            )
+            + "</svg>\n"
+        )
 
     def draw(self, figure: Any, axes: Any) -> None:
         """Draw the share of heads and sequences that see each pair into a figure of matplotlib."""
