@@ -31,6 +31,7 @@ from tests.docs.blocks import DOCUMENTS, README, blocks, code_spans
 #: Commands of others that blocks show: what they begin with, and why they are not run here.
 NOT_OURS = {
     "pip install": "needs a network",
+    "pip wheel": "tests/packaging/test_project.py builds such a project",
     "pytest": "runs these tests",
     "ruff": "checks the source",
     "mypy": "checks the source",

@@ -90,7 +90,7 @@ class Picture(Drawn):
         rows, columns = -(-queries // side), -(-keys // side)
         width, height = _SQUARE * columns, _SQUARE * rows
         paths = ["", "", ""]
-        for y, band in enumerate(self.mask.split(side, dim=2)):
+        for y, band in enumerate(self.mask.split(side, dim=2) if queries and keys else ()):
             x = 0
             for kind, run in groupby(GLYPHS.index(_glyph(cell)) for cell in band.split(side, dim=3)):
                 count = len(list(run))
