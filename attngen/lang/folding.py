@@ -32,8 +32,8 @@ Q_FIRST, Q_POS_FIRST, QUERY = own("q_first"), own("q_pos_first"), own("query of 
 POSITION_FIRST = own("position_first")
 _FIRST = {"q": Q_FIRST, "q_pos": Q_POS_FIRST, POSITION.name: POSITION_FIRST}
 ONE = Const(1.0, Type.FLOAT)
-#: What the names of values begin with that are computed once for a key, and once for a query.
-_OF_KEY, _OF_QUERY = "of key ", "of query "
+#: What the names of values begin with that are computed once for a key, for a query, and for the distance of a pair.
+_OF_KEY, _OF_QUERY, _OF_DISTANCE = "of key ", "of query ", "of distance "
 
 _ROWS = frozenset({"q", "q_pos", "q_global", POSITION.name})
 _KEYS = frozenset({"kv", "kv_global"})
@@ -107,10 +107,15 @@ def value_of_query(number: int, type: Type) -> Var:
     return own(f"{_OF_QUERY}{number}", type)
 
 
+def value_of_distance(number: int, type: Type) -> Var:
+    """The symbol of a value that is computed once for a distance."""
+    return own(f"{_OF_DISTANCE}{number}", type)
+
+
 def _of_keys(node: Expr, key: Var = KEY) -> bool:
     """Whether an expression differs from key to key."""
-    read = names(node)
-    return bool(read & {*_KEYS, key.name}) or any(name.startswith(own(_OF_KEY).name) for name in read)
+    read, held = names(node), (own(_OF_KEY).name, own(_OF_DISTANCE).name)
+    return bool(read & {*_KEYS, key.name}) or any(name.startswith(held) for name in read)
 
 
 def subtract(value: Expr, subtrahend: Expr, sign: str = "sub") -> Expr | None:
@@ -176,7 +181,8 @@ def split_queries(value: Expr) -> Expr:
 
     def _of_query(node: Expr) -> bool:
         read = names(node)
-        return bool(read & {*_ROWS, QUERY.name, PRODUCT.name}) or any(n.startswith(own(_OF_QUERY).name) for n in read)
+        held = (own(_OF_QUERY).name, own(_OF_DISTANCE).name)
+        return bool(read & {*_ROWS, QUERY.name, PRODUCT.name}) or any(name.startswith(held) for name in read)
 
     def _ends(node: Expr) -> bool:
         return node == lane or (isinstance(node, Op) and node.op == "mul" and node.args[0] == lane)

@@ -26,7 +26,7 @@ from attngen.lang.targets import power_of_two
 from attngen.lang.variant import Variant
 
 ROWS, KEYS = frozenset({"q", "q_pos", "q_global", POSITION.name}), frozenset({"kv", "kv_global"})
-_MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq", "ne": "ne"}
+MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq", "ne": "ne"}
 _UPPER = ("le", "lt")
 _WORD = 4  # bytes
 #: Most operators that an end of an interval may take beyond the values that are computed once for each query.
@@ -145,6 +145,13 @@ _CHEAP = frozenset({
 })  # fmt: skip
 
 
+def is_work(node: Expr) -> bool:
+    """Whether a node loads, divides, or takes another operator that is not cheap."""
+    if isinstance(node, Op) and node.op in ("floordiv", "mod") and node.type is Type.INT:
+        return is_costly(node)  # the others are shifts and masks
+    return isinstance(node, Load) or (isinstance(node, Op) and node.op not in _CHEAP)
+
+
 def largest_values(value: Expr, of: frozenset[str], others: frozenset[str], narrow: frozenset[str]) -> tuple[Expr, ...]:
     """Largest parts of a value, of 4 bytes each, that load or take more than cheap operators, and depend on the names
     ``of`` but none of the ``others``; in order.
@@ -152,11 +159,6 @@ def largest_values(value: Expr, of: frozenset[str], others: frozenset[str], narr
     ``narrow``: tensors of at most 4 bytes.
     """
     values: dict[Expr, None] = {}
-
-    def is_work(node: Expr) -> bool:
-        if isinstance(node, Op) and node.op in ("floordiv", "mod") and node.type is Type.INT:
-            return is_costly(node)  # the others are shifts and masks
-        return isinstance(node, Load) or (isinstance(node, Op) and node.op not in _CHEAP)
 
     def collect(node: Expr) -> None:
         read = names(node)
@@ -194,7 +196,7 @@ class _Separation:
     def others(self, node: Expr) -> Expr | None:
         """The rule for all other remainders and comparisons."""
         match node:
-            case Op(op=op, args=(a, b)) if op in _MIRRORED and a.type is b.type is Type.INT:
+            case Op(op=op, args=(a, b)) if op in MIRRORED and a.type is b.type is Type.INT:
                 return self._comparison(op, a, b)
             case Op(op="mod", args=(x, d), type=Type.INT):
                 return self._remainder(x, d)
@@ -254,12 +256,12 @@ class _Separation:
 
     def _comparison(self, op: str, a: Expr, b: Expr) -> Expr | None:
         """Split absolute values and extrema into comparisons, and move the terms of rows to one side."""
-        for x, y, each in ((a, b, op), (b, a, _MIRRORED[op])):
+        for x, y, each in ((a, b, op), (b, a, MIRRORED[op])):
             match x:
                 case Op(op="abs", args=(u,)) if each not in ("eq", "ne") and self._halves(linear(u)) is not None:
                     if (opposite := self._narrow(linear(neg(y)))) is None:
                         continue
-                    ends = self._compared(each, u, y), self._compared(_MIRRORED[each], u, opposite)
+                    ends = self._compared(each, u, y), self._compared(MIRRORED[each], u, opposite)
                     return and_(*ends) if each in _UPPER else or_(*ends)
                 case Op(op="min" | "max" as extremum, args=(u, v)) if each not in ("eq", "ne") and self._is_pair(x):
                     parts = self._compared(each, u, y), self._compared(each, v, y)
@@ -282,6 +284,6 @@ class _Separation:
             return None
         row, key = halves
         if all(coefficient < 0 for coefficient in key.terms.values()):
-            row, key, op = row.scaled(-1), key.scaled(-1), _MIRRORED[op]
+            row, key, op = row.scaled(-1), key.scaled(-1), MIRRORED[op]
         left, right = self._narrow(key), self._narrow(row.scaled(-1))
         return None if left is None or right is None else make(op, left, right)

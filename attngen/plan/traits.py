@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from attngen.lang.bands import Axis, Bands, Heads, bands, has_short_bounds
+from attngen.lang.distances import distance_values
 from attngen.lang.divisors import prepared, wide_names
 from attngen.lang.facts import Facts
-from attngen.lang.folding import PRODUCT, fold_logit, fold_slope
+from attngen.lang.folding import PRODUCT, fold_logit, fold_slope, value_of_distance
 from attngen.lang.ir import Expr, Load, Op, children, names, rewrite, walk
 from attngen.lang.literals import fold_literals
 from attngen.lang.runs import by_position, score_by_position
@@ -114,12 +115,32 @@ def _key_values_of_score(variant: Variant, heads: Heads, fast_math: bool) -> tup
 
 
 @lru_cache(maxsize=256)
-def query_values_of_score(variant: Variant, *, fast_math: bool, bits: bool = False) -> tuple[Expr, ...]:
+def distance_values_of_score(variant: Variant, *, fast_math: bool) -> tuple[Expr, ...]:
+    """Parts of a logit that depend on a pair by its distance alone and load, divide or call a function, which the
+    loader of a forward may compute where the rows of a tile are those of one head."""
+    if variant.score is None:
+        return ()
+    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math)
+    return distance_values(logit.value, variant, frozenset({"s", PRODUCT.name}))
+
+
+def without_distance_values(variant: Variant, *, fast_math: bool) -> Variant:
+    """A variant with a symbol for what its score reads by distance: what a kernel computes for each pair then."""
+    values = distance_values_of_score(variant, fast_math=fast_math)
+    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math)
+    symbols = {each: value_of_distance(number, each.type) for number, each in enumerate(values)}
+    return replace(variant, score=rewrite(logit.value, symbols.get)) if values else variant
+
+
+@lru_cache(maxsize=256)
+def query_values_of_score(
+    variant: Variant, *, fast_math: bool, bits: bool = False, by_distance: bool = False
+) -> tuple[Expr, ...]:
     """Parts of a logit that depend on the query alone and load, divide or call a function, which the loader of a
     backward may compute: none if the mask loads or divides for queries, if the derivative of the logit varies, or if
     the logit loads anything else by query.
 
-    ``bits``: a tile map has the mask as bits.
+    ``bits``: a tile map has the mask as bits; ``by_distance``: values of distances come with a tile.
     """
     of_mask = not bits and (_loads_by_query(_mask_loads(variant, "q")) or costly_query_values(variant))
     if variant.score is None or of_mask:
@@ -129,7 +150,8 @@ def query_values_of_score(variant: Variant, *, fast_math: bool, bits: bool = Fal
         return ()
     others = wide_names(variant) | KEYS | {PRODUCT.name}
     values = largest_values(logit.value, ROWS, others, narrow_tensors(variant))
-    inside = {load for value in values for load in walk(value) if isinstance(load, Load)}
+    others_inside = distance_values_of_score(variant, fast_math=fast_math) if by_distance else ()
+    inside = {load for value in (*values, *others_inside) for load in walk(value) if isinstance(load, Load)}
     outside = (node for node in walk(logit.value) if isinstance(node, Load) and node not in inside)
     return () if _loads_by_query(outside) else values
 

@@ -33,6 +33,7 @@ from attngen.render.cuda_math import (
     Steps,
     TileBounds,
     bit_of,
+    distance_score_values,
     hide,
     masking,
     row_values,
@@ -52,6 +53,7 @@ from attngen.render.cuda_statements import (
     words_of_map,
     words_of_votes,
 )
+from attngen.render.distance_values import DistanceValues, distance_values_of, taking_distance_values
 from attngen.render.expressions import (
     CUDA,
     QUERIES,
@@ -107,6 +109,7 @@ class Probabilities:
     weighted: Code | None
     kept: tuple[tuple[str, Code], ...]
     query_values: QueryValues | None
+    distance_values: DistanceValues | None
     visible: Steps | None
 
 
@@ -116,17 +119,19 @@ def probabilities(plan: Plan) -> Probabilities:
     logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=plan.fast_math)
     slope = weighted_slope(plan, derivative(variant, fast_math=plan.fast_math))
     kept = weights(plan)
-    of_query = score_values(plan)
-    value = with_score_values(logit.value, of_query)
+    of_query, of_distance = score_values(plan), distance_score_values(plan)
+    value = with_score_values(logit.value, [*of_query, *of_distance])
     value = split_queries(value) if plan.fast_math else value
     varying = () if slope.varying is None else (with_biases(plan, slope.varying),)
     roots = [with_biases(plan, value), logit.multiplier, *varying]
     roots += [with_biases(plan, varying) for _, varying in kept]
     block: dict[Statement, None] = {}  # statements that are the same for all steps
     both: list[Steps] = []
+    distances = distance_values_of(plan, ())
     multiplier = leaf("scale_log2e")
     for partial in (True, False):
         bound = _elements(plan) | {each.symbol.name: Binding(each.name, _Q) for each in of_query}
+        bound |= {each.symbol.name: Binding(each.name, _Q | _KV) for each in of_distance}
         scored = emit_for(plan, CUDA, roots, bound, inner="q")
         hoisted, body = list(scored.hoisted), list(scored.body)
         if slope.varying is not None:
@@ -141,13 +146,15 @@ def probabilities(plan: Plan) -> Probabilities:
             mask = masking(plan, bound, declared([*hoisted, *body]), key="8 * {row}", along=QUERIES)
             hoisted += [each for each in mask.hoisted if each not in hoisted]
             body = [*mask.body, *mask.ends, *body, hide(mask.hidden)]
-        if partial and go_beyond_queries(plan):
+        if partial and (of_distance or go_beyond_queries(plan)):  # there a value of a distance may be anything
             hoisted.append(_QUERIES_LEFT)
             body.append(_HIDE_BEYOND)
         moving, once = depending(hoisted, _VARYING)
         block |= dict.fromkeys(once)
-        steps = replace(_steps(plan, moving, body), costly=mask.costly if partial and not plan.mask_words else ())
-        both.append(replace(steps, key=(*_taken(of_query), *steps.key)))
+        steps = _steps(plan, moving, body, {each.name for each in of_distance})
+        steps = replace(steps, costly=mask.costly if partial and not plan.mask_words else ())
+        steps = replace(steps, key=(*_taken(of_query), *steps.key))
+        both.append(taking_distance_values(steps, distances, "of_distance({row}, 8 * {i} + {j})"))
         if variant.score is not None:
             multiplier = scored.results[1]
     if variant.score is None:
@@ -162,6 +169,7 @@ def probabilities(plan: Plan) -> Probabilities:
         weighted=_weighted(slope.varying),
         kept=tuple((f"p_weighted_{number}", weighted(number, varying)) for number, varying in kept),
         query_values=query_values,
+        distance_values=distances,
         visible=_visible(plan) if plan.mask_words else None,
     )
 
@@ -235,11 +243,12 @@ def factor(plan: Plan, expr: Expr) -> tuple[tuple[Statement, ...], Code]:
     return (*code.hoisted, *code.body), code.results[0]
 
 
-def _steps(plan: Plan, hoisted: Sequence[Statement], body: Sequence[Statement]) -> Steps:
-    """Return the statements of a tile, each where it runs least often: for the tile, a key, a query, or each pair."""
+def _steps(plan: Plan, hoisted: Sequence[Statement], body: Sequence[Statement], per_pair: Iterable[str] = ()) -> Steps:
+    """Return the statements of a tile, each where it runs least often: for the tile, a key, a query, or each pair;
+    ``per_pair`` names values that come with the distance of a pair."""
     row, tile = depending(hoisted, _ROW_NAMES)
     own = [name for name in declared(body) if name.startswith("weight_")]
-    element, column = depending(body, {"x", "derivative", *own, *_ROW_NAMES, *declared(row)})
+    element, column = depending(body, {"x", "derivative", *own, *per_pair, *_ROW_NAMES, *declared(row)})
     column, row = needed(column, element), needed(row, element)
     row = (*_key_lines(reads([*row, *element])), *row)
     tile = needed(tile, [*row, *column, *element])

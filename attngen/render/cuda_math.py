@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from attngen.lang.bands import Bands, bands, classify
@@ -16,6 +16,7 @@ from attngen.lang.folding import (
     split_keys,
     split_slope,
     subtract,
+    value_of_distance,
     value_of_key,
     value_of_query,
 )
@@ -47,6 +48,7 @@ from attngen.plan.traits import (
     NO_KEY_VALUES,
     KeyValues,
     costly_query_values,
+    distance_values_of_score,
     key_divisions,
     key_values,
     query_values_of_score,
@@ -176,8 +178,8 @@ def logits(plan: Plan) -> Logits:
     """Return the lines of the logits."""
     variant = plan.variant
     folded = fold_logit(score_by_position(variant), variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
-    of_key = score_values(plan)
-    value = with_score_values(folded.value, of_key)
+    of_key, of_distance = score_values(plan), distance_score_values(plan)
+    value = with_score_values(folded.value, [*of_key, *of_distance])
     value = split_keys(value) if plan.fast_math else value
     if plan.structure.relative:
         value = subtract(value, _COUNTED_FROM) or value
@@ -192,6 +194,7 @@ def logits(plan: Plan) -> Logits:
     for partial in (True, False):
         bound = element_bindings(plan, ragged=partial)
         bound |= {each.symbol.name: Binding(each.name, _KV) for each in of_key}
+        bound |= {each.symbol.name: Binding(each.name, _Q | _KV) for each in of_distance}
         scored = emit_for(plan, CUDA, [with_biases(plan, value), folded.multiplier, *more], bound)
         hoisted, body = list(scored.hoisted), list(scored.body)
         of_mask: frozenset[str] = frozenset()
@@ -209,8 +212,8 @@ def logits(plan: Plan) -> Logits:
             of_mask, costly = frozenset(declared([*mask.hoisted, *mask.body])), mask.costly
         row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
-        held = {each.name for each in of_key}
-        steps.append(replace(_steps(plan, tile, row, body, held), of_mask=of_mask, costly=costly))
+        held, per_pair = {each.name for each in of_key}, {each.name for each in of_distance}
+        steps.append(replace(_steps(plan, tile, row, body, held, per_pair), of_mask=of_mask, costly=costly))
         if variant.score is not None:
             multiplier = scored.results[1]
     statements = list(work)
@@ -235,13 +238,29 @@ def planned_key_values(plan: Plan) -> KeyValues:
 
 def score_values(plan: Plan) -> tuple[ScoreValue, ...]:
     """Return the parts of the score that a plan has computed once for a key, or once for a query in a backward."""
-    exprs: tuple[Expr, ...] = ()
     if plan.structure.key_values:
         exprs, symbol, role = planned_key_values(plan).score, value_of_key, "value_of_key"
     elif plan.structure.query_values:
         bits = plan.iteration == "tile_map"
-        exprs = query_values_of_score(plan.variant, fast_math=plan.fast_math, bits=bits)
+        exprs = query_values_of_score(
+            plan.variant, fast_math=plan.fast_math, bits=bits, by_distance=plan.structure.distance_values > 0
+        )
         symbol, role = value_of_query, "value_of_query"
+    else:
+        return ()
+    return _named_values(exprs, symbol, role)
+
+
+def distance_score_values(plan: Plan) -> tuple[ScoreValue, ...]:
+    """Return the parts of the score that a plan has computed once for a distance of a query from a key."""
+    if not plan.structure.distance_values:
+        return ()
+    exprs = distance_values_of_score(plan.variant, fast_math=plan.fast_math)
+    return _named_values(exprs, value_of_distance, "value_of_distance")
+
+
+def _named_values(exprs: Iterable[Expr], symbol: Callable[[int, Type], Var], role: str) -> tuple[ScoreValue, ...]:
+    """Return parts of a score with a name each: of what they are, else of their ``role``."""
     values: list[ScoreValue] = []
     for number, expr in enumerate(exprs):
         name = label(expr) or role
@@ -312,10 +331,16 @@ def sink(plan: Plan, before: Iterable[Statement]) -> Sink | None:
 
 
 def _steps(
-    plan: Plan, tile: Sequence[Statement], row: Sequence[Statement], body: Sequence[Statement], held: Iterable[str] = ()
+    plan: Plan,
+    tile: Sequence[Statement],
+    row: Sequence[Statement],
+    body: Sequence[Statement],
+    held: Iterable[str] = (),
+    per_pair: Iterable[str] = (),
 ) -> Steps:
-    """Return the statements of a tile, each where it runs least often; ``held`` names values that come with a key."""
-    element, key = depending(body, {"x", "row", *row_names(plan), *declared(row)})
+    """Return the statements of a tile, each where it runs least often; ``held`` names values that come with a key, and
+    ``per_pair`` those that come with the distance of a pair."""
+    element, key = depending(body, {"x", "row", *row_names(plan), *declared(row), *per_pair})
     key, row = needed(key, element), needed(row, element)
     row = (*_row_lines(plan, reads([*row, *element])), *row)
     if "distance" in reads(row):
@@ -324,7 +349,7 @@ def _steps(
         tile=needed(tile, [*row, *key, *element]),
         row=row,
         row_values=row_values(row, element),
-        key=(*_key_lines(plan, reads([*key, *element]), held), *key),
+        key=(*_key_lines(plan, reads([*key, *element]), {*held, *per_pair}), *key),
         element=element,
     )
 

@@ -1,5 +1,6 @@
-"""Parts of a score that depend on the key or the query alone, which come with tiles of K and Q: right in whole tiles
-and ragged ones, with query heads that share keys, beyond the end of a tensor, with a tile map, and in packed sequences.
+"""Parts of a score that depend on the key or the query alone, or on their distance, which come with tiles of K and Q:
+right in whole tiles and ragged ones, with query heads that share keys, beyond the end of a tensor, with a tile map, and
+in packed sequences.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SPEC = Path(__file__).with_name("score_values.yaml")
 DEVICE = "cuda"
 VARIANTS = (
     "forgetting", "forgetting_of_any", "of_keys", "gated", "by_table", "read_by_both", "mapped", "of_steps",
+    "buckets", "of_distances", "in_windows", "distances_mapped",
 )  # fmt: skip
 #: Head dim, queries, keys, batch, query heads, KV heads: whole tiles, ragged ones, fewer queries than keys.
 SHAPES = (
@@ -67,6 +69,16 @@ def values(name: str, batch: int, heads: int, rows: int, keys: int) -> dict[str,
         case "mapped":
             runs = integers(4, keys // 48 + 1).repeat_interleave(48)[:keys].contiguous()
             return {"doc": runs, "f": of_keys}
+        case "buckets":
+            return {"table": torch.randn(heads, 32, device=DEVICE)}
+        case "of_distances":
+            return {"bias": of_keys.bfloat16()}
+        case "in_windows":
+            table = torch.randn(129, device=DEVICE).half()
+            return {"table": table, "gate": torch.rand(keys, device=DEVICE), "f": torch.randn(rows, device=DEVICE)}
+        case "distances_mapped":
+            runs = integers(4, keys // 48 + 1).repeat_interleave(48)[:keys].contiguous()
+            return {"doc": runs, "f": of_keys, "table": torch.randn(heads, 32, device=DEVICE)}
         case "of_steps":
             return {"w": 0.5, "n": 51}
     return {"total": totals(heads, keys)}
@@ -96,20 +108,23 @@ def test_what_is_known_of_a_tensor_changes_no_bit(head_dim: int) -> None:
     assert torch.equal(*outs)
 
 
+@pytest.mark.parametrize("name", ["packed", "packed_distances"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_packed_sequences(head_dim: int) -> None:
+def test_packed_sequences(head_dim: int, name: str) -> None:
     torch.manual_seed(3)
     lengths, heads = [130, 1, 700, 257], 2
     tokens, longest = sum(lengths), max(lengths)
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=DEVICE, dtype=torch.int32)
     q, k, v, above = (torch.randn(tokens, heads, head_dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
-    total = totals(heads, tokens)
+    given_values = {"total": totals(heads, tokens)}
+    if name == "packed_distances":
+        given_values = {"table": torch.randn(heads, 32, device=DEVICE)}
 
     def results(backend: str | None, dtype: torch.dtype) -> list[Tensor]:
         given = [one.to(dtype, copy=True).requires_grad_() for one in (q, k, v)]
         out = attngen.attention_varlen(
             *given, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest,
-            variant="packed", backend=backend, total=total,
+            variant=name, backend=backend, **given_values,
         )  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, given, above.to(dtype))]
 

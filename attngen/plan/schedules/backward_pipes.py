@@ -20,8 +20,8 @@ _KEYS = 64  # of a consumer
 
 #: Shared memory in its order: matrices first, which need the most alignment.
 _ORDER = (
-    "k", "v", "q", "dout", "ds", "dq", "piece", "biases", "lse", "delta", "query_values", "work", "step", "ds_step",
-    "barriers", "piece_taken", "sum_tile",
+    "k", "v", "q", "dout", "ds", "dq", "piece", "biases", "lse", "delta", "query_values", "distance_values", "work",
+    "step", "ds_step", "barriers", "piece_taken", "sum_tile",
 )  # fmt: skip
 
 
@@ -51,6 +51,7 @@ def backward_pipes(
             ("q", tile_m * qk * operands.q.bytes), ("lse", tile_m * 4), ("delta", tile_m * 4),
             ("step", STEP_BYTES + SLOT_BYTES * roles.slots),
             *([("query_values", tile_m * 4 * roles.query_values)] if roles.query_values else []),
+            *([("distance_values", (tile_m + keys) * 4 * roles.distance_values)] if roles.distance_values else []),
         ),
     )  # fmt: skip
     dout = Ring(

@@ -13,15 +13,15 @@ _SLOTS = 2  # tiles of work that are known ahead
 WORK_BYTES = 320
 _TILE_INFO_BYTES, _SLOT_BYTES = 4, 4
 _TILE_SCALES_BYTES, _SCALE_BYTES = 8, 4
-#: Bytes of a value of a key, and the tiles of them that a stage has room for: a consumer reads them after it has given
-#: the stage back, and is done with them when it gives back the next one.
+#: Bytes of a value of a key or a distance, and the tiles of them that a stage has room for: a consumer reads them after
+#: it has given the stage back, and is done with them when it gives back the next one.
 _VALUE_BYTES, _TILES_OF_VALUES = 4, 2
 _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = (
     "q", "k", "v_rows", "v", "biases", "more_partials", "out", "work", "barriers", "tile_scales", "key_values",
-    "tile_info",
+    "distance_values", "tile_info",
 )  # fmt: skip
 
 
@@ -43,7 +43,9 @@ def forward_pipes(
     scale_bytes = _TILE_SCALES_BYTES if scale_block > 1 else _SCALE_BYTES * tile_n
     scales = (("tile_scales", scale_bytes),) if scale_block else ()
     value_bytes = _TILES_OF_VALUES * _VALUE_BYTES * tile_n * roles.key_values
-    values = (("key_values", value_bytes),) if roles.key_values else ()
+    values = [("key_values", value_bytes)] if roles.key_values else []
+    if roles.distance_values:
+        values.append(("distance_values", _TILES_OF_VALUES * _VALUE_BYTES * (tile_m + tile_n) * roles.distance_values))
     scheduler = roles.consumers + 1 if iteration == "ranges" else 1
     others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"
     if roles.transposes:

@@ -30,7 +30,16 @@ from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, sear
 from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_row_max
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import first_see_most
-from attngen.plan.traits import NO_KEY_VALUES, bands_of, gathers, is_light, key_values, reads_data_per_key
+from attngen.plan.traits import (
+    NO_KEY_VALUES,
+    bands_of,
+    distance_values_of_score,
+    gathers,
+    is_light,
+    key_values,
+    reads_data_per_key,
+    without_distance_values,
+)
 from attngen.schema.expand import KernelSpec, Roles
 
 SOFTMAXES = ("fixed_reference", "lazy", "exact_max", "bounded")
@@ -137,12 +146,15 @@ def hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form) -> Hop
     """Return the tile, the roles and the memory of a kernel; PlanError with the sum if they cannot be had.
 
     Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these. Biases
-    come as tiles if these fit; else consumers load each element of them.
+    come as tiles if these fit, else consumers load each element of them; values of distances come with a tile of K if
+    these fit, else consumers compute them for each pair.
     """
-    if tiled := _tiled_biases(spec, form):
+    tiled, by_distance = _tiled_biases(spec, form), _distance_values(spec)
+    *larger, least = dict.fromkeys(product((tiled, 0), (by_distance, 0)))
+    for biased, valued in larger:
         with suppress(PlanError):
-            return _hopper_tile(spec, arch, iteration, form, tiled)
-    return _hopper_tile(spec, arch, iteration, form, 0)
+            return _hopper_tile(spec, arch, iteration, form, biased, valued)
+    return _hopper_tile(spec, arch, iteration, form, *least)
 
 
 def _tiled_biases(spec: KernelSpec, form: Form) -> int:
@@ -153,10 +165,21 @@ def _tiled_biases(spec: KernelSpec, form: Form) -> int:
     return len(biases(spec.variant))
 
 
-def _hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, tiled: int) -> HopperTile:
-    """The same with so many biases ``tiled``."""
+def _distance_values(spec: KernelSpec) -> int:
+    """The values of a distance that the loader of K may compute: where the rows of a tile are neighbouring queries of
+    one head."""
+    if is_paged(spec) or spec.pack_gqa or spec.split_tiles:
+        return 0
+    return len(distance_values_of_score(spec.variant, fast_math=spec.fast_math))
+
+
+def _hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, tiled: int, by_distance: int) -> HopperTile:
+    """The same with so many biases ``tiled``, and values ``by_distance``."""
     qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
-    families = _families(replace(spec, variant=without_biases(spec.variant)) if tiled else spec, iteration)
+    per_pair = without_biases(spec.variant) if tiled else spec.variant
+    if by_distance:
+        per_pair = without_distance_values(per_pair, fast_math=spec.fast_math)
+    families = _families(replace(spec, variant=per_pair), iteration)
     if tiled and "window" not in families:
         families |= {"biased"}
     choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
@@ -170,14 +193,21 @@ def _hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, tiled
     *larger, least = product((spec.tile_n or usual, *fewer), choices)
     for tile_n, one in larger:
         with suppress(PlanError):
-            return _tile(spec, arch, iteration, form, one, tile_n, tiled)
-    return _tile(spec, arch, iteration, form, least[1], least[0], tiled)
+            return _tile(spec, arch, iteration, form, one, tile_n, tiled, by_distance)
+    return _tile(spec, arch, iteration, form, least[1], least[0], tiled, by_distance)
 
 
 def _tile(
-    spec: KernelSpec, arch: Arch, iteration: str, form: Form, choice: Choice, tile_n: int, tiled: int
+    spec: KernelSpec,
+    arch: Arch,
+    iteration: str,
+    form: Form,
+    choice: Choice,
+    tile_n: int,
+    tiled: int,
+    by_distance: int,
 ) -> HopperTile:
-    """Return the tile of ``tile_n`` keys, with so many biases ``tiled``."""
+    """Return the tile of ``tile_n`` keys, with so many biases ``tiled``, and values ``by_distance``."""
     operands = operands_of(spec)
     size = operands.bytes_of("q", "k", "v", "p")
     qk, v = (columns.width for columns in operand_widths(spec, operands))
@@ -249,6 +279,7 @@ def _tile(
         lookahead=6 if searches(spec) else 2,
         value_loader=is_paged(spec) and not form.transposes,  # pages take many small copies
         key_values=len(values.loads),  # others if there is room
+        distance_values=by_distance,
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
         recompute_above=numbers.recompute_above,

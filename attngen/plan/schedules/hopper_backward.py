@@ -30,6 +30,7 @@ from attngen.plan.times import visible_queries
 from attngen.plan.traits import (
     bands_of,
     costly_query_values,
+    distance_values_of_score,
     divides,
     is_light,
     query_loads,
@@ -37,6 +38,7 @@ from attngen.plan.traits import (
     reads_data_per_key,
     reads_positions,
     scores_keys,
+    without_distance_values,
 )
 from attngen.schema.expand import Backward, KernelSpec
 
@@ -63,6 +65,8 @@ _LABELS = {
 
 #: Most values of each query that come with its tile: no more fit into shared memory at head dim 128.
 _QUERY_VALUES = 1
+#: Values of a distance that may come with a tile of Q.
+_DISTANCE_VALUES = 2
 #: The same of values that the mask divides for, where there is room.
 _COSTLY_VALUES = 2
 
@@ -133,12 +137,13 @@ _REGISTERS_OF_PART = {64: (32, 208, 64), 32: (48, 208, 48)}
 
 
 def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Plan:
-    """Return the plan of a backward, by blocks or by clusters of blocks. Biases come as tiles if these fit; else
-    consumers load each element of them."""
-    if tiled := _tiled_biases(spec):
+    """Return the plan of a backward, by blocks or by clusters of blocks. Biases come as tiles if these fit, and values
+    of distances with a tile of Q; else consumers load and compute them for each pair."""
+    *larger, least = dict.fromkeys(product((_tiled_biases(spec), 0), (_distance_values(spec), 0)))
+    for tiled, by_distance in larger:
         with suppress(PlanError):
-            return _plan_backward(spec, arch, schedule, label, tiled)
-    return _plan_backward(spec, arch, schedule, label, 0)
+            return _plan_backward(spec, arch, schedule, label, tiled, by_distance)
+    return _plan_backward(spec, arch, schedule, label, *least)
 
 
 def _tiled_biases(spec: KernelSpec) -> int:
@@ -147,8 +152,18 @@ def _tiled_biases(spec: KernelSpec) -> int:
     return 0 if gathers or is_wide(spec) else len(biases(spec.variant))
 
 
-def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tiled: int) -> Plan:
-    """The same with so many biases ``tiled``."""
+def _distance_values(spec: KernelSpec) -> int:
+    """The values of a distance that a loader may compute: in kernels by single blocks, where the derivative of the
+    logit is the same for all pairs; or 0 if these are too many."""
+    gathers = spec.backward is not None and spec.backward.dkdv.gathers
+    if gathers or is_wide(spec) or spec.variant.score is None or _varies(spec):
+        return 0
+    count = len(distance_values_of_score(spec.variant, fast_math=spec.fast_math))
+    return count if count <= _DISTANCE_VALUES else 0
+
+
+def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tiled: int, by_distance: int) -> Plan:
+    """The same with so many biases ``tiled``, and values ``by_distance``."""
     if refused := _refusal(spec, arch):
         raise refused
     check_head_dims(spec)
@@ -160,7 +175,8 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
     parts = _CLUSTER if wide else 1
     columns_qk, columns_v = (widths(head_dim, element, parts) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     qk, v = columns_qk.width, columns_v.width
-    family = given.family or _family(spec, tiled)
+    per_pair = _per_pair(spec, tiled, by_distance)
+    family = given.family or _family(spec, per_pair, tiled, by_distance)
     row_family = _row_family(spec, family, qk, v)
     choice = next(row for row in _TABLE if row.family == row_family and max(qk, v) <= row.head_dim)
     if given.tile_m not in (None, choice.tile_m):
@@ -207,7 +223,10 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
         own_spans=own_spans,
-        query_values=_query_values(spec, tiled, bits=iteration == "tile_map") if family == "valued" and not wide else 0,
+        query_values=_query_values(spec, per_pair, tiled, by_distance, bits=iteration == "tile_map")
+        if family == "valued" and not wide
+        else 0,
+        distance_values=by_distance,
         cuts=cuts,
         uneven=_by_data(spec, iteration),
         stripe=_STRIPE if cuts and not own_spans and _goes_by_stripes(spec, choice, iteration) else 0,
@@ -276,9 +295,11 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     given, tiled = spec.backward or Backward(), first.structure.biases
     if first.structure.query_values and costly_query_values(spec.variant):
         yield replace(spec, backward=replace(given, dkdv=replace(given.dkdv, divides=True)))
-    of_tiles, of_elements = (_families_from(_family(spec, count), count) for count in (tiled, 0))
+    valued = first.structure.distance_values
+    of_tiles = _families_from(_family(spec, _per_pair(spec, tiled, valued), tiled, valued), tiled)
+    of_elements = _families_from(_family(spec, spec.variant, 0, 0), 0)
     others = [*((each, False, False) for each in of_tiles[1:]), *((each, True, False) for each in of_tiles)]
-    if tiled:
+    if tiled or valued:
         others += [(each, lean, True) for lean in (False, True) for each in of_elements]
     for family, lean, gathers in others:
         if not (lean and is_wide(spec)):
@@ -308,12 +329,13 @@ def _has_own_spans(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
     return few and halves and iteration == "ranges" and not spec.deterministic
 
 
-def _query_values(spec: KernelSpec, tiled: int, *, bits: bool) -> int:
+def _query_values(spec: KernelSpec, variant: Variant, tiled: int, by_distance: int, *, bits: bool) -> int:
     """Number of values of each query that come with its tile: those of the mask, else those of the score, or 0 if these
-    are too many. ``bits``: a tile map has the mask as bits."""
-    count = 0 if bits else query_loads(_gathered(spec, tiled))
+    are too many. ``variant``: what consumers compute for each pair; ``bits``: a tile map has the mask as bits."""
+    count = 0 if bits else query_loads(variant)
     if not (count or tiled or is_wide(spec)):
-        count = len(query_values_of_score(spec.variant, fast_math=spec.fast_math, bits=bits))
+        values = query_values_of_score(spec.variant, fast_math=spec.fast_math, bits=bits, by_distance=by_distance > 0)
+        count = len(values)
     return count if count <= _QUERY_VALUES else 0
 
 
@@ -426,13 +448,15 @@ def _varies(spec: KernelSpec) -> bool:
     return derivative(spec.variant, fast_math=spec.fast_math).varying is not None
 
 
-def _gathered(spec: KernelSpec, tiled: int) -> Variant:
-    """The variant as far as consumers load its elements themselves."""
-    return without_biases(spec.variant) if tiled else spec.variant
+def _per_pair(spec: KernelSpec, tiled: int, by_distance: int) -> Variant:
+    """The variant as far as consumers load its elements themselves, and compute for each pair."""
+    variant = without_biases(spec.variant) if tiled else spec.variant
+    return without_distance_values(variant, fast_math=spec.fast_math) if by_distance else variant
 
 
-def _family(spec: KernelSpec, tiled: int) -> str:
-    """Family of mask and score. The registers that they take decide which products the softmax can overlap.
+def _family(spec: KernelSpec, variant: Variant, tiled: int, by_distance: int) -> str:
+    """Family of mask and score, of which consumers compute ``variant`` for each pair. The registers that they take
+    decide which products the softmax can overlap.
 
     "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
     same for all pairs, or values of a batch. "divided": these, with divisions. "biased": these, with biases of which
@@ -441,7 +465,6 @@ def _family(spec: KernelSpec, tiled: int) -> str:
     "tight": with dropout, dV takes probabilities after it and dS those before; and a tile map with a fixed order takes
     more of the loader of a single block.
     """
-    variant = _gathered(spec, tiled)
     mapped = not is_wide(spec) and iteration_of(spec, "q", by_bits=True) == "tile_map"
     if variant.dropout or (spec.deterministic and mapped):
         return "tight"
@@ -453,7 +476,9 @@ def _family(spec: KernelSpec, tiled: int) -> str:
     if kept and not reads_positions(variant):  # beyond, ping-pong leaves too few registers for P times a derivative
         return "derived" if max(spec.head_dim_qk, spec.head_dim_v) <= _NARROW else "reading"
     if reads_positions(variant):
-        valued = _query_values(spec, tiled, bits=mapped) or (scores_keys(variant) and not _varies(spec))
+        valued = _query_values(spec, variant, tiled, by_distance, bits=mapped) or (
+            scores_keys(variant) and not _varies(spec)
+        )
         return "valued" if valued and not is_wide(spec) else "reading"
     if _varies(spec):
         return "derived"

@@ -20,6 +20,7 @@ from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_gradients import QueryValues, classified_query_word, factor, probabilities, query_word
 from attngen.render.cuda_math import Steps, Tiles, tiles
+from attngen.render.distance_values import DistanceValues
 from attngen.render.expressions import OWN_QUERIES, QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
@@ -36,6 +37,7 @@ _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
     "ds": "dS of two steps, then dK for its store", "dq": "dQ on its way to the dQ accumulator, then dV for its store",
     "biases": "tiles of biases that belong to a step, of each consumer's keys",
+    "distance_values": "values of the distances of each stage's queries from the keys, which the score reads",
     "query_values": "what the {who} reads of the queries of each stage", "lse": "log-sum-exp of the rows of each stage",
     "delta": "D of the rows of each stage",
     "work": "two tiles of work: the one that is computed and the next",
@@ -112,6 +114,7 @@ class CudaBackwardView:
     tensor_sums: SumsView | None  # gradients of the variant's tensors that consumers add up
     tensor_tiles: TilesView | None  # and those that a warp adds up from tiles of dS
     query_values: QueryValues | None
+    distance_values: DistanceValues | None
     biases: tuple[Bias, ...]
     waits_for_loads: bool  # of one query, before those of the next: all at once would take too many registers
     factor_lines: tuple[Statement, ...]
@@ -137,6 +140,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     factor_lines, factor_text = factor(dqkv, code.factor)
     dq_factor_lines, dq_factor = factor(plan.of_launch(postprocess) if postprocess else dqkv, code.factor)
     steps = reads([*code.partial.all, *code.full.all, *(code.visible.all if code.visible else ()), code.exponent])
+    if code.distance_values:
+        steps |= {"kv_first", "seqlen_k"}
     spans = reads([*span.lines, *span.values.values(), *listed])
     box = roles.box_bytes // plan.operands.shared("q", "k", "v", "dout").bytes
     end_qk, end_v = (-(-each // box) * box for each in (plan.head_dim_qk, plan.head_dim_v))
@@ -199,6 +204,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         tensor_sums=register_sums(dqkv),
         tensor_tiles=tile_sums(dqkv),
         query_values=code.query_values,
+        distance_values=code.distance_values,
         biases=biases_of(plan),
         waits_for_loads=roles.cluster > 1 and plan.variant.dropout and reads_positions(plan.variant),
         factor_lines=factor_lines,

@@ -28,6 +28,7 @@ from attngen.render.cuda_math import (
     word,
 )
 from attngen.render.cuda_statements import int_constant
+from attngen.render.distance_values import DistanceValues, distance_values_of, taking_distance_values
 from attngen.render.expressions import CUDA, KEYS, in_product
 from attngen.render.header import command, summary
 from attngen.render.key_values import KeyValues, with_key_values
@@ -39,6 +40,7 @@ _REGION_TEXTS = {
     "v_rows": "V as it lies in memory, a box per stage",
     "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
     "key_values": "values of the keys of two tiles in each stage of K, which {who}",
+    "distance_values": "values of the distances of two tiles in each stage of K, which the score reads",
     "biases": "tiles of biases that belong to a tile of K",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
     "more_partials": "what partial results take beyond Q, K and V",
@@ -127,6 +129,7 @@ class CudaView:
     later_columns: tuple[int, ...]
     work_lines: tuple[Statement, ...]
     key_values: KeyValues | None
+    distance_values: DistanceValues | None
     biases: tuple[Bias, ...]
     partial: Steps
     full: Steps
@@ -143,6 +146,9 @@ class CudaView:
     classifier: ClassifierView | None
 
 
+#: The values of the distance of an element.
+_BY_DISTANCE = "of_distance({key} - 8 * {row})"
+
 #: What a consumer knows of a tile by its word: its number, and whether its own rows need the mask.
 _TILE, _PARTIAL = "(tile_info & kTileMask)", "tile_info >> (kPartialBit + warpgroup) & 1"
 
@@ -154,7 +160,10 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     span, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.iteration != "ranges" else ()
     partial_steps, full_steps, key_values = with_key_values(plan, code)
-    by_key = (*key_values.work, *key_values.lines) if key_values else ()
+    by_key = [*key_values.work, *key_values.lines] if key_values else []
+    distance_values = distance_values_of(plan, by_key)
+    if distance_values:
+        by_key += [*distance_values.work, *distance_values.lines, leaf("q_start"), leaf("seqlen_q")]
     found_biases = biases_of(plan)
     at_biases: list[Statement | Code] = [line for each in found_biases for line in each.lines]
     if found_biases:
@@ -251,9 +260,10 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
         work_lines=work_lines,
         key_values=key_values,
+        distance_values=distance_values,
         biases=found_biases,
-        partial=partial_steps,
-        full=full_steps,
+        partial=taking_distance_values(partial_steps, distance_values, _BY_DISTANCE),
+        full=taking_distance_values(full_steps, distance_values, _BY_DISTANCE),
         visible=code.visible,
         visible_uses_kv="kv_first" in seen,
         uses_kv="kv_first" in steps,
