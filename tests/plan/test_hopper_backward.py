@@ -339,7 +339,7 @@ def declared(score: str) -> dict[str, object]:
         ("own", declared("sqrt(abs(s)) + slope[h]"), "pingpong", SELECTED),
         ("packed_documents", {"head_dim": 128}, "pingpong", None),
         ("packed_documents", {"head_dim": 64}, "pingpong", None),
-        ("relative_bias", {"head_dim": 128}, "dk", None),
+        ("relative_bias", {"head_dim": 128}, "pingpong", None),
     ],
 )
 def test_overlap_and_derivative_of_a_score(

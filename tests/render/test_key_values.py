@@ -348,3 +348,23 @@ def test_which_parts_of_a_score_are_values_of_a_query(score: str, mask: str, cou
     assert isinstance(plan.structure, HopperBackward)
     assert plan.structure.query_values == count
     assert ("What the score reads of a query" in render(plan).text) == (count > 0)
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_values_of_distances_come_with_a_tile(passes: str) -> None:
+    declared = (
+        "variants:\n  own: {score: 's + t[h, clamp(q - kv, 0, 9)]', tensors: {t: {dtype: fp32, shape: [h, 10]}}}\n"
+    )
+    fields = {"backend": "cuda"} if passes == "forward" else {"passes": "backward", "backward": "{backend: cuda}"}
+    plan = planned("own", declared=declared, head_dim=128, **fields)
+    loader, consumer = render(plan).text.split("// A consumer: 64 ")
+    assert plan.structure.distance_values == 1
+    assert "of_distance(key - 8 * row)" in consumer or "of_distance(row, 8 * i + j)" in consumer
+    assert "u_t" not in consumer.replace("u_t_", "")
+    assert "min(max(distance, 0), 9)" in loader
+
+
+def test_values_of_distances_of_heads_that_share_rows_are_of_each_pair() -> None:
+    declared = "variants:\n  own: {score: 's + t[clamp(q - kv, 0, 9)]', tensors: {t: {dtype: fp32, shape: [10]}}}\n"
+    plan = planned("own", declared=declared, backend="cuda", pack_gqa="true")
+    assert plan.structure.distance_values == 0

@@ -160,8 +160,8 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     span, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.iteration != "ranges" else ()
     partial_steps, full_steps, key_values = with_key_values(plan, code)
-    by_key = [*key_values.work, *key_values.lines] if key_values else []
-    distance_values = distance_values_of(plan, by_key)
+    by_key: list[Statement | Code] = [*key_values.work, *key_values.lines] if key_values else []
+    distance_values = distance_values_of(plan, key_values.work if key_values else ())
     if distance_values:
         by_key += [*distance_values.work, *distance_values.lines, leaf("q_start"), leaf("seqlen_q")]
     found_biases = biases_of(plan)

@@ -76,6 +76,8 @@ class BlockExplanation(ScheduleExplanation):
             yield "a consumer whose keys no query of a step sees multiplies nothing but dQ of the step before"
         if roles.query_values:
             yield "what the mask reads of a query comes with its tile"
+        if roles.distance_values:
+            yield "what the score computes from the distance of a query and a key alone comes with the tile of Q"
         if roles.biases:
             stages = "1 stage" if roles.bias_stages == 1 else f"{roles.bias_stages} stages"
             size = f"{roles.biases} x {self.plan.tile_m} x 64"

@@ -281,6 +281,8 @@ def _holds(plan: Plan, hopper: HopperForward, region: str) -> str:
         "v": f"V: {plan.stages} stages of {plan.tile_n} x {width_v}",
         "v_rows": f"V before it is transposed: {plan.stages} stages of {plan.tile_n} x {hopper.box_bytes} B",
         "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
+        "key_values": "what mask and score read of the keys of two tiles in each stage of K",
+        "distance_values": "what the score reads of the distances of two tiles in each stage of K",
         "biases": f"biases: {hopper.bias_stages} stages of {hopper.biases} x {plan.tile_m} x {plan.tile_n}",
         "out": f"O for its store: {plan.tile_m} x {hopper.out_columns}{parts}",
         "work": "records of two tiles of work: place, and ranges of KV tiles",

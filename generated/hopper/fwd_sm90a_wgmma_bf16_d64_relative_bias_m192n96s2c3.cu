@@ -1,9 +1,9 @@
-// fwd_sm90a_wgmma_bf16_d128_relative_bias_m128n64s2c2
+// fwd_sm90a_wgmma_bf16_d64_relative_bias_m192n96s2c3
 //
 // Attention forward, variant relative_bias: mask `True`, score `s + table[h, min(max(kv - q_pos, -radius), radius) + radius]`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
-// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
@@ -17,18 +17,18 @@
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 128;  // query rows of a tile of work
-constexpr int kBlockN = 64;  // keys of one step
-constexpr int kHeadDimQk = 128;
-constexpr int kHeadDimV = 128;
-constexpr int kConsumers = 2;  // warpgroups that multiply
-constexpr int kThreads = 384;
+constexpr int kBlockM = 192;  // query rows of a tile of work
+constexpr int kBlockN = 96;  // keys of one step
+constexpr int kHeadDimQk = 64;
+constexpr int kHeadDimV = 64;
+constexpr int kConsumers = 3;  // warpgroups that multiply
+constexpr int kThreads = 512;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
@@ -37,28 +37,29 @@ constexpr int kPacked = 4 / kElementBytes;  // probabilities in a register
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
-constexpr int kOutColumns = 128;  // columns of O that are staged at once
+constexpr int kOutColumns = 64;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 6;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRecomputeAbove = 0x1p40f;  // a lane recomputes the row max where its sum of probabilities exceeds this,
 constexpr float kRecomputeGrowth = 4.0f;  // or a step adds this many times the sum before it
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 65536 B: Q
-constexpr uint32_t kK = kShared + 65536;  // 32768 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 98304;  // 32768 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 131072;  // 32768 B: O, for its store
-constexpr uint32_t kWork = kShared + 163840;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 164480;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 164496;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 164512;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 164528;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 164544;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 164560;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 164576;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 164592;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 164608;  // 8 B: barriers
-constexpr uint32_t kTileInfo = kShared + 164616;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
+constexpr uint32_t kK = kShared + 49152;  // 24576 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 73728;  // 24576 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 98304;  // 24576 B: O, for its store
+constexpr uint32_t kWork = kShared + 122880;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 123520;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 123536;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 123552;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 123568;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 123584;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 123600;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 123616;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 123632;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 123648;  // 8 B: barriers
+constexpr uint32_t kDistanceValues = kShared + 123656;  // 4608 B: values of the distances of two tiles in each stage of K, which the score reads
+constexpr uint32_t kTileInfo = kShared + 128264;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
@@ -68,24 +69,33 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 2 of them: threads of a consumer wait for each other around O
-  kTurn = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
-constexpr int kScheduler = 8, kLoader = 9, kQueryLoader = 10;  // warps with a role of their own
+constexpr int kScheduler = 12, kLoader = 13, kQueryLoader = 14;  // warps with a role of their own
 
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 32768);
-static_assert(QRing::kStages * kQBytes == 65536);
-static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
+static_assert(kConsumers * kOutBytes == 24576);
+static_assert(QRing::kStages * kQBytes == 49152);
+static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
+
+// What the score reads of the distance of a query from a key; it comes with the tile of K, one for each diagonal:
+//
+//   diagonal = key - row + kBlockM - 1       row 0:            kBlockM - 1, kBlockM, ...
+//                                            row kBlockM - 1:  0, 1, 2, ...
+struct DistanceValues {
+  float u_value_of_distance;
+};
+static_assert(2 * KRing::kStages * (kBlockM + kBlockN) * sizeof(DistanceValues) == 4608);
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
@@ -113,7 +123,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_relative_bias_m128n64s2c2(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_relative_bias_m192n96s2c3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter, const float* u_table,
@@ -134,13 +144,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
     init_barriers(kQFull, 2, 1);  // the loader of Q, and the bytes of the copy
-    init_barriers(kQEmpty, 2, 2);  // each consumer
+    init_barriers(kQEmpty, 2, 3);  // each consumer
     init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kKEmpty, 2, 2);  // each consumer
+    init_barriers(kKEmpty, 2, 3);  // each consumer
     init_barriers(kVFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kVEmpty, 2, 2);  // each consumer
-    init_barriers(kWorkFull, 2, 3);  // the scheduler's lanes that write the record
-    init_barriers(kWorkEmpty, 2, 9);  // each warp of the consumers, and the loader of Q
+    init_barriers(kVEmpty, 2, 3);  // each consumer
+    init_barriers(kWorkFull, 2, 4);  // the scheduler's lanes that write the record
+    init_barriers(kWorkEmpty, 2, 13);  // each warp of the consumers, and the loader of Q
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
@@ -183,9 +193,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 16; i += 32) {
-            const int q = work.q_start + i / 16;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
+          for (int i = lane; i < rows * 8; i += 32) {
+            const int q = work.q_start + i / 8;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 8)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
@@ -217,14 +227,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       while (true) {
         work_ring.wait();
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
-        const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
-        const int hk = work.h / group;
+        const int b = work.b, h = work.h, q_start = work.q_start, tiles = work.tiles, seqlen_k = work.seqlen_k;
+        const int hk = h / group;
+        const auto* u_table_h = u_table + static_cast<long long>(h) * stride_u_table_0;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
         work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
         if (lane == 0 && tiles <= kLookahead) Event<kWorkAsked>::arrive();
         int remaining = tiles, v_tile = 0;
+        const auto values_of = [&](int distance) {
+          const int pos_distance = distance + (seqlen_k - seqlen_q);
+          const int u_column_value = min(max(-pos_distance, -u_radius), u_radius) + u_radius;
+          const float u_table_column = (u_column_value >= 0 && u_column_value < extent_u_table_1) ? u_table_h[static_cast<long long>(u_column_value)] : 0.0f;
+          const float u_value_of_distance = u_table_column * kLog2e;
+          return DistanceValues{u_value_of_distance};
+        };
+        int next_tile = -1;              // the tile before the last one in memory, which mostly follows
+        uint32_t diagonals_before = 0;   // where those of the last one are
+        DistanceValues ahead[(kBlockN + 31) / 32];  // and what is new in the next, in flight while the loader waits for room
         VRing v_ring;
         const auto load_v = [&] {
           v_ring.acquire();
@@ -244,13 +265,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           if (lane == 0) {
             if (remaining == kLookahead && tiles > kLookahead) Event<kWorkAsked>::arrive();
             shared_at<int>(kTileInfo + 4 * k_ring.stage) = tile_info;
-            k_ring.arrive_expecting(kKBytes);
             for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
               load_box(kK + k_ring.stage * kKBytes + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk,
                        tile * kBlockN, b);
             }
           }
           __syncwarp();
+          // While K is on its way. If the tile follows the last one, the diagonals of that are kBlockN further on in this one, and only as
+          // many are new.
+          const uint32_t diagonals = kDistanceValues + sizeof(DistanceValues) * (kBlockM + kBlockN) * (k_ring.stage + KRing::kStages * k_ring.phase);
+          const int first = q_start + (kBlockM - 1) - tile * kBlockN;  // the distance of the first diagonal
+          if (__any_sync(~0u, tile == next_tile)) {
+#pragma unroll
+            for (int i = lane; i < kBlockM; i += 32) {
+              shared_at<DistanceValues>(diagonals + sizeof(DistanceValues) * (kBlockN + i)) = shared_at<DistanceValues>(diagonals_before + sizeof(DistanceValues) * i);
+            }
+#pragma unroll
+            for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
+              if (32 * i + lane < kBlockN) shared_at<DistanceValues>(diagonals + sizeof(DistanceValues) * (32 * i + lane)) = ahead[i];
+            }
+          } else {
+#pragma unroll 2
+            for (int i = lane; i < kBlockM + kBlockN; i += 32) shared_at<DistanceValues>(diagonals + sizeof(DistanceValues) * i) = values_of(first - i);
+          }
+          __syncwarp();
+          if (lane == 0) k_ring.arrive_expecting(kKBytes);
+          next_tile = tile - 1;
+          diagonals_before = diagonals;
+#pragma unroll
+          for (int i = 0; i < (kBlockN + 31) / 32; ++i) ahead[i] = values_of(first + kBlockN - (32 * i + lane));
           if (remaining < tiles) load_v();
           v_ring = {k_ring.stage, k_ring.phase};
           v_tile = tile;
@@ -343,6 +386,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     KRing k_ring;
     VRing v_ring;
     int tile_info = 0;
+    uint32_t distance_values = 0;  // where those of the lane's first row and first key are; a row below, or a key before, is one less
+    const auto of_distance = [&](int apart) { return shared_at<DistanceValues>(distance_values + sizeof(DistanceValues) * apart); };
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
@@ -356,6 +401,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
+      distance_values = kDistanceValues + sizeof(DistanceValues) * ((kBlockM + kBlockN) * (k_ring.stage + KRing::kStages * k_ring.phase) +
+                                                                    kBlockM - 1 - (64 * warpgroup + row_in_group) + 2 * (lane % 4));
     };
     const auto next_work = [&] {
       work_ring.wait();
@@ -384,10 +431,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     if (more) start();
     while (more) {
       const int seqlen_k = work.seqlen_k;
-      const int h = work.h;
-      const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float u_softmax_scale_times_LOG2E = softmax_scale * kLog2e;
-      const auto* u_table_h = u_table + static_cast<long long>(h) * stride_u_table_0;
       float row_max[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
@@ -397,52 +441,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           const int visible_to = seqlen_k - kv_first;
-          struct Row {
-            int q_pos;
-          };
-          Row rows[2];
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            rows[row] = {q_pos};
-          }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-            const int kv = kv_first + key;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [q_pos] = rows[row];
-              const int u_element_value = min(max(kv - q_pos, -u_radius), u_radius) + u_radius;
-              const float u_table_element = (u_element_value >= 0 && u_element_value < extent_u_table_1) ? u_table_h[static_cast<long long>(u_element_value)] : 0.0f;
-              x = x * u_softmax_scale_times_LOG2E + u_table_element * kLog2e;
+              const auto [u_value_of_distance] = of_distance(key - 8 * row);
+              x = x * u_softmax_scale_times_LOG2E + u_value_of_distance;
               if (key >= visible_to) x = kMasked;
             }
           }
         } else {
-          struct Row {
-            int q_pos;
-          };
-          Row rows[2];
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            rows[row] = {q_pos};
-          }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-            const int kv = kv_first + key;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [q_pos] = rows[row];
-              const int u_element_value = min(max(kv - q_pos, -u_radius), u_radius) + u_radius;
-              const float u_table_element = (u_element_value >= 0 && u_element_value < extent_u_table_1) ? u_table_h[static_cast<long long>(u_element_value)] : 0.0f;
-              x = x * u_softmax_scale_times_LOG2E + u_table_element * kLog2e;
+              const auto [u_value_of_distance] = of_distance(key - 8 * row);
+              x = x * u_softmax_scale_times_LOG2E + u_value_of_distance;
             }
           }
         }
