@@ -80,9 +80,10 @@ REQUIRED = {"nvidia-cuda-nvrtc-cu12": "nvidia", "pytest-xdist": "xdist", "PyYAML
 
 
 def required_modules() -> set[str]:
-    """Return the modules of all that attngen's own pyproject.toml asks for, extras included."""
+    """Return the modules of all that attngen's own pyproject.toml asks for, extras included, but for the site's."""
     tables = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    texts = [*tables["dependencies"], *(text for extra in tables["optional-dependencies"].values() for text in extra)]
+    extras = [texts for extra, texts in tables["optional-dependencies"].items() if extra != "docs"]
+    texts = [*tables["dependencies"], *(text for extra in extras for text in extra)]
     return {REQUIRED.get(name, name) for name in (re.split(r"[\[<>=]", text)[0] for text in texts)}
 
 

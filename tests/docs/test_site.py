@@ -1,0 +1,38 @@
+"""The site shows every page, and the release's files agree on the version."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from attngen.formats import VERSION
+from tests.docs.blocks import ROOT
+
+SITE = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
+
+
+def pages(nav: object) -> set[str]:
+    """Return the pages of a part of the navigation."""
+    if isinstance(nav, str):
+        return {nav}
+    return set().union(*map(pages, nav.values() if isinstance(nav, dict) else nav))  # type: ignore[attr-defined]
+
+
+def test_the_navigation_has_every_page() -> None:
+    shown = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages(SITE["nav"]) == shown | {"index.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+
+
+@pytest.mark.parametrize("name", re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
+def test_the_api_page_names_what_there_is(name: str) -> None:
+    module, _, symbol = name.rpartition(".")
+    path = ROOT / module.replace(".", "/")
+    if (ROOT / name.replace(".", "/")).is_dir():
+        return
+    assert re.search(rf"^(def|class) {symbol}\b", path.with_suffix(".py").read_text(), re.MULTILINE), name
+
+
+def test_the_citation_has_the_version() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == VERSION
