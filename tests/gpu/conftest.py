@@ -1,6 +1,7 @@
 """GPU tests: all of them are skipped, with the reason, where there is no GPU that kernels can be built for.
 
-Several workers may share the card. A test after which the CUDA context is lost ends its worker, and counts as failed;
+Several workers may share a card. Where there are several cards, workers begin with one after the other, and see the
+others behind it. A test after which the CUDA context is lost ends its worker, and counts as failed;
 pytest-xdist starts another worker for the rest.
 """
 
@@ -26,6 +27,18 @@ LONG = (
 
 #: What a worker's allocator may keep of the card's memory between tests: many workers share the card.
 _KEPT_BYTES = 3 * 2**29
+
+
+def _first_card() -> None:
+    """Give this worker a card of its own turn as the first: before CUDA is initialized, which reads the order once."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw").removeprefix("gw")
+    cards = torch.cuda.device_count() if worker and "CUDA_VISIBLE_DEVICES" not in os.environ else 1
+    if cards > 1:
+        order = ((int(worker) + place) % cards for place in range(cards))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
+
+
+_first_card()
 
 
 def _reason() -> str | None:
