@@ -81,11 +81,6 @@ class SumsView:
     ds_lines: tuple[str, ...]
     ds_factor: Code | None
 
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        """The arrays of P times a derivative that consumers keep until dP is there."""
-        return tuple(each.weights for each in self.sums if each.weights)
-
 
 @dataclass(frozen=True, slots=True)
 class TileSum:

@@ -30,7 +30,6 @@ from attngen.render.views.hopper_forward import (
     SWIZZLES,
     RegionView,
     classifier_lines,
-    padding,
 )
 
 _REGION_TEXTS = {
@@ -68,10 +67,6 @@ class CudaBackwardView:
     uses_expressions: bool
     element: DType  # of q, k, v, dout, p and ds
     gradient: DType  # of dq, dk and dv
-    width_qk: int
-    padding_qk: str
-    width_v: int
-    padding_v: str
     outside: bool  # some copies would bring padding alone
     end_qk: int  # columns that copies bring
     end_v: int
@@ -153,10 +148,6 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         uses_expressions=plan.variant.masked or plan.variant.score is not None,
         element=plan.operands.shared("q", "k", "v", "dout", "p", "ds"),
         gradient=plan.operands.shared("dq", "dk", "dv"),
-        width_qk=plan.columns_qk[0].width,
-        padding_qk=padding(plan.columns_qk[0]),
-        width_v=plan.columns_v[0].width,
-        padding_v=padding(plan.columns_v[0]),
         outside=(end_qk, end_v) != (plan.columns_qk[0].width, plan.columns_v[0].width),
         end_qk=end_qk,
         end_v=end_v,

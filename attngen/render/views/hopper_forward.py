@@ -72,27 +72,14 @@ class CudaView:
     summary: str
     headers: tuple[str, ...]
     element: DType  # of p, and mostly of q, k and v
-    qk_product: str  # what multiplies Q and K,
-    pv_product: str  # and P and V
-    width_qk: int
-    padding_qk: str
-    width_v: int
-    padding_v: str
     regions: tuple[RegionView, ...]
     swizzle: int
     v_box_bytes: int
     v_swizzle: int
     region_bytes: Mapping[str, int]
-    here: str
-    from_here: str
-    in_cluster: str
     pipes: PipesView
-    each_work: str  # a loop over tiles of work, and its end
-    end_work: str
     partials_room: int
     place_bits: int
-    place_step: str
-    anchor: int
     key_start: Callable[[str], str]
     argument_lines: tuple[str, ...]
     uses_hk_in_spans: bool
@@ -104,7 +91,6 @@ class CudaView:
     span_lines: tuple[Statement, ...]
     span_values: str
     count: str
-    count_of_all: str
     sees_any: str
     loader_lines: tuple[str, ...]
     order_lines: tuple[str, ...]
@@ -112,19 +98,10 @@ class CudaView:
     whole: str
     seen: str
     word_lines: tuple[Statement, ...]
-    rows_text: str
-    head: str
-    heads: str
     queries: Callable[[str], str]
-    rows_left: str
     row_lines: Callable[[str], tuple[str, ...]]
     head_lines: Callable[[str], tuple[str, ...]]
-    first_head: str
-    query_box: str
-    seqlen_q: str
     head_dim_v_chunks: int
-    out_row: str
-    lse_row: str
     swizzled_row: str
     later_columns: tuple[int, ...]
     work_lines: tuple[Statement, ...]
@@ -136,10 +113,8 @@ class CudaView:
     visible: Steps | None
     visible_uses_kv: bool
     uses_kv: bool
-    logit_tile: str
     kv_first: str
     logit_partial: str
-    logit_comment: str
     multiplier: Code
     cap_scale: Code | None
     sink: Sink | None
@@ -149,8 +124,8 @@ class CudaView:
 #: The values of the distance of an element.
 _BY_DISTANCE = "of_distance({key} - 8 * {row})"
 
-#: What a consumer knows of a tile by its word: its number, and whether its own rows need the mask.
-_TILE, _PARTIAL = "(tile_info & kTileMask)", "tile_info >> (kPartialBit + warpgroup) & 1"
+#: Whether a consumer's own rows need the mask, by the word of a tile.
+_PARTIAL = "tile_info >> (kPartialBit + warpgroup) & 1"
 
 
 def cuda_view(plan: Plan, template: str) -> CudaView:
@@ -170,18 +145,11 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         at_biases.append(leaf("q_start"))
     spans = reads([*span.lines, *span.values.values(), *listed])
     steps, seen = reads([*code.partial.all, *code.full.all]), reads(code.visible.all if code.visible else ())
-    head, head_rows = ("", "work.q_begin + q") if plan.ragged_queries else ("work.b * stride_out_b + ", "q")
-    h = "h" if plan.pack_gqa else "work.h"
-    lse = f"{h} * static_cast<long long>(total_q) + work.q_begin + q"
-    dense_lse = f"(work.b * static_cast<long long>(heads) + {h}) * seqlen_q + q"
-    left = "work.seqlen_q - work.q_start"
-    place_step = "kAnchor" if hopper.anchored else "kBlockN"
-    kv_first = f"{_TILE} * {place_step} + 2 * (lane % 4)"
+    kv_first = f"(tile_info & kTileMask) * {'kAnchor' if hopper.anchored else 'kBlockN'} + 2 * (lane % 4)"
     v_box = hopper.box_bytes
     if hopper.v_by_columns:
         among = TRANSPOSED_BYTES if hopper.transposes else BOX_BYTES
         v_box = widest_box(plan.tile_n * plan.operands.v.bytes, among=among)
-    alike = plan.operands.alike("q", "k", "v", "p")
     work_lines = _work_lines(plan, reads(code.work) | steps | seen, code.work)
     return CudaView(
         template=template,
@@ -190,12 +158,6 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         summary=summary(plan),
         headers=_headers(plan, hopper),
         element=plan.operands.p,
-        qk_product="Product<Element, kBlockN>" if alike else "Product<QElement, kBlockN, KvElement>",
-        pv_product="Product<Element, kHeadDimV>" if alike else "Product<Element, kHeadDimV, KvElement>",
-        width_qk=plan.columns_qk[0].width,
-        padding_qk=padding(plan.columns_qk[0]),
-        width_v=plan.columns_v[0].width,
-        padding_v=padding(plan.columns_v[0]),
         regions=tuple(
             RegionView(constant(region.name), region.offset, _region_text(region.name, region.bytes, key_values))
             for region in hopper.shared
@@ -204,16 +166,9 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         v_box_bytes=v_box,
         v_swizzle=SWIZZLES[v_box],
         region_bytes={region.name: region.bytes for region in hopper.shared},
-        here="here" if hopper.shares else "",
-        from_here=_FROM_HERE if hopper.shares else "",
-        in_cluster="(0, 0, here)" if hopper.shares else "",
         pipes=pipes_view(forward_pipes_of(plan), base=_FROM_HERE if hopper.shares else ""),
-        each_work="do" if hopper.shares else "while (true)",
-        end_work=" while (false);  // a block has one tile of work" if hopper.shares else "",
         partials_room=_room(hopper),
         place_bits=place_bits(hopper.anchor or plan.tile_n),
-        place_step=place_step,
-        anchor=hopper.anchor,
         key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if hopper.anchored else ""),
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans="hk" in spans and not plan.pack_gqa,
@@ -233,7 +188,6 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
             ]
         ),
         count=_count(span, "spans"),
-        count_of_all=_count(span, "all"),
         sees_any=f"{_count(span, 'mine')} > 0",
         loader_lines=_loader_lines(plan, [*listed, *by_key, *at_biases]),
         order_lines=_order_lines(span) if hopper.whole_first else (),
@@ -241,21 +195,10 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         whole=_inside(span.full, "mine"),
         seen=_inside(span.visible, "mine"),
         word_lines=listed,
-        rows_text="rows of a tile of work: the heads of a group, then the next query"
-        if plan.pack_gqa
-        else "query rows of a tile of work",
-        head="hk" if plan.pack_gqa else "h",
-        heads="kv_heads" if plan.pack_gqa else "heads",
         queries=partial(queries, plan),
-        rows_left=f"({left}) * group" if plan.pack_gqa else left,
         row_lines=partial(_row_lines, plan),
         head_lines=partial(_head_lines, plan),
-        first_head="0" if plan.pack_gqa else "work.h",
-        query_box=_query_box(plan),
-        seqlen_q="work.seqlen_q" if plan.ragged_queries else "seqlen_q",
         head_dim_v_chunks=plan.head_dim_v // plan.operands.out.chunk_elements,
-        out_row=f"(out_ptr + {head}{h} * stride_out_h + ({head_rows}) * stride_out_s)",
-        lse_row=f"lse_ptr[{lse if plan.ragged_queries else dense_lse}]",
         swizzled_row=SWIZZLED_ROWS[hopper.box_bytes],
         later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
         work_lines=work_lines,
@@ -267,10 +210,8 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         visible=code.visible,
         visible_uses_kv="kv_first" in seen,
         uses_kv="kv_first" in steps,
-        logit_tile=_TILE,
         kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
         logit_partial=_PARTIAL,
-        logit_comment="; pairs that are not visible get -inf" if plan.variant.masked else "",
         multiplier=leaf("multiplier") if plan.scale_block > 0 and plan.variant.score is None else code.multiplier,
         cap_scale=code.cap_scale,
         sink=_sink(plan, work_lines),
@@ -387,12 +328,6 @@ def _head_lines(plan: Plan, row: str) -> tuple[str, ...]:
 def _sink(plan: Plan, before: Sequence[Statement]) -> Sink | None:
     logit = sink(plan, before)
     return None if logit is None else Sink(logit.lines, in_product(logit.value, CUDA))
-
-
-def _query_box(plan: Plan) -> str:
-    """Coordinates of a tile of Q along the axes after that of its heads."""
-    row = "work.q_begin + work.q_start" if plan.ragged_queries else "work.q_start"
-    return ", ".join([row, *(["work.hk"] if plan.pack_gqa else []), *([] if plan.ragged_queries else ["work.b"])])
 
 
 # --- ranges of tiles ----------------------------------------------------------------------------------------
