@@ -64,7 +64,6 @@ class CudaBackwardView:
     template: str
     command: str
     summary: str
-    uses_expressions: bool
     element: DType  # of q, k, v, dout, p and ds
     gradient: DType  # of dq, dk and dv
     outside: bool  # some copies would bring padding alone
@@ -77,14 +76,12 @@ class CudaBackwardView:
     piece_bytes: int
     swizzle: int
     swizzled_row: str
-    preprocess: Launch
     preprocess_lines: tuple[str, ...]
     first_stored: bool  # the first dQ of a tile of queries is stored, so that only the states of tiles are cleared
     cleared: str  # what preprocess clears: names of its pointer and its size begin with these
     cleared_chunks: str
     lanes_of_row: int
     chunks_of_row: int
-    dqkv: Launch
     dqkv_lines: tuple[str, ...]
     uses_q_tiles: bool
     uses_whole_tiles: bool
@@ -99,7 +96,6 @@ class CudaBackwardView:
     uses_q_first: bool
     uses_packed: bool
     block_lines: tuple[Statement, ...]
-    weight_comment: str
     partial: Steps
     full: Steps
     visible: Steps | None
@@ -115,12 +111,10 @@ class CudaBackwardView:
     factor_lines: tuple[Statement, ...]
     factor: Code
     uses_b: bool
-    postprocess: Launch | None  # where it has a kernel of its own
     postprocess_lines: tuple[str, ...]
     postprocess_uses_hk: bool
     dq_factor_lines: tuple[Statement, ...]
     dq_factor: Code
-    dq_padded: bool
     classifier: ClassifierView | None
 
 
@@ -145,7 +139,6 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         template=template,
         command=command(plan),
         summary=summary(plan),
-        uses_expressions=plan.variant.masked or plan.variant.score is not None,
         element=plan.operands.shared("q", "k", "v", "dout", "p", "ds"),
         gradient=plan.operands.shared("dq", "dk", "dv"),
         outside=(end_qk, end_v) != (plan.columns_qk[0].width, plan.columns_v[0].width),
@@ -163,14 +156,12 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         piece_bytes=PIECE_BYTES,
         swizzle=SWIZZLES[roles.box_bytes],
         swizzled_row=SWIZZLED_ROWS[roles.box_bytes],
-        preprocess=parts["preprocess"],
         preprocess_lines=_lines(plan, parts["preprocess"]),
         first_stored=first_stored(plan),
         cleared="dq_state" if first_stored(plan) else "dq_sum",
         cleared_chunks="state_chunks" if first_stored(plan) else "sum_chunks",
         lanes_of_row=row_lanes(plan.head_dim_v, out),
         chunks_of_row=plan.head_dim_v // out.chunk_elements,
-        dqkv=parts["dqkv"],
         dqkv_lines=_lines(plan, parts["dqkv"]),
         uses_q_tiles=plan.varlen and "q_tiles" in spans,
         uses_whole_tiles="whole_tiles" in spans,
@@ -185,7 +176,6 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         uses_q_first="q_first" in steps,
         uses_packed=not (steps | spans).isdisjoint(("q_begin", "k_begin")),
         block_lines=code.block,
-        weight_comment="; 0 for pairs that are not visible" if plan.variant.masked else "",
         partial=code.partial,
         full=code.full,
         visible=code.visible,
@@ -201,12 +191,10 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         factor_lines=factor_lines,
         factor=factor_text,
         uses_b=not plan.varlen or "b" in reads([*factor_lines, factor_text]),
-        postprocess=postprocess,
         postprocess_lines=_lines(plan, postprocess) if postprocess else (),
         postprocess_uses_hk="hk" in reads([*dq_factor_lines, dq_factor]),
         dq_factor_lines=dq_factor_lines,
         dq_factor=dq_factor,
-        dq_padded=roles.sum_columns > plan.head_dim_qk,
         classifier=_classifier(plan.of_launch(parts["classify_dqkv"])) if "classify_dqkv" in parts else None,
     )
 
