@@ -11,7 +11,7 @@ from attngen.commands.bench_output import ratio
 from attngen.commands.output import print_table
 
 if TYPE_CHECKING:
-    from attngen.tools.bench.grid import GridReport, GridRow, Step
+    from attngen.tools.bench.grid import GridReport, GridRow, RungResult
     from attngen.tools.bench.ladder import Ladder
 
 
@@ -35,7 +35,7 @@ def print_ladders(report: GridReport) -> None:
                 click.echo(f"not in the ladder: {rung.name}: {rung.refusal}")
 
 
-def _print_case(report: GridReport, row: GridRow, steps: Sequence[Step]) -> None:
+def _print_case(report: GridReport, row: GridRow, steps: Sequence[RungResult]) -> None:
     from attngen.tools.bench.grid import memory_of
 
     lines = []
@@ -50,17 +50,17 @@ def _print_case(report: GridReport, row: GridRow, steps: Sequence[Step]) -> None
 
 
 def _print_plan(report: GridReport, ladder: Ladder) -> None:
-    from attngen.tools.bench.grid import Step, memory_of
+    from attngen.tools.bench.grid import RungResult, memory_of
 
     lines = [
-        [rung.name, _number(memory_of(rung, report.resources)["shared_memory"]), _change(Step(rung))]
+        [rung.name, _number(memory_of(rung, report.resources)["shared_memory"]), _change(RungResult(rung))]
         for rung in ladder.rungs
         if rung.kernel is not None
     ]
     print_table(["rung", "shared B", "changed"], lines)
 
 
-def _figures(step: Step) -> tuple[str, str, str]:
+def _figures(step: RungResult) -> tuple[str, str, str]:
     if step.result is None or step.result.tflops is None:
         return step.result.status if step.result else "", "", ""
     mark = "*" if step.result.timing is not None and step.result.timing.host_bound else ""
@@ -77,6 +77,6 @@ def _registers(memory: dict[str, int | None]) -> str:
     return _number(own) if launched in (None, own) else f"{launched}, {own} to multiply"
 
 
-def _change(step: Step) -> str:
+def _change(step: RungResult) -> str:
     """Lines that differ from the rung before; the first rung's are printed above."""
     return "" if step.rung.changed == step.rung.lines else "; ".join(step.rung.changed)

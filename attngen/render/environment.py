@@ -14,7 +14,7 @@ from attngen import resources
 _LINE_STATEMENTS = {"triton": "#%", "cuda": "//%", "package": "#%"}
 
 
-class Parts(Extension):
+class PartLines(Extension):
     """Lines that are replaced by a part, at the indentation of the line: ``//% include FILE``, and ``//% put MACRO``,
     which leaves nothing where the macro is empty."""
 
@@ -57,7 +57,7 @@ def environment(backend: str, templates: Path | None = None) -> Environment:
         comment_start_string="<#",
         comment_end_string="#>",
         line_statement_prefix=_LINE_STATEMENTS[backend],
-        extensions=[Parts],
+        extensions=[PartLines],
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

@@ -29,7 +29,7 @@ _NEVER_OUTSIDE = {("b", "b"), ("h", "h"), ("h", "heads"), ("hk", "hk"), ("hk", "
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class GradientEntry:
     """An entry of a gradient: the statements before its ``place``, which is inside the tensor if ``inside`` holds, and
     those before the ``factor`` of what is added; None: 1."""
 
@@ -62,7 +62,7 @@ class RegisterSum:
     plain: bool  # a pair adds dlogit itself
     weights: str
     term: Code
-    entry: Entry
+    entry: GradientEntry
     entry_type: str
 
 
@@ -93,7 +93,7 @@ class TileSum:
     way: str
     tensor: str
     gradient: str
-    entry: Entry
+    entry: GradientEntry
     varies: bool = False  # the factor differs from diagonal to diagonal
     stored: str = ""
     rows: str = ""  # of a bias: its extents
@@ -130,7 +130,7 @@ def register_sums(plan: Plan) -> SumsView | None:
             term = written(pattern, in_product(own.pop(0), CUDA))
         if runs:
             place, inside = _located(plan, each, each.indices, own)
-            entry = Entry((), place, inside, (), None)
+            entry = GradientEntry((), place, inside, (), None)
         else:
             entry = _entry(plan, each, _bindings_of_keys())
         if each.way is Way.KEY:
@@ -229,7 +229,7 @@ def _tile_sum(plan: Plan, each: TensorGradient) -> TileSum:
 
 def _entry(
     plan: Plan, each: TensorGradient, bound: Mapping[str, Binding], *, indices: Sequence[Expr] | None = None
-) -> Entry:
+) -> GradientEntry:
     """The place of an element in its gradient, which is contiguous, and the factor of its sum."""
     indices = each.indices if indices is None else indices
     named = {**scalar_bindings(plan, CUDA), **bound}
@@ -237,7 +237,7 @@ def _entry(
     place, inside = _located(plan, each, indices, code.results)
     scale = each.constant if each.in_registers else mul(each.varying, each.constant)
     scaled = emit_for(plan, CUDA, [scale], named, prefix="factor_", inner="q")
-    return Entry(
+    return GradientEntry(
         (*code.hoisted, *code.body), place, inside,
         (*scaled.hoisted, *scaled.body), None if scale == ONE else in_product(scaled.results[0], CUDA),
     )  # fmt: skip

@@ -102,7 +102,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Classifier:
+class MapLines:
     """Lines of the classifier kernel: the keys that it looks at, what is constant, and the mask of one tile."""
 
     range_lines: tuple[Statement, ...]
@@ -376,12 +376,12 @@ def _corners_of_tiles(along: Along, used: frozenset[str]) -> list[Statement]:
     return lines
 
 
-def classifier(plan: Plan) -> Classifier:
+def classifier(plan: Plan) -> MapLines:
     """Return the lines of the kernel that computes the tile map: the mask of every element, tile by tile."""
     return map_lines(plan, KEYS)
 
 
-def map_lines(plan: Plan, along: Along) -> Classifier:
+def map_lines(plan: Plan, along: Along) -> MapLines:
     """Return the lines of a kernel that computes the map of the tiles along an axis."""
     visible = bands(plan.variant.mask, facts_of(plan), over=along.axis)
     _, lines = _hull(plan, visible, along)
@@ -398,7 +398,7 @@ def map_lines(plan: Plan, along: Along) -> Classifier:
     if along is QUERIES and "q_pos" in read:
         body.insert(0, assign("q_pos", "{q_index} + ({seqlen_k} - {seqlen_q})"))
     body.append(assign("visible", mask.results[0]))
-    return Classifier(_with_corners(lines, along=along), tuple(hoisted), tuple(body))
+    return MapLines(_with_corners(lines, along=along), tuple(hoisted), tuple(body))
 
 
 def _elements_of_key_tile(plan: Plan) -> dict[str, Binding]:

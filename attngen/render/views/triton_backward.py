@@ -23,7 +23,7 @@ from attngen.render.views.triton_forward import (
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class OutputBlock:
     """One column block of dQ, dK or dV, or of O and dO: its name, dtype, width, columns and test of padding."""
 
     name: str
@@ -35,7 +35,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BackwardStep:
     """What one tile takes: loads, products, and between them the lines of score and mask.
 
     ``condition`` tells whether a tile needs the mask; None where each does.
@@ -54,7 +54,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class GradientKernel:
     """One of the two kernels that compute gradients. ``tiles`` is its loop, or None where words list the tiles.
 
     ``flat``: one loop goes through the tiles of all heads of a group, since these are the same.
@@ -74,16 +74,16 @@ class Kernel:
     uses_row: bool
     uses_q_pos: bool
     factor_lines: tuple[str, ...]
-    results: tuple[Result, ...]
+    results: tuple[OutputBlock, ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
     word_lines: tuple[str, ...]
     tiles: Ranges | None
-    step: Step
+    step: BackwardStep
 
 
 @dataclass(frozen=True, slots=True)
-class Classifier:
+class GradientClassifier:
     """The kernel that computes the tile map of either."""
 
     part: Launch
@@ -108,10 +108,10 @@ class BackwardView:
     lists: bool
     preprocess: Launch
     preprocess_lines: tuple[str, ...]
-    out_blocks: tuple[Result, ...]
-    dkdv: Kernel
-    dq: Kernel
-    classifiers: tuple[Classifier, ...]
+    out_blocks: tuple[OutputBlock, ...]
+    dkdv: GradientKernel
+    dq: GradientKernel
+    classifiers: tuple[GradientClassifier, ...]
 
 
 def backward_view(plan: Plan, template: str) -> BackwardView:
@@ -134,7 +134,7 @@ def backward_view(plan: Plan, template: str) -> BackwardView:
     )
 
 
-def _kernel(plan: Plan, part: Launch, form: Form) -> Kernel:
+def _kernel(plan: Plan, part: Launch, form: Form) -> GradientKernel:
     own = plan.of_launch(part)
     spans, listed = ranges(own, form.along), words(own, form.along)
     code = gradients(own, form, [*spans.lines, *listed.lines])
@@ -149,7 +149,7 @@ def _kernel(plan: Plan, part: Launch, form: Form) -> Kernel:
         )
     else:
         results = _results(plan, "dq", plan.columns_qk, plan.head_dim_qk, code.factor)
-    return Kernel(
+    return GradientKernel(
         part=part,
         searches="first_at_least" in read,
         argument_lines=parameter_list(part.arguments),
@@ -178,14 +178,14 @@ _ROWS = ("q_row", "q_pos", "q_packed")
 
 def _results(
     plan: Plan, name: str, blocks: tuple[Columns, ...], head_dim: int, factor: Code | None = None
-) -> tuple[Result, ...]:
+) -> tuple[OutputBlock, ...]:
     results = []
     for index, block in enumerate(blocks):
         columns = f"{block.start} + " * (block.start > 0) + f"tl.arange(0, {block.width})"
         inside = f" & (column[None, :] < {head_dim})" if block.used < block.width else ""
         scaled = None if factor is None or factor.text == "1.0" else in_product(factor, TRITON)
         label = f"{name}{block_suffix(blocks, index)}"
-        results.append(Result(label, triton_type(plan, name), block.width, columns, inside, scaled))
+        results.append(OutputBlock(label, triton_type(plan, name), block.width, columns, inside, scaled))
     return tuple(results)
 
 
@@ -261,7 +261,7 @@ def _load(plan: Plan, part: Launch, form: Form, names: tuple[str, str], which: i
 # --- one step -----------------------------------------------------------------------------------------------
 
 
-def _step(plan: Plan, part: Launch, form: Form, code: Gradients, condition: str | None) -> Step:
+def _step(plan: Plan, part: Launch, form: Form, code: Gradients, condition: str | None) -> BackwardStep:
     precision = precision_of(plan)
 
     def product(result: str, left: str, right: str, blocks: tuple[Columns, ...]) -> tuple[str, ...]:
@@ -281,8 +281,8 @@ def _step(plan: Plan, part: Launch, form: Form, code: Gradients, condition: str 
             for s in (block_suffix(blocks, number) for number in range(len(blocks)))
         )
 
-    def step(first: str, second: str, **products: tuple[str, ...]) -> Step:
-        return Step(
+    def step(first: str, second: str, **products: tuple[str, ...]) -> BackwardStep:
+        return BackwardStep(
             load_first=_load(plan, part, form, (first, second), 0),
             load_second=_load(plan, part, form, (first, second), 1),
             logit=lines(code.logit),
@@ -317,12 +317,12 @@ def _step(plan: Plan, part: Launch, form: Form, code: Gradients, condition: str 
     )
 
 
-def _classifier(plan: Plan, part: Launch) -> Classifier:
+def _classifier(plan: Plan, part: Launch) -> GradientClassifier:
     own = plan.of_launch(part)
     by_keys = part.grid == "key_words"
     code = map_lines(own, (BY_KEYS if by_keys else BY_QUERIES).along)
     read = reads([*code.range_lines, *code.hoisted, *code.lines])
-    return Classifier(
+    return GradientClassifier(
         part=part,
         searches="first_at_least" in read,
         by_keys=by_keys,

@@ -25,7 +25,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ForwardStep:
     """What one KV tile takes: loads, products, the lines of score and mask, and the logit that results.
 
     ``condition`` tells whether a tile needs the mask; None where each does.
@@ -48,7 +48,7 @@ class Loop:
 
     title: str
     tiles: Ranges
-    step: Step
+    step: ForwardStep
 
 
 _TITLES = {
@@ -59,7 +59,7 @@ _TITLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class ClassifierView:
+class TritonClassifier:
     """The kernel that computes the tile map."""
 
     argument_lines: tuple[str, ...]
@@ -88,15 +88,15 @@ class TritonView:
     v_blocks: tuple[Block, ...]
     loops: tuple[Loop, ...]
     word_lines: tuple[str, ...]
-    step: Step
+    step: ForwardStep
     ragged: str
-    ragged_step: Step
+    ragged_step: ForwardStep
     sink_lines: tuple[str, ...]
     sink: Code | None
     p_type: str
     out_type: str
     precision: str
-    classifier: ClassifierView | None
+    classifier: TritonClassifier | None
 
 
 def triton_view(plan: Plan, template: str) -> TritonView:
@@ -239,7 +239,7 @@ def column_offsets(block: Columns, head_dim: int) -> tuple[str, list[str]]:
 # --- one step over a KV tile --------------------------------------------------------------------------------
 
 
-def _step(plan: Plan, code: Math, body: Body, condition: str | None, *, ragged: bool = False) -> Step:
+def _step(plan: Plan, code: Math, body: Body, condition: str | None, *, ragged: bool = False) -> ForwardStep:
     dots = []
     for index in range(len(plan.columns_qk)):
         suffix = block_suffix(plan.columns_qk, index)
@@ -248,7 +248,7 @@ def _step(plan: Plan, code: Math, body: Body, condition: str | None, *, ragged: 
     load_k = _load_kv(plan, "k", plan.columns_qk, ragged=ragged)
     load_v = _load_kv(plan, "v", plan.columns_v, ragged=ragged)
     read = reads([*load_k, *load_v, *body.all])
-    return Step(
+    return ForwardStep(
         kv_index=not read.isdisjoint(("kv_index", "kv_packed")),
         load_k=lines(load_k),
         dot_qk=tuple(dots),
@@ -261,9 +261,9 @@ def _step(plan: Plan, code: Math, body: Body, condition: str | None, *, ragged: 
     )
 
 
-def _classifier(plan: Plan, *, uses_q_pos: bool) -> ClassifierView:
+def _classifier(plan: Plan, *, uses_q_pos: bool) -> TritonClassifier:
     code = classifier(plan)
-    return ClassifierView(
+    return TritonClassifier(
         argument_lines=parameter_list(plan.launch("classify").arguments),
         begin_lines=begins(plan, reads([*code.range_lines, *code.hoisted, *code.lines])),
         range_lines=lines(code.range_lines),

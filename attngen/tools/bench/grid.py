@@ -98,7 +98,7 @@ class GridRow(Row[GridResult]):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RungResult:
     """A rung of a ladder in one case: its speed, and its ratios to the speeds of the rung before and of the last one.
 
     All three are None where the rung, or the one that it is compared with, was not measured.
@@ -110,7 +110,7 @@ class Step:
     to_last: float | None = None
 
 
-def steps(ladder: Ladder, row: GridRow) -> tuple[Step, ...]:
+def steps(ladder: Ladder, row: GridRow) -> tuple[RungResult, ...]:
     """The rungs of a ladder with their figures in a case."""
     results = {result.contender: result for result in row.results}
     speeds = {name: result.tflops for name, result in results.items() if result.tflops is not None}
@@ -119,7 +119,7 @@ def steps(ladder: Ladder, row: GridRow) -> tuple[Step, ...]:
     for rung in ladder.rungs:
         speed = speeds.get(rung.name)
         climbed.append(
-            Step(
+            RungResult(
                 rung,
                 results.get(rung.name),
                 speed / previous if speed is not None and previous is not None else None,

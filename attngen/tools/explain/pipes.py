@@ -10,7 +10,7 @@ from attngen.plan.pipes import Pipes, Ring
 
 
 @dataclass(frozen=True, slots=True)
-class Barrier:
+class BarrierRow:
     """Barriers in shared memory (``count`` of them) or, if ``named``, named barriers of the hardware."""
 
     name: str
@@ -20,14 +20,14 @@ class Barrier:
     guards: str
 
 
-def barriers(pipes: Pipes) -> Iterator[Barrier]:
+def barriers(pipes: Pipes) -> Iterator[BarrierRow]:
     """Yield the barriers as the kernel declares them."""
     for barrier in pipes.barriers:
         signal = barrier.signal
         says = f"{signal.says} ({signal.sources})"
-        yield Barrier(barrier.name, barrier.count, signal.arrivals, named=False, guards=says)
+        yield BarrierRow(barrier.name, barrier.count, signal.arrivals, named=False, guards=says)
     for one in pipes.named:
-        yield Barrier(one.name, one.count, one.threads, named=True, guards=one.guards)
+        yield BarrierRow(one.name, one.count, one.threads, named=True, guards=one.guards)
 
 
 def pipes_dict(pipes: Pipes) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def barrier_lines(pipes: Pipes) -> list[str]:
     return [_line(barrier, width) for barrier in declared]
 
 
-def _line(barrier: Barrier, width: int) -> str:
+def _line(barrier: BarrierRow, width: int) -> str:
     who = f"{barrier.arrivals} {'threads' if barrier.named else 'arrivals' if barrier.arrivals > 1 else 'arrival'}"
     return f"{barrier.name:{width}s} {barrier.count} x {who:11s}  {barrier.guards}" + (
         " (named)" if barrier.named else ""
