@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from attngen.commands.output import print_json, print_table
+from attngen.errors import StoreError
+from attngen.files import cause
 from attngen.tools.explain.predicted import HEADS, KV_HEADS
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 @click.option("--batch", type=click.IntRange(0), metavar="B",
               help="Where the mask differs by sequence, count this one; default: all of them together.")  # fmt: skip
 @click.option("--full", is_flag=True, help="Print the whole plan: roles, memory, barriers, arguments, floors.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Write a page of tiles, bands, plan, floors and source, which loads nothing.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text, always whole.")
 def command(
     spec: Path,
@@ -43,6 +47,7 @@ def command(
     head: int | None,
     batch: int | None,
     full: bool,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Explain the plan of the kernels of SPEC, or of those whose name contains KERNEL.
@@ -57,8 +62,12 @@ def command(
     files = {name: Path(file) for name, file in _pairs(tensors, "--tensor", "NAME=FILE").items()}
     values = _pairs(given, "--scalar", "NAME=VALUE")
     explanations = explain_spec(
-        spec, kernel, seqlens=seqlens or None, given=values, files=files, seed=seed, b=batch, h=head
+        spec, kernel, seqlens=seqlens or None, given=values, files=files, seed=seed, b=batch, h=head,
+        pictures=html is not None,
     )  # fmt: skip
+    if html is not None:
+        _write_page(html, f"{spec.name}{f', {kernel}' if kernel else ''}", explanations)
+        return
     helpers = explain_helpers(spec, kernel)
     if as_json:
         print_json({"kernels": [*(one.to_dict() for one in explanations), *(one.to_dict() for one in helpers)]})
@@ -74,6 +83,16 @@ def command(
         click.secho(helper.plan.name, bold=True)
         for label, text in helper.facts() if full else helper.facts()[:1]:
             click.echo(f"  {label:14s} {text}")
+
+
+def _write_page(file: Path, title: str, explanations: Sequence[PlanExplanation]) -> None:
+    from attngen.tools.explain.page import page
+
+    try:
+        file.write_text(page(title, explanations), "utf-8")
+    except OSError as error:
+        raise StoreError(f"{file} cannot be written: {cause(error)}") from error
+    click.echo(f"{file}: {len(explanations)} kernel{'s' if len(explanations) != 1 else ''}")
 
 
 def _pairs(items: Sequence[str], option: str, form: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Bound, Scalar, Variant
 from attngen.plan.model import Plan
 from attngen.tools.explain.assumed import Assumed, Heads, assume, read_by
-from attngen.tools.explain.visits import Visits, most_places, visits
+from attngen.tools.explain.visits import Visits, most_places, tile_kinds, visits
 from attngen.tools.values import Number
 
 #: The assumed value of an integer scalar with neither a default nor a given value: a window, a chunk, a width.
@@ -68,6 +68,20 @@ def efficiency(
         counted = reduce(add, (visits(plan, seqlen, arguments, place, count) for place in some))
         counts.append(counted.of_heads(len(places)) if count < len(places) else counted)
     return tuple(counts)
+
+
+def kinds_of_tiles(
+    plan: Plan,
+    seqlen: int,
+    scalars: Mapping[str, Number],
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    seed: int = 0,
+    b: int | None = None,
+    h: int | None = None,
+) -> tuple[tuple[int, ...], ...]:
+    """Kinds of the tiles of sequence ``b`` and head ``h``, or of the first ones: see ``visits.tile_kinds``."""
+    arguments = {**scalars, **assume(plan.variant, seqlen, scalars, tensors or {}, seed)}
+    return tile_kinds(plan, seqlen, arguments, (b or 0, h or 0))
 
 
 def tensor_values(

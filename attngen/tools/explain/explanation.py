@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 #: Lengths at which the efficiency of one kernel is shown, and of each in a list of many.
 SEQLENS, SEQLENS_OF_MANY = (1024, 4096, 8192), (2048,)
 
+#: Tiles along an axis of a picture, unless a given tensor or length needs more.
+_MOST_TILES = 64
+
 _ITERATIONS = {
     "ranges": "loops over ranges of tiles whose ends are formulas; full tiles run without mask code",
     "classified": "lists 32 tiles at a time inside the kernel, as full or partial, within the hull of the bands",
@@ -88,6 +91,8 @@ class PlanExplanation:
     seed: int = 0
     predicted: tuple[tuple[int, float], ...] = ()  # queries and keys, and the microseconds of a call
     place: str = "one head of one sequence"  # what ``visits`` count
+    tiles: tuple[tuple[int, ...], ...] = ()  # of a picture: 0, 1, 2 for empty, partial and full tiles
+    tiles_seqlen: int = 0
 
     @property
     def shared_bytes(self) -> int:
@@ -297,14 +302,15 @@ def explain_spec(
     seed: int = 0,
     b: int | None = None,
     h: int | None = None,
+    pictures: bool = False,
 ) -> list[PlanExplanation]:
     """Explain the attention kernels of a spec, or those of them whose name contains ``kernel``.
 
     ``given`` maps scalars to their values as text, for the tile efficiency at ``seqlens``, and ``files`` tensors to
     files of their values (see ``tensor_files.read_tensor``); others hold random values by ``seed`` (see ``assumed``).
     Where a mask differs by head or sequence, all of them are counted, or those of sequence ``b`` and head ``h``.
-    Raises SpecError if the spec is wrong, CallError if there is no such kernel, scalar or tensor, or if a value is not
-    as declared.
+    With ``pictures`` each has the tiles of a picture. Raises SpecError if the spec is wrong, CallError if there is no
+    such kernel, scalar or tensor, or if a value is not as declared.
     """
     known = [plan for _, plan in plans_of(load_spec(spec))]
     plans = [plan for plan in known if kernel is None or kernel in plan.name]
@@ -317,7 +323,11 @@ def explain_spec(
     measured = _Measured(
         seqlens, SEQLENS if len(plans) == 1 else SEQLENS_OF_MANY, values, _tensors(plans, files or {}), seed, b, h
     )
-    return [_explain(plan, measured) for plan in plans]
+    explained = [_explain(plan, measured) for plan in plans]
+    if not pictures:
+        return explained
+    drawn = [measured.tiles(plan) for plan in plans]
+    return [replace(one, tiles_seqlen=n, tiles=tiles) for one, (n, tiles) in zip(explained, drawn, strict=True)]
 
 
 def _values(plans: Sequence[Plan], given: Mapping[str, str]) -> dict[str, bool | int | float]:
@@ -417,6 +427,19 @@ class _Measured:
         read = names(plan.variant.mask) | {e for t in plan.variant.tensors for e in t.shape}
         assumed = (s.name for s in plan.variant.arguments if s.default is None and s.name not in self._given)
         return texts, tuple(name for name in assumed if name in read)
+
+    def tiles(self, plan: Plan) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """Length and kinds of the tiles of a picture: of the longest of the lengths that has few enough tiles."""
+        if find_spec("torch") is None:
+            return 0, ()
+        from attngen.tools.explain.efficiency import kinds_of_tiles, scalars_of
+
+        lengths = sorted(self._lengths(plan.variant))
+        small = [length for length in lengths if length <= _MOST_TILES * min(plan.tile_m, plan.tile_n)]
+        seqlen = max(small, default=lengths[0])
+        tensors = self._of_variant(plan.variant)
+        scalars = scalars_of(plan.variant, self._given)
+        return seqlen, kinds_of_tiles(plan, seqlen, scalars, tensors, self.seed, self._b, self._h)
 
     def place(self, plan: Plan) -> str:
         """The heads and sequences that are counted, in words."""

@@ -124,6 +124,14 @@ def visits(
     return Visits(seqlen, visible, full, partial, steps, skipped, ROWS * plan.tile_n, sampled, grid.outside)
 
 
+def tile_kinds(
+    plan: Plan, seqlen: int, arguments: Mapping[str, Any], place: tuple[int, int] = (0, 0)
+) -> tuple[tuple[int, ...], ...]:
+    """For each tile of queries and each of keys, 0 if no pair is visible, 1 if some are, 2 if all are."""
+    first = torch.arange(-(-seqlen // plan.tile_m)) * plan.tile_m
+    return tuple(map(tuple, _Grid(plan, seqlen, arguments, first, place).mask()[1].tolist()))
+
+
 def most_places(plan: Plan, seqlen: int) -> int:
     """Number of heads and sequences that can be looked at, at least one tile of queries of each."""
     return max(_WORK // (plan.tile_m * seqlen * _cost(plan.variant.mask)), 1)
