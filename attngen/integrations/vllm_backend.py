@@ -1,0 +1,464 @@
+"""An attention backend of vLLM: metadata once a step, ``append_kv`` and ``attention_paged`` once a layer.
+
+The cache stays as vLLM lays it out: logically (blocks, kv_heads, block size, key and value side by side), in any
+physical order, of which keys and values are views. Imported by vLLM alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm import envs
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed.parallel_state import get_dcp_group, get_dcp_world_size_and_rank
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+from vllm.v1.attention.ops import dcp
+
+from attngen.integrations import engines
+from attngen.integrations.engines import Choice, Layer, Mask, Step
+from attngen.integrations.vllm import NAME
+from attngen.runtime.calls.append import append_kv
+from attngen.runtime.calls.entry import attention_paged, attention_varlen
+from attngen.runtime.calls.merge import merge
+
+#: Attention types whose keys are the tokens of the call, without a cache.
+_WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+#: vLLM's names of caches in 8 bits.
+_FP8 = ("fp8", "fp8_e4m3")
+
+
+class AttngenBackend(AttentionBackend):
+    """What vLLM asks before it builds a model."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_FP8]
+    forward_includes_kv_cache_update = False
+    supports_kv_cache_update_bypass = True
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[AttngenImpl]:
+        return AttngenImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttngenMetadataBuilder]:
+        return AttngenMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        del kv_cache_spec
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return engines.head_dim_reason(head_size) is None
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (AttentionType.DECODER, *_WITHOUT_CACHE, AttentionType.ENCODER_DECODER)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability is None or engines.card_reason(capability.major, capability.minor) is None
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
+        """vLLM's reasons against a configuration, with attngen's own words where it has some."""
+        reasons: list[str] = super().validate_configuration(*args, **options)
+        given = {**dict(zip(("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla"), args, strict=False)),
+                 **options}  # fmt: skip
+        capability = given.get("device_capability")
+        words = {
+            "head_size not supported": engines.head_dim_reason(given["head_size"]),
+            "dtype not supported": f"dtype {given['dtype']} is not torch.float16 or torch.bfloat16",
+            "kv_cache_dtype not supported": f"a cache in {given.get('kv_cache_dtype')}; there are "
+            f"{', '.join(cls.supported_kv_cache_dtypes)}",
+            "MLA not supported": "MLA: no kernel of attngen reads latent keys from pages",
+            "sparse not supported": "sparse attention: no kernel of attngen takes a list of keys from vLLM",
+            "compute capability not supported": capability and engines.card_reason(capability.major, capability.minor),
+        }
+        reasons = [words.get(reason) or reason for reason in reasons]
+        if given.get("use_dcp") and given.get("has_sliding_window"):
+            reasons.append("a sliding window with decode context parallelism: a rank's keys are not consecutive")
+        return reasons
+
+
+@dataclass
+class AttngenMetadata:
+    """One step: what all layers of a group share. Tensors are vLLM's own, on the device."""
+
+    num_actual_tokens: int  # with padding
+    max_query_len: int
+    query_start_loc: Tensor  # (requests + 1,) int32
+    seq_lens: Tensor  # (requests,) int32
+    block_table: Tensor  # (requests, most blocks) int32
+    slot_mapping: Tensor
+    causal: bool | Tensor = True
+    longest: int = 0  # keys that any request may have; 0 where a graph is captured, which serves all lengths
+    # (2, tokens) int32: first and last position of the image of each query. Gemma 4 clears it, by vLLM's name, for
+    # layers whose images are causal.
+    mm_prefix_query_range_tensor: Tensor | None = None
+    prompts: Tensor | None = None  # (requests,) int32, keys of the prompt where all of these are seen
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the user's mask
+    context_lens: Tensor | None = None  # (requests,) int32, with context parallelism: keys here before the queries
+    tables: dict[int, Tensor] = field(default_factory=dict)
+
+    def table(self, block_size: int) -> Tensor:
+        """The block table, without columns that no request reaches."""
+        if not self.longest:
+            return self.block_table
+        table = self.tables.get(block_size)
+        if table is None:
+            table = self.tables[block_size] = self.block_table[:, : max(-(-self.longest // block_size), 1)]
+        return table
+
+
+class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
+    """Metadata of steps. It reads nothing from the device and copies nothing but images' ranges."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Graphs of any batch; where prompts may hold images, of decoding, since a graph has one mask."""
+        del kv_cache_spec
+        model = vllm_config.model_config
+        images = model is not None and model.is_mm_prefix_lm
+        support: AttentionCGSupport = AttentionCGSupport.UNIFORM_BATCH if images else cls._cudagraph_support
+        return support
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        scheduler = vllm_config.scheduler_config
+        parallel = vllm_config.parallel_config
+        self._mask = _configured_mask(vllm_config)
+        self._rswa = vllm_config.model_config.rswa_window is not None
+        self._prompts: Tensor | None = None
+        if self._rswa:
+            self._prompts = torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device)
+        self._images: tuple[Tensor, Tensor] | None = None
+        if vllm_config.model_config.is_mm_prefix_lm:
+            shape = (2, scheduler.max_num_batched_tokens)
+            pinned = device.type == "cuda"
+            self._images = (
+                torch.empty(shape, dtype=torch.int32, pin_memory=pinned),
+                torch.empty(shape, dtype=torch.int32, device=device),
+            )
+        sharded = getattr(kv_cache_spec, "dcp_sharded", True)
+        self._dcp = get_dcp_world_size_and_rank(sharded and parallel.decode_context_parallel_size > 1)
+        self._interleave = parallel.cp_kv_cache_interleave_size
+        self._context: Tensor | None = None
+        if self._dcp[0] > 1:
+            self._context = torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device)
+        # What a captured loop of drafts reads are the tensors that vLLM updates in place; nothing follows from them.
+        self.supports_draft_decode_metadata_update = self._dcp[0] == 1 and self._mask is None
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> AttngenMetadata:
+        del common_prefix_len
+        return self._build(common_attn_metadata, bounded=not fast_build)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> AttngenMetadata:
+        """Metadata whose table has all columns: the graph is for batches of any length."""
+        metadata = self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
+        metadata.longest = 0
+        return metadata
+
+    def update_block_table(self, metadata: AttngenMetadata, blk_table: Tensor, slot_mapping: Tensor) -> AttngenMetadata:
+        other = copy.copy(metadata)
+        other.block_table, other.slot_mapping, other.tables = blk_table, slot_mapping, {}
+        return other
+
+    def update_draft_decode_metadata(self, metadata: AttngenMetadata) -> None:
+        """Nothing: metadata holds vLLM's tensors themselves."""
+
+    def _build(self, common: CommonAttentionMetadata, *, bounded: bool) -> AttngenMetadata:
+        causal = common.causal
+        if isinstance(causal, Tensor) and causal.dtype != torch.int32:
+            raise ValueError(
+                f"causal flags of requests must be int32, so that graphs can read them; got {causal.dtype}"
+            )
+        metadata = AttngenMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=max(common.max_query_len, 1),
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            causal=causal,
+            longest=common.max_seq_len if bounded else 0,
+        )
+        if common.mm_req_doc_ranges and self._images is not None:
+            metadata.mm_prefix_query_range_tensor = self._ranges(common)
+        if self._prompts is not None and common.rswa_prefix_lens is not None:
+            metadata.prompts = self._prompts[: common.num_reqs]
+            metadata.prompts.copy_(common.rswa_prefix_lens[: common.num_reqs], non_blocking=True)
+        if self._context is not None:
+            queries = common.query_start_loc[1:] - common.query_start_loc[:-1]
+            here = get_dcp_local_seq_lens(common.seq_lens - queries, *self._dcp, self._interleave)
+            metadata.context_lens = self._context[: common.num_reqs]
+            metadata.context_lens.copy_(here)
+        if self._mask is not None:
+            step = Step(common.query_start_loc, common.seq_lens, common.num_actual_tokens, metadata.max_query_len,
+                        common.max_seq_len)  # fmt: skip
+            metadata.arguments = self._mask.of_step(step)
+        return metadata
+
+    def _ranges(self, common: CommonAttentionMetadata) -> Tensor | None:
+        """First and last positions of images by query, on the device; None if no query belongs to an image."""
+        assert self._images is not None
+        lengths = common.seq_lens_cpu_upper_bound
+        assert lengths is not None, "ranges of images need seq_lens_cpu_upper_bound"
+        on_host, on_device = self._images
+        written = engines.image_ranges(common.mm_req_doc_ranges, common.query_start_loc_cpu, lengths, on_host)
+        if not written:
+            return None
+        tokens = common.num_actual_tokens
+        on_host[:, written:tokens] = -1
+        on_device[:, :tokens].copy_(on_host[:, :tokens], non_blocking=True)
+        return on_device[:, :tokens]
+
+
+class AttngenImpl(AttentionImpl):
+    """The attention of one layer."""
+
+    can_return_lse_for_decode = True
+    supports_dcp = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.supports_quant_query_input = False
+        self._fp8 = kv_cache_dtype in _FP8
+        self._slopes, self._sinks = alibi_slopes, sinks
+        self._window, self._softcap = sliding_window, float(logits_soft_cap or 0.0)
+        config = get_current_vllm_config_or_none()
+        self._split_size = engines.INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else None
+        self._mask = None if attn_type != AttentionType.DECODER or config is None else _configured_mask(config)
+        if self._mask is not None and not self._mask.for_window(sliding_window):
+            self._mask = None
+        self._rswa = None if config is None or config.model_config is None else config.model_config.rswa_window
+        self._layer: Layer | None = None
+        self._causal: Choice | None = None
+        self._both_ways: Choice | None = None
+        self._cache: Tensor | None = None
+        self._exchange = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
+        reason = engines.combination_reason(bool(self._softcap), alibi_slopes is not None, sinks is not None)
+        if reason is None and self.dcp_world_size > 1 and (alibi_slopes or sliding_window or sinks is not None):
+            reason = "ALiBi, sliding windows and sinks with decode context parallelism"
+        if reason is None and self.dcp_world_size > 1 and self._mask is not None:
+            reason = f"the mask '{self._mask.variant}' with decode context parallelism"
+        if reason is not None:
+            raise NotImplementedError(f"{NAME} does not serve {reason}")
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Sinks have their values now."""
+        del act_dtype
+        self._layer = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: AttngenMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write the attention of (tokens, heads, head size) to ``output``, and return it."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(f"{NAME} does not quantize its output")
+        if attn_metadata is None:  # a profiling run
+            return output.fill_(0)
+        tokens = attn_metadata.num_actual_tokens
+        if self._layer is None:
+            self._bind(query.device)
+        q, out = query[:tokens], output[:tokens]
+        if self.attn_type in _WITHOUT_CACHE:
+            self._over_tokens(q, key[:tokens], value[:tokens], attn_metadata, out, causal=False)
+            return output
+        self._views(kv_cache)
+        if attn_metadata.context_lens is not None:
+            self._over_ranks(layer, q, key[:tokens], value[:tokens], attn_metadata, out)
+            return output
+        choice = self._choice(layer, attn_metadata)
+        attention_paged(
+            q, self._keys, self._values, attn_metadata.table(self._block_size), attn_metadata.seq_lens,
+            cu_seqlens_q=attn_metadata.query_start_loc, max_seqlen_q=attn_metadata.max_query_len,
+            variant=choice.variant, softmax_scale=self.scale, page_layout="HND", split_size=self._split_size, out=out,
+            **self._scales(layer, attn_metadata), **choice.arguments,
+        )  # fmt: skip
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write keys and values to their slots; key and value may have more tokens than there are slots."""
+        if self.attn_type in _WITHOUT_CACHE:
+            return
+        self._views(kv_cache)
+        tokens = slot_mapping.shape[0]
+        scales = {}
+        if self._fp8:
+            scales = {
+                "k_descale": engines.scale_of_tokens(layer._k_scale, self.num_kv_heads),
+                "v_descale": engines.scale_of_tokens(layer._v_scale, self.num_kv_heads),
+            }
+        append_kv(
+            key[None, :tokens], value[None, :tokens], self._keys, self._values, slots=slot_mapping[None],
+            page_layout="HND", **scales,
+        )  # fmt: skip
+
+    def _bind(self, device: torch.device) -> None:
+        """Make the layer's variants, now that tensors have a device."""
+        slopes, sinks = (engines.float32_on(device, given) for given in (self._slopes, self._sinks))
+        self._layer = Layer(self._window, self._softcap, slopes, sinks)
+        self._causal = self._layer.own(self._mask) if self._mask is not None else self._layer.causal()
+        self._both_ways = self._layer.bidirectional()
+
+    def _views(self, kv_cache: Tensor) -> None:
+        """Keys and values of a cache, as views; the cache is the same tensor in each step."""
+        if kv_cache is self._cache:
+            return
+        cache = kv_cache.view(torch.float8_e4m3fn) if self._fp8 else kv_cache
+        self._cache = kv_cache
+        self._keys, self._values = cache[..., : self.head_size], cache[..., self.head_size :]
+        self._block_size = kv_cache.shape[2]
+
+    def _choice(self, layer: Any, metadata: AttngenMetadata) -> Choice:
+        """The variant of a step."""
+        causal, own = metadata.causal, self._layer
+        assert own is not None
+        assert self._causal is not None
+        if self._mask is not None:
+            return Choice(self._causal.variant, {**self._causal.arguments, **metadata.arguments})
+        if self.attn_type == AttentionType.ENCODER_DECODER:
+            return self._both_ways
+        if isinstance(causal, Tensor):
+            return own.by_request(causal)
+        if not causal:
+            return self._both_ways
+        images = metadata.mm_prefix_query_range_tensor
+        if images is not None:
+            return own.with_images(*images, bool(getattr(layer, "mm_prefix_clamp_sliding_window", False)))
+        if metadata.prompts is not None and self._rswa is not None:
+            return own.with_prompts(metadata.prompts, self._rswa)
+        return self._causal
+
+    def _scales(self, layer: Any, metadata: AttngenMetadata) -> dict[str, Tensor]:
+        if not self._fp8:
+            return {}
+        requests = metadata.seq_lens.shape[0]
+        return {
+            "k_descale": engines.scale_of_requests(layer._k_scale, requests, self.num_kv_heads),
+            "v_descale": engines.scale_of_requests(layer._v_scale, requests, self.num_kv_heads),
+        }
+
+    def _over_tokens(
+        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttngenMetadata, out: Tensor, *, causal: bool
+    ) -> Tensor:
+        """Attention among the tokens of each request, without a cache; returns the log-sum-exp (heads, tokens)."""
+        assert self._layer is not None
+        choice = self._layer.causal() if causal else self._both_ways
+        starts, longest = metadata.query_start_loc, metadata.max_query_len
+        result, lse = attention_varlen(
+            q, k, v, starts, starts, longest, longest, variant=choice.variant, softmax_scale=self.scale,
+            return_lse=True, **choice.arguments,
+        )  # fmt: skip
+        out.copy_(result)
+        return lse
+
+    def _over_ranks(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, metadata: AttngenMetadata, out: Tensor) -> None:
+        """Attention whose earlier keys lie on all ranks of decode context parallelism.
+
+        Each rank attends with the heads of all to the keys that it has; the parts of a head are joined where its
+        queries are, together with the step's own keys.
+        """
+        group = get_dcp_group()
+        heads = group.all_gather(q.contiguous(), dim=1)
+        here = Layer(None, self._softcap).bidirectional()
+        part, lse = attention_paged(
+            heads, self._keys, self._values, metadata.table(self._block_size), metadata.context_lens,
+            cu_seqlens_q=metadata.query_start_loc, max_seqlen_q=metadata.max_query_len, variant=here.variant,
+            softmax_scale=self.scale, page_layout="HND", split_size=self._split_size, return_lse=True,
+            **self._scales(layer, metadata), **here.arguments,
+        )  # fmt: skip
+        combine = dcp.dcp_a2a_lse_reduce if self._exchange else dcp.cp_lse_ag_out_rs
+        context, context_lse = combine(part, lse.transpose(0, 1), group, return_lse=True)
+        own_lse = self._over_tokens(q, k, v, metadata, out, causal=metadata.causal is not False)
+        joined, _ = merge([context, out], [context_lse.transpose(0, 1), own_lse])
+        out.copy_(joined)
+
+
+def _configured_mask(config: VllmConfig) -> Mask | None:
+    """The user's mask: ``{"attngen": …}`` of ``--additional-config``, else the environment's."""
+    more = config.additional_config
+    return engines.configured(more.get("attngen") if isinstance(more, Mapping) else None)
