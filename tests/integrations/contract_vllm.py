@@ -32,6 +32,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend
 from vllm.model_executor.layers.attention.encoder_only_attention import create_encoder_only_attention_backend
+from vllm.utils import torch_utils
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
@@ -229,7 +230,8 @@ def test_chunks_by_their_wrapper(engine: Engine) -> None:
         impl = wrapped.get_impl_cls()(4, 32, 32**-0.5, 2)
     assert builder.get_cudagraph_support(config, spec) == AttentionCGSupport.NEVER
     case = Case(queries=(5, 1, 40), lengths=(70, 33, 40))
-    with mock.patch("vllm.utils.torch_utils.PIN_MEMORY", False):  # there is no GPU
+    unpinned = {"PIN_MEMORY": False, "is_pin_memory_available": lambda: False}  # there is no GPU
+    with mock.patch.multiple(torch_utils, **unpinned):
         built = builder.build(0, vllm_cases.metadata(engine, case, made))
     impl.do_kv_cache_update(None, made.k, made.v, made.cache, made.slots)
     out = impl.forward(None, made.q, made.k, made.v, made.cache, built, torch.empty_like(made.q))

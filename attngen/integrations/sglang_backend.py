@@ -1,0 +1,333 @@
+"""An attention backend of SGLang: metadata once a step, the pool's own writes, and ``attention_paged`` once a layer.
+
+The pools stay as SGLang lays them out, of which pages are views. Imported by SGLang alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
+from sglang.srt.mem_cache.layout.paged_view import paged_kv_view
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_exec, get_spec
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.integrations import engines
+from attngen.integrations.engines import Choice, Layer, Step
+from attngen.integrations.sglang import NAME
+from attngen.runtime.calls.entry import attention_paged
+
+_EIGHT_BITS = (torch.float8_e4m3fn,)
+
+
+@dataclass
+class Tables:
+    """Where the keys of each request lie, as pages, and how many there are. All int32, on the device."""
+
+    pages: Tensor  # (requests, most pages)
+    lengths: Tensor  # (requests,)
+
+
+@dataclass
+class AttngenMetadata:
+    """One step: what all layers share."""
+
+    starts: Tensor  # (requests + 1,) int32, where the queries of each request begin
+    longest_query: int
+    own: Tables
+    longest: int  # keys that any request may have
+    window: Tables | None = None  # of layers with a sliding window, where they have a pool of their own
+    encoder: Tables | None = None  # of cross attention
+    window_slots: Tensor | None = None  # where new tokens go in the pool of windows
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the user's mask
+
+
+class AttngenAttnBackend(AttentionBackend):
+    """Attention of a model runner."""
+
+    needs_cpu_seq_lens = True
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        reason = _refusal(model_runner)
+        if reason is not None:
+            raise ValueError(f"--attention-backend {NAME} does not serve {reason}")
+        self.device = model_runner.device
+        self.page_size = model_runner.page_size
+        self.kv_index_translator = model_runner.kv_index_translator
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.max_context_len = model_runner.model_config.context_len
+        self.most_pages = -(-self.max_context_len // self.page_size)
+        pool = self.token_to_kv_pool
+        self.use_sliding_window_kv_pool = isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0
+        self.draft_tokens = get_spec().speculative_num_draft_tokens or 1
+        self.forward_metadata: AttngenMetadata | None = None
+        deterministic = get_exec().deterministic.enable_deterministic_inference
+        self._split_size = engines.INVARIANT_SPLIT if deterministic else None
+        self._mask = engines.configured()
+        self._graphs: dict[tuple[int, int], AttngenMetadata] = {}
+        self._layers: dict[tuple[int, int | None], Layer] = {}
+        self._pages: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    # Metadata
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Metadata of a step that runs without a graph."""
+        starts, longest_query, lengths, longest = self._extents(forward_batch)
+        most = -(-longest // self.page_size)
+        indices = forward_batch.req_pool_indices
+        encoder = None
+        offset = forward_batch.encoder_lens
+        if offset is not None:
+            width = max(int(offset.max()), 1) if offset.numel() else 1
+            encoder = Tables(self._gathered(indices, None, width), offset.to(torch.int32))
+        tokens = self._gathered(indices, offset, most * self.page_size)
+        self.forward_metadata = AttngenMetadata(
+            starts, longest_query, Tables(self._as_pages(tokens), lengths), longest, encoder=encoder
+        )
+        self._set_window(self.forward_metadata, tokens, forward_batch)
+        self._set_arguments(self.forward_metadata, forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Tensors that captured graphs read, for batches of up to ``max_bs`` requests."""
+        del max_num_tokens
+
+        def table() -> Tensor:
+            return torch.zeros(max_bs, self.most_pages, dtype=torch.int32, device=self.device)
+
+        self._lengths = torch.zeros(max_bs, dtype=torch.int32, device=self.device)
+        self._own_table = table()
+        self._window_table = table() if self.use_sliding_window_kv_pool else None
+        self._window_slots = None
+        if self.use_sliding_window_kv_pool:
+            self._window_slots = torch.zeros(
+                max_bs * self.draft_tokens, dtype=torch.int64, device=self.device
+            )  # fmt: skip
+        self._steps = torch.arange(0, max_bs + 1, dtype=torch.int32, device=self.device)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Fill the tensors of a graph for a batch, of decoding or of drafts to verify."""
+        mode = forward_batch.forward_mode
+        if not (mode.is_decode_or_idle() or mode.is_target_verify()):
+            raise NotImplementedError(f"{NAME} has graphs for decoding and for verifying drafts, not for {mode.name}")
+        if forward_batch.encoder_lens is not None:
+            raise NotImplementedError(f"{NAME} has no graphs for cross attention; pass --disable-cuda-graph")
+        count = forward_batch.batch_size
+        queries = self.draft_tokens if mode.is_target_verify() else 1
+        metadata = self._graphs.get((count, queries))
+        if metadata is None:
+            metadata = self._graphs[count, queries] = AttngenMetadata(
+                self._steps[: count + 1] * queries, queries, Tables(self._own_table[:count], self._lengths[:count]),
+                self.max_context_len,
+            )  # fmt: skip
+            if self._window_table is not None:
+                metadata.window = Tables(self._window_table[:count], metadata.own.lengths)
+        added = queries if mode.is_target_verify() else 0
+        torch.add(forward_batch.seq_lens[:count], added, out=metadata.own.lengths)
+        most = self._most(forward_batch, added)
+        tokens = self._gathered(forward_batch.req_pool_indices[:count], None, most * self.page_size)
+        metadata.own.pages[:, :most].copy_(self._as_pages(tokens))
+        if metadata.window is not None and self._window_slots is not None:
+            metadata.window.pages[:, :most].copy_(self._as_pages(self._in_window_pool(tokens)))
+            slots = self.kv_index_translator.write_ids(forward_batch, IdSpaceKind.SLIDING_WINDOW)
+            metadata.window_slots = self._window_slots[: count * queries]
+            if slots is None or in_capture:
+                metadata.window_slots.zero_()
+            else:
+                metadata.window_slots[: slots.shape[0]].copy_(slots)
+        self.forward_metadata = metadata
+        self._set_arguments(metadata, forward_batch)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Keys of a request of padding: the one that SGLang writes."""
+        return 1
+
+    def _most(self, forward_batch: Any, added: int) -> int:
+        """Pages of the longest request of a batch, as far as the host knows."""
+        known = forward_batch.seq_lens_cpu
+        if known is None or not known.numel():
+            return self.most_pages
+        return min(-(-(int(known.max()) + added) // self.page_size), self.most_pages)
+
+    def _extents(self, forward_batch: Any) -> tuple[Tensor, int, Tensor, int]:
+        """Starts and longest number of queries, lengths of keys and their bound, of a step without a graph."""
+        mode, lengths = forward_batch.forward_mode, forward_batch.seq_lens
+        count = lengths.shape[0]
+        added, queries = 0, 1
+        if mode.is_target_verify():
+            added = queries = self.draft_tokens
+        elif not mode.is_decode_or_idle():
+            extents = forward_batch.extend_seq_lens
+            starts = torch.nn.functional.pad(extents.cumsum(0, dtype=torch.int32), (1, 0))
+            host = forward_batch.extend_seq_lens_cpu
+            longest = max(host) if host else int(extents.max())
+            return starts, max(longest, 1), lengths.to(torch.int32), self._longest(forward_batch, 0)
+        starts = torch.arange(0, (count + 1) * queries, queries, dtype=torch.int32, device=lengths.device)
+        return starts, queries, (lengths + added).to(torch.int32), self._longest(forward_batch, added)
+
+    def _longest(self, forward_batch: Any, added: int) -> int:
+        known = forward_batch.seq_lens_cpu
+        if known is None or not known.numel():
+            return int(self.max_context_len)
+        return max(int(known.max()) + added, 1)
+
+    def _gathered(self, indices: Tensor, offset: Tensor | None, width: int) -> Tensor:
+        """Slots of the tokens of requests, (requests, width), from ``offset`` (requests,) on."""
+        if offset is None:
+            rows: Tensor = self.req_to_token[indices, :width]
+            return rows
+        columns = offset.long()[:, None] + torch.arange(width, device=offset.device)
+        return self.req_to_token[indices[:, None], columns.clamp(max=self.req_to_token.shape[1] - 1)]
+
+    def _as_pages(self, tokens: Tensor) -> Tensor:
+        """Pages of slots: of the first token of each page."""
+        if self.page_size == 1:
+            return tokens.to(torch.int32)
+        return (tokens[:, :: self.page_size] // self.page_size).to(torch.int32)
+
+    def _in_window_pool(self, tokens: Tensor) -> Tensor:
+        """Slots of tokens in the pool of layers with a sliding window."""
+        slots: Tensor = self.token_to_kv_pool.translate_loc_from_full_to_swa(tokens)
+        return slots
+
+    def _set_window(self, metadata: AttngenMetadata, tokens: Tensor, forward_batch: Any) -> None:
+        if not self.use_sliding_window_kv_pool:
+            return
+        metadata.window = Tables(self._as_pages(self._in_window_pool(tokens)), metadata.own.lengths)
+        metadata.window_slots = self.kv_index_translator.write_ids(forward_batch, IdSpaceKind.SLIDING_WINDOW)
+
+    def _set_arguments(self, metadata: AttngenMetadata, forward_batch: Any) -> None:
+        if self._mask is None:
+            return
+        tokens = metadata.longest_query * forward_batch.batch_size
+        if forward_batch.extend_num_tokens is not None:
+            tokens = forward_batch.extend_num_tokens
+        step = Step(metadata.starts, metadata.own.lengths, tokens, metadata.longest_query, metadata.longest)
+        metadata.arguments = dict(self._mask.of_step(step))
+
+    # Layers
+
+    def forward_extend(self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
+                       sinks: Tensor | None = None, return_lse: bool = False, **more: Any) -> Any:  # fmt: skip
+        """Attention of prompts, of parts of them, and of drafts to verify, over pages."""
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, return_lse, more)
+
+    def forward_decode(self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
+                       sinks: Tensor | None = None, return_lse: bool = False, **more: Any) -> Any:  # fmt: skip
+        """Attention of one new token for each request, over pages."""
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, return_lse, more)
+
+    def support_triton(self) -> bool:
+        return True
+
+    def _forward(
+        self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool, sinks: Tensor | None,
+        return_lse: bool, more: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        given = sorted(name for name, value in more.items() if value is not None)
+        if given:
+            raise NotImplementedError(f"{NAME} does not serve '{given[0]}' of a layer")
+        metadata = self.forward_metadata
+        assert metadata is not None, "init_forward_metadata comes first"
+        if k is not None and save:
+            place = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=metadata.window_slots)
+            self.token_to_kv_pool.set_kv_buffer(layer, place, k, v, layer.k_scale, layer.v_scale)
+        own = self._layer(layer, sinks)
+        tables, choice = self._choice(own, layer, metadata)
+        keys, values = self._views(layer)
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        tokens = queries.shape[0]
+        out = queries.new_empty(tokens, layer.tp_q_head_num, layer.v_head_dim)
+        scales = {}
+        if keys.dtype in _EIGHT_BITS:
+            requests = tables.lengths.shape[0]
+            scales = {
+                name: self._scale(scale, requests, layer.tp_k_head_num, q.device)
+                for name, scale in (("k_descale", layer.k_scale), ("v_descale", layer.v_scale))
+            }
+        result = attention_paged(
+            queries, keys, values, tables.pages, tables.lengths, cu_seqlens_q=metadata.starts,
+            max_seqlen_q=metadata.longest_query, variant=choice.variant, softmax_scale=layer.scaling, out=out,
+            split_size=self._split_size, return_lse=return_lse, **scales, **choice.arguments,
+        )  # fmt: skip
+        if return_lse:
+            return out, result[1].transpose(0, 1).contiguous()
+        return out.view(tokens, -1)
+
+    def _layer(self, layer: Any, sinks: Tensor | None) -> Layer:
+        """What a layer is, made when it first runs."""
+        key = (layer.layer_id, None if sinks is None else sinks.data_ptr())
+        own = self._layers.get(key)
+        if own is None:
+            if getattr(layer, "xai_temperature_len", -1) > 0:
+                raise NotImplementedError(f"{NAME} does not serve xai_temperature_len")
+            reason = engines.combination_reason(bool(layer.logit_cap), False, sinks is not None)
+            if reason is not None:
+                raise NotImplementedError(f"{NAME} does not serve {reason}")
+            # SGLang's window does not count the query's own key.
+            inside = layer.sliding_window_size
+            window = None if inside is None or inside < 0 or layer.is_cross_attention else inside + 1
+            logits = None if sinks is None else engines.float32_on(sinks.device, sinks.detach())
+            own = self._layers[key] = Layer(window, float(layer.logit_cap or 0.0), None, logits)
+        return own
+
+    def _choice(self, own: Layer, layer: Any, metadata: AttngenMetadata) -> tuple[Tables, Choice]:
+        """Tables and variant of a layer."""
+        if layer.is_cross_attention:
+            if metadata.encoder is None:
+                raise CallError("cross attention needs the lengths of encoders")
+            return metadata.encoder, own.bidirectional()
+        in_window = own.window is not None and metadata.window is not None
+        tables = metadata.window if in_window and metadata.window is not None else metadata.own
+        if layer.attn_type in (AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL):
+            return tables, own.bidirectional()
+        if self._mask is not None and self._mask.for_window(own.window):
+            choice = own.own(self._mask)
+            return tables, choice._replace(arguments={**choice.arguments, **metadata.arguments})
+        return tables, own.causal()
+
+    def _views(self, layer: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer's pool as (pages, page size, heads, head dim)."""
+        key, value = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        known = self._pages.get(layer.layer_id)
+        if known is None or known[0] is not key:
+            views = (
+                paged_kv_view(key, self.page_size, layer.tp_k_head_num, layer.head_dim),
+                paged_kv_view(value, self.page_size, layer.tp_v_head_num, layer.v_head_dim),
+            )
+            known = self._pages[layer.layer_id] = (key, *views)
+        return known[1], known[2]
+
+    @staticmethod
+    def _scale(scale: Any, requests: int, kv_heads: int, device: torch.device) -> Tensor:
+        if scale is None:
+            return torch.ones((), dtype=torch.float32, device=device)
+        return engines.scale_of_requests(torch.as_tensor(scale, dtype=torch.float32, device=device), requests, kv_heads)
+
+
+def _refusal(runner: Any) -> str | None:
+    """What of a runner is not served, or None."""
+    model, spec = runner.model_config, get_spec()
+    if model.attention_arch == AttentionArch.MLA:
+        return "MLA: no kernel of attngen reads latent keys from pages"
+    if runner.is_draft_worker:
+        return "draft models; --speculative-draft-attention-backend takes another backend"
+    if (spec.speculative_eagle_topk or 0) > 1:
+        return "trees of drafts (--speculative-eagle-topk above 1)"
+    if runner.kv_index_translator.is_translating:
+        return "--enable-unified-memory, whose slots are translated at each read"
+    if getattr(model, "is_local_attention_model", False):
+        return "chunked local attention"
+    if model.is_encoder_decoder and runner.page_size != 1:
+        return "cross attention with pages of more than one token"
+    return engines.head_dim_reason(model.head_dim)

@@ -1,0 +1,87 @@
+"""The backend of SGLang, with a stub in SGLang's place; its release itself: ``engine_contracts``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import attngen
+from attngen.integrations import engines
+from tests.integrations import sglang_stub
+
+#: Modules that are imported anew with the stub, and forgotten after.
+_OWN = ("attngen.integrations.sglang_backend", "tests.integrations.sglang_cases")
+
+
+@pytest.fixture(scope="module")
+def cases() -> Iterator[Any]:
+    before = {name: sys.modules.pop(name, None) for name in (*sglang_stub.modules(), *_OWN)}
+    sglang_stub.install()
+    yield importlib.import_module("tests.integrations.sglang_cases")
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+def engine(cases: Any) -> Any:
+    return cases.Engine(
+        sglang_stub.Pool, sglang_stub.SWAKVPool, sglang_stub.layer, sglang_stub.ForwardMode, sglang_stub.AttentionType
+    )
+
+
+NAMES = (
+    "prompts and decoding", "pages of one token", "decoding", "window", "window, decoding", "a pool of windows",
+    "a pool of windows, decoding", "sinks", "sinks and window", "softcap", "both ways", "encoder", "after an encoder",
+    "cross", "fp8", "graph", "graph, a pool of windows", "drafts", "drafts, graph", "log-sum-exp",
+)  # fmt: skip
+
+
+def test_every_case_is_run(cases: Any) -> None:
+    assert set(NAMES) == set(cases.CASES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results(cases: Any, name: str) -> None:
+    cases.check(engine(cases), cases.CASES[name])
+
+
+def test_a_mask_of_ones_own(cases: Any) -> None:
+    mask = engines.Mask(attngen.variant("q_pos >= kv and (q_pos - kv < 4 or kv % 8 == 0)", name="landmarks"))
+    case = cases.Case(mask=mask, seen=lambda b, q, kv: (q >= kv) & ((q - kv < 4) | (kv % 8 == 0)))
+    cases.check(engine(cases), case)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda runner: setattr(runner.model_config, "attention_arch", sglang_stub.AttentionArch.MLA), "MLA: no kernel"),
+        (lambda runner: setattr(runner, "is_draft_worker", True), "draft models"),
+        (lambda runner: setattr(runner.kv_index_translator, "is_translating", True), "--enable-unified-memory"),
+        (lambda runner: setattr(runner.model_config, "is_local_attention_model", True), "chunked local attention"),
+        (lambda runner: setattr(runner.model_config, "is_encoder_decoder", True), "cross attention with pages"),
+        (lambda runner: setattr(runner.model_config, "head_dim", 300), "head size 300 is not a multiple of 8"),
+    ],
+)
+def test_what_is_not_served_is_said_in_words(cases: Any, monkeypatch: pytest.MonkeyPatch, change: Any, words: str) -> None:
+    monkeypatch.setattr(cases.sglang_backend, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=None))
+    runner = cases.runner_of(engine(cases), cases.Case(), None, torch.empty(0))
+    change(runner)
+    with pytest.raises(ValueError, match=f"--attention-backend attngen does not serve {words}"):
+        cases.sglang_backend.AttngenAttnBackend(runner)
+
+
+def test_registering_twice_is_the_same_as_once(cases: Any) -> None:
+    from attngen.integrations import sglang
+
+    sglang.register()
+    sglang.register()
+    assert sys.modules["sglang.srt.arg_groups.choices"].listed == ["attngen"]
+    registry = sys.modules["sglang.srt.layers.attention.attention_registry"]
+    assert registry.ATTENTION_BACKENDS == {"attngen": sglang._make}
