@@ -6,6 +6,7 @@ SGLang's classes is in ``sglang_backend``, imported when the backend is made.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 #: Releases whose contract the tests check.
@@ -13,6 +14,8 @@ RELEASES = ("0.5.23",)
 
 #: Name of the backend on SGLang's command line.
 NAME = "attngen"
+
+_BACKEND = "attngen.integrations.sglang_backend"
 
 
 def register() -> None:
@@ -32,6 +35,4 @@ def register() -> None:
 
 
 def _make(runner: Any) -> Any:
-    from attngen.integrations.sglang_backend import AttngenAttnBackend
-
-    return AttngenAttnBackend(runner)
+    return import_module(_BACKEND).AttngenAttnBackend(runner)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -303,9 +303,7 @@ class AttngenImpl(AttentionImpl):
         if self._mask is not None and not self._mask.for_window(sliding_window):
             self._mask = None
         self._rswa = None if config is None or config.model_config is None else config.model_config.rswa_window
-        self._layer: Layer | None = None
-        self._causal: Choice | None = None
-        self._both_ways: Choice | None = None
+        self._bound: _Bound | None = None
         self._cache: Tensor | None = None
         self._exchange = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
         reason = engines.combination_reason(bool(self._softcap), alibi_slopes is not None, sinks is not None)
@@ -319,7 +317,7 @@ class AttngenImpl(AttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Sinks have their values now."""
         del act_dtype
-        self._layer = None
+        self._bound = None
 
     def forward(
         self,
@@ -339,17 +337,16 @@ class AttngenImpl(AttentionImpl):
         if attn_metadata is None:  # a profiling run
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
-        if self._layer is None:
-            self._bind(query.device)
+        bound = self._bound or self._bind(query.device)
         q, out = query[:tokens], output[:tokens]
         if self.attn_type in _WITHOUT_CACHE:
-            self._over_tokens(q, key[:tokens], value[:tokens], attn_metadata, out, causal=False)
+            self._over_tokens(q, key[:tokens], value[:tokens], attn_metadata, out, bound.both_ways)
             return output
         self._views(kv_cache)
         if attn_metadata.context_lens is not None:
-            self._over_ranks(layer, q, key[:tokens], value[:tokens], attn_metadata, out)
+            self._over_ranks(layer, q, key[:tokens], value[:tokens], attn_metadata, out, bound)
             return output
-        choice = self._choice(layer, attn_metadata)
+        choice = self._choice(layer, attn_metadata, bound)
         attention_paged(
             q, self._keys, self._values, attn_metadata.table(self._block_size), attn_metadata.seq_lens,
             cu_seqlens_q=attn_metadata.query_start_loc, max_seqlen_q=attn_metadata.max_query_len,
@@ -377,12 +374,13 @@ class AttngenImpl(AttentionImpl):
             page_layout="HND", **scales,
         )  # fmt: skip
 
-    def _bind(self, device: torch.device) -> None:
+    def _bind(self, device: torch.device) -> _Bound:
         """Make the layer's variants, now that tensors have a device."""
         slopes, sinks = (engines.float32_on(device, given) for given in (self._slopes, self._sinks))
-        self._layer = Layer(self._window, self._softcap, slopes, sinks)
-        self._causal = self._layer.own(self._mask) if self._mask is not None else self._layer.causal()
-        self._both_ways = self._layer.bidirectional()
+        layer = Layer(self._window, self._softcap, slopes, sinks)
+        causal = layer.own(self._mask) if self._mask is not None else layer.causal()
+        self._bound = _Bound(layer, causal, layer.bidirectional())
+        return self._bound
 
     def _views(self, kv_cache: Tensor) -> None:
         """Keys and values of a cache, as views; the cache is the same tensor in each step."""
@@ -393,25 +391,21 @@ class AttngenImpl(AttentionImpl):
         self._keys, self._values = cache[..., : self.head_size], cache[..., self.head_size :]
         self._block_size = kv_cache.shape[2]
 
-    def _choice(self, layer: Any, metadata: AttngenMetadata) -> Choice:
+    def _choice(self, layer: Any, metadata: AttngenMetadata, bound: _Bound) -> Choice:
         """The variant of a step."""
-        causal, own = metadata.causal, self._layer
-        assert own is not None
-        assert self._causal is not None
+        causal, images = metadata.causal, metadata.mm_prefix_query_range_tensor
         if self._mask is not None:
-            return Choice(self._causal.variant, {**self._causal.arguments, **metadata.arguments})
-        if self.attn_type == AttentionType.ENCODER_DECODER:
-            return self._both_ways
+            return bound.causal._replace(arguments={**bound.causal.arguments, **metadata.arguments})
+        if self.attn_type == AttentionType.ENCODER_DECODER or causal is False:
+            return bound.both_ways
         if isinstance(causal, Tensor):
-            return own.by_request(causal)
-        if not causal:
-            return self._both_ways
-        images = metadata.mm_prefix_query_range_tensor
+            return bound.layer.by_request(causal)
         if images is not None:
-            return own.with_images(*images, bool(getattr(layer, "mm_prefix_clamp_sliding_window", False)))
+            clamped = bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
+            return bound.layer.with_images(images[0], images[1], clamped)
         if metadata.prompts is not None and self._rswa is not None:
-            return own.with_prompts(metadata.prompts, self._rswa)
-        return self._causal
+            return bound.layer.with_prompts(metadata.prompts, self._rswa)
+        return bound.causal
 
     def _scales(self, layer: Any, metadata: AttngenMetadata) -> dict[str, Tensor]:
         if not self._fp8:
@@ -423,11 +417,9 @@ class AttngenImpl(AttentionImpl):
         }
 
     def _over_tokens(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttngenMetadata, out: Tensor, *, causal: bool
+        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttngenMetadata, out: Tensor, choice: Choice
     ) -> Tensor:
         """Attention among the tokens of each request, without a cache; returns the log-sum-exp (heads, tokens)."""
-        assert self._layer is not None
-        choice = self._layer.causal() if causal else self._both_ways
         starts, longest = metadata.query_start_loc, metadata.max_query_len
         result, lse = attention_varlen(
             q, k, v, starts, starts, longest, longest, variant=choice.variant, softmax_scale=self.scale,
@@ -436,7 +428,9 @@ class AttngenImpl(AttentionImpl):
         out.copy_(result)
         return lse
 
-    def _over_ranks(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, metadata: AttngenMetadata, out: Tensor) -> None:
+    def _over_ranks(
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, metadata: AttngenMetadata, out: Tensor, bound: _Bound
+    ) -> None:
         """Attention whose earlier keys lie on all ranks of decode context parallelism.
 
         Each rank attends with the heads of all to the keys that it has; the parts of a head are joined where its
@@ -444,18 +438,27 @@ class AttngenImpl(AttentionImpl):
         """
         group = get_dcp_group()
         heads = group.all_gather(q.contiguous(), dim=1)
-        here = Layer(None, self._softcap).bidirectional()
+        before = bound.both_ways
         part, lse = attention_paged(
             heads, self._keys, self._values, metadata.table(self._block_size), metadata.context_lens,
-            cu_seqlens_q=metadata.query_start_loc, max_seqlen_q=metadata.max_query_len, variant=here.variant,
+            cu_seqlens_q=metadata.query_start_loc, max_seqlen_q=metadata.max_query_len, variant=before.variant,
             softmax_scale=self.scale, page_layout="HND", split_size=self._split_size, return_lse=True,
-            **self._scales(layer, metadata), **here.arguments,
+            **self._scales(layer, metadata), **before.arguments,
         )  # fmt: skip
         combine = dcp.dcp_a2a_lse_reduce if self._exchange else dcp.cp_lse_ag_out_rs
         context, context_lse = combine(part, lse.transpose(0, 1), group, return_lse=True)
-        own_lse = self._over_tokens(q, k, v, metadata, out, causal=metadata.causal is not False)
+        own = before if metadata.causal is False else bound.causal
+        own_lse = self._over_tokens(q, k, v, metadata, out, own)
         joined, _ = merge([context, out], [context_lse.transpose(0, 1), own_lse])
         out.copy_(joined)
+
+
+class _Bound(NamedTuple):
+    """A layer, its variant, and the variant that sees keys after the query, too."""
+
+    layer: Layer
+    causal: Choice
+    both_ways: Choice
 
 
 def _configured_mask(config: VllmConfig) -> Mask | None:

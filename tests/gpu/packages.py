@@ -44,6 +44,13 @@ def _caches(spec: KernelSpec, plan: Plan) -> bool:
     return plan.direction == APPEND or (sixteen and plan.head_dim_qk in (64, wide) and wide > 0)
 
 
+def _engines(spec: KernelSpec, plan: Plan) -> bool:
+    if plan.direction != "forward":
+        return True
+    wide = 256 if plan.variant.name == "image_ranges_softcap" else 128
+    return plan.dtype_name == "bf16" and plan.head_dim_qk == wide
+
+
 def near_duplicate(parameters: Mapping[str, Any]) -> bool:
     """Whether a test with these parameters calls kernels that only ``-m exhaustive`` compiles."""
     dims = parameters.get("dim", parameters.get("dims", 64))
@@ -55,6 +62,7 @@ CALLED: dict[str, Callable[[KernelSpec, Plan], bool]] = {
     "sdpa": _sdpa,
     "flash_attn": _flash_attn,
     "flash_attn_kvcache": _caches,
+    "engines": _engines,
     "transformers": lambda spec, plan: plan.dtype_name == "bf16" and plan.head_dim_qk == 64,
 }
 

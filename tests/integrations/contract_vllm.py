@@ -128,7 +128,9 @@ def test_configurations() -> None:
         "a cache in fp8_e5m2; there are auto, float16, bfloat16, fp8, fp8_e4m3"
     ]
     assert "MLA: no kernel of attngen reads latent keys from pages" in validate(**{**given, "use_mla": True})
-    assert validate(**{**given, "dtype": torch.float32}) == ["dtype torch.float32 is not torch.float16 or torch.bfloat16"]
+    assert validate(**{**given, "dtype": torch.float32}) == [
+        "dtype torch.float32 is not torch.float16 or torch.bfloat16"
+    ]
     assert validate(**{**given, "block_size": 8}) == ["block_size not supported"]
     assert validate(**{**given, "use_pcp": True}) == ["PCP not supported"]
     assert validate(**{**given, "has_sliding_window": False, "use_dcp": True}) == []

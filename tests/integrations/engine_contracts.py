@@ -24,22 +24,27 @@ RELEASES = {"vllm": vllm.RELEASES, "sglang": sglang.RELEASES}
 
 #: Packages whose name is not that of their module.
 PACKAGES = {
-    "cpuinfo": "py-cpuinfo", "zmq": "pyzmq", "PIL": "pillow", "tvm_ffi": "apache-tvm-ffi", "cv2": "opencv-python-headless",
-    "google": "protobuf googleapis-common-protos", "dotenv": "python-dotenv", "pythonjsonlogger": "python-json-logger",
+    "cpuinfo": "py-cpuinfo", "zmq": "pyzmq", "PIL": "pillow", "tvm_ffi": "apache-tvm-ffi",
+    "cv2": "opencv-python-headless", "google": "protobuf googleapis-common-protos", "dotenv": "python-dotenv",
+    "pythonjsonlogger": "python-json-logger", "jwt": "pyjwt", "sklearn": "scikit-learn", "IPython": "ipython",
     "opentelemetry": "opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions "
-    "opentelemetry-exporter-otlp", "jwt": "pyjwt", "sklearn": "scikit-learn", "multipart": "python-multipart",
-    "IPython": "ipython",
+    "opentelemetry-exporter-otlp", "multipart": "python-multipart", "sgl_kernel": "sgl-kernel",
 }  # fmt: skip
 
 #: What engines are known to import.
-KNOWN = """
-aiohappyeyeballs aiohttp aiosignal apache-tvm-ffi blake3 cachetools cbor2 certifi charset-normalizer cloudpickle
-compressed-tensors depyf diskcache distro einops fastapi frozenlist gguf jiter lark llguidance mistral-common ml_dtypes
-msgpack msgspec multidict openai openai-harmony opentelemetry-api opentelemetry-exporter-otlp opentelemetry-sdk
-opentelemetry-semantic-conventions partial-json-parser pillow prometheus-client propcache py-cpuinfo pybase64
-pydantic-settings python-dotenv python-json-logger pyzmq requests sentencepiece setproctitle sniffio starlette tiktoken
-urllib3 uvloop watchfiles xgrammar yarl
-""".split()
+KNOWN = (
+    "aiohappyeyeballs", "aiohttp", "aiosignal", "apache-tvm-ffi", "blake3", "cachetools", "cbor2", "certifi",
+    "charset-normalizer", "cloudpickle", "compressed-tensors", "depyf", "dill", "diskcache", "distro", "einops",
+    "fastapi", "frozenlist", "gguf", "ipython", "jiter", "lark", "llguidance", "loguru", "mistral-common", "ml_dtypes",
+    "msgpack", "msgspec", "multidict", "openai", "openai-harmony", "opentelemetry-api", "opentelemetry-exporter-otlp",
+    "opentelemetry-sdk", "opentelemetry-semantic-conventions", "orjson", "partial-json-parser", "pillow",
+    "prometheus-client", "propcache", "py-cpuinfo", "pybase64", "pydantic-settings", "python-dotenv",
+    "python-json-logger", "pyzmq", "requests", "sentencepiece", "setproctitle", "sniffio", "starlette", "tiktoken",
+    "torchao", "traitlets", "urllib3", "uvloop", "watchfiles", "xgrammar", "yarl",
+)  # fmt: skip
+
+#: Modules that need binaries of their own torch, and that the tests only import.
+EMPTY = ("torchvision",)
 
 _MOST_PACKAGES = 40
 
@@ -54,10 +59,56 @@ def unpacked(requirement: str, folder: Path) -> Path:
     pip("download", "--no-deps", "--only-binary", ":all:", "-d", str(wheels), requirement)
     wheel = next(wheels.glob(f"{engine}-{version}-*.whl"))
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith((".py", ".json")) or ".dist-info/" in name]
-        archive.extractall(place, names)
+        archive.extractall(place, [name for name in archive.namelist() if not name.endswith(".so")])
     wheel.unlink()
     return place
+
+
+def empty_modules(folder: Path) -> Path:
+    """A folder with modules in which every name is a mock."""
+    place = folder / "empty"
+    place.mkdir(exist_ok=True)
+    for name in EMPTY:
+        (place / f"{name}.py").write_text(_EMPTY)
+    return place
+
+
+_EMPTY = '''
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from unittest.mock import MagicMock
+
+__version__, __path__ = "0", []
+
+
+class _Parts:
+    """Any module below this one, in which every name is a mock."""
+
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self, is_package=True) if name.startswith(__name__ + ".") else None
+
+    def create_module(self, spec):
+        class Part(ModuleType):
+            def __getattr__(self, attribute):
+                if attribute.startswith("__"):
+                    raise AttributeError(attribute)
+                return MagicMock(name=attribute)
+
+        return Part(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+sys.meta_path.append(_Parts())
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return MagicMock(name=name)
+'''
 
 
 def pip(*arguments: str) -> None:
@@ -71,10 +122,22 @@ def run(requirement: str, folder: Path, options: list[str]) -> int:
     place, packages = unpacked(requirement, folder), folder / "packages"
     if not packages.is_dir():
         pip("install", "--no-deps", "--target", str(packages), *KNOWN)
-    path = os.pathsep.join([str(place), str(packages), str(ROOT)])
+    path = os.pathsep.join([str(place), str(packages), str(ROOT), str(empty_modules(folder))])
     environment = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     tests = ROOT / "tests" / "integrations" / f"contract_{engine}.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-W", "ignore", "-p", "no:cacheprovider", str(tests), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n0",
+        "-W",
+        "ignore",
+        "-p",
+        "no:cacheprovider",
+        str(tests),
+        *options,
+    ]
     for _ in range(_MOST_PACKAGES):
         result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
         missing = re.findall(r"No module named '([^'.]+)", result.stdout + result.stderr)

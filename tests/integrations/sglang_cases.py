@@ -170,7 +170,9 @@ def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Any, Tensor]:
     sglang_backend.get_spec = lambda: SimpleNamespace(
         speculative_num_draft_tokens=case.drafts, speculative_eagle_topk=1 if case.drafts > 1 else None
     )
-    sglang_backend.get_exec = lambda: SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))
+    sglang_backend.get_exec = lambda: SimpleNamespace(
+        deterministic=SimpleNamespace(enable_deterministic_inference=False)
+    )
     backend = sglang_backend.AttngenAttnBackend(runner_of(engine, case, pool, rows))
     if case.mask is not None:
         backend._mask = sglang_backend.engines.configured(case.mask)

@@ -61,7 +61,10 @@ def test_a_mask_of_ones_own(cases: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda runner: setattr(runner.model_config, "attention_arch", sglang_stub.AttentionArch.MLA), "MLA: no kernel"),
+        (
+            lambda runner: setattr(runner.model_config, "attention_arch", sglang_stub.AttentionArch.MLA),
+            "MLA: no kernel",
+        ),
         (lambda runner: setattr(runner, "is_draft_worker", True), "draft models"),
         (lambda runner: setattr(runner.kv_index_translator, "is_translating", True), "--enable-unified-memory"),
         (lambda runner: setattr(runner.model_config, "is_local_attention_model", True), "chunked local attention"),
@@ -69,7 +72,9 @@ def test_a_mask_of_ones_own(cases: Any) -> None:
         (lambda runner: setattr(runner.model_config, "head_dim", 300), "head size 300 is not a multiple of 8"),
     ],
 )
-def test_what_is_not_served_is_said_in_words(cases: Any, monkeypatch: pytest.MonkeyPatch, change: Any, words: str) -> None:
+def test_what_is_not_served_is_said_in_words(
+    cases: Any, monkeypatch: pytest.MonkeyPatch, change: Any, words: str
+) -> None:
     monkeypatch.setattr(cases.sglang_backend, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=None))
     runner = cases.runner_of(engine(cases), cases.Case(), None, torch.empty(0))
     change(runner)
@@ -84,4 +89,4 @@ def test_registering_twice_is_the_same_as_once(cases: Any) -> None:
     sglang.register()
     assert sys.modules["sglang.srt.arg_groups.choices"].listed == ["attngen"]
     registry = sys.modules["sglang.srt.layers.attention.attention_registry"]
-    assert registry.ATTENTION_BACKENDS == {"attngen": sglang._make}
+    assert {"attngen": sglang._make} == registry.ATTENTION_BACKENDS

@@ -120,8 +120,8 @@ def seen_by(case: Case) -> Seen:
 def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Output of the backend, and what it should be, float64."""
     scale = case.dim**-0.5
-    scales = {"tensor": (torch.tensor(0.03), torch.tensor(0.02)),
-              "head": (torch.linspace(0.02, 0.04, case.kv_heads), torch.linspace(0.01, 0.03, case.kv_heads))}  # fmt: skip
+    by_head = (torch.linspace(0.02, 0.04, case.kv_heads), torch.linspace(0.01, 0.03, case.kv_heads))
+    scales = {"tensor": (torch.tensor(0.03), torch.tensor(0.02)), "head": by_head}
     made = engine_batches.batch(
         case.queries, case.lengths, heads=case.heads, kv_heads=case.kv_heads, dim=case.dim, rows=case.rows,
         dtype=case.dtype, fp8=scales.get(case.fp8), padded=case.padded, extra_tokens=case.extra_tokens,

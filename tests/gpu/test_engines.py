@@ -1,0 +1,143 @@
+"""The backends of vLLM and SGLang on the GPU, with stubs in the engines' places: every case of their CPU tests, larger,
+against float64; a captured graph that serves another batch; rows whose bits do not depend on their batch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.runtime.registry.lookup import registry
+from tests.gpu.packages import indexed
+from tests.integrations import vllm_stub
+from tests.integrations.test_vllm import NAMES
+
+#: How many times as long requests, windows and images are as in the tests on the CPU.
+TIMES = 13
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    indexed("engines")
+    registry.clear()
+
+
+@pytest.fixture(scope="module")
+def cases() -> Iterator[Any]:
+    own = ("attngen.integrations.vllm_backend", "tests.integrations.vllm_cases")
+    before = {name: sys.modules.pop(name, None) for name in (*vllm_stub.modules(), *own)}
+    vllm_stub.install()
+    yield importlib.import_module("tests.integrations.vllm_cases")
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+@contextmanager
+def current(config: Any) -> Iterator[None]:
+    vllm_stub.CURRENT[0] = config
+    yield
+    vllm_stub.CURRENT[0] = None
+
+
+def config(images: bool = False, mask: Any = None, rswa_window: int | None = None) -> Any:
+    made = vllm_stub.Config()
+    made.model_config = SimpleNamespace(is_mm_prefix_lm=images, rswa_window=rswa_window)
+    made.scheduler_config.max_num_batched_tokens = 8192
+    return made
+
+
+def engine(cases: Any) -> Any:
+    return cases.Engine(vllm_stub.CommonAttentionMetadata, config, current, vllm_stub.AttentionType, "cuda")
+
+
+def larger(case: Any) -> Any:
+    """A case for kernels: head dim 128 (256 with images and a soft cap), bf16, groups of four heads."""
+    encoder = case.kind == "encoder_only"
+    queries = tuple(n if n == 1 and not encoder else n * TIMES for n in case.queries)
+    images = case.images and {b: [(x * TIMES, y * TIMES) for x, y in pairs] for b, pairs in case.images.items()}
+    prompts = case.prompts and tuple(n * TIMES for n in case.prompts)
+    return replace(
+        case, queries=queries, lengths=tuple(n * TIMES for n in case.lengths), images=images, prompts=prompts,
+        window=case.window and case.window * TIMES, prompt_window=case.prompt_window * TIMES, heads=8,
+        dim=256 if case.images and case.softcap else 128, dtype=torch.bfloat16,
+        model={name: value * TIMES for name, value in case.model.items()},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results(cases: Any, name: str) -> None:
+    cases.check(engine(cases), larger(cases.CASES[name]))
+
+
+def test_a_graph_serves_another_batch(cases: Any) -> None:
+    """Captured for four requests of one token; replayed for three others of other lengths, and one of padding."""
+    dim, scale = 128, 128**-0.5
+    made = cases.engine_batches.batch(
+        (1, 1, 1), (900, 16, 333), heads=8, dim=dim, dtype=torch.bfloat16, padded=1, extra_tokens=1, device="cuda"
+    )
+    case = cases.Case(queries=(1, 1, 1), lengths=(900, 16, 333), padded=1, extra_tokens=1)
+    common = cases.metadata(engine(cases), case, made)
+    lengths, table = common.seq_lens.clone(), made.table.clone()
+    builder = cases.vllm_backend.AttngenMetadataBuilder(SimpleNamespace(), [], config(), torch.device("cuda"))
+    with current(config()):
+        impl = cases.vllm_backend.AttngenImpl(8, dim, scale, 2)
+    common.seq_lens.fill_(1)
+    made.table.zero_()
+    slots = made.slots.clone()
+    made.slots.fill_(-1)
+    built = builder.build_for_cudagraph_capture(common)
+    output = torch.empty_like(made.q)
+
+    def step() -> None:
+        impl.do_kv_cache_update(None, made.k, made.v, made.cache, made.slots)
+        impl.forward(None, made.q, made.k, made.v, made.cache, built, output)
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    common.seq_lens.copy_(lengths)
+    made.table.copy_(table)
+    made.slots.copy_(slots)
+    output.fill_(torch.nan)
+    graph.replay()
+    wanted = made.expected(lambda b, q, kv: kv <= q, scale)
+    assert float((output[:3].cpu().double() - wanted).abs().max()) <= 0.02
+
+
+def test_bits_of_a_row_do_not_depend_on_its_batch(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases.vllm_backend.envs, "VLLM_BATCH_INVARIANT", True)
+    queries, lengths = (1, 300, 1, 1), (9000, 1200, 12000, 50)
+    made = cases.engine_batches.batch(queries, lengths, heads=8, dim=128, dtype=torch.bfloat16, device="cuda")
+    with current(config()):
+        impl = cases.vllm_backend.AttngenImpl(8, 128, 128**-0.5, 2)
+    impl.do_kv_cache_update(None, made.k, made.v, made.cache, made.slots)
+    builder = cases.vllm_backend.AttngenMetadataBuilder(SimpleNamespace(), [], config(), torch.device("cuda"))
+
+    def rows(first: int, last: int) -> torch.Tensor:
+        """Outputs of some of the requests, as a batch of their own."""
+        starts = made.starts[first : last + 1]
+        here = slice(int(starts[0]), int(starts[-1]))
+        starts = starts - starts[0]
+        common = vllm_stub.CommonAttentionMetadata(
+            starts.cuda(), starts, made.used[first:last].cuda(), last - first, here.stop - here.start,
+            max(queries[first:last]), max(lengths[first:last]), made.table[first:last], made.slots[here],
+        )  # fmt: skip
+        output = torch.empty_like(made.q[here])
+        return impl.forward(None, made.q[here], None, None, made.cache, builder.build(0, common), output)
+
+    whole = rows(0, 4)
+    for b in range(4):
+        start, end = made.starts[b : b + 2].tolist()
+        assert torch.equal(rows(b, b + 1), whole[start:end]), f"request {b}"
