@@ -27,6 +27,8 @@ DOORS: dict[str, Callable[..., Any]] = {
 }
 #: Keywords that a call has under another name.
 FIELDS = {"k_pages": "k", "v_pages": "v", "page_layout": "layout"}
+#: What becomes another call.
+BEFORE = {"quantize"}
 #: What operators need not be told: their name says it, or their results.
 OF_OPERATORS = {"variant", "package", "return_lse", "out"}
 
@@ -36,7 +38,8 @@ every_form = pytest.mark.parametrize("form", DOORS)
 def keywords(form: str) -> list[str]:
     """The keywords of the call itself."""
     parameters = inspect.signature(DOORS[form]).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    named = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    return [name for name in named if name not in BEFORE]
 
 
 def said(form: str, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> tuple[dict[str, Any], Given]:

@@ -13,6 +13,7 @@ from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.keys import PLAIN
 from attngen.runtime.arguments.torch_state import is_compiling, is_traced, watching
+from attngen.runtime.calls import quantized
 from attngen.runtime.calls.dispatch import run
 from attngen.runtime.launch.tile_map import TileMap
 
@@ -38,6 +39,7 @@ def attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    quantize: str | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return softmax(score(scale · q kᵀ) where the mask allows) · v.
@@ -60,6 +62,10 @@ def attention(
     contiguous columns. ``attngen.quantize`` makes such tensors and scales. If only k and v are quantized, as in a
     cache, the output has the dtype of q, and scales have shape () or (batch, kv_heads).
 
+    With ``quantize="fp8"`` q, k and v in bfloat16 or float16 are quantized to float8_e4m3fn on the way, for a kernel of
+    8 bits: keys relative to their mean where the variant allows it, rows of q and k after the Hadamard transform, with
+    a scale for each KV head. There is no backward.
+
     A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
     tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.
 
@@ -71,6 +77,13 @@ def attention(
     """
     if _any_autocast():
         q, k, v = _as_autocast(q, k, v)
+    if quantize is not None:
+        return quantized.attend(
+            attention, quantize, q, k, v, variant=variant, softmax_scale=softmax_scale, seqused_k=seqused_k,
+            return_lse=return_lse, layout=layout, backend=backend, package=package, tile_map=tile_map,
+            deterministic=deterministic, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            out_dtype=out_dtype, **arguments,
+        )  # fmt: skip
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, None, None, None, None, arguments, tile_map, variant,
         softmax_scale, return_lse, deterministic, "dense", layout, backend, package, None, None, None, None,

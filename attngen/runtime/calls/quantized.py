@@ -1,0 +1,110 @@
+"""Attention of tensors in 16 bits on a kernel of 8 bits: they are quantized on the way, as SageAttention does.
+
+Keys are taken relative to their mean first. That adds the same number to all logits of a row, which a softmax does not
+see, and takes away what keys have in common, so that less is lost by rounding. Then ``quantize`` spreads outliers by
+the Hadamard transform.
+
+Source: Zhang et al., SageAttention, arXiv 2410.02367, section 4.2 (smoothing K); Shah et al., FlashAttention-3, arXiv
+2407.08608, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError, suggest
+from attngen.lang.ir import Expr, Op, Var, names
+from attngen.lang.variant import Variant
+from attngen.runtime.calls.quantize import quantize
+from attngen.runtime.registry.binding import find
+
+#: What ``quantize=`` of a call may say. "fp8": e4m3, a scale for each KV head of a batch entry.
+FORMATS = ("fp8",)
+
+_SIXTEEN = (torch.bfloat16, torch.float16)
+
+
+def attend(
+    call: Callable[..., Any], form: str, q: Tensor, k: Tensor, v: Tensor, *, variant: Any, package: str | None,
+    layout: str, softmax_scale: float | None, seqused_k: Tensor | None, return_lse: bool, **rest: Any,
+) -> Any:  # fmt: skip
+    """Result of a call whose tensors are quantized first; the output has their dtype. Raises CallError."""
+    _check(form, q, k, v, rest)
+    rest = {name: value for name, value in rest.items() if not name.endswith("_descale")}
+    dtype, tokens = q.dtype, 1 if layout == "bshd" else 2
+    mean = None
+    with torch.no_grad():
+        if seqused_k is not None:
+            used = _used(seqused_k, k.shape[tokens], layout)
+            k, v = torch.where(used, k, 0), torch.where(used, v, 0)
+        if k.shape[tokens] and _may_shift(variant, package):
+            mean = k.mean(dim=tokens, keepdim=True)
+            k = k - mean
+        eight = quantize(q, k, v, layout=layout)
+    result = call(
+        eight.q, eight.k, eight.v, variant=variant, package=package, layout=layout,
+        softmax_scale=softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5, seqused_k=seqused_k,
+        return_lse=return_lse, **eight.descales, **rest,
+    )  # fmt: skip
+    out, *lse = result if return_lse else (result,)
+    out = out if out.dtype == dtype else out.to(dtype)
+    if not lse:
+        return out
+    return out, lse[0] if mean is None else lse[0] + _taken(q, mean, softmax_scale, layout)
+
+
+@torch.compiler.assume_constant_result
+def _may_shift(variant: str | Variant, package: str | None) -> bool:
+    """``shifts_with_logits`` of a call's variant; a number of the program in a trace."""
+    return shifts_with_logits(find(variant, package).variant)
+
+
+def shifts_with_logits(variant: Variant) -> bool:
+    """Whether a number added to all logits of a row leaves the output as it is: the score is ``s``, or ``s`` and what
+    does not depend on it, and no sink takes part in the softmax."""
+    return variant.sink is None and (variant.score is None or _adds_to_s(variant.score))
+
+
+def _adds_to_s(score: Expr) -> bool:
+    if isinstance(score, Var):
+        return score.name == "s"
+    if not isinstance(score, Op) or score.op not in ("add", "sub"):
+        return False
+    first, second = score.args
+    if "s" not in names(second):
+        return _adds_to_s(first)
+    return score.op == "add" and "s" not in names(first) and _adds_to_s(second)
+
+
+def _check(form: str, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> None:
+    if form not in FORMATS:
+        given = suggest(form, FORMATS) if isinstance(form, str) else ""
+        raise CallError(f"quantize must be one of {', '.join(map(repr, FORMATS))}, or None, got {form!r}{given}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _SIXTEEN or tensor.dim() != 4:
+            got = f"{tensor.dtype} with {tensor.dim()} axes" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise CallError(f"quantize={form!r} takes tensors of four axes in bfloat16 or float16; {name} is {got}")
+    for name in ("q_descale", "k_descale", "v_descale"):
+        if rest.get(name) is not None:
+            raise CallError(f"{name} is for tensors that are quantized already; quantize={form!r} makes the scales")
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+        raise CallError(f"quantize={form!r} has no backward; call it under torch.no_grad()")
+
+
+def _used(seqused_k: Tensor, tokens: int, layout: str) -> Tensor:
+    """Which keys count, so that it can be used beside k and v."""
+    counts = torch.arange(tokens, device=seqused_k.device)[None] < seqused_k[:, None]
+    return counts[:, :, None, None] if layout == "bshd" else counts[:, None, :, None]
+
+
+def _taken(q: Tensor, mean: Tensor, softmax_scale: float | None, layout: str) -> Tensor:
+    """What each row's logits lost with the mean of the keys: (batch, heads, seqlen_q)."""
+    rows = q.transpose(1, 2) if layout == "bshd" else q
+    of_keys = mean.transpose(1, 2) if layout == "bshd" else mean  # (batch, kv_heads, 1, head_dim)
+    groups = rows.float().unflatten(1, (of_keys.shape[1], -1))
+    scale = rows.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return (groups @ of_keys.float()[:, :, None].transpose(-1, -2)).squeeze(-1).flatten(1, 2) * scale

@@ -1,0 +1,97 @@
+"""torch's registry of flash attentions: its operators, on the CPU, and what activation does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    restore_flash_attention_impl,
+)
+from torch.nn.attention.varlen import varlen_attn
+
+from attngen.errors import NoKernelError
+from attngen.integrations import torch_flash
+
+
+@pytest.fixture
+def active() -> Iterator[None]:
+    """The operators on the CPU, where the reference runs."""
+    handle = torch_flash.activate("CPU")
+    yield
+    handle.remove()
+
+
+def qkv(*shape: int, kv: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(size, dtype=dtype) for size in (shape, kv or shape, kv or shape)]
+
+
+def test_it_is_listed_activated_and_removed() -> None:
+    torch_flash.register()
+    torch_flash.register()
+    assert list_flash_attention_impls().count("attngen") == 1
+    activate_flash_attention_impl("attngen")
+    assert current_flash_attention_impl() == "attngen"
+    restore_flash_attention_impl()
+    assert current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_calls_and_their_gradients(active: None, causal: bool) -> None:
+    q, k, v = (t.requires_grad_() for t in qkv(2, 4, 20, 16))
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+    grad = torch.randn_like(wanted)
+    exact = torch.autograd.grad(wanted, (q, k, v), grad)
+    with torch.no_grad():
+        out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, False, scale=0.3
+        )
+        torch.testing.assert_close(out, wanted)
+        # Not through the operator: below autograd the reference, which stands for kernels here, has no gradients.
+        gradients = torch_flash.dense_backward(
+            grad, q, k, v, out, lse, None, None, 20, 20, 0.0, causal, seed, offset, scale=0.3
+        )
+    for mine, theirs in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_packed_calls(active: None) -> None:
+    q, k, v = qkv(30, 4, 16)
+    starts = torch.tensor([0, 12, 30], dtype=torch.int32)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, 18, 18, 0.0, True, False)
+    assert lse.shape == (4, 30)
+    for rows in (slice(0, 12), slice(12, 30)):
+        parts = (t[rows].transpose(0, 1)[None] for t in (q, k, v))
+        torch.testing.assert_close(out[rows], F.scaled_dot_product_attention(*parts, is_causal=True)[0].transpose(0, 1))
+
+
+def test_varlen_attn_over_pages(active: None) -> None:
+    """torch's own function: two sequences whose keys lie in pages, with a window."""
+    pages_k, pages_v = (torch.randn(6, 8, 2, 16, dtype=torch.float64) for _ in range(2))
+    table, used = torch.tensor([[3, 1], [5, 0]], dtype=torch.int32), torch.tensor([13, 9], dtype=torch.int32)
+    starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+    q = torch.randn(3, 4, 16, dtype=torch.float64)
+    out = varlen_attn(
+        q, pages_k, pages_v, starts, None, 2, 13, window_size=(4, 0), enable_gqa=True, seqused_k=used, block_table=table
+    )
+    for b, rows in enumerate((slice(0, 2), slice(2, 3))):
+        n = int(used[b])
+        k, v = (pages[table[b].long()].flatten(0, 1)[:n].transpose(0, 1)[None] for pages in (pages_k, pages_v))
+        position = torch.arange(n - (rows.stop - rows.start), n)[:, None]
+        seen = (torch.arange(n) <= position) & (position - torch.arange(n) <= 4)
+        wanted = F.scaled_dot_product_attention(q[rows].transpose(0, 1)[None], k, v, seen, enable_gqa=True)
+        torch.testing.assert_close(out[rows], wanted[0].transpose(0, 1))
+
+
+def test_what_is_refused(active: None) -> None:
+    q, k, v = qkv(1, 4, 20, 16)
+    with pytest.raises(NoKernelError, match="dropout is not supported here"):
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.5, False, False)
+    with pytest.raises(NoKernelError, match="return_debug_mask"):
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, True)
