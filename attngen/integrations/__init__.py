@@ -1,4 +1,5 @@
-"""Drop-ins for what other libraries call: torch's scaled_dot_product_attention, flash-attn, Hugging Face transformers.
+"""Drop-ins for what other libraries call: torch's scaled_dot_product_attention, flash-attn, Hugging Face transformers;
+and the plugins of vLLM and SGLang.
 
 ``sdpa`` is a context manager; the others are modules, imported when they are first used.
 """
@@ -13,21 +14,31 @@ from attngen.errors import suggest
 if TYPE_CHECKING:
     from attngen.integrations import (
         bert_padding,
+        engines,
         flash_attn,
         flash_attn_3,
         flex_attention,
+        sageattention,
+        sglang,
+        torch_flash,
         transformers,
+        vllm,
         vllm_flash_attn,
     )
     from attngen.integrations.routing import sdpa
 
 __all__ = [
     "bert_padding",
+    "engines",
     "flash_attn",
     "flash_attn_3",
     "flex_attention",
+    "sageattention",
     "sdpa",
+    "sglang",
+    "torch_flash",
     "transformers",
+    "vllm",
     "vllm_flash_attn",
 ]
 

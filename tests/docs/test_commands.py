@@ -36,6 +36,11 @@ NOT_OURS = {
     "ruff": "checks the source",
     "mypy": "checks the source",
     "python -m tests.gpu.record": "tests/test_gpu_record.py runs it",
+    "vllm serve": "an engine",
+    "python -m sglang.launch_server": "an engine",
+    "python -m tests.integrations.engine_contracts": "downloads the engines",
+    "ATTNGEN_JIT=1 vllm serve": "an engine",
+    "ATTNGEN_MASK=": "an engine",
     "python docs/examples/": "tests/docs/test_examples.py runs the scripts",
 }
 

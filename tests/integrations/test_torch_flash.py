@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import (
     activate_flash_attention_impl,
     current_flash_attention_impl,
@@ -14,6 +13,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
 
 from attngen.errors import NoKernelError
 from attngen.integrations import torch_flash
@@ -45,7 +45,7 @@ def test_it_is_listed_activated_and_removed() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_dense_calls_and_their_gradients(active: None, causal: bool) -> None:
     q, k, v = (t.requires_grad_() for t in qkv(2, 4, 20, 16))
-    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+    wanted = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
     grad = torch.randn_like(wanted)
     exact = torch.autograd.grad(wanted, (q, k, v), grad)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_packed_calls(active: None) -> None:
     assert lse.shape == (4, 30)
     for rows in (slice(0, 12), slice(12, 30)):
         parts = (t[rows].transpose(0, 1)[None] for t in (q, k, v))
-        torch.testing.assert_close(out[rows], F.scaled_dot_product_attention(*parts, is_causal=True)[0].transpose(0, 1))
+        torch.testing.assert_close(out[rows], scaled_dot_product_attention(*parts, is_causal=True)[0].transpose(0, 1))
 
 
 def test_varlen_attn_over_pages(active: None) -> None:
@@ -85,7 +85,7 @@ def test_varlen_attn_over_pages(active: None) -> None:
         k, v = (pages[table[b].long()].flatten(0, 1)[:n].transpose(0, 1)[None] for pages in (pages_k, pages_v))
         position = torch.arange(n - (rows.stop - rows.start), n)[:, None]
         seen = (torch.arange(n) <= position) & (position - torch.arange(n) <= 4)
-        wanted = F.scaled_dot_product_attention(q[rows].transpose(0, 1)[None], k, v, seen, enable_gqa=True)
+        wanted = scaled_dot_product_attention(q[rows].transpose(0, 1)[None], k, v, seen, enable_gqa=True)
         torch.testing.assert_close(out[rows], wanted[0].transpose(0, 1))
 
 
