@@ -147,21 +147,21 @@ def backward(
     """``aten::_flash_attention_backward``: gradients of q, k and v."""
     del rng_state, unused
     _without_dropout(dropout_p)
-    gradients = tuple(torch.empty_like(t) for t in (query, key, value))
-    window = (window_size_left, window_size_right)
+    dq, dk, dv = (torch.empty_like(t) for t in (query, key, value))
+    left, right = _sides((window_size_left, window_size_right))
     deterministic = torch.are_deterministic_algorithms_enabled()
     if cum_seq_q is None:
         _flash_attn_backward(
-            grad_out, query, key, value, out, logsumexp, *gradients, 0.0, scale, is_causal, *_sides(window), 0.0, None,
+            grad_out, query, key, value, out, logsumexp, dq, dk, dv, 0.0, scale, is_causal, left, right, 0.0, None,
             deterministic,
         )  # fmt: skip
     else:
         assert cum_seq_k is not None
         _flash_attn_varlen_backward(
-            grad_out, query, key, value, out, logsumexp, *gradients, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, scale,
-            is_causal, *_sides(window), 0.0, None, deterministic,
+            grad_out, query, key, value, out, logsumexp, dq, dk, dv, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, scale,
+            is_causal, left, right, 0.0, None, deterministic,
         )  # fmt: skip
-    return gradients
+    return dq, dk, dv
 
 
 def dense_forward(
@@ -201,10 +201,11 @@ def dense_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::_scaled_dot_product_flash_attention_backward``: as ``backward``, (batch, heads, tokens, head_dim)."""
-    turned = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
+    dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
     gradients = backward(
-        *turned, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, scale=scale
-    )
+        dout, q, k, v, o, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset,
+        scale=scale,
+    )  # fmt: skip
     dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
     return dq, dk, dv
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import attngen
 from attngen.errors import CallError
 from attngen.integrations.sageattention import sageattn, sageattn_varlen
-from attngen.runtime.calls.quantized import shifts_with_logits
+from attngen.lang.shifts import shifts_with_logits
 
 
 def made(seed: int = 0, *, queries: int = 96, keys: int = 160, dim: int = 64, shift: float = 0.0) -> list[Tensor]:
@@ -52,6 +52,29 @@ def test_what_keys_have_in_common_costs_nothing() -> None:
     plain = attngen.attention(x.q, x.k, x.v, softmax_scale=64**-0.5, **x.descales)
     assert error(out, wanted) < 0.08
     assert error(out, wanted) < 0.5 * error(plain, wanted)
+
+
+def test_the_mean_of_many_keys_is_that_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attngen.runtime.calls.quantized._SAMPLE", 20)
+    q, k, v = made(shift=8.0)
+    wanted, lse = exact(q, k, v, return_lse=True)
+    for layout in ("bshd", "bhsd"):
+        tensors = (q, k, v) if layout == "bshd" else [t.transpose(1, 2) for t in (q, k, v)]
+        out, log = attngen.attention(*tensors, quantize="fp8", layout=layout, return_lse=True)
+        assert error(out if layout == "bshd" else out.transpose(1, 2), wanted) < 0.08
+        assert float((log - lse).abs().max()) < 0.3
+
+
+def test_a_compiled_program() -> None:
+    q, k, v = made(shift=2.0)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.attention(q, k, v, variant="causal", quantize="fp8", return_lse=True)
+
+    with torch.no_grad():
+        compiled = torch.compile(call, backend="eager", fullgraph=True)(q, k, v)
+    for mine, eager in zip(compiled, call(q, k, v), strict=True):
+        assert torch.equal(mine, eager)
 
 
 def test_the_log_sum_exp_is_that_of_the_keys_themselves() -> None:

@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, suggest
-from attngen.lang.ir import Expr, Op, Var, names
+from attngen.lang.shifts import shifts_with_logits
 from attngen.lang.variant import Variant
+from attngen.runtime.arguments.torch_state import is_compiling
 from attngen.runtime.calls.quantize import quantize
 from attngen.runtime.registry.binding import find
 
 #: What ``quantize=`` of a call may say. "fp8": e4m3, a scale for each KV head of a batch entry.
 FORMATS = ("fp8",)
+
+#: Keys from which a mean is taken, at least.
+_SAMPLE = 1024
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
 
@@ -42,7 +46,7 @@ def attend(
             used = _used(seqused_k, k.shape[tokens], layout)
             k, v = torch.where(used, k, 0), torch.where(used, v, 0)
         if k.shape[tokens] and _may_shift(variant, package):
-            mean = k.mean(dim=tokens, keepdim=True)
+            mean = _mean(k, tokens, seqused_k)
             k = k - mean
         eight = quantize(q, k, v, layout=layout)
     result = call(
@@ -57,27 +61,26 @@ def attend(
     return out, lse[0] if mean is None else lse[0] + _taken(q, mean, softmax_scale, layout)
 
 
-@torch.compiler.assume_constant_result
 def _may_shift(variant: str | Variant, package: str | None) -> bool:
-    """``shifts_with_logits`` of a call's variant; a number of the program in a trace."""
+    """Whether keys may be taken relative to a vector."""
+    if is_compiling():
+        from attngen.runtime.calls.quantized_trace import may_shift  # it brings a compiler
+
+        return bool(may_shift(variant, package))
     return shifts_with_logits(find(variant, package).variant)
 
 
-def shifts_with_logits(variant: Variant) -> bool:
-    """Whether a number added to all logits of a row leaves the output as it is: the score is ``s``, or ``s`` and what
-    does not depend on it, and no sink takes part in the softmax."""
-    return variant.sink is None and (variant.score is None or _adds_to_s(variant.score))
+def _mean(k: Tensor, tokens: int, seqused_k: Tensor | None) -> Tensor:
+    """The mean of the keys of each batch entry and head, with an axis of 1 for tokens.
 
-
-def _adds_to_s(score: Expr) -> bool:
-    if isinstance(score, Var):
-        return score.name == "s"
-    if not isinstance(score, Op) or score.op not in ("add", "sub"):
-        return False
-    first, second = score.args
-    if "s" not in names(second):
-        return _adds_to_s(first)
-    return score.op == "add" and "s" not in names(first) and _adds_to_s(second)
+    Of many keys, of some spread evenly: any vector leaves the output as it is, and a mean of these is as good.
+    """
+    count = k.shape[tokens]
+    if seqused_k is None:
+        step = max(count // _SAMPLE, 1)
+        return (k[:, ::step] if tokens == 1 else k[:, :, ::step]).mean(dim=tokens, keepdim=True)
+    used = (count / seqused_k.clamp(min=1).float())[:, None, None, None]  # other keys are 0
+    return (k.mean(dim=tokens, keepdim=True, dtype=torch.float32) * used).to(k.dtype)
 
 
 def _check(form: str, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> None:

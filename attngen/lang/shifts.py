@@ -1,0 +1,23 @@
+"""Whether a number added to all logits of a row changes what a softmax makes of them."""
+
+from __future__ import annotations
+
+from attngen.lang.ir import Expr, Op, Var, names
+from attngen.lang.variant import Variant
+
+
+def shifts_with_logits(variant: Variant) -> bool:
+    """Whether a number added to all logits of a row leaves the output as it is: the score is ``s``, or ``s`` and what
+    does not depend on it, and no sink takes part in the softmax."""
+    return variant.sink is None and (variant.score is None or _adds_to_s(variant.score))
+
+
+def _adds_to_s(score: Expr) -> bool:
+    if isinstance(score, Var):
+        return score.name == "s"
+    if not isinstance(score, Op) or score.op not in ("add", "sub"):
+        return False
+    first, second = score.args
+    if "s" not in names(second):
+        return _adds_to_s(first)
+    return score.op == "add" and "s" not in names(first) and _adds_to_s(second)

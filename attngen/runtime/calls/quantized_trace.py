@@ -1,0 +1,15 @@
+"""What a trace of a call that quantizes its tensors needs to know of its variant, as a constant of the program."""
+
+from __future__ import annotations
+
+import torch
+
+from attngen.lang.shifts import shifts_with_logits
+from attngen.lang.variant import Variant
+from attngen.runtime.registry.binding import find
+
+
+@torch.compiler.assume_constant_result
+def may_shift(variant: str | Variant, package: str | None) -> bool:
+    """``shifts_with_logits`` of a call's variant."""
+    return shifts_with_logits(find(variant, package).variant)
