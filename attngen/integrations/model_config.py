@@ -13,11 +13,11 @@ from unittest import mock
 import torch
 
 from attngen.errors import CallError, SpecError, suggest
-from attngen.runtime.arguments.checked import ATTENTION_DTYPES
+from attngen.runtime.arguments.checked import ATTENTION_DTYPES, TORCH_DTYPES
 
 _CONFIG = "config.json"
 #: The dtypes of kernels, as torch's.
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MODEL_DTYPES = {name: TORCH_DTYPES[name] for name in ("bf16", "fp16", "fp32")}
 
 
 def read_config(path: Path) -> Any:
@@ -58,8 +58,8 @@ def dtype_of(config: Any) -> str | None:
     if named is None:
         return None
     dtype = getattr(torch, named, named) if isinstance(named, str) else named
-    if dtype not in TORCH_DTYPES.values():
-        raise SpecError(f"dtype: found {named} in the configuration; allowed: {', '.join(TORCH_DTYPES)}, by --dtype")
+    if dtype not in MODEL_DTYPES.values():
+        raise SpecError(f"dtype: found {named} in the configuration; allowed: {', '.join(MODEL_DTYPES)}, by --dtype")
     return ATTENTION_DTYPES[dtype]
 
 

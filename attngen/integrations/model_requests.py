@@ -23,7 +23,7 @@ from attngen.integrations import transformers as attngen_transformers
 from attngen.integrations import transformers_paged
 from attngen.integrations.flash_cache import CachedCall, candidates_over_cache
 from attngen.integrations.mask_structure import StructuredMask, structure_of
-from attngen.integrations.model_config import TORCH_DTYPES, made, offline, quiet, sentence, without_interface
+from attngen.integrations.model_config import MODEL_DTYPES, made, offline, quiet, sentence, without_interface
 from attngen.integrations.model_inputs import BATCH, TOKENS, inputs_of, of_images, step_of
 from attngen.integrations.model_without_data import without_data
 from attngen.integrations.transformers_versions import FULL, SLIDING, cache_of
@@ -77,7 +77,7 @@ def requests_of(config: Any, dtype: str, *, training: bool, serving: bool) -> As
     """
     _register()
     with quiet(), offline():
-        model = made(config, TORCH_DTYPES[dtype], _NAME)
+        model = made(config, MODEL_DTYPES[dtype], _NAME)
         notes = _Notes(model, serving)
         with notes.taken(), without_data():
             gaps = _run_all(model, notes, training)

@@ -7,9 +7,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from attngen.files import read_regular
+from attngen.records import Kind, MisfitError, read
 from attngen.store.key import digest
 from attngen.store.mark import KEY
 from attngen.store.store import Store, StoreWarning
@@ -19,13 +20,15 @@ INDEX_FORMAT = 1
 
 _FOLDER = "builds"
 
+_Key = Annotated[str, Kind("a key", lambda value: isinstance(value, str) and KEY.fullmatch(value) is not None)]
+
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
     """A kernel of a package: enough to choose among them without opening each manifest."""
 
     name: str
-    key: str
+    key: _Key
     variant: str
     arch: str
     backend: str
@@ -96,15 +99,6 @@ def _parse(content: bytes | None) -> Index | None:
         expected = fields.pop("digest")
         if digest(fields) != expected or fields.pop("format") != INDEX_FORMAT:
             return None
-        kernels = tuple(IndexEntry(**kernel) for kernel in fields.pop("kernels"))
-        index = Index(kernels=kernels, **fields)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return read(Index, fields)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MisfitError):
         return None
-    texts = [index.package, index.spec, index.spec_hash]
-    for kernel in kernels:
-        texts += [kernel.name, kernel.key, kernel.variant, kernel.arch, kernel.backend]
-    if not isinstance(index.inputs, dict) or not all(
-        isinstance(text, str) for text in (*texts, *index.inputs.values())
-    ):
-        return None
-    return index if all(KEY.fullmatch(kernel.key) for kernel in kernels) else None

@@ -196,7 +196,7 @@ def test_registers_add_up(head_dim: int) -> None:
     assert r.s + r.p + r.o + r.others == r.consumer
     assert (r.s, r.p) == (actual.plan.tile_n // 2, actual.plan.tile_n // 4)
     assert r.o == actual.plan.columns_v[0].width // 2
-    assert r.used == 128 * (r.producer + actual.hopper.consumers * r.consumer) <= r.pool <= 65536
+    assert r.used == 128 * (r.producer + actual.structure.consumers * r.consumer) <= r.pool <= 65536
 
 
 CHOICES = [
@@ -293,19 +293,19 @@ def test_text_tells_regions_roles_and_order(tmp_path: Path, variant: str, head_d
     hopper = explained.schedule
     assert isinstance(hopper, HopperExplanation)
     assert hopper.floor is not None
-    for region in hopper.hopper.shared:
+    for region in hopper.structure.shared:
         assert re.search(rf"{region.offset} +{region.bytes}  {region.name} ", text), region
-    assert f"{hopper.hopper.shared_bytes} B of 232448 B" in text
-    assert f"{hopper.hopper.consumers} consumer" in text
+    assert f"{hopper.structure.shared_bytes} B of 232448 B" in text
+    assert f"{hopper.structure.consumers} consumer" in text
     assert "producer: warp" in text
-    assert ("staged: O goes through shared memory" in text) == hopper.hopper.staged
-    assert ("longest first" in text) == hopper.hopper.longest_first
-    assert ("ping-pong" in text) == hopper.hopper.pingpong
-    assert ("no overlap" in text) != hopper.hopper.overlap
-    assert ("wait for S(j), PV(j-1)" in text) != hopper.hopper.overlap
-    assert ("take the turn" in text) == hopper.hopper.pingpong
-    assert ("grid           persistent" in text) == hopper.hopper.persistent
-    assert ("a consumer skips tiles" in text) == hopper.hopper.skips
+    assert ("staged: O goes through shared memory" in text) == hopper.structure.staged
+    assert ("longest first" in text) == hopper.structure.longest_first
+    assert ("ping-pong" in text) == hopper.structure.pingpong
+    assert ("no overlap" in text) != hopper.structure.overlap
+    assert ("wait for S(j), PV(j-1)" in text) != hopper.structure.overlap
+    assert ("take the turn" in text) == hopper.structure.pingpong
+    assert ("grid           persistent" in text) == hopper.structure.persistent
+    assert ("a consumer skips tiles" in text) == hopper.structure.skips
     assert f"S {hopper.registers.s} + P {hopper.registers.p} + O {hopper.registers.o}" in text
     assert f"bound by       {hopper.floor.clocks:5d} {hopper.floor.block:6d}" in text
     assert all(rate.source in text for rate in RATES)

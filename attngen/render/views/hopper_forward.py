@@ -130,8 +130,8 @@ _PARTIAL = "tile_info >> (kPartialBit + warpgroup) & 1"
 
 def cuda_view(plan: Plan, template: str) -> CudaView:
     """Return the view of a plan."""
-    hopper = plan.structure
-    assert isinstance(hopper, HopperForward)
+    structure = plan.structure
+    assert isinstance(structure, HopperForward)
     span, code = tiles(plan), logits(plan)
     listed = word(plan).lines if plan.iteration != "ranges" else ()
     partial_steps, full_steps, key_values = with_key_values(plan, code)
@@ -145,31 +145,31 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         at_biases.append(leaf("q_start"))
     spans = reads([*span.lines, *span.values.values(), *listed])
     steps, seen = reads([*code.partial.all, *code.full.all]), reads(code.visible.all if code.visible else ())
-    kv_first = f"(tile_info & kTileMask) * {'kAnchor' if hopper.anchored else 'kBlockN'} + 2 * (lane % 4)"
-    v_box = hopper.box_bytes
-    if hopper.v_by_columns:
-        among = TRANSPOSED_BYTES if hopper.transposes else BOX_BYTES
+    kv_first = f"(tile_info & kTileMask) * {'kAnchor' if structure.anchored else 'kBlockN'} + 2 * (lane % 4)"
+    v_box = structure.box_bytes
+    if structure.v_by_columns:
+        among = TRANSPOSED_BYTES if structure.transposes else BOX_BYTES
         v_box = widest_box(plan.tile_n * plan.operands.v.bytes, among=among)
     work_lines = _work_lines(plan, reads(code.work) | steps | seen, code.work)
     return CudaView(
         template=template,
-        parts=parts_of(plan, hopper),
+        parts=parts_of(plan, structure),
         command=command(plan),
         summary=summary(plan),
-        headers=_headers(plan, hopper),
+        headers=_headers(plan, structure),
         element=plan.operands.p,
         regions=tuple(
             RegionView(constant(region.name), region.offset, _region_text(region.name, region.bytes, key_values))
-            for region in hopper.shared
+            for region in structure.shared
         ),
-        swizzle=SWIZZLES[hopper.box_bytes],
+        swizzle=SWIZZLES[structure.box_bytes],
         v_box_bytes=v_box,
         v_swizzle=SWIZZLES[v_box],
-        region_bytes={region.name: region.bytes for region in hopper.shared},
-        pipes=pipes_view(forward_pipes_of(plan), base=_FROM_HERE if hopper.shares else ""),
-        partials_room=_room(hopper),
-        place_bits=place_bits(hopper.anchor or plan.tile_n),
-        key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if hopper.anchored else ""),
+        region_bytes={region.name: region.bytes for region in structure.shared},
+        pipes=pipes_view(forward_pipes_of(plan), base=_FROM_HERE if structure.shares else ""),
+        partials_room=_room(structure),
+        place_bits=place_bits(structure.anchor or plan.tile_n),
+        key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if structure.anchored else ""),
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans="hk" in spans and not plan.pack_gqa,
         uses_kv_tiles="kv_tiles" in spans,
@@ -178,20 +178,20 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         words_use_q_hi="q_hi" in reads(listed),
         span_fields=(
             *(f"{lo}, {hi}" for lo, hi in (*span.visible, *span.full)),
-            *(["offset"] if hopper.anchored else []),
+            *(["offset"] if structure.anchored else []),
         ),
         span_lines=span.lines,
         span_values=", ".join(
             [
                 *(span.values[end].text for pair in (*span.visible, *span.full) for end in pair),
-                *(["offset"] if hopper.anchored else []),
+                *(["offset"] if structure.anchored else []),
             ]
         ),
         count=_count(span, "spans"),
         sees_any=f"{_count(span, 'mine')} > 0",
         loader_lines=_loader_lines(plan, [*listed, *by_key, *at_biases]),
-        order_lines=_order_lines(span) if hopper.whole_first else (),
-        tile_lines=_tile_lines(span, hopper) if plan.iteration == "ranges" else (),
+        order_lines=_order_lines(span) if structure.whole_first else (),
+        tile_lines=_tile_lines(span, structure) if plan.iteration == "ranges" else (),
         whole=_inside(span.full, "mine"),
         seen=_inside(span.visible, "mine"),
         word_lines=listed,
@@ -199,8 +199,8 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         row_lines=partial(_row_lines, plan),
         head_lines=partial(_head_lines, plan),
         head_dim_v_chunks=plan.head_dim_v // plan.operands.out.chunk_elements,
-        swizzled_row=SWIZZLED_ROWS[hopper.box_bytes],
-        later_columns=tuple(range(hopper.out_columns, plan.columns_v[0].width, hopper.out_columns)),
+        swizzled_row=SWIZZLED_ROWS[structure.box_bytes],
+        later_columns=tuple(range(structure.out_columns, plan.columns_v[0].width, structure.out_columns)),
         work_lines=work_lines,
         key_values=key_values,
         distance_values=distance_values,
@@ -256,9 +256,9 @@ def classifier_lines(plan: Plan, own: Launch) -> tuple[str, ...]:
     return argument_lines(plan, own.arguments, written=frozenset({"tile_map", "tile_hashes"}))
 
 
-def _room(hopper: HopperForward) -> int:
+def _room(structure: HopperForward) -> int:
     """Return the bytes of shared memory that partial results may take: those of Q, K and V, and of a region beside."""
-    return sum(region.bytes for region in hopper.shared if region.name in ("q", "k", "v", "more_partials"))
+    return sum(region.bytes for region in structure.shared if region.name in ("q", "k", "v", "more_partials"))
 
 
 def _region_text(name: str, size: int, key_values: KeyValues | None) -> str:
@@ -352,11 +352,11 @@ def _order_lines(span: Tiles) -> tuple[str, ...]:
     )
 
 
-def _tile_lines(span: Tiles, hopper: HopperForward) -> tuple[str, ...]:
+def _tile_lines(span: Tiles, structure: HopperForward) -> tuple[str, ...]:
     """Return the lines that find a tile by its place, counted from the first visible one."""
     (lo, hi), *others = span.visible
-    nth, every = ("nth", "every") if hopper.shares else ("remaining", "tiles")
-    if hopper.whole_first:
+    nth, every = ("nth", "every") if structure.shares else ("remaining", "tiles")
+    if structure.whole_first:
         return (
             f"const int place = all.{lo} + {nth} - 1;",
             f"const int tile = {nth} == {every} ? first : place + (place >= first);",

@@ -228,8 +228,6 @@ class Geometry:
             # Along an axis of extent 1 nothing steps, and torch's stride there is arbitrary.
             one = name in seen.axes and seen.shape[seen.axes.index(name)] == 1
             return 0 if one else seen.stride(name)
-        if of == "lse":
-            return self._lse_stride(str(axis))
         if of in self.call.descales:
             return self.call.descales[of].stride({"b": 0, "page": 0, "h": 1, "s": 2}[str(axis)])
         if of == "page_table" and self.call.page_table is not None:
@@ -239,11 +237,6 @@ class Geometry:
         tensor = self.call.tensors[self._tensor(parameter)]
         index = int(axis or 0)
         return 0 if tensor.shape[index] == 1 else tensor.stride(index)
-
-    def _lse_stride(self, axis: str) -> int:
-        rows = self.call.total_q if self.call.ragged else self.call.seqlen_q
-        by_axis = {"s": 1, "h": rows, "b": 0 if self.call.ragged else rows * self.call.heads}
-        return by_axis[axis]
 
     def _tensor(self, parameter: Argument) -> str:
         name = parameter.tensor

@@ -38,7 +38,7 @@ class HopperExplanation(ScheduleExplanation):
     """The explanation of a Hopper forward."""
 
     @property
-    def hopper(self) -> HopperForward:
+    def structure(self) -> HopperForward:
         """The structure of the plan."""
         assert isinstance(self.plan.structure, HopperForward)
         return self.plan.structure
@@ -46,25 +46,25 @@ class HopperExplanation(ScheduleExplanation):
     @property
     def registers(self) -> Registers:
         """Registers of each role, and how a consumer uses its own."""
-        return _registers(self.plan, self.hopper)
+        return _registers(self.plan, self.structure)
 
     def to_dict(self) -> dict[str, Any]:
         """Return its entries of the JSON form."""
-        hopper, low = self.hopper, self.floor
+        structure, low = self.structure, self.floor
         assert low is not None
         entries = {
             "roles": {
-                "consumers": hopper.consumers,
+                "consumers": structure.consumers,
                 "rows": ROWS,
                 **self._warps(),
-                "schedule": hopper.schedule,
-                "overlap": hopper.overlap,
-                "persistent": hopper.persistent,
-                "sharing": hopper.sharing,
-                "lookahead": hopper.lookahead if hopper.persistent else None,
-                "order": "longest_first" if hopper.longest_first else "natural",
-                "epilogue": "merged" if hopper.shares else "staged" if hopper.staged else "direct",
-                "skips": hopper.skips,
+                "schedule": structure.schedule,
+                "overlap": structure.overlap,
+                "persistent": structure.persistent,
+                "sharing": structure.sharing,
+                "lookahead": structure.lookahead if structure.persistent else None,
+                "order": "longest_first" if structure.longest_first else "natural",
+                "epilogue": "merged" if structure.shares else "staged" if structure.staged else "direct",
+                "skips": structure.skips,
                 "pack_gqa": self.plan.pack_gqa,
             },
             "registers": asdict(self.registers),
@@ -75,17 +75,17 @@ class HopperExplanation(ScheduleExplanation):
 
     def holds(self, region: str) -> str:
         """Contents of a region of shared memory."""
-        return _holds(self.plan, self.hopper, region)
+        return _holds(self.plan, self.structure, region)
 
     def facts(self) -> dict[str, list[str]]:
         """Return lines by label, for people."""
-        total, limit = self.hopper.shared_bytes, self.plan.arch.shared_memory
+        total, limit = self.structure.shared_bytes, self.plan.arch.shared_memory
         return {
-            "roles": list(_roles(self.plan, self.hopper)),
+            "roles": list(_roles(self.plan, self.structure)),
             "registers": self._registers(),
             "shared memory": [
                 f"{total} B of {limit} B; offset, bytes and what is there:",
-                *(f"{r.offset:6d} {r.bytes:6d}  {r.name:10s} {self.holds(r.name)}" for r in self.hopper.shared),
+                *(f"{r.offset:6d} {r.bytes:6d}  {r.name:10s} {self.holds(r.name)}" for r in self.structure.shared),
             ],
             "steps": [f"{name:10s} {text}" for name, text in self.loop()],
             **({"scales": _scales(self.plan), "error": list(_ERROR)} if self.plan.descaled else {}),
@@ -95,15 +95,15 @@ class HopperExplanation(ScheduleExplanation):
         """The work of each block; ``section`` describes the order."""
         rows, heads = ("seqlen_q x group", "kv_heads") if self.plan.pack_gqa else ("seqlen_q", "heads")
         tiles = f"ceil({rows} / {self.plan.tile_m}) x {heads} x batch"
-        order = f"longest first; {section}" if self.hopper.longest_first else "head by head in natural order"
-        if self.hopper.from_first:
+        order = f"longest first; {section}" if self.structure.longest_first else "head by head in natural order"
+        if self.structure.from_first:
             order = f"longest first, from the first queries on; {section}"
-        if self.hopper.shares:
+        if self.structure.shares:
             return (
-                f"a cluster of up to {self.hopper.sharing} blocks for each of {tiles} tiles of work, whose keys they "
-                f"share, as many as should take the least time; {order}"
+                f"a cluster of up to {self.structure.sharing} blocks for each of {tiles} tiles of work, whose keys "
+                f"they share, as many as should take the least time; {order}"
             )
-        if not self.hopper.persistent:
+        if not self.structure.persistent:
             return f"{tiles} blocks, one for each tile of work, {order}"
         return (
             f"persistent: a block for each multiprocessor, if there are as many of {tiles} tiles of work; each block "
@@ -112,40 +112,40 @@ class HopperExplanation(ScheduleExplanation):
 
     def loop(self) -> Iterator[tuple[str, str]]:
         """Yield the parts of a consumer's loop over keys, in order."""
-        hopper = self.hopper
-        turn, passed = ("take the turn, ", ", pass the turn") if hopper.pingpong else ("", "")
-        anchored = ", which ends with the last key that is" if hopper.anchored else ""
-        first = "the last tile of keys that all rows see, then the others" if hopper.whole_first else "tiles of keys"
+        structure = self.structure
+        turn, passed = ("take the turn, ", ", pass the turn") if structure.pingpong else ("", "")
+        anchored = ", which ends with the last key that is" if structure.anchored else ""
+        first = "the last tile of keys that all rows see, then the others" if structure.whole_first else "tiles of keys"
         yield "order", f"{first} from the last that is seen{anchored} to the first"
-        reductions = "exponentials make" if hopper.softmax == "bounded" else "maximum and exponentials make"
+        reductions = "exponentials make" if structure.softmax == "bounded" else "maximum and exponentials make"
         yield "first tile", f"{turn}QK(0){passed}, wait; {reductions} P(0)"
-        if hopper.overlap:
+        if structure.overlap:
             yield "step j", f"{turn}QK(j), PV(j-1){passed}, wait for S(j), logits, wait for O, softmax"
         else:
             yield "step j", f"{turn}QK(j), wait for S(j), PV(j-1){passed}, wait for O, logits, softmax"
         softmax = _SOFTMAX[self.plan.softmax].format(
-            above=hopper.recompute_above,
-            growth=hopper.recompute_growth.rstrip("f"),
-            fixed_max=hopper.fixed_max.rstrip("f"),
+            above=structure.recompute_above,
+            growth=structure.recompute_growth.rstrip("f"),
+            fixed_max=structure.fixed_max.rstrip("f"),
         )
-        if hopper.lane_sum_log2 and self.plan.softmax == "fixed_reference":
+        if structure.lane_sum_log2 and self.plan.softmax == "fixed_reference":
             softmax += "; from a new maximum after a partial first tile"
-            if hopper.recompute_below:
-                softmax += f" that left a lane a sum below {hopper.recompute_below.rstrip('f')}"
+            if structure.recompute_below:
+                softmax += f" that left a lane a sum below {structure.recompute_below.rstrip('f')}"
         yield "softmax", softmax
         yield "masks", _masks(self.plan)
-        if hopper.skips:
+        if structure.skips:
             held = f"up to {self.plan.stages - 1} while it holds V of the last that it saw"
             yield "skips", f"a consumer skips tiles that only other consumers see, {held}"
         else:
             yield "skips", "none: every consumer multiplies every tile of the block"
-        if hopper.persistent:
+        if structure.persistent:
             yield "boundary", "PV(last) and QK(0) of the next tile of work are issued together; O is stored under QK"
-        elif hopper.shares:
+        elif structure.shares:
             yield "boundary", "after PV(last) the blocks of a cluster wait for each other, and add up their results"
         else:
             yield "boundary", "none: a block has one tile of work, and writes O after PV(last)"
-        yield "epilogue", _epilogue(self.plan, hopper)
+        yield "epilogue", _epilogue(self.plan, structure)
 
     def _warps(self) -> dict[str, int]:
         """The warp of each role of the producer."""
@@ -156,7 +156,7 @@ class HopperExplanation(ScheduleExplanation):
         return {"scheduler_warp": by_name["scheduler"], "loader_warp": by_name["loader"], "query_loader_warp": of_q}
 
     def _registers(self) -> list[str]:
-        r, consumers = self.registers, self.hopper.consumers
+        r, consumers = self.registers, self.structure.consumers
         rest = f"{r.others} for addresses, row maxima and sums" if r.others >= 0 else f"{-r.others} too few: it spills"
         total = f"{r.threads} threads x {r.launch} = {r.pool}"
         return [
@@ -180,13 +180,13 @@ _SOFTMAX = {
 }
 
 
-def _registers(plan: Plan, hopper: HopperForward) -> Registers:
+def _registers(plan: Plan, structure: HopperForward) -> Registers:
     launch = min(plan.arch.registers // plan.threads // 8 * 8, 256)
     given = plan.operands
     s, o = (fragment_registers(columns, given.accumulator) for columns in (plan.tile_n, plan.columns_v[0].width))
     p = fragment_registers(plan.tile_n, given.p)
-    producer = hopper.registers_of("loader")
-    consumer = hopper.registers_of("consumers")
+    producer = structure.registers_of("loader")
+    consumer = structure.registers_of("consumers")
     return Registers(
         producer=producer,
         consumer=consumer,
@@ -197,36 +197,36 @@ def _registers(plan: Plan, hopper: HopperForward) -> Registers:
         threads=plan.threads,
         launch=launch,
         pool=plan.threads * launch,
-        used=_WARPGROUP * (producer + hopper.consumers * consumer),
+        used=_WARPGROUP * (producer + structure.consumers * consumer),
     )
 
 
-def _roles(plan: Plan, hopper: HopperForward) -> Iterator[str]:
-    each = "consumer" if hopper.consumers == 1 else "consumers"
-    yield f"{hopper.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
+def _roles(plan: Plan, structure: HopperForward) -> Iterator[str]:
+    each = "consumer" if structure.consumers == 1 else "consumers"
+    yield f"{structure.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
     if plan.pack_gqa:
         yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
-    first = {role.name: role.first for role in hopper.warp_roles}
+    first = {role.name: role.first for role in structure.warp_roles}
     scheduler, loader = first["scheduler"], first["loader"]
-    if hopper.transposes:
+    if structure.transposes:
         turning = first["transposers"]
         yield f"producer: warp {scheduler} schedules tiles of work and loads Q; {loader} loads K and V, all by TMA"
         yield f"warps {turning} and {turning + 1} transpose V, since products of 8 bits take keys along the rows only"
     else:
         of_q = first["query_loader"]
         loads = f"warp {loader} loads K and V, and {of_q} Q"
-        if hopper.value_loader:
+        if structure.value_loader:
             loads = f"warp {loader} loads K, {of_q} Q, and {first['value_loader']} V, a box of a page a copy"
         yield f"producer: warp {scheduler} schedules tiles of work; by TMA, {loads}"
-    if hopper.pingpong:
+    if structure.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, the softmax of one runs under the MMAs of another"
     else:
         yield "cooperative: consumers issue their products whenever they are ready"
-    yield _overlap(hopper)
-    if hopper.persistent:
-        yield f"persistent; the next tile of work is taken when {hopper.lookahead} steps of a tile are left to load"
+    yield _overlap(structure)
+    if structure.persistent:
+        yield f"persistent; the next tile of work is taken when {structure.lookahead} steps of a tile are left to load"
     else:
-        yield "not persistent: one tile of work per " + ("cluster of blocks" if hopper.shares else "block")
+        yield "not persistent: one tile of work per " + ("cluster of blocks" if structure.shares else "block")
 
 
 #: Of kernels in 8 bits: docs/fp8.md, "Errors".
@@ -248,16 +248,16 @@ def _scales(plan: Plan) -> list[str]:
     ]
 
 
-def _overlap(hopper: HopperForward) -> str:
-    if hopper.overlap:
+def _overlap(structure: HopperForward) -> str:
+    if structure.overlap:
         return "overlap: PV of a step runs under the logits of the next"
     return "no overlap: a warpgroup waits for all its products before its softmax"
 
 
-def _epilogue(plan: Plan, hopper: HopperForward) -> str:
-    if hopper.shares:
+def _epilogue(plan: Plan, structure: HopperForward) -> str:
+    if structure.shares:
         return "merged: each block adds up some of the rows, from the shared memory of all, and writes them"
-    if not hopper.staged:
+    if not structure.staged:
         return "direct: O goes from registers to memory, 16 bytes of a row at a time"
     return "staged: O goes through shared memory, " + ("and out by rows" if plan.ragged_queries else "and out by TMA")
 
@@ -270,21 +270,21 @@ def _masks(plan: Plan) -> str:
     return f"only on tiles that {who} see in part{score}"
 
 
-def _holds(plan: Plan, hopper: HopperForward, region: str) -> str:
+def _holds(plan: Plan, structure: HopperForward, region: str) -> str:
     """Contents of a region of shared memory."""
     width_qk, width_v = plan.columns_qk[0].width, plan.columns_v[0].width
-    tiles = "1 tile" if hopper.q_stages == 1 else f"{hopper.q_stages} tiles"
-    parts = "" if hopper.out_columns == width_v else f", {width_v // hopper.out_columns} parts in turn"
+    tiles = "1 tile" if structure.q_stages == 1 else f"{structure.q_stages} tiles"
+    parts = "" if structure.out_columns == width_v else f", {width_v // structure.out_columns} parts in turn"
     return {
         "q": f"Q: {tiles} of {plan.tile_m} x {width_qk}",
         "k": f"K: {plan.stages} stages of {plan.tile_n} x {width_qk}",
         "v": f"V: {plan.stages} stages of {plan.tile_n} x {width_v}",
-        "v_rows": f"V before it is transposed: {plan.stages} stages of {plan.tile_n} x {hopper.box_bytes} B",
+        "v_rows": f"V before it is transposed: {plan.stages} stages of {plan.tile_n} x {structure.box_bytes} B",
         "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
         "key_values": "what mask and score read of the keys of two tiles in each stage of K",
         "distance_values": "what the score reads of the distances of two tiles in each stage of K",
-        "biases": f"biases: {hopper.bias_stages} stages of {hopper.biases} x {plan.tile_m} x {plan.tile_n}",
-        "out": f"O for its store: {plan.tile_m} x {hopper.out_columns}{parts}",
+        "biases": f"biases: {structure.bias_stages} stages of {structure.biases} x {plan.tile_m} x {plan.tile_n}",
+        "out": f"O for its store: {plan.tile_m} x {structure.out_columns}{parts}",
         "work": "records of two tiles of work: place, and ranges of KV tiles",
         "more_partials": "what partial results take in the end, beside the place of Q, K and V",
         "tile_info": "number of the tile in each stage of K, and who needs the mask",
