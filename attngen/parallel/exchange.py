@@ -20,7 +20,7 @@ from attngen.parallel.routes import Route, Take
 Group = Any  # a process group of torch.distributed
 
 #: Its name in torch before 2.14.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def exchange(route: Route, group: Group | None, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -57,19 +57,8 @@ class _Exchange(torch.autograd.Function):
             added = back.new_zeros((route.held, *back.shape[1:]), dtype=total)
             takes = route.send_takes(back.device)
             for take, rows in zip(takes, back.split(list(route.send_counts)), strict=True):
-                _add(added, take, rows)
+                take.add(added, rows)
         return None, None, *(part.to(back.dtype) for part in _split(added, ctx.tails))
-
-
-def _add(total: Tensor, take: Take, rows: Tensor) -> None:
-    """Add rows to where they were taken from; no place is there twice, so that the order of sums is fixed."""
-    if not take.runs:
-        total.index_add_(0, take.index, rows.to(total.dtype))
-        return
-    start = 0
-    for place, length in take.runs:
-        total.narrow(0, place, length).add_(rows.narrow(0, start, length))
-        start += length
 
 
 def _packed(parts: Sequence[Tensor], tails: Sequence[torch.Size], take: Take | None) -> Tensor:
@@ -106,7 +95,7 @@ def all_to_all(sent: Tensor, send: Sequence[int], receive: Sequence[int], group:
     if group is None:
         return sent
     arrived = sent.new_empty((sum(receive), *sent.shape[1:]))
-    wire = _on_wire(group)
+    wire = on_wire(group)
     dist.all_to_all_single(wire(arrived), wire(sent), list(receive), list(send), group=group)
     return arrived
 
@@ -115,12 +104,12 @@ def _all_gather(rows: Tensor, count: int, group: Group | None) -> Tensor:
     if group is None:
         return rows
     arrived = rows.new_empty((count, *rows.shape[1:]))
-    wire = _on_wire(group)
-    _gather(wire(arrived), wire(rows), group=group)
+    wire = on_wire(group)
+    gather(wire(arrived), wire(rows), group=group)
     return arrived
 
 
-def _on_wire(group: Group) -> Callable[[Tensor], Tensor]:
+def on_wire(group: Group) -> Callable[[Tensor], Tensor]:
     """What turns a contiguous tensor into one that the backend takes: gloo knows few dtypes."""
     if dist.get_backend(group) != "gloo":
         return lambda tensor: tensor

@@ -16,8 +16,10 @@ from attngen.parallel.balance import deal
 from attngen.parallel.cost import Cost
 from attngen.parallel.heads import heads_are_alike
 from attngen.parallel.one_row import as_one_row, documents
+from attngen.parallel.overlap import overlap, runs_of_tiles
 from attngen.parallel.plans import Layer, Plan
 from attngen.parallel.routes import Needs, Tokens
+from attngen.parallel.segments import is_relative, reads_no_positions
 from attngen.parallel.values import passed, refuse_unknown, values_of_mask
 from attngen.parallel.visits import Visits, visits
 from attngen.runtime.registry.binding import find
@@ -31,6 +33,9 @@ TILES = (128, 64, 32, 16)
 
 #: ``auto`` exchanges if a rank then receives less than this share of what gathering sends.
 _WORTH = 0.9
+
+#: Keys of a rank that several of its segments see are copied: in all, at most so many times.
+_COPIES = 2.5
 
 #: Most plans, and most counts of tiles, that are kept.
 _KEPT = 32
@@ -96,7 +101,7 @@ def plan(
     made = Plan(
         seqlen, ranks, rank, group, tile, dealt.chunks, cost,
         tuple(
-            _layer(source, each, layers, counts, tokens, method, offsets, values)
+            _layer(source, each, layers, counts, tokens, method, offsets, values, cost)
             for (source, each, layers), counts in zip(stated, counted, strict=True)
         ),
         tokens, offsets,
@@ -107,7 +112,7 @@ def plan(
 
 def _layer(
     source: str | Variant, variant: Variant, layers: float, counted: tuple[Visits, dict[str, Any]], tokens: Tokens,
-    method: str, offsets: tuple[int, ...] | None, values: Mapping[str, Any],
+    method: str, offsets: tuple[int, ...] | None, values: Mapping[str, Any], cost: Cost,
 ) -> Layer:  # fmt: skip
     visited, of_documents = counted
     if method == "heads" and not heads_are_alike(variant):
@@ -120,10 +125,27 @@ def _layer(
     if method == "auto":
         method = "exchange" if seen.received.max() < _WORTH * everything.received.max() else "gather"
     own = {name: values[name] for name in passed(variant) if name in values}
+    sent = seen if method == "exchange" else everything
+    positions = not reads_no_positions(variant)
+    segments = method != "heads" and tokens.ranks > 1 and (is_relative(variant) if positions else True)
+    segments = segments and _few_copies(visited, tokens, sent, positions=positions)
     return Layer(
         variant.name, source, variant, variant if offsets is None else as_one_row(variant), layers, method,
-        {**own, **of_documents}, visited, seen if method == "exchange" else everything, seen,
+        {**own, **of_documents}, visited, sent, seen, segments, positions,
+        overlap(visited, sent, cost, segments=segments, heads_alike=heads_are_alike(variant)),
     )  # fmt: skip
+
+
+def _few_copies(visited: Visits, tokens: Tokens, sent: Needs, *, positions: bool) -> bool:
+    """Whether segments of no rank have many times the keys that it gets."""
+    if not positions:
+        return True
+    start, _ = runs_of_tiles(tokens)
+    last: np.ndarray = np.arange(1, len(start) + 1)
+    ends = np.append(start[1:] != start[:-1], True)  # the last tile of a run sees back to its segment's first key
+    keys = np.bincount(tokens.owner[ends], weights=(last - np.minimum(visited.first, start)[start])[ends],
+                       minlength=tokens.ranks)  # fmt: skip
+    return bool((keys <= _COPIES * sent.tiles.sum(axis=1)).all())
 
 
 def _counted(

@@ -20,17 +20,25 @@ from attngen.lang.variant import Variant
 from attngen.parallel import local as names
 from attngen.parallel.agreement import agree
 from attngen.parallel.called import called
+from attngen.parallel.calls import Call, attend
 from attngen.parallel.cost import Cost
 from attngen.parallel.exchange import exchange
 from attngen.parallel.explanation import Explanation, Shares
 from attngen.parallel.heads import against, all_heads, all_rows, of_own_heads
 from attngen.parallel.local import OF_TOKENS, Local, Positions, local_variant, own_values
+from attngen.parallel.overlap import Overlap, cut
+from attngen.parallel.pieces import Options
 from attngen.parallel.routes import Needs, Route, Tokens
+from attngen.parallel.segments import Segments
 from attngen.parallel.values import Cutter, passed, read_by_mask, refuse_unknown
 from attngen.parallel.visits import Visits
+from attngen.parallel.work import Work, by_positions, by_segments
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.calls.entry import attention, attention_varlen
 from attngen.variants import PythonVariant
+
+#: Keys of so many times a rank's own rows are kept for the backward; more are sent again, since they take memory.
+_KEPT = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +46,7 @@ class Layer:
     """One variant of a plan: its visits and needs, how many layers have it, and the values that the plan got.
 
     ``stated`` is the variant itself, ``variant`` that of one dense sequence; ``sent`` is what the
-    method sends, ``seen`` what rows visit.
+    method sends, ``seen`` what rows visit. With ``in_segments`` ranks call the variant itself over segments.
     """
 
     name: str
@@ -51,12 +59,20 @@ class Layer:
     visits: Visits
     sent: Needs
     seen: Needs
+    in_segments: bool = False
+    positions: bool = True  # whether the variant reads any
+    overlap: Overlap = "none"
     kept: dict[Any, Any] = field(default_factory=dict)  # what calls of one rank and device share
 
     @cached_property
     def fixed(self) -> frozenset[str]:
         """The names that the mask reads."""
         return frozenset(read_by_mask(self.variant))
+
+    @cached_property
+    def own(self) -> tuple[str, ...]:
+        """The names that calls of the variant itself pass."""
+        return tuple(passed(self.stated))
 
     @cached_property
     def passed(self) -> tuple[str, ...]:
@@ -167,13 +183,13 @@ class Plan:
             q, k, v = (tensor.unsqueeze(0) for tensor in (q, k, v))
         elif layout == "bhsd":
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        options: dict[str, Any] = {
-            "softmax_scale": softmax_scale, "backend": backend, "package": package, "deterministic": deterministic
-        }  # fmt: skip
+        options = Options(softmax_scale, backend, package, deterministic)
         if layer.method == "heads":
-            out, lse = self._by_heads(layer, rank, q, k, v, values, {**options, "return_lse": return_lse})
+            out, lse = self._by_heads(layer, rank, q, k, v, values, {**options._asdict(), "return_lse": return_lse})
+        elif self._wire is None:
+            out, lse = self._alone(layer, q, k, v, values, {**options._asdict(), "return_lse": return_lse})
         else:
-            out, lse = self._by_keys(layer, rank, q, k, v, values, {**options, "return_lse": return_lse})
+            out, lse = attend(*self._call(layer, q, k, v, values, options), return_lse=return_lse)
         if packed:
             out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
         elif layout == "bhsd":
@@ -237,18 +253,58 @@ class Plan:
             digest.update(repr({n: v for n, v in layer.values.items() if not isinstance(v, Tensor)}).encode())
         return digest.hexdigest()[:16]
 
-    def _by_keys(
-        self, layer: Layer, rank: int, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any],
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The call over this rank's rows and the keys that come to it."""
-        route = self._route(layer, rank)
-        keys, held = (t.transpose(0, 1) for t in exchange(route, self._wire, k.transpose(0, 1), v.transpose(0, 1)))
-        source, arguments = self._arguments(layer, rank, q, values)
-        if not q.shape[1]:
-            return _nothing(q, keys, held, *(x for x in arguments.values() if isinstance(x, Tensor)))
-        result: Any = attention(q, keys, held, variant=source, **options, **arguments)
+    def _call(
+        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: Options
+    ) -> tuple[Call, Tensor, Tensor, Tensor, list[Tensor]]:
+        """A call by keys, and its tensors: those of the variant that were passed, or have a gradient."""
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        tensors |= {
+            name: value
+            for name, value in layer.values.items()
+            if name not in tensors and isinstance(value, Tensor) and value.requires_grad
+        }
+        numbers = {name: value for name, value in values.items() if name not in tensors}
+        return Call(self, layer, options, numbers, tuple(tensors)), q, k, v, list(tensors.values())
+
+    def _alone(
+        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The call of a single rank."""
+        arguments = self.arguments(layer, q, values)
+        result: Any = attention(q, k, v, variant=self._called(layer), **options, **arguments)
         return result if options["return_lse"] else (result, None)
+
+    def work(self, layer: Layer, device: torch.device) -> Work:
+        """What this rank computes and exchanges in a call by keys."""
+        if "work" not in layer.kept:
+            rank = self._in_group()
+            exchanges = bool(layer.sent.received.any())
+            by_heads = layer.overlap == "heads"
+            keeps = not by_heads and int(layer.sent.tiles.sum(axis=1).max()) * self.ranks <= _KEPT * len(self.dealt.owner)
+            if layer.in_segments:
+                segments = self._segments(layer, rank)
+                here = None
+                if layer.overlap == "rows":
+                    here = cut(segments, layer.visits, self.dealt, positions=layer.positions)
+                layer.kept["work"] = by_segments(
+                    layer.sent, rank, self.group, layer.source, layer.stated, segments, here,
+                    positions=layer.positions, by_heads=by_heads, exchanges=exchanges, keeps=keeps,
+                )  # fmt: skip
+            else:
+                layer.kept["work"] = by_positions(
+                    layer.sent, rank, self.group, self._called(layer), self._local(layer).variant, by_heads=by_heads,
+                    exchanges=exchanges, keeps=keeps,
+                )  # fmt: skip
+        return layer.kept["work"]
+
+    def _segments(self, layer: Layer, rank: int) -> Segments:
+        """The segments of a rank's rows."""
+        tile, owner = self.tile, self.dealt.owner
+        breaks = np.concatenate([[0], np.flatnonzero(np.diff(owner)) + 1, [len(owner)]])
+        mine = owner[breaks[:-1]] == rank
+        runs = np.minimum(np.stack([breaks[:-1][mine], breaks[1:][mine]], axis=1) * tile, self.seqlen)
+        offsets = self.cu_seqlens if self.cu_seqlens is not None else (0, self.seqlen)
+        return Segments.of(runs, layer.visits.first * tile, tile, offsets, positions=layer.positions)
 
     def _by_heads(
         self, layer: Layer, rank: int, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any],
@@ -369,7 +425,7 @@ class Plan:
         return layer.kept["local"]
 
     def _called(self, layer: Layer) -> PythonVariant | str | Variant:
-        if layer.method == "heads" or (self.ranks == 1 and self.cu_seqlens is None):
+        if layer.method == "heads" or layer.in_segments or (self.ranks == 1 and self.cu_seqlens is None):
             return layer.source
         if "called" not in layer.kept:
             layer.kept["called"] = called(self._local(layer).variant)
@@ -381,14 +437,12 @@ class Plan:
         (arrived,) = exchange(route, self._wire, rows.reshape(len(rows), 1, -1))
         return arrived.reshape(-1, *rows.shape[1:]).movedim(0, dim)
 
-    def _arguments(
-        self, layer: Layer, rank: int, q: Tensor, values: Mapping[str, Any]
-    ) -> tuple[PythonVariant | str | Variant, dict[str, Any]]:
-        """The variant of a rank's call, and its scalars and tensors; those that the plan got are cut once."""
-        given = {**layer.values, **values}
-        source = self._called(layer)
-        if source is layer.source:
-            return source, given
+    def arguments(self, layer: Layer, q: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The scalars and tensors of a rank's call; those that the plan got are cut once."""
+        given, rank = {**layer.values, **values}, self._in_group()
+        if layer.in_segments or self._called(layer) is layer.source:
+            own = {name: given[name] for name in layer.own if name in given}
+            return {name: x.to(q.device) if isinstance(x, Tensor) else x for name, x in own.items()}
         local, route = self._local(layer), self._route(layer, rank)
         key = (rank, q.device)
         if key not in layer.kept:
@@ -416,7 +470,7 @@ class Plan:
         cuts = {name: cut for name, cut in local.cuts.items() if name not in tensors}
         scalars = {name: value for name, value in given.items() if name in {s.name for s in layer.variant.arguments}}
         arguments = {**scalars, **tensors, **cutter.values(cuts, given, layer.name), **own}
-        return source, {name: value for name, value in arguments.items() if name in wanted}
+        return {name: value for name, value in arguments.items() if name in wanted}
 
     # --- checks ---------------------------------------------------------------------------------------------
 
@@ -491,12 +545,3 @@ class Plan:
         if missing:
             raise CallError(f"{layer.name} takes {', '.join(missing)}, which neither the plan nor the call got")
         return axis
-
-
-def _nothing(q: Tensor, keys: Tensor, values: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of no rows, which depend on all that a call does: the backward of an exchange is a
-    collective, in which a rank without rows takes part."""
-    given = (each for each in (q, keys, values, *others) if each.is_floating_point())
-    nothing = sum((each.reshape(-1)[:0].sum() for each in given), torch.zeros((), device=q.device))
-    out = q.new_zeros((*q.shape[:3], values.shape[3])) + nothing.to(q.dtype)
-    return out, torch.zeros((q.shape[0], q.shape[2], 0), device=q.device) + nothing

@@ -200,6 +200,16 @@ class Take:
             return torch.cat([rows.narrow(0, *run) for run in self.runs])
         return rows.index_select(0, self.index)
 
+    def add(self, total: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add rows to where they were taken from; no place is there twice, so that the order of sums is fixed."""
+        if not self.runs:
+            total.index_add_(0, self.index, rows.to(total.dtype))
+            return
+        start = 0
+        for place, length in self.runs:
+            total.narrow(0, place, length).add_(rows.narrow(0, start, length))
+            start += length
+
 
 @dataclass(frozen=True)
 class Put:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -41,6 +42,22 @@ class Visits:
     lo: np.ndarray
     hi: np.ndarray
     tiles: np.ndarray
+
+    @cached_property
+    def first(self) -> np.ndarray:
+        """The first tile of keys of each tile of queries; itself for one that visits none."""
+        first: np.ndarray = np.arange(len(self.tiles))
+        none = self.tiles == 0
+        ends = np.where(none, first, len(first))
+        np.minimum.at(ends, self.row, self.lo)
+        return ends
+
+    @cached_property
+    def last(self) -> np.ndarray:
+        """The end of the tiles of keys of each tile of queries."""
+        ends: np.ndarray = np.zeros(len(self.tiles), dtype=np.int64)
+        np.maximum.at(ends, self.row, self.hi)
+        return ends
 
     def needs(self, owner: np.ndarray, ranks: int) -> np.ndarray:
         """Which tiles of keys each rank visits, if ``owner`` says whose each tile is: bools (ranks, tiles)."""

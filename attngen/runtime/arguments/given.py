@@ -56,8 +56,9 @@ _PLACES = {name: place for place, name in enumerate(Given._fields)}
 TENSORS = Given._fields[: _PLACES["arguments"]]
 _COUNTS = {"dense": _PLACES["seqused_k"] + 1, "varlen": _PLACES["cu_seqlens_k"] + 1, "paged": len(TENSORS)}
 
-#: By the form of a call: the places of those beside q, k and v, and a function that returns them.
-PLACES = {form: tuple(range(3, count)) for form, count in _COUNTS.items()}
+#: By the form of a call: the places of those beside q, k and v, with the output's, and a function that returns those
+#: that are read.
+PLACES = {form: tuple(sorted({*range(3, count), _PLACES["out"]})) for form, count in _COUNTS.items()}
 OTHERS: dict[str, Callable[[Given], tuple[Any, ...]]] = {
     form: itemgetter(slice(3, count)) for form, count in _COUNTS.items()
 }

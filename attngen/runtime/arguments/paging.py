@@ -133,7 +133,7 @@ def bind_paged(
     call.num_splits, call.split_size = (_count(name, getattr(paging, name)) for name in ("num_splits", "split_size"))
     if call.num_splits and call.split_size:
         raise CallError("num_splits and split_size both say how keys are split; pass only one of them")
-    call.out = _given_out(paging.out, call, q)
+    call.out = given_out(paging.out, call, q)
     return finish(call, **settings)
 
 
@@ -162,8 +162,8 @@ def _count(name: str, value: Any) -> int:
     return number
 
 
-def _given_out(out: Any, call: Call, q: torch.Tensor) -> View | None:
-    """Return the view of a result that the caller allocated, as packed rows; None if there is none."""
+def given_out(out: Any, call: Call, q: torch.Tensor) -> View | None:
+    """Return the view of a result that the caller allocated, of pages as packed rows; None if there is none."""
     if out is None:
         return None
     if not isinstance(out, torch.Tensor):
@@ -178,8 +178,8 @@ def _given_out(out: Any, call: Call, q: torch.Tensor) -> View | None:
     check_written("out", out)
     if out.shape[-1] > 1 and out.stride(-1) != 1:
         raise CallError(f"out's last dimension must be contiguous, got strides {out.stride()}")
-    if call.order == "thd":
-        return view(out.shape, out.stride(), "thd")
+    if call.order == "thd" or call.layout == "dense":
+        return view(out.shape, out.stride(), call.order)
     rows = rows_view(out.shape, out.stride())
     if rows is None:
         raise CallError(f"out's rows must have one stride, got strides {out.stride()}")

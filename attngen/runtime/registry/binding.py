@@ -15,7 +15,7 @@ from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES, Call, Packing, check_out_dtype, refuse_unreadable
 from attngen.runtime.arguments.descales import check_descales
 from attngen.runtime.arguments.given import TENSORS, Given
-from attngen.runtime.arguments.paging import Paging, bind_paged
+from attngen.runtime.arguments.paging import Paging, bind_paged, given_out
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.registry.lookup import Resolved, registry
 
@@ -99,6 +99,7 @@ def bind_call(given: Given) -> tuple[Call, Resolved]:
         if given.form == "varlen":
             packing = Packing(given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
         call = bind(resolved.variant, q, k, v, packing, layout=given.layout, **settings)
+        call.out = given_out(given.out, call, q)
         call.asked_out = check_out_dtype(q.dtype, given.out_dtype)
     check_descales(call, {name: getattr(given, name) for name in DESCALES})
     if call.device.type == "cpu":

@@ -1,0 +1,108 @@
+"""Calls of a plan as functions that autograd differentiates, and as operators that compiled programs keep whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attngen.parallel.pieces import Options
+from attngen.parallel.work import Work
+
+_NAMESPACE = "attngen_parallel"
+
+#: Calls that compiled programs name by number.
+_calls: list[Call] = []
+_numbers: dict[Any, int] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call but for its tensors: those of the variant follow q, k and v in the order of ``names``."""
+
+    plan: Any
+    layer: Any
+    options: Options
+    numbers: Mapping[str, Any]
+    names: tuple[str, ...]
+
+    def values(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """Scalars and tensors of the variant that the caller passed."""
+        return {**self.numbers, **dict(zip(self.names, tensors, strict=True))}
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], *, lse: bool, keep: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Output, log-sum-exp, and the keys that the backward gets."""
+        work: Work = self.plan.work(self.layer, q.device)
+        arguments = self.plan.arguments(self.layer, q, self.values(tensors))
+        return work.forward(q, k, v, arguments, self.options, lse=lse, keep=keep)
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], out: Tensor, lse: Tensor,
+        kept: Tensor | None, dout: Tensor | None, dlse: Tensor | None, learned: Sequence[bool],
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
+        """Gradients of q, k, v, and of the tensors that are ``learned``."""
+        work: Work = self.plan.work(self.layer, q.device)
+        with torch.enable_grad(), _recording():
+            leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(tensors, learned, strict=True)]
+            arguments = self.plan.arguments(self.layer, q, self.values(leaves))
+        asked = [name for name, value in arguments.items() if isinstance(value, Tensor) and value.requires_grad]
+        plain = {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        dq, dk, dv, own = work.backward(q, k, v, out, lse, dout, dlse, kept, plain, asked, self.options)
+        gradients: list[Tensor | None] = [None] * len(leaves)
+        wanted = [i for i, each in enumerate(learned) if each]
+        if wanted:
+            each = torch.autograd.grad(
+                [arguments[name] for name in asked], [leaves[i] for i in wanted],
+                [own[name].to(arguments[name].dtype) for name in asked], allow_unused=True,
+            )  # fmt: skip
+            for i, gradient in zip(wanted, each, strict=True):
+                gradients[i] = torch.zeros_like(leaves[i]) if gradient is None else gradient
+        return dq, dk, dv, gradients
+
+
+def _recording() -> Any:
+    """Let autograd record inside an operator, which a compiled program may call with autograd left out of dispatch."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+
+
+def attend(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], *, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Output and log-sum-exp, (batch, rows, heads, head_dim) and (batch, heads, rows)."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tensors)):
+        out, lse = _Attention.apply(call, q, k, v, *tensors)
+        return out, lse if return_lse else None
+    out, lse, _ = call.forward(q, k, v, tensors, lse=return_lse, keep=False)
+    return out, lse
+
+
+class _Attention(torch.autograd.Function):
+    """Attention by a plan, and its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, kept = call.forward(q, k, v, tensors, lse=True, keep=True)
+        assert lse is not None
+        ctx.call, ctx.keeps = call, kept is not None
+        ctx.save_for_backward(out, lse, *(() if kept is None else (kept,)), q, k, v, *tensors)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        kept = tensors.pop(0) if ctx.keeps else None
+        q, k, v, *own = tensors
+        dq, dk, dv, gradients = ctx.call.backward(
+            q, k, v, own, out, lse, kept, dout, dlse, ctx.needs_input_grad[4:]
+        )
+        return None, dq, dk, dv, *gradients

@@ -1,0 +1,209 @@
+"""Pieces of a rank's attention: some of its rows and the keys that these see, in one call of a kernel, and its backward.
+
+A piece is dense, or packed: segments of rows, each with its own keys. Packed sequences may be without rows, or without
+keys: so the rows and keys of all segments may stay where they lie in larger tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attngen.lang.variant import Variant
+from attngen.parallel.routes import Take
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.arguments.given import Given, make
+from attngen.runtime.autograd.derivatives import reference_gradients
+from attngen.runtime.autograd.training import differentiate
+from attngen.runtime.calls.dispatch import run
+
+
+class Options(NamedTuple):
+    """What a call says beside its tensors."""
+
+    softmax_scale: float | None = None
+    backend: str | None = None
+    package: str | None = None
+    deterministic: bool = False
+
+
+class Part(NamedTuple):
+    """The query heads and KV heads of a call: the first ones, and how many."""
+
+    heads: tuple[int, int]
+    kv_heads: tuple[int, int]
+
+    def of(self, q: Tensor) -> Tensor:
+        """The query heads of (batch, rows, heads, …)."""
+        return q if q.shape[2] == self.heads[1] else q.narrow(2, *self.heads)
+
+    def of_keys(self, k: Tensor) -> Tensor:
+        """The KV heads of (batch, keys, heads, …)."""
+        return k if k.shape[2] == self.kv_heads[1] else k.narrow(2, *self.kv_heads)
+
+    def arguments(self, variant: Variant, values: Mapping[str, Any], heads: int) -> dict[str, Any]:
+        """The values of a call with what tensors have for these heads."""
+        own = dict(values)
+        if self.heads[1] != heads:
+            for name, axis, extent in of_heads(variant):
+                if name in own:
+                    own[name] = own[name].narrow(axis, *(self.heads if extent == "h" else self.kv_heads))
+        return own
+
+    def add(self, variant: Variant, total: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        """Add gradients of tensors that have something for each head to those of all heads."""
+        axes: dict[str, list[tuple[int, str]]] = {}
+        for name, axis, extent in of_heads(variant):
+            axes.setdefault(name, []).append((axis, extent))
+        for name, gradient in gradients.items():
+            place = total[name]
+            for axis, extent in axes.get(name, ()):
+                start, count = self.heads if extent == "h" else self.kv_heads
+                place = place.narrow(axis, start, count)
+            place.add_(gradient)
+
+
+def of_heads(variant: Variant) -> list[tuple[str, int, str]]:
+    """Name, axis and extent of what tensors have for each head."""
+    return [
+        (tensor.name, axis, str(extent))
+        for tensor in variant.tensors
+        for axis, extent in enumerate(tensor.shape)
+        if extent in ("h", "hk")
+    ]
+
+
+class Rows:
+    """Some rows of a rank, ascending: a slice, or by index."""
+
+    def __init__(self, rows: np.ndarray, held: int) -> None:
+        self.count, self.whole = len(rows), len(rows) == held
+        self._rows = torch.from_numpy(rows)
+        self._takes: dict[torch.device, Take] = {}
+        one_run = not len(rows) or int(rows[-1]) - int(rows[0]) + 1 == len(rows)
+        #: The first of them, if they follow one another.
+        self.start: int | None = (int(rows[0]) if len(rows) else 0) if one_run else None
+
+    def view(self, x: Tensor, dim: int) -> Tensor | None:
+        """The rows as a view, if they follow one another."""
+        if self.whole:
+            return x
+        return None if self.start is None else x.narrow(dim, self.start, self.count)
+
+    def of(self, x: Tensor, dim: int) -> Tensor:
+        """The rows of a tensor."""
+        view = self.view(x, dim)
+        return view if view is not None else x.index_select(dim, self._index(x.device))
+
+    def put(self, x: Tensor, rows: Tensor, dim: int) -> None:
+        """Copy rows to where they belong."""
+        view = self.view(x, dim)
+        if view is not None:
+            view.copy_(rows)
+        else:
+            x.index_copy_(dim, self._index(x.device), rows)
+
+    def _index(self, device: torch.device) -> Tensor:
+        if device not in self._takes:
+            self._takes[device] = Take(self._rows.to(device), ())
+        return self._takes[device].index
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some rows of a rank and their keys, in one call.
+
+    ``lengths`` of rows and keys of each packed sequence are None for a dense call.
+    """
+
+    rows: Rows
+    source: Any  # what calls take as their variant
+    variant: Variant
+    lengths: tuple[np.ndarray, np.ndarray] | None = None
+    _offsets: dict[Any, tuple[Tensor, Tensor, int, int]] = field(default_factory=dict)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, part: Part, values: Mapping[str, Any],
+        options: Options,
+    ) -> None:  # fmt: skip
+        """Compute the rows of ``out``, (batch, rows, heads, head_dim), and of ``lse``, (batch, heads, rows)."""
+        place = self.rows.view(out, 1)
+        rows = None if place is None else self._packed(part.of(place))
+        given = self._given(self._packed(part.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), part, values,
+                            options, q.shape[0], q.shape[2], rows)  # fmt: skip
+        if rows is not None and place is not None and rows.data_ptr() != part.of(place).data_ptr():
+            given, rows = given._replace(out=None), None  # a copy: rows of several sequences do not lie together
+        given = given._replace(return_lse=lse is not None)
+        result = run(given)
+        computed, sums = result if lse is not None else (result, None)
+        if rows is None:
+            whole = out if out.shape[2] == part.heads[1] else out.narrow(2, *part.heads)
+            self.rows.put(whole, self._dense(computed, q.shape[0]), 1)
+        if lse is not None and sums is not None:
+            if self.lengths is not None:
+                sums = sums.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
+            self.rows.put(lse.narrow(1, *part.heads), sums, 2)
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
+        part: Part, values: Mapping[str, Any], asked: Sequence[str], options: Options,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
+        """Gradients of the rows of q, of k and of v, all (batch, …, heads, head_dim), and of the tensors ``asked``."""
+        batch = q.shape[0]
+        given = self._given(self._packed(part.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), part, values,
+                            options, batch, q.shape[2], None)._replace(return_lse=True)  # fmt: skip
+        o, do = (None if x is None else self._packed(part.of(self.rows.of(x, 1))) for x in (out, dout))
+        sums, dsums = (None if x is None else self._sums(x.narrow(1, *part.heads)) for x in (lse, dlse))
+        assert o is not None
+        assert sums is not None
+        if torch_state.on_gpu(q) and options.backend != "reference":
+            dq, dk, dv, own = differentiate(given, o, sums, do, dsums, tuple(asked))
+        else:
+            dq, dk, dv, *others = reference_gradients(run, given, do, dsums, asked)
+            own = dict(zip(asked, others, strict=True))
+        dq, dk, dv = (self._dense(x, batch) for x in (dq, dk, dv))
+        return dq, dk, dv, own
+
+    def _given(
+        self, q: Tensor, k: Tensor, v: Tensor, part: Part, values: Mapping[str, Any], options: Options, batch: int,
+        heads: int, out: Tensor | None,
+    ) -> Given:  # fmt: skip
+        arguments = part.arguments(self.variant, values, heads)
+        cu_q = cu_k = longest_q = longest_k = None
+        form, layout = "dense", "bshd"
+        if self.lengths is not None:
+            cu_q, cu_k, longest_q, longest_k = self._packing(batch, q.device)
+            form = layout = "varlen"
+        return make(Given, (
+            q, k, v, None, None, None, None, cu_q, cu_k, None, out, arguments, None, self.source,
+            options.softmax_scale, False, options.deterministic, form, layout, options.backend, options.package,
+            longest_q, longest_k, None, None, None,
+        ))  # fmt: skip
+
+    def _packing(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+        """Offsets of the rows and keys of each sequence, and the longest lengths."""
+        if (batch, device) not in self._offsets:
+            assert self.lengths is not None
+            cu_q, cu_k = (
+                torch.from_numpy(np.concatenate([[0], np.cumsum(np.tile(lengths, batch))]).astype(np.int32)).to(device)
+                for lengths in self.lengths
+            )
+            longest_q, longest_k = (max(int(lengths.max()), 1) for lengths in self.lengths)
+            self._offsets[batch, device] = cu_q, cu_k, longest_q, longest_k
+        return self._offsets[batch, device]
+
+    def _packed(self, x: Tensor) -> Tensor:
+        return x if self.lengths is None else x.flatten(0, 1)
+
+    def _dense(self, x: Tensor, batch: int) -> Tensor:
+        return x if self.lengths is None else x.unflatten(0, (batch, -1))
+
+    def _sums(self, lse: Tensor) -> Tensor:
+        """The log-sum-exp of the rows, or its gradient, as calls have it."""
+        sums = self.rows.of(lse, 2)
+        return (sums if self.lengths is None else sums.transpose(0, 1).flatten(1)).contiguous()

@@ -1,0 +1,120 @@
+"""Segments: rows of a rank that follow one another in a sequence or document, with the keys that they see.
+
+Kernels of packed sequences put the last query at the last key. So a variant that reads positions only as the distance
+from a key to its query, and sees no key after the query, computes the same over a segment as over the whole sequence:
+the kernels of one GPU serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from attngen.lang.bands import bands
+from attngen.lang.facts import Facts, index
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, rewrite
+from attngen.lang.simplify import COMPLEMENT, add, integer, linear
+from attngen.lang.symbols import Symbols
+from attngen.lang.variant import Variant
+
+#: Names that have another value in a segment than in the whole sequence, but for ``q_pos`` and ``kv``.
+_ELSEWHERE = frozenset({"q", "q_global", "kv_global", "b", "seqlen_q", "seqlen_k", "total_q", "total_k"})
+
+_DISTANCE = Var("distance", Type.INT)
+_SUMS = ("add", "sub", "neg", "mul")
+
+
+def ends_at_query(variant: Variant) -> bool:
+    """Whether no query sees a key after itself."""
+    facts = Facts.of(variant)
+    same = rewrite(variant.mask, lambda node: index("q") if node == index("q_pos") else None)
+    order = Symbols(facts.of_tiles(), {})
+    after = add(index("q_hi"), integer(1))
+    visible = bands(same, facts, over="kv").visible
+    return all(interval.hi is not None and order.holds("le", interval.hi, after) for interval in visible)
+
+
+@lru_cache(maxsize=256)
+def reads_no_positions(variant: Variant) -> bool:
+    """Whether a variant is the same for all pairs of a query and a key."""
+    read = variant.uses()[0]
+    return not read & (_ELSEWHERE | {"q_pos", "kv"}) and _same_bounds(variant)
+
+
+@lru_cache(maxsize=256)
+def is_relative(variant: Variant) -> bool:
+    """Whether a variant reads positions only as the distance from a key to its query, and sees no later key."""
+    kv = index("kv")
+    moved = Op("add", (kv, _DISTANCE), Type.INT)
+
+    def free(expr: Expr) -> bool:
+        match expr:
+            case Const():
+                return True
+            case Var(name=name):
+                return name != "kv" and name not in _ELSEWHERE
+            case Load(indices=indices):
+                return all(map(free, indices))
+            case Op(op=op, args=(left, right)) if op in COMPLEMENT and left.type is right.type is Type.INT:
+                return all(map(free, linear(left).plus(linear(right), -1).terms))
+            case Op(op=op) if op in _SUMS and expr.type is Type.INT:
+                terms = linear(expr, expand=True).terms
+                return expr not in terms and all(map(free, terms)) or all(map(free, expr.args))
+            case Op(args=args):
+                return all(map(free, args))
+        return False
+
+    expressions = [each for each in (variant.mask, variant.score, variant.sink) if each is not None]
+    of_keys = [rewrite(each, lambda node: moved if node == index("q_pos") else None) for each in expressions]
+    return _same_bounds(variant) and all(map(free, of_keys)) and ends_at_query(variant)
+
+
+def _same_bounds(variant: Variant) -> bool:
+    """Whether no bound of a scalar or tensor names a length that a segment changes."""
+    bounds = {bound for scalar in variant.scalars for bound in (scalar.min, scalar.max)}
+    bounds |= {bound for tensor in variant.tensors for bound in (*(tensor.range or ()), *tensor.shape)}
+    return not any(bound in _ELSEWHERE for bound in bounds if isinstance(bound, str))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Rows ``begin`` to ``end - 1`` of the sequence and the keys ``lo`` to ``hi - 1`` that they see; rows ascend."""
+
+    begin: np.ndarray
+    end: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+
+    @classmethod
+    def of(
+        cls, runs: np.ndarray, first: np.ndarray, tile: int, offsets: Sequence[int], *, positions: bool = True
+    ) -> Segments:
+        """The segments of runs of rows, (n, 2). ``first`` is the first key that each tile of rows visits, ``offsets``
+        those of the documents. Without ``positions``, rows of a document see all of it and are one segment."""
+        documents = np.unique(np.asarray(offsets, dtype=np.int64))
+        run_of = np.searchsorted(runs[:, 0], documents, side="right") - 1
+        inside = (run_of >= 0) & (documents > runs[run_of, 0]) & (documents < runs[run_of, 1])
+        begin = np.sort(np.concatenate([runs[:, 0], documents[inside]]))
+        end = np.sort(np.concatenate([runs[:, 1], documents[inside]]))
+        number = np.searchsorted(documents, begin, side="right") - 1
+        low, high = documents[number], documents[number + 1]
+        if not positions:
+            return cls(begin, end, low, high)
+        tiles = begin // tile
+        return cls(begin, end, np.maximum(low, first[tiles]), end)
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+    def take(self, which: np.ndarray) -> Segments:
+        """Some of them."""
+        return Segments(self.begin[which], self.end[which], self.lo[which], self.hi[which])
+
+    def split(self, at: np.ndarray, first: np.ndarray) -> tuple[Segments, Segments]:
+        """The rows of each segment before ``at``, and those from there on, which see keys from ``first`` on."""
+        before = Segments(self.begin, at, self.lo, np.where(at < self.end, at, self.hi))
+        after = Segments(at, self.end, np.maximum(self.lo, first), self.hi)
+        return before.take(at > self.begin), after.take(at < self.end)
