@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attngen.parallel.pieces import Options
-from attngen.parallel.work import Work
 
 _NAMESPACE = "attngen_parallel"
 
@@ -36,18 +35,18 @@ class Call:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], *, lse: bool, keep: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Output, log-sum-exp, and the keys that the backward gets."""
-        work: Work = self.plan.work(self.layer, q.device)
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Output, log-sum-exp, and what the backward gets beside them."""
+        work = self.plan.work(self.layer)
         arguments = self.plan.arguments(self.layer, q, self.values(tensors))
         return work.forward(q, k, v, arguments, self.options, lse=lse, keep=keep)
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], out: Tensor, lse: Tensor,
-        kept: Tensor | None, dout: Tensor | None, dlse: Tensor | None, learned: Sequence[bool],
+        kept: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, learned: Sequence[bool],
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
         """Gradients of q, k, v, and of the tensors that are ``learned``."""
-        work: Work = self.plan.work(self.layer, q.device)
+        work = self.plan.work(self.layer)
         with torch.enable_grad(), _recording():
             leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(tensors, learned, strict=True)]
             arguments = self.plan.arguments(self.layer, q, self.values(leaves))
@@ -91,17 +90,16 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         out, lse, kept = call.forward(q, k, v, tensors, lse=True, keep=True)
         assert lse is not None
-        ctx.call, ctx.keeps = call, kept is not None
-        ctx.save_for_backward(out, lse, *(() if kept is None else (kept,)), q, k, v, *tensors)
+        ctx.call, ctx.count = call, len(kept)
+        ctx.save_for_backward(out, lse, q, k, v, *kept, *tensors)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        out, lse, *tensors = ctx.saved_tensors
-        kept = tensors.pop(0) if ctx.keeps else None
-        q, k, v, *own = tensors
+        out, lse, q, k, v, *tensors = ctx.saved_tensors
+        kept, own = tensors[: ctx.count], tensors[ctx.count :]
         dq, dk, dv, gradients = ctx.call.backward(
             q, k, v, own, out, lse, kept, dout, dlse, ctx.needs_input_grad[4:]
         )

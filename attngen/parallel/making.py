@@ -31,8 +31,8 @@ METHODS = ("auto", "gather", "exchange", "heads")
 #: Rows of the tiles that are dealt and sent, in order of preference: the first of which all ranks get as many.
 TILES = (128, 64, 32, 16)
 
-#: ``auto`` exchanges if a rank then receives less than this share of what gathering sends.
-_WORTH = 0.9
+#: ``auto`` gathers if that sends at most so many times what is seen.
+_WORTH = 1.05
 
 #: Keys of a rank that several of its segments see are copied: in all, at most so many times.
 _COPIES = 2.5
@@ -41,7 +41,7 @@ _COPIES = 2.5
 _KEPT = 32
 
 _plans: OrderedDict[Any, tuple[Any, Plan]] = OrderedDict()
-_visits: OrderedDict[Any, tuple[Any, tuple[Visits, dict[str, Any]]]] = OrderedDict()
+_visits: OrderedDict[Any, tuple[Any, tuple[Visits, dict[str, Any] | None]]] = OrderedDict()
 
 
 def plan(
@@ -111,7 +111,7 @@ def plan(
 
 
 def _layer(
-    source: str | Variant, variant: Variant, layers: float, counted: tuple[Visits, dict[str, Any]], tokens: Tokens,
+    source: str | Variant, variant: Variant, layers: float, counted: tuple[Visits, dict[str, Any] | None], tokens: Tokens,
     method: str, offsets: tuple[int, ...] | None, values: Mapping[str, Any], cost: Cost,
 ) -> Layer:  # fmt: skip
     visited, of_documents = counted
@@ -121,17 +121,20 @@ def _layer(
             "that have something for each head; allowed: gather, exchange"
         )
     seen = Needs.of(tokens, visited.needs(tokens.owner, tokens.ranks))
-    everything = Needs.of(tokens, np.ones((tokens.ranks, len(tokens.owner)), dtype=bool))
+    everything = Needs.of_all(tokens)
     if method == "auto":
-        method = "exchange" if seen.received.max() < _WORTH * everything.received.max() else "gather"
-    own = {name: values[name] for name in passed(variant) if name in values}
+        method = "gather" if everything.received.sum() <= _WORTH * seen.received.sum() else "exchange"
     sent = seen if method == "exchange" else everything
     positions = not reads_no_positions(variant)
     segments = method != "heads" and tokens.ranks > 1 and (is_relative(variant) if positions else True)
     segments = segments and _few_copies(visited, tokens, sent, positions=positions)
+    own = {name: values[name] for name in passed(variant) if name in values}
+    one_row = offsets is not None and not segments
+    if offsets is not None and one_row:
+        own |= of_documents if of_documents is not None else documents(offsets)
     return Layer(
-        variant.name, source, variant, variant if offsets is None else as_one_row(variant), layers, method,
-        {**own, **of_documents}, visited, sent, seen, segments, positions,
+        variant.name, source, variant, as_one_row(variant) if one_row else variant, layers, method,
+        own, visited, sent, seen, segments, positions,
         overlap(visited, sent, cost, segments=segments, heads_alike=heads_are_alike(variant)),
     )  # fmt: skip
 
@@ -151,15 +154,17 @@ def _few_copies(visited: Visits, tokens: Tokens, sent: Needs, *, positions: bool
 def _counted(
     variant: Variant, sizes: Any, seqlen: int, offsets: tuple[int, ...] | None, tile: int, cost: Cost,
     values: Mapping[str, Any], tensors: Sequence[Tensor],
-) -> tuple[Visits, dict[str, Any]]:  # fmt: skip
-    """The visits of a variant, and the tensors of its documents."""
+) -> tuple[Visits, dict[str, Any] | None]:  # fmt: skip
+    """The visits of a variant, and the tensors of its documents, if they were needed."""
     key = (variant, sizes)
     known = _visits.get(key)
     if known is not None:
         _visits.move_to_end(key)
         return known[1]
-    of_documents: dict[str, Any] = {} if offsets is None else documents(offsets)
-    whole = variant if offsets is None else as_one_row(variant)
+    positions = not reads_no_positions(variant)
+    plain = offsets is None or not positions or is_relative(variant)
+    of_documents: dict[str, Any] | None = None if plain or offsets is None else documents(offsets)
+    whole = variant if plain else as_one_row(variant)
     lengths = {
         extent: length
         for tensor in whole.tensors
@@ -171,8 +176,10 @@ def _counted(
     heads = lengths.get("h", cost.heads)
     kv_heads = lengths.get("hk", cost.kv_heads if heads % cost.kv_heads == 0 else heads)
     batch = lengths.get("b", 1)
-    read = values_of_mask(whole, seqlen, batch, (heads, kv_heads), {**values, **of_documents})
+    read = values_of_mask(whole, seqlen, batch, (heads, kv_heads), {**values, **(of_documents or {})})
     visited = visits(whole, seqlen, tile, read, batch, heads, kv_heads)
+    if plain and offsets is not None:
+        visited = visited.in_documents(offsets, tile, seqlen, positions=positions)
     _keep(_visits, key, (tensors, (visited, of_documents)))
     return visited, of_documents
 

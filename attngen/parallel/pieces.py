@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from attngen.lang.variant import Variant
-from attngen.parallel.routes import Take
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.autograd.derivatives import reference_gradients
@@ -78,13 +77,42 @@ def of_heads(variant: Variant) -> list[tuple[str, int, str]]:
     ]
 
 
+#: Offsets of the rows and keys of packed sequences, and the longest lengths.
+Packing = tuple[Tensor, Tensor, int, int]
+
+
+def given_of(
+    qkv: Sequence[Tensor], values: Mapping[str, Any], source: Any, options: Options, packing: Packing | None,
+    out: Tensor | None = None,
+) -> Given:  # fmt: skip
+    """A dense call, or one over packed sequences."""
+    q, k, v = qkv
+    cu_q, cu_k, longest_q, longest_k = packing if packing is not None else (None, None, None, None)
+    form, layout = ("dense", "bshd") if packing is None else ("varlen", "varlen")
+    return make(Given, (
+        q, k, v, None, None, None, None, cu_q, cu_k, None, out, values, None, source,
+        options.softmax_scale, False, options.deterministic, form, layout, options.backend, options.package,
+        longest_q, longest_k, None, None, None,
+    ))  # fmt: skip
+
+
+def local_gradients(
+    given: Given, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, asked: Sequence[str]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Gradients of q, k, v and of the tensors ``asked``, by a kernel or by the reference."""
+    if torch_state.on_gpu(given.q) and given.backend != "reference":
+        return differentiate(given, out, lse, dout, dlse, tuple(asked))
+    dq, dk, dv, *own = reference_gradients(run, given, dout, dlse, asked)
+    return dq, dk, dv, dict(zip(asked, own, strict=True))
+
+
 class Rows:
     """Some rows of a rank, ascending: a slice, or by index."""
 
     def __init__(self, rows: np.ndarray, held: int) -> None:
         self.count, self.whole = len(rows), len(rows) == held
-        self._rows = torch.from_numpy(rows)
-        self._takes: dict[torch.device, Take] = {}
+        self._rows = rows
+        self._indices: dict[torch.device, Tensor] = {}
         one_run = not len(rows) or int(rows[-1]) - int(rows[0]) + 1 == len(rows)
         #: The first of them, if they follow one another.
         self.start: int | None = (int(rows[0]) if len(rows) else 0) if one_run else None
@@ -109,9 +137,9 @@ class Rows:
             x.index_copy_(dim, self._index(x.device), rows)
 
     def _index(self, device: torch.device) -> Tensor:
-        if device not in self._takes:
-            self._takes[device] = Take(self._rows.to(device), ())
-        return self._takes[device].index
+        if device not in self._indices:
+            self._indices[device] = torch.from_numpy(self._rows).to(device)
+        return self._indices[device]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +153,7 @@ class Piece:
     source: Any  # what calls take as their variant
     variant: Variant
     lengths: tuple[np.ndarray, np.ndarray] | None = None
-    _offsets: dict[Any, tuple[Tensor, Tensor, int, int]] = field(default_factory=dict)
+    _offsets: dict[Any, Packing] = field(default_factory=dict)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, part: Part, values: Mapping[str, Any],
@@ -161,11 +189,7 @@ class Piece:
         sums, dsums = (None if x is None else self._sums(x.narrow(1, *part.heads)) for x in (lse, dlse))
         assert o is not None
         assert sums is not None
-        if torch_state.on_gpu(q) and options.backend != "reference":
-            dq, dk, dv, own = differentiate(given, o, sums, do, dsums, tuple(asked))
-        else:
-            dq, dk, dv, *others = reference_gradients(run, given, do, dsums, asked)
-            own = dict(zip(asked, others, strict=True))
+        dq, dk, dv, own = local_gradients(given, o, sums, do, dsums, asked)
         dq, dk, dv = (self._dense(x, batch) for x in (dq, dk, dv))
         return dq, dk, dv, own
 
@@ -173,19 +197,10 @@ class Piece:
         self, q: Tensor, k: Tensor, v: Tensor, part: Part, values: Mapping[str, Any], options: Options, batch: int,
         heads: int, out: Tensor | None,
     ) -> Given:  # fmt: skip
-        arguments = part.arguments(self.variant, values, heads)
-        cu_q = cu_k = longest_q = longest_k = None
-        form, layout = "dense", "bshd"
-        if self.lengths is not None:
-            cu_q, cu_k, longest_q, longest_k = self._packing(batch, q.device)
-            form = layout = "varlen"
-        return make(Given, (
-            q, k, v, None, None, None, None, cu_q, cu_k, None, out, arguments, None, self.source,
-            options.softmax_scale, False, options.deterministic, form, layout, options.backend, options.package,
-            longest_q, longest_k, None, None, None,
-        ))  # fmt: skip
+        packing = None if self.lengths is None else self._packing(batch, q.device)
+        return given_of((q, k, v), part.arguments(self.variant, values, heads), self.source, options, packing, out)
 
-    def _packing(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    def _packing(self, batch: int, device: torch.device) -> Packing:
         """Offsets of the rows and keys of each sequence, and the longest lengths."""
         if (batch, device) not in self._offsets:
             assert self.lengths is not None

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from attngen.parallel.calls import Call, attend
 from attngen.parallel.cost import Cost
 from attngen.parallel.exchange import exchange
 from attngen.parallel.explanation import Explanation, Shares
-from attngen.parallel.heads import against, all_heads, all_rows, of_own_heads
+from attngen.parallel.heads import WorkByHeads, against, of_own_heads
 from attngen.parallel.local import OF_TOKENS, Local, Positions, local_variant, own_values
 from attngen.parallel.overlap import Overlap, cut
 from attngen.parallel.pieces import Options
@@ -34,7 +33,7 @@ from attngen.parallel.values import Cutter, passed, read_by_mask, refuse_unknown
 from attngen.parallel.visits import Visits
 from attngen.parallel.work import Work, by_positions, by_segments
 from attngen.runtime.arguments import debug as debugging
-from attngen.runtime.calls.entry import attention, attention_varlen
+from attngen.runtime.calls.entry import attention
 from attngen.variants import PythonVariant
 
 #: Keys of so many times a rank's own rows are kept for the backward; more are sent again, since they take memory.
@@ -45,8 +44,8 @@ _KEPT = 2
 class Layer:
     """One variant of a plan: its visits and needs, how many layers have it, and the values that the plan got.
 
-    ``stated`` is the variant itself, ``variant`` that of one dense sequence; ``sent`` is what the
-    method sends, ``seen`` what rows visit. With ``in_segments`` ranks call the variant itself over segments.
+    ``stated`` is the variant itself; ``variant`` that of one dense sequence, but with ``in_segments``, where ranks call
+    the variant itself over segments. ``sent`` is what the method sends, ``seen`` what rows visit.
     """
 
     name: str
@@ -184,9 +183,7 @@ class Plan:
         elif layout == "bhsd":
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         options = Options(softmax_scale, backend, package, deterministic)
-        if layer.method == "heads":
-            out, lse = self._by_heads(layer, rank, q, k, v, values, {**options._asdict(), "return_lse": return_lse})
-        elif self._wire is None:
+        if self._wire is None:
             out, lse = self._alone(layer, q, k, v, values, {**options._asdict(), "return_lse": return_lse})
         else:
             out, lse = attend(*self._call(layer, q, k, v, values, options), return_lse=return_lse)
@@ -274,14 +271,16 @@ class Plan:
         result: Any = attention(q, k, v, variant=self._called(layer), **options, **arguments)
         return result if options["return_lse"] else (result, None)
 
-    def work(self, layer: Layer, device: torch.device) -> Work:
-        """What this rank computes and exchanges in a call by keys."""
+    def work(self, layer: Layer) -> Work | WorkByHeads:
+        """What this rank computes and exchanges in a call."""
         if "work" not in layer.kept:
             rank = self._in_group()
             exchanges = bool(layer.sent.received.any())
             by_heads = layer.overlap == "heads"
             keeps = not by_heads and int(layer.sent.tiles.sum(axis=1).max()) * self.ranks <= _KEPT * len(self.dealt.owner)
-            if layer.in_segments:
+            if layer.method == "heads":
+                layer.kept["work"] = WorkByHeads(self.group, self._route_of_all(rank), layer.source, self.cu_seqlens)
+            elif layer.in_segments:
                 segments = self._segments(layer, rank)
                 here = None
                 if layer.overlap == "rows":
@@ -306,40 +305,6 @@ class Plan:
         offsets = self.cu_seqlens if self.cu_seqlens is not None else (0, self.seqlen)
         return Segments.of(runs, layer.visits.first * tile, tile, offsets, positions=layer.positions)
 
-    def _by_heads(
-        self, layer: Layer, rank: int, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any],
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The call of one GPU, for all rows and this rank's heads."""
-        route = self._route_of_all(rank)
-        rows = all_rows(route, self._wire, *(x.transpose(0, 1) for x in (q, k, v)))
-        whole = [x.transpose(0, 1) for x in rows]
-        given = {**layer.values, **values}
-        cuts = local_variant(layer.variant, "all", "all").cuts
-        own = {name: given[name] for name in passed(layer.stated) if name in given}
-        tensors = self._cutter(rank, route, q.device).values(
-            {name: cut for name, cut in cuts.items() if cut.of in own}, own, layer.name
-        )
-        arguments = of_own_heads(layer.stated, {**own, **tensors}, rank, self.ranks)
-        arguments = {name: x.to(q.device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
-        if self.cu_seqlens is None:
-            result: Any = attention(whole[0], whole[1], whole[2], variant=layer.source, **options, **arguments)
-        else:
-            offsets = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=q.device)
-            longest = max(b - a for a, b in pairwise(self.cu_seqlens))
-            rows_of = [x.squeeze(0) for x in whole]
-            result = attention_varlen(
-                rows_of[0], rows_of[1], rows_of[2], offsets, offsets, longest, longest, variant=layer.source,
-                **options, **arguments,
-            )  # fmt: skip
-        out, lse = result if options["return_lse"] else (result, None)
-        if self.cu_seqlens is not None:
-            out, lse = out.unsqueeze(0), None if lse is None else lse.unsqueeze(0)
-        (out,) = all_heads(route, self._wire, out.transpose(0, 1))
-        if lse is not None:
-            lse = all_heads(route, self._wire, lse.movedim(2, 0))[0].movedim(0, 2)
-        return out.transpose(0, 1), lse
-
     # --- inside ---------------------------------------------------------------------------------------------
 
     @property
@@ -349,7 +314,7 @@ class Plan:
     @cached_property
     def _whole(self) -> Needs:
         """All tokens on every rank."""
-        return Needs.of(self.dealt, np.ones((self.ranks, len(self.dealt.owner)), dtype=bool))
+        return Needs.of_all(self.dealt)
 
     @cached_property
     def _row_kind(self) -> Positions:
@@ -425,7 +390,8 @@ class Plan:
         return layer.kept["local"]
 
     def _called(self, layer: Layer) -> PythonVariant | str | Variant:
-        if layer.method == "heads" or layer.in_segments or (self.ranks == 1 and self.cu_seqlens is None):
+        alone = self.ranks == 1
+        if (alone and self.cu_seqlens is None) or (not alone and (layer.method == "heads" or layer.in_segments)):
             return layer.source
         if "called" not in layer.kept:
             layer.kept["called"] = called(self._local(layer).variant)
@@ -440,6 +406,14 @@ class Plan:
     def arguments(self, layer: Layer, q: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
         """The scalars and tensors of a rank's call; those that the plan got are cut once."""
         given, rank = {**layer.values, **values}, self._in_group()
+        if layer.method == "heads" and self._wire is not None:
+            own = {name: given[name] for name in layer.own if name in given}
+            cuts = local_variant(layer.variant, "all", "all").cuts
+            tensors = self._cutter(rank, self._route_of_all(rank), q.device).values(
+                {name: cut for name, cut in cuts.items() if cut.of in own}, own, layer.name
+            )
+            own = of_own_heads(layer.stated, {**own, **tensors}, rank, self.ranks)
+            return {name: x.to(q.device) if isinstance(x, Tensor) else x for name, x in own.items()}
         if layer.in_segments or self._called(layer) is layer.source:
             own = {name: given[name] for name in layer.own if name in given}
             return {name: x.to(q.device) if isinstance(x, Tensor) else x for name, x in own.items()}

@@ -72,6 +72,11 @@ class Needs:
         length, held = np.where(some, last - first, 0), tiles.sum(axis=1)
         return cls(tokens, tiles, "run" if (held >= length * (1 - _HOLES)).all() else "table")
 
+    @classmethod
+    def of_all(cls, tokens: Tokens) -> Needs:
+        """All tiles on every rank."""
+        return cls(tokens, np.broadcast_to(np.True_, (tokens.ranks, len(tokens.owner))), "all")
+
     def place(self, rank: int) -> tuple[np.ndarray, int, int]:
         """Where each tile of keys begins on a rank (−1: it is not there), the first key's position, and the rows."""
         tokens, need = self.tokens, self.tiles[rank]
@@ -120,8 +125,10 @@ class Needs:
     @cached_property
     def received(self) -> np.ndarray:
         """Rows that each rank receives from others."""
+        if self.keys == "all":
+            return self.tokens.seqlen - self.tokens.counts
         missing = self.tokens.tile - int(self.tokens.sizes[-1])
-        rows = self.tiles.sum(axis=1) * self.tokens.tile - self.tiles[:, -1] * missing
+        rows = np.count_nonzero(self.tiles, axis=1) * self.tokens.tile - self.tiles[:, -1] * missing
         own = np.where(self.tiles[self.tokens.owner, np.arange(len(self.tokens.owner))], self.tokens.sizes, 0)
         kept = np.bincount(self.tokens.owner, weights=own, minlength=self.tokens.ranks)
         return (rows - kept).astype(np.int64)

@@ -94,6 +94,9 @@ class Segments:
     ) -> Segments:
         """The segments of runs of rows, (n, 2). ``first`` is the first key that each tile of rows visits, ``offsets``
         those of the documents. Without ``positions``, rows of a document see all of it and are one segment."""
+        if not len(runs):
+            none: np.ndarray = np.empty(0, dtype=np.int64)
+            return cls(none, none, none, none)
         documents = np.unique(np.asarray(offsets, dtype=np.int64))
         run_of = np.searchsorted(runs[:, 0], documents, side="right") - 1
         inside = (run_of >= 0) & (documents > runs[run_of, 0]) & (documents < runs[run_of, 1])

@@ -3,7 +3,7 @@ once; what bands do not bound is classified tile by tile, with the least and gre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -61,13 +61,27 @@ class Visits:
 
     def needs(self, owner: np.ndarray, ranks: int) -> np.ndarray:
         """Which tiles of keys each rank visits, if ``owner`` says whose each tile is: bools (ranks, tiles)."""
-        merged = _Union.of(self, owner)
-        needed: np.ndarray = np.zeros((ranks, len(owner)), dtype=bool)
-        flat = needed.reshape(-1)
-        begins, ends = merged.runs()
-        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            flat[begin:end] = True
-        return needed
+        begins, ends = _Union.of(self, owner).runs()
+        steps: np.ndarray = np.zeros(ranks * len(owner) + 1, dtype=np.int8)
+        steps[begins] += 1  # runs are disjoint, but one may begin where another ends
+        steps[ends] -= 1
+        return np.cumsum(steps[:-1], dtype=np.int8).view(bool).reshape(ranks, len(owner))
+
+    def in_documents(self, offsets: Sequence[int], tile: int, seqlen: int, *, positions: bool) -> Visits:
+        """The visits of packed documents, from those of one sequence, for a variant that sees the same distances in
+        both; without ``positions`` rows see all of their document."""
+        begins = np.asarray(offsets, dtype=np.int64)
+        first = np.arange(len(self.tiles)) * tile
+        last = np.minimum(first + tile, seqlen) - 1
+        of_first, of_last = (np.searchsorted(begins, rows, side="right") - 1 for rows in (first, last))
+        begin = begins[of_first] // tile
+        if positions:
+            lo = np.maximum(self.lo, begin[self.row])
+            some = lo < self.hi
+            row, lo, hi = self.row[some], lo[some], self.hi[some]
+        else:
+            row, lo, hi = np.arange(len(self.tiles)), begin, -(-begins[of_last + 1] // tile)
+        return Visits(row, lo, hi, np.bincount(row, weights=hi - lo, minlength=len(self.tiles)))
 
     def received(self, owner: np.ndarray, ranks: int) -> np.ndarray:
         """How many tiles of keys each rank visits and does not hold."""

@@ -47,9 +47,13 @@ class Work:
     exchanges: bool = True  # whether any rank sends anything
     keeps: bool = False  # whether the backward gets the keys of the forward, on all ranks
 
+    def kept_shapes(self, q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> list[tuple[int, ...]]:
+        """Shapes of what ``forward`` keeps."""
+        return [(k[0], self.assembly.rows, k[2] * k[3] + v[2] * v[3])] if self.keeps else []
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: Options, *, lse: bool, keep: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Output, log-sum-exp and the keys to keep for the backward. q, k and v are (batch, rows, heads, head_dim)."""
         batch, held, heads, _ = q.shape
         out = q.new_empty((batch, held, heads, v.shape[3]))
@@ -60,23 +64,23 @@ class Work:
         if self.here is not None:
             own_k, own_v = (x.narrow(1, *self.here_keys) for x in (k, v))
             self.here.forward(q, own_k, own_v, out, sums, _all(heads, k.shape[2]), values, options)
-        kept = None
+        kept = []
         for part, (own, flight) in zip(parts, flights, strict=True):
             keys = self.assembly.keys(own, flight.wait())
             if self.rest is not None:
                 self.rest.forward(q, *_split(keys, k, v, part), out, sums, part, values, options)
             if keep and self.keeps:
-                kept = keys
+                kept.append(keys)
         return out, sums, kept
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
-        kept: Tensor | None, values: Mapping[str, Any], asked: Sequence[str], options: Options,
+        kept: Sequence[Tensor], values: Mapping[str, Any], asked: Sequence[str], options: Options,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of q, k and v, and of the tensors ``asked``, in float32."""
         heads, kv_heads = q.shape[2], k.shape[2]
         parts = _parts(heads, kv_heads, (1, -1, 1) if self.by_heads else (-1,))
-        flights = [] if kept is not None else [self._start(k, v, part) for part in parts]
+        flights = [] if kept else [self._start(k, v, part) for part in parts]
         own: dict[str, Tensor] = {
             name: torch.zeros_like(values[name], dtype=_sums_dtype(q), memory_format=torch.contiguous_format)
             for name in asked
@@ -86,7 +90,7 @@ class Work:
         if flights:
             head_start(q.device)
         for i, part in enumerate(parts):
-            keys = kept if kept is not None else self.assembly.keys(flights[i][0], flights[i][1].wait())
+            keys = kept[0] if kept else self.assembly.keys(flights[i][0], flights[i][1].wait())
             part_k, part_v = _split(keys, k, v, part)
             total = None if self.transfer.gathers else _zeros(k, v, part)
             if self.rest is not None:

@@ -15,6 +15,7 @@ import attngen
 from attngen.errors import CallError
 from attngen.lang.eager import evaluate
 from attngen.parallel import Cost, making
+from attngen.parallel.one_row import as_one_row, documents
 from attngen.resources import root
 from tests import forked
 from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
@@ -66,13 +67,16 @@ def test_every_visible_pair_is_visited(case: Case) -> None:
         "q": place[:, None], "q_pos": place[:, None], "kv": place[None, :], "seqlen_q": SEQLEN, "seqlen_k": SEQLEN,
         "total_q": batch * SEQLEN, "total_k": batch * SEQLEN, "heads": HEADS, "kv_heads": KV_HEADS,
     }  # fmt: skip
-    names |= {name: value for name, value in layer.values.items() if not isinstance(value, torch.Tensor)}
-    tensors = {name: value for name, value in layer.values.items() if isinstance(value, torch.Tensor)}
+    offsets = case.cu_seqlens(SEQLEN)
+    variant = layer.stated if offsets is None else as_one_row(layer.stated)
+    values = {**layer.values, **({} if offsets is None else documents(offsets))}
+    names |= {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     seen = np.zeros_like(visited)
     for b in range(batch):
         for h in range(HEADS):
             start = {"q_global": place[:, None] + b * SEQLEN, "kv_global": place[None, :] + b * SEQLEN}
-            mask = evaluate(layer.variant.mask, {**names, **start, "b": b, "h": h, "hk": h // 2}, tensors)
+            mask = evaluate(variant.mask, {**names, **start, "b": b, "h": h, "hk": h // 2}, tensors)
             padded = torch.nn.functional.pad(mask.broadcast_to((SEQLEN, SEQLEN)), (0, -SEQLEN % TILE) * 2)
             seen |= padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).any(3).any(1).numpy()
     assert not (seen & ~visited).any()
@@ -147,14 +151,25 @@ def test_ranks_that_exchange_heads_have_equal_work() -> None:
     assert plan.called() == "causal"
 
 
+def test_kernels_of_one_gpu_serve_relative_variants() -> None:
+    """Those that read positions as distances, or not at all: ranks call them over segments."""
+    for name, values in (("causal", {}), ("sliding_window", {"window": 64}), ("alibi", {}), ("full", {})):
+        assert attngen.parallel.plan(name, 4096, 2, **values).called() == name
+    packed = attngen.parallel.plan("causal", 4096, 2, cu_seqlens=[0, 1000, 4096], chunks=4)
+    assert packed.called() == "causal"
+    runs = int((np.diff(packed.dealt.owner) != 0).sum()) + 1
+    segments = [len(packed._segments(packed.layers[0], rank)) for rank in range(2)]
+    assert sum(segments) == runs + 1  # one run is in two documents
+
+
 def test_local_variants_are_written_as_specs() -> None:
-    made = attngen.parallel.plan("causal", 4096, 2).called()
+    made = attngen.parallel.plan("causal_top_left", 4096, 2).called()
     text = made.to_yaml(arch="sm90a", head_dim=128, dtype="bf16")
     assert "(q + row_begin if q < row_split else q + row_begin_2) >= kv" in text
-    assert "row_position[q] >= kv" in attngen.parallel.plan("causal", 4096, 2, chunks=4).called().to_yaml()
-    window = attngen.parallel.plan("sliding_window", 4096, 2, window=64).called()
+    assert "row_position[q] >= kv" in attngen.parallel.plan("causal_top_left", 4096, 2, chunks=4).called().to_yaml()
+    window = attngen.parallel.plan("sink_window", 4096, 2, chunks=1, window=64, sinks=2).called()
     assert "q + row_begin" in window.to_yaml()
-    packed = attngen.parallel.plan("causal", 4096, 2, cu_seqlens=[0, 1000, 4096], chunks=4).called()
+    packed = attngen.parallel.plan("causal_top_left", 4096, 2, cu_seqlens=[0, 1000, 4096], chunks=4).called()
     assert "row_position[q] >= kv" in packed.to_yaml()
     assert "document_end" not in packed.to_yaml()  # no query sees a key after itself
     assert attngen.parallel.plan("causal", 4096, 1).called() == "causal"
