@@ -1,4 +1,4 @@
-"""Calls of a plan as functions that autograd differentiates, and as operators that compiled programs keep whole."""
+"""Calls of a plan as functions that autograd differentiates."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attngen.parallel.pieces import Options
-
-_NAMESPACE = "attngen_parallel"
-
-#: Calls that compiled programs name by number.
-_calls: list[Call] = []
-_numbers: dict[Any, int] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +41,7 @@ class Call:
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
         """Gradients of q, k, v, and of the tensors that are ``learned``."""
         work = self.plan.work(self.layer)
-        with torch.enable_grad(), _recording():
+        with torch.enable_grad(), recording():
             leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(tensors, learned, strict=True)]
             arguments = self.plan.arguments(self.layer, q, self.values(leaves))
         asked = [name for name, value in arguments.items() if isinstance(value, Tensor) and value.requires_grad]
@@ -65,7 +59,7 @@ class Call:
         return dq, dk, dv, gradients
 
 
-def _recording() -> Any:
+def recording() -> Any:
     """Let autograd record inside an operator, which a compiled program may call with autograd left out of dispatch."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
 

@@ -6,7 +6,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -35,6 +37,11 @@ from attngen.parallel.work import Work, by_positions, by_segments
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.calls.entry import attention
 from attngen.variants import PythonVariant
+
+_numbers = count()
+
+#: All plans by their numbers.
+by_number: WeakValueDictionary[str, Plan] = WeakValueDictionary()
 
 #: Keys of so many times a rank's own rows are kept for the backward; more are sent again, since they take memory.
 _KEPT = 2
@@ -102,9 +109,14 @@ class Plan:
     layers: tuple[Layer, ...]
     dealt: Tokens
     cu_seqlens: tuple[int, ...] | None
+    #: By which compiled programs name the plan: a text is a constant of a trace.
+    number: str = field(default_factory=lambda: str(next(_numbers)))
     _agreed: set[tuple[Any, ...]] = field(default_factory=set)
     _rows_on: dict[Any, Tensor] = field(default_factory=dict)
     _routes_of_all: dict[int, Route] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        by_number[self.number] = self
 
     def __repr__(self) -> str:
         variants = ", ".join(layer.name for layer in self.layers)
@@ -174,19 +186,27 @@ class Plan:
         and arguments, and fails on all ranks if they differ or one is wrong; under ``attngen.debug()`` every call does.
         Raises CallError, and what ``attngen.attention`` raises.
         """
-        layer = self._layer(variant)
-        rank = self._in_group()
-        self._compare(layer, q, k, v, layout, values)
+        options = Options(softmax_scale, backend, package, deterministic)
         packed = self.cu_seqlens is not None
+        traced = torch.compiler.is_compiling()
+        if not traced:
+            self._in_group()
+            layer = self.layer(variant)
+            self._compare(layer, q, k, v, layout, values)
         if packed:
             q, k, v = (tensor.unsqueeze(0) for tensor in (q, k, v))
         elif layout == "bhsd":
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        options = Options(softmax_scale, backend, package, deterministic)
-        if self._wire is None:
+        if traced:
+            from attngen.parallel import operators  # what it imports of torch brings a compiler
+
+            out, lse = operators.traced(self.number, variant, options, q, k, v, values)
+            lse = lse if return_lse else None
+        elif self._wire is None:
             out, lse = self._alone(layer, q, k, v, values, {**options._asdict(), "return_lse": return_lse})
         else:
-            out, lse = attend(*self._call(layer, q, k, v, values, options), return_lse=return_lse)
+            call, tensors = self._call(layer, values, options)
+            out, lse = attend(call, q, k, v, tensors, return_lse=return_lse)
         if packed:
             out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
         elif layout == "bhsd":
@@ -195,7 +215,7 @@ class Plan:
 
     def called(self, variant: str | Variant | None = None) -> PythonVariant | str | Variant:
         """The variant that each rank calls over its rows and keys: what to build kernels of."""
-        return self._called(self._layer(variant))
+        return self._called(self.layer(variant))
 
     def explain(self) -> Explanation:
         """Work and bytes of each rank, beside the least of both."""
@@ -250,10 +270,8 @@ class Plan:
             digest.update(repr({n: v for n, v in layer.values.items() if not isinstance(v, Tensor)}).encode())
         return digest.hexdigest()[:16]
 
-    def _call(
-        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: Options
-    ) -> tuple[Call, Tensor, Tensor, Tensor, list[Tensor]]:
-        """A call by keys, and its tensors: those of the variant that were passed, or have a gradient."""
+    def _call(self, layer: Layer, values: Mapping[str, Any], options: Options) -> tuple[Call, list[Tensor]]:
+        """A call, and its tensors of the variant: those that were passed, or have a gradient."""
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         tensors |= {
             name: value
@@ -261,7 +279,7 @@ class Plan:
             if name not in tensors and isinstance(value, Tensor) and value.requires_grad
         }
         numbers = {name: value for name, value in values.items() if name not in tensors}
-        return Call(self, layer, options, numbers, tuple(tensors)), q, k, v, list(tensors.values())
+        return Call(self, layer, options, numbers, tuple(tensors)), list(tensors.values())
 
     def _alone(
         self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: dict[str, Any]
@@ -350,7 +368,8 @@ class Plan:
             raise CallError(f"{what}: x has shape {tuple(x.shape)}; allowed along axis {dim}: {allowed}")
         return dim % x.dim()
 
-    def _layer(self, variant: str | Variant | None) -> Layer:
+    def layer(self, variant: str | Variant | None) -> Layer:
+        """The layer of a variant, which may be left out if there is one. Raises CallError."""
         if variant is None:
             if len(self.layers) == 1:
                 return self.layers[0]
@@ -445,6 +464,12 @@ class Plan:
         scalars = {name: value for name, value in given.items() if name in {s.name for s in layer.variant.arguments}}
         arguments = {**scalars, **tensors, **cutter.values(cuts, given, layer.name), **own}
         return {name: value for name, value in arguments.items() if name in wanted}
+
+    def check(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any]) -> None:
+        """Compare a compiled program's call, (batch, tokens, heads, head_dim), with those of other ranks."""
+        packed = self.cu_seqlens is not None
+        q, k, v = (x.squeeze(0) if packed else x for x in (q, k, v))
+        self._compare(layer, q, k, v, "bshd", values)
 
     # --- checks ---------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen.errors import CallError
@@ -36,7 +37,7 @@ def run(rank: int, world: int, meeting: str, part: str) -> None:
         for n, case in enumerate(cases()):
             check(case, (EVEN, RAGGED)[n % 2], ("exchange", "exchange", "gather")[(n + n // 3) % 3], (None, 1, 3)[n % 3],
                   slow=n // 2 % 2 == 0)  # fmt: skip
-        for other in (_few_tokens, _whole_again, _own_tokens, _several, _refused_together, _refused_alone):
+        for other in (_few_tokens, _whole_again, _own_tokens, _several, _refused_together, _refused_alone, _compiled):
             other(rank, world)
         _lost(rank, world)
     finally:
@@ -136,6 +137,29 @@ def _refused_alone(rank: int, world: int) -> None:
     sinks = attngen.parallel.plan("causal_sink", EVEN, tile=TILE)
     with pytest.raises(CallError, match="causal_sink takes sinks, which neither the plan nor the call got"):
         sinks.attention(q, q, q)
+
+
+def _compiled(rank: int, world: int) -> None:
+    """torch.compile keeps a call in one graph, and checkpointing makes it twice, with the same results."""
+    for name, method in (("window_sink", "exchange"), ("varlen_causal", methods(world)[-1])):
+        case = next(case for case in cases() if case.name == name)
+        passed = {name: value.requires_grad_() for name, value in case.passed(EVEN).items()}
+        plan = attngen.parallel.plan(
+            case.variant, EVEN, tile=TILE, method=method, cu_seqlens=case.cu_seqlens(EVEN), **case.fixed(EVEN)
+        )
+        leaves = [plan.shard(x, 0 if case.documents else 1).requires_grad_() for x in tensors(case, EVEN)[:3]]
+
+        def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return plan.attention(2 * q, k, v, **passed).square()
+
+        def gradients(out: Tensor) -> list[Tensor]:
+            return [out, *torch.autograd.grad(out.sum(), [*leaves, *passed.values()])]
+
+        wanted = gradients(block(*leaves))
+        compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+        for one in (compiled(*leaves), checkpoint(block, *leaves, use_reentrant=False)):
+            for ours, other in zip(gradients(one), wanted, strict=True):
+                compare(ours, other, f"{name}, compiled or checkpointed")
 
 
 def _lost(rank: int, world: int) -> None:
