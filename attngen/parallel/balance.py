@@ -12,16 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from attngen.parallel.cost import Cost
-from attngen.parallel.visits import Visits
+from attngen.parallel.visits import Visits, runs_of_tiles
 
 #: Chunks for each rank that are tried.
-CHUNKS = (1, 2, 4, 8, 16)
+CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 #: Work of the rank that has most, over the mean, which is not looked at any more.
 _BALANCED = 1.002
 
 #: A finer cut has to be better by this share.
 _GAIN = 0.99
+
+#: Least share of the time of an exchange that is not hidden: rows are copied before and after.
+_COPIED = 0.25
 
 
 @dataclass(frozen=True)
@@ -33,38 +36,55 @@ class Dealt:
     chunks: int
 
 
+@dataclass(frozen=True)
+class Weighed:
+    """The visits of a variant, how many layers have it, and whether ranks call it over segments, so that rows which see
+    only keys of their own run need not wait for others."""
+
+    visits: Visits
+    layers: float
+    segments: bool
+
+    def seconds(self, owner: np.ndarray, ranks: int, tile: int, cost: Cost, *, whole: bool) -> float:
+        """Predicted seconds of the rank that takes longest; with ``whole`` all keys are sent, whoever holds which."""
+        tiles = self.visits.tiles
+        work = np.bincount(owner, weights=tiles, minlength=ranks)
+        sending = self.visits.received(owner, ranks) if not whole else np.zeros(ranks)
+        tile_seconds, token_seconds = cost.of_tiles(1.0, tile), cost.of_tokens(float(tile))
+        if not self.segments:
+            return float((work * tile_seconds + sending * (token_seconds / cost.kv_heads)).max() * self.layers)
+        start, end = runs_of_tiles(owner)
+        here = (self.visits.first >= start) & (self.visits.last <= end)
+        hidden = np.bincount(owner, weights=np.where(here, tiles, 0.0), minlength=ranks) * tile_seconds
+        exposed = np.maximum(sending * token_seconds - hidden, sending * (token_seconds * _COPIED))
+        return float((work * tile_seconds + exposed).max() * self.layers)
+
+
 def deal(
-    each: Sequence[tuple[Visits, float]], tiles: int, ranks: int, tile: int, cost: Cost, *,
+    each: Sequence[Weighed], tiles: int, ranks: int, tile: int, cost: Cost, *,
     chunks: int | None = None, whole: bool = False,
 ) -> Dealt:  # fmt: skip
-    """Deal ``tiles`` to ``ranks``; ``each`` has the visits of a variant and how many layers have it.
+    """Deal ``tiles`` to ``ranks``, balanced for all variants together.
 
     ``chunks`` fixes how many each rank gets. With ``whole`` all keys are sent anyway.
     """
-    work = sum(visited.tiles * layers for visited, layers in each)
+    work = sum(one.visits.tiles * one.layers for one in each)
     most = max(tiles // ranks, 1)
     tried = [chunks] if chunks is not None else [n for n in CHUNKS if n <= most]
     best: Dealt | None = None
     for number in tried:
         owner = _dealt(np.asarray(work), tiles, ranks, number)
-        computing = [predicted_work(visited, owner, ranks, tile, cost) * layers for visited, layers in each]
-        if best is not None and sum(computing) > best.seconds * _GAIN:
-            continue  # whatever it sends
-        sending = 0.0
-        if not whole:
-            sending = sum(
-                cost.of_tokens(float(visited.received(owner, ranks).max()) * tile) * layers for visited, layers in each
+        if best is not None:
+            computing = sum(
+                float(np.bincount(owner, weights=one.visits.tiles, minlength=ranks).max()) * one.layers for one in each
             )
-        seconds = sum(computing) + sending
+            if cost.of_tiles(computing, tile) > best.seconds * _GAIN:
+                continue  # whatever it sends
+        seconds = sum(one.seconds(owner, ranks, tile, cost, whole=whole) for one in each)
         if best is None or seconds < best.seconds * _GAIN:
             best = Dealt(owner, seconds, number)
     assert best is not None
     return best
-
-
-def predicted_work(visited: Visits, owner: np.ndarray, ranks: int, tile: int, cost: Cost) -> float:
-    """Seconds of the rank that visits most tiles."""
-    return cost.of_tiles(float(np.bincount(owner, weights=visited.tiles, minlength=ranks).max()), tile)
 
 
 def _dealt(work: np.ndarray, tiles: int, ranks: int, chunks: int) -> np.ndarray:

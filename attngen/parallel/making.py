@@ -12,16 +12,16 @@ from torch import Tensor
 
 from attngen.errors import CallError, suggest
 from attngen.lang.variant import Variant
-from attngen.parallel.balance import deal
+from attngen.parallel.balance import Weighed, deal
 from attngen.parallel.cost import Cost
 from attngen.parallel.heads import heads_are_alike
 from attngen.parallel.one_row import as_one_row, documents
-from attngen.parallel.overlap import overlap, runs_of_tiles
+from attngen.parallel.overlap import overlap
 from attngen.parallel.plans import Layer, Plan
 from attngen.parallel.routes import Needs, Tokens
 from attngen.parallel.segments import is_relative, reads_no_positions
 from attngen.parallel.values import passed, refuse_unknown, values_of_mask
-from attngen.parallel.visits import Visits, visits
+from attngen.parallel.visits import Visits, runs_of_tiles, visits
 from attngen.runtime.registry.binding import find
 from attngen.variants import PythonVariant
 
@@ -30,9 +30,6 @@ METHODS = ("auto", "gather", "exchange", "heads")
 
 #: Rows of the tiles that are dealt and sent, in order of preference: the first of which all ranks get as many.
 TILES = (128, 64, 32, 16)
-
-#: ``auto`` gathers if that sends at most so many times what is seen.
-_WORTH = 1.05
 
 #: Keys of a rank that several of its segments see are copied: in all, at most so many times.
 _COPIES = 2.5
@@ -94,7 +91,8 @@ def plan(
     counted = [_counted(each, sizes, seqlen, offsets, tile, cost, values, tensors) for _, each, _ in stated]
     tiles = -(-seqlen // tile)
     dealt = deal(
-        [(each[0], layers) for each, (_, _, layers) in zip(counted, stated, strict=True)], tiles, ranks, tile, cost,
+        [Weighed(counts[0], layers, is_relative(each) or reads_no_positions(each))
+         for counts, (_, each, layers) in zip(counted, stated, strict=True)], tiles, ranks, tile, cost,
         chunks=1 if method == "heads" and chunks is None else chunks, whole=method == "gather",
     )  # fmt: skip
     tokens = Tokens(dealt.owner, ranks, seqlen, tile)
@@ -122,8 +120,7 @@ def _layer(
         )
     seen = Needs.of(tokens, visited.needs(tokens.owner, tokens.ranks))
     everything = Needs.of_all(tokens)
-    if method == "auto":
-        method = "gather" if everything.received.sum() <= _WORTH * seen.received.sum() else "exchange"
+    method = "exchange" if method == "auto" else method
     sent = seen if method == "exchange" else everything
     positions = not reads_no_positions(variant)
     segments = method != "heads" and tokens.ranks > 1 and (is_relative(variant) if positions else True)
@@ -143,7 +140,7 @@ def _few_copies(visited: Visits, tokens: Tokens, sent: Needs, *, positions: bool
     """Whether segments of no rank have many times the keys that it gets."""
     if not positions:
         return True
-    start, _ = runs_of_tiles(tokens)
+    start, _ = runs_of_tiles(tokens.owner)
     last: np.ndarray = np.arange(1, len(start) + 1)
     ends = np.append(start[1:] != start[:-1], True)  # the last tile of a run sees back to its segment's first key
     keys = np.bincount(tokens.owner[ends], weights=(last - np.minimum(visited.first, start)[start])[ends],

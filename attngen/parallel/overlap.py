@@ -9,7 +9,7 @@ import numpy as np
 from attngen.parallel.cost import Cost
 from attngen.parallel.routes import Needs, Tokens
 from attngen.parallel.segments import Segments
-from attngen.parallel.visits import Visits
+from attngen.parallel.visits import Visits, runs_of_tiles
 
 #: By rows, by heads, or not at all.
 Overlap = Literal["rows", "heads", "none"]
@@ -20,16 +20,8 @@ _WORTH = 40e-6
 
 def tiles_here(visits: Visits, tokens: Tokens) -> np.ndarray:
     """Whether each tile of rows sees only keys of the run of rows that it lies in."""
-    start, end = runs_of_tiles(tokens)
+    start, end = runs_of_tiles(tokens.owner)
     return (visits.first >= start) & (visits.last <= end)
-
-
-def runs_of_tiles(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    """The first tile, and the end, of the run of tiles that each tile lies in."""
-    owner = tokens.owner
-    breaks = np.concatenate([[0], np.flatnonzero(np.diff(owner)) + 1, [len(owner)]])
-    counts = np.diff(breaks)
-    return np.repeat(breaks[:-1], counts), np.repeat(breaks[1:], counts)
 
 
 def overlap(visits: Visits, needs: Needs, cost: Cost, *, segments: bool, heads_alike: bool) -> Overlap:
@@ -54,7 +46,7 @@ def overlap(visits: Visits, needs: Needs, cost: Cost, *, segments: bool, heads_a
 
 def cut(segments: Segments, visits: Visits, tokens: Tokens, *, positions: bool) -> tuple[Segments, Segments]:
     """The segments of one rank in two: those whose keys lie in their own run of rows, and the others."""
-    start, end = runs_of_tiles(tokens)
+    start, end = runs_of_tiles(tokens.owner)
     tile = tokens.tile
     run = segments.begin // tile
     low, high = start[run] * tile, np.minimum(end[run] * tile, tokens.seqlen)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attngen.lang.variant import Variant
+from attngen.parallel.rows import Rows, copy
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.autograd.derivatives import reference_gradients
@@ -106,40 +107,37 @@ def local_gradients(
     return dq, dk, dv, dict(zip(asked, own, strict=True))
 
 
-class Rows:
-    """Some rows of a rank, ascending: a slice, or by index."""
+class Selection:
+    """Some rows of a rank, ascending: as a view where they follow one another, else as a copy."""
 
     def __init__(self, rows: np.ndarray, held: int) -> None:
         self.count, self.whole = len(rows), len(rows) == held
-        self._rows = rows
-        self._indices: dict[torch.device, Tensor] = {}
+        self._rows = Rows(rows)
         one_run = not len(rows) or int(rows[-1]) - int(rows[0]) + 1 == len(rows)
-        #: The first of them, if they follow one another.
-        self.start: int | None = (int(rows[0]) if len(rows) else 0) if one_run else None
+        self._start: int | None = (int(rows[0]) if len(rows) else 0) if one_run else None
 
     def view(self, x: Tensor, dim: int) -> Tensor | None:
         """The rows as a view, if they follow one another."""
         if self.whole:
             return x
-        return None if self.start is None else x.narrow(dim, self.start, self.count)
+        return None if self._start is None else x.narrow(dim, self._start, self.count)
 
     def of(self, x: Tensor, dim: int) -> Tensor:
         """The rows of a tensor."""
         view = self.view(x, dim)
-        return view if view is not None else x.index_select(dim, self._index(x.device))
+        if view is not None:
+            return view
+        rows = x.new_empty((*x.shape[:dim], self.count, *x.shape[dim + 1 :]))
+        self._rows.copy(rows, x, dim)
+        return rows
 
     def put(self, x: Tensor, rows: Tensor, dim: int) -> None:
         """Copy rows to where they belong."""
         view = self.view(x, dim)
         if view is not None:
-            view.copy_(rows)
+            copy(view, rows)
         else:
-            x.index_copy_(dim, self._index(x.device), rows)
-
-    def _index(self, device: torch.device) -> Tensor:
-        if device not in self._indices:
-            self._indices[device] = torch.from_numpy(self._rows).to(device)
-        return self._indices[device]
+            self._rows.copy_back(x, rows, dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +147,7 @@ class Piece:
     ``lengths`` of rows and keys of each packed sequence are None for a dense call.
     """
 
-    rows: Rows
+    rows: Selection
     source: Any  # what calls take as their variant
     variant: Variant
     lengths: tuple[np.ndarray, np.ndarray] | None = None

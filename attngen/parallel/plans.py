@@ -112,6 +112,7 @@ class Plan:
     #: By which compiled programs name the plan: a text is a constant of a trace.
     number: str = field(default_factory=lambda: str(next(_numbers)))
     _agreed: set[tuple[Any, ...]] = field(default_factory=set)
+    _checked: set[tuple[Any, ...]] = field(default_factory=set)  # what calls were like that were found right
     _rows_on: dict[Any, Tensor] = field(default_factory=dict)
     _routes_of_all: dict[int, Route] = field(default_factory=dict)
 
@@ -475,6 +476,17 @@ class Plan:
 
     def _compare(self, layer: Layer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> None:
         """Raise CallError for a wrong call, on the first call on all ranks."""
+        key = (layer.name, layout, *(_form(x) for x in (q, k, v)), *((n, _form(x)) for n, x in values.items()))
+        try:
+            if key in self._checked and not debugging.active():
+                return
+        except TypeError:  # a value that cannot be hashed
+            key = ()
+        self._compare_all(layer, q, k, v, layout, values)
+        if key:
+            self._checked.add(key)
+
+    def _compare_all(self, layer: Layer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> None:
         problem: str | None = None
         signature: tuple[Any, ...] = ()
         try:
@@ -544,3 +556,10 @@ class Plan:
         if missing:
             raise CallError(f"{layer.name} takes {', '.join(missing)}, which neither the plan nor the call got")
         return axis
+
+
+def _form(value: Any) -> Any:
+    """What checks look at: shape, dtype and device of a tensor, and whether it is the same value otherwise."""
+    if isinstance(value, Tensor):
+        return id(value) if value.dim() == 0 else None, value.shape, value.dtype, value.device
+    return type(value), value

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attngen.parallel.exchange import Group, gather, on_wire
-from attngen.parallel.routes import Needs, Take
+from attngen.parallel.routes import Needs
+from attngen.parallel.rows import Rows
 
 #: Cycles of a GPU for which its stream waits, so that a collective's kernel starts before one that fills the GPU.
 _HEAD_START = 20_000
@@ -70,37 +71,28 @@ class Transfer:
         """Rows that arrive."""
         return sum(self.receive_counts)
 
-    def take(self, device: torch.device) -> Take:
-        """What takes the rows that are sent."""
-        if device not in self._takes:
-            self._takes[device] = Take.of(torch.from_numpy(self.send), device)
-        return self._takes[device]
+    @cached_property
+    def _sends(self) -> Rows:
+        return Rows(np.arange(self.held) if self.gathers else self.send)
 
-    def take_back(self, device: torch.device) -> list[tuple[Take, int]]:
+    @cached_property
+    def _returns(self) -> list[tuple[Rows, int]]:
         """The own rows that gradients from each rank go to, and how many these are."""
-        if device not in self._back:
-            parts = np.split(self.send, list(accumulate(self.send_counts))[:-1])
-            self._back[device] = [(Take.of(torch.from_numpy(part), device), len(part)) for part in parts if len(part)]
-        return self._back[device]
+        parts = np.split(self.send, list(accumulate(self.send_counts))[:-1])
+        return [(Rows(part), len(part)) for part in parts if len(part)]
 
-    @cached_property
-    def _takes(self) -> dict[torch.device, Take]:
-        return {}
-
-    @cached_property
-    def _back(self) -> dict[torch.device, list[tuple[Take, int]]]:
-        return {}
-
-    def start(self, own: Tensor, group: Group) -> Flight:
-        """Start to send own rows, contiguous, to the ranks that need them."""
-        arrived = own.new_empty((self.received, *own.shape[1:]))
+    def start(self, k: Tensor, v: Tensor, group: Group) -> Flight:
+        """Start to send own rows, (rows, batch, heads, head_dim), to the ranks that need them, K and V side by side."""
+        widths = [x.shape[2] * x.shape[3] for x in (k, v)]
+        sent = k.new_empty((self._sends.count, k.shape[1], sum(widths)))
+        for x, part in zip((k, v), sent.split(widths, dim=2), strict=True):
+            self._sends.copy(part.unflatten(2, x.shape[2:]), x)
+        arrived = k.new_empty((self.received, *sent.shape[1:]))
         wire = on_wire(group)
         if self.gathers:
-            work = gather(wire(arrived), wire(own), group=group, async_op=True)
-            return Flight(work, own, arrived)
-        sent = self.take(own.device)(own)
-        return Flight(self._exchanged(wire(arrived), wire(sent), self.receive_counts, self.send_counts, group),
-                      sent, arrived)  # fmt: skip
+            return Flight(gather(wire(arrived), wire(sent), group=group, async_op=True), sent, arrived)
+        work = self._exchanged(wire(arrived), wire(sent), self.receive_counts, self.send_counts, group)
+        return Flight(work, sent, arrived)
 
     def start_back(self, gradients: Tensor, group: Group) -> Flight:
         """Start to send gradients of the rows that arrived, contiguous, to where they came from."""
@@ -114,15 +106,19 @@ class Transfer:
     ) -> Any:
         return dist.all_to_all_single(arrived, sent, list(receive), list(send), group=group, async_op=True)
 
-    def collected(self, total: Tensor | None, back: Tensor) -> Tensor:
-        """Gradients of the own rows: those that came back, rank by rank, and ``total``, in float32."""
-        if total is None:  # own rows are among those that arrived
-            return back.unflatten(0, (-1, self.held)).sum(dim=0)  # of float32 sums, rounded once
-        start = 0
-        for take, count in self.take_back(total.device):
-            take.add(total, back.narrow(0, start, count))
-            start += count
-        return total
+    def add(self, totals: Sequence[Tensor], back: Tensor) -> None:
+        """Add gradients that came back, (rows, batch, width), to those of own rows of K and V, (rows, batch, heads,
+        head_dim), rank by rank."""
+        widths = [x.shape[2] * x.shape[3] for x in totals]
+        for total, part in zip(totals, back.split(widths, dim=2), strict=True):
+            start = 0
+            for rows, count in self._returns:
+                rows.add_back(total, part.narrow(0, start, count).unflatten(2, total.shape[2:]))
+                start += count
+
+    def summed(self, back: Tensor) -> Tensor:
+        """The sum over the ranks of gradients that came back where all ranks get all rows, in float32 and rounded."""
+        return back.unflatten(0, (-1, self.held)).sum(dim=0)
 
 
 @dataclass

@@ -92,6 +92,13 @@ class Visits:
         return visited - np.bincount(owner, weights=held, minlength=ranks)
 
 
+def runs_of_tiles(owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first tile, and the end, of the run of tiles of one rank that each tile lies in."""
+    breaks = np.concatenate([[0], np.flatnonzero(np.diff(owner)) + 1, [len(owner)]])
+    counts = np.diff(breaks)
+    return np.repeat(breaks[:-1], counts), np.repeat(breaks[1:], counts)
+
+
 @dataclass(frozen=True)
 class _Union:
     """The union of the runs of each rank, on one line: rank r has the places from r * tiles on."""

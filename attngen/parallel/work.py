@@ -19,8 +19,9 @@ from torch import Tensor
 from attngen.lang.variant import Variant
 from attngen.parallel.assembly import Assembly
 from attngen.parallel.exchange import Group
-from attngen.parallel.pieces import Options, Part, Piece, Rows
+from attngen.parallel.pieces import Options, Part, Piece, Selection
 from attngen.parallel.routes import Needs
+from attngen.parallel.rows import copy
 from attngen.parallel.segments import Segments
 from attngen.parallel.transfers import Flight, Transfer, head_start
 
@@ -65,8 +66,8 @@ class Work:
             own_k, own_v = (x.narrow(1, *self.here_keys) for x in (k, v))
             self.here.forward(q, own_k, own_v, out, sums, _all(heads, k.shape[2]), values, options)
         kept = []
-        for part, (own, flight) in zip(parts, flights, strict=True):
-            keys = self.assembly.keys(own, flight.wait())
+        for part, flight in zip(parts, flights, strict=True):
+            keys = self._keys(k, v, part, flight)
             if self.rest is not None:
                 self.rest.forward(q, *_split(keys, k, v, part), out, sums, part, values, options)
             if keep and self.keeps:
@@ -85,74 +86,82 @@ class Work:
             name: torch.zeros_like(values[name], dtype=_sums_dtype(q), memory_format=torch.contiguous_format)
             for name in asked
         }
-        dq: Tensor | None = None
-        returning: list[tuple[Tensor | None, Flight]] = []
+        of_rows: list[tuple[Part, Tensor]] = []
+        of_keys: list[tuple[Tensor, Tensor, Flight]] = []
         if flights:
             head_start(q.device)
         for i, part in enumerate(parts):
-            keys = kept[0] if kept else self.assembly.keys(flights[i][0], flights[i][1].wait())
+            keys = kept[0] if kept else self._keys(k, v, part, flights[i])
             part_k, part_v = _split(keys, k, v, part)
-            total = None if self.transfer.gathers else _zeros(k, v, part)
             if self.rest is not None:
                 d_rows, dk, dv, d_own = self.rest.backward(
                     q, part_k, part_v, out, lse, dout, dlse, part, values, asked, options
                 )
                 part.add(self.rest.variant, own, d_own)
-                if dq is None and self.rest.rows.whole and len(parts) == 1:
-                    dq = d_rows
-                else:
-                    dq = torch.zeros_like(q, memory_format=torch.contiguous_format) if dq is None else dq
-                    self.rest.rows.put(part.of(dq), d_rows, 1)
+                of_rows.append((part, d_rows))
             else:
                 dk, dv = torch.zeros_like(part_k), torch.zeros_like(part_v)
-            back = self.assembly.back(dk, dv, total)
-            returning.append((total, self.transfer.start_back(back, self.group)))
+            of_keys.append((dk, dv, self.transfer.start_back(self.assembly.back(dk, dv), self.group)))
             if self.exchanges:
                 head_start(q.device)
+        rows_here = keys_here = None
         if self.here is not None:
             own_k, own_v = (x.narrow(1, *self.here_keys) for x in (k, v))
             every = _all(heads, kv_heads)
-            d_rows, dk, dv, d_own = self.here.backward(
+            rows_here, *keys_here, d_own = self.here.backward(
                 q, own_k, own_v, out, lse, dout, dlse, every, values, asked, options
             )
             every.add(self.here.variant, own, d_own)
-            dq = self._with_rows_here(dq, d_rows, q)
-            total = returning[0][0]
-            assert total is not None  # what is gathered leaves nothing to overlap by rows
-            place = total.narrow(0, *self.here_keys)
-            at = 0
-            for gradient in (dk, dv):
-                rows = gradient.transpose(0, 1).flatten(2)
-                place.narrow(2, at, rows.shape[2]).add_(rows)
-                at += rows.shape[2]
-        totals = [self.transfer.collected(total, flight.wait()) for total, flight in returning]
-        dk, dv = _joined(totals, parts, k, v)
-        if dq is None:
-            dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        return dq, dk, dv, own
+        dk, dv = self._gradients_of_keys(k, v, parts, of_keys, keys_here)
+        return self._gradient_of_rows(q, of_rows, rows_here), dk, dv, own
 
-    def _with_rows_here(self, dq: Tensor | None, d_rows: Tensor, q: Tensor) -> Tensor:
-        """The gradient of q with that of the rows of ``here``, whose rows that ``rest`` has too are 0."""
-        assert self.here is not None
-        if dq is None:
-            if self.here.rows.whole:
-                return d_rows
-            dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
-            self.here.rows.put(dq, d_rows, 1)
-            return dq
-        assert self.rest is not None
-        if self.here.rows.whole:
-            self.rest.rows.put(d_rows, self.rest.rows.of(dq, 1), 1)
-            return d_rows
-        here = self.here.rows.view(dq, 1)
-        assert here is not None
-        here.add_(d_rows)
+    def _gradient_of_rows(self, q: Tensor, rest: list[tuple[Part, Tensor]], here: Tensor | None) -> Tensor:
+        """The gradient of q from those of groups of heads of ``rest``, and of ``here``, where rows of ``rest`` are 0."""
+        whole = here if here is not None and self.here is not None and self.here.rows.whole else None
+        if whole is None and len(rest) == 1 and self.rest is not None and self.rest.rows.whole:
+            return rest[0][1]
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format) if whole is None else whole
+        if here is not None and whole is None and self.here is not None:
+            self.here.rows.put(dq, here, 1)
+        for part, rows in rest:
+            if self.rest is not None:
+                self.rest.rows.put(part.of(dq), rows, 1)
         return dq
 
-    def _start(self, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Flight]:
-        """Own rows of K and V side by side, (rows, batch, width), and their exchange."""
-        own = torch.cat([part.of_keys(x).flatten(2) for x in (k, v)], dim=2).transpose(0, 1).contiguous()
-        return own, self.transfer.start(own, self.group)
+    def _gradients_of_keys(
+        self, k: Tensor, v: Tensor, parts: Sequence[Part], rest: Sequence[tuple[Tensor, Tensor, Flight]],
+        here: Sequence[Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The gradients of k and v: those of ``here``, those of own rows of ``rest``, and those that came back."""
+        whole = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
+        for part, (dk, dv, flight) in zip(parts, rest, strict=True):
+            places = [part.of_keys(x).transpose(0, 1) for x in whole]
+            if self.transfer.gathers:  # own rows are among those that come back
+                summed = self.transfer.summed(flight.wait())
+                for place, total in zip(places, summed.split([x.shape[2] * x.shape[3] for x in places], dim=2), strict=True):
+                    copy(place, total.unflatten(2, place.shape[2:]))
+                continue
+            totals = [torch.zeros(x.shape, dtype=_sums_dtype(x), device=x.device) for x in places]
+            if here is not None:
+                for total, gradient in zip(totals, here, strict=True):
+                    total.narrow(0, *self.here_keys).copy_(gradient.transpose(0, 1))
+            self.assembly.add_own(totals, dk, dv)
+            self.transfer.add(totals, flight.wait())
+            for place, total in zip(places, totals, strict=True):
+                place.copy_(total)
+        return whole[0], whole[1]
+
+    def _start(self, k: Tensor, v: Tensor, part: Part) -> Flight:
+        """The exchange of the keys of some heads."""
+        return self.transfer.start(*_rows_first(k, v, part), self.group)
+
+    def _keys(self, k: Tensor, v: Tensor, part: Part, flight: Flight) -> Tensor:
+        """The keys of some heads, K and V side by side, once they have arrived."""
+        return self.assembly.keys(*_rows_first(k, v, part), flight.wait())
+
+
+def _rows_first(k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    return part.of_keys(k).transpose(0, 1), part.of_keys(v).transpose(0, 1)
 
 
 def _sums_dtype(q: Tensor) -> torch.dtype:
@@ -179,21 +188,6 @@ def _split(keys: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tens
     count = part.kv_heads[1]
     width = count * k.shape[3]
     return keys[..., :width].unflatten(2, (count, k.shape[3])), keys[..., width:].unflatten(2, (count, v.shape[3]))
-
-
-def _zeros(k: Tensor, v: Tensor, part: Part) -> Tensor:
-    """Room for the gradients of own rows of K and V side by side, in float32."""
-    width = part.kv_heads[1] * (k.shape[3] + v.shape[3])
-    return torch.zeros((k.shape[1], k.shape[0], width), dtype=_sums_dtype(k), device=k.device)
-
-
-def _joined(totals: Sequence[Tensor], parts: Sequence[Part], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of k and v from those of groups of heads, side by side."""
-    dk, dv = (x.new_empty(x.shape) for x in (k, v))
-    for total, part in zip(totals, parts, strict=True):
-        for whole, rows in zip((dk, dv), _split(total.transpose(0, 1), k, v, part), strict=True):
-            part.of_keys(whole).copy_(rows)
-    return dk, dv
 
 
 # --- what a rank computes of its rows -----------------------------------------------------------------------
@@ -225,12 +219,12 @@ def by_segments(
         low, high = local(own.lo), local(own.hi - 1) + 1
         start, key = int(first[0]), int(low[0])
         lengths = _with_gaps(first - start, last - start, low - key, high - key)
-        rows = Rows(np.arange(start, int(last[-1])), held)
+        rows = Selection(np.arange(start, int(last[-1])), held)
         keys_here = key, int(high[-1]) - key
         piece_here = Piece(rows, source, variant, lengths if len(lengths[0]) > 1 else None)
     piece_rest = None
     if len(rest):
-        rows = Rows(local(_ranges(rest.begin, rest.end)), held)
+        rows = Selection(local(_ranges(rest.begin, rest.end)), held)
         starts = np.flatnonzero(fresh)
         packed = np.add.reduceat(rest.end - rest.begin, starts), (rest.hi - rest.lo)[starts]
         piece_rest = Piece(rows, source, variant, packed if len(starts) > 1 else None)
@@ -247,7 +241,7 @@ def by_positions(
     assembly = Assembly.of(
         needs.key_positions(rank), transfer.places, needs.tokens.tile, held, transfer.received
     )
-    piece = Piece(Rows(np.arange(held), held), source, variant) if held else None
+    piece = Piece(Selection(np.arange(held), held), source, variant) if held else None
     return Work(group, transfer, assembly, piece, by_heads=by_heads, exchanges=exchanges, keeps=keeps)
 
 

@@ -9,13 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngen.schema.writing import spec_text
 from tests.gpu.family import arch_here
 from tests.parallel import gpus
-
-
-#: What segments call: the variants themselves, which are built for packed sequences too.
-_PLAIN = ["full", "causal", "sliding_window", "alibi", "sliding_window_sink", "softcap"]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -23,12 +18,8 @@ def test_gpus_compute_as_one(world: int, tmp_path: Path, monkeypatch: pytest.Mon
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # before NCCL is loaded
-    made = gpus.variants(world)
-    entry = {"arch": arch_here().name, "head_dim": gpus.HEAD_DIM, "dtype": "bf16", "passes": ["forward", "backward"]}
     spec = tmp_path / "parallel.yaml"
-    spec.write_text(
-        spec_text({name: one.fields for name, one in made.items()}, [{"variant": [*made], **entry}, {"variant": _PLAIN, "layout": ["dense", "varlen"], **entry}])
-    )
+    spec.write_text(gpus.spec(world, arch_here().name))
     built = subprocess.run(
         [sys.executable, "-m", "attngen", "build", str(spec)], capture_output=True, text=True, check=False
     )

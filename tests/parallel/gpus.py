@@ -12,6 +12,7 @@ from torch import Tensor
 
 import attngen
 from attngen.parallel import Cost, Plan
+from attngen.schema.writing import spec_text
 from attngen.variants import PythonVariant
 from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
 from tests.parallel.ranks import alone, tensors
@@ -60,6 +61,15 @@ def variants(ranks: int) -> dict[str, PythonVariant]:
     """What the ranks call, by name."""
     called = (plan.called() for _, plan in planned(ranks, ranks))
     return {made.name: made for made in called if isinstance(made, PythonVariant)}
+
+
+def spec(ranks: int, arch: str) -> str:
+    """The kernels of all calls, and of those of one GPU that segments call, dense and packed."""
+    made = variants(ranks)
+    entry = {"arch": arch, "head_dim": HEAD_DIM, "dtype": "bf16", "passes": ["forward", "backward"]}
+    plain = ["full", "causal", "sliding_window", "alibi", "sliding_window_sink", "softcap"]
+    kernels = [{"variant": list(made), **entry}, {"variant": plain, "layout": ["dense", "varlen"], **entry}]
+    return spec_text({name: one.fields for name, one in made.items()}, kernels)
 
 
 def run(rank: int, world: int, meeting: str) -> None:

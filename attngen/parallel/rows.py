@@ -1,0 +1,111 @@
+"""Copies of rows between tensors, by slices where they lie in few runs, and 16 bytes at a time where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: Most runs that are copied one by one.
+MOST_RUNS = 12
+
+_WIDE = torch.complex128
+
+
+class Run(NamedTuple):
+    """Rows that lie one after the other: the first, how many, and where the first goes."""
+
+    start: int
+    count: int
+    to: int
+
+
+def runs_of(rows: np.ndarray, to: np.ndarray | None = None) -> list[Run]:
+    """The runs of some rows, which go to the places ``to``, by default one after the other."""
+    if not len(rows):
+        return []
+    ends = np.diff(rows) != 1
+    if to is not None:
+        ends |= np.diff(to) != 1
+    starts = np.concatenate([[0], np.flatnonzero(ends) + 1])
+    counts = np.diff(np.concatenate([starts, [len(rows)]]))
+    places = starts if to is None else to[starts]
+    return [Run(int(a), int(b), int(c)) for a, b, c in zip(rows[starts], counts, places, strict=True)]
+
+
+class Rows:
+    """Some rows of a tensor and where they go in another: copies, and sums the other way."""
+
+    def __init__(self, rows: np.ndarray, to: np.ndarray | None = None) -> None:
+        self.count = len(rows)
+        self._rows, self._to = rows, to
+        runs = runs_of(rows, to)
+        self.runs = runs if len(runs) <= MOST_RUNS else None
+        self._indices: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+
+    def copy(self, to: Tensor, source: Tensor, dim: int = 0) -> None:
+        """Copy the rows of ``source`` to their places."""
+        to, source = wide(to, source)
+        if self.runs is not None:
+            for run in self.runs:
+                to.narrow(dim, run.to, run.count).copy_(source.narrow(dim, run.start, run.count))
+            return
+        rows, places = self._on(source.device)
+        if places is not None:
+            to.index_copy_(dim, places, source.index_select(dim, rows))
+        elif to.is_contiguous():
+            torch.index_select(source, dim, rows, out=to)
+        else:
+            to.copy_(source.index_select(dim, rows))
+
+    def copy_back(self, source: Tensor, to: Tensor, dim: int = 0) -> None:
+        """Copy rows from their places back to where they were: the inverse of ``copy``."""
+        source, to = wide(source, to)
+        if self.runs is not None:
+            for run in self.runs:
+                source.narrow(dim, run.start, run.count).copy_(to.narrow(dim, run.to, run.count))
+            return
+        rows, places = self._on(source.device)
+        source.index_copy_(dim, rows, to if places is None else to.index_select(dim, places))
+
+    def add_back(self, total: Tensor, to: Tensor, dim: int = 0) -> None:
+        """Add rows from their places to where they were. None is there twice, so the order of sums is fixed."""
+        if self.runs is not None:
+            for run in self.runs:
+                total.narrow(dim, run.start, run.count).add_(to.narrow(dim, run.to, run.count))
+            return
+        rows, places = self._on(total.device)
+        total.index_add_(dim, rows, (to if places is None else to.index_select(dim, places)).to(total.dtype))
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        if device not in self._indices:
+            places = None if self._to is None else torch.from_numpy(self._to).to(device)
+            self._indices[device] = torch.from_numpy(self._rows).to(device), places
+        return self._indices[device]
+
+
+def copy(to: Tensor, source: Tensor) -> None:
+    """Copy a tensor of the same shape."""
+    to, source = wide(to, source)
+    to.copy_(source)
+
+
+def wide(*tensors: Tensor) -> Sequence[Tensor]:
+    """Tensors on a GPU as ones of 16 bytes an element, if all of them can be seen so: their copies take less time."""
+    each = 16 // tensors[0].element_size()
+    if not all(tensor.is_cuda and tensor.dtype == tensors[0].dtype and _aligned(tensor, each) for tensor in tensors):
+        return tensors
+    return [tensor.view(_WIDE) for tensor in tensors]
+
+
+def _aligned(tensor: Tensor, each: int) -> bool:
+    strides = tensor.stride()
+    return (
+        strides[-1] == 1
+        and tensor.shape[-1] % each == 0
+        and tensor.storage_offset() % each == 0
+        and all(stride % each == 0 for stride in strides[:-1])
+    )
