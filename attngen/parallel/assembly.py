@@ -80,7 +80,7 @@ class Assembly:
         return keys
 
     def back(self, dk: Tensor, dv: Tensor) -> Tensor:
-        """Gradients of the arrived rows, (rows, batch, width), from those of the keys, (batch, keys, heads, head_dim)."""
+        """Gradients of the arrived rows, (rows, batch, width), from those of keys, (batch, keys, heads, head_dim)."""
         widths = [x.shape[2] * x.shape[3] for x in (dk, dv)]
         shape = (self.received, dk.shape[0], sum(widths))
         back = dk.new_empty(shape) if self._covers else dk.new_zeros(shape)
@@ -105,6 +105,6 @@ def _times_before(source: np.ndarray) -> np.ndarray:
     ordered = source[order]
     first = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(ordered) else np.zeros(0, dtype=bool)
     start = np.maximum.accumulate(np.where(first, np.arange(len(ordered)), 0))
-    times = np.empty(len(source), dtype=np.int64)
+    times: np.ndarray = np.empty(len(source), dtype=np.int64)
     times[order] = np.arange(len(ordered)) - start
     return times

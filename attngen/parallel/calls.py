@@ -79,9 +79,7 @@ class _Attention(torch.autograd.Function):
     """Attention by a plan, and its gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, kept = call.forward(q, k, v, tensors, lse=True, keep=True)
         assert lse is not None
         ctx.call, ctx.count = call, len(kept)
@@ -94,7 +92,5 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         out, lse, q, k, v, *tensors = ctx.saved_tensors
         kept, own = tensors[: ctx.count], tensors[ctx.count :]
-        dq, dk, dv, gradients = ctx.call.backward(
-            q, k, v, own, out, lse, kept, dout, dlse, ctx.needs_input_grad[4:]
-        )
+        dq, dk, dv, gradients = ctx.call.backward(q, k, v, own, out, lse, kept, dout, dlse, ctx.needs_input_grad[4:])
         return None, dq, dk, dv, *gradients

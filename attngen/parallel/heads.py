@@ -81,9 +81,9 @@ class WorkByHeads:
             if x is None:
                 above.append(None)
                 continue
-            (rows,) = _side_by_side(_to_rows(self.route, self.group, [rows_first(x)]), [(heads, *rows_first(x).shape[3:])],
-                                    len(self.route.receive_counts))  # fmt: skip
-            above.append(rows)
+            rows = rows_first(x)
+            whole_above = _to_rows(self.route, self.group, [rows])
+            above += _side_by_side(whole_above, [(heads, *rows.shape[3:])], len(self.route.receive_counts))
         d_out = None if above[0] is None else self._as_called(above[0])
         d_lse = above[1]
         if d_lse is not None:

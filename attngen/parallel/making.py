@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from attngen.errors import CallError, suggest
+from attngen.lang.ir import Type
 from attngen.lang.variant import Variant
 from attngen.parallel.balance import Weighed, deal
 from attngen.parallel.cost import Cost
@@ -37,8 +38,11 @@ _COPIES = 2.5
 #: Most plans, and most counts of tiles, that are kept.
 _KEPT = 32
 
+#: The visits of a variant, and the tensors of its documents, if they were needed.
+_Counted = tuple[Visits, dict[str, Any] | None]
+
 _plans: OrderedDict[Any, tuple[Any, Plan]] = OrderedDict()
-_visits: OrderedDict[Any, tuple[Any, tuple[Visits, dict[str, Any] | None]]] = OrderedDict()
+_visits: OrderedDict[Any, tuple[Any, _Counted]] = OrderedDict()
 
 
 def plan(
@@ -75,14 +79,9 @@ def plan(
     sources = _sources(variant)
     offsets = _offsets(cu_seqlens, seqlen)
     tile = _checked(seqlen, ranks, method, tile, chunks, cost)
-    stated = [(source, find(source, None).variant, layers) for source, layers in sources]
-    refuse_unknown({each.name: each for _, each, _ in stated}, values)
-    for _, each, _ in stated:
-        if each.dropout:
-            raise CallError(f"{each.name} has dropout, which parallel plans do not take; allowed: variants without")
+    stated = _stated(sources, values)
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
-    identities = tuple((name, _identity(value)) for name, value in sorted(values.items()))
-    sizes = seqlen, offsets, tile, cost, identities
+    sizes = seqlen, offsets, tile, cost, _identities(values)
     key = (tuple((each, layers) for _, each, layers in stated), sizes, ranks, rank, id(group), method, chunks)
     known = _plans.get(key)
     if known is not None:
@@ -91,7 +90,7 @@ def plan(
     counted = [_counted(each, sizes, seqlen, offsets, tile, cost, values, tensors) for _, each, _ in stated]
     tiles = -(-seqlen // tile)
     dealt = deal(
-        [Weighed(counts[0], layers, is_relative(each) or reads_no_positions(each))
+        [Weighed(counts[0], layers, _over_segments(each, values))
          for counts, (_, each, layers) in zip(counted, stated, strict=True)], tiles, ranks, tile, cost,
         chunks=1 if method == "heads" and chunks is None else chunks, whole=method == "gather",
     )  # fmt: skip
@@ -108,8 +107,44 @@ def plan(
     return made
 
 
+def also(made: Plan, variant: str | Variant, values: Mapping[str, Any]) -> Plan:
+    """A plan of another variant for the tokens of a plan. Raises CallError."""
+    ((source, each, layers),) = _stated(_sources(variant), values)
+    sizes = made.seqlen, made.cu_seqlens, made.tile, made.cost, _identities(values)
+    tensors = [value for value in values.values() if isinstance(value, Tensor)]
+    key = (id(made), each, sizes)
+    known = _plans.get(key)
+    if known is not None:
+        _plans.move_to_end(key)
+        return known[1]
+    counted = _counted(each, sizes, made.seqlen, made.cu_seqlens, made.tile, made.cost, values, tensors)
+    layer = _layer(source, each, layers, counted, made.dealt, "exchange", made.cu_seqlens, values, made.cost)
+    other = Plan(
+        made.seqlen, made.ranks, made.rank, made.group, made.tile, made.chunks, made.cost, (layer,), made.dealt,
+        made.cu_seqlens,
+    )  # fmt: skip
+    _keep(_plans, key, ((tensors, made), other))
+    return other
+
+
+def _stated(
+    sources: Sequence[tuple[str | Variant, float]], values: Mapping[str, Any]
+) -> list[tuple[str | Variant, Variant, float]]:
+    """The variants of a plan. Raises CallError for one that plans do not take, and for an unknown value."""
+    stated = [(source, find(source, None).variant, layers) for source, layers in sources]
+    refuse_unknown({each.name: each for _, each, _ in stated}, values)
+    for _, each, _ in stated:
+        if each.dropout:
+            raise CallError(f"{each.name} has dropout, which parallel plans do not take; allowed: variants without")
+    return stated
+
+
+def _identities(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple((name, _identity(value)) for name, value in sorted(values.items()))
+
+
 def _layer(
-    source: str | Variant, variant: Variant, layers: float, counted: tuple[Visits, dict[str, Any] | None], tokens: Tokens,
+    source: str | Variant, variant: Variant, layers: float, counted: _Counted, tokens: Tokens,
     method: str, offsets: tuple[int, ...] | None, values: Mapping[str, Any], cost: Cost,
 ) -> Layer:  # fmt: skip
     visited, of_documents = counted
@@ -123,7 +158,7 @@ def _layer(
     method = "exchange" if method == "auto" else method
     sent = seen if method == "exchange" else everything
     positions = not reads_no_positions(variant)
-    segments = method != "heads" and tokens.ranks > 1 and (is_relative(variant) if positions else True)
+    segments = method != "heads" and tokens.ranks > 1 and _over_segments(variant, values)
     segments = segments and _few_copies(visited, tokens, sent, positions=positions)
     own = {name: values[name] for name in passed(variant) if name in values}
     one_row = offsets is not None and not segments
@@ -136,13 +171,21 @@ def _layer(
     )  # fmt: skip
 
 
+def _over_segments(variant: Variant, values: Mapping[str, Any]) -> bool:
+    """Whether a variant computes the same over segments as over the whole sequence."""
+    known = {s.name: values.get(s.name, s.default) for s in variant.arguments if s.type is Type.INT}
+    numbers = tuple((name, value) for name, value in known.items() if type(value) is int)
+    return reads_no_positions(variant) or is_relative(variant, numbers)
+
+
 def _few_copies(visited: Visits, tokens: Tokens, sent: Needs, *, positions: bool) -> bool:
     """Whether segments of no rank have many times the keys that it gets."""
     if not positions:
         return True
     start, _ = runs_of_tiles(tokens.owner)
     last: np.ndarray = np.arange(1, len(start) + 1)
-    ends = np.append(start[1:] != start[:-1], True)  # the last tile of a run sees back to its segment's first key
+    # The last tile of a run counts: the run sees back to the first key of its first tile.
+    ends: np.ndarray = np.append(start[1:] != start[:-1], True)
     keys = np.bincount(tokens.owner[ends], weights=(last - np.minimum(visited.first, start)[start])[ends],
                        minlength=tokens.ranks)  # fmt: skip
     return bool((keys <= _COPIES * sent.tiles.sum(axis=1)).all())
@@ -151,15 +194,14 @@ def _few_copies(visited: Visits, tokens: Tokens, sent: Needs, *, positions: bool
 def _counted(
     variant: Variant, sizes: Any, seqlen: int, offsets: tuple[int, ...] | None, tile: int, cost: Cost,
     values: Mapping[str, Any], tensors: Sequence[Tensor],
-) -> tuple[Visits, dict[str, Any] | None]:  # fmt: skip
-    """The visits of a variant, and the tensors of its documents, if they were needed."""
+) -> _Counted:  # fmt: skip
     key = (variant, sizes)
     known = _visits.get(key)
     if known is not None:
         _visits.move_to_end(key)
         return known[1]
     positions = not reads_no_positions(variant)
-    plain = offsets is None or not positions or is_relative(variant)
+    plain = offsets is None or _over_segments(variant, values)
     of_documents: dict[str, Any] | None = None if plain or offsets is None else documents(offsets)
     whole = variant if plain else as_one_row(variant)
     lengths = {

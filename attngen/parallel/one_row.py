@@ -12,12 +12,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attngen.lang.bands import bands
-from attngen.lang.facts import Facts, index
+from attngen.lang.facts import index
 from attngen.lang.ir import MAX_SEQLEN, Expr, Load, Op, Type, Var, rewrite
-from attngen.lang.simplify import COMPLEMENT, Linear, add, integer, linear, make, sub
-from attngen.lang.symbols import Symbols
+from attngen.lang.simplify import COMPLEMENT, Linear, linear, make, sub
 from attngen.lang.variant import VISIBLE, Bound, Monotone, Scalar, Tensor, Variant
+from attngen.parallel.segments import ends_at_query
 
 #: Tensors of one row that say in which document each token is. No name of a variant can be one of these twice.
 BEGIN, END, NUMBER, LENGTH = "document_begin", "document_end", "document_number", "document_length"
@@ -46,7 +45,7 @@ def as_one_row(variant: Variant) -> Variant:
         return rewrite(expr, lambda node: names.get(node.name) if isinstance(node, Var) else None)
 
     inside: Expr = Op("le", (begin, kv), Type.BOOL)
-    if not _ends_at_query(variant):
+    if not ends_at_query(variant):
         inside = Op("and", (inside, Op("lt", (kv, end), Type.BOOL)), Type.BOOL)
     mask = inside
     if variant.mask != VISIBLE:
@@ -63,16 +62,6 @@ def as_one_row(variant: Variant) -> Variant:
         tensors=(*(_renamed(tensor_without_lengths(tensor)) for tensor in variant.tensors), *tables, lengths),
         let=(), mask_text=None, score_text=None, sink_text=None,
     )  # fmt: skip
-
-
-def _ends_at_query(variant: Variant) -> bool:
-    """Whether no query sees a key after itself, so that no other condition has to say where a document ends."""
-    facts = Facts.of(variant)
-    same = rewrite(variant.mask, lambda node: index("q") if node == index("q_pos") else None)
-    order = Symbols(facts.of_tiles(), {})
-    after = add(index("q_hi"), integer(1))
-    visible = bands(same, facts, over="kv").visible
-    return all(interval.hi is not None and order.holds("le", interval.hi, after) for interval in visible)
 
 
 def _shorter(node: Expr) -> Expr | None:

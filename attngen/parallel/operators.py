@@ -45,7 +45,7 @@ def _number(
             of = by_number[plan]
             layer = of.layer(variant)
             if of.ranks == 1:
-                raise CallError("a plan of one rank exchanges nothing; allowed in a compiled program: attngen.attention")
+                raise CallError("a plan of one rank exchanges nothing; allowed where it is compiled: attngen.attention")
             for name, value in layer.values.items():
                 if isinstance(value, Tensor) and value.requires_grad and name not in names:
                     raise CallError(f"'{name}' requires a gradient; allowed in a compiled program: pass it to the call")

@@ -48,7 +48,7 @@ def cut(segments: Segments, visits: Visits, tokens: Tokens, *, positions: bool) 
     """The segments of one rank in two: those whose keys lie in their own run of rows, and the others."""
     start, end = runs_of_tiles(tokens.owner)
     tile = tokens.tile
-    run = segments.begin // tile
+    run: np.ndarray = segments.begin // tile
     low, high = start[run] * tile, np.minimum(end[run] * tile, tokens.seqlen)
     at = np.where((segments.lo >= low) & (segments.hi <= high), segments.begin, segments.end)
     first = segments.lo.copy()

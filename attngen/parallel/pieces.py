@@ -1,4 +1,4 @@
-"""Pieces of a rank's attention: some of its rows and the keys that these see, in one call of a kernel, and its backward.
+"""Pieces of a rank's attention: some of its rows and the keys that these see, in one call and one backward.
 
 A piece is dense, or packed: segments of rows, each with its own keys. Packed sequences may be without rows, or without
 keys: so the rows and keys of all segments may stay where they lie in larger tensors.

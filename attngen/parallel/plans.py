@@ -159,6 +159,15 @@ class Plan:
         dim = self._dim(dim, x, "unshard", self.tokens(), f"the {self.tokens()} tokens of rank {rank}")
         return self._arrived(self._route_of_all(rank), x, dim)
 
+    def also(self, variant: str | Variant, **values: Any) -> Plan:
+        """A plan of another variant for the same tokens on the same ranks, whose work is as it comes.
+
+        ``values`` are its scalars and whole tensors, all that its mask reads. Plans are kept. Raises CallError.
+        """
+        from attngen.parallel.making import also  # which makes plans
+
+        return also(self, variant, values)
+
     # --- attention ------------------------------------------------------------------------------------------
 
     def attention(
@@ -296,7 +305,8 @@ class Plan:
             rank = self._in_group()
             exchanges = bool(layer.sent.received.any())
             by_heads = layer.overlap == "heads"
-            keeps = not by_heads and int(layer.sent.tiles.sum(axis=1).max()) * self.ranks <= _KEPT * len(self.dealt.owner)
+            most = int(np.count_nonzero(layer.sent.tiles, axis=1).max())
+            keeps = not by_heads and most * self.ranks <= _KEPT * len(self.dealt.owner)
             if layer.method == "heads":
                 layer.kept["work"] = WorkByHeads(self.group, self._route_of_all(rank), layer.source, self.cu_seqlens)
             elif layer.in_segments:

@@ -1,4 +1,4 @@
-"""Copies of rows between tensors, by slices where they lie in few runs, and 16 bytes at a time where that is possible."""
+"""Copies of rows between tensors, by slices where they lie in few runs, and 16 bytes at a time where possible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Run(NamedTuple):
     """Rows that lie one after the other: the first, how many, and where the first goes."""
 
     start: int
-    count: int
+    rows: int
     to: int
 
 
@@ -51,7 +51,7 @@ class Rows:
         to, source = wide(to, source)
         if self.runs is not None:
             for run in self.runs:
-                to.narrow(dim, run.to, run.count).copy_(source.narrow(dim, run.start, run.count))
+                to.narrow(dim, run.to, run.rows).copy_(source.narrow(dim, run.start, run.rows))
             return
         rows, places = self._on(source.device)
         if places is not None:
@@ -66,7 +66,7 @@ class Rows:
         source, to = wide(source, to)
         if self.runs is not None:
             for run in self.runs:
-                source.narrow(dim, run.start, run.count).copy_(to.narrow(dim, run.to, run.count))
+                source.narrow(dim, run.start, run.rows).copy_(to.narrow(dim, run.to, run.rows))
             return
         rows, places = self._on(source.device)
         source.index_copy_(dim, rows, to if places is None else to.index_select(dim, places))
@@ -75,7 +75,7 @@ class Rows:
         """Add rows from their places to where they were. None is there twice, so the order of sums is fixed."""
         if self.runs is not None:
             for run in self.runs:
-                total.narrow(dim, run.start, run.count).add_(to.narrow(dim, run.to, run.count))
+                total.narrow(dim, run.start, run.rows).add_(to.narrow(dim, run.to, run.rows))
             return
         rows, places = self._on(total.device)
         total.index_add_(dim, rows, (to if places is None else to.index_select(dim, places)).to(total.dtype))

@@ -8,7 +8,7 @@ the kernels of one GPU serve.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from attngen.lang.bands import bands
 from attngen.lang.facts import Facts, index
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, rewrite
-from attngen.lang.simplify import COMPLEMENT, add, integer, linear
+from attngen.lang.simplify import COMPLEMENT, add, integer, linear, simplify
 from attngen.lang.symbols import Symbols
 from attngen.lang.variant import Variant
 
@@ -45,8 +45,9 @@ def reads_no_positions(variant: Variant) -> bool:
 
 
 @lru_cache(maxsize=256)
-def is_relative(variant: Variant) -> bool:
-    """Whether a variant reads positions only as the distance from a key to its query, and sees no later key."""
+def is_relative(variant: Variant, numbers: tuple[tuple[str, int], ...] = ()) -> bool:
+    """Whether a variant reads positions only as the distance from a key to its query, and sees no later key, if some of
+    its scalars are these ``numbers``."""
     kv = index("kv")
     moved = Op("add", (kv, _DISTANCE), Type.INT)
 
@@ -62,14 +63,21 @@ def is_relative(variant: Variant) -> bool:
                 return all(map(free, linear(left).plus(linear(right), -1).terms))
             case Op(op=op) if op in _SUMS and expr.type is Type.INT:
                 terms = linear(expr, expand=True).terms
-                return expr not in terms and all(map(free, terms)) or all(map(free, expr.args))
+                return (expr not in terms and all(map(free, terms))) or all(map(free, expr.args))
             case Op(args=args):
                 return all(map(free, args))
         return False
 
     expressions = [each for each in (variant.mask, variant.score, variant.sink) if each is not None]
     of_keys = [rewrite(each, lambda node: moved if node == index("q_pos") else None) for each in expressions]
-    return _same_bounds(variant) and all(map(free, of_keys)) and ends_at_query(variant)
+    return _same_bounds(variant) and all(map(free, of_keys)) and _ends_at_query(variant, dict(numbers))
+
+
+def _ends_at_query(variant: Variant, numbers: dict[str, int]) -> bool:
+    def known(node: Expr) -> Expr | None:
+        return integer(numbers[node.name]) if isinstance(node, Var) and node.name in numbers else None
+
+    return ends_at_query(replace(variant, mask=simplify(rewrite(variant.mask, known)), mask_text=None))
 
 
 def _same_bounds(variant: Variant) -> bool:

@@ -71,7 +71,7 @@ class Visits:
         """The visits of packed documents, from those of one sequence, for a variant that sees the same distances in
         both; without ``positions`` rows see all of their document."""
         begins = np.asarray(offsets, dtype=np.int64)
-        first = np.arange(len(self.tiles)) * tile
+        first: np.ndarray = np.arange(len(self.tiles)) * tile
         last = np.minimum(first + tile, seqlen) - 1
         of_first, of_last = (np.searchsorted(begins, rows, side="right") - 1 for rows in (first, last))
         begin = begins[of_first] // tile

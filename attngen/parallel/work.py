@@ -9,7 +9,7 @@ since they enter the same collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -116,7 +116,7 @@ class Work:
         return self._gradient_of_rows(q, of_rows, rows_here), dk, dv, own
 
     def _gradient_of_rows(self, q: Tensor, rest: list[tuple[Part, Tensor]], here: Tensor | None) -> Tensor:
-        """The gradient of q from those of groups of heads of ``rest``, and of ``here``, where rows of ``rest`` are 0."""
+        """The gradient of q from those of groups of heads of ``rest``, and of ``here``, where these are 0."""
         whole = here if here is not None and self.here is not None and self.here.rows.whole else None
         if whole is None and len(rest) == 1 and self.rest is not None and self.rest.rows.whole:
             return rest[0][1]
@@ -138,7 +138,8 @@ class Work:
             places = [part.of_keys(x).transpose(0, 1) for x in whole]
             if self.transfer.gathers:  # own rows are among those that come back
                 summed = self.transfer.summed(flight.wait())
-                for place, total in zip(places, summed.split([x.shape[2] * x.shape[3] for x in places], dim=2), strict=True):
+                widths = [x.shape[2] * x.shape[3] for x in places]
+                for place, total in zip(places, summed.split(widths, dim=2), strict=True):
                     copy(place, total.unflatten(2, place.shape[2:]))
                 continue
             totals = [torch.zeros(x.shape, dtype=_sums_dtype(x), device=x.device) for x in places]
@@ -203,20 +204,21 @@ def by_segments(
     transfer = Transfer.of(needs, rank)
     held = transfer.held
     own, rest = here if here is not None else (segments.take(np.zeros(len(segments), dtype=bool)), segments)
-    fresh = np.ones(len(rest), dtype=bool)  # segments whose keys are not those of the segment before
+    fresh: np.ndarray = np.ones(len(rest), dtype=bool)  # segments whose keys are not those of the segment before
     if not positions:
         fresh[1:] = (rest.lo[1:] != rest.lo[:-1]) | (rest.hi[1:] != rest.hi[:-1])
     keys = _ranges(rest.lo[fresh], rest.hi[fresh])
     assembly = Assembly.of(keys, transfer.places, tokens.tile, held, transfer.received)
-    place = transfer.places
 
     def local(rows: np.ndarray) -> np.ndarray:
-        return place[rows // tokens.tile] + rows % tokens.tile
+        here: np.ndarray = tokens.offsets[rows // tokens.tile] + rows % tokens.tile
+        return here
 
     piece_here, keys_here = None, (0, 0)
     if len(own):
-        first, last = local(own.begin), local(own.end - 1) + 1
-        low, high = local(own.lo), local(own.hi - 1) + 1
+        first, low = local(own.begin), local(own.lo)
+        last: np.ndarray = local(own.end - 1) + 1
+        high: np.ndarray = local(own.hi - 1) + 1
         start, key = int(first[0]), int(low[0])
         lengths = _with_gaps(first - start, last - start, low - key, high - key)
         rows = Selection(np.arange(start, int(last[-1])), held)
@@ -238,9 +240,7 @@ def by_positions(
     """The work of a rank whose rows are one call of a variant that reads their positions."""
     transfer = Transfer.of(needs, rank)
     held = transfer.held
-    assembly = Assembly.of(
-        needs.key_positions(rank), transfer.places, needs.tokens.tile, held, transfer.received
-    )
+    assembly = Assembly.of(needs.key_positions(rank), transfer.places, needs.tokens.tile, held, transfer.received)
     piece = Piece(Selection(np.arange(held), held), source, variant) if held else None
     return Work(group, transfer, assembly, piece, by_heads=by_heads, exchanges=exchanges, keeps=keeps)
 
@@ -251,9 +251,7 @@ def _ranges(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     return np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
 
 
-def _with_gaps(
-    first: np.ndarray, last: np.ndarray, low: np.ndarray, high: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _with_gaps(first: np.ndarray, last: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Lengths of packed sequences, with sequences without keys, and without rows, for what lies between segments."""
     rows: list[int] = []
     keys: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen.errors import CallError
+from attngen.integrations.context_parallel import context_parallel
+from attngen.integrations.flash_attn import flash_attn_func
 from attngen.parallel import Cost
 from tests.parallel.cases import BATCH, HEAD_DIM, HEADS, KV_HEADS, Case, cases
 
@@ -35,9 +39,12 @@ def run(rank: int, world: int, meeting: str, part: str) -> None:
                         check(case, seqlen, method, (None, 2)[n % 2], slow=n == 1)
             return
         for n, case in enumerate(cases()):
-            check(case, (EVEN, RAGGED)[n % 2], ("exchange", "exchange", "gather")[(n + n // 3) % 3], (None, 1, 3)[n % 3],
-                  slow=n // 2 % 2 == 0)  # fmt: skip
-        for other in (_few_tokens, _whole_again, _own_tokens, _several, _refused_together, _refused_alone, _compiled):
+            if n % 2 == world // 2 % 2:  # the other half runs with another number of processes
+                method = ("exchange", "exchange", "gather")[(n // 2) % 3]
+                check(case, (EVEN, RAGGED)[n // 2 % 2], method, (None, 1, 3)[n // 4 % 3], slow=n // 3 % 2 == 0)
+        for other in (_few_tokens, _own_tokens, _refused_together, _refused_alone):
+            other(rank, world)
+        for other in (_whole_again, _several, _compiled) if world == 2 else (_in_context,):
             other(rank, world)
         _lost(rank, world)
     finally:
@@ -142,24 +149,57 @@ def _refused_alone(rank: int, world: int) -> None:
 def _compiled(rank: int, world: int) -> None:
     """torch.compile keeps a call in one graph, and checkpointing makes it twice, with the same results."""
     for name, method in (("window_sink", "exchange"), ("varlen_causal", methods(world)[-1])):
-        case = next(case for case in cases() if case.name == name)
-        passed = {name: value.requires_grad_() for name, value in case.passed(EVEN).items()}
-        plan = attngen.parallel.plan(
-            case.variant, EVEN, tile=TILE, method=method, cu_seqlens=case.cu_seqlens(EVEN), **case.fixed(EVEN)
-        )
-        leaves = [plan.shard(x, 0 if case.documents else 1).requires_grad_() for x in tensors(case, EVEN)[:3]]
+        _check_compiled(next(case for case in cases() if case.name == name), method)
 
-        def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return plan.attention(2 * q, k, v, **passed).square()
 
-        def gradients(out: Tensor) -> list[Tensor]:
-            return [out, *torch.autograd.grad(out.sum(), [*leaves, *passed.values()])]
+def _check_compiled(case: Case, method: str) -> None:
+    passed = {name: value.requires_grad_() for name, value in case.passed(EVEN).items()}
+    plan = attngen.parallel.plan(
+        case.variant, EVEN, tile=TILE, method=method, cu_seqlens=case.cu_seqlens(EVEN), **case.fixed(EVEN)
+    )
+    leaves = [plan.shard(x, 0 if case.documents else 1).requires_grad_() for x in tensors(case, EVEN)[:3]]
 
-        wanted = gradients(block(*leaves))
-        compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-        for one in (compiled(*leaves), checkpoint(block, *leaves, use_reentrant=False)):
-            for ours, other in zip(gradients(one), wanted, strict=True):
-                compare(ours, other, f"{name}, compiled or checkpointed")
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plan.attention(2 * q, k, v, **passed).square()
+
+    def gradients(out: Tensor) -> list[Tensor]:
+        return [out, *torch.autograd.grad(out.sum(), [*leaves, *passed.values()])]
+
+    wanted = gradients(block(*leaves))
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    for one in (compiled(*leaves), checkpoint(block, *leaves, use_reentrant=False)):
+        for ours, other in zip(gradients(one), wanted, strict=True):
+            compare(ours, other, f"{case.name}, compiled or checkpointed")
+
+
+def _in_context(rank: int, world: int) -> None:
+    """Functions of other libraries attend to the keys of all ranks inside ``context_parallel``."""
+    plan = attngen.parallel.plan("causal", EVEN, tile=TILE)
+    x = torch.randn(1, EVEN, HEADS, HEAD_DIM)
+    dist.broadcast(x, 0)
+    y = x.transpose(1, 2).clone()
+    calls: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda x, y: functional.scaled_dot_product_attention(y, y, y, is_causal=True).transpose(1, 2),
+        lambda x, y: functional.scaled_dot_product_attention(y, y, y).transpose(1, 2),
+        lambda x, y: attngen.attention(x, x, x, variant="sink_window", window=20, sinks=3),
+        lambda x, y: flash_attn_func(x, x, x, causal=True),
+        lambda x, y: flash_attn_func(x, x, x, causal=True, window_size=(9, 0)),
+    ]
+    wanted = [call(x, y) for call in calls]
+    whole = x.clone()
+    with context_parallel(plan, buffers=[x, y], buffer_seq_dims=[1, 2]):
+        assert x.shape[1] == plan.tokens()
+        for call, other in zip(calls, wanted, strict=True):
+            compare(call(x, y), plan.shard(other), "in context_parallel")
+        for wrong, message in (
+            (lambda: functional.scaled_dot_product_attention(y, y, y, attn_mask=y), "attn_mask inside"),
+            (lambda: attngen.attention(whole, whole, whole), "the .* tokens of this rank along axis 1"),
+            (lambda: attngen.attention_varlen(x[0], x[0], x[0], None, None, 1, 1), "belong to its plan"),
+        ):
+            with pytest.raises(CallError, match=message):
+                wrong()
+    assert torch.equal(x, whole)
+    assert functional.scaled_dot_product_attention(y, y, y).shape == y.shape
 
 
 def _lost(rank: int, world: int) -> None:
