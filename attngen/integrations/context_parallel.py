@@ -21,10 +21,9 @@ from torch.nn import functional
 
 import attngen
 from attngen.errors import CallError
-from attngen.parallel import Plan
-from attngen.parallel.values import read_by_mask
 from attngen.runtime.calls import entry
-from attngen.runtime.registry.binding import find
+
+_Plan = Any  # of attngen.parallel, which imports more than integrations may
 
 #: Arguments of ``attngen.attention`` that calls within a plan have too.
 _OPTIONS = ("softmax_scale", "return_lse", "layout", "backend", "package", "deterministic")
@@ -35,7 +34,7 @@ _WITHOUT = ("seqused_k", "q_descale", "k_descale", "v_descale", "out_dtype")
 
 @contextmanager
 def context_parallel(
-    plan: Plan, *, buffers: Sequence[Tensor] = (), buffer_seq_dims: Sequence[int] | None = None,
+    plan: _Plan, *, buffers: Sequence[Tensor] = (), buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Attend by ``plan`` inside: its tokens are those of each rank, whatever the variants of the calls.
@@ -45,7 +44,7 @@ def context_parallel(
     or a buffer of them. What a call's mask reads is the same on all ranks and holds all tokens. Raises CallError for a
     call of other tokens, and for what plans do not take, such as dropout and attention masks as tensors of SDPA.
     """
-    if not isinstance(plan, Plan):
+    if not hasattr(plan, "also"):
         raise CallError(f"context_parallel takes a plan of attngen.parallel.plan, got {type(plan).__name__}")
     dims = [1] * len(buffers) if buffer_seq_dims is None else list(buffer_seq_dims)
     if len(dims) != len(buffers):
@@ -80,7 +79,7 @@ def _replace(stack: ExitStack, module: Any, name: str, function: Callable[..., A
     setattr(module, name, function)
 
 
-def _attention(plan: Plan) -> Callable[..., Any]:
+def _attention(plan: _Plan) -> Callable[..., Any]:
     """``attngen.attention`` for the tokens of a rank."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, variant: Any = "full", **given: Any) -> Any:
@@ -89,14 +88,13 @@ def _attention(plan: Plan) -> Callable[..., Any]:
                 raise CallError(f"{name} is not for calls inside context_parallel")
         given.pop("tile_map", None)  # which would be that of all tokens
         options = {name: given.pop(name) for name in _OPTIONS if name in given}
-        read = read_by_mask(find(variant, options.get("package")).variant)
-        fixed = {name: given.pop(name) for name in read if name in given}
+        fixed = {name: given.pop(name) for name in plan.fixes(variant, options.get("package")) if name in given}
         return attend(plan.also(variant, **fixed), q, k, v, given, options)
 
     return attention
 
 
-def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, values: dict[str, Any], options: dict[str, Any]) -> Any:
+def attend(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, values: dict[str, Any], options: dict[str, Any]) -> Any:
     """Attention of (batch, tokens, heads, head_dim), of packed documents with a batch of 1."""
     axis = 2 if options.get("layout") == "bhsd" else 1
     for name, x in (("q", q), ("k", k)):
@@ -123,7 +121,7 @@ def _refused(*_: Any, **__: Any) -> Any:
     )
 
 
-def _sdpa(plan: Plan) -> Callable[..., Tensor]:
+def _sdpa(plan: _Plan) -> Callable[..., Tensor]:
     """torch's function for the tokens of a rank."""
 
     def scaled_dot_product_attention(
@@ -143,7 +141,7 @@ def _sdpa(plan: Plan) -> Callable[..., Tensor]:
     return scaled_dot_product_attention
 
 
-def _replace_in_transformers(stack: ExitStack, plan: Plan) -> None:
+def _replace_in_transformers(stack: ExitStack, plan: _Plan) -> None:
     """Have models with ``attn_implementation="attngen"`` attend by a plan, without masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
 

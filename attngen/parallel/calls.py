@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attngen.parallel.pieces import Options
+
+#: All plans by their numbers, by which compiled programs name them.
+plans_by_number: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)

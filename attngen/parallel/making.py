@@ -101,7 +101,7 @@ def plan(
             _layer(source, each, layers, counts, tokens, method, offsets, values, cost)
             for (source, each, layers), counts in zip(stated, counted, strict=True)
         ),
-        tokens, offsets,
+        tokens, offsets, also,
     )  # fmt: skip
     _keep(_plans, key, ((tensors, group), made))
     return made
@@ -121,7 +121,7 @@ def also(made: Plan, variant: str | Variant, values: Mapping[str, Any]) -> Plan:
     layer = _layer(source, each, layers, counted, made.dealt, "exchange", made.cu_seqlens, values, made.cost)
     other = Plan(
         made.seqlen, made.ranks, made.rank, made.group, made.tile, made.chunks, made.cost, (layer,), made.dealt,
-        made.cu_seqlens,
+        made.cu_seqlens, also,
     )  # fmt: skip
     _keep(_plans, key, ((tensors, made), other))
     return other

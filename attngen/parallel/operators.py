@@ -13,9 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from attngen.errors import CallError
-from attngen.parallel.calls import Call
+from attngen.parallel.calls import Call, plans_by_number
 from attngen.parallel.pieces import Options
-from attngen.parallel.plans import by_number
 
 _calls: list[Call] = []
 _numbers: dict[Any, int] = {}
@@ -42,7 +41,7 @@ def _number(
     key = (plan, variant, options, numbers, names)
     if key not in _numbers:
         with unset_fake_temporarily():
-            of = by_number[plan]
+            of = plans_by_number[plan]
             layer = of.layer(variant)
             if of.ranks == 1:
                 raise CallError("a plan of one rank exchanges nothing; allowed where it is compiled: attngen.attention")

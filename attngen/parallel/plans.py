@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from attngen.lang.variant import Variant
 from attngen.parallel import local as names
 from attngen.parallel.agreement import agree
 from attngen.parallel.called import called
-from attngen.parallel.calls import Call, attend
+from attngen.parallel.calls import Call, attend, plans_by_number
 from attngen.parallel.cost import Cost
 from attngen.parallel.exchange import exchange
 from attngen.parallel.explanation import Explanation, Shares
@@ -36,12 +35,10 @@ from attngen.parallel.visits import Visits
 from attngen.parallel.work import Work, by_positions, by_segments
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.calls.entry import attention
+from attngen.runtime.registry.binding import find
 from attngen.variants import PythonVariant
 
 _numbers = count()
-
-#: All plans by their numbers.
-by_number: WeakValueDictionary[str, Plan] = WeakValueDictionary()
 
 #: Keys of so many times a rank's own rows are kept for the backward; more are sent again, since they take memory.
 _KEPT = 2
@@ -109,6 +106,7 @@ class Plan:
     layers: tuple[Layer, ...]
     dealt: Tokens
     cu_seqlens: tuple[int, ...] | None
+    make: Callable[[Plan, str | Variant, Mapping[str, Any]], Plan]  # a plan of another variant for the same tokens
     #: By which compiled programs name the plan: a text is a constant of a trace.
     number: str = field(default_factory=lambda: str(next(_numbers)))
     _agreed: set[tuple[Any, ...]] = field(default_factory=set)
@@ -117,7 +115,7 @@ class Plan:
     _routes_of_all: dict[int, Route] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        by_number[self.number] = self
+        plans_by_number[self.number] = self
 
     def __repr__(self) -> str:
         variants = ", ".join(layer.name for layer in self.layers)
@@ -164,9 +162,12 @@ class Plan:
 
         ``values`` are its scalars and whole tensors, all that its mask reads. Plans are kept. Raises CallError.
         """
-        from attngen.parallel.making import also  # which makes plans
+        return self.make(self, variant, values)
 
-        return also(self, variant, values)
+    @staticmethod
+    def fixes(variant: str | Variant, package: str | None = None) -> tuple[str, ...]:
+        """The values that a plan of a variant gets, not its calls: those that the mask reads."""
+        return read_by_mask(find(variant, package).variant)
 
     # --- attention ------------------------------------------------------------------------------------------
 
