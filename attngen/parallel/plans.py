@@ -434,9 +434,11 @@ class Plan:
         (arrived,) = exchange(route, self._wire, rows.reshape(len(rows), 1, -1))
         return arrived.reshape(-1, *rows.shape[1:]).movedim(0, dim)
 
-    def arguments(self, layer: Layer, q: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(
+        self, layer: Layer, q: Tensor, values: Mapping[str, Any], *, rank: int | None = None
+    ) -> dict[str, Any]:
         """The scalars and tensors of a rank's call; those that the plan got are cut once."""
-        given, rank = {**layer.values, **values}, self._in_group()
+        given, rank = {**layer.values, **values}, self._rank(rank)
         if layer.method == "heads" and self._wire is not None:
             own = {name: given[name] for name in layer.own if name in given}
             cuts = local_variant(layer.variant, "all", "all").cuts

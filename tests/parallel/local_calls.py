@@ -12,14 +12,19 @@ import attngen
 from attngen.parallel import Plan
 from attngen.parallel.called import called
 from attngen.parallel.local import local_variant
+from attngen.parallel.one_row import as_one_row, documents
 from attngen.variants import PythonVariant
 
 
 def by_tiles(plan: Plan) -> Plan:
     """The plan whose calls read where their rows lie, in however few runs these are."""
     (layer,) = plan.layers
-    own = local_variant(layer.variant, "tiles", layer.sent.keys)
-    return replace(plan, layers=(replace(layer, kept={"local": own, "called": called(own.variant)}),))
+    packed = plan.cu_seqlens is not None
+    variant = as_one_row(layer.stated) if packed else layer.stated
+    values = {**layer.values, **documents(plan.cu_seqlens)} if packed else layer.values
+    own = local_variant(variant, "tiles", layer.sent.keys)
+    kept = {"local": own, "called": called(own.variant)}
+    return replace(plan, layers=(replace(layer, in_segments=False, variant=variant, values=values, kept=kept),))
 
 
 def variant_of(plan: Plan) -> PythonVariant:
@@ -32,8 +37,8 @@ def variant_of(plan: Plan) -> PythonVariant:
 def call(plan: Plan, rank: int, q: Tensor, k: Tensor, v: Tensor, values: dict[str, Any], **options: Any) -> Any:
     """The result of one rank; ``q`` holds its rows, ``k`` and ``v`` those of all ranks, each with a batch axis."""
     layer = plan.layers[0]
-    variant, arguments = plan._arguments(layer, rank, q, values)
-    return attngen.attention(q, k, v, variant=variant, **options, **arguments)
+    arguments = plan.arguments(layer, q, values, rank=rank)
+    return attngen.attention(q, k, v, variant=plan.called(), **options, **arguments)
 
 
 def gradients(
