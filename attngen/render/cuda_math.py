@@ -94,7 +94,7 @@ _KEY_NAMES = frozenset({"kv", "kv_global"})
 #: Number of an element of a lane, by the two loops over these, and what it is in its word of bits.
 _ELEMENT = "4 * ({i} % 16 / 2) + 2 * {row} + {i} % 2"
 _HIDE_BY_BITS = statement(f"if (!({{visible}}[{{i}} / 16] >> {_ELEMENT} & 1)) {{x}} = kMasked;")
-#: The reference that logits of a tile are counted from, in kernels whose scores take it up.
+#: The row max that logits of a tile are relative to, in kernels whose scores subtract it.
 _COUNTED_FROM = own("counted_from", Type.FLOAT)
 
 

@@ -49,7 +49,7 @@ constexpr uint32_t kKv = kShared + 0;  // 131072 B: K and V, a tile of each per 
 constexpr uint32_t kMerge = kShared + 131072;  // 69632 B: partial results of warps
 constexpr uint32_t kKvFull = kShared + 200704;  // 128 B: barriers
 constexpr uint32_t kKvEmpty = kShared + 200832;  // 128 B: barriers
-constexpr uint32_t kBegin = kShared + 200960;  // 24 B: where the share begins
+constexpr uint32_t kBegin = kShared + 200960;  // 24 B: where the range begins
 constexpr uint32_t kLast = kShared + 200984;  // 8 B: whether the block came last
 constexpr uint32_t kCounts = kShared + 200992;  // 144 B: what each warp has counted
 

@@ -50,7 +50,7 @@ constexpr uint32_t kKv = kShared + 0;  // 131072 B: K and V, a tile of each per 
 constexpr uint32_t kMerge = kShared + 131072;  // 36864 B: partial results of warps
 constexpr uint32_t kKvFull = kShared + 167936;  // 256 B: barriers
 constexpr uint32_t kKvEmpty = kShared + 168192;  // 256 B: barriers
-constexpr uint32_t kBegin = kShared + 168448;  // 24 B: where the share begins
+constexpr uint32_t kBegin = kShared + 168448;  // 24 B: where the range begins
 constexpr uint32_t kLast = kShared + 168472;  // 8 B: whether the block came last
 constexpr uint32_t kCounts = kShared + 168480;  // 144 B: what each warp has counted
 

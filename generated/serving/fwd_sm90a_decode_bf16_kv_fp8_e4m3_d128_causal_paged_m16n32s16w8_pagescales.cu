@@ -55,7 +55,7 @@ constexpr uint32_t kMerge = kShared + 131072;  // 69632 B: partial results of wa
 constexpr uint32_t kScales = kShared + 200704;  // 8192 B: scales of the pages of a step
 constexpr uint32_t kKvFull = kShared + 208896;  // 128 B: barriers
 constexpr uint32_t kKvEmpty = kShared + 209024;  // 128 B: barriers
-constexpr uint32_t kBegin = kShared + 209152;  // 24 B: where the share begins
+constexpr uint32_t kBegin = kShared + 209152;  // 24 B: where the range begins
 constexpr uint32_t kLast = kShared + 209176;  // 8 B: whether the block came last
 constexpr uint32_t kCounts = kShared + 209184;  // 144 B: what each warp has counted
 

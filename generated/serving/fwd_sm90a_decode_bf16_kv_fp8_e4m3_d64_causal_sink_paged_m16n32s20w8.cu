@@ -54,7 +54,7 @@ constexpr uint32_t kKv = kShared + 0;  // 163840 B: K and V, a tile of each per 
 constexpr uint32_t kMerge = kShared + 163840;  // 36864 B: partial results of warps
 constexpr uint32_t kKvFull = kShared + 200704;  // 160 B: barriers
 constexpr uint32_t kKvEmpty = kShared + 200864;  // 160 B: barriers
-constexpr uint32_t kBegin = kShared + 201024;  // 24 B: where the share begins
+constexpr uint32_t kBegin = kShared + 201024;  // 24 B: where the range begins
 constexpr uint32_t kLast = kShared + 201048;  // 8 B: whether the block came last
 constexpr uint32_t kCounts = kShared + 201056;  // 144 B: what each warp has counted
 

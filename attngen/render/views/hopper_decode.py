@@ -21,12 +21,12 @@ from attngen.render.views.hopper_forward import SWIZZLED_ROWS, RegionView, paddi
 
 _REGION_TEXTS = {
     "kv": "K and V, a tile of each per stage", "merge": "partial results of warps",
-    "q": "Q, for all warps", "kv_full": "barriers", "kv_empty": "barriers", "begin": "where the share begins",
+    "q": "Q, for all warps", "kv_full": "barriers", "kv_empty": "barriers", "begin": "where the range begins",
     "scales": "scales of the pages of a step", "last": "whether the block came last",
     "counts": "what each warp has counted",
 }  # fmt: skip
 _WRITTEN = frozenset({"out", "lse", "partials", "split_counters"})
-#: What differs from unit to unit, in the order in which it is kept.
+#: Fields that differ from work item to work item, in the order in which they are kept.
 _FIELDS = ("q_begin", "k_begin", "seqlen_q", "seqlen_k")
 
 
@@ -76,7 +76,7 @@ class DecodeView:
     widens: bool  # K and V have 8 bits, and products take 16
     page_scales: bool
     head_scales: bool  # all values of a KV head share a scale
-    descaled: tuple[str, ...]  # scales of Q and K that all of a unit share
+    descaled: tuple[str, ...]  # scales of Q and K that all rows of a work item share
     biases: tuple[Bias, ...] = ()  # whose tiles come with those of K: none here
 
 
@@ -142,7 +142,7 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
 
 
 def _unit_scales(plan: Plan) -> tuple[str, ...]:
-    """Return the scales that all logits of a unit of work share."""
+    """Scales that all logits of a work item share."""
     names = [argument.of for argument in plan.arguments if argument.kind == "stride" and argument.axis == "b"]
     return tuple(
         f"{name}_ptr[work.b * stride_{name}_b + work.hk * stride_{name}_h]"
@@ -205,7 +205,7 @@ def _partial(span: Tiles) -> str:
 
 
 def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> tuple[Statement, ...]:
-    """Return the statements that name what expressions read of a unit of work, before those of their ``own``."""
+    """Statements that name the values of a work item that expressions read, before those of their ``own``."""
     kept = _fields(plan, read)
     lines = [int_constant(name, f"{{work.{name}}}") for name in kept if name in read or name == "seqlen_k"]
     if "b" in read:

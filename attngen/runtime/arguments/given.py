@@ -1,4 +1,4 @@
-"""A call as its caller made it: one frozen value, from the function that a program calls to the launch.
+"""A call as the caller wrote it: one frozen value that goes from the public function to the launch.
 
 Nothing in it is checked; ``binding`` makes a ``Call`` of it. Every call makes one, so it is a tuple: a frozen dataclass
 takes several times as long.

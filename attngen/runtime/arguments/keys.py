@@ -1,4 +1,4 @@
-"""What a prepared call depends on, as the key of a cache: forms of tensors and names, but no values."""
+"""Cache keys of prepared calls: shapes and strides of tensors, and names, but no values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBERS = (int, float, bool)
 
 
 def note(key: list[Any], tensor: Any) -> int:
-    """Add to a key what a launch depends on of a tensor, and return its address; 0 for what is not a tensor."""
+    """Add what a launch depends on of a tensor to a key, and return its address; 0 if it is not a tensor."""
     if not isinstance(tensor, Tensor):
         key.append(type(tensor))  # refused when the call is bound
         return 0

@@ -1,4 +1,4 @@
-"""Run-time scalars: what each of a call may be, and the check of the values that a call passes."""
+"""Run-time scalars: allowed values of each, and the check of the values that a call passes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Number = bool | int | float
 
 @dataclass(frozen=True, slots=True)
 class ScalarRule:
-    """What one run-time scalar of a call may be, with all extents resolved."""
+    """Allowed values of one run-time scalar of a call, with all extents resolved."""
 
     name: str
     dtype: str
