@@ -31,7 +31,6 @@ from attngen.render.biases import bias_bindings, go_beyond_queries, with_biases
 from attngen.render.cuda_math import (
     ScoreValue,
     Steps,
-    TileBounds,
     bit_of,
     distance_score_values,
     hide,
@@ -39,7 +38,6 @@ from attngen.render.cuda_math import (
     row_values,
     score_lines,
     score_values,
-    with_corners,
     with_score_values,
 )
 from attngen.render.cuda_statements import (
@@ -53,6 +51,7 @@ from attngen.render.cuda_statements import (
     words_of_map,
     words_of_votes,
 )
+from attngen.render.cuda_tiles import TileBounds, with_corners
 from attngen.render.distance_values import DistanceValues, distance_values_of, taking_distance_values
 from attngen.render.expressions import (
     CUDA,

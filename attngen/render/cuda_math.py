@@ -1,12 +1,11 @@
-"""The user's mathematics as CUDA lines: the logits of a tile, and which tiles a row box sees."""
+"""The user's mathematics as CUDA lines: the logits of a tile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from attngen.lang.bands import Bands, bands, classify
-from attngen.lang.emit import Binding, EmittedMany
+from attngen.lang.emit import Binding
 from attngen.lang.folding import (
     KEY,
     KV_FIRST,
@@ -21,13 +20,12 @@ from attngen.lang.folding import (
     value_of_query,
 )
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import MAX_SEQLEN, POSITION, Expr, Op, Type, Var, names, own, rewrite, spelled, tensors, walk
+from attngen.lang.ir import MAX_SEQLEN, POSITION, Expr, Op, Type, Var, names, own, rewrite, spelled, walk
 from attngen.lang.naming import label
 from attngen.lang.ranges import INT32
 from attngen.lang.runs import score_by_position
-from attngen.lang.segments import segments
 from attngen.lang.separate import asked
-from attngen.lang.simplify import FALSE, TRUE, integer, maximum, minimum
+from attngen.lang.simplify import TRUE, integer, maximum, minimum
 from attngen.lang.statements import (
     Code,
     Statement,
@@ -40,8 +38,6 @@ from attngen.lang.statements import (
     statement,
     written,
 )
-from attngen.lang.statistics import Separated, Statistic
-from attngen.lang.symbols import NODES
 from attngen.plan.model import Plan
 from attngen.plan.symbols import PREFIX
 from attngen.plan.traits import (
@@ -59,12 +55,9 @@ from attngen.render.cuda_statements import (
     constant,
     distance_of_rows,
     int_constant,
-    int_constants,
     log2_scale,
     number_queries,
     position_of,
-    words_of_map,
-    words_of_votes,
 )
 from attngen.render.expressions import (
     CUDA,
@@ -72,18 +65,10 @@ from attngen.render.expressions import (
     LOGIT_SCALE,
     SEQLEN_K,
     Along,
-    corner_bindings,
     emit_for,
-    emit_named,
     facts_of,
-    hull_ends,
-    inward,
     known_ranges,
-    multiplies_int64,
-    narrowed,
-    numbered,
     scalar_bindings,
-    settled,
     start_bindings,
 )
 
@@ -154,24 +139,6 @@ class Sink:
 
     lines: tuple[Statement, ...]
     value: Code
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Which tiles a box of rows sees: the lines that find it out, and the ends of ranges by the names of their
-    fields."""
-
-    lines: tuple[Statement, ...]
-    visible: tuple[tuple[str, str], ...]
-    full: tuple[tuple[str, str], ...]
-    values: Mapping[str, Code]
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """The lines that list 32 tiles as bits: ``visible_word``, and ``partial_word`` of those that need the mask."""
-
-    lines: tuple[Statement, ...]
 
 
 def logits(plan: Plan) -> Logits:
@@ -514,128 +481,3 @@ def _split(
     that are the same for a tile of work."""
     row, rest = depending(statements, row_names(plan))
     return row, *depending(rest, {spelled(KV_FIRST.name)})
-
-
-# --- which tiles a box of rows sees -------------------------------------------------------------------------
-
-
-def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
-    """Return the ranges of visible and of full tiles along an axis, or the hull that a listing goes through."""
-    seen = bands(plan.variant.mask, facts_of(plan), over=along.axis, heads=plan.box_heads)
-    if along is KEYS and plan.structure.anchored:
-        return _anchored_tiles(plan, seen)
-    if plan.iteration != "ranges":
-        values, lines = emit_named(plan, CUDA, hull_ends(plan, seen, along), along)
-        lines += [int_constant(name, value) for name, value in values.items() if value.text != name]
-        return Tiles(
-            with_corners(lines, along=along, any_group=plan.split_kv), (("visible_lo", "visible_hi"),), (), values
-        )
-    bounded = Bands(seen.visible, (), exact=True)
-    nothing = (integer(0), integer(0))  # where the mask is false whatever is called: one range, without a tile
-    visible = list(segments(bounded, along.tile, along.length, facts_of(plan)).partial) or [nothing]
-    full = [inward(plan, interval, along) for interval in seen.full]
-    ends = numbered("visible", visible) | numbered("full", full)
-    ends = {name: settled(plan, end, along) for name, end in ends.items()}
-    if len(visible) > 1 or any(map(multiplies_int64, ends.values())):  # a sum alone is an int32 again at once
-        ends = {name: narrowed(plan, end, along) for name, end in ends.items()}
-    values, lines = emit_named(plan, CUDA, ends, along)
-    fields = list(ends)
-    pairs = [(fields[i], fields[i + 1]) for i in range(0, len(fields), 2)]
-    corners = with_corners(lines, values.values(), along=along, any_group=plan.split_kv)
-    return Tiles(corners, tuple(pairs[: len(visible)]), tuple(pairs[len(visible) :]), values)
-
-
-def _anchored_tiles(plan: Plan, seen: Bands) -> Tiles:
-    """Return the ranges of tiles of which the last one ends with the last key that any row of a tile of work sees.
-
-    All ends are keys first. From those of all rows follows where tiles begin, which is the same for each consumer.
-    """
-    pairs = {"visible": seen.visible[0]} | ({"full": seen.full[0]} if seen.full else {})
-    ends: dict[str, Expr] = {}
-    for name, each in pairs.items():
-        ends[f"{name}_from"] = integer(0) if each.lo is None else minimum(maximum(each.lo, integer(0)), SEQLEN_K)
-        ends[f"{name}_to"] = SEQLEN_K if each.hi is None else minimum(maximum(each.hi, integer(0)), SEQLEN_K)
-    keys, lines = emit_named(plan, CUDA, ends)
-    named = {name: f"{{{value.text}}}" if value.text.isidentifier() else value.text for name, value in keys.items()}
-    of_all = f"{plan.structure.lanes_of_part} * kConsumers"
-    last = f"({named['visible_to']} + kAnchor - 1) / kAnchor * kAnchor"
-    begins = f"{named['visible_from']} >= kBlockN ? {last} % kBlockN : 0"
-    lines += [
-        int_constant("offset", f"__shfl_sync(~0u, {begins}, {of_all})", comment="of the first key of each tile"),
-        int_constant("visible_lo", f"({named['visible_from']} - {{offset}}) / kBlockN"),
-        int_constant("visible_hi", f"({named['visible_to']} - {{offset}} + kBlockN - 1) / kBlockN"),
-    ]
-    if "full" in pairs:
-        lines += [
-            int_constant("full_lo", f"({named['full_from']} - {{offset}} + kBlockN - 1) / kBlockN"),
-            int_constant("full_hi", f"({named['full_to']} - {{offset}}) / kBlockN"),
-        ]
-    ranges = tuple((f"{name}_lo", f"{name}_hi") for name in pairs)
-    values = {end: leaf(end) for pair in ranges for end in pair}
-    return Tiles(with_corners(lines), ranges[:1], ranges[1:], values)
-
-
-def with_corners(
-    statements: Sequence[Statement], others: Iterable[Code] = (), *, along: Along = KEYS, any_group: bool = False
-) -> tuple[Statement, ...]:
-    """Return the statements after definitions of the corners that they, or the ``others``, read. ``any_group``: heads
-    that share rows need not be a power of two."""
-    read = reads([*statements, *others])
-    corners = []
-    if along.axis == "q":
-        start, keys = f"{{{along.start}}}", along.keys or CUDA.tile_n
-        if "kv_hi" in read:
-            # a tile after the used keys has a key of its own all the same, which a mask may ask about
-            corners.append(int_constant("kv_hi", f"max(min({start} + {keys}, {{seqlen_k}}) - 1, {start})"))
-        return (*corners, *statements)
-    if "q_pos_lo" in read:
-        corners.append(int_constant("q_pos_lo", "{q_start} + ({seqlen_k} - {seqlen_q})"))
-    if "q_pos_hi" in read:
-        corners.append(int_constant("q_pos_hi", "{q_hi} + ({seqlen_k} - {seqlen_q})"))
-    if read & {"h_lo", "h_hi"}:
-        first = "{hk} * {group}" if any_group else "{hk} << {group_bits}"
-        corners.append(int_constants({"h_lo": first, "h_hi": "{h_lo} + ({group} - 1)"}))
-    return (*corners, *statements)
-
-
-def word(plan: Plan) -> Word:
-    """Return the statements that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
-    if plan.iteration == "tile_map":
-        return Word(words_of_map("{q_start} / kBlockM * {stride_tile_map_q}"))
-    return Word(classified_word(plan))
-
-
-def classified_word(plan: Plan, by: TileBounds | None = None) -> tuple[Statement, ...]:
-    """Return the statements that make the bits of 32 tiles by their bounds."""
-    code, may, must = (by or TileBounds(plan.variant.mask)).emitted(plan, KEYS)
-    lines = [int_constant("candidate", "32 * {word} + {lane}")]
-    if {"kv_lo", "kv_hi"} & (names(may) | names(must)):
-        last = "{kv_lo} + (kBlockN - 1)"
-        if tensors(may) | tensors(must):  # what they hold after the last key says nothing about it
-            last = "min({kv_lo} + kBlockN, {seqlen_k}) - 1"
-        lines.append(int_constants({"kv_lo": "{candidate} * kBlockN", "kv_hi": last}))
-    listed = written("{candidate} >= {visible_lo} && {candidate} < {visible_hi}")
-    seen = listed if may == TRUE else written("{} && ({})", listed, code.results[0])
-    # the mask's code runs in the ragged last tile too, since keys end in it
-    inside = "({}) && ({candidate} + 1) * kBlockN <= {seqlen_k}"
-    whole = Code("false") if must == FALSE else written(inside, code.results[1])
-    return with_corners([*lines, *code.hoisted, *words_of_votes(seen, whole)])
-
-
-@dataclass(frozen=True, slots=True)
-class TileBounds:
-    """A mask as bounds of tiles follow from it: they have at most so many ``nodes``, and ``statistics`` are those that
-    the mask names, each with what its ends and the condition on it are bound to."""
-
-    mask: Expr
-    nodes: int = NODES
-    statistics: tuple[Statistic, ...] = ()
-    bindings: Mapping[str, Binding] = field(default_factory=dict)
-
-    def emitted(self, plan: Plan, along: Along) -> tuple[EmittedMany, Expr, Expr]:
-        """The conditions under which a tile may be visible and must be full, as code and as expressions."""
-        may, must = classify(self.mask, facts_of(plan), plan.box_heads, self.nodes, self.statistics)
-        bound = {**corner_bindings(plan, CUDA, along), **self.bindings}
-        ranges = Separated(self.mask, self.statistics).ranges
-        code = emit_for(plan, CUDA, [may, must], bound, prefix="tiles_", inner=along.axis, ranges=ranges)
-        return code, may, must

@@ -22,7 +22,8 @@ from attngen.lang.divisors import division
 from attngen.lang.statements import Code, Statement
 from attngen.plan.model import Plan
 from attngen.render.cuda_gradients import probabilities, query_word
-from attngen.render.cuda_math import Steps, logits, tiles, word
+from attngen.render.cuda_math import Steps, logits
+from attngen.render.cuda_tiles import tiles, word
 from attngen.render.expressions import QUERIES
 from attngen.render.key_values import with_key_values
 from tests.plan.specs import planned

@@ -19,7 +19,8 @@ from attngen.render.biases import Bias, biases_of
 from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_gradients import QueryValues, classified_query_word, factor, probabilities, query_word
-from attngen.render.cuda_math import Steps, Tiles, tiles
+from attngen.render.cuda_math import Steps
+from attngen.render.cuda_tiles import Tiles, tiles
 from attngen.render.distance_values import DistanceValues
 from attngen.render.expressions import OWN_QUERIES, QUERIES
 from attngen.render.header import command, summary

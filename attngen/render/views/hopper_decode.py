@@ -12,8 +12,9 @@ from attngen.plan.schedules.decode_pipes import decode_pipes_of, multiplied
 from attngen.plan.schedules.hopper_decode import HopperDecode
 from attngen.render.biases import Bias
 from attngen.render.cuda_arguments import argument_lines
-from attngen.render.cuda_math import Sink, Steps, Tiles, logits, sink, tiles
+from attngen.render.cuda_math import Sink, Steps, logits, sink
 from attngen.render.cuda_statements import int_constant
+from attngen.render.cuda_tiles import Tiles, tiles
 from attngen.render.expressions import CUDA, in_product
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view

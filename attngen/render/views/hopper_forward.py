@@ -16,18 +16,9 @@ from attngen.plan.schedules.structures import HopperForward
 from attngen.render.biases import Bias, biases_of
 from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_arguments import argument_lines
-from attngen.render.cuda_math import (
-    Sink,
-    Steps,
-    Tiles,
-    classified_word,
-    logits,
-    queries,
-    sink,
-    tiles,
-    word,
-)
+from attngen.render.cuda_math import Sink, Steps, logits, queries, sink
 from attngen.render.cuda_statements import int_constant
+from attngen.render.cuda_tiles import Tiles, classified_word, tiles, word
 from attngen.render.distance_values import DistanceValues, distance_values_of, taking_distance_values
 from attngen.render.expressions import CUDA, KEYS, in_product
 from attngen.render.header import command, summary
