@@ -73,13 +73,13 @@ class View(NamedTuple):
 
     @property
     def keys_side_by_side(self) -> bool:
-        """Whether neighbours in memory are rows, not columns, as of a tensor that was transposed."""
+        """Whether rows, not columns, are adjacent in memory, as in a transposed tensor."""
         return self.shape[-1] > 1 and self.strides[-1] != 1 and self.stride("s") == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a varlen call packs its sequences, as the caller passed it."""
+    """The packing of a varlen call's sequences, as the caller passed it."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -146,7 +146,7 @@ class Call:
         return nothing_asked or not (self.seqlen_k and self.total_k)
 
     def without_tensors(self) -> Call:
-        """Return the same call without what it was called with, so that a cache keeps no memory alive."""
+        """The same call without its tensors, so that a cache keeps no memory alive."""
         return replace(
             self, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, descales={}, tensors={},
             scalars={},

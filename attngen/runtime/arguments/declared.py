@@ -75,7 +75,7 @@ def hint_for(unknown: str, declared: Sequence[str]) -> str:
 
 
 def _declaration(variant: Variant) -> str:
-    """Say in one line what a variant takes."""
+    """The arguments of a variant in one line."""
     parts = [f"{s.name}: {s.dtype}{_span(s.min, s.max)}{_otherwise(s)}" for s in variant.scalars]
     parts += [f"{t.name}: {t.dtype} [{', '.join(map(str, t.shape))}]" for t in variant.tensors]
     return f"it takes {'; '.join(parts)}" if parts else "it takes no arguments of its own"
@@ -130,7 +130,7 @@ def _tensor(declared: DeclaredTensor, value: Any, call: Call, bound_by: dict[str
 
 
 def _rule(scalar: Scalar, call: Call) -> ScalarRule:
-    """Resolve what a scalar may be; one that names an extent of a tensor must equal it."""
+    """Resolve the allowed values of a scalar; one that names an extent of a tensor must equal it."""
     low, high = DTYPE_RANGES[scalar.dtype]
     low = max(low, _bound(scalar, scalar.min, call, low))
     high = min(high, _bound(scalar, scalar.max, call, high))

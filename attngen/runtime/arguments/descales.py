@@ -22,7 +22,7 @@ _BLOCKS = tuple(block for block in DESCALE_BLOCKS.values() if block > 0)
 
 
 def check_descales(call: Call, given: Mapping[str, Any]) -> None:
-    """Put the scales of a call where kernels look for them; there are none of operands that have no quantized dtype.
+    """Check the scales of a call and lay them out as kernels read them; only quantized operands have any.
 
     Raises CallError for scales that are missing, that nobody asked for, or of another form.
     """
@@ -127,7 +127,7 @@ def _laid_out(call: Call, name: str, scale: Tensor, blocks: tuple[int, ...]) -> 
 
 
 def _form(call: Call, name: str, blocks: tuple[int, ...]) -> str:
-    """Say what a scale may be, beside others for blocks of so many tokens."""
+    """The allowed forms of a scale, in words, beside others for blocks of so many tokens."""
     if not blocks:
         of_pages = call.layout == "paged" and name != "q_descale"
         pages = f", or (pages, kv_heads) = {(call.num_pages, call.kv_heads)}" if of_pages else ""

@@ -57,7 +57,7 @@ def rate_of(call: Call) -> tuple[int, float]:
 
 
 def kept(call: Call, sequence: int, queries: slice | Tensor, keys: int) -> Tensor:
-    """Mask (heads, queries, keys) of pairs that keep their probability, of some queries of a sequence and its keys."""
+    """Mask (heads, queries, keys) of pairs that dropout keeps, for some queries of a sequence and its keys."""
     if isinstance(queries, Tensor):
         rows = [kept(call, sequence, slice(row, row + 1), keys) for row in queries.tolist()]
         return torch.cat(rows, dim=1)
@@ -78,7 +78,7 @@ def kept(call: Call, sequence: int, queries: slice | Tensor, keys: int) -> Tenso
 
 
 def philox(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Return the four 32-bit words of Philox-4x32-10 as int64; the counter's words broadcast, ``seed`` is an int64."""
+    """The four 32-bit words of Philox-4x32-10 as int64; the words of the counter broadcast, ``seed`` is an int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Torch's state at a call: whether it compiles, traces or transforms, and whether a tensor is on a GPU."""
+"""Torch's state at a call: compiling, tracing or transforming, and whether a tensor is on a GPU."""
 
 from __future__ import annotations
 

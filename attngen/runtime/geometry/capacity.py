@@ -1,4 +1,4 @@
-"""How much of a kernel whose blocks share keys, or parts of tiles, a device runs at once, and how many share a tile."""
+"""Blocks that a device runs at once, for kernels whose blocks share keys or parts of tiles."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def best_cut(steps: tuple[int, ...], group: int, units: int, section: int, block
 
 
 def _end(free: list[float], times: Iterable[int], parts: int) -> float:
-    """Time at which all blocks are done that are ``free`` at these times, and cut tiles that take ``times``."""
+    """Time at which all blocks are done: they become ``free`` at these times, and then take cut tiles of ``times``."""
     free = free[:]
     for time in times:
         part = time / parts + _PART + _READ * parts

@@ -129,7 +129,7 @@ def pairs_of_tiles(kernel: Kernel, call: Call) -> int | None:
 
 
 def _together(kernel: Kernel) -> int:
-    """Number of blocks that take neighbouring tiles of queries at once, and go through the same keys."""
+    """Number of blocks that take neighbouring query tiles together and go through the same keys."""
     return kernel.main.cluster if kernel.main.grid == "queries" else 1
 
 
@@ -143,7 +143,7 @@ def lengths(call: Call) -> tuple[int, int]:
 
 
 def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int]]:
-    """Return the tiles of keys of each tile of queries of a unit, in their order, and of how many it is so."""
+    """KV tiles of each query tile of a head, in order, run-length encoded: (KV tiles, query tiles with as many)."""
     m, n = _together(kernel) * kernel.tile_m, kernel.tile_n
     every = -(-seqlen_k // n)
     visible = kernel.visible

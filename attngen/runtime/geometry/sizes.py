@@ -42,8 +42,10 @@ class MapShape:
 
     @property
     def keeps_pairs(self) -> bool:
-        """Whether a kept map should get visible pairs, for which the host waits. A single row of tiles, as in a step of
-        decoding, is not worth it: the next step has another number of keys."""
+        """Whether a kept map should get the bits of visible pairs, for which the host waits.
+
+        A single row of tiles, as in a step of decoding, is not worth it: the next step has another number of keys.
+        """
         return self.tile_words > 0 and self.rows > 1
 
     @property
@@ -68,7 +70,7 @@ class MapShape:
 
 
 def group_of(call: Call) -> int:
-    """Return the query heads of one KV head."""
+    """Query heads of one KV head."""
     return call.heads // max(call.kv_heads, 1)
 
 
@@ -132,7 +134,7 @@ _ALONE = Capacity()
 
 
 class Geometry:
-    """Every number of a call that depends on shapes and strides only, by what a manifest calls it."""
+    """All numbers of a call that depend on shapes and strides only, by their names in a manifest."""
 
     def __init__(
         self, launch: Launch, call: Call, views: Mapping[str, View] | None = None, *, capacity: Capacity = _ALONE
@@ -161,7 +163,7 @@ class Geometry:
 
     @cached_property
     def views(self) -> dict[str, View]:
-        """Shapes and strides of tensors by name."""
+        """Shape and stride of each tensor by name."""
         call = self.call
         return {"q": call.q, "k": call.k, "v": call.v, "out": call.out_view(), **self._views}
 
@@ -182,7 +184,7 @@ class Geometry:
 
     @property
     def cluster(self) -> int:
-        """Blocks of a cluster where the call decides that, and 1 where the cubin does."""
+        """Blocks of a cluster if the call decides, and 1 if the cubin fixes the size."""
         return self.sizes.get("split_cluster", 1)
 
     def blocks(self, driver: Driver, device: int) -> int:
@@ -263,7 +265,7 @@ class Geometry:
         return self.views[parameter.of]
 
     def _described_form(self, parameter: Argument) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return shape and strides of a descriptor as the kernel knows it."""
+        """Shape and strides of a TMA descriptor, as the kernel expects them."""
         described = self._described(parameter)
         if parameter.window is None:
             return described.shape, described.strides
@@ -286,7 +288,7 @@ class _Sizes(dict[str, int]):
     geometry: Geometry
 
     def __missing__(self, name: str) -> int:
-        """Compute a size; KeyError for a name that there is not."""
+        """Compute a size. KeyError for an unknown name."""
         number = self[name] = _LATER[name](self.geometry)
         return number
 

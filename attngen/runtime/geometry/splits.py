@@ -1,4 +1,4 @@
-"""How the keys of a call are shared among blocks: the numbers of a split-KV launch that follow from its shapes."""
+"""Split-KV launches: the sizes that follow from the shapes of a call."""
 
 from __future__ import annotations
 

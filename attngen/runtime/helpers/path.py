@@ -1,4 +1,4 @@
-"""The path of a helper call: a kernel that is prepared once for its kind, else plain torch."""
+"""Calls of helpers: a kernel, prepared once for each kind of call, or plain torch."""
 
 from __future__ import annotations
 

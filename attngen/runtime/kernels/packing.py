@@ -1,4 +1,4 @@
-"""Where each parameter of a kernel stands in the runtime's block of values: C struct rules over the manifest's list.
+"""Layout of kernel parameters in the runtime's block of values: C struct rules over the manifest's list.
 
 The driver finds the values through pointers, so this order is the runtime's own; numbers of one size are aligned.
 """

@@ -1,4 +1,4 @@
-"""The memory of a backward: what goes in, what comes out, and what its launches share.
+"""The memory of a backward: inputs, results, and buffers that its launches share.
 
 Beside the gradients a backward takes the row statistics, two float32 numbers for each query row: its log-sum-exp in
 units of log2, and D = rowsum(dO ∘ O) − dLSE. Kernels that add up dQ in global memory take the dQ accumulator, float32
@@ -100,7 +100,7 @@ def gradient_shapes(call: Call) -> dict[str, tuple[int, ...]]:
 
 
 def view_of(tensor: Tensor, call: Call) -> View:
-    """Return the view of a tensor in the order of axes of a call, as kernels see it."""
+    """View of a tensor in the axis order of a call, as kernels see it."""
     if call.ragged and call.order != "thd":
         rows = rows_view(tensor.shape, tensor.stride())
         assert rows is not None, "its rows lie at two strides"
@@ -109,5 +109,5 @@ def view_of(tensor: Tensor, call: Call) -> View:
 
 
 def finish(call: Call, buffers: GradientBuffers) -> None:
-    """Enqueue what comes after the kernels of a backward: the gradients of sinks, which need no keys."""
+    """Enqueue the last step of a backward, after its kernels: the gradients of sinks, which need no keys."""
     add_gradients(call, buffers.lse, buffers.workspaces["delta"].view(buffers.lse.shape), buffers.gradients)

@@ -59,7 +59,7 @@ def prepared_shapes(kernel: Kernel, call: Call) -> tuple[dict[str, int], dict[st
 
 
 def reason_to_refuse(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return the one reason why a kernel does not take a call on this GPU, or None if it does."""
+    """Reason why a kernel does not take a call on this GPU, or None if it does."""
     addresses = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
     addresses |= {f"tensor:{name}": tensor.data_ptr() for name, tensor in call.tensors.items()}
     request = Request(call, call.device.index or 0, addresses, call.scalars, direction=kernel.direction)

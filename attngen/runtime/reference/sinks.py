@@ -88,7 +88,7 @@ def without_keys(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _sequences_of_rows(call: Call) -> tuple[Tensor, Tensor]:
-    """Return the sequence of each packed row, and whether it has one; those after the last get the first."""
+    """Sequence of each packed row, and whether it has one; rows after the last sequence get the first."""
     assert call.cu_seqlens_q is not None
     row = torch.arange(call.total_q, device=call.device, dtype=torch.int32)
     sequence = torch.searchsorted(call.cu_seqlens_q[1:], row, right=True)

@@ -1,4 +1,4 @@
-"""What a call's arguments stand for: the variant, its kernels, and the checked call."""
+"""From the arguments of a call to its variant, its kernels, and the checked call."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_backend(backend: Any) -> None:
 
 
 def require_reference(call: Call, backend: str | None) -> None:
-    """Raise CallError where a call that no GPU can run asks for a kind of kernel."""
+    """Raise CallError if a call on tensors outside a GPU asks for a kernel."""
     if backend not in (None, "reference"):
         raise CallError(
             f"backend {backend!r} runs on a GPU, and q is on {call.device}; leave 'backend' out and the reference runs "

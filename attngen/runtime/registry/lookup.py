@@ -1,4 +1,4 @@
-"""Where kernels come from: folders given to ``attngen.load``, then installed packages, then the user's builds.
+"""Lookup of kernels: folders given to ``attngen.load``, then installed packages, then the user's builds.
 
 A variant's short name is looked for in that order, and the first of the three that has it decides what it means. The
 kernels of all packages that define it in the same way are then candidates of a call. Two packages of one rank that
@@ -85,7 +85,7 @@ class Registry:
         self._stamp: int | None = None
 
     def add(self, package: Package) -> None:
-        """Make a package known that was named explicitly; one of the same name is replaced."""
+        """Add a package that was named explicitly, in place of one of the same name."""
         with self._lock:
             loaded = self._ranks["loaded"]
             assert loaded is not None
@@ -99,18 +99,18 @@ class Registry:
             self._forget()
 
     def forget(self) -> None:
-        """Forget what was answered; what was read of packages stays."""
+        """Drop cached answers; packages that were read stay."""
         with self._lock:
             self._forget()
 
     def refresh(self) -> None:
-        """Look again for installed packages and builds; what ``load`` added stays."""
+        """Look for installed packages and builds again; packages added by ``load`` stay."""
         with self._lock:
             self._ranks["installed"] = self._ranks["built"] = None
             self._forget()
 
     def refresh_if_built(self) -> bool:
-        """Look again for the user's builds if any was written since; cheap enough for every call that fails."""
+        """Look for the user's builds again if one was written since; cheap enough for every call that fails."""
         discovery = _discovery()
         if discovery is None or self._ranks["built"] is None or self._stamp == discovery.builds_stamp():
             return False
@@ -118,7 +118,7 @@ class Registry:
         return True
 
     def clear(self) -> None:
-        """Forget everything, also what ``load`` added."""
+        """Drop everything, including packages added by ``load``."""
         with self._lock:
             self._ranks = {"loaded": {}, "installed": None, "built": None}
             self._compiled = []
@@ -247,7 +247,7 @@ class Registry:
         return variant
 
     def _unknown(self, name: str, package: str | None) -> NoKernelError:
-        """Return the error for a name that nothing stands for: what there is, and the lines that would add it."""
+        """The error for an unknown name: known names, and the lines of a spec that would add it."""
         known: dict[str, set[str]] = {}
         broken = []  # packages that have the variant, and no kernel of it that can be read
         for rank, holder in self.packages():

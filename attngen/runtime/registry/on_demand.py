@@ -1,4 +1,4 @@
-"""Who makes the kernels that calls lack: nobody, unless a program asks for it (``attngen.jit``)."""
+"""The maker of kernels that calls lack: none, unless a program turns on ``attngen.jit``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Maker(Protocol):
-    """What ``attngen.jit`` puts here while it is on."""
+    """Interface of the maker that ``attngen.jit`` installs while it is on."""
 
     def make(self, request: Any, soon: Any = None) -> bool:
         """Make the kernel of a request known to the registry, and return whether there may be one now.
@@ -15,7 +15,7 @@ class Maker(Protocol):
         """
 
     def used(self, request: Any) -> None:
-        """Take note of a request that a kernel serves."""
+        """Record a request that a kernel serves."""
 
 
 #: False in the runtime that a package carries, which builds nothing.
@@ -31,20 +31,20 @@ def make(request: Any, soon: Any = None) -> bool:
 
 
 def note(request: Any) -> None:
-    """Tell the maker, if there is one, what a kernel was found for."""
+    """Record a request that a kernel serves, if there is a maker."""
     if maker is not None:
         maker.used(request)
 
 
 def offer() -> list[str]:
-    """Return the line of an error that tells of this way out; none where it is taken, and in a package's runtime."""
+    """The line of an error that suggests ``attngen.jit``; none while it is on, and in a package's runtime."""
     if maker is not None or not _IN_ATTNGEN:
         return []
     return ["attngen.jit(), or ATTNGEN_JIT=1, compiles one when it is first called"]
 
 
 def remedy() -> str:
-    """The line of an error before those of a spec that add the missing kernel."""
+    """The line of an error above the lines of a spec that add the missing kernel."""
     if _IN_ATTNGEN:
         return "To build one, add to a spec and run 'attngen build':"
     return "This package was made without one. Its maker can add to its spec, and package it again:"

@@ -1,4 +1,4 @@
-"""A package of kernels as a value, wherever it came from: its kernels are read when they are first asked for."""
+"""A package of kernels as a value, wherever it came from; its kernels are read at their first use."""
 
 from __future__ import annotations
 
