@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,25 @@ COPIED = ("LICENSE", "tuned/h100.yaml")
 _LINK = re.compile(r'(\]\(|src=")([^)"#:\s]+)')
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ANCHOR = re.compile(r"(\]\([^)\s]*#)([^)\s]+)(\))")
+
+
+def on_config(config: Any) -> Any:
+    """Put pages that the navigation does not name at the end of the user guide, or of the notebook."""
+    known = set(_pages(config["nav"]))
+    sections = {name: pages for entry in config["nav"] for name, pages in entry.items() if isinstance(pages, list)}
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        place = path.relative_to(ROOT / "docs").as_posix()
+        if place not in known:
+            sections["Notebook" if place.startswith("notebook/") else "User guide"].append(place)
+    return config
+
+
+def _pages(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+        return
+    for part in nav.values() if isinstance(nav, dict) else nav:
+        yield from _pages(part)
 
 
 def on_files(files: Any, config: Any) -> Any:
