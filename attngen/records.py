@@ -44,11 +44,22 @@ class Kind:
     fits: Callable[[Any], bool]
     load: Reader | None = None
 
-    def read(self, value: Any) -> Any:
-        """The value in Python; MisfitError for one that may not stand here."""
-        if not self.fits(value):
-            raise MisfitError(value, self.words)
-        return value if self.load is None else self.load(value)
+    @property
+    def reader(self) -> Reader:
+        """A function from JSON to Python; MisfitError for a value that may not stand here."""
+        words, fits, load = self.words, self.fits, self.load
+
+        def read_value(value: Any) -> Any:
+            if fits(value):
+                return value if load is None else load(value)
+            raise MisfitError(value, words)
+
+        return read_value
+
+    def or_null(self) -> Kind:
+        """The same, or null."""
+        fits, load = self.fits, self.load or (lambda value: value)
+        return Kind(f"{self.words} or null", lambda v: v is None or fits(v), lambda v: None if v is None else load(v))
 
 
 def _is_number(value: Any) -> bool:
@@ -123,29 +134,26 @@ def _record_reader(record: Any) -> Reader:
 def reader_of(form: Any) -> Reader:
     """A reader of JSON values of an annotation's type."""
     origin, args = get_origin(form), get_args(form)
-    if origin is Annotated:
-        reader: Reader = args[1].read
-        return reader
+    if kind := _kind_of(form):
+        return kind.reader
     if origin in (Union, types.UnionType):
         (inner,) = (arg for arg in args if arg is not type(None))
-        return _or_null(inner)
+        if kind := _kind_of(inner):
+            return kind.or_null().reader
+        reader = reader_of(inner)
+        return lambda value: None if value is None else reader(value)
     if origin is tuple:
         return _list_reader(reader_of(args[0]))
     if is_dataclass(form):
         return _record_reader(form)  # type: ignore[arg-type]
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapping_reader(reader_of(args[1]))
-    return {bool: _FLAG, str: _TEXT}[form].read
+    raise TypeError(f"no JSON value is read as {form}")
 
 
-def _or_null(form: Any) -> Reader:
-    reader = reader_of(form)
-    kind = getattr(reader, "__self__", None)
-    if isinstance(kind, Kind):
-        words, fits, load = kind.words, kind.fits, kind.load or (lambda value: value)
-        null = Kind(f"{words} or null", lambda v: v is None or fits(v), lambda v: None if v is None else load(v))
-        return null.read
-    return lambda value: None if value is None else reader(value)
+def _kind_of(form: Any) -> Kind | None:
+    kind: Kind | None = get_args(form)[1] if get_origin(form) is Annotated else {bool: _FLAG, str: _TEXT}.get(form)
+    return kind
 
 
 def _list_reader(reader: Reader) -> Reader:
