@@ -12,6 +12,9 @@ query and key alone, so that kernels of any tile agree. Philox's key is the seed
 
 and its result is four words. A pair uses word ``2 * (q // 8 % 2) + kv // 8 % 2``, the lower half if kv is even, else
 the upper. The eight halves are those of the eight pairs that one lane holds of a 16 x 16 block of an accumulator.
+
+Where a tensor says where rows lie (``lang.runs``), q is the position that it holds, so that calls of parts of the rows
+of a sequence drop what one call drops. Runs have to begin at multiples of 16 for that.
 """
 
 from __future__ import annotations

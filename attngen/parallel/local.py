@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from attngen.lang.check import with_dropout
+from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.facts import index
 from attngen.lang.ir import MAX_SEQLEN, Expr, Load, Op, Type, Var, rewrite
 from attngen.lang.runs import TILE
@@ -128,16 +130,19 @@ def local_variant(variant: Variant, rows: Positions, keys: Positions) -> Local:
         *row_scalars, *key_scalars,
         *(Scalar(name, "int32", min=1, max=MAX_SEQLEN) for name in (names(TOKENS), names(TOTAL))),
     )  # fmt: skip
+    held = tuple(table for table in (*row_tables, *key_tables) if table.name in loaded or variant.dropout)
     made = replace(
         whole,
         name=f"{variant.name}{_SUFFIXES['rows', rows]}{_SUFFIXES['keys', keys]}"[:64],
         scalars=(
-            *(scalar_without_lengths(scalar) for scalar in variant.scalars),
+            *(scalar_without_lengths(scalar) for scalar in variant.scalars if scalar != DROPOUT_P),
             *(scalar for scalar in own_scalars if scalar.name in {*read, *extents}),
         ),
-        tensors=(*cuts.values(), *(table for table in (*row_tables, *key_tables) if table.name in loaded)),
+        tensors=(*cuts.values(), *held),
         mask_text=None, score_text=None, sink_text=None,
     )  # fmt: skip
+    if variant.dropout:
+        made = with_dropout(made)
     return Local(made, {tensor.name: key for key, tensor in cuts.items()}, rows, keys)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attngen.arch import Arch
 from attngen.dtypes import PLAIN_DTYPES
+from attngen.lang.runs import positions
 from attngen.plan.choices import check_head_dims, refuse
 from attngen.schema.expand import KernelSpec
 
@@ -29,6 +30,8 @@ def loads_of(spec: KernelSpec, arch: Arch) -> str:
         raise refuse(spec, "epilogue", "Triton kernels store from registers; allowed: direct")
     if spec.pack_gqa:
         raise refuse(spec, "pack_gqa", "Triton kernels give each query head tiles of its own; allowed: false")
+    if spec.variant.dropout and positions(spec.variant) is not None:
+        raise refuse(spec, "dropout", "Triton kernels draw random numbers by row, and here rows have other positions")
     check_head_dims(spec)
     if spec.loads == "pointer":
         return "pointer"

@@ -70,11 +70,15 @@ def number_queries(read: frozenset[str], position: str = "") -> list[Statement]:
     return lines
 
 
+def positions_name(plan: Plan) -> str | None:
+    """The name in a kernel of the tensor that says where rows lie, if there is one."""
+    load = positions(plan.variant)
+    return None if load is None else pointer_name(load.tensor)
+
+
 def position_of(plan: Plan, row: str) -> str:
     """The pattern of where a row lies that a kernel has a name for."""
-    load = positions(plan.variant)
-    assert load is not None, f"{plan.name}: no tensor says where rows lie"
-    return f"{pointer_name(load.tensor)}[{{{row}}}]"
+    return f"{positions_name(plan)}[{{{row}}}]"
 
 
 def distance_of_rows(plan: Plan) -> list[Statement]:

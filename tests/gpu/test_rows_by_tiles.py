@@ -4,16 +4,22 @@ compute what one call over the whole sequence does."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import attngen
+from attngen.lang.check import with_dropout
 from attngen.parallel import Cost, Plan
+from attngen.parallel.called import called
+from attngen.parallel.local import local_variant
 from attngen.runtime.registry.lookup import registry
 from attngen.schema.writing import spec_text
 from attngen.tools.build.pipeline import build
+from attngen.variants import PythonVariant
 from tests.gpu.family import arch_here
 from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
 from tests.parallel.local_calls import by_tiles, gradients, variant_of
@@ -33,6 +39,9 @@ CALLS: dict[tuple[int | tuple[int, int], str, bool], tuple[str, ...]] = {
     ((192, 128), "bf16", False): ("causal", "window", "alibi", "varlen_causal"),
     (256, "bf16", False): ("causal", "softcap", "varlen_causal"),
 }  # fmt: skip
+
+#: Head dims of the calls with dropout: backward kernels of one block and of a cluster.
+_DROPPED = (64, 128, 256)
 
 #: Allowed error, in errors of plain PyTorch in the same dtype.
 _FACTOR = 3.0
@@ -54,6 +63,18 @@ def _of(name: str) -> Case:
     return next(case for case in cases() if case.name == name)
 
 
+def _dropped() -> PythonVariant:
+    """Causal attention with dropout by position."""
+    causal = _plan(_of("causal")).layers[0].variant
+    return called(local_variant(with_dropout(replace(causal, name="dropped")), "tiles", "all").variant)
+
+
+def _allowed(what: str, plain: Tensor, wanted: Tensor, element: torch.dtype) -> Tensor:
+    """The error allowed beside that of plain PyTorch: what ranks compute of dK and dV is rounded by each of them."""
+    rounded = RANKS * torch.finfo(element).eps / 2 * wanted.abs().max() if what in ("dk", "dv") else 0.0
+    return (plain - wanted).abs().max() * _FACTOR + 1e-3 + rounded
+
+
 @pytest.fixture(scope="module", autouse=True)
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("rows")
@@ -66,6 +87,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             "passes": ["forward", "backward"],
         }  # fmt: skip
         entries.append({**entry, **({"deterministic": True} if deterministic else {})})
+    dropped = made["dropped"] = _dropped()
+    entry = {"variant": dropped.name, "arch": arch_here().name, "dtype": "bf16", "passes": ["forward", "backward"]}
+    entries.append({**entry, "head_dim": list(_DROPPED), "backend": "cuda"})
     spec = folder / "rows_by_tiles.yaml"
     spec.write_text(spec_text({one.name: one.fields for one in made.values()}, entries))
     with pytest.MonkeyPatch.context() as patch:
@@ -105,13 +129,38 @@ def test_ranks_compute_as_one(head_dim: int | tuple[int, int], dtype: str, deter
     ours = gradients(plan, parts[:3], parts[3], passed, **options)
     for what, one, wanted, plain in zip(("out", "dq", "dk", "dv"), ours, *results, strict=True):
         error = (one.double().reshape(wanted.shape) - wanted).abs().max()
-        rounded = RANKS * torch.finfo(element).eps / 2 * wanted.abs().max() if what in ("dk", "dv") else 0.0
-        allowed = (plain - wanted).abs().max() * _FACTOR + 1e-3 + rounded
+        allowed = _allowed(what, plain, wanted, element)
         assert error <= allowed, f"{name}: {what} is off by {error:.2e} of {allowed:.2e}"
     again = gradients(plan, parts[:3], parts[3], passed, **options)
     assert torch.equal(ours[0], again[0])
     if deterministic:
         assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", _DROPPED)
+def test_ranks_drop_what_one_call_drops(head_dim: int) -> None:
+    case = Case("dropped", attngen.variant("q_pos >= kv", dropout=True, name="dropped"))
+    whole = [x.to("cuda", torch.bfloat16) for x in tensors(case, SEQLEN, head_dim)]
+    options = {"dropout_p": 0.3, "rng_state": torch.tensor([-(2**61) + 3, 5], device="cuda")}
+    plan, variant = _plan(_of("causal")), _dropped()
+    results = []
+    for precision in (torch.float64, torch.bfloat16):
+        *leaves, weight = (x.to(precision) for x in whole)
+        leaves = [x.requires_grad_() for x in leaves]
+        out = attngen.attention(*leaves, variant=case.variant, backend="reference", **options)
+        results.append([x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, weight))])
+    ours = [torch.zeros_like(x) for x in results[0]]
+    for rank in range(RANKS):
+        rows = plan.rows(rank, device="cuda")
+        leaves = [x.detach().clone().requires_grad_() for x in (whole[0][:, rows], whole[1], whole[2])]
+        out = attngen.attention(*leaves, variant=variant, row_position=rows.int(), backend="cuda", **options)
+        dq, dk, dv = torch.autograd.grad(out, leaves, whole[3][:, rows])
+        ours[0][:, rows], ours[1][:, rows] = out.detach().double(), dq.double()
+        ours[2] += dk
+        ours[3] += dv
+    for what, one, wanted, plain in zip(("out", "dq", "dk", "dv"), ours, *results, strict=True):
+        error, allowed = (one - wanted).abs().max(), _allowed(what, plain, wanted, torch.bfloat16)
+        assert error <= allowed, f"{what} is off by {error:.2e} of {allowed:.2e}"
 
 
 def test_rows_beyond_the_end_and_few_keys() -> None:

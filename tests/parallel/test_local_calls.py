@@ -9,7 +9,10 @@ import torch
 
 import attngen
 from attngen.errors import CallError, SpecError
+from attngen.lang.check import with_dropout
 from attngen.parallel import Cost
+from attngen.parallel.called import called
+from attngen.parallel.local import local_variant
 from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
 from tests.parallel.local_calls import by_tiles, call, gradients, variant_of
 from tests.parallel.ranks import alone, compare, tensors
@@ -37,6 +40,29 @@ def test_ranks_compute_as_one(case: Case) -> None:
     ours = gradients(plan, parts[:3], parts[3], case.passed(SEQLEN), backend="reference")
     for name, one, other in zip(("out", "dq", "dk", "dv"), ours, wanted, strict=True):
         compare(one.reshape(other.shape), other, f"{case.name}: {name}")
+
+
+def test_ranks_drop_what_one_call_drops() -> None:
+    case = Case("dropped", attngen.variant("q >= kv", name="dropped"))
+    dropped = attngen.variant("q >= kv", dropout=True, name="dropped")
+    layer = plan_of(case).layers[0]
+    variant = called(local_variant(with_dropout(layer.variant), "tiles", "all").variant)
+    *whole, weight = (x.requires_grad_() for x in tensors(case, SEQLEN))
+    options = {"dropout_p": 0.4, "rng_state": torch.tensor([-(2**61) + 3, 5]), "backend": "reference"}
+    out = attngen.attention(*whole, variant=dropped, **options)
+    wanted = torch.autograd.grad(out, whole, weight)
+    totals = [torch.zeros_like(x) for x in whole]
+    for rank in range(RANKS):
+        rows = plan_of(case).rows(rank)
+        leaves = [x.detach().clone().requires_grad_() for x in (whole[0][:, rows], whole[1], whole[2])]
+        ours = attngen.attention(*leaves, variant=variant, row_position=rows.int(), **options)
+        compare(ours, out[:, rows], "out")
+        dq, dk, dv = torch.autograd.grad(ours, leaves, weight[:, rows])
+        totals[0][:, rows] = dq
+        totals[1] += dk
+        totals[2] += dv
+    for total, other in zip(totals, wanted, strict=True):
+        compare(total, other, "gradients")
 
 
 def test_positions_that_do_not_go_up_by_one_are_refused() -> None:

@@ -48,7 +48,8 @@ def test_philox(key: tuple[int, int], counter: tuple[int, ...], words: tuple[int
 
 
 def call(p: float = 0.25, heads: int = 3, state: tuple[int, int] = (-(2**62) + 12345, 7)) -> Any:
-    return SimpleNamespace(heads=heads, scalars={"dropout_p": p}, tensors={"rng_state": torch.tensor(state)})
+    tensors = {"rng_state": torch.tensor(state)}
+    return SimpleNamespace(heads=heads, scalars={"dropout_p": p}, tensors=tensors, variant=DROPPED)
 
 
 def test_numbers_depend_on_the_pair_alone() -> None:

@@ -13,6 +13,7 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.biases import BIAS_BYTES, biases, without_biases
 from attngen.lang.ir import MAX_SEQLEN
+from attngen.lang.runs import TILE, positions
 from attngen.lang.simplify import TRUE
 from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
@@ -182,7 +183,8 @@ def _hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, tiled
     families = _families(replace(spec, variant=per_pair), iteration)
     if tiled and "window" not in families:
         families |= {"biased"}
-    choice = next(row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
+    rows = (row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
+    choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
     step = max(_key_step(operands_of(spec), form.transposes, spec.transposed_v), _BIAS_KEYS if tiled else 0)
     usual = choice.tile_n // step * step
     leaves_room = bool(spec.roles) or tiled > 0
@@ -442,6 +444,12 @@ def _only_scores(spec: KernelSpec) -> bool:
     """Whether a kernel does arithmetic on every logit, and there is no reason for tiles of few keys."""
     plain = spec.layout == "dense" and spec.pack_gqa is not True and not spec.variant.dropout
     return plain and spec.variant.score is not None and all(each.lo is None for each in bands_of(spec).visible)
+
+
+def _sees_ranges_by_runs(spec: KernelSpec) -> bool:
+    """Whether rows lie in runs and see no keys before some place: a tile across two runs would visit all keys between
+    these, so that tiles have to end where runs do."""
+    return positions(spec.variant) is not None and any(each.lo is not None for each in bands_of(spec).visible)
 
 
 def _key_step(operands: Operands, v_by_columns: bool, transposed_v: bool) -> int:

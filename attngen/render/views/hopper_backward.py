@@ -20,6 +20,7 @@ from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_gradients import QueryValues, classified_query_word, factor, probabilities, query_word
 from attngen.render.cuda_math import Steps
+from attngen.render.cuda_statements import positions_name
 from attngen.render.cuda_tiles import Tiles, tiles
 from attngen.render.distance_values import DistanceValues
 from attngen.render.expressions import OWN_QUERIES, QUERIES
@@ -94,6 +95,7 @@ class CudaBackwardView:
     whole: str
     word_lines: tuple[Statement, ...]
     work_lines: tuple[str, ...]
+    positions: str | None  # the tensor that says where rows lie, by which random numbers are drawn
     uses_q_first: bool
     uses_packed: bool
     block_lines: tuple[Statement, ...]
@@ -175,6 +177,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         word_lines=listed,
         work_lines=_cluster_lines(steps) if roles.cluster > 1 else _work_lines(plan, steps),
         uses_q_first="q_first" in steps,
+        positions=positions_name(plan),
         uses_packed=not (steps | spans).isdisjoint(("q_begin", "k_begin")),
         block_lines=code.block,
         partial=code.partial,

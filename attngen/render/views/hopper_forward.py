@@ -17,7 +17,7 @@ from attngen.render.biases import Bias, biases_of
 from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_math import Sink, Steps, logits, queries, sink
-from attngen.render.cuda_statements import int_constant
+from attngen.render.cuda_statements import int_constant, positions_name
 from attngen.render.cuda_tiles import Tiles, classified_word, tiles, word
 from attngen.render.distance_values import DistanceValues, distance_values_of, taking_distance_values
 from attngen.render.expressions import CUDA, KEYS, in_product
@@ -108,6 +108,7 @@ class CudaView:
     logit_partial: str
     multiplier: Code
     cap_scale: Code | None
+    positions: str | None  # the tensor that says where rows lie, by which random numbers are drawn
     sink: Sink | None
     classifier: ClassifierView | None
 
@@ -206,6 +207,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         multiplier=leaf("multiplier") if plan.scale_block > 0 and plan.variant.score is None else code.multiplier,
         cap_scale=code.cap_scale,
         sink=_sink(plan, work_lines),
+        positions=positions_name(plan),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
     )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P, MULTIPLIERS, RNG_STATE, ROUNDS, UNITS, WEYL
+from attngen.lang.runs import positions
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call
 
@@ -58,23 +59,28 @@ def rate_of(call: Call) -> tuple[int, float]:
 
 def kept(call: Call, sequence: int, queries: slice | Tensor, keys: int) -> Tensor:
     """Mask (heads, queries, keys) of pairs that dropout keeps, for some queries of a sequence and its keys."""
-    if isinstance(queries, Tensor):
-        rows = [kept(call, sequence, slice(row, row + 1), keys) for row in queries.tolist()]
-        return torch.cat(rows, dim=1)
+    load = positions(call.variant)
+    if load is not None:
+        queries = call.tensors[load.tensor][queries].long()
     state = call.tensors[RNG_STATE.name]
     threshold, _ = rate_of(call)
-    q = torch.arange(queries.start, queries.stop, device=state.device)
-    first, last = queries.start // 16 * 8, -(-queries.stop // 16) * 8
-    rows = torch.arange(first, last, device=state.device)[None, :, None]
+    if isinstance(queries, Tensor):  # blocks of 16 queries
+        blocks, place = torch.unique(queries // 16, return_inverse=True)
+        place = 16 * place + queries % 16
+    else:
+        first, last = queries.start // 16, -(-queries.stop // 16)
+        blocks = torch.arange(first, last, device=state.device)
+        place = torch.arange(queries.start, queries.stop, device=state.device) - 16 * first
+    rows = (8 * blocks[:, None] + torch.arange(8, device=state.device)).view(1, -1, 1)
     groups = torch.arange(-(-keys // 16) * 4, device=state.device)
     units = sequence * call.heads + torch.arange(call.heads, device=state.device)[:, None, None]
     words = philox(state[0], (groups, rows, units, state[1] & _WORD))
     halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)])  # (a, j, e)
     numbers = halves.broadcast_to(8, call.heads, rows.shape[1], groups.shape[0])
-    blocks = numbers.reshape(2, 2, 2, call.heads, rows.shape[1] // 8, 8, groups.shape[0] // 4, 4)
+    each = numbers.reshape(2, 2, 2, call.heads, rows.shape[1] // 8, 8, groups.shape[0] // 4, 4)
     # (a, j, e, h, block of queries, r, block of keys, t) to (h, query, key)
-    table = blocks.permute(3, 4, 0, 5, 6, 1, 7, 2).reshape(call.heads, 2 * rows.shape[1], 4 * groups.shape[0])
-    return table[:, q - 2 * first, :keys] >= threshold
+    table = each.permute(3, 4, 0, 5, 6, 1, 7, 2).reshape(call.heads, 2 * rows.shape[1], 4 * groups.shape[0])
+    return table[:, place, :keys] >= threshold
 
 
 def philox(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
