@@ -4,7 +4,6 @@ compute what one call over the whole sequence does."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +11,12 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.lang.check import with_dropout
-from attngen.parallel import Cost, Plan
-from attngen.parallel.called import called
-from attngen.parallel.local import local_variant
 from attngen.runtime.registry.lookup import registry
 from attngen.schema.writing import spec_text
 from attngen.tools.build.pipeline import build
-from attngen.variants import PythonVariant
 from tests.gpu.family import arch_here
 from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
-from tests.parallel.local_calls import by_tiles, gradients, variant_of
+from tests.parallel.local_calls import LocalCalls
 from tests.parallel.ranks import alone, tensors
 
 RANKS, SEQLEN = 4, 2900
@@ -51,22 +45,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _plan(case: Case) -> Plan:
-    plan = attngen.parallel.plan(
-        case.variant, SEQLEN, RANKS, tile=128, chunks=4, method="gather", cu_seqlens=case.cu_seqlens(SEQLEN),
-        cost=Cost(HEADS, KV_HEADS), **case.fixed(SEQLEN),
-    )  # fmt: skip
-    return by_tiles(plan)
-
-
-def _of(name: str) -> Case:
-    return next(case for case in cases() if case.name == name)
-
-
-def _dropped() -> PythonVariant:
-    """Causal attention with dropout by position."""
-    causal = _plan(_of("causal")).layers[0].variant
-    return called(local_variant(with_dropout(replace(causal, name="dropped")), "tiles", "all").variant)
+def _calls(name: str) -> LocalCalls:
+    if name == "dropped":
+        case = Case("dropped", attngen.variant("q_pos >= kv", name="dropped"))
+        return LocalCalls(case, SEQLEN, RANKS, dropout=True)
+    return LocalCalls(next(case for case in cases() if case.name == name), SEQLEN, RANKS)
 
 
 def _allowed(what: str, plain: Tensor, wanted: Tensor, element: torch.dtype) -> Tensor:
@@ -78,7 +61,7 @@ def _allowed(what: str, plain: Tensor, wanted: Tensor, element: torch.dtype) -> 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("rows")
-    made = {name: variant_of(_plan(_of(name))) for names in CALLS.values() for name in names}
+    made = {name: _calls(name).variant for names in CALLS.values() for name in names}
     entries = []
     for (head_dim, dtype, deterministic), names in CALLS.items():
         entry: dict[str, Any] = {
@@ -87,7 +70,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             "passes": ["forward", "backward"],
         }  # fmt: skip
         entries.append({**entry, **({"deterministic": True} if deterministic else {})})
-    dropped = made["dropped"] = _dropped()
+    dropped = made["dropped"] = _calls("dropped").variant
     entry = {"variant": dropped.name, "arch": arch_here().name, "dtype": "bf16", "passes": ["forward", "backward"]}
     entries.append({**entry, "head_dim": list(_DROPPED), "backend": "cuda"})
     spec = folder / "rows_by_tiles.yaml"
@@ -106,8 +89,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     [(*key, name) for key, names in CALLS.items() for name in names],
 )
 def test_ranks_compute_as_one(head_dim: int | tuple[int, int], dtype: str, deterministic: bool, name: str) -> None:
-    case = _of(name)
-    plan = _plan(case)
+    calls = _calls(name)
+    case = calls.case
     element = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     qk, v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     whole = [x.to("cuda", element) for x in tensors(case, SEQLEN, qk)]
@@ -124,14 +107,13 @@ def test_ranks_compute_as_one(head_dim: int | tuple[int, int], dtype: str, deter
         grads = torch.autograd.grad(out, leaves, weight)
         results.append([x.detach().double() for x in (out, *grads)])
     parts = [x if x.dim() == 4 else x[None] for x in whole]
-    passed = {key: value for key, value in values.items() if key in case.passed(SEQLEN)}
     options = {"backend": "cuda", "deterministic": deterministic}
-    ours = gradients(plan, parts[:3], parts[3], passed, **options)
+    ours = calls.gradients(parts[:3], parts[3], values, **options)
     for what, one, wanted, plain in zip(("out", "dq", "dk", "dv"), ours, *results, strict=True):
         error = (one.double().reshape(wanted.shape) - wanted).abs().max()
         allowed = _allowed(what, plain, wanted, element)
         assert error <= allowed, f"{name}: {what} is off by {error:.2e} of {allowed:.2e}"
-    again = gradients(plan, parts[:3], parts[3], passed, **options)
+    again = calls.gradients(parts[:3], parts[3], values, **options)
     assert torch.equal(ours[0], again[0])
     if deterministic:
         assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
@@ -139,35 +121,25 @@ def test_ranks_compute_as_one(head_dim: int | tuple[int, int], dtype: str, deter
 
 @pytest.mark.parametrize("head_dim", _DROPPED)
 def test_ranks_drop_what_one_call_drops(head_dim: int) -> None:
-    case = Case("dropped", attngen.variant("q_pos >= kv", dropout=True, name="dropped"))
-    whole = [x.to("cuda", torch.bfloat16) for x in tensors(case, SEQLEN, head_dim)]
+    calls = _calls("dropped")
+    whole = [x.to("cuda", torch.bfloat16) for x in tensors(calls.case, SEQLEN, head_dim)]
     options = {"dropout_p": 0.3, "rng_state": torch.tensor([-(2**61) + 3, 5], device="cuda")}
-    plan, variant = _plan(_of("causal")), _dropped()
+    dropped = attngen.variant("q_pos >= kv", dropout=True, name="dropped")
     results = []
     for precision in (torch.float64, torch.bfloat16):
         *leaves, weight = (x.to(precision) for x in whole)
         leaves = [x.requires_grad_() for x in leaves]
-        out = attngen.attention(*leaves, variant=case.variant, backend="reference", **options)
+        out = attngen.attention(*leaves, variant=dropped, backend="reference", **options)
         results.append([x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, weight))])
-    ours = [torch.zeros_like(x) for x in results[0]]
-    for rank in range(RANKS):
-        rows = plan.rows(rank, device="cuda")
-        leaves = [x.detach().clone().requires_grad_() for x in (whole[0][:, rows], whole[1], whole[2])]
-        out = attngen.attention(*leaves, variant=variant, row_position=rows.int(), backend="cuda", **options)
-        dq, dk, dv = torch.autograd.grad(out, leaves, whole[3][:, rows])
-        ours[0][:, rows], ours[1][:, rows] = out.detach().double(), dq.double()
-        ours[2] += dk
-        ours[3] += dv
+    ours = calls.gradients(whole[:3], whole[3], {}, backend="cuda", **options)
     for what, one, wanted, plain in zip(("out", "dq", "dk", "dv"), ours, *results, strict=True):
-        error, allowed = (one - wanted).abs().max(), _allowed(what, plain, wanted, torch.bfloat16)
+        error, allowed = (one.double() - wanted).abs().max(), _allowed(what, plain, wanted, torch.bfloat16)
         assert error <= allowed, f"{what} is off by {error:.2e} of {allowed:.2e}"
 
 
 def test_rows_beyond_the_end_and_few_keys() -> None:
     """Tiles that end within a run, and no more keys than rows see."""
-    case = _of("causal")
-    plan = _plan(case)
-    variant = variant_of(plan)
+    variant = _calls("causal").variant
     for rows, keys in ((1, 5), (129, 300), (200, 900), (384, 391)):
         q, k, v = (torch.randn(1, n, h, 128, device="cuda", dtype=torch.bfloat16)
                    for n, h in ((rows, HEADS), (keys, KV_HEADS), (keys, KV_HEADS)))  # fmt: skip

@@ -1,59 +1,87 @@
-"""The calls that ranks make over their rows and all keys, one after the other in one process."""
+"""Calls over the rows of each of several ranks and all keys, one after the other in one process."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import attngen
-from attngen.parallel import Plan
+from attngen.lang.check import with_dropout
+from attngen.lang.runs import TILE
+from attngen.lang.variant import Variant
+from attngen.parallel import local as names
 from attngen.parallel.called import called
-from attngen.parallel.local import local_variant
+from attngen.parallel.local import Local, local_variant, own_values
 from attngen.parallel.one_row import as_one_row, documents
+from attngen.parallel.values import Cutter, passed
+from attngen.runtime.registry.binding import find
 from attngen.variants import PythonVariant
+from tests.parallel.cases import Case
 
 
-def by_tiles(plan: Plan) -> Plan:
-    """The plan whose calls read where their rows lie, in however few runs these are."""
-    (layer,) = plan.layers
-    packed = plan.cu_seqlens is not None
-    variant = as_one_row(layer.stated) if packed else layer.stated
-    values = {**layer.values, **documents(plan.cu_seqlens)} if packed else layer.values
-    own = local_variant(variant, "tiles", layer.sent.keys)
-    kept = {"local": own, "called": called(own.variant)}
-    return replace(plan, layers=(replace(layer, in_segments=False, variant=variant, values=values, kept=kept),))
+@dataclass(frozen=True)
+class LocalCalls:
+    """The calls of ``ranks``, among which tiles of rows are dealt in turn."""
 
+    case: Case
+    seqlen: int
+    ranks: int
+    dropout: bool = False
 
-def variant_of(plan: Plan) -> PythonVariant:
-    """The variant that all ranks call."""
-    variant = plan.called()
-    assert isinstance(variant, PythonVariant)
-    return variant
+    @cached_property
+    def whole(self) -> Variant:
+        """The variant of one dense sequence."""
+        stated = find(self.case.variant, None).variant
+        return as_one_row(stated) if self.case.documents else stated
 
+    @cached_property
+    def local(self) -> Local:
+        """The variant of rows that lie where a tensor says, and where its tensors come from."""
+        return local_variant(with_dropout(self.whole) if self.dropout else self.whole, "tiles", "all")
 
-def call(plan: Plan, rank: int, q: Tensor, k: Tensor, v: Tensor, values: dict[str, Any], **options: Any) -> Any:
-    """The result of one rank; ``q`` holds its rows, ``k`` and ``v`` those of all ranks, each with a batch axis."""
-    layer = plan.layers[0]
-    arguments = plan.arguments(layer, q, values, rank=rank)
-    return attngen.attention(q, k, v, variant=plan.called(), **options, **arguments)
+    @cached_property
+    def variant(self) -> PythonVariant:
+        """What is called."""
+        return called(self.local.variant)
 
+    def rows(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
+        """Where the rows of a rank lie."""
+        place = torch.arange(self.seqlen, device=device)
+        return place[place // TILE % self.ranks == rank]
 
-def gradients(
-    plan: Plan, whole: list[Tensor], weight: Tensor, values: dict[str, Any], **options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output and gradients of q, k and v of all ranks together: rows in their places, those of keys added up."""
-    q, k, v = whole
-    out, dq = torch.empty_like(weight), torch.empty_like(q)
-    dk, dv = (torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (k, v))
-    for rank in range(plan.ranks):
-        rows = plan.rows(rank, device=q.device)
-        leaves = [x.detach().clone().requires_grad_() for x in (q[:, rows], k, v)]
-        ours = call(plan, rank, leaves[0], leaves[1], leaves[2], values, **options)
-        grads = torch.autograd.grad(ours, leaves, weight[:, rows])
-        out[:, rows], dq[:, rows] = ours.detach(), grads[0]
-        dk += grads[1]
-        dv += grads[2]
-    return out, dq, dk, dv
+    def arguments(self, rank: int, q: Tensor, values: dict[str, Any]) -> dict[str, Any]:
+        """The scalars and tensors of a rank's call."""
+        offsets = self.case.cu_seqlens(self.seqlen)
+        given = {**values, **({} if offsets is None else documents(offsets))}
+        given = {name: x.to(q.device) if isinstance(x, Tensor) else x for name, x in given.items()}
+        rows, nowhere = self.rows(rank, q.device), torch.empty(0, dtype=torch.int64)
+        cutter = Cutter(self.seqlen, rows, nowhere, lambda x, axis: x, lambda x, axis: x)
+        here = {
+            names.ROW_POSITION: rows.to(torch.int32), names.TOKENS: self.seqlen, names.TOTAL: q.shape[0] * self.seqlen
+        }  # fmt: skip
+        tensors = cutter.values(self.local.cuts, given, self.case.name)
+        own = {**given, **tensors, **own_values(self.whole, here)}
+        return {name: own[name] for name in passed(self.local.variant) if name in own}
+
+    def gradients(
+        self, whole: list[Tensor], weight: Tensor, values: dict[str, Any], **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Output and gradients of q, k and v of all ranks: rows in their places, and sums over the ranks of keys."""
+        q, k, v = whole
+        out, dq = torch.empty_like(weight), torch.empty_like(q)
+        wide = torch.promote_types(k.dtype, torch.float32)
+        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+        for rank in range(self.ranks):
+            rows = self.rows(rank, q.device)
+            leaves = [x.detach().clone().requires_grad_() for x in (q[:, rows], k, v)]
+            arguments = {**self.arguments(rank, leaves[0], values), **options}
+            ours = attngen.attention(leaves[0], leaves[1], leaves[2], variant=self.variant, **arguments)
+            grads = torch.autograd.grad(ours, leaves, weight[:, rows])
+            out[:, rows], dq[:, rows] = ours.detach(), grads[0]
+            dk += grads[1]
+            dv += grads[2]
+        return out, dq, dk, dv
