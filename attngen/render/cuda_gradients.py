@@ -43,11 +43,11 @@ from attngen.render.cuda_math import (
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
-    distance_of_rows,
     int_constant,
     int_constants,
     number_queries,
     position_of,
+    row_shift,
     words_of_map,
     words_of_votes,
 )
@@ -254,10 +254,10 @@ def _steps(plan: Plan, hoisted: Sequence[Statement], body: Sequence[Statement], 
     if "q_pos_first" in reads([*tile, *row, *element]):
         tile = (int_constant("q_pos_first", "{q_first} + ({seqlen_k} - {seqlen_q})"), *tile)
     if "position_first" in reads([*tile, *row, *element]):
-        tile = (int_constant("position_first", "{q_first} + {distance}"), *tile)
+        tile = (int_constant("position_first", "{q_first} + {row_shift}"), *tile)
     key = (*_query_lines(reads([*column, *element])), *column)
-    if "distance" in reads([*tile, *key]):
-        tile = (*distance_of_rows(plan), *tile)
+    if "row_shift" in reads([*tile, *key]):
+        tile = (*row_shift(plan), *tile)
     return Steps(tile=tile, row=row, row_values=row_values(row, element), key=key, element=element)
 
 
@@ -297,7 +297,7 @@ def _query_lines(read: frozenset[str]) -> list[Statement]:
     if not read.isdisjoint(_COLUMN_NAMES):
         nearest = "min({q_first} + 8 * {i} + {j}, {seqlen_q} - 1)"
         lines.append(int_constant("q_row", nearest, comment="rows after the end repeat the last one"))
-    return lines + number_queries(read, "{q_row} + {distance}")
+    return lines + number_queries(read, "{q_row} + {row_shift}")
 
 
 # --- which queries see a tile of keys -----------------------------------------------------------------------

@@ -53,11 +53,11 @@ from attngen.render.biases import bias_bindings, with_biases
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
-    distance_of_rows,
     int_constant,
     log2_scale,
     number_queries,
     position_of,
+    row_shift,
 )
 from attngen.render.expressions import (
     CUDA,
@@ -310,8 +310,8 @@ def _steps(
     element, key = depending(body, {"x", "row", *row_names(plan), *declared(row), *per_pair})
     key, row = needed(key, element), needed(row, element)
     row = (*_row_lines(plan, reads([*row, *element])), *row)
-    if "distance" in reads(row):
-        tile = (*distance_of_rows(plan), *tile)
+    if "row_shift" in reads(row):
+        tile = (*row_shift(plan), *tile)
     return Steps(
         tile=needed(tile, [*row, *key, *element]),
         row=row,
@@ -466,7 +466,7 @@ def _row_lines(plan: Plan, read: frozenset[str]) -> list[Statement]:
 
 def _position(plan: Plan) -> str:
     """The pattern of where a row lies; rows of several heads, and those that blocks share, read it each for itself."""
-    return position_of(plan, "q_row") if plan.split_kv or plan.pack_gqa else "{q_row} + {distance}"
+    return position_of(plan, "q_row") if plan.split_kv or plan.pack_gqa else "{q_row} + {row_shift}"
 
 
 def row_names(plan: Plan) -> tuple[str, ...]:

@@ -81,10 +81,10 @@ def position_of(plan: Plan, row: str) -> str:
     return f"{positions_name(plan)}[{{{row}}}]"
 
 
-def distance_of_rows(plan: Plan) -> list[Statement]:
+def row_shift(plan: Plan) -> list[Statement]:
     """Return the statements that find how far rows lie from their numbers: all rows of a tile as far as the first one
     of the lane, or if that is after the end, the last one."""
     return [
         int_constant("some_row", "min({q_first}, {seqlen_q} - 1)"),
-        int_constant("distance", f"{position_of(plan, 'some_row')} - {{some_row}}"),
+        int_constant("row_shift", f"{position_of(plan, 'some_row')} - {{some_row}}"),
     ]
