@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attngen.errors import CallError, suggest
 from attngen.lang.ir import Type
+from attngen.lang.runs import TILE
 from attngen.lang.variant import Variant
 from attngen.parallel.balance import Weighed, deal
 from attngen.parallel.cost import Cost
@@ -133,9 +134,6 @@ def _stated(
     """The variants of a plan. Raises CallError for one that plans do not take, and for an unknown value."""
     stated = [(source, find(source, None).variant, layers) for source, layers in sources]
     refuse_unknown({each.name: each for _, each, _ in stated}, values)
-    for _, each, _ in stated:
-        if each.dropout:
-            raise CallError(f"{each.name} has dropout, which parallel plans do not take; allowed: variants without")
     return stated
 
 
@@ -148,6 +146,8 @@ def _layer(
     method: str, offsets: tuple[int, ...] | None, values: Mapping[str, Any], cost: Cost,
 ) -> Layer:  # fmt: skip
     visited, of_documents = counted
+    if variant.dropout:
+        _check_dropout(variant, tokens, method, offsets)
     if method == "heads" and not heads_are_alike(variant):
         raise CallError(
             f"method heads: {variant.name} reads the number of a head, or of all of them, other than to index tensors "
@@ -156,10 +156,10 @@ def _layer(
     seen = Needs.of(tokens, visited.needs(tokens.owner, tokens.ranks))
     everything = Needs.of_all(tokens)
     method = "exchange" if method == "auto" else method
-    sent = seen if method == "exchange" else everything
+    sent = seen if method == "exchange" and not variant.dropout else everything
     positions = not reads_no_positions(variant)
     segments = method != "heads" and tokens.ranks > 1 and _over_segments(variant, values)
-    segments = segments and _few_copies(visited, tokens, sent, positions=positions)
+    segments = segments and not variant.dropout and _few_copies(visited, tokens, sent, positions=positions)
     own = {name: values[name] for name in passed(variant) if name in values}
     one_row = offsets is not None and not segments
     if offsets is not None and one_row:
@@ -167,8 +167,25 @@ def _layer(
     return Layer(
         variant.name, source, variant, as_one_row(variant) if one_row else variant, layers, method,
         own, visited, sent, seen, segments, positions,
-        overlap(visited, sent, cost, segments=segments, heads_alike=heads_are_alike(variant)),
+        overlap(
+            visited, sent, cost, segments=segments, heads_alike=heads_are_alike(variant) and not variant.dropout
+        ),
     )  # fmt: skip
+
+
+def _check_dropout(variant: Variant, tokens: Tokens, method: str, offsets: tuple[int, ...] | None) -> None:
+    """Raise CallError where a rank's call would drop other pairs than one call over the whole sequence."""
+    reason = (
+        "method heads: random numbers are drawn by the number of a head; allowed: gather, exchange"
+        if method == "heads"
+        else "cu_seqlens: random numbers are drawn by the number of a sequence; allowed: sequences of one length"
+        if offsets is not None
+        else f"tile {tokens.tile}: random numbers follow rows by tiles of {TILE}; allowed: multiples of {TILE}"
+        if tokens.ranks > 1 and tokens.tile % TILE
+        else None
+    )
+    if reason is not None:
+        raise CallError(f"{variant.name} has dropout, which does not go with {reason}")
 
 
 def _over_segments(variant: Variant, values: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, suggest
+from attngen.lang.dropout import RNG_STATE
 from attngen.lang.printing import canonical
 from attngen.lang.runs import TILE
 from attngen.lang.variant import Variant
@@ -417,7 +418,8 @@ class Plan:
 
     def _local(self, layer: Layer) -> Local:
         if "local" not in layer.kept:
-            layer.kept["local"] = local_variant(layer.variant, self._row_kind, layer.sent.keys)
+            rows: Positions = "tiles" if layer.variant.dropout and self.ranks > 1 else self._row_kind
+            layer.kept["local"] = local_variant(layer.variant, rows, layer.sent.keys)
         return layer.kept["local"]
 
     def _called(self, layer: Layer) -> PythonVariant | str | Variant:
@@ -476,7 +478,8 @@ class Plan:
         wanted = set(passed(local.variant))
         cuts = {name: cut for name, cut in local.cuts.items() if name not in tensors}
         scalars = {name: value for name, value in given.items() if name in {s.name for s in layer.variant.arguments}}
-        arguments = {**scalars, **tensors, **cutter.values(cuts, given, layer.name), **own}
+        state = {name: value.to(q.device) for name, value in given.items() if name == RNG_STATE.name}
+        arguments = {**scalars, **tensors, **cutter.values(cuts, given, layer.name), **own, **state}
         return {name: value for name, value in arguments.items() if name in wanted}
 
     def check(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ def run(rank: int, world: int, meeting: str, part: str) -> None:
             if n % 2 == world // 2 % 2:  # the other half runs with another number of processes
                 method = ("exchange", "exchange", "gather")[(n // 2) % 3]
                 check(case, (EVEN, RAGGED)[n // 2 % 2], method, (None, 1, 3)[n // 4 % 3], slow=n // 3 % 2 == 0)
-        for other in (_few_tokens, _own_tokens, _refused_together, _refused_alone):
+        for other in (_few_tokens, _own_tokens, _dropped, _refused_together, _refused_alone):
             other(rank, world)
         for other in (_whole_again, _several, _compiled) if world == 2 else (_in_context,):
             other(rank, world)
@@ -94,6 +94,23 @@ def _own_tokens(rank: int, world: int) -> None:
         compare(ours, wanted, f"own tokens, {method}")
         (gradient,) = torch.autograd.grad(ours.sum(), own)
         compare(gradient, plan.shard(whole, 1), f"gradient of own tokens, {method}")
+
+
+def _dropped(rank: int, world: int) -> None:
+    """Ranks drop what one process drops, with the same state of random numbers."""
+    variant = attngen.variant("q_pos >= kv", dropout=True, name="dropped")
+    case = Case("dropped", variant)
+    plan = attngen.parallel.plan(variant, 640, tile=128)
+    options = {"dropout_p": 0.4, "rng_state": torch.tensor([-(2**61) + 3, 5])}
+    *whole, weight = tensors(case, 640)
+    leaves = [x.requires_grad_() for x in whole]
+    out = attngen.attention(leaves[0], leaves[1], leaves[2], variant=variant, **options)
+    wanted = torch.autograd.grad(out, leaves, weight)
+    parts = [plan.shard(x.detach()).requires_grad_() for x in whole]
+    ours = plan.attention(parts[0], parts[1], parts[2], **options)
+    compare(ours, plan.shard(out), "dropout")
+    for name, one, other in zip("qkv", torch.autograd.grad(ours, parts, plan.shard(weight)), wanted, strict=True):
+        compare(one, plan.shard(other), f"dropout: d{name}")
 
 
 def _several(rank: int, world: int) -> None:

@@ -207,8 +207,12 @@ def test_what_a_plan_without_a_group_cannot_do() -> None:
         plan.tokens(2)
     with pytest.raises(CallError, match="nothing can be exchanged"):
         plan.attention(*[torch.zeros(1, 256, 1, 8)] * 3)
-    with pytest.raises(CallError, match="dropout"):
-        attngen.parallel.plan(attngen.variant("q >= kv", dropout=True), 512, 2)
+    dropped = attngen.variant("q >= kv", dropout=True)
+    for says, given in (
+        ("method heads", {"method": "heads"}), ("cu_seqlens", {"cu_seqlens": [0, 5, 512]}), ("tile 64", {"tile": 64}),
+    ):  # fmt: skip
+        with pytest.raises(CallError, match=f"has dropout, which does not go with {says}"):
+            attngen.parallel.plan(dropped, 512, 2, **given)
     with pytest.raises(CallError, match="method heads: by_number reads the number of a head"):
         attngen.parallel.plan(attngen.variant("q >= kv + h", name="by_number"), 512, 2, method="heads")
     with pytest.raises(CallError, match=r"Cost: tflops must be a positive number, got 0"):
