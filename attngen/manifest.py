@@ -52,7 +52,7 @@ Visible = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Argument:
     """One kernel argument: its name and type in the source, and the value that the runtime passes.
 

@@ -111,6 +111,8 @@ def _record_reader(record: Any) -> Reader:
     readers = {field.name: reader_of(hints[field.name]) for field in fields(record)}
     required = [field.name for field in fields(record) if field.default is MISSING and field.default_factory is MISSING]
 
+    make = _maker(record)
+
     def read_record(value: Any) -> Any:
         if not isinstance(value, dict):
             raise MisfitError(value, "an object")
@@ -126,9 +128,25 @@ def _record_reader(record: Any) -> Reader:
         except MisfitError as misfit:
             misfit.steps.append(name)
             raise
-        return record(**values)
+        return make(values)
 
     return read_record
+
+
+def _maker(record: Any) -> Callable[[dict[str, Any]], Any]:
+    """The constructor of a dataclass. That of a frozen one sets its fields one by one, which takes as long as reading
+    them; one without slots, factories and checks of its own is filled at once."""
+    defaults = {field.name: field.default for field in fields(record) if field.default is not MISSING}
+    factories = any(field.default_factory is not MISSING for field in fields(record))
+    if "__slots__" in vars(record) or factories or hasattr(record, "__post_init__"):
+        return lambda values: record(**values)
+
+    def make(values: dict[str, Any]) -> Any:
+        made = object.__new__(record)
+        made.__dict__.update({**defaults, **values})
+        return made
+
+    return make
 
 
 def reader_of(form: Any) -> Reader:
