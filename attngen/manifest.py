@@ -44,11 +44,12 @@ Times = Annotated[
             and len(v) in (0, 3)
             and all(type(n) in (int, float) and 0 <= n < 1e12 for n in v)
         ),
+        tuple,
     ),
 ]
 Visible = Annotated[
     tuple[Any, Any],
-    Kind("two bounds", lambda v: isinstance(v, list | tuple) and len(v) == 2 and all(map(is_bound, v))),
+    Kind("two bounds", lambda v: isinstance(v, list | tuple) and len(v) == 2 and all(map(is_bound, v)), tuple),
 ]
 
 
