@@ -4,8 +4,9 @@ May import ``lang``, ``runtime`` and ``variants``. Needs torch and numpy, and wh
 """
 
 from attngen.parallel.cost import Cost
+from attngen.parallel.decoding import decode
 from attngen.parallel.explanation import Explanation
 from attngen.parallel.making import plan
 from attngen.parallel.plans import Plan
 
-__all__ = ["Cost", "Explanation", "Plan", "plan"]
+__all__ = ["Cost", "Explanation", "Plan", "decode", "plan"]

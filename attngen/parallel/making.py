@@ -16,6 +16,7 @@ from attngen.lang.runs import TILE
 from attngen.lang.variant import Variant
 from attngen.parallel.balance import Weighed, deal
 from attngen.parallel.cost import Cost
+from attngen.parallel.groups import group_of
 from attngen.parallel.heads import heads_are_alike
 from attngen.parallel.one_row import as_one_row, documents
 from attngen.parallel.overlap import overlap
@@ -76,7 +77,7 @@ def plan(
     Raises CallError.
     """
     cost = cost if cost is not None else Cost()
-    group, ranks, rank = _group(group)
+    group, ranks, rank = group_of(group)
     sources = _sources(variant)
     offsets = _offsets(cu_seqlens, seqlen)
     tile = _checked(seqlen, ranks, method, tile, chunks, cost)
@@ -251,35 +252,6 @@ def _identity(value: Any) -> Any:
 
 
 # --- arguments ----------------------------------------------------------------------------------------------
-
-
-def _group(group: Any) -> tuple[Any, int, int | None]:
-    """The process group, its size, and the rank of this process in it."""
-    if isinstance(group, int) and not isinstance(group, bool):
-        if group < 1:
-            raise CallError(f"a plan is of 1 rank or more, got {group}")
-        return None, group, None
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        raise CallError(
-            "torch.distributed is not initialized; allowed: torch.distributed.init_process_group() before, or a number "
-            "of ranks, to look at a plan"
-        )
-    if group is None:
-        group = dist.group.WORLD
-    elif isinstance(group, dist.DeviceMesh):
-        if group.ndim != 1:
-            names = group.mesh_dim_names or ()
-            allowed = " or ".join(f"mesh[{name!r}]" for name in names) or "a mesh of one axis"
-            raise CallError(f"the mesh has {group.ndim} axes; allowed: {allowed}")
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise CallError(f"group must be a DeviceMesh, a process group or a number of ranks, got {type(group).__name__}")
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise CallError("this process is not in the group")
-    return group, dist.get_world_size(group), rank
 
 
 def _sources(variant: Any) -> list[tuple[str | Variant, float]]:

@@ -41,6 +41,17 @@ from attngen.variants import PythonVariant
 
 _numbers = count()
 
+#: What q, k and v may be: keys that are exchanged have no scales.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+#: Arguments of ``attngen.attention`` that calls of plans do not have, and what does the same.
+_INSTEAD = {
+    "seqused_k": "a mask that reads lengths, such as kv < used[b]",
+    "tile_map": "none, since it would be that of all tokens",
+    "dropout_p": "variants without dropout",
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "tensors of 16 bits"),
+}
+
 #: Keys of so many times a rank's own rows are kept for the backward; more are sent again, since they take memory.
 _KEPT = 2
 
@@ -555,6 +566,11 @@ class Plan:
             raise CallError(f"method heads: {reason}")
         if not q.dtype == k.dtype == v.dtype:
             raise CallError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+        if q.dtype not in _DTYPES:
+            raise CallError(f"plans take no {q.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
+        for name, instead in _INSTEAD.items():
+            if name in values:
+                raise CallError(f"plans take no {name}; allowed: {instead}")
         if values:
             refuse_unknown({layer.name: layer.variant}, values)
         for name, value in values.items():

@@ -21,6 +21,7 @@ TINY = ["--tiny", "--layers", "2", "--heads", "4", "--requests", "4", "--prompt"
 ARGUMENTS = {
     "port_flex_attention": ["--steps", "2"],
     "train_gpt": ["--tiny", "--steps", "2"],
+    "train_on_ranks": ["--steps", "2"],
     "serve_llama": TINY,
 }
 

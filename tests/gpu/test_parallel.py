@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,24 @@ import torch
 
 from tests.gpu.family import arch_here
 from tests.parallel import gpus
+
+
+def test_a_lost_rank_ends_the_others(tmp_path: Path) -> None:
+    """Under NCCL they wait for the timeout of their group, and end with an error."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    program = f"import sys; from tests.parallel import gpus; gpus.lost(int(sys.argv[1]), {str(tmp_path / 'meeting')!r})"
+    started = [
+        subprocess.Popen([sys.executable, "-c", program, str(rank)], env=environment, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        assert started[1].wait(60) == 3
+        assert started[0].wait(60) not in (0, 3)
+    finally:
+        for process in started:
+            process.kill()
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -83,6 +84,26 @@ def run(rank: int, world: int, meeting: str) -> None:
             _check(case, plan, device)
     finally:
         dist.destroy_process_group()
+
+
+def lost(rank: int, meeting: str) -> None:
+    """As process ``rank`` of two, the second of which is lost before its second call."""
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{meeting}", rank=rank, world_size=2, device_id=device,
+        timeout=timedelta(seconds=8),
+    )  # fmt: skip
+    plan = attngen.parallel.plan("causal", 2048)
+    q = torch.zeros(1, plan.tokens(), 2, HEAD_DIM, device=device)
+    plan.attention(q, q, q, backend="reference")
+    torch.cuda.synchronize()
+    if rank == 1:
+        os._exit(3)
+    for _ in range(3):
+        plan.attention(q, q, q, backend="reference")
+        torch.cuda.synchronize()
+    os._exit(0)  # which nothing should reach
 
 
 def _check(case: Case, plan: Plan, device: torch.device) -> None:

@@ -42,7 +42,7 @@ def run(rank: int, world: int, meeting: str, part: str) -> None:
             if n % 2 == world // 2 % 2:  # the other half runs with another number of processes
                 method = ("exchange", "exchange", "gather")[(n // 2) % 3]
                 check(case, (EVEN, RAGGED)[n // 2 % 2], method, (None, 1, 3)[n // 4 % 3], slow=n // 3 % 2 == 0)
-        for other in (_few_tokens, _own_tokens, _dropped, _refused_together, _refused_alone):
+        for other in (_few_tokens, _own_tokens, _dropped, _decode, _refused_together, _refused_alone):
             other(rank, world)
         for other in (_whole_again, _several, _compiled) if world == 2 else (_in_context,):
             other(rank, world)
@@ -156,6 +156,10 @@ def _refused_alone(rank: int, world: int) -> None:
         plan.attention(q, q, q, window=21)
     with pytest.raises(CallError, match="layout must be bshd or bhsd, got 'thd'"):
         plan.attention(q, q, q, layout="thd")
+    with pytest.raises(CallError, match="plans take no seqused_k; allowed: a mask that reads lengths"):
+        plan.attention(q, q, q, seqused_k=torch.ones(1, dtype=torch.int32))
+    with pytest.raises(CallError, match="plans take no torch.float8_e4m3fn; allowed: torch.bfloat16"):
+        plan.attention(*[q.to(torch.float8_e4m3fn)] * 3)
     with pytest.raises(CallError, match=rf"allowed along axis 1: the {EVEN // world} tokens of rank {rank}"):
         plan.unshard(q[:, 1:])
     sinks = attngen.parallel.plan("causal_sink", EVEN, tile=TILE)
@@ -217,6 +221,28 @@ def _in_context(rank: int, world: int) -> None:
                 wrong()
     assert torch.equal(x, whole)
     assert functional.scaled_dot_product_attention(y, y, y).shape == y.shape
+
+
+def _decode(rank: int, world: int) -> None:
+    """Queries attend to a cache that is spread over the ranks, one of which has no keys, and a sink counts once."""
+    known = {case.name: case for case in cases()}
+    ends = [0, 50, 50, 111, EVEN] if world == 4 else [0, 70, EVEN]
+    for name in ("causal", "window", "causal_sink", "prefix_lm", "alibi", "biases", "nothing_for_some"):
+        case = known[name]
+        values = {**case.fixed(EVEN), **case.passed(EVEN)}
+        q, k, v = tensors(case, EVEN)[:3]
+        wanted = attngen.attention(q, k, v, variant=case.variant, return_lse=True, **values)
+        for count in (1, 5):
+            here = slice(ends[rank], ends[rank + 1])
+            ours = attngen.parallel.decode(
+                q[:, -count:], k[:, here], v[:, here], position=EVEN - count, begin=ends[rank], variant=case.variant,
+                return_lse=True, **values,
+            )  # fmt: skip
+            compare(ours[0], wanted[0][:, -count:], f"decode {name}")
+            compare(ours[1], wanted[1][..., -count:], f"decode {name}: lse")
+    with pytest.raises(CallError, match=f"rank {world - 1}: keys end at 1000, after the last query, which is at 9"):
+        begin = 999 if rank == world - 1 else 0
+        attngen.parallel.decode(q[:1, :1], k[:1, :1], v[:1, :1], position=9, begin=begin)
 
 
 def _lost(rank: int, world: int) -> None:

@@ -1,0 +1,36 @@
+"""Process groups as callers name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from attngen.errors import CallError
+
+
+def group_of(group: Any) -> tuple[Any, int, int | None]:
+    """The process group, its size, and the rank of this process in it."""
+    if isinstance(group, int) and not isinstance(group, bool):
+        if group < 1:
+            raise CallError(f"a plan is of 1 rank or more, got {group}")
+        return None, group, None
+    if not dist.is_available() or not dist.is_initialized():
+        raise CallError(
+            "torch.distributed is not initialized; allowed: torch.distributed.init_process_group() before, or a number "
+            "of ranks, to look at a plan"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    elif isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ()
+            allowed = " or ".join(f"mesh[{name!r}]" for name in names) or "a mesh of one axis"
+            raise CallError(f"the mesh has {group.ndim} axes; allowed: {allowed}")
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise CallError(f"group must be a DeviceMesh, a process group or a number of ranks, got {type(group).__name__}")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise CallError("this process is not in the group")
+    return group, dist.get_world_size(group), rank
