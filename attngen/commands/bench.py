@@ -39,6 +39,10 @@ _REFUSED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "serving": ("the serving suite", "--suite serving", (
         "passes", "seqlens", "tokens", "peer_parts", "taken", "plot_path", "ladder", "sustained",
     )),
+    "parallel": ("the parallel suite", "--suite parallel", (
+        "spec", "part", "variants", "passes", "tokens", "taken", "check", "plot_path", "ladder", "sustained",
+        "head_dims", "limit", "jobs",
+    )),
     "small": ("the suite of small calls", "--suite small", (
         "variants", "passes", "seqlens", "tokens", "taken", "plot_path", "ladder",
     )),
@@ -51,12 +55,12 @@ _REFUSED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 @click.option("--variant", "variants", multiple=True, metavar="NAME", help="Only this variant; may be repeated.")
 @click.option("--pass", "passes", type=click.Choice(("forward", "backward", "both")),
               help="Direction; default: both, as far as the spec builds them.")  # fmt: skip
-@click.option("--suite", type=click.Choice(("grid", "variants", "small", "serving", "masks")),
+@click.option("--suite", type=click.Choice(("grid", "variants", "small", "serving", "masks", "parallel")),
               help="Only the grid of full and causal masks; only the other variants; or, instead of both, calls of "
-                   "little work; decoding, appending and prefill over caches; or masks and scores of models, which "
-                   "take no SPEC.")  # fmt: skip
+                   "little work; decoding, appending and prefill over caches; or masks and scores of models, or one "
+                   "sequence on the ranks of torchrun, which take no SPEC.")  # fmt: skip
 @click.option("--cell", "cells", multiple=True, metavar="PART",
-              help="For suites small, serving and masks: only cells whose name contains this; may be "
+              help="For suites small, serving, masks and parallel: only cells whose name contains this; may be "
                    "repeated.")  # fmt: skip
 @click.option("--head-dim", "head_dims", type=click.IntRange(8, 256), multiple=True, metavar="N",
               help="For suite masks: head dimensions; may be repeated.  [default: 128]")  # fmt: skip
@@ -119,7 +123,8 @@ def command(
     medians of interleaved rounds; for backward passes also the memory that they take. With --suite serving, dense and
     paged kernels decode, append and prefill in replays of CUDA graphs, and microseconds and TB/s are printed. With
     --suite masks, functions of models and papers are called through FlexAttention and through attngen, and no spec is
-    read.
+    read. With --suite parallel, under torchrun, one sequence is spread over the ranks; with --dry-run 8 to 64 ranks
+    are simulated.
     Exits 1 if a kernel of attngen fails, or if none could be measured.
     """
     for path in (json_path, plot_path):
@@ -134,6 +139,14 @@ def command(
         raise click.UsageError(
             "--cell names cells of the serving suite, of small calls, and of masks; add --suite serving, small or masks"
         )
+    if chosen == "parallel":
+        from attngen.commands import bench_parallel
+
+        if not bench_parallel.run(
+            cells=cells, seqlens=seqlens, peers=peer_parts, rounds=rounds, json_path=json_path, dry_run=dry_run
+        ):
+            context.exit(cli.EXIT_FAILURE)
+        return
     if chosen != "masks" and (head_dims or limit is not None):
         raise click.UsageError(f"{'--head-dim' if head_dims else '--limit'} is for masks of models; add --suite masks")
     if ladder and plot_path is not None:

@@ -8,5 +8,6 @@ from attngen.parallel.decoding import decode
 from attngen.parallel.explanation import Explanation
 from attngen.parallel.making import plan
 from attngen.parallel.plans import Plan
+from attngen.parallel.simulation import Links, Simulated, simulate
 
-__all__ = ["Cost", "Explanation", "Plan", "decode", "plan"]
+__all__ = ["Cost", "Explanation", "Links", "Plan", "Simulated", "decode", "plan", "simulate"]

@@ -1,0 +1,328 @@
+"""``attngen bench --suite parallel``: one sequence on the ranks of torchrun, beside one GPU and other libraries' ways.
+
+    torchrun --nproc-per-node 4 -m attngen bench --suite parallel --json parallel.json
+
+Every rank runs this module. Figures are those of the slowest rank, of calls in a row, so that host time counts only
+where it is not hidden. ``--dry-run`` simulates 8 to 64 ranks instead, in one process and without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+import attngen
+from attngen.commands.output import print_table
+from attngen.errors import AttngenError
+from attngen.parallel import Cost, Plan
+from attngen.parallel.simulation import table
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+
+#: Calls of a sample, which follow one another without a wait.
+_ROW = 4
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A variant with its values, or packed documents of these lengths; ``torchs`` says what torch's own ways take."""
+
+    name: str
+    variant: str
+    values: dict[str, Any]
+    documents: tuple[int, ...] = ()
+    torchs: str | None = None  # "causal"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds of one contender in one cell, forward and forward with backward, or why there are none."""
+
+    mask: str
+    seqlen: int
+    contender: str
+    forward: float | None = None
+    both: float | None = None
+    reason: str | None = None
+
+
+def masks(seqlen: int) -> list[Mask]:
+    """Those that are timed."""
+    window = {"window": min(4096, max(seqlen // 16, 1))}
+    return [
+        Mask("causal", "causal", {}, torchs="causal"),
+        Mask("window", "sliding_window", window),
+        Mask("documents", "causal", {}, lengths(seqlen)),
+        Mask("prefix", "prefix_lm", {"prefix": torch.tensor([seqlen // 4], dtype=torch.int32)}),
+    ]
+
+
+def lengths(seqlen: int) -> tuple[int, ...]:
+    """Lognormal lengths of documents that fill a sequence."""
+    generator, drawn = torch.Generator().manual_seed(0), list[int]()
+    while sum(drawn) < seqlen:
+        drawn.append(int(torch.empty(1).log_normal_(8.0, 1.0, generator=generator).clamp(64, max(seqlen // 2, 64))))
+    drawn[-1] -= sum(drawn) - seqlen
+    return tuple(drawn)
+
+
+def run(
+    *, cells: tuple[str, ...], seqlens: tuple[int, ...], peers: tuple[str, ...], rounds: int, json_path: Path | None,
+    dry_run: bool,
+) -> bool:  # fmt: skip
+    """Measure, or simulate; whether all that attngen does was measured."""
+    if dry_run:
+        _print_simulated(seqlens)
+        return True
+    if "RANK" not in os.environ:
+        raise click.UsageError(
+            "the parallel suite runs on several ranks: torchrun --nproc-per-node N -m attngen bench --suite parallel; "
+            "with --dry-run one process simulates them"
+        )
+    import torch.distributed as dist
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=device)
+    rows: list[Row] = []
+    try:
+        attngen.jit()
+        for seqlen in seqlens or (16384 * ranks,):
+            for mask in masks(seqlen):
+                if cells and not any(part in mask.name for part in cells):
+                    continue
+                for name, contender in _contenders(mask, seqlen, ranks).items():
+                    if peers and not any(part in name for part in peers):
+                        continue
+                    rows.append(_measured(mask, seqlen, name, contender, rounds, device))
+                    if rank == 0:
+                        _report(rows, json_path)
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        _print(rows, ranks)
+    return all(row.reason is None for row in rows if row.contender.startswith(("attngen", "one")))
+
+
+#: Makes a call, and what it takes its gradients of.
+Made = tuple[Callable[[], Tensor], list[Tensor]]
+
+
+def _contenders(mask: Mask, seqlen: int, ranks: int) -> dict[str, Callable[[torch.device], Made]]:
+    ways: dict[str, Callable[[torch.device], Made]] = {"one GPU": partial(_one, mask, seqlen)}
+    for method in ("exchange", "gather", "heads"):
+        if method != "heads" or KV_HEADS % ranks == 0:
+            ways[f"attngen {method}"] = partial(_by_plan, mask, seqlen, method)
+    if mask.torchs is not None:
+        ways["torch context_parallel"] = partial(_torchs, seqlen)
+        if HEADS % ranks == 0:
+            ways["Ulysses with SDPA"] = partial(_ulysses, seqlen)
+        ways["FlexAttention, keys gathered"] = partial(_flex, seqlen)
+    return ways
+
+
+def _measured(
+    mask: Mask, seqlen: int, name: str, contender: Callable[[torch.device], Made], rounds: int, device: torch.device
+) -> Row:
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    reason, forward, both = None, None, None
+    try:
+        call, leaves = contender(device)
+        weight = torch.randn_like(call())
+        with torch.no_grad():
+            forward = _timed(call, rounds)
+        both = _timed(lambda: torch.autograd.grad(call(), leaves, weight), rounds)
+    except (AttngenError, RuntimeError, ValueError, TypeError, ImportError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    torch.cuda.empty_cache()
+    reasons: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    reason = next((each for each in reasons if each is not None), None)
+    if reason is not None:
+        return Row(mask.name, seqlen, name, reason=reason)
+    return Row(mask.name, seqlen, name, forward, both)
+
+
+def _timed(call: Callable[[], Any], rounds: int) -> float:
+    """Milliseconds of a call on the slowest rank, the median of samples."""
+    import torch.distributed as dist
+
+    for _ in range(2):
+        call()
+    samples = []
+    for _ in range(rounds):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(_ROW):
+            call()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) / _ROW)
+    slowest = torch.tensor(sorted(samples)[rounds // 2], device=torch.cuda.current_device())
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest) * 1e3
+
+
+# --- contenders ---------------------------------------------------------------------------------------------
+
+
+def _random(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+
+
+def _one(mask: Mask, seqlen: int, device: torch.device) -> Made:
+    lead = () if mask.documents else (1,)
+    q, k, v = leaves = _random(device, *((*lead, seqlen, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)))
+    values = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in mask.values.items()}
+    if not mask.documents:
+        return lambda: attngen.attention(q, k, v, variant=mask.variant, **values), leaves
+    offsets = torch.tensor([0, *accumulate(mask.documents)], dtype=torch.int32, device=device)
+    longest = max(mask.documents)
+    return lambda: attngen.attention_varlen(
+        q, k, v, offsets, offsets, longest, longest, variant=mask.variant, **values
+    ), leaves
+
+
+def _by_plan(mask: Mask, seqlen: int, method: str, device: torch.device) -> Made:
+    cost = Cost(HEADS, KV_HEADS, HEAD_DIM)
+    offsets = [0, *accumulate(mask.documents)] if mask.documents else None
+    plan: Plan = attngen.parallel.plan(
+        mask.variant, seqlen, method=method, cu_seqlens=offsets, cost=cost, **mask.values
+    )
+    lead = () if mask.documents else (1,)
+    shapes = ((*lead, plan.tokens(), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = leaves = _random(device, *shapes)
+    return lambda: plan.attention(q, k, v), leaves
+
+
+def _torchs(seqlen: int, device: torch.device) -> Made:
+    """torch's own ring, which takes as many KV heads as heads."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cuda", (ranks,))
+    leaves = _random(device, *[(1, HEADS, seqlen // ranks, HEAD_DIM)] * 3)
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]), context_parallel(mesh):
+            yield
+
+    def call() -> Tensor:
+        with inside():
+            return scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
+
+    return call, leaves
+
+
+def _ulysses(seqlen: int, device: torch.device) -> Made:
+    """Rows for heads by all-to-all, SDPA over all rows, and back."""
+    import torch.distributed as dist
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+    from torch.nn.functional import scaled_dot_product_attention
+
+    ranks = dist.get_world_size()
+    leaves = _random(device, *((1, seqlen // ranks, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)))
+    group = dist.group.WORLD
+
+    def rows(x: Tensor) -> Tensor:
+        x = x.repeat_interleave(ranks // x.shape[2], dim=2) if x.shape[2] < ranks else x
+        sent = x[0].unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+        return all_to_all_single_autograd(sent.flatten(), None, None, group).view(1, seqlen, -1, HEAD_DIM)
+
+    def call() -> Tensor:
+        q, k, v = (rows(x).transpose(1, 2) for x in leaves)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        sent = out[0].transpose(0, 1).contiguous()
+        back = all_to_all_single_autograd(sent.flatten(), None, None, group)
+        return back.view(ranks, seqlen // ranks, HEADS // ranks, HEAD_DIM).transpose(0, 1).flatten(1, 2)
+
+    return call, leaves
+
+
+def _flex(seqlen: int, device: torch.device) -> Made:
+    """FlexAttention over gathered keys, with balanced pairs of chunks."""
+    import torch.distributed as dist
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    held, chunk = seqlen // ranks, seqlen // (2 * ranks)
+    leaves = _random(device, *((1, heads, held, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)))
+
+    def place(index: Tensor) -> Tensor:
+        """The position of a row of all ranks, rank after rank."""
+        of, within = index // held, index % held
+        return torch.where(within < chunk, of * chunk + within, (2 * ranks - 1 - of) * chunk + within - chunk)
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = create_block_mask(
+        lambda b, h, q, kv: place(q + rank * held) >= place(kv), None, None, held, seqlen, device=device
+    )
+
+    def call() -> Tensor:
+        k, v = (all_gather_tensor_autograd(x, 2, dist.group.WORLD) for x in leaves[1:])
+        out: Tensor = compiled(leaves[0], k, v, block_mask=mask, enable_gqa=True)
+        return out
+
+    return call, leaves
+
+
+# --- reports ------------------------------------------------------------------------------------------------
+
+
+def _report(rows: list[Row], path: Path | None) -> None:
+    last = rows[-1]
+    figures = last.reason if last.reason is not None else f"{last.forward:.3f} ms, {last.both:.3f} with backward"
+    click.echo(f"{last.mask}, {last.seqlen} tokens, {last.contender}: {figures}", err=True)
+    if path is not None:
+        path.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
+
+
+def _print(rows: list[Row], ranks: int) -> None:
+    alone = {(row.mask, row.seqlen): row for row in rows if row.contender == "one GPU"}
+    lines = []
+    for row in rows:
+        one = alone.get((row.mask, row.seqlen))
+        times = [f"{each:.3f}" if each is not None else "" for each in (row.forward, row.both)]
+        ratios = ["", ""]
+        if one is not None and row.forward and row.both and one.forward and one.both:
+            ratios = [f"{one.forward / row.forward:.2f}", f"{one.both / row.both:.2f}"]
+        lines.append([row.mask, row.seqlen, row.contender, times[0], ratios[0], times[1], ratios[1], row.reason or ""])
+    print_table(["mask", "tokens", "", "forward ms", "x", "with backward ms", "x", ""], lines)
+    click.echo(
+        f"{ranks} ranks, {HEADS} heads, {KV_HEADS} KV heads (torch's context_parallel {HEADS}), head_dim {HEAD_DIM}, "
+        f"bf16; medians, the slowest rank, of {_ROW} calls in a row; x: one GPU's time over it"
+    )
+
+
+def _print_simulated(seqlens: tuple[int, ...]) -> None:
+    cost = Cost(64, KV_HEADS, HEAD_DIM)
+    for tokens in seqlens or (8192,):
+        for name, variant, values in (("causal", "causal", {}), ("window", "sliding_window", {"window": 4096})):
+            lines = [
+                [one.method, one.ranks, f"{one.forward:.0f}", f"{one.backward:.0f}", f"{one.exposed:.0%}", one.bound]
+                for one in table(variant, cost=cost, values=values, tokens=tokens)
+            ]
+            print_table(["method", "ranks", "forward", "backward", "not hidden", "bound by"], lines,
+                        title=f"{name}, {tokens} tokens a rank, TFLOP/s of each GPU")  # fmt: skip
+    click.echo("simulated from the speeds of attngen.parallel.Links, 64 heads, 8 KV heads; nothing was measured")
