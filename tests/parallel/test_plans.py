@@ -14,7 +14,7 @@ import torch
 import attngen
 from attngen.errors import CallError
 from attngen.lang.eager import evaluate
-from attngen.parallel import Cost, making
+from attngen.parallel import Cost, Links, making, simulate
 from attngen.parallel.one_row import as_one_row, documents
 from attngen.resources import root
 from tests import forked
@@ -116,6 +116,9 @@ def test_causal_is_balanced_and_a_window_sends_little() -> None:
     assert window.balance < 1.02
     assert window.received == window.least
     assert sum(window.received) <= 0.1 * 3 * 131072  # of what gathering sends
+    for variant, values in (("causal", {}), ("prefix_lm", {"prefix": torch.tensor([9000], dtype=torch.int32)})):
+        shares = attngen.parallel.plan(variant, 65536, 4, **values).explain().variants[0]
+        assert sum(shares.received) <= 1.15 * sum(shares.least)
 
 
 def test_several_variants_are_balanced_together() -> None:
@@ -160,6 +163,33 @@ def test_kernels_of_one_gpu_serve_relative_variants() -> None:
     runs = int((np.diff(packed.dealt.owner) != 0).sum()) + 1
     segments = [len(packed._segments(packed.layers[0], rank)) for rank in range(2)]
     assert sum(segments) == runs + 1  # one run is in two documents
+
+
+def test_many_ranks_are_simulated() -> None:
+    cost = Cost(64, 8)
+    window = {method: simulate("sliding_window", 32, method=method, cost=cost, window=4096)
+              for method in ("exchange", "gather")}  # fmt: skip
+    assert window["exchange"].bound == "kernels"
+    assert window["gather"].bound == "links"  # all keys come over the ports of the hosts
+    assert window["exchange"].forward > 5 * window["gather"].forward
+    slow = simulate("causal", 64, cost=cost, links=Links(between=5.0))
+    assert slow.bound == "links"
+    assert slow.backward < simulate("causal", 64, cost=cost).backward
+    assert "64 ranks of 8192 tokens: " in str(slow)
+    with pytest.raises(CallError, match="64 heads and 8 KV heads are no multiples of 32 ranks"):
+        simulate("causal", 32, method="heads", cost=cost)
+    with pytest.raises(CallError, match="method must be one of exchange, gather, heads, got 'ring'"):
+        simulate("causal", 8, method="ring")
+
+
+def test_plans_of_other_variants_have_the_same_tokens() -> None:
+    plan = attngen.parallel.plan("causal", 4096, 2)
+    window = plan.also("sliding_window", window=64)
+    assert window is plan.also("sliding_window", window=64)
+    assert torch.equal(window.rows(1), plan.rows(1))
+    assert window.called() == "sliding_window"
+    with pytest.raises(CallError, match="a plan needs what the mask reads, and did not get window"):
+        plan.also("sliding_window")
 
 
 def test_local_variants_are_written_as_specs() -> None:
