@@ -48,7 +48,6 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INSTEAD = {
     "seqused_k": "a mask that reads lengths, such as kv < used[b]",
     "tile_map": "none, since it would be that of all tokens",
-    "dropout_p": "variants without dropout",
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "tensors of 16 bits"),
 }
 
