@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import QUANTIZED_DTYPES
@@ -23,7 +23,7 @@ from attngen.manifest import (
 )
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.operands import Operands
-from attngen.records import written
+from attngen.records import Kind, written
 
 __all__ = [
     "COLUMNS_OF_WORD", "Argument", "Columns", "Launch", "Plan", "Refused", "Region", "Role", "Structure", "TileMapAxes",
@@ -65,6 +65,16 @@ class Launch(LaunchFields):
         }
 
 
+_Slow = Annotated[
+    tuple[bool, int],
+    Kind(
+        "a flag and a number",
+        lambda v: isinstance(v, list | tuple) and len(v) == 2 and type(v[0]) is bool and type(v[1]) is int,
+        tuple,
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Refused:
     """A plan of the same kernel that was compiled before this one, and why its machine code was refused."""
@@ -72,7 +82,7 @@ class Refused:
     name: str
     backend: str
     reason: str  # in one line
-    slow: tuple[bool, int] | None = None  # serialized products, bytes of spills: if it was correct and only slow
+    slow: _Slow | None = None  # serialized products, bytes of spills: if it was correct and only slow
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of the manifest."""

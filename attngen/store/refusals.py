@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from attngen.errors import StoreError
 from attngen.files import read_regular
+from attngen.records import MisfitError, read
 from attngen.store.store import Store
 
 if TYPE_CHECKING:
@@ -30,14 +31,8 @@ def read_refusal(store: Store, key: str) -> Refused | None:
     from attngen.plan.model import Refused
 
     try:
-        slow = fields["slow"]
-        return Refused(
-            str(fields["name"]),
-            str(fields["backend"]),
-            str(fields["reason"]),
-            None if slow is None else (bool(slow[0]), int(slow[1])),
-        )
-    except (TypeError, KeyError, ValueError, IndexError, OverflowError):
+        return read(Refused, fields)
+    except MisfitError:
         return None
 
 

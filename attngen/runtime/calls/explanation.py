@@ -88,7 +88,7 @@ class Explanation:
         kernel = self.kernel
         if kernel is not None:
             lines[0] = f"{what}: runs {kernel.full_name}"
-            tile = f"tile {kernel.tile_m} x {kernel.tile_n}, iteration {kernel.manifest.get('iteration')}"
+            tile = f"tile {kernel.tile_m} x {kernel.tile_n}, iteration {kernel.iteration}"
             if kernel.direction == "backward":
                 order = "a fixed order" if kernel.reproducible else "no fixed order"
                 launch = f"{', '.join(launch.name for launch in kernel.launches)}, dQ added up in {order}"

@@ -125,6 +125,7 @@ class Kernel(KernelFields):
         self.arch = _arch(entries.arch, origin)
         self.dtype = entries.dtype
         self.section_keys = entries.section_keys
+        self.min_driver = entries.min_driver or 0
         for name in (self.dtype, *entries.operands.values()):
             _check_dtype(name, origin)
         self.launches = tuple(Launch(self, entry, self._image_of(entry)) for entry in entries.launches)

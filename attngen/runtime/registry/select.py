@@ -277,7 +277,7 @@ def against_device(kernel: Kernel, device: int, driver: Driver) -> str | None:
     if not kernel.arch.runs_on(capability):
         only = "only" if kernel.arch.specific else "and later of its generation"
         return f"it is built for {kernel.arch.name} {only}, device {device} is sm{capability}"
-    needed, version = kernel.manifest.get("min_driver") or 0, driver.version()
+    needed, version = kernel.min_driver, driver.version()
     if version < needed:
         return (
             f"it needs a driver for {driver_text(needed)} or later, this one is for CUDA {cuda_release(version)}; "
@@ -439,13 +439,13 @@ def no_spec_adds(request: Request, capability: int) -> str | None:
 
 
 def _for_another_machine(kernel: Kernel, capability: int, driver: Driver) -> bool:
-    return not kernel.arch.runs_on(capability) or driver.version() < (kernel.manifest.get("min_driver") or 0)
+    return not kernel.arch.runs_on(capability) or driver.version() < kernel.min_driver
 
 
 def _another_machine(kernels: Sequence[Kernel], capability: int, driver: Driver) -> str:
     """Say what all kernels of a variant need that this machine lacks, whatever else a call asks for."""
     arches = ", ".join(dict.fromkeys(kernel.arch.name for kernel in kernels))
-    needed = min(kernel.manifest.get("min_driver") or 0 for kernel in kernels)
+    needed = min(kernel.min_driver for kernel in kernels)
     return (
         f"  none of its kernels runs on this machine: they need {arches} and a driver for {driver_text(needed)} or "
         f"later; this is sm{capability}, with a driver for CUDA {cuda_release(driver.version())}"
