@@ -212,6 +212,8 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
         """Metadata whose table has all columns: the graph is for batches of any length."""
         metadata = self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
         metadata.longest = 0
+        if self._prompts is not None:  # the graph's mask reads it
+            metadata.prompts = self._prompts[: common_attn_metadata.num_reqs]
         return metadata
 
     def update_block_table(self, metadata: AttngenMetadata, blk_table: Tensor, slot_mapping: Tensor) -> AttngenMetadata:
