@@ -48,12 +48,17 @@ class AttngenMetadata:
     encoder: Tables | None = None  # of cross attention
     window_slots: Tensor | None = None  # where new tokens go in the pool of windows
     arguments: dict[str, Any] = field(default_factory=dict)  # of the user's mask
+    image_token_ranges: Tensor | None = None  # (queries, 2) int32, first and last position of an image, set by models
+    images: Tensor | None = None  # the same, (2, queries)
 
 
 class AttngenAttnBackend(AttentionBackend):
     """Attention of a model runner."""
 
     needs_cpu_seq_lens = True
+
+    #: SGLang's name for backends whose metadata take ``image_token_ranges`` from Gemma 4.
+    fa_impl_ver = 4
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -294,6 +299,10 @@ class AttngenAttnBackend(AttentionBackend):
         if self._mask is not None and self._mask.for_window(own.window):
             choice = own.own(self._mask)
             return tables, choice._replace(arguments={**choice.arguments, **metadata.arguments})
+        if metadata.image_token_ranges is not None:
+            if metadata.images is None:
+                metadata.images = metadata.image_token_ranges.t().contiguous()
+            return tables, own.with_images(metadata.images[0], metadata.images[1], clamped=True)
         return tables, own.causal()
 
     def _views(self, layer: Any) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,7 @@ class Case:
     mask: Any = None
     seen: Seen | None = None
     lse: bool = False
+    images: dict[int, tuple[int, int]] | None = None  # first and last position by request
     heads: int = 4
     kv_heads: int = 2
     dim: int = 32
@@ -76,6 +77,8 @@ CASES = {
     "drafts": Case(queries=(3, 3), lengths=(40, 21), mode="TARGET_VERIFY", drafts=3),
     "drafts, graph": Case(queries=(3, 3), lengths=(40, 21), mode="TARGET_VERIFY", drafts=3, graph=True, padded=1),
     "log-sum-exp": Case(lse=True),
+    "images": Case(images={0: (36, 38), 3: (4, 12)}),
+    "images and window": Case(images={0: (36, 39), 3: (2, 15)}, window=6),
 }  # fmt: skip
 
 
@@ -89,7 +92,10 @@ def seen_by(case: Case) -> Seen:
         if case.window is not None:
             visible &= (q - kv).abs() < case.window
         if case.kind == "DECODER":
-            visible &= kv <= q
+            first, last = (case.images or {}).get(b, (1, 0))
+            inside = (first <= q) & (q <= last) & (first <= kv) & (kv <= last)
+            back = q - kv < (case.window or 1 << 20)
+            visible = (visible & (kv <= q)) | (inside & back)
         return visible
 
     return seen
@@ -181,6 +187,12 @@ def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Any, Tensor]:
         q, k, v = in_graph(engine, backend, case, batch, q, k, v)
     else:
         backend.init_forward_metadata(batch)
+    if case.images is not None:  # as Gemma 4 sets it
+        ranges = torch.full((sum(queries), 2), -1, dtype=torch.int32)
+        for b, (first, last) in case.images.items():
+            start = int(made.starts[b]) - (case.lengths[b] - queries[b])
+            ranges[start + first : start + last + 1] = torch.tensor([first, last], dtype=torch.int32)
+        backend.forward_metadata.image_token_ranges = ranges.to(engine.device)
     sinks = torch.randn(case.heads, generator=generator) if case.sinks else None
     options: dict[str, Any] = {"sinks": sinks} if sinks is not None else {}
     if case.lse:

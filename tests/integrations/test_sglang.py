@@ -39,7 +39,8 @@ def engine(cases: Any) -> Any:
 NAMES = (
     "prompts and decoding", "pages of one token", "decoding", "window", "window, decoding", "a pool of windows",
     "a pool of windows, decoding", "sinks", "sinks and window", "softcap", "both ways", "encoder", "after an encoder",
-    "cross", "fp8", "graph", "graph, a pool of windows", "drafts", "drafts, graph", "log-sum-exp",
+    "cross", "images", "images and window",
+    "fp8", "graph", "graph, a pool of windows", "drafts", "drafts, graph", "log-sum-exp",
 )  # fmt: skip
 
 
