@@ -134,7 +134,7 @@ class Structure(StructureFields):
         raise KeyError(role)
 
     @property
-    def anchored(self) -> bool:
+    def end_aligned(self) -> bool:
         """Whether tiles of keys end with the last key that a work item sees, not at multiples of their size."""
         return self.anchor > 0
 

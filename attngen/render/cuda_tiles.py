@@ -65,8 +65,8 @@ class Word:
 def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     """Return the ranges of visible and of full tiles along an axis, or the hull that a listing goes through."""
     seen = bands(plan.variant.mask, facts_of(plan), over=along.axis, heads=plan.box_heads)
-    if along is KEYS and plan.structure.anchored:
-        return _anchored_tiles(plan, seen)
+    if along is KEYS and plan.structure.end_aligned:
+        return _end_aligned_tiles(plan, seen)
     if plan.iteration != "ranges":
         values, lines = emit_named(plan, CUDA, hull_ends(plan, seen, along), along)
         lines += [int_constant(name, value) for name, value in values.items() if value.text != name]
@@ -88,7 +88,7 @@ def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
     return Tiles(corners, tuple(pairs[: len(visible)]), tuple(pairs[len(visible) :]), values)
 
 
-def _anchored_tiles(plan: Plan, seen: Bands) -> Tiles:
+def _end_aligned_tiles(plan: Plan, seen: Bands) -> Tiles:
     """Return the ranges of tiles of which the last one ends with the last key that any row of a tile of work sees.
 
     All ends are keys first. From those of all rows follows where tiles begin, which is the same for each consumer.
@@ -101,7 +101,7 @@ def _anchored_tiles(plan: Plan, seen: Bands) -> Tiles:
     keys, lines = emit_named(plan, CUDA, ends)
     named = {name: f"{{{value.text}}}" if value.text.isidentifier() else value.text for name, value in keys.items()}
     of_all = f"{plan.structure.lanes_of_part} * kConsumers"
-    last = f"({named['visible_to']} + kAnchor - 1) / kAnchor * kAnchor"
+    last = f"({named['visible_to']} + kEndAlign - 1) / kEndAlign * kEndAlign"
     begins = f"{named['visible_from']} >= kBlockN ? {last} % kBlockN : 0"
     lines += [
         int_constant("offset", f"__shfl_sync(~0u, {begins}, {of_all})", comment="of the first key of each tile"),

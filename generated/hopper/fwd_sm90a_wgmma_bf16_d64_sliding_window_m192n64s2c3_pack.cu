@@ -24,8 +24,8 @@ constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
 // Tiles of a tile of work end with the last key that its rows see: they begin some keys after multiples of kBlockN.
-constexpr int kAnchor = 16;
-// What consumers learn of a KV tile, in one word: where it begins, in steps of kAnchor, a bit for each consumer that must
+constexpr int kEndAlign = 16;
+// Information on a KV tile for consumers, in one word: where it begins, in steps of kEndAlign, a bit for each consumer that must
 // apply the mask, and a bit for each that sees nothing of it.
 constexpr int kTileMask = (1 << 26) - 1;  // holds the end of the longest sequence
 constexpr int kPartialBit = 26, kSkippedBit = kPartialBit + kConsumers;
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int visible_to = min(max(q_pos_hi + 1, 0), seqlen_k);
           const int full_from = min(max(q_pos_hi - u_window_min_1073741823 + 1, 0), seqlen_k);
           const int full_to = min(max(q_pos_lo + 1, 0), seqlen_k);
-          const int offset = __shfl_sync(~0u, visible_from >= kBlockN ? (visible_to + kAnchor - 1) / kAnchor * kAnchor % kBlockN : 0, 8 * kConsumers);  // of the first key of each tile
+          const int offset = __shfl_sync(~0u, visible_from >= kBlockN ? (visible_to + kEndAlign - 1) / kEndAlign * kEndAlign % kBlockN : 0, 8 * kConsumers);  // of the first key of each tile
           const int visible_lo = (visible_from - offset) / kBlockN;
           const int visible_hi = (visible_to - offset + kBlockN - 1) / kBlockN;
           const int full_lo = (full_from - offset + kBlockN - 1) / kBlockN;
@@ -275,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         while (__any_sync(~0u, remaining > 0)) {
           const int tile = all.visible_lo + remaining - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          load_step(tile, static_cast<uint32_t>(tile * kBlockN + all.offset) / kAnchor | partial << kPartialBit);
+          load_step(tile, static_cast<uint32_t>(tile * kBlockN + all.offset) / kEndAlign | partial << kPartialBit);
         }
         load_v();
       }
@@ -406,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // S becomes logits; pairs that are not visible get -inf.
       const auto finish_logits = [&] {
-        const int kv_first = (tile_info & kTileMask) * kAnchor + 2 * (lane % 4);
+        const int kv_first = (tile_info & kTileMask) * kEndAlign + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           struct Row {
             int visible_from;

@@ -46,7 +46,7 @@ constexpr uint32_t kQ = kShared + 32768;  // 32768 B: Q, a tile per stage
 constexpr uint32_t kDout = kShared + 65536;  // 32768 B: dO, a tile per stage
 constexpr uint32_t kDs = kShared + 98304;  // 65536 B: dS of two steps, then dK for its store
 constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way to the dQ accumulator, then dV for its store
-constexpr uint32_t kPiece = kShared + 196608;  // 16384 B: two pieces of the dQ accumulator: the one that is rounded and the next
+constexpr uint32_t kDqBlock = kShared + 196608;  // 16384 B: two blocks of the dQ accumulator: the one that is rounded and the next
 constexpr uint32_t kLse = kShared + 212992;  // 1024 B: log-sum-exp of the rows of each stage
 constexpr uint32_t kDelta = kShared + 214016;  // 1024 B: D of the rows of each stage
 constexpr uint32_t kWork = kShared + 215040;  // 88 B: two tiles of work: the one that is computed and the next
@@ -60,9 +60,9 @@ constexpr uint32_t kDoutEmpty = kShared + 215208;  // 16 B: barriers
 constexpr uint32_t kDqFull = kShared + 215224;  // 16 B: barriers
 constexpr uint32_t kDqEmpty = kShared + 215240;  // 16 B: barriers
 constexpr uint32_t kWorkEmpty = kShared + 215256;  // 16 B: barriers
-constexpr uint32_t kPieceFull = kShared + 215272;  // 16 B: barriers
+constexpr uint32_t kDqBlockFull = kShared + 215272;  // 16 B: barriers
 constexpr uint32_t kDsFull = kShared + 215288;  // 16 B: barriers
-constexpr uint32_t kPieceTaken = kShared + 215304;  // 64 B: which these are
+constexpr uint32_t kDqBlockTaken = kShared + 215304;  // 64 B: which these are
 constexpr uint32_t kSumTile = kShared + 215368;  // 96 B: where dQ of the last steps goes
 
 // Rings: who fills the stages -> who empties them.
@@ -71,7 +71,7 @@ using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader -> each consumer
 using DoutRing = Ring<kDoutFull, kDoutEmpty, 2>;  // the loader -> each consumer
 using DqRing = Ring<kDqFull, kDqEmpty, 2>;  // each consumer -> the warp that adds
 using WorkRing = Pair<kNoBarrier, kWorkEmpty>;  // the loader -> each consumer
-using PieceRing = Pair<kPieceFull, kNoBarrier>;  // the warp that rounds -> the warp that rounds
+using DqBlockRing = Pair<kDqBlockFull, kNoBarrier>;  // the warp that rounds -> the warp that rounds
 using DsRing = Pair<kDsFull, kNoBarrier>;  // each consumer -> each consumer
 
 // Named barriers of the hardware; 0 is __syncthreads.
@@ -90,9 +90,9 @@ constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kDsBytes = kBlockM * kBlockN * kElementBytes;
 constexpr uint32_t kDqBytes = 64 * kDqColumns * 4;  // of one consumer
 constexpr uint32_t kRowBytes = kBlockM * 4;
-constexpr int kPieceBytes = 8192;  // of the dQ accumulator that are rounded at once: 64 rows and 32 columns
+constexpr int kDqBlockBytes = 8192;  // of the dQ accumulator that are rounded at once: 64 rows and 32 columns
 constexpr int kSumsOfTile = kConsumers * kDqBytes / 4;  // floats of dQ of a tile of queries, in the order of registers
-constexpr int kPiecesOfTile = 4 * kSumsOfTile / kPieceBytes;
+constexpr int kDqBlocksOfTile = 4 * kSumsOfTile / kDqBlockBytes;
 
 // How wgmma reads these: by rows (K-major) for S and dP, and the same memory by columns (MN-major) for the other products.
 // dS has rows of queries, in boxes of the 64 keys of a consumer.
@@ -124,8 +124,8 @@ constexpr int kEndOfTile = -1, kEndOfAll = -2;
 struct Sum {
   int tile, unit, parts;
 };
-// What is rounded at once: a part of the dQ accumulator, its factor, and where it goes.
-struct Piece {
+// A block of dQ that is rounded at once: its part of the dQ accumulator, its factor, and its destination.
+struct DqBlock {
   const float* sums;
   GradElement* to;
   int rows;
@@ -140,8 +140,8 @@ static_assert(DsRing::kStages * kDsBytes == 65536 && DqRing::kStages * kDqBytes 
 static_assert(kWork % alignof(Work) == 0 && WorkRing::kStages * sizeof(Work) == 88);
 static_assert(kStep % alignof(Step) == 0 && QRing::kStages * sizeof(Step) == 16);
 static_assert(kSumTile % alignof(Sum) == 0 && kSums * sizeof(Sum) == 96);
-static_assert(kPieceTaken % alignof(Piece) == 0 && PieceRing::kStages * sizeof(Piece) <= 64);
-static_assert(kLse % sizeof(float4) == 0 && kDelta % sizeof(float4) == 0 && kPiece % sizeof(float4) == 0);
+static_assert(kDqBlockTaken % alignof(DqBlock) == 0 && DqBlockRing::kStages * sizeof(DqBlock) <= 64);
+static_assert(kLse % sizeof(float4) == 0 && kDelta % sizeof(float4) == 0 && kDqBlock % sizeof(float4) == 0);
 
 extern __shared__ char shared_memory[];
 
@@ -229,55 +229,55 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     init_barriers(kDqFull, 2, 4);  // each warp of the consumer
     init_barriers(kDqEmpty, 2, 1);  // the warp that adds
     init_barriers(kWorkEmpty, 2, 2);  // each consumer
-    init_barriers(kPieceFull, 2, 1);  // the warp that rounds, and the bytes of the copy
+    init_barriers(kDqBlockFull, 2, 1);  // the warp that rounds, and the bytes of the copy
     init_barriers(kDsFull, 2, 8);  // each warp of both consumers
     fence_barrier_init();
   }
   __syncthreads();
 
-  // dQ of a KV head's queries is rounded when the last tile of keys has been added: in pieces of 64 rows and 32 columns, in
-  // the order in which heads are computed. Whichever warp is free takes the next piece.
+  // dQ of a KV head's queries is rounded once the last tile of keys has been added: in blocks of 64 rows and 32 columns, in
+  // the order in which heads are computed. Whichever warp is free takes the next block.
   // Counters, after the dQ accumulator.
   const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_state_ptr) + place; };
-  // How many parts of tiles of keys of a KV head have been added; after the last head, how many pieces have been taken.
+  // How many parts of tiles of keys of a KV head have been added; after the last head, how many blocks of dQ have been taken.
   const auto done = [&](int unit) { return counter_at(unit); };
   // The state of a tile of the dQ accumulator: whether it has been begun, and whether the first sum is in memory.
   const auto state_of = [&](int tile) { return done(batch * kv_heads) + 1 + tile; };
   // How many parts of a tile of keys that is cut are done, for each consumer.
   const auto parts_done = [&](int cut_tile) { return state_of(sum_tiles) + kConsumers * cut_tile; };
-  // Takes a piece and waits until it is complete. False if none is left.
-  const auto take_piece = [&](Piece& piece) {
-    const int units = batch * kv_heads, pieces = group * q_tiles * kPiecesOfTile, pieces_of_all = units * pieces;
+  // Takes a block of dQ and waits until it is complete. False if none is left.
+  const auto take_dq_block = [&](DqBlock& dq_block) {
+    const int units = batch * kv_heads, dq_blocks = group * q_tiles * kDqBlocksOfTile, all_dq_blocks = units * dq_blocks;
     while (true) {
       const int index = take_number(done(units), lane);
-      if (__any_sync(~0u, index >= pieces_of_all)) return false;
+      if (__any_sync(~0u, index >= all_dq_blocks)) return false;
       int unit, place;
-      place_tile(index, pieces, units, section, unit, place);
-      const int b = unit / kv_heads, hk = unit % kv_heads, h = hk * group + place / kPiecesOfTile / q_tiles;
-      const int q_tile = place / kPiecesOfTile % q_tiles, part = place % kPiecesOfTile;
+      place_tile(index, dq_blocks, units, section, unit, place);
+      const int b = unit / kv_heads, hk = unit % kv_heads, h = hk * group + place / kDqBlocksOfTile / q_tiles;
+      const int q_tile = place / kDqBlocksOfTile % q_tiles, part = place % kDqBlocksOfTile;
       constexpr int kParts = kDqColumns / 32;
       const int first_row = q_tile * kBlockM + part / kParts * 64, first_column = part % kParts * 32;
-      piece.rows = seqlen_q - first_row;
-      if (__any_sync(~0u, piece.rows <= 0)) continue;
+      dq_block.rows = seqlen_q - first_row;
+      if (__any_sync(~0u, dq_block.rows <= 0)) continue;
       const uint32_t tiles = kv_tiles;
       while (__any_sync(~0u, load_acquire(done(unit)) < tiles * parts)) __nanosleep(500);
-      piece.factor = softmax_scale;
+      dq_block.factor = softmax_scale;
       const int sum_tile = (b * heads + h) * q_tiles + q_tile;
-      piece.sums = dq_sum_ptr + static_cast<long long>(sum_tile) * kSumsOfTile + part * (kPieceBytes / 4);
-      piece.begun = load_acquire(state_of(sum_tile)) != kUntouched;
-      piece.to = dq_ptr + b * stride_dq_b + h * stride_dq_h + first_row * stride_dq_s + first_column;
+      dq_block.sums = dq_sum_ptr + static_cast<long long>(sum_tile) * kSumsOfTile + part * (kDqBlockBytes / 4);
+      dq_block.begun = load_acquire(state_of(sum_tile)) != kUntouched;
+      dq_block.to = dq_ptr + b * stride_dq_b + h * stride_dq_h + first_row * stride_dq_s + first_column;
       return true;
     }
   };
-  // Writes 16 rows of a piece, from sums in the order of a warp's accumulator.
-  const auto write_rows = [&](const Piece& piece, int block, const float4 (&sums)[4]) {
+  // Writes 16 rows of a block, from sums in the order of a warp's accumulator.
+  const auto write_rows = [&](const DqBlock& dq_block, int block, const float4 (&sums)[4]) {
     uint4 upper, lower;
-    round_sums<GradElement>(sums, piece.factor, lane, upper, lower);
-    if (!piece.begun) upper = lower = {};  // queries that see no key: nothing was stored
+    round_sums<GradElement>(sums, dq_block.factor, lane, upper, lower);
+    if (!dq_block.begun) upper = lower = {};  // queries that see no key: nothing was stored
     const int row = 16 * block + lane / 4, column = 8 * (lane % 4);
-    GradElement* const to = piece.to + row * stride_dq_s + column;
-    if (row < piece.rows) *reinterpret_cast<uint4*>(to) = upper;
-    if (row + 8 < piece.rows) *reinterpret_cast<uint4*>(to + 8 * stride_dq_s) = lower;
+    GradElement* const to = dq_block.to + row * stride_dq_s + column;
+    if (row < dq_block.rows) *reinterpret_cast<uint4*>(to) = upper;
+    if (row + 8 < dq_block.rows) *reinterpret_cast<uint4*>(to + 8 * stride_dq_s) = lower;
   };
 
   if (warpgroup == kConsumers) {
@@ -460,29 +460,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         phase ^= 1;
       }
     } else if (warp == kRounder) {
-      // Rounds dQ: the next piece arrives while one is written. What a piece is stands in shared memory, since this role has
+      // Rounds dQ: the next block arrives while one is written. Its description is in shared memory, since this role has
       // few registers; all lanes write the same.
       bool more = true;
       for (int count = 0; __any_sync(~0u, more); ++count) {
-        Piece& next = shared_at<Piece>(kPieceTaken + count % 2 * sizeof(Piece));
-        more = take_piece(next);
+        DqBlock& next = shared_at<DqBlock>(kDqBlockTaken + count % 2 * sizeof(DqBlock));
+        more = take_dq_block(next);
         if (lane == 0 && more) {
           fence_async_global();
-          const PieceRing place(count % 2);
-          place.arrive_expecting(kPieceBytes);
-          load_floats(kPiece + place.stage * kPieceBytes, next.sums, kPieceBytes, place.full());
+          const DqBlockRing place(count % 2);
+          place.arrive_expecting(kDqBlockBytes);
+          load_floats(kDqBlock + place.stage * kDqBlockBytes, next.sums, kDqBlockBytes, place.full());
         }
         __syncwarp();
         if (count == 0) continue;
         const int slot = (count - 1) % 2;
-        PieceRing(slot, (count - 1) / 2 % 2).wait();
+        DqBlockRing(slot, (count - 1) / 2 % 2).wait();
 #pragma unroll 1  // for the same reason
         for (int block = 0; block < 4; ++block) {
-          const Piece piece = shared_at<Piece>(not_hoisted(kPieceTaken + slot * sizeof(Piece)));
+          const DqBlock dq_block = shared_at<DqBlock>(not_hoisted(kDqBlockTaken + slot * sizeof(DqBlock)));
           float4 sums[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sums[i] = shared_at<float4>(kPiece + slot * kPieceBytes + 16 * (128 * i + 32 * block + lane));
-          write_rows(piece, not_hoisted(block), sums);
+          for (int i = 0; i < 4; ++i) sums[i] = shared_at<float4>(kDqBlock + slot * kDqBlockBytes + 16 * (128 * i + 32 * block + lane));
+          write_rows(dq_block, not_hoisted(block), sums);
         }
         __syncwarp();
       }
@@ -835,14 +835,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     // Tells the warp that adds dQ that there is no other step.
     if (lane == 0) dq_ring.arrive();
     // No tile of keys is left: helps to round dQ of the last heads, straight from L2.
-    Piece piece;
-    while (__any_sync(~0u, take_piece(piece))) {
-      const float4* const from = reinterpret_cast<const float4*>(piece.sums);
+    DqBlock dq_block;
+    while (__any_sync(~0u, take_dq_block(dq_block))) {
+      const float4* const from = reinterpret_cast<const float4*>(dq_block.sums);
       float4 sums[4][4];
 #pragma unroll
       for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = __ldcg(from + 128 * (i % 4) + 32 * (i / 4) + lane);
 #pragma unroll
-      for (int block = 0; block < 4; ++block) write_rows(piece, block, sums[block]);
+      for (int block = 0; block < 4; ++block) write_rows(dq_block, block, sums[block]);
     }
   }
 }

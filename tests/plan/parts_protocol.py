@@ -115,7 +115,7 @@ def adder(s: Parts, adds: list[Added | None]) -> Role:
 
 
 def rounder(s: Parts) -> Role:
-    """``backward/_pieces.cu.j2``: waits for all parts of all tiles."""
+    """``backward/_dq_blocks.cu.j2``: waits for all parts of all tiles."""
     yield lambda: s.done >= len(s.steps) * s.parts
     wanted = sorted((tile, h, i) for tile, steps in enumerate(s.steps) for h in range(HEADS) for i in range(steps))
     if sorted(s.dq) != wanted:

@@ -450,16 +450,16 @@ def test_parts_have_each_step_once(variant: str, head_dim: int) -> None:
             assert max(counts) - min(counts) <= 4
 
 
-def _steps_by_stripes(
-    part: int, parts: int, *, tiles: int, q_tiles: int, group: int, k_stripe: int
+def _steps_by_chunks(
+    part: int, parts: int, *, tiles: int, q_tiles: int, group: int, query_chunk: int
 ) -> list[tuple[int, int]]:
-    """``_visits_striped.cu.j2``, line by line: (head, tile) of each step of a part, or of a whole tile."""
+    """``_visits_chunked.cu.j2``, line by line: (head, tile) of each step of a part, or of a whole tile."""
     kv_tile, order = 5, []
     stride, step = (1, 0) if part < 0 else (parts, part % parts)
-    stripe = min(k_stripe, (q_tiles + 3) // 4) if group > 1 else tiles
+    chunk = min(query_chunk, (q_tiles + 3) // 4) if group > 1 else tiles
     end = tiles
     while end > 0:
-        begin = max(end - stripe, 0)
+        begin = max(end - chunk, 0)
         width = end - begin
         first = (3 * kv_tile + step) % (width * group)
         h, place = first // width, begin + first % width
@@ -471,18 +471,18 @@ def _steps_by_stripes(
                 place -= width
                 h = (h + 1) % group
         step -= width * group
-        end -= stripe
+        end -= chunk
     return order
 
 
 @pytest.mark.parametrize("variant", ["causal", "full", "alibi", "prefix_lm"])
-def test_heads_of_a_group_go_by_stripes(variant: str) -> None:
+def test_heads_of_a_group_go_by_chunks_of_queries(variant: str) -> None:
     kernel = backward(variant, head_dim=128)
     text = render(kernel).text
     for line in (
-        "stripe = group > 1 ? min(kStripe, (q_tiles + 3) / 4) : tiles;",
-        "for (int end = tiles; __any_sync(~0u, end > 0); end -= stripe) {",
-        "const int begin = max(end - stripe, 0), width = end - begin;",
+        "chunk = group > 1 ? min(kQueryChunk, (q_tiles + 3) / 4) : tiles;",
+        "for (int end = tiles; __any_sync(~0u, end > 0); end -= chunk) {",
+        "const int begin = max(end - chunk, 0), width = end - begin;",
         "const int first = (3 * kv_tile + step) % (width * group);",
         "int h = hk * group + first / width, place = begin + first % width;",
         "for (; __any_sync(~0u, step < width * group); step += stride) {",
@@ -490,21 +490,21 @@ def test_heads_of_a_group_go_by_stripes(variant: str) -> None:
         "step -= width * group;",
     ):
         assert line in text
-    stripe = kernel.structure.stripe
-    assert f"constexpr int kStripe = {stripe};" in text
+    chunk = kernel.structure.query_chunk
+    assert f"constexpr int kQueryChunk = {chunk};" in text
     for tiles in (0, 1, 5, 8, 9, 40):
         for group in (1, 4, 7):
             for parts in (1, 2, 3, 8):
-                sizes = {"tiles": tiles, "q_tiles": 40, "group": group, "k_stripe": stripe}
-                own = [_steps_by_stripes(part if parts > 1 else -1, parts, **sizes) for part in range(parts)]
+                sizes = {"tiles": tiles, "q_tiles": 40, "group": group, "query_chunk": chunk}
+                own = [_steps_by_chunks(part if parts > 1 else -1, parts, **sizes) for part in range(parts)]
                 assert sorted(step for steps in own for step in steps) == [
                     (h, tile) for h in range(group) for tile in range(tiles)
                 ]
                 counts = [len(steps) for steps in own]
                 assert max(counts) - min(counts) <= 1
-    all_steps = _steps_by_stripes(-1, 1, tiles=40, q_tiles=40, group=4, k_stripe=stripe)
-    for at in range(0, 160, 4 * stripe):  # a stripe is complete before the one before it begins
-        assert {tile for _, tile in all_steps[at : at + 4 * stripe]} == set(range(40 - at // 4 - stripe, 40 - at // 4))
+    all_steps = _steps_by_chunks(-1, 1, tiles=40, q_tiles=40, group=4, query_chunk=chunk)
+    for at in range(0, 160, 4 * chunk):  # a chunk is complete before the one before it begins
+        assert {tile for _, tile in all_steps[at : at + 4 * chunk]} == set(range(40 - at // 4 - chunk, 40 - at // 4))
 
 
 @pytest.mark.parametrize(
@@ -519,4 +519,4 @@ def test_heads_of_a_group_go_by_stripes(variant: str) -> None:
     ],
 )
 def test_backwards_that_go_head_by_head(variant: str, fields: dict[str, object]) -> None:
-    assert backward(variant, **{"head_dim": 128, **fields}).structure.stripe == 0
+    assert backward(variant, **{"head_dim": 128, **fields}).structure.query_chunk == 0

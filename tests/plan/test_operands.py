@@ -162,7 +162,7 @@ def test_memory_of_backwards_follows_from_each_operand(head_dim: int) -> None:
     assert after["q"] / one.structure.q_stages == before["q"] / two.structure.q_stages / 2
     for name in ("k", "v", "dout", "ds", "other_k", "other_ds"):
         assert after.get(name, 0) == before.get(name, 0) // 2
-    for name in ("dq", "piece", "sum_tile"):
+    for name in ("dq", "dq_block", "sum_tile"):
         assert after.get(name) == before.get(name)
     assert 2 * one.launch("dqkv").products == two.launch("dqkv").products
 

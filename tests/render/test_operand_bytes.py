@@ -191,7 +191,7 @@ def test_copies_announce_the_bytes_that_they_bring(case: tuple[Plan, str, dict[s
         if plan.structure.cluster > 1:
             wanted |= {stage["other_ds"] // 2, numbers["kKeys"] * size}  # of one column
         else:
-            wanted |= {stage["k"] + stage["v"], numbers["kPieceBytes"]}
+            wanted |= {stage["k"] + stage["v"], numbers["kDqBlockBytes"]}
     assert announced == wanted
 
 

@@ -106,7 +106,7 @@ kernels:
             "consumers: 2 warpgroups of 64 keys, 240 registers a thread",
             "loop: ranges; the softmax of a step runs under products of the other consumer: "
             "they take turns at the tensor cores",
-            "heads of a group go through queries by stripes of at most 8 tiles, the last ones first",
+            "heads of a group go through chunks of at most 8 query tiles together, the last ones first",
             "where blocks would wait for a few, the last tiles of keys are cut into parts of their steps",
             "in flight: 3 tiles of Q, 2 of dO, 2 of dS",
         ]),

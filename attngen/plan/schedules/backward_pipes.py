@@ -15,13 +15,13 @@ SUM_BYTES, CUT_SUM_BYTES, ORDERED_SUM_BYTES = 8, 12, 20
 #: Bytes that identify the step of a tile of dS, where a warp reads it.
 DS_STEP_BYTES = 48
 #: The 64 x 32 block of the dQ accumulator that a warp rounds at once, and its record.
-PIECE_BYTES, PIECE_TAKEN_BYTES = 64 * 32 * 4, 32
+DQ_BLOCK_BYTES, DQ_BLOCK_TAKEN_BYTES = 64 * 32 * 4, 32
 _KEYS = 64  # of a consumer
 
 #: Shared memory in its order: matrices first, which need the most alignment.
 _ORDER = (
-    "k", "v", "q", "dout", "ds", "dq", "piece", "biases", "lse", "delta", "query_values", "distance_values", "work",
-    "step", "ds_step", "barriers", "piece_taken", "sum_tile",
+    "k", "v", "q", "dout", "ds", "dq", "dq_block", "biases", "lse", "delta", "query_values", "distance_values", "work",
+    "step", "ds_step", "barriers", "dq_block_taken", "sum_tile",
 )  # fmt: skip
 
 
@@ -77,11 +77,11 @@ def backward_pipes(
         stored=(("work", CUT_WORK_BYTES if roles.cuts else WORK_BYTES),),
         alternates=True,
     )  # fmt: skip
-    piece = Ring(
-        "piece", 2, "the warp that rounds", "the warp that rounds",
+    dq_block = Ring(
+        "dq_block", 2, "the warp that rounds", "the warp that rounds",
         guards="a complete 64 x 32 block of the dQ accumulator, until the same warp has rounded it",
         full=Signal(1, "the warp that rounds", "a block of the dQ accumulator has landed", bytes=True),
-        stored=(("piece", PIECE_BYTES), ("piece_taken", PIECE_TAKEN_BYTES)),
+        stored=(("dq_block", DQ_BLOCK_BYTES), ("dq_block_taken", DQ_BLOCK_TAKEN_BYTES)),
         alternates=True,
     )  # fmt: skip
     ds = Ring(
@@ -109,7 +109,7 @@ def backward_pipes(
     )  # fmt: skip
     sums = SUMS * (ORDERED_SUM_BYTES if roles.ordered else CUT_SUM_BYTES if roles.cuts else SUM_BYTES)
     return Pipes(
-        (kv, q, dout, dq, *([biases] if roles.biases else []), work, piece, ds),
+        (kv, q, dout, dq, *([biases] if roles.biases else []), work, dq_block, ds),
         named=_named(roles),
         roles=roles.warp_roles,
         order=_ORDER,

@@ -242,7 +242,7 @@ def _tile(
     box = widest_box(qk * size, v * size)
     numbers = form.numbers[spec.dtype]
     softmax, constant = softmax_of(spec, numbers.exponents)
-    anchored = tile_n % ANCHOR == 0 and _can_be_anchored(spec, iteration)
+    end_aligned = tile_n % ANCHOR == 0 and _can_be_end_aligned(spec, iteration)
     capped = (
         max(qk, v) <= form.capped_columns
         and softmax in ("fixed_reference", "bounded")
@@ -250,9 +250,10 @@ def _tile(
         and not tiled
         and is_soft_capped(spec)
     )
-    # where tiles are anchored, the rows of all consumers see some key of nearly every tile; not so tiles of many keys
+    # where tiles end with the last visible key, the rows of all consumers see some key of nearly every tile; not so
+    # tiles of many keys
     # under a window, whose far end differs from query to query
-    together = anchored and (not form.transposes or tile_n <= ROWS or searches(spec))
+    together = end_aligned and (not form.transposes or tile_n <= ROWS or searches(spec))
     ranges = iteration == "ranges" and spec.variant.mask != TRUE and not together
     skips = ranges and tile_n < tile_m - ROWS
     staged = spec.epilogue != "direct" and not spec.split_tiles
@@ -294,13 +295,13 @@ def _tile(
         else 0,
         softmax=softmax,
         recompute_below="1.0f"
-        if numbers.lane_sum_log2 and softmax == "fixed_reference" and anchored and max(qk, v) <= _REMEMBERED_COLUMNS
+        if numbers.lane_sum_log2 and softmax == "fixed_reference" and end_aligned and max(qk, v) <= _REMEMBERED_COLUMNS
         else "",
         fixed_max="0.0f" if constant is None else f"{constant:.1f}f",
         capped=capped,
         fused=softmax == "bounded" and not capped,
-        anchor=ANCHOR if anchored else 0,
-        recompute_by_count=anchored and softmax == "fixed_reference" and not capped and not numbers.lane_sum_log2,
+        anchor=ANCHOR if end_aligned else 0,
+        recompute_by_count=end_aligned and softmax == "fixed_reference" and not capped and not numbers.lane_sum_log2,
         relative=softmax == "fixed_reference" and not spec.scale_block and takes_row_max(spec),
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
@@ -342,7 +343,7 @@ def place_bits(step: int) -> int:
     return ((MAX_SEQLEN - 1) // step).bit_length()
 
 
-def _can_be_anchored(spec: KernelSpec, iteration: str) -> bool:
+def _can_be_end_aligned(spec: KernelSpec, iteration: str) -> bool:
     """Whether tiles of keys may begin anywhere, and rows see an interval that ends on both sides, so that it pays.
 
     It does where heads share rows: tiles of work then end at other queries than multiples of ``tile.n``.

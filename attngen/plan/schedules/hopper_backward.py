@@ -74,7 +74,7 @@ _COSTLY_VALUES = 2
 _BIAS_STAGES = (2, 1)
 
 #: Query tiles that all heads of a group visit before the next ones; measured against 4 and 16.
-_STRIPE = 8
+_QUERY_CHUNK = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         distance_values=by_distance,
         cuts=cuts,
         uneven=_by_data(spec, iteration),
-        stripe=_STRIPE if cuts and not own_spans and _goes_by_stripes(spec, choice, iteration) else 0,
+        query_chunk=_QUERY_CHUNK if cuts and not own_spans and _goes_by_chunks(spec, choice, iteration) else 0,
         slots=iteration == "tile_map" and not wide,
         biases=tiled,
         reads_ds=reads_ds,
@@ -346,7 +346,7 @@ def _cuts(spec: KernelSpec, *, crowded: bool) -> bool:
     return not is_wide(spec) and not spec.deterministic and not crowded
 
 
-def _goes_by_stripes(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
+def _goes_by_chunks(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
     """Whether all heads of a group visit some query tiles before the next ones: for short steps and equal masks."""
     return choice.tile_m < _KEYS and iteration == "ranges" and not by_head(spec.variant)
 

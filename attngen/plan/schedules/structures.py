@@ -87,7 +87,9 @@ class HopperBackward(Structure):
     dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
     own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask
     cuts: bool = False  # a call may split the last tiles of keys among several blocks
-    stripe: int = 0  # query tiles that all heads of a group visit before the next ones; 0: one head after the other
+    query_chunk: int = (
+        0  # query tiles that all heads of a group visit before the next ones; 0: one head after the other
+    )
     slots: bool = False  # a step names the slot of its tile in a tile map, which has the mask as bits
     bias_stages: int = 0  # of the ring of these tiles, for each consumer
     reads_ds: bool = False  # a warp of the producer adds up gradients of the variant's tensors from tiles of dS

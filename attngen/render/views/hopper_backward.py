@@ -10,7 +10,7 @@ from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Code, Statement, reads
 from attngen.plan.model import Launch, Plan
 from attngen.plan.schedules.backward_launches import first_stored, row_lanes
-from attngen.plan.schedules.backward_pipes import PIECE_BYTES, backward_pipes_of
+from attngen.plan.schedules.backward_pipes import DQ_BLOCK_BYTES, backward_pipes_of
 from attngen.plan.schedules.cluster_pipes import cluster_pipes_of
 from attngen.plan.schedules.hopper_backward import by_head
 from attngen.plan.schedules.structures import HopperBackward
@@ -45,7 +45,8 @@ _REGION_TEXTS = {
     "other_k": "half of the columns of the other block's K",
     "ds_step": "the steps of both tiles of dS",
     "step": "the step of each stage of Q: its queries and its head", "sum_tile": "where dQ of the last steps goes",
-    "piece": "two pieces of the dQ accumulator: the one that is rounded and the next", "piece_taken": "which these are",
+    "dq_block": "two blocks of the dQ accumulator: the one that is rounded and the next",
+    "dq_block_taken": "which these are",
 }  # fmt: skip
 #: And in a cluster, where these differ.
 _CLUSTER_TEXTS = {
@@ -75,7 +76,7 @@ class CudaBackwardView:
     region_bytes: Mapping[str, int]
     pipes: PipesView
     last_tile: int
-    piece_bytes: int
+    dq_block_bytes: int
     swizzle: int
     swizzled_row: str
     preprocess_lines: tuple[str, ...]
@@ -156,7 +157,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         region_bytes={region.name: region.bytes for region in roles.shared},
         pipes=_pipes(plan, roles),
         last_tile=(MAX_SEQLEN - 1) // plan.tile_m,
-        piece_bytes=PIECE_BYTES,
+        dq_block_bytes=DQ_BLOCK_BYTES,
         swizzle=SWIZZLES[roles.box_bytes],
         swizzled_row=SWIZZLED_ROWS[roles.box_bytes],
         preprocess_lines=_lines(plan, parts["preprocess"]),

@@ -137,7 +137,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         at_biases.append(leaf("q_start"))
     spans = reads([*span.lines, *span.values.values(), *listed])
     steps, seen = reads([*code.partial.all, *code.full.all]), reads(code.visible.all if code.visible else ())
-    kv_first = f"(tile_info & kTileMask) * {'kAnchor' if structure.anchored else 'kBlockN'} + 2 * (lane % 4)"
+    kv_first = f"(tile_info & kTileMask) * {'kEndAlign' if structure.end_aligned else 'kBlockN'} + 2 * (lane % 4)"
     v_box = structure.box_bytes
     if structure.v_by_columns:
         among = TRANSPOSED_BYTES if structure.transposes else BOX_BYTES
@@ -161,7 +161,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         pipes=pipes_view(forward_pipes_of(plan), base=_FROM_HERE if structure.shares else ""),
         partials_room=_room(structure),
         place_bits=place_bits(structure.anchor or plan.tile_n),
-        key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if structure.anchored else ""),
+        key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if structure.end_aligned else ""),
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans="hk" in spans and not plan.pack_gqa,
         uses_kv_tiles="kv_tiles" in spans,
@@ -170,13 +170,13 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         words_use_q_hi="q_hi" in reads(listed),
         span_fields=(
             *(f"{lo}, {hi}" for lo, hi in (*span.visible, *span.full)),
-            *(["offset"] if structure.anchored else []),
+            *(["offset"] if structure.end_aligned else []),
         ),
         span_lines=span.lines,
         span_values=", ".join(
             [
                 *(span.values[end].text for pair in (*span.visible, *span.full) for end in pair),
-                *(["offset"] if structure.anchored else []),
+                *(["offset"] if structure.end_aligned else []),
             ]
         ),
         count=_count(span, "spans"),

@@ -82,8 +82,9 @@ class BlockExplanation(ScheduleExplanation):
             stages = "1 stage" if roles.bias_stages == 1 else f"{roles.bias_stages} stages"
             size = f"{roles.biases} x {self.plan.tile_m} x 64"
             yield f"tiles of biases come with those of Q: {stages} of {size} for each consumer"
-        if roles.stripe:
-            yield f"heads of a group go through queries by stripes of at most {roles.stripe} tiles, the last ones first"
+        if roles.query_chunk:
+            most = f"chunks of at most {roles.query_chunk} query tiles together"
+            yield f"heads of a group go through {most}, the last ones first"
         for each in gradients_of(self.plan.variant, fast_math=self.plan.fast_math):
             yield f"gradient of {canonical(each.load)}: {_WAYS[each.way]}"
         if roles.cuts:

@@ -114,9 +114,9 @@ class HopperExplanation(ScheduleExplanation):
         """Yield the parts of a consumer's loop over keys, in order."""
         structure = self.structure
         turn, passed = ("take the turn, ", ", pass the turn") if structure.pingpong else ("", "")
-        anchored = ", which ends with the last key that is" if structure.anchored else ""
+        end_aligned = ", which ends with the last key that is" if structure.end_aligned else ""
         first = "the last tile of keys that all rows see, then the others" if structure.whole_first else "tiles of keys"
-        yield "order", f"{first} from the last that is seen{anchored} to the first"
+        yield "order", f"{first} from the last that is seen{end_aligned} to the first"
         reductions = "exponentials make" if structure.softmax == "bounded" else "maximum and exponentials make"
         yield "first tile", f"{turn}QK(0){passed}, wait; {reductions} P(0)"
         if structure.overlap:

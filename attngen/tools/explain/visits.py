@@ -278,7 +278,7 @@ class _Grid:
         """Return full and partial tiles of a kernel that loops over ranges, and tests each tile for the full ones."""
         n = self._plan.tile_n
         if self._anchor:
-            return self._in_anchored_ranges()
+            return self._in_end_aligned_ranges()
         tiles = torch.arange(self._whole)[None, :]
         visited = self._in_ranges(self._whole, self._whole * n)
         full = torch.zeros_like(visited)
@@ -287,7 +287,7 @@ class _Grid:
             full |= (tiles * n >= first[:, None]) & (tiles * n + n <= last[:, None])
         return int((visited & full).sum()), int((visited & ~full).sum()) + self.ragged()
 
-    def _in_anchored_ranges(self) -> tuple[int, int]:
+    def _in_end_aligned_ranges(self) -> tuple[int, int]:
         """As ``in_ranges`` where the tiles of keys of a query tile begin anywhere."""
         visited = self.loaded()
         start = torch.arange(visited.shape[1])[None, :] * self._plan.tile_n + self.offsets[:, None]

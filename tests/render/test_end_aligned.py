@@ -1,7 +1,7 @@
 """Tiles of keys that end with what a tile of work sees: the scheduler's own lines, on the host, against the mask.
 
 Every visible key is in a visible tile, every full tile holds only keys that every row sees, and the tiles of all rows
-end less than an anchor after the last key.
+end less than kEndAlign keys after the last key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRAM = """
 #include <cstdlib>
 #include <algorithm>
 using std::min, std::max;
-constexpr int kBlockM = {tile_m}, kBlockN = {tile_n}, kConsumers = {consumers}, kAnchor = {anchor};
+constexpr int kBlockM = {tile_m}, kBlockN = {tile_n}, kConsumers = {consumers}, kEndAlign = {anchor};
 static int of_all;
 struct Spans {{ int visible_lo, visible_hi, full_lo, full_hi, offset; }};
 static Spans spans(int part, int q_tile, int group_bits, int seqlen_q, int seqlen_k, int u_window) {{
@@ -57,7 +57,7 @@ int main(int count, char** given) {{
 def test_tiles_that_end_with_what_is_seen_hold_all_of_it(dtype: str, tile: str, tmp_path: Path) -> None:
     plan = planned("sliding_window", backend="cuda", dtype=dtype, head_dim=128, pack_gqa="true", tile=tile)
     assert isinstance(plan.structure, HopperForward)
-    assert plan.structure.anchored
+    assert plan.structure.end_aligned
     view = cuda_view(plan, "")
     (tmp_path / "spans.cpp").write_text(
         PROGRAM.format(
@@ -127,7 +127,7 @@ def _check(plan: Plan, case: tuple[int, ...], ranges: list[tuple[int, ...]]) -> 
 def test_kernels_with_tiles_that_end_with_what_is_seen(variant: str, fields: dict[str, str], expected: bool) -> None:
     plan = planned(variant, backend="cuda", head_dim=128, **fields)
     assert isinstance(plan.structure, HopperForward)
-    assert plan.structure.anchored is expected
+    assert plan.structure.end_aligned is expected
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_kernels_with_tiles_that_end_with_what_is_seen(variant: str, fields: dic
 def test_in_8_bits_consumers_skip_wide_tiles_of_windows(variant: str, tile: str, skips: bool) -> None:
     plan = planned(variant, backend="cuda", head_dim=64, dtype="fp8_e4m3", pack_gqa="true", tile=tile)
     assert isinstance(plan.structure, HopperForward)
-    assert plan.structure.anchored
+    assert plan.structure.end_aligned
     assert plan.structure.skips is skips
     assert plan.structure.recompute_below
     apart = planned(variant, backend="cuda", head_dim=64, dtype="fp8_e4m3", tile=tile)
