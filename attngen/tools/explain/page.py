@@ -108,7 +108,7 @@ def _tiles(explanation: PlanExplanation) -> str:
     ]
     legend = "".join(
         f'<span class="key" style="background:{fill}"></span>{text}'
-        for fill, text in ((_FILLS[1], "full: no mask code"), (_FILLS[0], "partial"), ("#fff", "never loaded"))
+        for fill, text in ((_FILLS[1], "full: mask skipped"), (_FILLS[0], "partial"), ("#fff", "never loaded"))
     )
     return (
         f'<svg viewBox="-1 -1 {width + 2:.6g} {height + 2:.6g}" width="{min(width + 2, 620):.6g}" role="img">'
