@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 
 from attngen.lang.bands import bands, classify
-from attngen.lang.eager import evaluate
 from attngen.lang.facts import KV_START, Q_START, Facts
-from attngen.lang.ir import Expr, Search, Type, Var, rewrite
+from attngen.lang.ir import Expr, Type
+from attngen.lang.searches import evaluate_bound
 from attngen.lang.statistics import Statistic, separated
 from attngen.lang.variant import Variant
 
@@ -251,27 +250,4 @@ class _Grid:
 
     def _value(self, expr: Expr, corners: Mapping[str, Any]) -> Tensor:
         """The value of an expression for all tiles."""
-        names: dict[str, Any] = {**self._plain, **corners}
-        numbers = count()
-
-        def searched(node: Expr) -> Expr | None:
-            if not isinstance(node, Search):
-                return None
-            name = f"search_{next(numbers)}"
-            names[name] = self._search(node, names)
-            return Var(name, node.type)
-
-        return evaluate(rewrite(expr, searched), names, self._tensors, checked=False)
-
-    def _search(self, node: Search, names: Mapping[str, Any]) -> Tensor:
-        length = int(evaluate(node.length, names, self._tensors))
-        value = evaluate(node.value, names, self._tensors, checked=False)
-        tensor = self._tensors[node.tensor]
-        if 0 in tensor.shape:
-            return torch.zeros_like(value)
-        indices = [evaluate(i, names, self._tensors, checked=False) for i in node.indices]
-        # one value for all tiles: indices of other axes never vary over a box
-        place: list[Any] = [i.reshape(-1)[:1].clamp(0, n - 1) for i, n in zip(indices, tensor.shape, strict=True)]
-        place[node.axis] = torch.arange(min(max(length, 0), tensor.shape[node.axis]))
-        row = tensor[tuple(torch.broadcast_tensors(*place))]
-        return torch.searchsorted(row.contiguous().to(torch.int64), value.contiguous(), right=node.strict)
+        return evaluate_bound(expr, {**self._plain, **corners}, self._tensors)

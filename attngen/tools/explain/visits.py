@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.eager import evaluate
 from attngen.lang.facts import KV_START, Q_START, Facts
-from attngen.lang.ir import Expr, Load, Search, Var, children, rewrite
+from attngen.lang.ir import Expr, Load, children
+from attngen.lang.searches import evaluate_bound
 from attngen.lang.segments import segments
 from attngen.lang.simplify import integer
 from attngen.lang.spans import Interval
@@ -359,31 +359,4 @@ class _Grid:
         return self._evaluate(expr, self._corners).broadcast_to((self._tiles,))
 
     def _evaluate(self, expr: Expr, corners: Mapping[str, Tensor]) -> Tensor:
-        names: dict[str, Any] = {**self._plain, **corners}
-        numbers = count()
-
-        def replacement(node: Expr) -> Expr | None:
-            """Replace a search by a name whose value is what it finds."""
-            if not isinstance(node, Search):
-                return None
-            name = f"found_{next(numbers)}"
-            names[name] = self._search(node, names)
-            return Var(name, node.type)
-
-        replaced = rewrite(expr, replacement)  # bottom up: searches inside searches come first
-        return evaluate(replaced, names, self._tensors, checked=False)
-
-    def _search(self, node: Search, names: Mapping[str, Any]) -> Tensor:
-        length = int(evaluate(node.length, names, self._tensors))
-        value = evaluate(node.value, names, self._tensors, checked=False)
-        tensor = self._tensors[node.tensor]
-        indices = [evaluate(i, names, self._tensors, checked=False) for i in node.indices]
-        # one value for all tiles: indices of other axes never vary over a box
-        place: list[Any] = [
-            index.reshape(-1)[:1].clamp(0, max(n - 1, 0)) for index, n in zip(indices, tensor.shape, strict=True)
-        ]
-        place[node.axis] = torch.arange(min(max(length, 0), tensor.shape[node.axis]))
-        if 0 in tensor.shape:
-            return torch.zeros_like(value)
-        row = tensor[tuple(torch.broadcast_tensors(*place))].broadcast_to(place[node.axis].shape)
-        return torch.searchsorted(row.contiguous().to(torch.int64), value.contiguous(), right=node.strict)
+        return evaluate_bound(expr, {**self._plain, **corners}, self._tensors)
