@@ -175,12 +175,12 @@ def table(
 ) -> list[Simulated]:  # fmt: skip
     """Simulations of all methods that the heads allow."""
     cost = cost if cost is not None else Cost()
-    found = []
+    simulations = []
     for count in ranks:
         for method in SIMULATED:
             if method == "heads" and (cost.heads % count or cost.kv_heads % count):
                 continue
-            found.append(
+            simulations.append(
                 simulate(variant, count, tokens=tokens, method=method, cost=cost, links=links, **(values or {}))
             )
-    return found
+    return simulations
