@@ -43,8 +43,9 @@ TEST_SECONDS = 240
 #: Of the limit, what tests may take that need the card for themselves, and how long they may take after the compiles.
 _ALONE_SHARE, _ALONE_LONGER = 0.45, 20.0
 
-#: Seconds that are kept for those of them that did not end, and how many of the rest are begun again.
-_REST_SECONDS, _REST_TESTS = 45.0, 100
+#: Of the limit, what is kept for those of them that did not end, at most so many seconds, and how many of the rest are
+#: begun again.
+_REST_SHARE, _REST_SECONDS, _REST_TESTS = 0.08, 45.0, 100
 
 #: What the files of tests are about.
 FAMILIES = {
@@ -227,7 +228,8 @@ def run(
         alone.deadline = min(early, time.monotonic() + _ALONE_LONGER)
     say("tests that need the card for themselves", alone.wait())
     suite.read(events)
-    before_rest = deadline - (_REST_SECONDS if suite.not_ended() else 0)
+    kept = min(_REST_SECONDS, _REST_SHARE * (deadline - begun))
+    before_rest = deadline - (kept if suite.not_ended() else 0)
     command = pytest_command(paths, "not alone and not exhaustive", workers)
     others = Program.start(command, folder / "tests", before_rest, **cores)
     if first is not None:
@@ -235,7 +237,7 @@ def run(
     say("all other tests", others.wait())
     suite.read(events)
     rest = [*suite.short_of_memory(), *suite.not_ended()]
-    if rest and deadline - time.monotonic() > _REST_SECONDS / 4:
+    if rest and deadline - time.monotonic() > kept / 4:
         command = pytest_command(rest[:_REST_TESTS], "not exhaustive", 1)
         say("what was left", Program.start(command, folder / "rest", deadline, **cores).wait())
         suite.read(events)
