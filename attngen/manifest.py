@@ -8,7 +8,6 @@ reads; the plan and the compilers write more into it, for people.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Any
@@ -116,7 +115,10 @@ class Workspace:
         total = 0
         for term in self.terms:
             try:
-                total += math.prod(sizes[factor] if isinstance(factor, str) else factor for factor in term)
+                product = 1
+                for factor in term:
+                    product *= sizes[factor] if isinstance(factor, str) else factor
+                total += product
             except KeyError as error:
                 raise LoadError(f"workspace '{self.name}': no size is called {error}") from None
         return -(-total // self.multiple) * self.multiple

@@ -55,6 +55,7 @@ class Divisor:
         return min(int(number.value), int(INT32[1]))
 
 
+@lru_cache(maxsize=4096)
 def reciprocal(divisor: int) -> int:
     """The reciprocal in a kernel's ``Divisor``, as a signed number of 32 bits; 0 for a divisor below 1 (unused).
 

@@ -173,27 +173,51 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     return work.spans.visible_lo + number;
   };
 
+  // An item that sees no key, as of a sequence that pads a batch, is no work: a warp of one block writes its results, zeros.
+  const auto write_unseen = [&](const Place& place) {
+    const Work work = work_of(place);
+    const int rows = min(seqlen_q * group - work.row_start, item_rows);
+#pragma unroll 1
+    for (int i = lane; i < rows * (kHeadDimV / 4); i += 32) {
+      const int row = i / (kHeadDimV / 4), column = i % (kHeadDimV / 4) * 4;
+      Partial sum = {{}, kUnseen, 0.0f};
+      const int packed = work.row_start + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
+      const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum);
+      OutElement* const to = (out_ptr + work.b * stride_out_b + q * stride_out_s + h * stride_out_h);
+      const uint2 four = {
+          pack<OutElement>(sum.acc.x * normalize, sum.acc.y * normalize), pack<OutElement>(sum.acc.z * normalize, sum.acc.w * normalize)};
+      *reinterpret_cast<uint2*>(to + column) = four;
+      if (write_lse && column == 0) lse_ptr[(work.b * static_cast<long long>(heads) + h) * seqlen_q + q] = log_sum_exp(sum.row_max, sum.sum);
+    }
+  };
+
   // The list of KV chunks: single tiles, or splits of `split_tiles` tiles if the call fixes their size. Each thread counts the
   // chunks of some items.
   const bool listed_splits = split_tiles > 0;
   const Divisor by_split(split_tiles, split_tiles_reciprocal);
   const auto chunks_of = [&](int tiles) {
-    if (tiles <= 0) return tiles + 1;  // an item that sees no key has one chunk, which writes its result
+    if (tiles <= 0) return 0;
     return listed_splits ? by_split.quotient(tiles + split_tiles - 1) : tiles;
   };
   const int items = batch * kv_heads * row_units;
   const int items_of_thread = (items + kThreads - 1) / kThreads;
   const int item_first = min(threadIdx.x * items_of_thread, items), item_end = min(item_first + items_of_thread, items);
   const Place place_first = place_of_item(item_first);
-  // Items of one sequence see about the same number of keys, so clusters can begin without counting.
+  // Items of one sequence see about the same number of keys, so clusters can begin without counting. Then an item that sees
+  // none is in the list, too.
   const bool clustered = cluster_size() > 1, alike = clustered && batch == 1 && row_units == 1;
   Count all = {0, items, 0}, before = {};
   if (!alike) {
     Count own = {};
     Place place = place_first;
-    for (int item = item_first; item < item_end; ++item) {
-      const int tiles = work_of(place).tiles;
-      own += Count{chunks_of(tiles), tiles >= 0, tiles};
+#pragma unroll 1
+    for (int i = 0; i < items_of_thread; ++i) {
+      const int item = item_first + i, tiles = item < item_end ? work_of(place).tiles : -1;
+      own += Count{chunks_of(tiles), tiles > 0, tiles};
+      for (uint32_t unseen = __ballot_sync(~0u, tiles == 0 && item % gridDim.x == blockIdx.x); unseen != 0; unseen &= unseen - 1) {
+        const int from = __ffs(unseen) - 1;
+        write_unseen({__shfl_sync(~0u, place.hk, from), __shfl_sync(~0u, place.b, from), __shfl_sync(~0u, place.row_block, from)});
+      }
       advance(place);
     }
     before = count_before(own, lane);
@@ -240,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     Place place = place_first;
     for (int item = item_first; item < item_end && listed <= range_begin; ++item) {
       const int tiles = work_of(place).tiles;
-      const int chunks = splits > 0 ? (tiles < 0 ? 0 : splits) : chunks_of(tiles);
+      const int chunks = splits > 0 ? (tiles > 0 ? splits : 0) : chunks_of(tiles);
       if (range_begin < listed + chunks) shared_at<Walk>(kBegin) = {place, range_begin - listed, range_end - range_begin};
       listed += chunks;
       advance(place);
@@ -258,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   // Takes the next part of this worker's range; false if nothing is left.
   const auto take = [&](Walk& walk, Part& part) {
     if (walk.left == 0) return false;
-    while ((static_cast<Work&>(part) = work_of(walk.place)).tiles < 0) {
+    while ((static_cast<Work&>(part) = work_of(walk.place)).tiles < (splits > 0 ? 0 : 1)) {
       advance(walk.place);
       if (walk.place.hk == kv_heads) return false;
     }

@@ -11,10 +11,17 @@ import torch
 
 import attngen
 from attngen.errors import CallError
+from attngen.plan import plan
+from attngen.runtime.arguments import debug
 from attngen.runtime.calls import dispatch
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.launch.launches import PreparedLaunch
 from attngen.runtime.launch.ragged import RaggedCalls
 from attngen.runtime.registry import binding, select
 from attngen.runtime.registry.lookup import package_of_kernels, registry
+from attngen.schema import expand, load_spec_text
+from tests.runtime.manifests import with_parameters
 from tests.runtime.pages import Cache, cache, starts_of
 from tests.runtime.support import FakeDriver, bias_variant, kernel, variant
 
@@ -183,6 +190,77 @@ def test_each_call_takes_the_kernel_for_its_sizes(gpu: FakeDriver, few: bool) ->
 
 
 def test_typical_sizes_are_rounded_up() -> None:
-    assert [select.rounded(n) for n in (0, 1, 2, 3, 4, 5, 6, 7, 9, 13, 100, 129)] == [
-        0, 1, 2, 3, 4, 6, 6, 8, 12, 16, 128, 192,
-    ]  # fmt: skip
+    numbers = (0, 1, 2, 3, 4, 5, 6, 7, 9, 13, 100, 129)
+    assert [select.rounded(n, 1) for n in numbers] == [0, 1, 2, 4, 4, 8, 8, 8, 16, 16, 128, 256]
+    assert [select.rounded(n, 2) for n in numbers] == [0, 1, 2, 3, 4, 6, 6, 8, 12, 16, 128, 192]
+
+
+SERVING = """
+kernels:
+  - {variant: causal, head_dim: 64, layout: paged, pack_gqa: [false, true], split_kv: true}
+  - {variant: causal, head_dim: 64, layout: paged, kv_dtype: fp8_e4m3, split_kv: true}
+  - {variant: sliding_window, head_dim: 64, layout: varlen}
+  - {variant: causal, head_dim: 64, layout: varlen, backend: triton}
+"""
+
+
+def planned(text: str) -> list[Kernel]:
+    """The kernels of a spec as if they had been compiled."""
+    kernels = []
+    for spec in expand(load_spec_text("schema: 1\npackage: planned\narch: [sm90a]\n" + text)):
+        made = plan(spec)
+        manifest = made.to_dict()
+        if made.backend == "triton":
+            with_parameters(manifest, made)
+        manifest["resources"] = {"shared_memory": 65536}
+        kernels.append(Kernel(manifest, bytes, origin="planned"))
+    return kernels
+
+
+class Loading(FakeDriver):
+    """Loads kernels that have no cubin."""
+
+    def load(self, *of: Any, **more: Any) -> Any:
+        return of[1]
+
+
+@pytest.mark.parametrize("form", ["paged", "fp8", "varlen", "triton"])
+def test_numbers_are_those_of_a_call_that_is_prepared_for_its_sizes(
+    form: str, gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debug, "check_lengths", lambda call: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    rng, driver = random.Random(form), Loading()
+    registry.add(package_of_kernels(planned(SERVING), "memory"))
+    pages = [torch.zeros(50, 16, 2, 64).to(torch.float8_e4m3fn if form == "fp8" else torch.bfloat16) for _ in "kv"]
+    ragged: list[Any] = []
+    monkeypatch.setattr(PreparedLaunch, "__call__", lambda launch, a, s, n, sized: ragged.append((launch, sized)))
+    for trial in range(12):
+        batch = rng.randint(2, 40)
+        rows = [1] * batch if form == "fp8" or trial % 2 else [rng.randint(1, 90) for _ in range(batch)]
+        q = torch.zeros(sum(rows), 8, 64).bfloat16()
+        if form in ("paged", "fp8"):
+            table = torch.zeros(batch, rng.randint(1, 60), dtype=torch.int32)
+            scale = torch.ones(batch, 2) if form == "fp8" else None
+            function, tensors = attngen.attention_paged, (q, *pages, table, torch.ones(batch, dtype=torch.int32))
+            given = {"cu_seqlens_q": starts_of(rows), "max_seqlen_q": max(rows), "variant": "causal"}
+            given |= {"k_descale": scale, "v_descale": scale}
+        else:
+            keys = [n + rng.randint(0, 300) for n in rows]
+            k = torch.zeros(sum(keys), 2, 64).bfloat16()
+            function = attngen.attention_varlen
+            tensors = (q, k, k, starts_of(rows), starts_of(keys), max(rows), max(keys))
+            given = {"variant": "causal"} if form == "triton" else {"variant": "sliding_window", "window": 99}
+        with drivers.use(driver), torch.no_grad():
+            function(*tensors, **given)
+            with monkeypatch.context() as patch:
+                patch.setattr(dispatch, "kind_of", lambda *of: None)
+                function(*tensors, **given)
+        (_, ours), (_, alone) = ragged
+        assert ours.template == alone.template
+        assert ours.functions == alone.functions
+        assert (ours.words, ours.workspaces, ours.split_counters) == (
+            alone.words, alone.workspaces, alone.split_counters
+        )  # fmt: skip
+        ragged.clear()
+    assert sum(isinstance(one, RaggedCalls) for one in kinds()) == 1

@@ -58,17 +58,6 @@ def test_no_more_blocks_than_run_at_once(gpu: FakeDriver, batch: int, heads: int
     assert gpu.launches[-1].grid == min(tiles, MULTIPROCESSORS)
 
 
-@pytest.mark.parametrize(
-    ("batch", "heads", "seqlen"), [(1, 2, 64), (3, 4, 100), (1, 1, 130), (19, 7, 64), (4, 40, 200)]
-)
-def test_blocks_of_a_cluster_take_neighbouring_tiles(gpu: FakeDriver, batch: int, heads: int, seqlen: int) -> None:
-    kernel = persistent_kernel(cluster=2)
-    registry.add(package_of_kernels([kernel], "memory"))
-    attngen.attention(*tensors(batch, seqlen, heads), variant="causal")
-    pairs = batch * heads * -(-seqlen // 128)
-    assert gpu.launches[-1].grid == 2 * min(pairs, MULTIPROCESSORS // 2)
-
-
 def test_other_kernels_have_a_block_for_each_tile_and_no_counter(gpu: FakeDriver) -> None:
     registry.add(package_of_kernels([kernel_of(manifest_of(variant()))], "memory"))
     attngen.attention(*tensors(16, 64, 16), variant="causal")

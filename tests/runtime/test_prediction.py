@@ -66,16 +66,6 @@ def test_tiles_are_handed_out_one_by_one(sizes: tuple[int, ...], pack_gqa: bool,
     assert predicted.microseconds == predicted.nanoseconds / 1e3
 
 
-@pytest.mark.parametrize("sizes", [(1, 350, 350, 8, 4), (3, 100, 90, 2, 2), (1, 64, 640, 4, 4)])
-def test_blocks_of_a_cluster_take_neighbouring_tiles_at_once(sizes: tuple[int, ...]) -> None:
-    clustered = kernel_of({**manifest_of(variant(), tiles=(64, 32), cluster=2), "times": TIMES})
-    wide, call = made(128, 32), call_of(*sizes)
-    predicted, same = predict(clustered, call, Card(2 * BLOCKS)), predict(wide, call, Card(BLOCKS))
-    assert predicted is not None
-    assert same is not None
-    assert (predicted.nanoseconds, predicted.tiles) == (same.nanoseconds, 2 * same.tiles)
-
-
 @pytest.mark.parametrize("sizes", [(1, 4096, 4096, 3, 1), (2, 2000, 5000, 4, 4), (16, 1024, 1024, 16, 16)])
 def test_many_tiles_are_looked_at_in_groups(sizes: tuple[int, ...]) -> None:
     kernel, call = made(64, 32, visible=SEEN_BY_CAUSAL), call_of(*sizes)

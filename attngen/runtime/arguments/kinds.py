@@ -6,7 +6,7 @@ cache. What is checked, selected and packed once for a kind serves calls of any 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,67 +31,58 @@ _MOST_ROWS = 2**31 - 1 - 256
 _SIZES = frozenset({"b", "seqlen_q", "seqlen_k", "total_q", "total_k"})
 
 
-class Sizes(NamedTuple):
-    """Extents of the tensors of a ragged call, as given; -1 of what it does not have."""
-
-    rows: int  # of q, along its first axis
-    keys: int  # of k and v, along their first axis; -1 of a cache
-    values: int
-    max_seqlen_q: Any
-    max_seqlen_k: Any
-    seqused_k: int
-    cu_seqlens_q: int
-    cu_seqlens_k: int
-    table: int
-    table_width: int
-    table_stride: int
-    out: int
-    scales: tuple[tuple[bool, int], ...]  # see ``note_scale``
+#: Extents of the tensors of a ragged call, as given; -1 of what it does not have: rows of q, and of k and v, if these
+#: are no cache; ``max_seqlen_q`` and ``max_seqlen_k``; lengths of ``seqused_k``, ``cu_seqlens_q`` and ``cu_seqlens_k``;
+#: rows, columns and stride of the page table; rows of ``out``; and what ``note_scale`` returns of scales.
+Sizes = tuple[
+    int, int, int, Any, Any, int, int, int, int, int, int, int, tuple[tuple[bool, int], ...]
+]  # fmt: skip
 
 
 class UnlikeError(Exception):
     """A tensor that calls of a kind do not have: checks look at it in each call."""
 
 
-def note_vector(key: list[Any], vector: Any) -> tuple[int, int]:
-    """Add the device of a vector of lengths or offsets to a key; return its address and its length."""
-    if type(vector) not in PLAIN or vector.dtype is not torch.int32 or not vector.is_contiguous():
+def vector_at(vector: Any, device: int) -> tuple[int, int]:
+    """Address and length of a vector of lengths or offsets, which has nothing else that calls differ in."""
+    if type(vector) not in PLAIN or vector.dtype is not torch.int32 or vector.get_device() != device:
         raise UnlikeError
     (length,) = vector.shape
     address: int = vector.data_ptr()
-    if address & 3 or not address or vector.is_neg():
+    if address & 3 or not address or not vector.is_contiguous():
         raise UnlikeError
-    key.append(vector.get_device())
     return address, length
 
 
-def note_rows(key: list[Any], tensor: Any) -> tuple[int, int]:
-    """Add to a key all of a tensor but the extent of its first axis; return its address and this extent."""
-    if type(tensor) not in PLAIN:
+def table_at(table: Any, device: int) -> tuple[int, int, int, int]:
+    """Address of a page table, rows, columns and the stride of rows."""
+    if type(table) not in PLAIN or table.dtype is not torch.int32 or table.get_device() != device:
         raise UnlikeError
-    rows, *rest = tensor.shape
+    rows, width = table.shape
+    stride, step = table.stride()
+    address: int = table.data_ptr()
+    if address & 3 or not address or (width > 1 and step != 1):
+        raise UnlikeError
+    return address, rows, width, stride
+
+
+def note_rows(key: list[Any], tensor: Any, device: int, axis: int = 0) -> tuple[int, int]:
+    """Add to a key all of a tensor but the extent of an axis, and what lies before it; return its address and this
+    extent."""
+    shape = tensor.shape
+    rows = shape[axis]
     address: int = tensor.data_ptr()
+    if type(tensor) not in PLAIN or tensor.get_device() != device or tensor.is_neg() or not address:
+        raise UnlikeError
+    strides = tensor.stride()
     key += (
-        tensor.dtype, *rest, tensor.stride(), tensor.get_device(), address & 15, tensor.is_neg(), rows > 1, not address,
+        tensor.dtype, shape[axis + 1 :], strides[axis:] if axis else strides, address & 15, rows > 1,
         tensor.requires_grad and torch.is_grad_enabled(),
     )  # fmt: skip
     return address, rows
 
 
-def note_table(key: list[Any], table: Any) -> tuple[int, int, int, int]:
-    """Add the device of a page table to a key; return its address, rows, columns and the stride of rows."""
-    if type(table) not in PLAIN or table.dtype is not torch.int32:
-        raise UnlikeError
-    rows, width = table.shape
-    stride, step = table.stride()
-    address: int = table.data_ptr()
-    if address & 3 or not address or (width > 1 and step != 1) or table.is_neg():
-        raise UnlikeError
-    key.append(table.get_device())
-    return address, rows, width, stride
-
-
-def note_scale(key: list[Any], scale: Any, pages: int | None) -> tuple[int, tuple[bool, int] | None]:
+def note_scale(key: list[Any], scale: Any, pages: int | None, device: int) -> tuple[int, tuple[bool, int] | None]:
     """Add to a key all of a scale but the number of sequences; return its address, and what there must be so many
     sequences as, or not: scales of pages are told from those of sequences by that. ``pages``: those of the cache; None
     without pages."""
@@ -101,7 +92,7 @@ def note_scale(key: list[Any], scale: Any, pages: int | None) -> tuple[int, tupl
     if len(shape) == 2 and shape[0] == pages:
         return note(key, scale), (False, shape[0])
     if len(shape) == 2:
-        address, rows = note_rows(key, scale)
+        address, rows = note_rows(key, scale, device)
         return address, (True, rows)
     if len(shape) > 2 and pages is None:  # of blocks of tokens
         raise UnlikeError
@@ -109,51 +100,54 @@ def note_scale(key: list[Any], scale: Any, pages: int | None) -> tuple[int, tupl
 
 
 def kind_of(
-    given: Given, addresses: list[int], shape: Any, strides: Any, *common: Any
-) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
-    """Key of the kind of a ragged call on a GPU, and its ``Sizes`` as a plain tuple; None if it has no kind. Enters the
-    addresses of the tensors beside q, k and v.
+    given: Given, addresses: list[int], shape: Any, strides: Any, common: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], Sizes] | None:
+    """Key of the kind of a ragged call on a GPU, and its sizes; None if it has no kind. Enters the addresses of the
+    tensors beside q, k and v.
 
     ``shape``, ``strides``: of q. ``common``: what the key has of the call beside tensors and settings.
     """
-    q, k, v, used, cu_q = given.q, given.k, given.v, given.seqused_k, given.cu_seqlens_q
-    k_shape, v_shape = k.shape, v.shape
-    key: list[Any] = [
-        *common, given.form, given.layout, given.backend, given.package, given.num_splits, given.split_size,
-        given.out_dtype,
-        q.dtype, shape[1:], strides, q.get_device(), addresses[0] & 15, q.is_neg(),
-        k.dtype, k.stride(), k.get_device(), addresses[1] & 15, k.is_neg(),
-        v.dtype, v.stride(), v.get_device(), addresses[2] & 15, v.is_neg(), used is None, cu_q is None,
-    ]  # fmt: skip
+    q, k, v, used, cu_q, out, arguments = (
+        given.q, given.k, given.v, given.seqused_k, given.cu_seqlens_q, given.out, given.arguments
+    )  # fmt: skip
+    k_shape, v_shape, device = k.shape, v.shape, q.get_device()
     keys = values = used_of = cu_q_of = cu_k_of = table_of = width = table_stride = rows_out = -1
     scales: tuple[tuple[bool, int], ...] = ()
     try:
         rows, pages = shape[0], None
+        if k.get_device() != device or v.get_device() != device or q.is_neg() or k.is_neg() or v.is_neg():
+            return None
+        key: list[Any] = [
+            common, given.form, given.layout, given.backend, given.package, given.num_splits, given.split_size,
+            given.out_dtype, device, rows > 1, q.dtype, shape[1:], strides, k.dtype, k.stride(), v.dtype, v.stride(),
+            addresses[0] & 15, addresses[1] & 15, addresses[2] & 15, used is None, cu_q is None, out is None,
+        ]  # fmt: skip
         if given.form == "paged":
-            key += (rows > 1, k_shape, v_shape, given.out is None)
-            addresses[_TABLE], table_of, width, table_stride = note_table(key, given.page_table)
-            if given.out is not None:
-                addresses[_OUT], rows_out = note_rows(key, given.out)
+            key += (k_shape, v_shape)
+            addresses[_TABLE], table_of, width, table_stride = table_at(given.page_table, device)
+            if out is not None:
+                addresses[_OUT], rows_out = note_rows(key, out, device)
             pages = k_shape[0]
         else:
             keys, values = k_shape[0], v_shape[0]
-            key += (rows > 1, k_shape[1:], v_shape[1:], keys > 1, values > 1)
-            addresses[_CU_K], cu_k_of = note_vector(key, given.cu_seqlens_k)
+            key += (k_shape[1:], v_shape[1:], keys > 1, values > 1)
+            addresses[_CU_K], cu_k_of = vector_at(given.cu_seqlens_k, device)
         if used is not None:
-            addresses[_SEQUSED_K], used_of = note_vector(key, used)
+            addresses[_SEQUSED_K], used_of = vector_at(used, device)
         if cu_q is not None:
-            addresses[_CU_Q], cu_q_of = note_vector(key, cu_q)
-        for place in _DESCALES:
-            scale = given[place]
-            if scale is not None:
-                key.append(place)
-                addresses[place], of = note_scale(key, scale, pages)
-                if of is not None:
-                    scales += (of,)
-    except (UnlikeError, ValueError, IndexError, RuntimeError):  # also tensors of another rank, and without memory
+            addresses[_CU_Q], cu_q_of = vector_at(cu_q, device)
+        if given.k_descale is not None or given.q_descale is not None or given.v_descale is not None:
+            for place in _DESCALES:
+                scale = given[place]
+                if scale is not None:
+                    key.append(place)
+                    addresses[place], of = note_scale(key, scale, pages, device)
+                    if of is not None:
+                        scales += (of,)
+    except (UnlikeError, AttributeError, ValueError, IndexError, RuntimeError):  # also other ranks, and no memory
         return None
-    if given.arguments:
-        for name, value in given.arguments.items():
+    if arguments:
+        for name, value in arguments.items():
             key.append(name)
             if type(value) not in _NUMBERS and isinstance(value, Tensor):
                 addresses.append(note(key, value))
@@ -170,46 +164,50 @@ def has_kinds(variant: Variant) -> bool:
     return _SIZES.isdisjoint({*extents, *bounds, *(scalar.name for scalar in variant.scalars)})
 
 
-def resize(call: Call, given: tuple[Any, ...]) -> bool:
-    """Give a call, bound for others of its kind, these ``Sizes``. False, and no change, if something about them needs a
-    look: they may be wrong, or nothing may be left to compute."""
-    sizes = Sizes._make(given)
-    max_q, max_k = sizes.max_seqlen_q, sizes.max_seqlen_k
+def resize(call: Call, sizes: Sizes) -> bool:
+    """Give a call, bound for others of its kind, these sizes, but for its ``extents``. False, and no change, if
+    something about them needs a look: they may be wrong, or nothing may be left to compute."""
+    total_q, total_k, values, max_q, seqlen_k, used, cu_q, cu_k, batch, width, _, out, scales = sizes
     if call.layout == "paged":
-        batch, total_q = sizes.table, sizes.rows
-        seqlen_k = total_k = sizes.table_width * call.page_size
+        seqlen_k = total_k = width * call.page_size
         if call.order == "thd":
-            if type(max_q) is not int or sizes.cu_seqlens_q != batch + 1:
+            if type(max_q) is not int or cu_q != batch + 1:
                 return False
         else:
             if total_q != batch or not (max_q is None or (type(max_q) is int and max_q == call.seqlen_q)):
                 return False
             max_q = call.seqlen_q
             total_q *= max_q
-        if sizes.seqused_k != batch or sizes.out not in (-1, sizes.rows):
+        if used != batch or out not in (-1, sizes[0]):
             return False
     else:
-        batch, total_q, total_k, seqlen_k = sizes.cu_seqlens_q - 1, sizes.rows, sizes.keys, max_k
-        if type(max_q) is not int or type(max_k) is not int or sizes.values != total_k:
+        batch = cu_q - 1
+        if type(max_q) is not int or type(seqlen_k) is not int or values != total_k:
             return False
-        if sizes.cu_seqlens_k != batch + 1 or sizes.seqused_k not in (-1, batch):
+        if cu_k != cu_q or used not in (-1, batch):
             return False
     if not (batch > 0 and 0 < max_q <= MAX_SEQLEN and 0 < seqlen_k <= MAX_SEQLEN):
         return False
-    if not (0 < total_q <= MAX_SEQLEN and 0 < total_k <= MAX_SEQLEN):
+    if not (0 < total_q <= MAX_SEQLEN and 0 < total_k <= MAX_SEQLEN) or batch * max_q * call.heads > _MOST_ROWS:
         return False
-    if batch * max_q * call.heads > _MOST_ROWS or any((count == batch) is not same for same, count in sizes.scales):
-        return False
+    for same, count in scales:
+        if (count == batch) is not same:
+            return False
     call.batch, call.seqlen_q, call.seqlen_k, call.total_q, call.total_k = batch, max_q, seqlen_k, total_q, total_k
-    call.extents = {
-        **call.extents, "b": batch, "seqlen_q": max_q, "seqlen_k": seqlen_k, "total_q": total_q, "total_k": total_k,
-    }  # fmt: skip
     call.q = _with_rows(call.q, total_q)
     if call.out is not None:
         call.out = _with_rows(call.out, total_q)
     if call.layout != "paged":
         call.k, call.v = _with_rows(call.k, total_k), _with_rows(call.v, total_k)
     return True
+
+
+def extents_of(call: Call) -> dict[str, int]:
+    """Extents by name of a call that was given other sizes."""
+    return {
+        **call.extents, "b": call.batch, "seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k, "total_q": call.total_q,
+        "total_k": call.total_k,
+    }  # fmt: skip
 
 
 def _with_rows(view: View, rows: int) -> View:

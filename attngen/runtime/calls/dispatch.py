@@ -33,7 +33,7 @@ from attngen.runtime.autograd.training import asks_for_determinism, attend, carr
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.calls.explanation import Explanation
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.helpers.widen import WidenedCall, route_of
+from attngen.runtime.helpers.widen import WidenedCall, keeps_few_rows, mixes_widths, route_of
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.expanded import (
     ExpandedCall,
@@ -113,7 +113,7 @@ def run(given: Given) -> Any:
     name = variant if isinstance(variant, str) else id(variant)
     kind: Any = None
     if given.form != "dense" and not learns:
-        kind = kind_of(given, addresses, shape, strides, name, with_lse, registry.generation)
+        kind = kind_of(given, addresses, shape, strides, (name, with_lse, registry.generation))
         calls = None if kind is None else _known(kind[0])
         if isinstance(calls, RaggedCalls):
             ready = calls.sized(kind[1], given)
@@ -166,18 +166,20 @@ def _known(key: tuple[Any, ...]) -> Any:
 
 def _of_kind(call: Call, addresses: Sequence[int], given: Given, prepared: Any) -> RaggedCalls | bool:
     """What serves all calls of the kind of one that is prepared; False where its sizes decide more than numbers."""
-    kernel = prepared.kernel if isinstance(prepared, PreparedCall) else None
-    if kernel is None or not has_kinds(call.variant):
-        return False
-    if call.kv_dtype != call.dtype and call.dtype not in QUANTIZED_DTYPES:  # a cache that may be widened first
+    if isinstance(prepared, ExpandedCall) or not has_kinds(call.variant):
         return False
     request, driver = _request(call, addresses, given), drivers.current()
     candidates = find(given.variant, given.package).kernels
     kernels = [one for one in candidates if reason_against(one, request, driver) is None]
-    if any(one.needs_tile_map for one in kernels):
+    if not kernels or any(one.needs_tile_map for one in kernels):
+        return False
+    mixed = mixes_widths(call)
+    if mixed and not keeps_few_rows(request, candidates, driver):
         return False
     kept = given.variant if isinstance(given.variant, Variant) else None
-    return RaggedCalls(call, kernels, _tensor_names(given.arguments), driver, _index(call), kept)
+    names = _tensor_names(given.arguments)
+    ready = prepared if isinstance(prepared, PreparedCall) else None
+    return RaggedCalls(call, kernels, names, driver, _index(call), kept, prepared=ready, few_rows=mixed)
 
 
 def _without_keys(given: Given, addresses: list[int]) -> tuple[Tensor, Tensor]:

@@ -87,10 +87,9 @@ def predict(
         return None
     launch, tile, step = times
     seqlen_q, seqlen_k = lengths(call)
-    together = _together(kernel)
-    q_tiles, units = tiles_of(call, together * kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
-    rows, tiles = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k), together * q_tiles * units
-    path = _path(rows, units, max(card.blocks // together, 1), tile, step)
+    q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
+    rows, tiles = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k), q_tiles * units
+    path = _path(rows, units, card.blocks, tile, step)
     alone = Prediction(launch + path[0] * tile + path[1] * step, tiles, path)
     counts = [count for count in range(2, kernel.main.shares + 1) if tiles <= clusters(card.blocks, count)]
     if not counts:
@@ -122,15 +121,9 @@ def pairs_of_tiles(kernel: Kernel, call: Call) -> int | None:
     if any(scalars & names_in(end) for interval in kernel.visible for end in interval if end is not None):
         return None
     seqlen_q, seqlen_k = lengths(call)
-    tile_m = _together(kernel) * kernel.tile_m
-    q_tiles, units = tiles_of(call, tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
+    q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
     rows = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k)
-    return units * tile_m * kernel.tile_n * sum(seen * width for seen, width in rows)
-
-
-def _together(kernel: Kernel) -> int:
-    """Number of blocks that take neighbouring query tiles together and go through the same keys."""
-    return kernel.main.cluster if kernel.main.grid == "queries" else 1
+    return units * kernel.tile_m * kernel.tile_n * sum(seen * width for seen, width in rows)
 
 
 def lengths(call: Call) -> tuple[int, int]:
@@ -144,7 +137,7 @@ def lengths(call: Call) -> tuple[int, int]:
 
 def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int]]:
     """KV tiles of each query tile of a head, in order, run-length encoded: (KV tiles, query tiles with as many)."""
-    m, n = _together(kernel) * kernel.tile_m, kernel.tile_n
+    m, n = kernel.tile_m, kernel.tile_n
     every = -(-seqlen_k // n)
     visible = kernel.visible
     if not visible:

@@ -7,6 +7,7 @@ from functools import cached_property
 from math import gcd
 
 from attngen.errors import LoadError
+from attngen.lang.divisors import reciprocal
 from attngen.manifest import GRID, SHARES, Argument, TileMapAxes
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.device.driver import Driver
@@ -194,10 +195,6 @@ class Geometry:
             return self.tiles
         if not self.launch.persistent:
             return self.tiles * self.launch.cluster
-        if self.launch.cluster > 1:
-            at_once = max(driver.multiprocessors(device) // self.launch.cluster, 1)
-            groups = -(-self.sizes["q_tiles"] // self.launch.cluster) * self.units
-            return self.launch.cluster * min(groups, at_once)
         return min(max(self.tiles, self.sizes["q_tiles"] * self.units), driver.multiprocessors(device))
 
     def number(self, parameter: Argument) -> int:
@@ -224,6 +221,10 @@ class Geometry:
 
     def _stride(self, parameter: Argument) -> int:
         of, axis = parameter.of, parameter.axis
+        if of == "page_table" and self.call.page_table is not None:
+            return self.call.page_table.stride(0)
+        if of == "tile_map" and self.map is not None:
+            return self.map.stride(str(axis))
         if of in self.views:
             seen = self.views[of]
             name = str(axis) if isinstance(axis, str) else seen.axes[int(axis or 0)]
@@ -232,10 +233,6 @@ class Geometry:
             return 0 if one else seen.stride(name)
         if of in self.call.descales:
             return self.call.descales[of].stride({"b": 0, "page": 0, "h": 1, "s": 2}[str(axis)])
-        if of == "page_table" and self.call.page_table is not None:
-            return self.call.page_table.stride(0)
-        if of == "tile_map" and self.map is not None:
-            return self.map.stride(str(axis))
         tensor = self.call.tensors[self._tensor(parameter)]
         index = int(axis or 0)
         return 0 if tensor.shape[index] == 1 else tensor.stride(index)
@@ -281,7 +278,8 @@ class Geometry:
 
 
 class _Sizes(dict[str, int]):
-    """The sizes of a launch by name, of which those of ``_LATER`` are computed when they are first asked for."""
+    """The sizes of a launch by name, of which those of ``_LATER``, and chunks of 16 bytes of workspaces, are computed
+    when they are first asked for."""
 
     __slots__ = ("geometry",)
 
@@ -289,7 +287,12 @@ class _Sizes(dict[str, int]):
 
     def __missing__(self, name: str) -> int:
         """Compute a size. KeyError for an unknown name."""
-        number = self[name] = _LATER[name](self.geometry)
+        workspace = name.removesuffix("_chunks")
+        if workspace in self.geometry.workspaces and workspace != name:
+            number = self.geometry.workspaces[workspace] // 4
+        else:
+            number = _LATER[name](self.geometry)
+        self[name] = number
         return number
 
 
@@ -319,7 +322,9 @@ def _key_tiles(geometry: Geometry) -> int:
 _LATER: Mapping[str, Callable[[Geometry], int]] = {
     "group_bits": lambda g: g.sizes["group"].bit_length() - 1,
     "section": lambda g: _section(g.launch, g.call, g.units, by_keys=g.launch.by_keys),
+    "group_reciprocal": lambda g: reciprocal(g.sizes["group"]),
     "page_size": lambda g: g.call.page_size,
+    "page_size_reciprocal": lambda g: reciprocal(g.call.page_size),
     "num_pages": lambda g: g.call.num_pages,
     "box_rows": lambda g: gcd(g.call.page_size, g.launch.tile_n),
     "asked_splits": lambda g: g.call.num_splits,
@@ -366,11 +371,8 @@ def geometries(
     """Return the numbers of a call for each launch of a kernel, in order; ``views`` and the rest as above."""
     launches = [Geometry(launch, call, views, capacity=capacity) for launch in kernel.launches]
     elements = workspace_sizes(kernel, launches)
-    chunks = {f"{name}_chunks": count // 4 for name, count in elements.items()}
     for geometry in launches:
         geometry.workspaces = elements
-        if chunks:
-            geometry.sizes |= chunks
         if absent:
             geometry.absent |= absent
     return launches

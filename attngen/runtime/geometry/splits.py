@@ -79,9 +79,8 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
         "split_slots": units * max_splits if split_tiles else 2 * blocks,
         "split_counters": units if split_tiles else blocks,
     }
-    divisors = sizes | {"batch": call.batch, "group": rows // max(call.seqlen_q, 1), "page_size": call.page_size}
-    for name in ("batch", "group", "row_units", "split_tiles", "page_size"):
-        sizes[f"{name}_reciprocal"] = reciprocal(divisors[name])
+    for name, divisor in (("batch", call.batch), ("row_units", row_units), ("split_tiles", split_tiles)):
+        sizes[f"{name}_reciprocal"] = reciprocal(divisor)
     return sizes
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from attngen.runtime.arguments.keys import PLAIN, note
-from attngen.runtime.arguments.kinds import UnlikeError, note_rows, note_scale, note_table, note_vector
+from attngen.runtime.arguments.keys import note
+from attngen.runtime.arguments.kinds import UnlikeError, note_rows, note_scale, table_at, vector_at
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.helpers.append_arguments import FIELDS, Append
 from attngen.runtime.helpers.append_kernel import PreparedAppend
@@ -19,76 +17,69 @@ from attngen.runtime.registry.lookup import registry
 #: Sizes that are kept for each kind.
 _KEPT_SIZES = 1024
 
-_PLACES = {name: place for place, name in enumerate(FIELDS.tensors)}
-_TOKENS = [(name, _PLACES[name]) for name in ("k", "v", "q", "q_out")]
-_VECTORS = [(name, _PLACES[name]) for name in ("cache_seqlens", "batch_index", "rotary_offsets")]
-_CACHES = [(name, _PLACES[name]) for name in ("k_cache", "v_cache", "rotary_cos", "rotary_sin")]
-_SCALES = [(name, _PLACES[name]) for name in ("k_descale", "v_descale")]
+#: Places of tensors among the addresses of a call.
+(
+    _K, _V, _K_CACHE, _V_CACHE, _LENGTHS, _TABLE, _SLOTS, _INDEX, _STARTS, _Q, _Q_OUT, _COS, _SIN, _TURNED, _K_DESCALE,
+    _V_DESCALE,
+) = range(len(FIELDS.tensors))  # fmt: skip
 
 
 def kind_of(call: Append) -> Kind | None:
     """Kind of a call, and its sizes: rows of its tensors of tokens, extents of what names sequences and of scales, and
     the columns and the stride of its page table. None if it has no kind."""
-    key: list[Any] = [registry.generation, call.page_layout, call.rotary_interleaved, type(call.rotary_interleaved)]
-    addresses = [0] * len(FIELDS.tensors)
-    tokens: list[int] = []
-    sequences: list[int] = []
-    scales: list[tuple[bool, int]] = []
+    (
+        k, v, k_cache, v_cache, lengths, table, slots, index, starts, page_layout, q, q_out, cos, sin, interleaved,
+        turned, k_descale, v_descale,
+    ) = call  # fmt: skip
     offsets = width = stride = -1
+    sequences: tuple[int, ...] = ()
+    scales: tuple[tuple[bool, int], ...] = ()
+    addresses = [0] * len(FIELDS.tensors)
     try:
-        for name, place in _TOKENS:
-            tensor = getattr(call, name)
-            key.append(tensor is None)
-            if tensor is not None:
-                addresses[place], rows = _note_tokens(key, tensor)
-                tokens.append(rows)
-        for name, place in _CACHES:
-            tensor = getattr(call, name)
-            key.append(tensor is None)
-            if tensor is not None:
-                addresses[place] = note(key, tensor)
-        for name, place in _VECTORS:
-            vector = getattr(call, name)
-            key.append(vector is None)
+        device = k.get_device()
+        # of tokens of one sequence, the second axis counts
+        axis = 1 if starts is None and k.shape[0] == 1 else 0
+        key: list[Any] = [
+            registry.generation, device, axis, page_layout, interleaved, type(interleaved), lengths is None,
+            table is None, slots is None, index is None, starts is None, q is None, q_out is None, cos is None,
+            sin is None, turned is None, k_descale is None, v_descale is None,
+        ]  # fmt: skip
+        addresses[_K], rows = note_rows(key, k, device, axis)
+        addresses[_V], of_v = note_rows(key, v, device, axis)
+        tokens: tuple[int, ...] = (rows, of_v)
+        addresses[_K_CACHE], addresses[_V_CACHE] = note(key, k_cache), note(key, v_cache)
+        if q is not None:
+            addresses[_Q], rows = note_rows(key, q, device, axis)
+            tokens += (rows,)
+        if q_out is not None:
+            addresses[_Q_OUT], rows = note_rows(key, q_out, device, axis)
+            tokens += (rows,)
+        if slots is not None:
+            addresses[_SLOTS], rows = note_rows(key, slots, device, axis)
+            tokens += (rows,)
+        if cos is not None or sin is not None:
+            addresses[_COS], addresses[_SIN] = note(key, cos), note(key, sin)
+        if lengths is not None:
+            addresses[_LENGTHS], rows = vector_at(lengths, device)
+            sequences += (rows,)
+        if table is not None:
+            addresses[_TABLE], rows, width, stride = table_at(table, device)
+            sequences += (rows,)
+        if starts is not None:
+            addresses[_STARTS], offsets = vector_at(starts, device)
+        for place, vector in ((_INDEX, index), (_TURNED, turned)):
             if vector is not None:
-                addresses[place], length = note_vector(key, vector)
-                sequences.append(length)
-        key += (call.cu_seqlens is None, call.page_table is None, call.slots is None)
-        if call.cu_seqlens is not None:
-            addresses[_PLACES["cu_seqlens"]], offsets = note_vector(key, call.cu_seqlens)
-        if call.page_table is not None:
-            addresses[_PLACES["page_table"]], rows, width, stride = note_table(key, call.page_table)
-            sequences.append(rows)
-        if call.slots is not None:
-            addresses[_PLACES["slots"]], rows = _note_tokens(key, call.slots)
-            tokens.append(rows)
-        if call.k_descale is not None or call.v_descale is not None:
-            pages = None if call.page_table is None and call.slots is None else call.k_cache.shape[0]
-            for name, place in _SCALES:
-                scale = getattr(call, name)
-                key.append(scale is None)
+                addresses[place], rows = vector_at(vector, device)
+                sequences += (rows,)
+        if k_descale is not None or v_descale is not None:
+            pages = None if table is None and slots is None else k_cache.shape[0]
+            for place, scale in ((_K_DESCALE, k_descale), (_V_DESCALE, v_descale)):
                 if scale is not None:
-                    addresses[place], of = note_scale(key, scale, pages)
-                    scales += [of] if of is not None else []
-    except (UnlikeError, ValueError, IndexError, RuntimeError):  # also tensors of another rank, and without memory
+                    addresses[place], of = note_scale(key, scale, pages, device)
+                    scales += (of,) if of is not None else ()
+    except (UnlikeError, AttributeError, ValueError, IndexError, RuntimeError):  # also other ranks, and no memory
         return None
-    return Kind(tuple(key), (tuple(tokens), tuple(sequences), tuple(scales), offsets, width, stride), addresses)
-
-
-def _note_tokens(key: list[Any], tensor: Any) -> tuple[int, int]:
-    """As ``note_rows``, and of tensors of one sequence the extent of its tokens."""
-    if type(tensor) not in PLAIN:
-        raise UnlikeError
-    shape = tensor.shape
-    if shape[0] != 1 or len(shape) not in (2, 4):
-        return note_rows(key, tensor)
-    _, rows, *rest = shape
-    address: int = tensor.data_ptr()
-    key += (
-        "one", tensor.dtype, *rest, tensor.stride()[1:], tensor.get_device(), address & 15, tensor.is_neg(), rows > 1,
-        not address, tensor.requires_grad and torch.is_grad_enabled(),
-    )  # fmt: skip
-    return address, rows
+    return Kind(tuple(key), (tokens, sequences, scales, offsets, width, stride), addresses)
 
 
 class AppendCalls:

@@ -11,7 +11,7 @@ from attngen.manifest import Argument
 from attngen.runtime.device.driver import Driver, Frame, Launch
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.kernels.module import Entry, Kernel
-from attngen.runtime.kernels.packing import DESCRIPTOR_BYTES, Packer
+from attngen.runtime.kernels.packing import DESCRIPTOR_BYTES, NUMBERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,6 @@ class _PackedLaunch:
         self.pointers: list[tuple[int, int]] = []
         self.descriptors: list[tuple[int, int, TensorMap]] = []
         sizes = {**operands.sizes, **grid.sizes}
-        numbers: list[Argument] = []
         for parameter in layout.parameters:
             of = parameter.of or ""
             if parameter.kind == "pointer":
@@ -125,9 +124,9 @@ class _PackedLaunch:
                 self.pointers.append((parameter.offset // 8, tensors.index(of)))
             elif parameter.kind == "descriptor" and of in operands.maps:
                 self.descriptors.append((parameter.offset, tensors.index(of), operands.maps[of](parameter)))
-            else:
-                numbers.append(parameter)
-        self._pack = Packer(numbers, layout.size)
+            elif parameter.kind not in NUMBERS:
+                raise LoadError(f"parameter '{parameter.name}': {direction} has no such number")
+        self._pack = grid.entry.packer
         self._values: list[float] = []
         self._places: dict[str | tuple[str, Any], int] = {}
         for parameter in self._pack.numbers:
@@ -137,7 +136,7 @@ class _PackedLaunch:
                 raise LoadError(f"parameter '{parameter.name}': {direction} has no such number")
             self._places[(of, parameter.axis) if parameter.kind == "stride" else of] = len(self._values)
             self._values.append(number)
-        self.offsets, self.size = layout.offsets, layout.size
+        self.offsets, self.size = layout.offsets, self._pack.size
         function, _, threads, shared, how = grid.entry.launch_on(driver, device, grid.blocks)
         #: What the driver takes of a launch, without blocks and parameters.
         self.function = function, grid.threads or threads, shared, how

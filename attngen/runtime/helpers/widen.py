@@ -25,7 +25,7 @@ from attngen.runtime.helpers.launches import Grid, HelperLaunches, Operands
 from attngen.runtime.helpers.path import first_that_takes, kernels_of
 from attngen.runtime.helpers.records import addresses_of
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.registry.select import Request, Selection, card_of, select
+from attngen.runtime.registry.select import Request, Selection, card_of, reason_against, select
 
 #: Numbers of 8 bits that a thread reads at once.
 _NUMBERS = CHUNK_BYTES // 2
@@ -52,21 +52,41 @@ class Route:
     selection: Selection
 
 
+def mixes_widths(call: Call) -> bool:
+    """Whether k and v are a cache in 8 bits beside a wider q."""
+    return call.kv_dtype != call.dtype and call.dtype not in QUANTIZED_DTYPES
+
+
 def route_of(request: Request, kernels: Sequence[Kernel], driver: Driver) -> Route | None:
     """Route of a forward pass over a cache in 8 bits that should be done sooner with its cache widened; None for all
     others, also where a call says how blocks share the keys."""
     call = request.call
-    if call.kv_dtype == call.dtype or call.dtype in QUANTIZED_DTYPES or request.direction != "forward":
+    if not mixes_widths(call) or request.direction != "forward":
         return None
     if call.num_splits or call.split_size or _bytes(call, 2) > _MOST_BYTES or call.layout == "varlen":
         return None
-    wide = _widened(call)
-    asked = replace(request, call=wide, addresses={**request.addresses, "k": 0, "v": 0})
+    asked = _asked(request)
     selection = select(kernels, asked, driver)
-    if selection.kernel is None or selection.kernel.split_kv or not _sooner(selection.kernel, wide, request, driver):
+    if (
+        selection.kernel is None
+        or selection.kernel.split_kv
+        or not _sooner(selection.kernel, asked.call, request, driver)
+    ):
         return None
     kernel = _kernel_for(call, request.device, driver)
-    return None if kernel is None else Route(kernel, wide, selection)
+    return None if kernel is None else Route(kernel, asked.call, selection)
+
+
+def keeps_few_rows(request: Request, kernels: Sequence[Kernel], driver: Driver) -> bool:
+    """Whether calls like this one, but with so few rows that their blocks share the keys, leave the cache as it is."""
+    asked = _asked(request)
+    takers = [kernel for kernel in kernels if reason_against(kernel, asked, driver) is None]
+    return not takers or any(kernel.split_kv for kernel in takers)
+
+
+def _asked(request: Request) -> Request:
+    """The request of the call whose cache is widened."""
+    return replace(request, call=_widened(request.call), addresses={**request.addresses, "k": 0, "v": 0})
 
 
 def _bytes(call: Call, size: int) -> int:

@@ -19,7 +19,7 @@ from attngen.manifest import SHARES, Argument, KernelFields, LaunchEntry, Launch
 from attngen.records import shared
 from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN, Driver
 from attngen.runtime.kernels.folder import read_manifest
-from attngen.runtime.kernels.packing import Layout, lay_out
+from attngen.runtime.kernels.packing import Layout, Packer, lay_out
 
 
 class Entry:
@@ -49,6 +49,11 @@ class Entry:
     def layout(self) -> Layout:
         """The parameter block; LoadError for a list that this version does not understand."""
         return lay_out(self._arguments)
+
+    @cached_property
+    def packer(self) -> Packer:
+        """What packs the numbers of the parameter block."""
+        return Packer(self.layout)
 
     def launch_on(self, driver: Driver, device: int, blocks: int, cluster: int = 1) -> tuple[Any, int, int, int, int]:
         """A launch as the driver takes it, without its parameters. Raises LoadError for a bad cubin."""

@@ -72,20 +72,24 @@ def lay_out(arguments: Iterable[Argument]) -> Layout:
 _CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 
 
+#: Kinds of parameters that are numbers of a call's shapes and strides.
+NUMBERS = ("stride", "extent", "size", "present", "descriptor_shape", "descriptor_stride")
+
+
 class Packer:
     """Packs the numbers of a parameter block into bytes, with zeros for all other parameters."""
 
-    __slots__ = ("_pack", "numbers")
+    __slots__ = ("_pack", "numbers", "size")
 
-    def __init__(self, numbers: Iterable[Argument], size: int) -> None:
-        """``size``: bytes of the block."""
-        #: The parameters in the order in which values are given.
-        self.numbers = sorted(numbers, key=lambda parameter: parameter.offset)
+    def __init__(self, layout: Layout) -> None:
+        #: The parameters in the order in which values are given, and bytes of the block, a multiple of 64.
+        self.numbers = sorted((p for p in layout.parameters if p.kind in NUMBERS), key=lambda p: p.offset)
+        self.size = -(-layout.size // DESCRIPTOR_ALIGNMENT) * DESCRIPTOR_ALIGNMENT
         code, end = "<", 0
         for parameter in self.numbers:
             code += f"{parameter.offset - end}x{_CODES[parameter.type]}"
             end = parameter.offset + parameter.size
-        self._pack = struct.Struct(f"{code}{size - end}x").pack
+        self._pack = struct.Struct(f"{code}{self.size - end}x").pack
 
     def __call__(self, values: Sequence[float]) -> bytes:
         """Pack values; LoadError for one that does not fit its type."""

@@ -24,7 +24,7 @@ from attngen.runtime.device.tensormap import TensorMap, of_own_tensor
 from attngen.runtime.geometry.capacity import capacity_for
 from attngen.runtime.geometry.sizes import Geometry, MapShape, geometries, group_of, map_shapes, workspace_sizes
 from attngen.runtime.kernels.module import Entry, Kernel
-from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Packer
+from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES
 
 #: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
 MAX_PLACED = 4096
@@ -126,15 +126,12 @@ class PreparedKernel:
         self.scales: list[int] = []
         self.scalars: list[tuple[str, int, int, int]] = []
         self.divisors: list[tuple[int, Division]] = []
-        numbers: list[Argument] = []
         for index, parameter in enumerate(entry.layout.parameters):
             match parameter.kind:
                 case "pointer":
                     if parameter.of is None or parameter.of not in position:
                         raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
                     self.addresses.append((index, position[parameter.of]))
-                case "scratch":
-                    pass  # null
                 case "descriptor":
                     self.descriptors.append((index, *_descriptor(parameter, geometry, driver, device, position)))
                 case "scale":
@@ -147,13 +144,7 @@ class PreparedKernel:
                     self.scalars.append((writer, size, parameter.offset, scalar_position[name]))
                 case "divisor":
                     self.divisors.append((parameter.offset, Division(geometry.call, parameter)))
-                case _:
-                    numbers.append(parameter)
-        self.offsets, self.size = (
-            entry.layout.offsets,
-            -(-entry.layout.size // DESCRIPTOR_ALIGNMENT) * DESCRIPTOR_ALIGNMENT,
-        )
-        self._pack = Packer(numbers, self.size)
+        self.offsets, self._pack, self.size = entry.layout.offsets, entry.packer, entry.packer.size
         #: All numbers, and the places of those that follow from the sizes of a call.
         self._values = [geometry.number(parameter) for parameter in self._pack.numbers]
         follow = [(place, one) for place, one in enumerate(self._pack.numbers) if _follows_sizes(one)]
@@ -181,7 +172,7 @@ def _follows_sizes(parameter: Argument) -> bool:
         case "size":
             return (parameter.of or parameter.name) not in _OF_KIND
         case "stride":
-            return parameter.of in ("lse", "page_table", "tile_map")
+            return parameter.of in ("page_table", "tile_map")
         case kind:
             return kind == "descriptor_shape"
 

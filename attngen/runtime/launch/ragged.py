@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.arguments.kinds import resize
+from attngen.runtime.arguments.kinds import Sizes, extents_of, resize
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.kernels.module import Kernel
@@ -31,6 +30,7 @@ class RaggedCalls:
         "_card",
         "_chosen",
         "_driver",
+        "_few_rows",
         "_kept",
         "_lock",
         "_names",
@@ -40,9 +40,11 @@ class RaggedCalls:
 
     def __init__(
         self, call: Call, kernels: Sequence[Kernel], tensor_names: Sequence[str], driver: Driver, device: int,
-        kept: Variant | None,
+        kept: Variant | None, *, prepared: PreparedCall | None = None, few_rows: bool = False,
     ) -> None:  # fmt: skip
-        """``call``: one of the kind, which each of the ``kernels`` takes; the rest as of a ``PreparedCall``."""
+        """``call``: one of the kind, which each of the ``kernels`` takes; the rest as of a ``PreparedCall``, of which
+        one may be ``prepared`` already. ``few_rows``: only calls whose blocks should share the keys; others may have
+        their cache widened first."""
         self._call, self._names = call.without_tensors(), tensor_names
         #: Candidates by whether blocks should share keys.
         self._by_splits = {
@@ -52,17 +54,19 @@ class RaggedCalls:
         #: Kernels by typical sizes: one prediction serves all calls that are about alike.
         self._chosen: RecentCache[Kernel] = RecentCache(_KEPT_SIZES)
         self._prepared: dict[Kernel, PreparedCall] = {}
+        if prepared is not None and prepared.kernel is not None:
+            self._prepared[prepared.kernel] = prepared
         self._sized: RecentCache[tuple[PreparedCall, Sized]] = RecentCache(_KEPT_SIZES)
-        self._lock = threading.Lock()
+        self._lock, self._few_rows = threading.Lock(), few_rows
 
-    def sized(self, sizes: tuple[Any, ...], given: Given) -> tuple[PreparedCall, Sized] | None:
-        """The prepared call and its numbers for these ``Sizes``; None where something about them needs a look."""
+    def sized(self, sizes: Sizes, given: Given) -> tuple[PreparedCall, Sized] | None:
+        """The prepared call and its numbers for these sizes; None where something about them needs a look."""
         return self._sized[sizes] or self._resized(sizes, given)
 
-    def _resized(self, sizes: tuple[Any, ...], given: Given) -> tuple[PreparedCall, Sized] | None:
+    def _resized(self, sizes: Sizes, given: Given) -> tuple[PreparedCall, Sized] | None:
         call = self._call
         with self._lock:
-            if not resize(call, sizes):
+            if not resize(call, sizes) or (self._few_rows and not splits_keys(call)):
                 return None
             kernel = self._kernel()
             prepared = self._prepared.get(kernel)
@@ -83,6 +87,7 @@ class RaggedCalls:
         sizes = typical_sizes(call)
         kernel = self._chosen[sizes]
         if kernel is None:
+            call.extents = extents_of(call)
             kernel = next(in_order(kernels, call, self._card))
             self._chosen.put(sizes, kernel)
         return kernel

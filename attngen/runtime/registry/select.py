@@ -140,19 +140,20 @@ def _by_time(kernels: Sequence[Kernel], call: Call | None, card: Card) -> Sequen
 
 
 def typical_sizes(call: Call) -> tuple[int, int, int]:
-    """Sequences of a ragged call, and queries and keys of each, rounded up to powers of two and halves between them.
+    """Sequences of a ragged call, and queries and keys of each, rounded up to powers of two; of queries, which decide
+    how full tiles are, also to halves between them.
 
     They decide between kernels for all calls that are about alike: lengths of ragged calls never repeat, and the host
     does not know those of each sequence anyway.
     """
     seqlen_q, seqlen_k = lengths(call)
-    return rounded(call.batch), rounded(seqlen_q), rounded(seqlen_k)
+    return rounded(call.batch, 1), rounded(seqlen_q, 2), rounded(seqlen_k, 1)
 
 
-def rounded(number: int) -> int:
-    """The next number of at most two significant binary digits."""
-    digits = max(number.bit_length() - 2, 0)
-    return -(-number >> digits) << digits
+def rounded(number: int, digits: int) -> int:
+    """The next number of at most so many significant binary digits."""
+    zeros = max(number.bit_length() - digits, 0)
+    return -(-number >> zeros) << zeros
 
 
 def _typical(call: Call) -> Call:
