@@ -1,8 +1,10 @@
-"""The decode loop of docs/serving.md on a GPU, and its graph, replayed while lengths grow."""
+"""The decode loop of docs/serving.md on a GPU, its graph, replayed while lengths grow, and steps of other sizes."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -47,3 +49,24 @@ def test_the_loop_and_its_graph(kernels: None) -> None:
             shown["q"], *shown["pages"], shown["page_table"], lengths, variant="causal", backend="reference"
         )
         torch.testing.assert_close(shown["out"].float(), wanted.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_steps_whose_sizes_never_repeat(kernels: None) -> None:
+    """Decoding and chunks of prompts in one batch, which is padded by sequences without keys."""
+    rng = random.Random(0)
+    k, v = (torch.randn(600, 16, 2, 128, device="cuda").bfloat16() for _ in range(2))
+    for step in range(30):
+        rows = [1] * rng.randint(1, 40) + [rng.randint(1, 400)] * (step % 2)
+        keys = [rng.randint(n, 1500) for n in rows]
+        rows += [1] * (step % 5)
+        keys += [0] * (step % 5)
+        table = torch.randint(0, 600, (len(rows), -(-max(keys) // 16) + step % 3), dtype=torch.int32, device="cuda")
+        lengths = torch.tensor(keys, dtype=torch.int32, device="cuda")
+        starts = torch.tensor([0, *accumulate(rows)], dtype=torch.int32, device="cuda")
+        q = torch.randn(sum(rows), 8, 128, device="cuda").bfloat16()
+        out = torch.full_like(q, torch.nan)
+        step_of = {"cu_seqlens_q": starts, "max_seqlen_q": max(rows), "variant": "causal", "return_lse": True}
+        ours, lse = attngen.attention_paged(q, k, v, table, lengths, out=out, **step_of)
+        wanted, wanted_lse = attngen.attention_paged(q, k, v, table, lengths, backend="reference", **step_of)
+        torch.testing.assert_close(ours.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
