@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import attngen
 from attngen.runtime.arguments.dropout import draw, kept, rate_of
 
 
@@ -17,8 +18,9 @@ def next_factors(rate: float, lengths: list[tuple[int, int]], heads: int, device
     ``lengths`` holds the queries and the keys of each sequence. The rate should be a multiple of 2⁻¹⁶.
     """
     call: Any = SimpleNamespace(
-        heads=heads, scalars={"dropout_p": rate}, tensors={"rng_state": draw(torch.device(device))}
-    )
+        variant=attngen.variant(dropout=True).value, heads=heads, scalars={"dropout_p": rate},
+        tensors={"rng_state": draw(torch.device(device))},
+    )  # fmt: skip
     scale = rate_of(call)[1]
     return [kept(call, i, slice(0, rows), keys) * scale for i, (rows, keys) in enumerate(lengths)]
 
