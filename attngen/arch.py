@@ -20,6 +20,7 @@ class Arch:
     pdl: bool  # programmatic dependent launch
     wgmma: bool
     specific: bool  # an "a" target: runs on exactly its own capability
+    tensor_memory: bool = False  # accumulators of tcgen05, beside which mma.sync is slow
 
     def runs_on(self, capability: int) -> bool:
         """Whether a cubin for this arch loads on a device of ``capability`` (it does within a major version)."""
@@ -35,7 +36,7 @@ _ROWS = (
     Arch("sm86", 86, 99 * _KIB, 65536, False, False, False, False),
     Arch("sm89", 89, 99 * _KIB, 65536, False, False, False, False),
     Arch("sm90a", 90, 227 * _KIB, 65536, True, True, True, True),
-    Arch("sm100a", 100, 227 * _KIB, 65536, True, True, False, True),
+    Arch("sm100a", 100, 227 * _KIB, 65536, True, True, False, True, tensor_memory=True),
     Arch("sm120a", 120, 99 * _KIB, 65536, True, True, False, True),
 )
 

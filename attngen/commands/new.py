@@ -23,7 +23,7 @@ kernels:                         # a list in a field makes one kernel for each o
     head_dim: [64, 128]          # or {{qk: 192, v: 128}}
     dtype: bf16                  # bf16, fp16, fp32
     layout: dense                # dense, varlen, paged
-    # backend: triton            # left out: cuda for Hopper, if it can do everything here; else triton
+    # backend: triton            # left out: cuda, if the arch has it and it can do everything here; else triton
     # tile: {{m: 128, n: 64}}      # left out, the plan chooses these
     # pipeline: {{stages: 2}}
 """

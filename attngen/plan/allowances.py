@@ -68,6 +68,12 @@ PINGPONG_SPILLS = Spills(
     "faster with ping-pong and these spills than without ping-pong",
     Evidence("docs/notebook/hopper_backward.md", "551 at d 128"),
 )
+MMA_SPILLS = Spills(
+    "forward kernels by mma.sync",
+    48,
+    "faster with 64 keys and these spills than with 32 keys and none",
+    Evidence("docs/notebook/mma.md", "64 keys and 16 B of spills 1.061"),
+)
 #: The warp that reads dS has the few registers of a producer, and waits for consumers most of the time.
 READER_SPILLS = Spills(
     "CUDA backward kernels with a warp that reads dS", 128, "spilled by a warp that mostly waits", None

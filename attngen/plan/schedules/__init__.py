@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from attngen.arch import Arch
+from attngen.arch import ARCHES, Arch
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import (
     append,
@@ -14,6 +14,8 @@ from attngen.plan.schedules import (
     hopper_decode,
     hopper_forward,
     hopper_fp8,
+    mma_backward,
+    mma_forward,
     quantize,
     quantize_tiles,
     triton_backward,
@@ -27,9 +29,11 @@ _ROWS: list[Schedule] = [
     hopper_fp8.SCHEDULE,
     hopper_forward.SCHEDULE,
     hopper_decode.SCHEDULE,
+    mma_forward.SCHEDULE,
     triton_forward.SCHEDULE,
     hopper_backward.SCHEDULE,
     hopper_cluster.SCHEDULE,
+    mma_backward.SCHEDULE,
     triton_backward.SCHEDULE,
     append.SCHEDULE,
     quantize.SCHEDULE,
@@ -66,9 +70,11 @@ def backends(arch: Arch, direction: str) -> tuple[str, ...]:
 def candidates(spec: KernelSpec, backend: str) -> tuple[Schedule, ...]:
     """Return the schedules of a backend that suit a spec, the fastest first."""
     rows = schedules(spec.direction, backend=backend)
-    return tuple(
+    suitable = [
         row for row in rows if row.split_kv == spec.split_kv and row.split_tiles >= spec.split_tiles and row.suits(spec)
-    )
+    ]
+    # where none runs on the arch, they say why
+    return tuple(row for row in suitable if row.supports(ARCHES[spec.arch])) or tuple(suitable)
 
 
 @contextmanager

@@ -122,3 +122,36 @@ class HopperBackward(Structure):
     def sum_columns(self) -> int:
         """Columns of the dQ accumulator, which may be more than dQ has."""
         return self.dq_columns if self.dq_by_rows else self.consumers * self.dq_columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MmaForward(Structure):
+    """Tile and memory of a forward by mma.sync, whose warps have 16 or 32 query rows each."""
+
+    row_blocks: int  # of 16 rows, of a warp
+    blocks: int  # that a multiprocessor runs at once
+    q_in_ring: bool  # Q lies in the last stage of the ring until registers hold it
+    columns_qk: int  # that are multiplied: multiples of 16; rows in shared memory may be longer
+    columns_v: int
+    box_bytes: int  # of a row, over which it is swizzled
+    longest_first: bool  # query tiles from the last to the first, head by head within an L2 head group
+    raise_above: str  # literal: growth of the running max, in units of log2, at which a lazy row max follows
+    fixed_max: str = "0.0f"  # literal; constant instead of row maxima, in units of log2, where logits are bounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MmaBackward(Structure):
+    """Tile and memory of a backward by mma.sync, whose warps have 16 keys each."""
+
+    blocks: int  # that a multiprocessor runs at once
+    columns_qk: int  # that are multiplied: multiples of 32; rows in shared memory may be longer
+    columns_v: int
+    box_bytes: int  # of a row, over which it is swizzled
+    dq_rows: int  # blocks of 16 query rows of dQ, each of one or several warps, which divide its columns
+
+    #: P passes to the products in pairs of 16 bits, and rows of LSE and D lie in their order.
+    packed: ClassVar[bool] = True
+    rows_ahead: ClassVar[int] = 0
+    overlap: ClassVar[str] = "nothing"
+    cluster: ClassVar[int] = 0
+    own_spans: ClassVar[bool] = False

@@ -101,14 +101,14 @@ def in_order(kernels: Sequence[Kernel], call: Call | None, card: Card) -> Iterat
     splits = call is not None and splits_keys(call)
 
     def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, int, bool]:
-        # Whether keys are shared as the call wants it, the closest architecture first, then TMA, then the hand-written
-        # schedules
+        # Whether keys are shared as the call wants it, the closest architecture first, then the hand-written schedules,
+        # then TMA
         by_hand = kernel.backend == "cuda"
         return (
             kernel.split_kv != splits,
             not kernel.arch.specific,
-            kernel.loads != "descriptor",
             not by_hand,
+            kernel.loads != "descriptor",
             -kernel.arch.capability,
             by_hand and not kernel.main.persistent and kernel.main.shares == 1,
         )
@@ -538,13 +538,13 @@ def _beyond_cuda(call: Call, capability: int, request: Request) -> str | None:
         return None
     access = _access_lines(call, request)
     reason = None
-    if not arch.wgmma:
-        reason = f"for {arch.name}, only for {', '.join(name for name, row in ARCHES.items() if row.wgmma)}"
+    if arch.tensor_memory:
+        reason = f"for {arch.name}, only for {', '.join(name for name, row in ARCHES.items() if not row.tensor_memory)}"
     elif dtype(call.dtype).mma is None:
         multiplied = [name for name in ATTENTION_DTYPES if dtype(name).mma is not None]
         reason = f"for {call.dtype}, only for {' and '.join(multiplied)}"
-    elif access:
-        reason = "for these strides and addresses, which tensor descriptors (TMA) cannot express"
+    elif any("alignment" in line for line in access):
+        reason = "for these strides and addresses, since it copies 16 bytes at a time"
     return reason and f"No CUDA kernel can be built {reason}; leave 'backend' out, and the lines for Triton are named"
 
 

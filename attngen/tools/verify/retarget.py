@@ -29,8 +29,13 @@ def retarget(prepared: Prepared, arch: Arch) -> Prepared:
         return Prepared(prepared.spec, planned, render(planned))
     same = replace(free, tile_m=before.tile_m, tile_n=before.tile_n, stages=before.stages, num_warps=before.num_warps)
     if before.direction == "backward":
-        fixed = before.has_launch("dkdv")  # of Triton; a kernel of CUDA has tiles of its own
-        same = replace(free, backward=Backward(_tile(before, "dkdv"), _tile(before, "dq"))) if fixed else free
+        triton = before.has_launch("dkdv")
+        tiles = (
+            Backward(_tile(before, "dkdv"), _tile(before, "dq"))
+            if triton
+            else Backward(Gradient(before.tile_m, before.tile_n, before.stages))
+        )
+        same = replace(free, tile_m=None, tile_n=None, stages=None, num_warps=None, backward=tiles)
     try:
         planned = plan(same)
     except PlanError:  # it takes more shared memory than this arch has

@@ -1,0 +1,281 @@
+"""The backward by mma.sync, for cards without wgmma: a kernel by tiles of keys computes dK and dV, and adds dQ up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from attngen.arch import ARCHES, Arch
+from attngen.errors import PlanError
+from attngen.lang.runs import positions
+from attngen.plan import arguments, naming
+from attngen.plan.allowances import SPILLS
+from attngen.plan.choices import check_head_dims, iteration_of, refuse
+from attngen.plan.draft import CLASSIFIER_WARPS, axes_of, drafted, row_workspaces
+from attngen.plan.model import Argument, Launch, Plan, Region, Workspace
+from attngen.plan.operands import operands_of
+from attngen.plan.own_gradients import differentiable_of
+from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.backward_launches import row_lanes
+from attngen.plan.schedules.forward_memory import widest_box, widths
+from attngen.plan.schedules.structures import MmaBackward
+from attngen.plan.traits import gathers
+from attngen.schema.expand import Backward, Gradient, KernelSpec
+
+_DTYPES = ("bf16", "fp16")
+
+#: Keys of a warp: M of mma.m16n8k16.
+_KEYS = 16
+
+#: Shared memory that the system takes of each block on a multiprocessor.
+_RESERVED = 1024
+
+#: Bytes of shared memory from which a card has room for the tiles of "large".
+_LARGE = 163 * 1024
+
+#: Q, dO and the dQ accumulator of the heads that run side by side.
+_SECTION_BYTES = 24 * 2**20
+
+#: Most columns of dK and dV together that a thread has registers for, beside S, dP and P of a step.
+_MOST_COLUMNS = 320
+
+#: Query rows of a block of ``preprocess``, at least, and its warps; and the warps of ``postprocess``.
+_ROWS, _ROWS_WARPS, _ROUND_WARPS = 16, 4, 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Queries of a step, stages of Q and dO, warps, and how many blocks a multiprocessor should run at once."""
+
+    m: int
+    stages: int
+    warps: int
+    blocks: int
+
+
+#: (family, largest sum of the columns of dK and dV) -> tile, first match wins; the families are those of the forward.
+_TABLE: tuple[tuple[str, int, _Tile], ...] = (
+    ("gather", 128, _Tile(32, 2, 4, 2)),
+    ("gather", 320, _Tile(32, 2, 4, 1)),
+    ("large", 128, _Tile(64, 2, 8, 1)),
+    ("large", 192, _Tile(64, 2, 8, 1)),
+    ("large", 256, _Tile(64, 2, 8, 1)),
+    ("large", 320, _Tile(32, 2, 8, 1)),
+    ("any", 128, _Tile(64, 2, 4, 1)),
+    ("any", 256, _Tile(32, 2, 4, 1)),
+    ("any", 320, _Tile(32, 2, 4, 1)),
+)
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    if refused := _refusal(spec, arch):
+        raise refused
+    check_head_dims(spec)
+    operands = operands_of(spec)
+    element = operands.shared("q", "k", "v", "dout", "p", "ds")
+    qk, v = widths(spec.head_dim_qk, element), widths(spec.head_dim_v, element)
+    multiplied_qk, multiplied_v = (-(-head_dim // 32) * 32 for head_dim in (spec.head_dim_qk, spec.head_dim_v))
+    tile = _tile(spec, arch, qk.width, v.width)
+    keys = _KEYS * tile.warps
+    iteration = iteration_of(spec, "q")
+    structure = MmaBackward(
+        blocks=tile.blocks,
+        columns_qk=multiplied_qk,
+        columns_v=multiplied_v,
+        box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
+        dq_rows=tile.m // _KEYS,
+        shared=_regions(tile, qk.width, v.width, element.bytes),
+    )
+    planned = drafted(
+        spec,
+        label="mma",
+        width=f"w{tile.warps}",
+        tile_map=iteration == "tile_map",
+        alignment=16,
+        columns_qk=(qk,),
+        columns_v=(v,),
+        backend="cuda",
+        schedule="mma_backward",
+        loads="pointer",
+        q_operand="shared",
+        tile_m=tile.m,
+        tile_n=keys,
+        stages=tile.stages,
+        num_warps=tile.warps,
+        max_registers=None,
+        iteration=iteration,
+        mask_code="branch",
+        softmax="exact_max",
+        section_bytes=_SECTION_BYTES,
+        structure=structure,
+        main="dqkv",
+        sum_columns=multiplied_qk,
+    )
+    sums: tuple[int | str, ...] = (tile.m * multiplied_qk, "sum_tiles")
+    return planned.with_launches(
+        *_launches(planned, structure), workspaces=(*row_workspaces(), Workspace("dq_sum", "fp32", (sums,), multiple=4))
+    )
+
+
+def _launches(plan: Plan, structure: MmaBackward) -> Iterator[Launch]:
+    """Yield the launches in their order."""
+    common = {"tile_m": plan.tile_m, "tile_n": plan.tile_n, "stages": 1}
+
+    def launch(name: str, grid: str, warps: int, **fields: object) -> Launch:
+        symbol = naming.launch_name(plan.name, name)
+        return Launch(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
+
+    rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
+    yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
+    axes = axes_of(plan, "dqkv") if plan.iteration == "tile_map" else None
+    if axes is not None:
+        own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
+        yield launch("classify_dqkv", "key_words", CLASSIFIER_WARPS, iteration="tile_map", tile_map=axes, arguments=own)
+    yield launch(
+        "dqkv", "keys", plan.num_warps, stages=plan.stages, iteration=plan.iteration, tile_map=axes,
+        arguments=_dqkv_arguments(plan), shared_bytes=structure.shared_bytes, max_spills=SPILLS.bytes,
+    )  # fmt: skip
+    yield launch("postprocess", "queries", _ROUND_WARPS, arguments=_postprocess_arguments(plan))
+
+
+def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the launch that computes the row statistics, and clears the dQ accumulator."""
+    return (
+        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
+        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
+        _sums(),
+        *arguments.strides_of(plan, ("out", "dout")),
+        *map(arguments.size, ("heads", "rows", "row_tiles")),
+        arguments.size("sum_chunks", of="dq_sum_chunks", form="i64"),
+        Argument("has_dlse", "present", "i32", of="dlse"),
+    )  # fmt: skip
+
+
+def _dqkv_arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the launch of all products."""
+    operands = (
+        *(arguments.pointer(plan, name) for name in ("q", "k", "v", "dout")), _sums(),
+        *(arguments.pointer(plan, name) for name in ("dk", "dv")),
+        arguments.row_pointer("lse_log2"), arguments.row_pointer("delta"),
+    )  # fmt: skip
+    return arguments.signature(
+        plan, operands, tiles="kv_tiles", strided=("q", "k", "v", "dout", "dk", "dv"),
+        more_sizes=() if plan.varlen else ("q_tiles",), max_seqlen_k=True,
+    )  # fmt: skip
+
+
+def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the launch that scales and rounds the dQ accumulator."""
+    return (
+        _sums(), arguments.pointer(plan, "dq"),
+        *(arguments.lengths(plan, "cu_seqlens_q")),
+        *arguments.tensor_pointers(plan.variant),
+        *arguments.strides_of(plan, ("dq",)),
+        *arguments.tensor_shapes(plan.variant),
+        *arguments.sizes(plan, "q_tiles", max_seqlen_k=True),
+        arguments.scale(),
+        *arguments.scalar_arguments(plan),
+    )  # fmt: skip
+
+
+def _sums() -> Argument:
+    return Argument("dq_sum_ptr", "pointer", "*fp32", of="dq_sum", divisibility=16)
+
+
+def _regions(tile: _Tile, width_qk: int, width_v: int, size: int) -> tuple[Region, ...]:
+    """Return the regions of shared memory."""
+    keys, regions, at = _KEYS * tile.warps, [], 0
+    for name, count in (
+        ("k", keys * width_qk * size), ("v", keys * width_v * size), ("q", tile.stages * tile.m * width_qk * size),
+        ("dout", tile.stages * tile.m * width_v * size), ("ds", keys * tile.m * size),
+        ("lse", tile.stages * tile.m * 4), ("delta", tile.stages * tile.m * 4),
+    ):  # fmt: skip
+        regions.append(Region(name, at, count))
+        at += count
+    return tuple(regions)
+
+
+def _tile(spec: KernelSpec, arch: Arch, qk: int, v: int) -> _Tile:
+    """Return the tile of the table, within the shared memory of the arch."""
+    families = {"any"}
+    if arch.shared_memory >= _LARGE:
+        families.add("large")
+    if gathers(spec.variant):
+        families.add("gather")
+    given = (spec.backward or Backward()).dkdv
+    fixed = (given.tile_m, given.tile_n, given.stages)
+    rows = [(name, tile) for name, largest, tile in _TABLE if qk + v <= largest]
+    table = next(tile for name, tile in rows if name in families)
+    # the tile of a kernel for another card, which is verified on this one
+    table = next((tile for _, tile in rows if (tile.m, _KEYS * tile.warps, tile.stages) == fixed), table)
+    for name, value, chosen in (
+        ("tile.m", given.tile_m, table.m), ("tile.n", given.tile_n, _KEYS * table.warps),
+        ("stages", given.stages, table.stages),
+    ):  # fmt: skip
+        if value not in (None, chosen):
+            raise refuse(spec, f"backward.dkdv.{name}", f"{value} is not allowed; allowed: {chosen}")
+    regions = _regions(table, qk, v, operands_of(spec).q.bytes)
+    total = regions[-1].offset + regions[-1].bytes
+    if total > arch.shared_memory:
+        raise refuse(spec, "backward.dkdv", f"Shared memory {total} B exceeds {arch.shared_memory} B on {arch.name}")
+    return replace(table, blocks=max(min(table.blocks, (arch.shared_memory + _RESERVED) // (total + _RESERVED)), 1))
+
+
+def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+    """Return why the schedule cannot serve a spec at all, or None."""
+    if arch.tensor_memory:
+        return refuse(spec, "backward", f"mma.sync is slow on {arch.name}, which has tcgen05; allowed: triton")
+    if positions(spec.variant) is not None:
+        return refuse(spec, "backward", "kernels by mma.sync take no tensor of row positions; allowed: triton")
+    if spec.dtype not in _DTYPES:
+        return refuse(spec, "dtype", f"a backward by mma.sync takes {' and '.join(_DTYPES)}, not {spec.dtype}")
+    if spec.loads == "descriptor":
+        return refuse(spec, "loads", "cuda kernels by mma.sync load by cp.async; allowed: pointer")
+    if spec.alignment not in (None, 16):
+        return refuse(spec, "alignment", f"cp.async copies 16 bytes, which need alignment 16, not {spec.alignment}")
+    if spec.softmax_scale is not None:
+        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
+    if differentiable_of(spec.variant):
+        own = "gradients of a variant's own tensors (grad: true)"
+        return refuse(spec, "backward", f"a backward by mma.sync gives no {own}; allowed: triton")
+    if spec.deterministic:
+        return refuse(spec, "deterministic", "a backward by mma.sync adds dQ up in no fixed order; allowed: triton")
+    if spec.head_dim_qk + spec.head_dim_v > _MOST_COLUMNS:
+        return refuse(
+            spec, "head_dim", f"a backward by mma.sync has registers for {_MOST_COLUMNS} columns of dK and dV, "
+            f"not {spec.head_dim_qk} + {spec.head_dim_v}; allowed: triton"
+        )  # fmt: skip
+    if not spec.fast_math:
+        return refuse(
+            spec,
+            "fast_math",
+            "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
+        )
+    given = spec.backward or Backward()
+    if given.dq != Gradient():
+        return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
+    if given.dkdv.num_warps is not None:
+        return refuse(spec, "backward.dkdv.warps", "a warp has 16 keys: give tile.n, or leave it out")
+    return None
+
+
+def _keep_promises(spec: KernelSpec) -> None:
+    """Refuse cards with wgmma, which Triton kernels multiply by."""
+    if ARCHES[spec.arch].wgmma:
+        raise refuse(
+            spec, "loads", "cuda kernels that load by pointers multiply by mma.sync, not by wgmma; say "
+            "'backward: {backend: cuda}' to accept that"
+        )  # fmt: skip
+
+
+SCHEDULE = Schedule(
+    name="mma_backward",
+    backend="cuda",
+    direction="backward",
+    template="cuda/mma_backward/kernel.cu.j2",
+    view="attngen.render.views.mma_backward:mma_backward_view",
+    supports=lambda arch: not arch.tensor_memory,
+    suits=lambda spec: not ARCHES[spec.arch].wgmma or spec.loads == "pointer",
+    plan=_plan,
+    keep_promises=_keep_promises,
+)

@@ -1,0 +1,310 @@
+"""The forward by mma.sync, for cards without wgmma: all warps copy by cp.async and multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from attngen.arch import ARCHES, Arch
+from attngen.errors import PlanError
+from attngen.lang.runs import positions
+from attngen.lang.simplify import TRUE
+from attngen.plan import arguments
+from attngen.plan.allowances import MMA_SPILLS
+from attngen.plan.choices import SECTION_BYTES, check_head_dims, check_sizes, iteration_of, refuse
+from attngen.plan.draft import drafted, forward_launches
+from attngen.plan.layouts import LAYOUTS
+from attngen.plan.model import Argument, Plan, Region
+from attngen.plan.operands import operands_of
+from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.forward_memory import widest_box, widths
+from attngen.plan.schedules.forward_softmax import softmax_of
+from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
+from attngen.plan.schedules.structures import MmaForward
+from attngen.plan.times import first_see_most
+from attngen.plan.traits import gathers
+from attngen.schema.expand import KernelSpec
+
+#: The softmax of scores that are not bounded: measured to be the fastest.
+_USUAL = "lazy"
+_SOFTMAXES = ("lazy", "exact_max", "bounded")
+
+#: Query rows of a product: M of mma.m16n8k16. A warp has one or two such blocks of rows, which share what it loads of K
+#: and V.
+_ROWS, _MOST_BLOCKS = 16, 2
+
+#: Rows of a tile are a multiple of these, so that the heads of a group fill them.
+_TILE_ROWS = 64
+
+#: Keys of a tile, and stages of the ring in which tiles of K and V alternate.
+_KEYS, _STAGES, _WARPS = (16, 32, 64, 128), (2, 3, 4, 5, 6), (4, 8)
+
+#: Shared memory that the system takes of each block on a multiprocessor.
+_RESERVED = 1024
+
+#: Warps of a multiprocessor that have registers for products.
+_MOST_WARPS = 16
+
+#: Bytes of shared memory from which a card has room for the tiles of "large".
+_LARGE = 163 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Rows, keys, stages and warps of a block, how many blocks a multiprocessor should run at once, and where the
+    products with K find Q."""
+
+    m: int
+    n: int
+    stages: int
+    warps: int
+    blocks: int
+    q_operand: str = "shared"
+
+
+#: (family, largest head_dim) -> tile, first match wins. "gather" loads a value for each pair of query and key; "large"
+#: cards have 163 KB of shared memory, others 99 KB. Measured on Hopper cards, with their shared memory
+#: (docs/notebook/mma_forward.md).
+_TABLE: tuple[tuple[str, int, _Tile], ...] = (
+    ("gather", 64, _Tile(64, 64, 3, 4, 2)),
+    ("gather", 128, _Tile(64, 32, 3, 4, 2)),
+    ("gather", 256, _Tile(64, 16, 3, 4, 1)),
+    ("large", 64, _Tile(128, 64, 4, 4, 3)),
+    ("large", 128, _Tile(128, 64, 3, 4, 2)),
+    ("large", 192, _Tile(64, 64, 3, 4, 2, "registers")),
+    ("large", 256, _Tile(64, 64, 2, 4, 2, "registers")),
+    ("any", 64, _Tile(128, 64, 2, 4, 3)),
+    ("any", 96, _Tile(128, 64, 2, 4, 2)),
+    ("any", 128, _Tile(128, 32, 2, 4, 2)),
+    ("any", 192, _Tile(64, 64, 2, 4, 2, "registers")),
+    ("any", 256, _Tile(64, 64, 2, 4, 1, "registers")),
+)
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    if refused := _refusal(spec, arch):
+        raise refused
+    check_head_dims(spec)
+    operands = operands_of(spec)
+    element = operands.shared("q", "k", "v", "p")
+    iteration = iteration_of(spec)
+    pack_gqa = spec.pack_gqa is True
+    if pack_gqa and iteration == "tile_map":
+        raise refuse(
+            spec,
+            "pack_gqa",
+            "a tile map lists the tiles of single heads; allowed: false, or true with tile_map: never",
+        )
+    if pack_gqa and spec.variant.dropout:
+        raise refuse(
+            spec,
+            "pack_gqa",
+            "dropout shares random numbers among rows of one head, and packed rows belong to several; allowed: false",
+        )
+    qk, v = widths(spec.head_dim_qk, element), widths(spec.head_dim_v, element)
+    tile = _tile(spec, arch, max(qk.width, v.width))
+    row_blocks = tile.m // (_ROWS * tile.warps)
+    softmax, constant = softmax_of(spec, PROBABILITIES[spec.dtype].exponents)
+    softmax = _USUAL if spec.softmax is None and constant is None else softmax
+    multiplied_qk, multiplied_v = (-(-head_dim // _ROWS) * _ROWS for head_dim in (spec.head_dim_qk, spec.head_dim_v))
+    ranges = iteration == "ranges" and spec.variant.mask != TRUE
+    structure = MmaForward(
+        row_blocks=row_blocks,
+        blocks=tile.blocks,
+        q_in_ring=_q_in_ring(tile),
+        columns_qk=multiplied_qk,
+        columns_v=multiplied_v,
+        box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
+        longest_first=spec.order != "natural",
+        from_first=ranges and spec.order != "natural" and first_see_most(spec),
+        skips=ranges,
+        raise_above=PROBABILITIES[spec.dtype].raise_above,
+        fixed_max="0.0f" if constant is None else f"{constant:.1f}f",
+        shared=_regions(tile, qk.width, v.width, element.bytes),
+    )
+    planned = drafted(
+        spec,
+        label="mma",
+        width=f"w{tile.warps}",
+        tile_map=iteration == "tile_map",
+        alignment=16,
+        choices=(
+            *([] if softmax == _USUAL else [softmax.replace("_", "")]),
+            *([] if structure.longest_first else ["natural"]),
+            *(["pack"] if pack_gqa else []),
+        ),
+        columns_qk=(qk,),
+        columns_v=(v,),
+        backend="cuda",
+        schedule="mma_forward",
+        loads="pointer",
+        q_operand=tile.q_operand,
+        tile_m=tile.m,
+        tile_n=tile.n,
+        stages=tile.stages,
+        num_warps=tile.warps,
+        max_registers=None,
+        iteration=iteration,
+        mask_code="branch",
+        softmax=softmax,
+        section_bytes=SECTION_BYTES,
+        structure=structure,
+        pack_gqa=pack_gqa,
+    )
+    return forward_launches(
+        planned,
+        _arguments(planned),
+        lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
+        shared_bytes=structure.shared_bytes,
+        max_spills=MMA_SPILLS.bytes,
+    )
+
+
+def _arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the kernel."""
+    operands = (*(arguments.pointer(plan, name) for name in ("q", "k", "v", "out")), arguments.row_pointer("lse"))
+    return arguments.signature(
+        plan, operands, tiles="q_tiles", strided=("q", "k", "v", "out"), max_seqlen_k=True,
+        present=("lse", "seqused_k"),
+    )  # fmt: skip
+
+
+def _regions(tile: _Tile, width_qk: int, width_v: int, size: int) -> tuple[Region, ...]:
+    """Return the regions of shared memory: Q, which may lie in the last stage of the ring, and the ring of K and V."""
+    q, stage = tile.m * width_qk * size, tile.n * max(width_qk, width_v) * size
+    if _q_in_ring(tile):
+        return Region("q", (tile.stages - 1) * stage, q), Region("ring", 0, tile.stages * stage)
+    return Region("q", 0, q), Region("ring", q, tile.stages * stage)
+
+
+def _q_in_ring(tile: _Tile) -> bool:
+    """Whether Q has room in a stage of the ring, which it leaves before this is filled."""
+    return tile.q_operand == "registers" and tile.m <= tile.n
+
+
+def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
+    """Return the spec's tile, completed from the table, and within the shared memory of the arch."""
+    families = {"any"}
+    if arch.shared_memory >= _LARGE:
+        families.add("large")
+    if gathers(spec.variant):
+        families.add("gather")
+    fixed = (spec.tile_m, spec.tile_n, spec.stages, spec.num_warps)
+    rows_of_width = [(name, tile) for name, largest, tile in _TABLE if width <= largest]
+    table = next(tile for name, tile in rows_of_width if name in families)
+    # the tile of a kernel for another card, which is verified on this one, brings its order of products
+    table = next((tile for _, tile in rows_of_width if (tile.m, tile.n, tile.stages, tile.warps) == fixed), table)
+    check_sizes(
+        spec,
+        (
+            ("tile.n", spec.tile_n, _KEYS),
+            ("num_warps", spec.num_warps, _WARPS),
+            ("pipeline.stages", spec.stages, _STAGES),
+        ),
+    )
+    warps = spec.num_warps or table.warps
+    rows = [m for m in (_ROWS * warps, _MOST_BLOCKS * _ROWS * warps) if m % _TILE_ROWS == 0]
+    if spec.num_warps is None and spec.tile_m is not None:
+        warps = next((w for w in (table.warps, *_WARPS) if spec.tile_m in (_ROWS * w, _MOST_BLOCKS * _ROWS * w)), warps)
+        rows = [m for m in (_ROWS * warps, _MOST_BLOCKS * _ROWS * warps) if m % _TILE_ROWS == 0]
+    check_sizes(spec, (("tile.m", spec.tile_m, rows),))
+    m = spec.tile_m or (table.m if table.m in rows else rows[-1])
+    tile = _Tile(m, spec.tile_n or table.n, spec.stages or table.stages, warps, table.blocks, table.q_operand)
+    while True:
+        total = _memory(tile, spec)
+        if total <= arch.shared_memory:
+            break
+        if spec.stages is None and tile.stages > _STAGES[0]:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif spec.tile_n is None and tile.n > _KEYS[0]:
+            tile = replace(tile, n=tile.n // 2)
+        else:
+            ring = _regions_of(tile, spec)[-1].bytes
+            raise refuse(
+                spec,
+                "tile",
+                f"Shared memory {total} B exceeds {arch.shared_memory} B on {arch.name}: Q {total - ring} + "
+                f"{tile.stages} stages x {ring // tile.stages}",
+            )
+    room = arch.shared_memory + _RESERVED
+    blocks = min(tile.blocks, room // (total + _RESERVED), _MOST_WARPS // tile.warps)
+    return replace(tile, blocks=max(blocks, 1))
+
+
+def _regions_of(tile: _Tile, spec: KernelSpec) -> tuple[Region, ...]:
+    element = operands_of(spec).q
+    qk, v = widths(spec.head_dim_qk, element), widths(spec.head_dim_v, element)
+    return _regions(tile, qk.width, v.width, element.bytes)
+
+
+def _memory(tile: _Tile, spec: KernelSpec) -> int:
+    last = _regions_of(tile, spec)[-1]
+    return last.offset + last.bytes
+
+
+def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+    """Return why the schedule cannot serve a spec at all, or None."""
+    if arch.tensor_memory:
+        return refuse(spec, "backend", f"mma.sync is slow on {arch.name}, which has tcgen05; allowed: triton")
+    if positions(spec.variant) is not None:
+        return refuse(spec, "backend", "kernels by mma.sync take no tensor of row positions; allowed: triton")
+    if spec.dtype not in PROBABILITIES:
+        return refuse(spec, "dtype", f"cuda kernels by mma.sync take {' and '.join(PROBABILITIES)}, not {spec.dtype}")
+    if spec.softmax_scale is not None:
+        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
+    if spec.loads == "descriptor":
+        return refuse(spec, "loads", "cuda kernels by mma.sync load by cp.async; allowed: pointer")
+    if spec.alignment not in (None, 16):
+        return refuse(spec, "alignment", f"cp.async copies 16 bytes, which need alignment 16, not {spec.alignment}")
+    if spec.roles is not None:
+        return refuse(spec, "warps", "cuda kernels by mma.sync have no roles; give a count")
+    if spec.persistent:
+        return refuse(spec, "persistent", "cuda kernels by mma.sync are not persistent; allowed: false")
+    if spec.epilogue == "staged":
+        return refuse(spec, "epilogue", "cuda kernels by mma.sync store from registers; allowed: direct")
+    if spec.softmax not in (None, *_SOFTMAXES):
+        return refuse(spec, "softmax", f"'{spec.softmax}' is not one of {', '.join(_SOFTMAXES)}")
+    return None
+
+
+def _keep_promises(spec: KernelSpec) -> None:
+    """Refuse what Triton computes more exactly, and cards with wgmma, which Triton kernels multiply by."""
+    keep_promises(spec)
+    if ARCHES[spec.arch].wgmma:
+        raise refuse(
+            spec, "loads", "cuda kernels that load by pointers multiply by mma.sync, not by wgmma; say "
+            "'backend: cuda' to accept that"
+        )  # fmt: skip
+
+
+def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a forward with tiles that need fewer registers than that of its ``first`` plan."""
+    rows = [first.tile_m] if spec.tile_m else [m for m in (first.tile_m, 64) if m <= first.tile_m]
+    keys = [first.tile_n] if spec.tile_n else [n for n in reversed(_KEYS) if n <= first.tile_n]
+    for m, n in product(dict.fromkeys(rows), keys):
+        if (m, n) != (first.tile_m, first.tile_n):
+            yield replace(spec, tile_m=m, tile_n=n)
+
+
+def _tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a forward with each tile, depth and number of warps that may be the fastest."""
+    del first
+    for m, n, stages, warps in product((64, 128, 256), (32, 64, 128), (2, 3, 4), _WARPS):
+        yield replace(spec, tile_m=m, tile_n=n, stages=stages, num_warps=warps)
+
+
+SCHEDULE = Schedule(
+    name="mma_forward",
+    backend="cuda",
+    direction="forward",
+    template="cuda/mma/kernel.cu.j2",
+    view="attngen.render.views.mma_forward:mma_view",
+    supports=lambda arch: not arch.tensor_memory,
+    suits=lambda spec: not ARCHES[spec.arch].wgmma or spec.loads == "pointer",
+    plan=_plan,
+    alternatives=_alternatives,
+    tunable=_tunable,
+    keep_promises=_keep_promises,
+    layouts=tuple(LAYOUTS),
+)

@@ -1,0 +1,157 @@
+"""Plan → what the templates of the backward by mma.sync are filled with: lines of code, no decision of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attngen.lang.statements import Code, Statement, reads
+from attngen.plan.model import Launch, Plan
+from attngen.plan.schedules.backward_launches import row_lanes
+from attngen.plan.schedules.hopper_backward import by_head
+from attngen.plan.schedules.structures import MmaBackward
+from attngen.render.biases import Bias
+from attngen.render.classifier import ClassifierView, classifier_view
+from attngen.render.cuda_arguments import argument_lines
+from attngen.render.cuda_gradients import classified_query_word, factor, probabilities, query_word
+from attngen.render.cuda_math import Steps
+from attngen.render.cuda_tiles import tiles
+from attngen.render.expressions import QUERIES
+from attngen.render.header import command, summary
+from attngen.render.pipes import constant
+from attngen.render.views.hopper_forward import RegionView, classifier_lines
+from attngen.render.views.mma_lines import count_of, inside, tile_lines, values
+
+_REGION_TEXTS = {
+    "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage", "ds": "dS of a step",
+    "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
+}  # fmt: skip
+_WRITTEN = {
+    "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),
+    "dqkv": frozenset({"dk", "dv", "dq_sum"}),
+    "postprocess": frozenset({"dq"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MmaBackwardView:
+    """Everything that the templates name beside the plan itself."""
+
+    template: str
+    command: str
+    summary: str
+    headers: tuple[str, ...]
+    regions: tuple[RegionView, ...]
+    preprocess_lines: tuple[str, ...]
+    first_stored: bool  # no: the dQ accumulator is cleared
+    cleared: str
+    cleared_chunks: str
+    lanes_of_row: int
+    chunks_of_row: int
+    dqkv_lines: tuple[str, ...]
+    by_head: bool
+    uses_q_tiles: bool
+    uses_whole_tiles: bool
+    span_lines: tuple[Statement, ...]
+    count: str
+    tile_lines: tuple[str, ...]
+    whole: str
+    word_lines: tuple[Statement, ...]
+    block_lines: tuple[Statement, ...]
+    uses_q_first: bool
+    uses_kv_first: bool
+    partial: Steps
+    full: Steps
+    exponent: Code
+    weighted: Code | None
+    factor_lines: tuple[Statement, ...]
+    factor: Code
+    postprocess_lines: tuple[str, ...]
+    postprocess_uses_hk: bool
+    dq_factor_lines: tuple[Statement, ...]
+    dq_factor: Code
+    classifier: ClassifierView | None
+    biases: tuple[Bias, ...] = ()
+    kept: tuple[tuple[str, Code], ...] = ()
+    waits_for_loads: bool = False
+    positions: str | None = None  # no tensor says where rows lie
+
+
+def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
+    """Return the view of a plan."""
+    backward = plan.structure
+    assert isinstance(backward, MmaBackward)
+    parts = {part.name: part for part in plan.launches}
+    dqkv, postprocess = plan.of_launch(parts["dqkv"]), parts["postprocess"]
+    span, code = tiles(dqkv, QUERIES), probabilities(dqkv)
+    listed = query_word(dqkv) if plan.iteration != "ranges" else ()
+    factor_lines, factor_text = factor(dqkv, code.factor)
+    dq_factor_lines, dq_factor = factor(plan.of_launch(postprocess), code.factor)
+    steps = reads([*code.partial.all, *code.full.all, code.exponent])
+    spans = reads([*span.lines, *span.values.values(), *listed])
+    out = plan.operands.shared("out", "dout")
+    return MmaBackwardView(
+        template=template,
+        command=command(plan),
+        summary=summary(plan),
+        headers=_headers(plan),
+        regions=tuple(
+            RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name]}")
+            for region in backward.shared
+        ),
+        preprocess_lines=_lines(plan, parts["preprocess"]),
+        first_stored=False,
+        cleared="dq_sum",
+        cleared_chunks="sum_chunks",
+        lanes_of_row=row_lanes(plan.head_dim_v, out),
+        chunks_of_row=plan.head_dim_v // out.chunk_elements,
+        dqkv_lines=_lines(plan, parts["dqkv"]),
+        by_head=by_head(plan.variant) or plan.iteration == "tile_map",
+        uses_q_tiles=plan.varlen and "q_tiles" in spans,
+        uses_whole_tiles="whole_tiles" in spans,
+        span_lines=span.lines,
+        count=count_of(values(span, span.visible)),
+        tile_lines=tile_lines(values(span, span.visible), "place") if plan.iteration == "ranges" else (),
+        whole=inside(values(span, span.full)),
+        word_lines=listed,
+        block_lines=code.block,
+        uses_q_first="q_first" in steps,
+        uses_kv_first="kv_first" in steps,
+        partial=code.partial,
+        full=code.full,
+        exponent=code.exponent,
+        weighted=code.weighted,
+        factor_lines=factor_lines,
+        factor=factor_text,
+        postprocess_lines=_lines(plan, postprocess),
+        postprocess_uses_hk="hk" in reads([*dq_factor_lines, dq_factor]),
+        dq_factor_lines=dq_factor_lines,
+        dq_factor=dq_factor,
+        classifier=_classifier(plan.of_launch(parts["classify_dqkv"])) if "classify_dqkv" in parts else None,
+    )
+
+
+def _headers(plan: Plan) -> tuple[str, ...]:
+    """The headers that a kernel needs."""
+    variant = plan.variant
+    needed = {
+        "copy": True,
+        "division": bool(plan.divisors),
+        "dropout": variant.dropout,
+        "expression": variant.masked or variant.score is not None,
+        "gradient": True,
+        "mma": True,
+        "quad": True,
+        "schedule": True,
+        "softmax": True,
+        "tile_map": plan.has_launch("classify_dqkv"),
+    }
+    return tuple(name for name, used in needed.items() if used)
+
+
+def _lines(plan: Plan, part: Launch) -> tuple[str, ...]:
+    return argument_lines(plan, part.arguments, written=_WRITTEN[part.name])
+
+
+def _classifier(plan: Plan) -> ClassifierView:
+    own = plan.launch("classify_dqkv")
+    return classifier_view(plan, own, classifier_lines(plan, own), QUERIES, classified_query_word)

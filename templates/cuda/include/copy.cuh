@@ -1,0 +1,35 @@
+// Asynchronous copies from global to shared memory by each thread (PTX ISA, "cp.async").
+#pragma once
+
+#include "types.cuh"
+
+// Copies 16 bytes past L1, or writes zeros without reading.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+
+// Copies one number of 32 bits.
+__device__ __forceinline__ void copy_number_async(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `kLeft` of this thread's last groups of copies are under way.
+template <int kLeft>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// The chunk of 16 bytes of a row in which a chunk of its columns lies, so that neither copies nor ldmatrix have bank
+// conflicts: eight rows, or two or four of them side by side, have each column in other banks.
+template <int kBoxBytes>
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+  static_assert(kBoxBytes == 128 || kBoxBytes == 64);
+  return chunk ^ (kBoxBytes == 128 ? row % 8 : row / 2 % 4);
+}
+
+// Adds a number to one in global memory, in no fixed order.
+__device__ __forceinline__ void add_to(float* to, float number) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(number) : "memory");
+}
