@@ -243,7 +243,7 @@ def test_needs_a_spec():
     assert "name at least one spec" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["hopper", "ampere", "blackwell", "portable", "ladder"])
+@pytest.mark.parametrize("name", ["hopper", "ampere", "ada", "blackwell", "blackwell_consumer", "portable", "ladder"])
 def test_shipped_specs_can_be_planned(name):
     result = run(str(resources.specs_dir() / f"{name}.yaml"), "--strict")
     assert result.exit_code == 0, result.output

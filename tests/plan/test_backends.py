@@ -27,18 +27,20 @@ def free_backward(variant: str = "causal", **fields: object):  # type: ignore[no
 def test_the_fastest_backend_of_each_arch_comes_first() -> None:
     for direction in ("forward", "backward"):
         assert {name: backends(arch, direction) for name, arch in ARCHES.items()} == {
-            **dict.fromkeys(ARCHES, ("triton",)),
-            "sm90a": ("cuda", "triton"),
+            **dict.fromkeys(ARCHES, ("cuda", "triton")),
+            "sm100a": ("triton",),
         }
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_presets_are_in_cuda_on_hopper_and_in_triton_elsewhere(name: str) -> None:
-    kernel = free(name)
-    assert (kernel.backend, kernel.backend_reason) == ("cuda", "the fastest on sm90a")
-    assert kernel.to_dict() == planned(name, backend="cuda").to_dict()  # the same kernel, however it was asked for
-    other = free(name, arch="sm80")
-    assert (other.backend, other.backend_reason) == ("triton", "the fastest on sm80")
+def test_presets_are_in_cuda_but_for_cards_with_tensor_memory(name: str) -> None:
+    for arch, schedule in (("sm90a", "hopper_forward"), ("sm80", "mma_forward"), ("sm120a", "mma_forward")):
+        kernel = free(name, arch=arch)
+        assert (kernel.backend, kernel.backend_reason) == ("cuda", f"the fastest on {arch}")
+        assert kernel.schedule == schedule
+        assert kernel.to_dict() == planned(name, arch=arch, backend="cuda").to_dict()  # the same, however asked for
+    other = free(name, arch="sm100a")
+    assert (other.backend, other.backend_reason) == ("triton", "the fastest on sm100a")
 
 
 @pytest.mark.parametrize(
@@ -85,8 +87,8 @@ def test_forwards_that_no_backend_has_are_refused_with_the_reason_of_each() -> N
         free(warps="{consumer: 4}")
     with pytest.raises(PlanError, match=r"fast_math: cuda: .*exp2.*; triton: .*allowed: false"):
         free(fast_math="false", pack_gqa="true")
-    with pytest.raises(PlanError, match=r"pack_gqa: Triton kernels give each query head"):  # sm80 has only one
-        free(arch="sm80", pack_gqa="true")
+    with pytest.raises(PlanError, match=r"pack_gqa: Triton kernels give each query head"):  # sm100a has only one
+        free(arch="sm100a", pack_gqa="true")
 
 
 @pytest.mark.parametrize(
@@ -98,12 +100,17 @@ def test_forwards_that_no_backend_has_are_refused_with_the_reason_of_each() -> N
         if (name, head_dim) != ("softcap_window", 256)  # whose registers do not suffice
     ],
 )
-def test_backwards_of_presets_are_in_cuda_on_hopper_and_in_triton_elsewhere(name: str, head_dim: int) -> None:
+def test_backwards_of_presets_are_in_cuda_where_registers_suffice(name: str, head_dim: int) -> None:
     kernel = free_backward(name, head_dim=head_dim)
     assert (kernel.backend, kernel.backend_reason) == ("cuda", "the fastest on sm90a")
     assert kernel.to_dict() == free_backward(name, head_dim=head_dim, backward="{backend: cuda}").to_dict()
-    other = free_backward(name, head_dim=head_dim, arch="sm80")
-    assert (other.backend, other.backend_reason) == ("triton", "the fastest on sm80")
+    for arch in ("sm80", "sm86", "sm120a"):
+        other = free_backward(name, head_dim=head_dim, arch=arch)
+        if head_dim <= 128:
+            assert (other.schedule, other.backend_reason) == ("mma_backward", f"the fastest on {arch}")
+        else:
+            assert other.backend == "triton"
+            assert "registers for 320 columns of dK and dV" in other.backend_reason
 
 
 OWN = """variants:
@@ -137,7 +144,7 @@ def own(score: str, *, grad: bool = False, dropout: bool = False) -> dict[str, o
     ("fields", "reason"),
     [
         ({"dtype": "fp32"}, "not fp32"),
-        ({"loads": "pointer"}, "load through tensor descriptors"),
+        ({"loads": "pointer", "deterministic": "true"}, "load through tensor descriptors"),
         ({"alignment": "element"}, "need alignment 16"),
         ({"fast_math": "false"}, "fused in cuda kernels"),
         ({"backward": "{dq: {warps: 4}}"}, "computes dQ, too"),
@@ -211,7 +218,13 @@ def test_explain_has_the_reason_of_a_backend() -> None:
     assert other.to_dict()["backend_reason"] == "the fastest on sm90a"
 
 
-@pytest.mark.parametrize("name", ["hopper_triton", "ampere", "blackwell", "portable"])
-def test_specs_whose_kernels_are_in_triton(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "triton") for name in ("hopper_triton", "blackwell", "portable")),
+        *((name, "cuda") for name in ("ampere", "ada", "blackwell_consumer")),
+    ],
+)
+def test_specs_of_one_backend(name: str, backend: str) -> None:
     kernels = expand(load_spec(specs_dir() / f"{name}.yaml"))
-    assert {plan(kernel).backend for kernel in kernels} == {"triton"}
+    assert {plan(kernel).backend for kernel in kernels} == {backend}
