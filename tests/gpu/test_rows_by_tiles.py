@@ -3,7 +3,6 @@ compute what one call over the whole sequence does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +10,12 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.registry.lookup import registry
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import Package, package_of_kernels
+from attngen.schema import load_spec_text
 from attngen.schema.writing import spec_text
-from attngen.tools.build.pipeline import build
-from tests.gpu.family import arch_here
+from attngen.tools.build.pipeline import Prepared, prepare
+from tests.gpu.family import compiled_kernels, known
 from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
 from tests.parallel.local_calls import LocalCalls
 from tests.parallel.ranks import alone, tensors
@@ -58,30 +59,31 @@ def _allowed(what: str, plain: Tensor, wanted: Tensor, element: torch.dtype) -> 
     return (plain - wanted).abs().max() * _FACTOR + 1e-3 + rounded
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("rows")
+def to_build() -> list[Prepared]:
     made = {name: _calls(name).variant for names in CALLS.values() for name in names}
     entries = []
     for (head_dim, dtype, deterministic), names in CALLS.items():
         entry: dict[str, Any] = {
-            "variant": [made[name].name for name in names], "arch": arch_here().name, "dtype": dtype, "backend": "cuda",
+            "variant": [made[name].name for name in names], "dtype": dtype,
             "head_dim": {"qk": head_dim[0], "v": head_dim[1]} if isinstance(head_dim, tuple) else head_dim,
-            "passes": ["forward", "backward"],
         }  # fmt: skip
         entries.append({**entry, **({"deterministic": True} if deterministic else {})})
     dropped = made["dropped"] = _calls("dropped").variant
-    entry = {"variant": dropped.name, "arch": arch_here().name, "dtype": "bf16", "passes": ["forward", "backward"]}
-    entries.append({**entry, "head_dim": list(_DROPPED), "backend": "cuda"})
-    spec = folder / "rows_by_tiles.yaml"
-    spec.write_text(spec_text({one.name: one.fields for one in made.values()}, entries))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATTNGEN_CACHE", str(folder / "cache"))
-        registry.clear()
-        assert build(spec).failures == ()
-        registry.clear()
-        yield
-    registry.clear()
+    entries.append({"variant": dropped.name, "dtype": "bf16", "head_dim": list(_DROPPED)})
+    entries = [{**entry, "arch": "sm90a", "backend": "cuda", "passes": ["forward", "backward"]} for entry in entries]
+    return prepare(load_spec_text(spec_text({one.name: one.fields for one in made.values()}, entries), "rows.yaml"))
+
+
+@known
+def kernels() -> tuple[list[Kernel], Package]:
+    """Compile the kernels of the calls, which alone are known as the package."""
+    built = compiled_kernels(to_build())
+    return built, package_of_kernels(built, "tests/gpu/test_rows_by_tiles")
+
+
+@pytest.fixture(autouse=True)
+def _known() -> None:
+    kernels()
 
 
 @pytest.mark.parametrize(
