@@ -30,7 +30,7 @@ schema: 1
 package: attngen_real
 include: masks/own.yaml
 kernels:
-  - {variant: own, head_dim: 32, arch: sm80, passes: [forward, backward]}
+  - {variant: own, head_dim: 32, arch: sm80, backend: triton, passes: [forward, backward]}
   - {variant: causal, head_dim: 64, arch: sm90a, backend: cuda}
 """
 

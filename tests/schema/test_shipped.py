@@ -36,7 +36,7 @@ def test_loads_and_expands(path):
         ("ada", 8, 24),
         ("blackwell_consumer", 8, 24),
         ("blackwell", 8, 24),
-        ("portable", 8, 24),
+        ("portable", 8, 32),
         ("ladder", 7, 7),
         ("training", 50, 100),
         ("serving", 60, 135),

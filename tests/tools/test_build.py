@@ -390,18 +390,18 @@ def test_a_build_of_which_nothing_compiles_keeps_the_earlier_index(spec: Path, s
 
 
 def test_every_kernel_that_cannot_be_planned_is_named(spec: Path, store: Store, log: Path) -> None:
-    spec.write_text(SPEC.replace("backend: triton", "backend: cuda"))
+    spec.write_text(SPEC.replace("backend: triton", "backend: cuda").replace("sm80", "sm100a"))
     report = run(spec, store)
     assert [kernel.manifest["arch"] for kernel in report.kernels] == ["sm90a", "sm90a"]
     assert len(report.failures) == 2
     for failure in report.failures:
-        assert re.search(rf"{spec}:\d+: .*cuda kernels need wgmma, which sm80 lacks", str(failure.error))
-        assert "sm80" in failure.name
+        assert re.search(rf"{spec}:\d+: .*cuda kernels need wgmma, which sm100a lacks", str(failure.error))
+        assert "sm100a" in failure.name
 
 
 def test_nothing_is_compiled_where_no_kernel_can_be_planned(spec: Path, store: Store, log: Path) -> None:
-    spec.write_text(SPEC.replace("backend: triton", "backend: cuda").replace(", sm90a", ""))
-    with pytest.raises(SpecError, match="wgmma, which sm80 lacks"):
+    spec.write_text(SPEC.replace("backend: triton", "backend: cuda").replace("sm80, sm90a", "sm100a"))
+    with pytest.raises(SpecError, match="wgmma, which sm100a lacks"):
         run(spec, store)
     assert log.read_text() == ""
 
