@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -37,6 +39,8 @@ def run(rank: int, world: int, meeting: str, part: str) -> None:
                 for seqlen in (EVEN, RAGGED):
                     for n, method in enumerate(("gather", "exchange", "exchange")):
                         check(case, seqlen, method, (None, 2)[n % 2], slow=n == 1)
+            if world == 2:
+                _models(rank, world)
             return
         for n, case in enumerate(cases()):
             if n % 2 == world // 2 % 2:  # the other half runs with another number of processes
@@ -44,7 +48,7 @@ def run(rank: int, world: int, meeting: str, part: str) -> None:
                 check(case, (EVEN, RAGGED)[n // 2 % 2], method, (None, 1, 3)[n // 4 % 3], slow=n // 3 % 2 == 0)
         for other in (_few_tokens, _own_tokens, _dropped, _decode, _refused_together, _refused_alone):
             other(rank, world)
-        for other in (_whole_again, _several, _compiled) if world == 2 else (_in_context,):
+        for other in (_whole_again, _several, _compiled) if world == 2 else (_in_context, _sharded_parameters):
             other(rank, world)
         _lost(rank, world)
     finally:
@@ -243,6 +247,65 @@ def _decode(rank: int, world: int) -> None:
     with pytest.raises(CallError, match=f"rank {world - 1}: keys end at 1000, after the last query, which is at 9"):
         begin = 999 if rank == world - 1 else 0
         attngen.parallel.decode(q[:1, :1], k[:1, :1], v[:1, :1], position=9, begin=begin)
+
+
+def _models(rank: int, world: int) -> None:
+    """Models of transformers compute the same logits inside ``context_parallel``, with windows and soft caps, too."""
+    import transformers
+
+    from attngen.integrations.transformers import register
+
+    register()
+    sizes = {
+        "vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "attn_implementation": "attngen",
+    }  # fmt: skip
+    for name, more in (("Llama", {}), ("Mistral", {"sliding_window": 20}), ("Gemma2", {"sliding_window": 20})):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**sizes, **more)
+        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        tokens = torch.randint(0, 50, (1, EVEN), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            wanted = model(tokens, use_cache=False).logits
+            plan = attngen.parallel.plan("causal", EVEN, tile=TILE)
+            positions = torch.arange(EVEN)[None].clone()
+            with context_parallel(plan, buffers=[tokens, positions]):
+                ours = model(tokens, position_ids=positions, use_cache=False).logits
+        compare(ours, plan.shard(wanted), name)
+
+
+class _Layer(torch.nn.Module):
+    """Attention between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = HEADS * HEAD_DIM
+        self.first, self.last = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+
+    def forward(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        q, k, v = self.first(x).unflatten(2, (3 * HEADS, HEAD_DIM)).chunk(3, dim=2)
+        return self.last(attend(q, k, v).flatten(2))
+
+
+def _sharded_parameters(rank: int, world: int) -> None:
+    """Ranks of one axis of a mesh share a sequence, those of the other the parameters: gradients as in one process."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "cp"))
+    torch.manual_seed(0)
+    whole, sharded = _Layer(), _Layer()
+    sharded.load_state_dict(whole.state_dict())
+    fully_shard(sharded, mesh=mesh["dp"])
+    plan = attngen.parallel.plan("causal", EVEN, mesh["cp"], tile=TILE)
+    x = torch.randn(
+        2, EVEN, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(3)
+    )  # a sequence for each rank of dp
+
+    whole(x, lambda q, k, v: attngen.attention(q, k, v, variant="causal")).square().sum().backward()
+    own = plan.shard(x[mesh["dp"].get_local_rank()][None])
+    sharded(own, plan.attention).square().sum().backward()
+    for one, other in zip(sharded.parameters(), whole.parameters(), strict=True):
+        total = one.grad.full_tensor() * 2  # FSDP's mean over dp, as a sum
+        dist.all_reduce(total, group=mesh["cp"].get_group())
+        torch.testing.assert_close(total, other.grad, rtol=1e-3, atol=1e-2)
 
 
 def _lost(rank: int, world: int) -> None:
