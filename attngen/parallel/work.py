@@ -23,7 +23,11 @@ from attngen.parallel.pieces import Options, Part, Piece, Selection
 from attngen.parallel.routes import Needs
 from attngen.parallel.rows import copy
 from attngen.parallel.segments import Segments
+from attngen.parallel.streams import Turns
 from attngen.parallel.transfers import Flight, Transfer, head_start
+
+#: Segments of a forward that are calls of their own: at most so many, of at least so many rows each.
+_MOST_CALLS, _LONG = 3, 2048
 
 #: Values of a piece's call, from what the caller passed.
 Values = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -47,6 +51,8 @@ class Work:
     by_heads: bool = False
     exchanges: bool = True  # whether any rank sends anything
     keeps: bool = False  # whether the backward gets the keys of the forward, on all ranks
+    #: The calls of a forward over ``rest``: pieces, and the first of their keys and how many.
+    forwards: tuple[tuple[Piece, int, int], ...] = ()
 
     def kept_shapes(self, q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> list[tuple[int, ...]]:
         """Shapes of what ``forward`` keeps."""
@@ -65,14 +71,21 @@ class Work:
         if self.here is not None:
             own_k, own_v = (x.narrow(1, *self.here_keys) for x in (k, v))
             self.here.forward(q, own_k, own_v, out, sums, _all(heads, k.shape[2]), values, options)
-        kept = []
+        turns, turn = Turns(q.device), 0
+        every = []
         for part, flight in zip(parts, flights, strict=True):
-            keys = self._keys(k, v, part, flight)
-            if self.rest is not None:
-                self.rest.forward(q, *_split(keys, k, v, part), out, sums, part, values, options)
-            if keep and self.keeps:
-                kept.append(keys)
-        return out, sums, kept
+            with turns.on(turn):
+                every.append(self._keys(k, v, part, flight))
+                ready = turns.event()
+            part_k, part_v = _split(every[-1], k, v, part)
+            for piece, start, count in self.forwards:
+                with turns.on(turn):
+                    turns.wait(ready)
+                    piece_k, piece_v = (x.narrow(1, start, count) for x in (part_k, part_v))
+                    piece.forward(q, piece_k, piece_v, out, sums, part, values, options)
+                turn += 1
+        turns.join()
+        return out, sums, every if keep and self.keeps else []
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
@@ -230,7 +243,29 @@ def by_segments(
         starts = np.flatnonzero(fresh)
         packed = np.add.reduceat(rest.end - rest.begin, starts), (rest.hi - rest.lo)[starts]
         piece_rest = Piece(rows, source, variant, packed if len(starts) > 1 else None)
-    return Work(group, transfer, assembly, piece_rest, piece_here, keys_here, by_heads, exchanges, keeps)
+    return Work(
+        group, transfer, assembly, piece_rest, piece_here, keys_here, by_heads, exchanges, keeps,
+        _forwards(piece_rest, assembly, held),
+    )  # fmt: skip
+
+
+def _forwards(rest: Piece | None, assembly: Assembly, held: int) -> tuple[tuple[Piece, int, int], ...]:
+    """The calls of a forward: few long segments one by one, the longest first, since kernels of dense rows are faster
+    than those of packed ones, and two streams fill the GPU at the ends of calls."""
+    if rest is None:
+        return ()
+    if rest.lengths is None or not rest.rows.whole or len(rest.lengths[0]) > _MOST_CALLS:
+        return ((rest, 0, assembly.rows),)
+    counts, keys = rest.lengths
+    if int(counts.min()) < _LONG:
+        return ((rest, 0, assembly.rows),)
+    first, start = np.cumsum(counts) - counts, np.cumsum(keys) - keys
+    calls = [
+        (Piece(Selection(np.arange(row, row + count), held), rest.source, rest.variant), int(at), int(number))
+        for row, count, at, number in zip(first, counts, start, keys, strict=True)
+    ]
+    order = np.argsort(-(counts * keys), kind="stable")
+    return tuple(calls[i] for i in order)
 
 
 def by_positions(
@@ -242,7 +277,10 @@ def by_positions(
     held = transfer.held
     assembly = Assembly.of(needs.key_positions(rank), transfer.places, needs.tokens.tile, held, transfer.received)
     piece = Piece(Selection(np.arange(held), held), source, variant) if held else None
-    return Work(group, transfer, assembly, piece, by_heads=by_heads, exchanges=exchanges, keeps=keeps)
+    return Work(
+        group, transfer, assembly, piece, by_heads=by_heads, exchanges=exchanges, keeps=keeps,
+        forwards=_forwards(piece, assembly, held),
+    )  # fmt: skip
 
 
 def _ranges(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
