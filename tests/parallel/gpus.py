@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -82,8 +83,51 @@ def run(rank: int, world: int, meeting: str) -> None:
     try:
         for case, plan in planned(None, world):
             _check(case, plan, device)
+        _check_random_plans(device, 200)
     finally:
         dist.destroy_process_group()
+
+
+def _check_random_plans(device: torch.device, count: int) -> None:
+    """Compare calls by random plans with those of one GPU, in the same kernels."""
+    generator = torch.Generator().manual_seed(11)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    for n in range(count):
+        seqlen = number(1, 4000)
+        variant = ("causal", "full", "sliding_window")[n % 3]
+        values = {"window": number(1, 1000)} if variant == "sliding_window" else {}
+        offsets = None if n % 2 else sorted({0, seqlen, *(number(0, seqlen) for _ in range(number(0, 9)))})
+        method = ("exchange", "exchange", "gather")[number(0, 2)]
+        chunks = (None, 1, 2, 3, 5)[number(0, 4)]
+        cost = Cost(HEADS, KV_HEADS, HEAD_DIM, gigabytes=(1e-6, 1e6)[number(0, 1)])
+        plan = attngen.parallel.plan(
+            variant, seqlen, method=method, chunks=chunks, cu_seqlens=offsets, cost=cost, **values
+        )
+        case = Case("random", variant, documents=() if offsets is None else (1,))
+        *leaves, weight = (x.to(device, torch.bfloat16) for x in tensors(case, seqlen, HEAD_DIM))
+        whole = [x.requires_grad_() for x in leaves]
+        if offsets is None:
+            out = attngen.attention(whole[0], whole[1], whole[2], variant=variant, **values)
+        else:
+            cu = torch.tensor(offsets, dtype=torch.int32, device=device)
+            longest = max(b - a for a, b in pairwise(offsets))
+            out = attngen.attention_varlen(
+                whole[0], whole[1], whole[2], cu, cu, longest, longest, variant=variant, **values
+            )
+        wanted = (out, *torch.autograd.grad(out, whole, weight))
+        axis = 1 if offsets is None else 0
+        parts = [plan.shard(x.detach(), axis).requires_grad_() for x in whole]
+        ours = plan.attention(parts[0], parts[1], parts[2])
+        results = (ours, *torch.autograd.grad(ours, parts, plan.shard(weight, axis)))
+        for name, one, other in zip(("out", "dq", "dk", "dv"), results, wanted, strict=True):
+            other = plan.shard(other.detach(), axis).double()
+            error = (one.double() - other).abs().max() if one.numel() else torch.zeros(())
+            allowed = 0.02 * other.abs().max() + 0.002 if one.numel() else 0.0
+            where = f"{variant}, {values}, {seqlen} tokens, {offsets}, {method}, chunks {chunks}"
+            assert error <= allowed, f"{where}: {name} is off by {error:.1e}"
 
 
 def lost(rank: int, meeting: str) -> None:
