@@ -107,5 +107,6 @@ def _aligned(tensor: Tensor, each: int) -> bool:
         strides[-1] == 1
         and tensor.shape[-1] % each == 0
         and tensor.storage_offset() % each == 0
+        and tensor.data_ptr() % 16 == 0
         and all(stride % each == 0 for stride in strides[:-1])
     )
