@@ -123,17 +123,18 @@ class Transfer:
 
 @dataclass
 class Flight:
-    """A collective that was started; ``sent`` is kept until it is done."""
+    """A collective that was started. It keeps what is sent: the stream that waits may not be the one whose memory that
+    is, so a flight has to live until both have joined."""
 
     work: Any
-    sent: Tensor | None
+    sent: Tensor
     arrived: Tensor
 
     def wait(self) -> Tensor:
         """What arrived. On a GPU the current stream waits, not the host."""
         if self.work is not None:
             self.work.wait()
-        self.work = self.sent = None
+        self.work = None
         return self.arrived
 
 
