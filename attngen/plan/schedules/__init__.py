@@ -73,8 +73,9 @@ def candidates(spec: KernelSpec, backend: str) -> tuple[Schedule, ...]:
     suitable = [
         row for row in rows if row.split_kv == spec.split_kv and row.split_tiles >= spec.split_tiles and row.suits(spec)
     ]
-    # where none runs on the arch, they say why
-    return tuple(row for row in suitable if row.supports(ARCHES[spec.arch])) or tuple(suitable)
+    supported = tuple(row for row in suitable if row.supports(ARCHES[spec.arch]))
+    # where none runs on the arch, they say why; split tiles are a form that no schedule has there
+    return supported or (() if spec.split_tiles else tuple(suitable))
 
 
 @contextmanager
