@@ -108,6 +108,13 @@ ATTENTION_DTYPES: tuple[str, ...] = (*PLAIN_DTYPES, *QUANTIZED_DTYPES)
 HEAD_DIM_STEP = 8
 HEAD_DIMS: tuple[int, ...] = tuple(range(HEAD_DIM_STEP, 257, HEAD_DIM_STEP))
 
+#: Head dimensions of kernels whose values are the first columns of the keys: those of q and k, and that of v.
+KEY_VALUE_DIMS: tuple[tuple[int, int], ...] = ((512, 512), (576, 512))
+#: Dtypes of these kernels.
+KEY_VALUE_DTYPES = ("bf16", "fp16")
+#: Rows of a block of theirs that merges partial results.
+MERGED_ROWS = 4
+
 #: Element types of a variant's tensors.
 TENSOR_DTYPES: tuple[str, ...] = tuple(name for name in DTYPES if name not in QUANTIZED_DTYPES)
 

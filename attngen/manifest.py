@@ -18,8 +18,9 @@ from attngen.lang.host import is_bound
 from attngen.lang.variant import VariantText
 from attngen.records import Axis, Count, Kind, MisfitError, Name, Signed, Size, Some, read, shown, written
 
-#: Grids of split-KV launches, and of those whose blocks share the keys of a tile of queries.
-GRID, SHARES = "splits", "key_shares"
+#: Grids of split-KV launches, of those whose blocks share the keys of a tile of queries, and of those that merge
+#: partial results of the first.
+GRID, SHARES, MERGED = "splits", "key_shares", "merged_rows"
 
 #: Type of an argument → bytes; alignment is the same. Triton passes a bool as one byte.
 TYPE_BYTES: Mapping[str, int] = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8}
@@ -178,6 +179,7 @@ class LaunchFields:
     pdl: bool = False  # programmatic dependent launch: it starts early and waits for the launches before it
     cooperative: bool = False  # its blocks wait for each other, so all must be resident
     row_warps: Some = 1  # most warps that hold the query rows of a work item, where blocks share keys
+    row_blocks: Some = 1  # most blocks of a cluster that hold the query rows of a work item
     split: bool = False  # a tile has a block for each split of the keys
 
 
@@ -216,6 +218,7 @@ class KernelFields:
     workspaces: tuple[Workspace, ...] = ()
     structure: StructureFields = StructureFields()
     pack_gqa: bool = False  # the rows of a tile are all query heads of one KV head, then the next query
+    v_of_key: bool = False  # v is the first columns of k
     split_kv: bool = False  # a forward whose blocks split the keys of a sequence
     split_size: Count = 0  # keys of a split; 0: blocks do not split the keys of a sequence
     scale_block: Signed = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head

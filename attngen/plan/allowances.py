@@ -82,6 +82,10 @@ CACHE_SPILLS = Spills(
     "split-KV forward kernels of caches in 8 bits", 160, "stored before the loops and read after them", None
 )
 
+MLA_SPILLS = Spills(
+    "kernels whose values are the head of their keys", 1536, "stored before the loop over keys and read after it", None
+)
+
 #: If all CUDA plans of a backward are refused for spills, the one that spills least is still taken up to this limit:
 #: a step loads the spilled values once or twice, and Triton runs the products at half the speed.
 LAST_SPILLS = Spills(

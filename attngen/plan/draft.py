@@ -59,6 +59,7 @@ def named(spec: KernelSpec, name: str, *, alignment: int, **decided: Any) -> Pla
         head_dim_v=spec.head_dim_v,
         layout=spec.layout,
         split_kv=spec.split_kv,
+        v_of_key=spec.v_of_key,
         scale_block=spec.scale_block,
         transposed_v=spec.transposed_v,
         direction=spec.direction,

@@ -88,6 +88,8 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
     """Return the plan of the first schedule of a spec's backend that takes it. ``named``: the spec names the backend,
     which accepts what another one would do more exactly."""
     refusals: list[PlanError] = []
+    if not candidates(spec, spec.backend or "") and spec.v_of_key:
+        raise refuse(spec, "v", f"{spec.backend} has no kernel that takes the values from k; leave it out")
     if not candidates(spec, spec.backend or ""):
         kind, whose = (f" in {spec.dtype}", "tile of queries") if spec.split_tiles else ("", "sequence")
         raise refuse(

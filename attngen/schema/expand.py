@@ -119,6 +119,7 @@ class KernelSpec:
     epilogue: str | None = None
     pack_gqa: bool | None = None
     transposed_v: bool = False  # keys lie side by side in v
+    v_of_key: bool = False  # v is the first columns of k
     split_kv: bool = False
     split_tiles: bool = False  # blocks share the keys of a tile of queries
     scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
@@ -384,12 +385,19 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
     if backward:
         _refuse_forward_fields(spec, index, entry)
         _refuse_paged(chosen["passes"], index, values["layout"])
+        _refuse_values_of_keys(chosen["passes"], index, entry)
         values |= dict.fromkeys(_FORWARDS) | {"backend": _backend_of_backward(entry), "split_kv": False}
     elif entry.backward is not None and "backward" not in entry.passes:
         raise SpecError(
             "sets how a backward is computed, but 'passes' has no backward; allowed: passes: [forward, backward]",
             location=spec.tree.locate(("kernels", index, "backward")),
             field=f"kernels[{index}].backward",
+        )
+    if entry.v is not None and any(entry.split_kv):
+        raise SpecError(
+            "kernels with 'v: key' always share the keys of a sequence; leave it out",
+            location=spec.tree.locate(("kernels", index, "split_kv")),
+            field=f"kernels[{index}].split_kv",
         )
     values |= dict.fromkeys(_left_to_the_plan(values["split_kv"]))
     tile, warps = values["tile"] or TileModel(), values["warps"] or WarpsModel()
@@ -424,7 +432,8 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         epilogue=values["epilogue"],
         pack_gqa=values["pack_gqa"],
         transposed_v=bool(values["transposed_v"]),
-        split_kv=values["split_kv"] is True,
+        v_of_key=entry.v is not None,
+        split_kv=values["split_kv"] is True or (entry.v is not None and not backward),
         split_tiles=values["split_kv"] == SPLIT_TILES,
         scale_block=DESCALE_BLOCKS[values["descale"] or "head"],
         allow=tuple(sorted(set(entry.allow))),
@@ -489,6 +498,14 @@ def _refuse_paged(asked: _Value, index: int, layout: str) -> None:
             "its own",
             location=asked.location,
             field=f"kernels[{index}].passes",
+        )
+
+
+def _refuse_values_of_keys(asked: _Value, index: int, entry: KernelModel) -> None:
+    """Raise SpecError for the backward of kernels whose values are columns of the keys: there is none."""
+    if entry.v is not None:
+        raise SpecError(
+            "'v: key' has no backward; allowed: forward", location=asked.location, field=f"kernels[{index}].passes"
         )
 
 

@@ -48,6 +48,7 @@ from attngen.schema.fields import (
 from attngen.schema.quoting import show
 
 Softmax = Annotated[str, Choice(("exact_max", "lazy", "fixed_reference", "bounded"))]
+ValuesOf = Annotated[str, Choice(("key",))]
 Layout = Annotated[str, Choice(("dense", "varlen", "paged"))]
 Pass = Annotated[str, Choice(("forward", "backward"))]
 Backend = Annotated[str, Choice(("triton", "cuda"))]
@@ -239,6 +240,9 @@ class KernelModel(Model):
     )
     out_dtype: OneOrMany[OutDType] | None = Field(
         default=None, description="of the output of a quantized q, bf16 or fp16; left out: bf16"
+    )
+    v: ValuesOf | None = Field(
+        default=None, description="`key`: v is the first columns of k, one tensor that is loaded once"
     )
     layout: OneOrMany[Layout] = ("dense",)
     descale: OneOrMany[Descale] | None = Field(

@@ -17,6 +17,10 @@ inline void settle_phase(Barrier& barrier, uint32_t address) {
 }
 inline void init_barrier(uint32_t address, int arrivals) { barrier_at(address) = {arrivals, arrivals}; }
 inline void fence_barrier_init() {}
+template <int>
+inline void shrink_registers() {}
+template <int>
+inline void grow_registers() {}
 inline void arrive(uint32_t address, int times = 1) {
   Barrier& barrier = barrier_at(address);
   barrier.pending -= times;

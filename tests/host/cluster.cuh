@@ -16,9 +16,17 @@ inline void arrive_cluster() {
 inline void wait_cluster() {
   while (current->block->cluster->meetings == current->cluster_meeting) yield();
 }
-inline void leave_cluster() {
+inline void sync_cluster() {
   arrive_cluster();
   wait_cluster();
+}
+inline void leave_cluster() { sync_cluster(); }
+inline void arrive_at(uint32_t barrier, uint32_t rank) { arrive(mapped(barrier, rank)); }
+template <typename... Coordinates>
+inline void load_box_to(uint32_t blocks, uint32_t to, const TensorMap& map, uint32_t full, Coordinates... coordinates) {
+  for (uint32_t rank = 0; blocks >> rank; ++rank) {
+    if (blocks >> rank & 1) load_box(mapped(to, rank), map, mapped(full, rank), coordinates...);
+  }
 }
 template <typename Value>
 inline const Value* mapped(const Value* place, uint32_t rank) {

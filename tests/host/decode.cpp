@@ -40,16 +40,16 @@ static char* shared_memory_of(size_t rank) {
 }
 
 // Runs clusters one after the other, and their threads until all are done; a warp goes on as long as any lane can.
-static void launch(int grid, int cluster_blocks) {
+static void launch(int grid, int cluster_blocks, int threads_of_block = kThreads) {
   blocks_of_grid = grid;
   for (int first = 0; first < grid; first += cluster_blocks) {
-    Cluster cluster{{}, cluster_blocks * kThreads};
+    Cluster cluster{{}, cluster_blocks * threads_of_block};
     std::vector<Thread*> threads;
     for (int rank = 0; rank < cluster_blocks; ++rank) {
       Block* block = new Block{first + rank, rank, &cluster, shared_memory_of(rank)};
-      block->warps.resize(kThreads / 32);
+      block->warps.resize(threads_of_block / 32);
       cluster.blocks.push_back(block);
-      for (int i = 0; i < kThreads; ++i) {
+      for (int i = 0; i < threads_of_block; ++i) {
         Thread* thread = fiber(threads.size());
         thread->index = {i, 0, 0};
         thread->block = block;
@@ -117,9 +117,9 @@ static int reciprocal(int divisor) {
 // blocks of a cluster.
 static void run(const std::vector<int>& lengths, int heads, int kv_heads, int rows, int grid, int split_tiles, int page_size, int cluster) {
   const int batch = lengths.size(), longest = std::max(*std::max_element(lengths.begin(), lengths.end()), 1);
-  const int group = heads / kv_heads, width = HEAD_DIM;
+  const int group = heads / kv_heads, width = HEAD_DIM, width_v = HEAD_DIM_V;
   std::vector<Query> q(batch * rows * heads * width);
-  std::vector<OutElement> out(q.size(), element<OutElement>(7.0f));
+  std::vector<OutElement> out(batch * rows * heads * width_v, element<OutElement>(7.0f));
   std::vector<float> lse(batch * rows * heads, 7.0f);
   for (Query& x : q) x = element<Query>(random_number());
 
@@ -143,7 +143,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
     for (int i = 0; i < lengths[b] * kv_heads * width; ++i) {
       const size_t place = place_of(b, i / width / kv_heads, i / width % kv_heads) + i % width;
       k[place] = element<Element>(random_number());
-      v[place] = element<Element>(random_number());
+      v[place] = VALUES_OF_KEYS ? k[place] : element<Element>(random_number());
     }
   }
 
@@ -172,33 +172,57 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
     }
     return {base, sizeof(Element), 4, kBoxBytes, {width, kv_heads, longest, batch}, {1, width, step, longest * step}, {kBoxColumns, 1, kBlockN, 1}};
   };
+#if VALUES_OF_KEYS
+#define MAPS k_map
+  const TensorMap k_map = map_of(k);
+  const int row_bits = cluster > 1 ? 1 : 0;  // the rows of a unit are those of the blocks of a cluster
+#else
+#define MAPS k_map, v_map
   const TensorMap k_map = map_of(k), v_map = map_of(v);
-
   int row_bits = 0;
   while ((2 << row_bits) < kWarps && (kRows << row_bits) < rows * group) ++row_bits;
+#endif
   const int row_units = (rows * group + (kRows << row_bits) - 1) / (kRows << row_bits), units = batch * kv_heads * row_units;
   const int tiles = (longest + kBlockN - 1) / kBlockN, max_splits = split_tiles ? (tiles + split_tiles - 1) / split_tiles : 1;
   const size_t slots = static_cast<size_t>(split_tiles ? units * max_splits : 2 * grid) << row_bits;
   std::vector<float> partials(slots * kRows * Partial::kFloats, NAN);
-  std::vector<uint32_t> counters(split_tiles ? units : grid, 0);
+  std::vector<int> begun(2 * grid, -7);
+  std::vector<uint32_t> counters((split_tiles ? units << VALUES_OF_KEYS * row_bits : grid), 0);
   const float scale = 1.0f / std::sqrt(static_cast<float>(width));
 
-  kernel = [&] {
-#if PAGED
-    KERNEL(q.data(), k_map, v_map, out.data(), lse.data(), SCALES partials.data(), counters.data(), nullptr, table.data(),
-           lengths.data(), heads * width, width, heads * width, width, batch, heads, kv_heads, group, row_bits, row_units,
-           split_tiles, max_splits, reciprocal(batch), reciprocal(group), reciprocal(row_units), reciprocal(split_tiles), rows, pages_of_row * page_size, batch * rows, 0, pages_of_row + 1, page_size, pages,
-           std::__gcd(page_size, kBlockN), reciprocal(page_size), scale, 1, 0);
+#if VALUES_OF_KEYS
+#define WRITTEN partials.data(), begun.data(), counters.data()
 #else
-    KERNEL(q.data(), k_map, v_map, out.data(), lse.data(), SCALES partials.data(), counters.data(), lengths.data(),
-           rows * heads * width, heads * width, width, rows * heads * width, heads * width, width, batch, heads, kv_heads, group,
-           row_bits, row_units, split_tiles, max_splits, reciprocal(batch), reciprocal(group), reciprocal(row_units),
-           reciprocal(split_tiles), rows, longest, batch * rows, batch * longest, scale, 1, 1);
+#define WRITTEN partials.data(), counters.data()
+#endif
+#if PAGED
+#define ARGUMENTS \
+        q.data(), MAPS, out.data(), lse.data(), SCALES WRITTEN, nullptr, table.data(), lengths.data(), heads * \
+        width, width, heads * width_v, width_v, batch, heads, kv_heads, group, row_bits, row_units, split_tiles, \
+        max_splits, reciprocal(batch), reciprocal(group), reciprocal(row_units), reciprocal(split_tiles), rows, \
+        pages_of_row * page_size, batch * rows, 0, pages_of_row + 1, page_size, pages, std::__gcd(page_size, \
+        kBlockN), reciprocal(page_size), scale, 1, 0
+#else
+#define ARGUMENTS \
+        q.data(), MAPS, out.data(), lse.data(), SCALES WRITTEN, lengths.data(), rows * heads * width, heads * \
+        width, width, rows * heads * width_v, heads * width_v, width_v, batch, heads, kv_heads, group, row_bits, \
+        row_units, split_tiles, max_splits, reciprocal(batch), reciprocal(group), reciprocal(row_units), \
+        reciprocal(split_tiles), rows, longest, batch * rows, batch * longest, scale, 1, 1
+#endif
+  kernel = [&] { KERNEL(ARGUMENTS); };
+  const auto launch_all = [&] {
+    launch(grid, cluster);
+#if VALUES_OF_KEYS
+    if (split_tiles > 0) return;
+    const auto forward = kernel;
+    kernel = [&] { MERGE(ARGUMENTS); };
+    launch(grid / cluster * (kRows << row_bits) / kMergedRows, 1, kMergedRows * kRowThreads);
+    kernel = forward;
 #endif
   };
-  launch(grid, cluster);
+  launch_all();
   const std::vector<OutElement> first = out;
-  launch(grid, cluster);
+  launch_all();
   if (std::memcmp(first.data(), out.data(), 2 * out.size())) fail("another result the second time");
   for (uint32_t counter : counters) {
     if (counter) fail("a counter that is not 0 again", counter);
@@ -218,10 +242,10 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
     const double wanted = p.empty() ? -INFINITY : maximum + std::log(sum);
     const double actual = lse[PAGED ? h * batch * rows + b * rows + row : (b * heads + h) * rows + row];
     if (!(actual == wanted || std::abs(actual - wanted) < 1e-3)) fail("a log-sum-exp", i);
-    for (int c = 0; c < width; ++c) {
+    for (int c = 0; c < width_v; ++c) {
       double o = 0.0;
       for (size_t key = 0; key < p.size(); ++key) o += p[key] / sum * scale_of_key(v_scales, b, key, hk) * to_float(v[place_of(b, key, hk) + c]);
-      const double error = std::abs(o - to_float(out[i * width + c]));
+      const double error = std::abs(o - to_float(out[i * width_v + c]));
       worst = std::max(worst, error == error ? error : 99.0);
     }
   }
@@ -232,8 +256,14 @@ int main(int count, char** arguments) {
   for (int i = 1; i < count; ++i) {
     std::vector<int> numbers;
     for (char* word = std::strtok(arguments[i], ","); word; word = std::strtok(nullptr, ",")) numbers.push_back(std::atoi(word));
+#if VALUES_OF_KEYS
+    constexpr int kCluster = 2;
+    const bool single = numbers[2] * numbers[0] / numbers[1] <= kRows;  // one block has all rows of a unit
+#else
+    const bool single = numbers[4] > 0;  // splits that the call asks for are of single blocks
+#endif
     for (int cluster : {1, kCluster}) {
-      if (cluster > 1 && numbers[4] > 0) continue;  // splits that the call asks for are of single blocks
+      if (cluster > 1 && single) continue;
       run({numbers.begin() + 6, numbers.end()}, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], cluster);
     }
   }

@@ -43,6 +43,22 @@ template <typename... Coordinates>
 inline void load_box(uint32_t to, const TensorMap& map, uint32_t full, Coordinates... coordinates) {
   load_box_once(to, map, full, coordinates...);
 }
+// Four blocks of 8 rows of 16 bytes, each row to the address of a lane.
+inline void store_blocks(uint32_t to, uint32_t b0, uint32_t b1, uint32_t b2, uint32_t b3) {
+  const uint32_t own[4] = {b0, b1, b2, b3};
+  const uint32_t* const blocks = own;
+  const uint64_t(&addresses)[32] = exchange(to);
+  uint32_t places[32];
+  for (int lane = 0; lane < 32; ++lane) places[lane] = static_cast<uint32_t>(addresses[lane]);
+  meet(blocks, [&](const uint64_t(&all)[32]) {
+    for (int lane = 0; lane < 32; ++lane) {
+      const uint32_t* const words = reinterpret_cast<const uint32_t*>(all[lane]);
+      for (int block = 0; block < 4; ++block) {
+        std::memcpy(place_of_address(places[8 * block + lane / 4]) + 4 * (lane % 4), &words[block], 4);
+      }
+    }
+  });
+}
 inline void load_bytes(uint32_t to, const void* from, uint32_t full, int bytes) {
   if (to % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) fail("bytes that are not in groups of 16", to);
   std::memcpy(place_of_address(to), from, bytes);

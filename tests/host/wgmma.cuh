@@ -1,5 +1,5 @@
-// Products of a warpgroup whose operands lie in shared memory, K-major and swizzled over 128 bytes. A thread computes its
-// own sums at once.
+// Products of a warpgroup whose operands lie in shared memory, swizzled over 128 bytes: K-major, or B MN-major; A may be in
+// registers. A warp computes its own rows at once.
 #pragma once
 
 #include "tma.cuh"
@@ -11,33 +11,67 @@ inline void wait_products() {}
 template <int kCount>
 inline void fence_registers(float (&)[kCount]) {}
 
+// A place in a block's own shared memory, and above it the bytes from one box of columns to the next.
 template <uint32_t kLeading, uint32_t kStride, uint32_t kSwizzle>
 struct Matrix {
   static_assert(kStride == 1024 && kSwizzle == 1);
   uint32_t address;
 
   explicit Matrix(uint32_t address) : address(address) {}
-  uint64_t at(uint32_t bytes) const { return address + bytes; }
+  uint64_t at(uint32_t bytes) const { return static_cast<uint64_t>(kLeading) << 32 | (address + bytes); }
 };
 
 template <typename Element>
-inline float swizzled_element(uint32_t from, int row, int column) {
-  const uint32_t address = from + 128 * row + 2 * column;
-  return to_float(*reinterpret_cast<const Element*>(place_of_address(address ^ (address >> 7 & 7) << 4)));
+inline float swizzled_element(uint64_t matrix, int row, int column, uint32_t leading = 0) {
+  const uint32_t own = current->block->rank << kRankBits;
+  const uint32_t address = static_cast<uint32_t>(matrix) + leading * (column / 64) + 128 * row + 2 * (column % 64);
+  return to_float(*reinterpret_cast<const Element*>(place_of_address(own | address ^ (address >> 7 & 7) << 4)));
 }
 
 template <typename Element, int kN>
 struct Product {
+  static constexpr int kK = 16;
+  struct Given { float* d; const uint32_t* registers; };
+
+  template <int kTransposeB>
+  static void multiply(float (&d)[kN / 2], const uint32_t* registers, uint64_t a, uint64_t b, int accumulate) {
+    const Given own = {d, registers};
+    const int first = threadIdx.x % 128 / 32 * 16;
+    meet(&own, [&](const uint64_t(&all)[32]) {
+      const auto given = [&](int lane) -> const Given& { return *reinterpret_cast<const Given*>(all[lane]); };
+      float left[16][kK], right[kK][kN];
+      for (int row = 0; row < 16; ++row) {
+        for (int k = 0; k < kK; ++k) {
+          if (registers) {
+            const uint32_t pair = given(row % 8 * 4 + k % 8 / 2).registers[row / 8 + k / 8 * 2];
+            left[row][k] = to_float(Element{static_cast<uint16_t>(pair >> 16 * (k % 2))});
+          } else {
+            left[row][k] = swizzled_element<Element>(a, first + row, k);
+          }
+        }
+      }
+      for (int k = 0; k < kK; ++k) {
+        for (int n = 0; n < kN; ++n) {
+          right[k][n] = kTransposeB ? swizzled_element<Element>(b, k, n, b >> 32) : swizzled_element<Element>(b, n, k);
+        }
+      }
+      for (int row = 0; row < 16; ++row) {
+        float sums[kN];
+        const auto at = [&](int n) -> float& { return given(row % 8 * 4 + n % 8 / 2).d[n / 8 * 4 + row / 8 * 2 + n % 2]; };
+        for (int n = 0; n < kN; ++n) sums[n] = accumulate ? at(n) : 0.0f;
+        for (int k = 0; k < kK; ++k) {
+          for (int n = 0; n < kN; ++n) sums[n] += left[row][k] * right[k][n];
+        }
+        for (int n = 0; n < kN; ++n) at(n) = sums[n];
+      }
+    });
+  }
   template <int kTransposeB>
   static void ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
-    const int thread = threadIdx.x % 128, lane = thread % 32;
-    for (int i = 0; i < kN / 2; ++i) {
-      const int row = thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      double sum = accumulate ? d[i] : 0.0f;
-      for (int k = 0; k < 16; ++k) {
-        sum += static_cast<double>(swizzled_element<Element>(a, row, k)) * swizzled_element<Element>(b, column, k);
-      }
-      d[i] = static_cast<float>(sum);
-    }
+    multiply<kTransposeB>(d, nullptr, a, b, accumulate);
+  }
+  template <int kTransposeB>
+  static void rs(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate) {
+    multiply<kTransposeB>(d, a, 0, b, accumulate);
   }
 };

@@ -13,6 +13,7 @@ from attngen.plan import Plan
 from attngen.plan.pipes import Event, Pipes, Ring, Signal
 from attngen.plan.schedules import named
 from attngen.plan.schedules.decode_pipes import decode_pipes
+from attngen.plan.schedules.mla_pipes import mla_pipes
 from attngen.render import render
 from attngen.resources import root, templates_dir
 from tests.plan import declared
@@ -36,6 +37,8 @@ CHOICES: list[dict[str, object]] = [
     {"backend": "cuda", "pack_gqa": "true"},
     {"backend": "cuda", "split_kv": "true"},
     {"backend": "cuda", "split_kv": "true", "head_dim": 256, "layout": "paged"},
+    {"backend": "cuda", "v": "key", "head_dim": "{qk: 576, v: 512}", "layout": "paged"},
+    {"backend": "cuda", "v": "key", "head_dim": 512},
     {**BACKWARD},
     {**BACKWARD, "head_dim": 128},
     {**BACKWARD, "head_dim": 128, "deterministic": "true"},
@@ -135,6 +138,7 @@ def table(pipes: Pipes) -> str:
         pytest.param(partial(declared.backward, 3, 2, 4, "pingpong", bias_stages=1), id="backward"),
         pytest.param(partial(declared.cluster, 3, 3, 4, ordered=True), id="cluster"),
         pytest.param(partial(decode_pipes, warps=8, stages=24, stage=8192, merge=34816, q=0), id="decode"),
+        pytest.param(partial(mla_pipes, qk=576, v=512, element=2, registers=(56, 224)), id="mla"),
     ],
 )
 def test_the_docs_have_the_table_that_is_declared(declare: partial[Pipes]) -> None:

@@ -11,7 +11,7 @@ from attngen.render import Source, render
 from attngen.resources import root
 from attngen.schema import expand, load_spec
 
-SPECS = ("specs/hopper.yaml", "specs/ladder.yaml", "specs/serving.yaml", "tests/gpu/kernels.yaml")
+SPECS = ("specs/hopper.yaml", "specs/ladder.yaml", "specs/serving.yaml", "specs/mla.yaml", "tests/gpu/kernels.yaml")
 
 _KERNEL = re.compile(
     r'extern "C" __global__ void (?:__cluster_dims__\([^)]*\) )?__launch_bounds__\([^)]*\) '

@@ -15,7 +15,9 @@ from attngen.schema import expand, load_spec
 SHIPPED = tuple(sorted(path.stem for path in specs_dir().glob("*.yaml")))
 GOLDEN = tuple(name for name in SHIPPED if not name.endswith("_all"))
 #: Those with kernels in Python; what holds for CUDA is in tests/render/test_cuda_sources.py.
-_IN_CUDA = ("ada", "ampere", "blackwell_consumer", "fp8", "hopper", "hopper_all", "ladder", "serving", "training")
+_IN_CUDA = (
+    "ada", "ampere", "blackwell_consumer", "fp8", "hopper", "hopper_all", "ladder", "mla", "serving", "training",
+)  # fmt: skip
 TRITON = tuple(name for name in SHIPPED if name not in _IN_CUDA)
 
 

@@ -23,6 +23,12 @@ from tests.plan.specs import planned
 COMPILER = shutil.which("g++")
 HOST = root() / "tests" / "host"
 
+#: Headers that are compiled as they are, but for what they ask of the hardware.
+COMPILED = (
+    "softmax.cuh", "divisor.cuh", "counted.cuh", "split.cuh", "ring.cuh", "expression.cuh", "widen.cuh", "pair.cuh",
+    "quad.cuh",
+)  # fmt: skip
+
 #: What headers ask of the hardware in PTX, and the same on the host.
 PTX = {
     r'asm\("ex2\.approx\.ftz\.f32 .*?\);': "y = exp2f(x);",
@@ -34,6 +40,7 @@ PTX = {
     r'asm\("tanh\.approx\.f32 .*?\);': "y = tanhf(x);",
     r'asm\("" : "\+r"\(number\)\);': "",
     r'asm\("\{ \.reg .*? selp\.f32 .*?\);': "chosen = condition ? yes : no;",
+    r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.3d.*?\);': "",  # of packed sequences, which do not run here
     r'asm volatile\("atom\.acq_rel\.gpu\.global\.add\.u32 .*?\);': "before = (*counter)++;",
 }
 
@@ -113,17 +120,39 @@ def test_one_that_reads_8_bits_is_right(fields: dict[str, object], tmp_path: Pat
     run(fields, FEW_CASES, tmp_path)
 
 
+#: The same for 64 rows of a block, and more.
+KEY_VALUE_CASES = [
+    "16,1,1,4,0,64,64,1,200", "24,1,1,3,0,16,500", "128,1,1,6,0,64,330,77", "48,1,3,4,2,16,300,0,5", "40,2,4,6,3,1,150",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"head_dim": "{qk: 576, v: 512}", "layout": "paged"},
+        seldom({"head_dim": "{qk: 576, v: 512}", "layout": "dense"}),
+        seldom({"head_dim": 512, "layout": "paged", "dtype": "fp16"}),
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+def test_one_whose_values_are_keys_is_right(fields: dict[str, object], tmp_path: Path) -> None:
+    run({"v": "key", **fields}, KEY_VALUE_CASES, tmp_path)
+
+
 def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:
     """Compile the kernel of a spec with these fields, and run it."""
-    plan = planned("causal", backend="cuda", split_kv="true", **fields)
+    split = {} if "v" in fields else {"split_kv": "true"}
+    plan = planned("causal", backend="cuda", **split, **fields)
     source = render(plan)
     text = source.text.replace("extern __shared__ char shared_memory[];", "")
     (folder / "kernel.inc").write_text(text)
-    for name in ("softmax.cuh", "divisor.cuh", "counted.cuh", "split.cuh", "ring.cuh", "expression.cuh", "widen.cuh"):
+    for name in COMPILED:
         (folder / name).write_text(on_host(name, headers()[name].replace("#ifdef __CUDA_ARCH__", "#if 1")))
     program = folder / "program"
     defined = {
-        "KERNEL": source.name, "HEAD_DIM": plan.head_dim_qk, "PAGED": int(plan.layout == "paged"),
+        "KERNEL": source.name, "MERGE": f"{source.name}_merge", "VALUES_OF_KEYS": int(plan.v_of_key),
+        "HEAD_DIM": plan.head_dim_qk, "HEAD_DIM_V": plan.head_dim_v, "PAGED": int(plan.layout == "paged"),
         "SCALED": plan.descaled + (plan.operands.q.bytes == 1), "PAGE_SCALES": int(fields.get("descale") == "page"),
     }  # fmt: skip
     assert COMPILER is not None

@@ -14,6 +14,7 @@ from attngen.plan.schedules import (
     hopper_decode,
     hopper_forward,
     hopper_fp8,
+    hopper_mla,
     mma_backward,
     mma_forward,
     quantize,
@@ -29,6 +30,7 @@ _ROWS: list[Schedule] = [
     hopper_fp8.SCHEDULE,
     hopper_forward.SCHEDULE,
     hopper_decode.SCHEDULE,
+    hopper_mla.SCHEDULE,
     mma_forward.SCHEDULE,
     triton_forward.SCHEDULE,
     hopper_backward.SCHEDULE,
@@ -69,7 +71,7 @@ def backends(arch: Arch, direction: str) -> tuple[str, ...]:
 
 def candidates(spec: KernelSpec, backend: str) -> tuple[Schedule, ...]:
     """Return the schedules of a backend that suit a spec, the fastest first."""
-    rows = schedules(spec.direction, backend=backend)
+    rows = (row for row in schedules(spec.direction, backend=backend) if row.v_of_key == spec.v_of_key)
     suitable = [
         row for row in rows if row.split_kv == spec.split_kv and row.split_tiles >= spec.split_tiles and row.suits(spec)
     ]

@@ -10,8 +10,8 @@ from attngen.plan.pipes import BARRIER_BYTES, ROW_PADDING, NamedBarrier, Pipes, 
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = ("kv", "q", "merge", "scales", "barriers", "begin", "last", "counts")
-_WALK_BYTES = 24  # start of a block's work
-_COUNT_BYTES = 12  # of a warp: splits, work items, tiles of the longest work item
+WALK_BYTES = 24  # start of a block's work
+COUNT_BYTES = 12  # of a warp: splits, work items, tiles of the longest work item
 _SCALE_BYTES = 16  # of a page: the scale of K, and logarithm and reciprocal of the scale of V
 _WIDENED_BYTES = 2  # of an operand of the products
 _FILE = 64 * 1024  # 32-bit registers of a multiprocessor
@@ -36,7 +36,7 @@ def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int, sca
         stored=(("kv", stage), *([("scales", scales)] if scales else [])),
     )  # fmt: skip
     others = {
-        "q": q, "merge": merge, "begin": _WALK_BYTES, "last": BARRIER_BYTES, "counts": (warps + LOADERS) * _COUNT_BYTES,
+        "q": q, "merge": merge, "begin": WALK_BYTES, "last": BARRIER_BYTES, "counts": (warps + LOADERS) * COUNT_BYTES,
     }  # fmt: skip
     registers = min(_FILE // (32 * (warps + LOADERS)) // 8 * 8, 255)
     return Pipes(

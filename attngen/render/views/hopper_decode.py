@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.dtypes import PAGE_BLOCK
@@ -18,7 +18,7 @@ from attngen.render.cuda_tiles import Tiles, tiles
 from attngen.render.expressions import CUDA, in_product
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
-from attngen.render.views.hopper_forward import SWIZZLED_ROWS, RegionView, padding
+from attngen.render.views.hopper_forward import SWIZZLED_ROWS, SWIZZLES, RegionView, padding
 
 _REGION_TEXTS = {
     "kv": "K and V, a tile of each per stage", "merge": "partial results of warps",
@@ -26,7 +26,7 @@ _REGION_TEXTS = {
     "scales": "scales of the pages of a step", "last": "whether the block came last",
     "counts": "what each warp has counted",
 }  # fmt: skip
-_WRITTEN = frozenset({"out", "lse", "partials", "split_counters"})
+_WRITTEN = frozenset({"out", "lse", "partials", "split_counters", "begun"})
 #: Fields that differ from work item to work item, in the order in which they are kept.
 _FIELDS = ("q_begin", "k_begin", "seqlen_q", "seqlen_k")
 
@@ -62,6 +62,7 @@ class DecodeView:
     max_seqlen_q: str
     seqlen_q: str
     work_seqlen_q: str
+    swizzle: int
     swizzled_row: str
     q_row: str
     out_row: str
@@ -83,6 +84,12 @@ class DecodeView:
 
 def decode_view(plan: Plan, template: str) -> DecodeView:
     """Return the view of a plan."""
+    pipes = pipes_view(decode_pipes_of(plan), base="here + ", threads="own, 32 * kLoaders")
+    return split_view(plan, template, pipes, _REGION_TEXTS)
+
+
+def split_view(plan: Plan, template: str, pipes: PipesView, texts: Mapping[str, str]) -> DecodeView:
+    """View of a kernel whose blocks share the keys of sequences; ``texts`` say what regions of shared memory hold."""
     decode = plan.structure
     assert isinstance(decode, HopperDecode)
     span, code = tiles(plan), logits(plan)
@@ -103,10 +110,10 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
         width_v=(v := multiplied(plan.columns_v[0], plan.operands.v)).width,
         padding_v=padding(v),
         regions=tuple(
-            RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name]}")
+            RegionView(constant(region.name), region.offset, f"{region.bytes} B: {texts[region.name]}")
             for region in decode.shared
         ),
-        pipes=pipes_view(decode_pipes_of(plan), base="here + ", threads="own, 32 * kLoaders"),
+        pipes=pipes,
         argument_lines=argument_lines(plan, plan.arguments, written=_WRITTEN),
         work_fields=fields,
         span_fields=tuple(f"{lo}, {hi}" for lo, hi in (*span.visible, *span.full)),
@@ -123,6 +130,7 @@ def decode_view(plan: Plan, template: str) -> DecodeView:
         max_seqlen_q="max_seqlen_q" if ragged else "seqlen_q",
         seqlen_q="seqlen_q",
         work_seqlen_q="work.seqlen_q" if ragged else "seqlen_q",
+        swizzle=SWIZZLES[decode.box_bytes],
         swizzled_row=SWIZZLED_ROWS[decode.box_bytes],
         q_row=_row(plan, "q"),
         out_row=_row(plan, "out"),

@@ -120,7 +120,8 @@ def kind_of(
         key: list[Any] = [
             common, given.form, given.layout, given.backend, given.package, given.num_splits, given.split_size,
             given.out_dtype, device, rows > 1, q.dtype, shape[1:], strides, k.dtype, k.stride(), v.dtype, v.stride(),
-            addresses[0] & 15, addresses[1] & 15, addresses[2] & 15, used is None, cu_q is None, out is None,
+            addresses[0] & 15, addresses[1] & 15, addresses[2] & 15, addresses[1] == addresses[2], used is None,
+            cu_q is None, out is None,
         ]  # fmt: skip
         if given.form == "paged":
             key += (k_shape, v_shape)

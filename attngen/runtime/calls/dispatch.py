@@ -127,7 +127,7 @@ def run(given: Given) -> Any:
         name, with_lse, registry.generation, *keyed_of(given),
         q.dtype, shape, strides, q.get_device(), addresses[0] & 15, q.is_neg(),
         k.dtype, k.shape, k.stride(), k.get_device(), addresses[1] & 15, k.is_neg(),
-        v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15, v.is_neg(),
+        v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15, v.is_neg(), addresses[1] == addresses[2],
     ]  # fmt: skip
     note_others(key, addresses, given)
     identity = tuple(key)

@@ -8,7 +8,7 @@ from math import gcd
 
 from attngen.errors import LoadError
 from attngen.lang.divisors import reciprocal
-from attngen.manifest import GRID, SHARES, Argument, TileMapAxes
+from attngen.manifest import GRID, MERGED, SHARES, Argument, TileMapAxes
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.device.tensormap import usable_strides, windowed
@@ -155,7 +155,7 @@ class Geometry:
             total_q=call.total_q, total_k=call.total_k, q_tiles=q_tiles, kv_tiles=-(-call.seqlen_k // launch.tile_n),
         )  # fmt: skip
         self.sizes.geometry = self
-        if launch.grid == GRID:
+        if launch.grid in (GRID, MERGED):
             self.sizes |= split_sizes(launch, call, capacity)
         elif launch.grid == SHARES:
             self.sizes["split_cluster"] = capacity.shares
@@ -186,7 +186,7 @@ class Geometry:
     @property
     def cluster(self) -> int:
         """Blocks of a cluster if the call decides, and 1 if the cubin fixes the size."""
-        return self.sizes.get("split_cluster", 1)
+        return 1 if self.launch.grid == MERGED else self.sizes.get("split_cluster", 1)
 
     def blocks(self, driver: Driver, device: int) -> int:
         """Blocks of the launch: one for each tile, or a cluster, or as many as run at once where each takes tile after
@@ -354,6 +354,7 @@ _TILES: Mapping[str, Callable[[Geometry], int]] = {
     "queries": lambda g: g.sizes["q_tiles"] * g.units,
     "keys": lambda g: g.sizes["work_items"],
     GRID: lambda g: g.sizes["split_blocks"],
+    MERGED: lambda g: g.sizes["merge_blocks"],
     SHARES: lambda g: g.sizes["q_tiles"] * g.units * g.capacity.shares,
     "query_words": lambda g: _of_map(g).map_words // 2,
     "key_words": lambda g: _of_map(g).map_words // 2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from attngen.dtypes import MERGED_ROWS
 from attngen.lang.divisors import reciprocal
 from attngen.manifest import LaunchFields
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 #: Tiles of keys for which one more cluster pays: those of each block that the plan calls ``least_tiles``.
 _LEAST_TILES_OF_BLOCK = 8
+
+#: The same of kernels by wgmma, whose tiles have four times as many keys.
+_LEAST_WIDE_TILES = 2
 
 #: Blocks that are enough to keep memory busy, and tiles of the longest sequence which are read so soon that this does
 #: not matter; measured.
@@ -50,7 +54,7 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
     each sequence. ``split_tiles`` tiles of keys are a split if the call fixes that, and 0 if blocks get equal shares; a
     sequence has at most ``max_splits`` of them. ``split_blocks`` are launched, in clusters of ``split_cluster``;
     partial results take ``split_slots`` places, and who comes last is found by ``split_counters``, which are 0 before
-    and after each launch.
+    and after each launch; or ``merge_blocks`` add them up.
     """
     rows = call.seqlen_q * (call.heads // max(call.kv_heads, 1))
     blocks_of_rows = max(-(-rows // launch.tile_m), 1)
@@ -64,10 +68,16 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
     elif call.num_splits:
         split_tiles = -(-kv_tiles // call.num_splits)
     max_splits = -(-kv_tiles // split_tiles) if split_tiles else 1
-    clustered = not split_tiles and _clustered(units, kv_tiles, launch.cluster, capacity)
-    cluster, at_once = (launch.cluster, capacity.clusters) if clustered else (1, capacity.blocks)
-    useful = max(-(-units * kv_tiles // (_LEAST_TILES_OF_BLOCK * cluster)), units, 1)
+    shared = launch.row_blocks == 1  # the blocks of a cluster share the keys of a unit, or its rows
+    if shared:
+        clustered = not split_tiles and _clustered(units, kv_tiles, launch.cluster, capacity)
+        size, least = launch.cluster, _LEAST_TILES_OF_BLOCK * (launch.cluster if clustered else 1)
+    else:
+        clustered, size, least = row_bits > 0, launch.row_blocks, _LEAST_WIDE_TILES
+    cluster, at_once = (size, capacity.clusters) if clustered else (1, capacity.blocks)
+    useful = max(-(-units * kv_tiles // least), units, 1)
     blocks = cluster * min(at_once, useful)
+    merged = not shared and not split_tiles  # by a launch, so that nobody has to find out who comes last
     sizes = {
         "row_bits": row_bits,
         "row_warps": 1 << row_bits,
@@ -76,8 +86,9 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
         "max_splits": max_splits,
         "split_blocks": blocks,
         "split_cluster": cluster,
-        "split_slots": units * max_splits if split_tiles else 2 * blocks,
-        "split_counters": units if split_tiles else blocks,
+        "split_slots": units * max_splits if split_tiles else 2 * blocks // (1 if shared else cluster),
+        "split_counters": units * (1 if shared else cluster) if split_tiles else 0 if merged else blocks,
+        "merge_blocks": blocks // cluster * (launch.tile_m << row_bits) // MERGED_ROWS if merged else 0,
     }
     for name, divisor in (("batch", call.batch), ("row_units", row_units), ("split_tiles", split_tiles)):
         sizes[f"{name}_reciprocal"] = reciprocal(divisor)

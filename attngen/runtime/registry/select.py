@@ -17,6 +17,8 @@ from attngen.dtypes import (
     DESCALE_BLOCKS,
     HEAD_DIM_STEP,
     HEAD_DIMS,
+    KEY_VALUE_DIMS,
+    KEY_VALUE_DTYPES,
     PAGE_BLOCK,
     QUANTIZED_DTYPES,
     dtype,
@@ -223,6 +225,8 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
         return f"backend is {kernel.backend}, the call has {request.backend}"
     if reason := _against_form(kernel, call):
         return reason
+    if kernel.v_of_key and not _v_of_key(request):
+        return f"it takes the values from k: v must be k[..., :{kernel.head_dim_v}]"
     if call.descales and kernel.scale_block not in call.scale_blocks:
         given = _sharing(call.scale_blocks[0])
         return f"it takes a scale for {_sharing(kernel.scale_block)}, the call has one for {given}"
@@ -263,6 +267,12 @@ def _against_form(kernel: Kernel, call: Call) -> str | None:
     if kernel.transposed_v != call.v.keys_side_by_side and kernel.direction == "forward":
         return f"it takes v with contiguous {'keys' if kernel.transposed_v else 'columns'}"
     return None
+
+
+def _v_of_key(request: Request) -> bool:
+    """Whether v is the first columns of k, in memory."""
+    addresses, call = request.addresses, request.call
+    return addresses["k"] == addresses["v"] and call.k.strides == call.v.strides
 
 
 def _sharing(block: int) -> str:
@@ -436,7 +446,8 @@ def no_kernel(kernels: Sequence[Kernel], selection: Selection, request: Request,
 
 def no_spec_adds(request: Request, capability: int) -> str | None:
     """Return why no spec can add a kernel for a call, and what helps instead, or None."""
-    return _beyond_all_kernels(request.call, capability) or _beyond_cuda(request.call, capability, request)
+    key_values = request.direction == "forward" and takes_key_values(request, capability)
+    return _beyond_all_kernels(request.call, capability, key_values) or _beyond_cuda(request.call, capability, request)
 
 
 def _for_another_machine(kernel: Kernel, capability: int, driver: Driver) -> bool:
@@ -466,7 +477,15 @@ def describe(call: Call, direction: str = "forward") -> str:
     return f"{direction}, {call.layout}, {call.dtype}{cache}{out}, head_dim {dims}"
 
 
-def _beyond_all_kernels(call: Call, capability: int) -> str | None:
+def takes_key_values(request: Request, capability: int) -> bool:
+    """Whether a kernel that takes the values from k could be built for a call; none with a v of its own has such head
+    dims."""
+    call, arch = request.call, arch_of(capability)
+    fits = (call.head_dim_qk, call.head_dim_v) in KEY_VALUE_DIMS and {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
+    return fits and arch is not None and arch.wgmma and _v_of_key(request)
+
+
+def _beyond_all_kernels(call: Call, capability: int, key_values: bool = False) -> str | None:
     """Return why no spec can add a kernel for a call, and what helps instead, or None."""
     if call.dtype not in ATTENTION_DTYPES:
         return (
@@ -486,7 +505,7 @@ def _beyond_all_kernels(call: Call, capability: int) -> str | None:
     if arch_of(capability) is None:
         return f"No kernel can be built for sm{capability}, only for {', '.join(ARCHES)}; the reference runs there"
     for dim in (call.head_dim_qk, call.head_dim_v):
-        if dim not in HEAD_DIMS:
+        if dim not in HEAD_DIMS and not key_values:
             wider = next((other for other in HEAD_DIMS if other > dim), None)
             padded = "the reference takes it" if wider is None else f"zeros after the {dim} numbers make {wider}"
             keep = "" if wider is None or dim != call.head_dim_qk else f" (softmax_scale stays {call.scale:.6g})"
@@ -515,6 +534,8 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
         *([] if call.asked_out is None else [f"      out_dtype: {ATTENTION_NAMES[call.asked_out]}"]),
         f"      layout: {call.layout}",
     ]
+    if request is not None and takes_key_values(request, capability):
+        return [*lines, "      v: key"]
     if request is not None and request.direction == "backward":
         lines.append("      passes: [forward, backward]")
         if request.deterministic:

@@ -170,6 +170,8 @@ def _as_read(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     """Inputs as a kernel reads them: some want the keys of v side by side, or k and v in other 8 bits than q."""
     kv_dtype = TORCH_DTYPES[kernel.dtype_of("k").name]
     k, v = (tensor if tensor.dtype == kv_dtype else tensor.float().to(kv_dtype) for tensor in (k, v))
+    if kernel.v_of_key:
+        return q, k, k[..., : kernel.head_dim_v]
     return q, k, v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if kernel.transposed_v else v
 
 

@@ -96,6 +96,7 @@ class Element:
     kv_dtype: str = ""  # of k and v, where another than that of q
     out_dtype: str = ""  # of the output of a quantized q, where it is not the usual one
     transposed_v: bool = False  # keys lie side by side in v
+    v_of_key: bool = False  # v is the first columns of k
 
     @property
     def torch(self) -> torch.dtype:
@@ -143,6 +144,8 @@ def make_inputs(
     cut = {name: _cut(tensors[name], rows[name][0], layout) for name in tensors}
     if element.transposed_v:
         cut["v"] = by_columns(cut["v"])
+    if element.v_of_key:
+        cut["v"] = cut["k"][..., : element.head_dim_v]
     arguments = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in arguments_of(variant, case, layout, generator, calm).items()
@@ -227,6 +230,10 @@ def _in_pages(
     if page_layout == "HND":
         pages = tuple(tensor.transpose(1, 2).contiguous() for tensor in pages)
     flat = {name: element.rounded(name, tensor).to(device) for name, tensor in flat.items()}
+    of_keys = element.rounded("k", pages[0]).to(device)
+    of_values = element.rounded("v", pages[1]).to(device)
+    if element.v_of_key:
+        flat["v"], of_values = flat["k"][..., : element.head_dim_v], of_keys[..., : element.head_dim_v]
     starts_q, starts_k, table = (tensor.to(device) for tensor in (starts_q, starts_k, table))
     longest = case.max_pages * case.page_size  # what shapes of the variant's tensors mean by seqlen_k
     descales = _descales(case, element, generator, device, pages[0].shape[0])
@@ -241,8 +248,8 @@ def _in_pages(
         given = of_rows = descales
     return Inputs(
         flat["q"].unflatten(0, (case.batch, case.seqlen_q)) if equal else flat["q"],
-        element.rounded("k", pages[0]).to(device),
-        element.rounded("v", pages[1]).to(device),
+        of_keys,
+        of_values,
         descales=given,
         seqused_k=starts_k.diff(),
         arguments=arguments,

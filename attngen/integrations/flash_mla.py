@@ -1,0 +1,97 @@
+"""FlashMLA's dense decoding, argument for argument, on attngen's kernels: replace one import.
+
+The forms are those of https://github.com/deepseek-ai/FlashMLA. Values are the first ``head_dim_v`` columns of the
+cache, which kernels of specs with ``v: key`` read once. Blocks share the keys of sequences by the lengths on the GPU,
+so that there is no metadata to compute: ``get_mla_metadata`` returns an empty object, as FlashMLA itself does, and a
+graph may capture a call whose lengths change later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.integrations.choice import Candidate, Pages, attend
+from attngen.integrations.flash_arguments import GATHERED_KEYS, contiguous_rows, refuse, tensor
+
+__all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+#: The shipped spec that builds what these functions ask for.
+SPEC = "flash_mla"
+
+_QUANTIZED = "kernels of latent caches in 8 bits do not exist"
+_REASONS = {
+    "is_fp8_kvcache": _QUANTIZED, "descale_q": _QUANTIZED, "descale_k": _QUANTIZED, "kv_format": _QUANTIZED,
+    "indices": GATHERED_KEYS, "extra_indices_in_kvcache": GATHERED_KEYS, "extra_k_cache": GATHERED_KEYS,
+    "topk_length": GATHERED_KEYS, "extra_topk_length": GATHERED_KEYS,
+    "attn_sink": "sinks go with indices here, and no kernel gathers keys by index",
+}  # fmt: skip
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """Metadata of a schedule, which holds nothing: blocks find their work on the GPU."""
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """Return an empty schedule, and None, for ``flash_mla_with_kvcache``; arguments are those of older versions."""
+    del args, kwargs
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any = None,
+    num_splits: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool | None = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    enable_batch_invariant: bool = False,
+    use_legacy: bool = False,
+    kv_format: str | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return attention of q (b, sq, h, 576) over a cache (blocks, block_size, 1, 576), and its log-sum-exp.
+
+    ``block_table`` (b, max_blocks) int32 lists the blocks of each sequence, ``cache_seqlens`` (b,) int32 counts its
+    keys, those of its queries included. The last query sees the last key if ``causal``. The output is (b, sq, h,
+    ``head_dim_v``); the log-sum-exp (b, h, sq) is float32, natural, −inf for a query that sees no key.
+    ``softmax_scale`` is 1/√576 unless given. Head dims 512/512 are taken as well, and a block size of any multiple of
+    16. ``tile_scheduler_metadata``, ``num_splits`` and ``use_legacy`` change no result; with
+    ``enable_batch_invariant`` one block takes a sequence, and the bits of a row depend on that alone.
+
+    Sparse forms and caches in 8 bits are refused with NoKernelError. Raises CallError for arguments that disagree.
+    """
+    del tile_scheduler_metadata, num_splits, use_legacy
+    refuse(
+        _REASONS, is_fp8_kvcache=is_fp8_kvcache, indices=indices, attn_sink=attn_sink, extra_k_cache=extra_k_cache,
+        extra_indices_in_kvcache=extra_indices_in_kvcache, topk_length=topk_length, extra_topk_length=extra_topk_length,
+        kv_format=kv_format, descale_q=descale_q, descale_k=descale_k,
+    )  # fmt: skip
+    if block_table is None or cache_seqlens is None:
+        raise CallError("block_table and cache_seqlens are needed: they say where the keys of a sequence are")
+    if tensor("k_cache", k_cache).dim() != 4:
+        raise CallError(f"k_cache must have shape (blocks, block_size, 1, head_dim), got {tuple(k_cache.shape)}")
+    if not 0 < head_dim_v <= k_cache.shape[-1]:
+        raise CallError(f"head_dim_v is {head_dim_v}, but k_cache has {k_cache.shape[-1]} columns")
+    (q,) = contiguous_rows(q=tensor("q", q))
+    pages = Pages(tensor("block_table", block_table), num_splits=1 if enable_batch_invariant else None)
+    out, lse = attend(
+        [Candidate("causal" if causal else "full")], q, k_cache, k_cache[..., :head_dim_v], spec=SPEC, pages=pages,
+        softmax_scale=softmax_scale, seqused_k=tensor("cache_seqlens", cache_seqlens), return_lse=True,
+    )  # fmt: skip
+    return out, lse

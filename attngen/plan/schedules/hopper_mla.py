@@ -1,0 +1,195 @@
+"""The Hopper forward of multi-head latent attention: values are the first 512 columns of keys, which are loaded once.
+
+Two consumers hold half of the columns of O each, compute S of every other tile, and exchange P through shared memory.
+Blocks share the keys of sequences, as in ``hopper_decode``, whether few queries come or whole prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from attngen.arch import Arch
+from attngen.dtypes import KEY_VALUE_DIMS, KEY_VALUE_DTYPES, MERGED_ROWS
+from attngen.errors import PlanError
+from attngen.manifest import GRID, MERGED, Argument, Workspace
+from attngen.plan import arguments, naming
+from attngen.plan.allowances import MLA_SPILLS, SPILLS
+from attngen.plan.choices import SECTION_BYTES, iteration_of, refuse
+from attngen.plan.draft import drafted
+from attngen.plan.layouts import LAYOUTS
+from attngen.plan.model import Columns, Launch, Plan
+from attngen.plan.operands import operands_of
+from attngen.plan.pipes import ROW_PADDING, Pipes
+from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.forward_memory import BOX_BYTES
+from attngen.plan.schedules.hopper_decode import HopperDecode
+from attngen.plan.schedules.hopper_forward import keep_promises
+from attngen.plan.schedules.mla_pipes import CONSUMERS, KEYS, ROWS, TILES, mla_pipes
+from attngen.schema.expand import KernelSpec
+
+_REGISTERS = 56, 224  # of a thread of the producer, and of a consumer
+_PAIR = 2  # most blocks of a cluster, which then hold the rows of a unit
+_WARPS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperMla(HopperDecode):
+    """Roles and memory of a kernel whose values are the head of its keys; ``consumers`` are warpgroups."""
+
+    merged_rows: int  # of a block of the launch that merges partial results
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    if refused := _refusal(spec, arch):
+        raise refused
+    packed = replace(spec, pack_gqa=True)
+    iteration = iteration_of(packed)
+    element = operands_of(spec).shared("q", "k", "v", "p")
+    pipes = _pipes(spec.head_dim_qk, spec.head_dim_v, element.bytes)
+    structure = HopperMla(
+        persistent=True,
+        shared=pipes.regions,
+        warp_roles=pipes.roles,
+        consumers=CONSUMERS,
+        loaders=1,
+        cluster=_PAIR,
+        box_bytes=BOX_BYTES[0],
+        least_tiles=2,
+        cut_tiles=2,
+        key_bytes=element.bytes,
+        whole_tiles=64,
+        merged_rows=MERGED_ROWS,
+    )
+    planned = drafted(
+        spec,
+        label="mla",
+        width=f"c{CONSUMERS}",
+        tile_map=False,
+        alignment=16,
+        columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
+        columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
+        backend="cuda",
+        schedule="hopper_mla",
+        loads="descriptor",
+        q_operand="shared",
+        tile_m=ROWS,
+        tile_n=KEYS,
+        stages=TILES,
+        num_warps=_WARPS,
+        max_registers=None,
+        iteration="ranges" if iteration == "ranges" else "classified",
+        mask_code="branch",
+        softmax="exact_max",
+        section_bytes=SECTION_BYTES,
+        structure=structure,
+        pack_gqa=True,
+    )
+    of_s, of_o = spec.head_dim_qk // element.mma_k, KEYS // element.mma_k
+    forward = Launch(
+        "forward", planned.name, GRID, ROWS, KEYS, TILES, planned.num_warps, planned.iteration,
+        _arguments(planned, structure.box_bytes), persistent=True, cluster=_PAIR, row_warps=_PAIR, row_blocks=_PAIR,
+        pdl=True, shared_bytes=structure.shared_bytes, products=2 * of_s + 5 * of_o, max_spills=MLA_SPILLS.bytes,
+    )  # fmt: skip
+    merge = Launch(
+        "merge", naming.launch_name(planned.name, "merge"), MERGED, ROWS, KEYS, 1,
+        MERGED_ROWS * spec.head_dim_v // 4 // 32, planned.iteration, forward.arguments, row_warps=_PAIR,
+        row_blocks=_PAIR, pdl=True, max_spills=SPILLS.bytes,
+    )  # fmt: skip
+    partials = ("split_slots", "row_warps", ROWS * (spec.head_dim_v + ROW_PADDING))
+    workspaces = Workspace("partials", "fp32", (partials,)), Workspace("begun", "i32", (("split_blocks", 2),))
+    return planned.with_launches(forward, merge, workspaces=workspaces)
+
+
+def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
+    """Arguments of the kernel: those of a split-KV forward without v."""
+    ragged = plan.ragged_queries
+    return (
+        arguments.pointer(plan, "q"),
+        arguments.tensor_map(plan, "k", plan.tile_n, box_bytes),
+        arguments.pointer(plan, "out"),
+        arguments.row_pointer("lse"),
+        Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
+        Argument("begun_ptr", "pointer", "*i32", of="begun", divisibility=8),
+        Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
+        *arguments.lengths(plan),
+        *arguments.tensor_pointers(plan.variant),
+        *arguments.strides_of(plan, ("q",)),
+        *arguments.strides_of(plan, ("out",), promised=False),
+        *arguments.tensor_shapes(plan.variant),
+        *map(arguments.size, ("batch", "heads", "kv_heads", "group", "row_bits", "row_units")),
+        *map(arguments.size, ("split_tiles", "max_splits")),
+        *arguments.reciprocals("batch", "group", "row_units", "split_tiles"),
+        arguments.size("max_seqlen_q" if ragged else "seqlen_q", "seqlen_q"),
+        arguments.size("max_seqlen_k", "seqlen_k"),
+        *map(arguments.size, ("total_q", "total_k")),
+        *arguments.page_sizes(plan),
+        *(arguments.reciprocals("page_size") if plan.key_access == "paged" else ()),
+        arguments.scale(),
+        *arguments.scalar_arguments(plan),
+        *arguments.presence(plan, ("lse", "seqused_k")),
+    )
+
+
+def _pipes(head_dim_qk: int, head_dim_v: int, element_bytes: int) -> Pipes:
+    return mla_pipes(qk=head_dim_qk, v=head_dim_v, element=element_bytes, registers=_REGISTERS)
+
+
+def mla_pipes_of(plan: Plan) -> Pipes:
+    """Return the pipes of a planned kernel."""
+    return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands.k.bytes)
+
+
+def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+    """Reason why the schedule cannot serve a spec, or None."""
+    if not arch.wgmma:
+        return refuse(
+            spec, "v", f"kernels that take the values from k need wgmma, which {arch.name} lacks; leave it out"
+        )
+    if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype is not None:
+        dtypes = f"{spec.dtype} with a cache in {spec.kv_dtype}" if spec.kv_dtype else spec.dtype
+        return refuse(spec, "dtype", f"with 'v: key' kernels take {' and '.join(KEY_VALUE_DTYPES)}, not {dtypes}")
+    if (spec.head_dim_qk, spec.head_dim_v) not in KEY_VALUE_DIMS:
+        allowed = " or ".join(f"{{qk: {qk}, v: {v}}}" for qk, v in KEY_VALUE_DIMS)
+        return refuse(
+            spec, "head_dim", f"with 'v: key' kernels have head_dim {allowed}, not "
+            f"{{qk: {spec.head_dim_qk}, v: {spec.head_dim_v}}}"
+        )  # fmt: skip
+    if spec.fixes_choices:
+        return refuse(
+            spec,
+            "tile",
+            "kernels with 'v: key' have one tile, and roles of their own; leave out tile, stages and warps",
+        )
+    for field in ("persistent", "order", "epilogue", "pack_gqa"):
+        if getattr(spec, field) is not None:
+            return refuse(spec, field, "kernels with 'v: key' leave no choice of it; leave it out")
+    if spec.loads == "pointer":
+        return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
+    if spec.alignment not in (None, 16):
+        return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
+    if spec.softmax_scale is not None:
+        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
+    if spec.tile_map == "always":
+        return refuse(spec, "tile_map", "with 'v: key' kernels classify tiles themselves; allowed: auto, never")
+    if spec.variant.dropout:
+        return refuse(
+            spec, "v", "dropout shares random numbers among rows of one head, and here rows belong to several; "
+            "leave it out"
+        )  # fmt: skip
+    return None
+
+
+SCHEDULE = Schedule(
+    name="hopper_mla",
+    backend="cuda",
+    direction="forward",
+    template="cuda/mla/kernel.cu.j2",
+    view="attngen.render.views.hopper_mla:mla_view",
+    supports=lambda arch: arch.wgmma,
+    plan=_plan,
+    keep_promises=keep_promises,
+    pipes=mla_pipes_of,
+    layouts=tuple(LAYOUTS),
+    v_of_key=True,
+    split_kv=True,
+)

@@ -1,0 +1,112 @@
+"""Kernels whose values are the head of their keys: what they are planned for, what is refused, memory and copies."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.arch import ARCHES
+from attngen.errors import PlanError, SpecError
+from attngen.plan import Plan, plan
+from attngen.plan.schedules.mla_pipes import KEYS, ROWS
+from attngen.render import render
+from attngen.schema import expand, load_spec_text
+from attngen.schema.expand import KernelSpec
+
+
+def specs(entry: str = "", *, head_dim: str = "{qk: 576, v: 512}", arch: str = "sm90a") -> tuple[KernelSpec, ...]:
+    variants = '{dropped: {mask: "q_pos >= kv", dropout: true}}'
+    given = entry or "variant: causal"
+    text = f"schema: 1\narch: [{arch}]\nvariants: {variants}\nkernels:\n  - {{v: key, head_dim: {head_dim}, {given}}}\n"
+    return expand(load_spec_text(text))
+
+
+def planned(entry: str = "", **fields: str) -> Plan:
+    (kernel,) = specs(entry, **fields)
+    return plan(kernel)
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
+@pytest.mark.parametrize("variant", ["full", "causal", "sliding_window", "softcap", "causal_sink", "allowed"])
+def test_every_layout_and_mask_has_one_kernel_that_reads_no_v(layout: str, variant: str) -> None:
+    kernel = planned(f"variant: {variant}, layout: {layout}")
+    assert (kernel.schedule, kernel.backend, kernel.split_kv, kernel.v_of_key) == ("hopper_mla", "cuda", True, True)
+    launch, merge = kernel.launches
+    assert (launch.grid, launch.row_blocks, launch.cluster) == ("splits", 2, 2)
+    assert (merge.name, merge.grid, merge.arguments) == ("merge", "merged_rows", launch.arguments)
+    maps = [argument.of for argument in launch.arguments if argument.kind == "descriptor"]
+    assert maps == ["k"]
+    assert "v_ptr" not in render(kernel).text
+
+
+@pytest.mark.parametrize("head_dim", ["{qk: 576, v: 512}", "{qk: 512, v: 512}", "512"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_memory(head_dim: str, dtype: str) -> None:
+    """Q, two tiles of K and P, in boxes that are multiples of 1024 bytes, beside a kilobyte that the system takes."""
+    kernel = planned(f"variant: causal, dtype: {dtype}", head_dim=head_dim)
+    regions = {region.name: region for region in kernel.structure.shared}
+    assert kernel.structure.shared_bytes <= ARCHES["sm90a"].shared_memory
+    columns = kernel.head_dim_qk
+    assert regions["q"].bytes == ROWS * columns * 2
+    assert sum(regions[name].bytes for name in ("values", "more") if name in regions) == 2 * KEYS * columns * 2
+    assert all(regions[name].offset % 1024 == 0 for name in ("q", "values", "p"))
+    assert ("more" in regions) == (columns > 512)
+
+
+def test_registers_fit_the_multiprocessor() -> None:
+    roles = planned().structure.warp_roles
+    assert sum(32 * role.warps * role.registers for role in roles) <= 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("entry", "field", "reason"),
+    [
+        ("variant: causal, dtype: fp32", "dtype", "bf16 and fp16, not fp32"),
+        ("variant: causal, dtype: fp8_e4m3", "dtype", "bf16 and fp16, not fp8_e4m3"),
+        ("variant: causal, kv_dtype: fp8_e4m3", "dtype", "bf16 with a cache in fp8_e4m3"),
+        ("variant: causal, loads: pointer", "loads", "tensor descriptors"),
+        ("variant: causal, alignment: 8", "alignment", "alignment 16, not 8"),
+        ("variant: causal, tile_map: always", "tile_map", "allowed: auto, never"),
+        ("variant: causal, tile: {m: 128, n: 64}", "tile", "have one tile"),
+        ("variant: causal, pack_gqa: true", "pack_gqa", "no choice of it"),
+        ("variant: dropped", "v", "dropout shares random numbers among rows of one head"),
+    ],
+)
+def test_unsupported_fields_are_refused_by_name(entry: str, field: str, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason) as caught:
+        planned(f"{entry}, backend: cuda")
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("entry", "arch"), [("variant: causal, backend: triton", "sm90a"), ("variant: causal", "sm80")]
+)
+def test_triton_has_no_such_kernel(entry: str, arch: str) -> None:
+    with pytest.raises(PlanError, match="triton has no kernel that takes the values from k") as caught:
+        planned(entry, arch=arch)
+    assert caught.value.field == "v"
+
+
+def test_other_head_dims_are_refused_with_those_that_exist() -> None:
+    with pytest.raises(
+        PlanError, match=r"head_dim \{qk: 512, v: 512\} or \{qk: 576, v: 512\}, not \{qk: 192, v: 128\}"
+    ):
+        planned("variant: causal, backend: cuda", head_dim="{qk: 192, v: 128}")
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ("variant: causal, passes: [forward, backward]", "'v: key' has no backward; allowed: forward"),
+        ("variant: causal, split_kv: true", "always share the keys of a sequence"),
+    ],
+)
+def test_the_backward_and_another_split_are_refused(entry: str, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        specs(entry)
+
+
+def test_without_the_field_such_head_dims_have_no_kernel() -> None:
+    text = "schema: 1\narch: [sm90a]\nkernels: [{variant: causal, head_dim: {qk: 576, v: 512}, split_kv: true}]\n"
+    for kernel in expand(load_spec_text(text)):
+        with pytest.raises(PlanError):
+            plan(kernel)
