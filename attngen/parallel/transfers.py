@@ -123,8 +123,7 @@ class Transfer:
 
 @dataclass
 class Flight:
-    """A collective that was started. It keeps what is sent: the stream that waits may not be the one whose memory that
-    is, so a flight has to live until both have joined."""
+    """A collective that was started, with what is sent, which has to live until it is done."""
 
     work: Any
     sent: Tensor

@@ -23,7 +23,6 @@ from attngen.parallel.pieces import Options, Part, Piece, Selection
 from attngen.parallel.routes import Needs
 from attngen.parallel.rows import copy
 from attngen.parallel.segments import Segments
-from attngen.parallel.streams import Turns
 from attngen.parallel.transfers import Flight, Transfer, head_start
 
 #: Segments of a forward that are calls of their own: at most so many, of at least so many rows each.
@@ -71,21 +70,16 @@ class Work:
         if self.here is not None:
             own_k, own_v = (x.narrow(1, *self.here_keys) for x in (k, v))
             self.here.forward(q, own_k, own_v, out, sums, _all(heads, k.shape[2]), values, options)
-        turns, turn = Turns(q.device), 0
-        every = []
+        kept = []
         for part, flight in zip(parts, flights, strict=True):
-            with turns.on(turn):
-                every.append(self._keys(k, v, part, flight))
-                ready = turns.event()
-            part_k, part_v = _split(every[-1], k, v, part)
+            keys = self._keys(k, v, part, flight)
+            part_k, part_v = _split(keys, k, v, part)
             for piece, start, count in self.forwards:
-                with turns.on(turn):
-                    turns.wait(ready)
-                    piece_k, piece_v = (x.narrow(1, start, count) for x in (part_k, part_v))
-                    piece.forward(q, piece_k, piece_v, out, sums, part, values, options)
-                turn += 1
-        turns.join()
-        return out, sums, every if keep and self.keeps else []
+                piece_k, piece_v = (x.narrow(1, start, count) for x in (part_k, part_v))
+                piece.forward(q, piece_k, piece_v, out, sums, part, values, options)
+            if keep and self.keeps:
+                kept.append(keys)
+        return out, sums, kept
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
@@ -251,7 +245,7 @@ def by_segments(
 
 def _forwards(rest: Piece | None, assembly: Assembly, held: int) -> tuple[tuple[Piece, int, int], ...]:
     """The calls of a forward: few long segments one by one, the longest first, since kernels of dense rows are faster
-    than those of packed ones, and two streams fill the GPU at the ends of calls."""
+    than those of packed ones."""
     if rest is None:
         return ()
     if rest.lengths is None or not rest.rows.whole or len(rest.lengths[0]) > _MOST_CALLS:
