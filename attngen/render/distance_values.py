@@ -1,5 +1,4 @@
-"""What a score reads of the distance of a pair, q - kv, computed once for each distance of a tile: by the loader of K,
-before the tile."""
+"""What a score computes from the distance of a pair alone, q - kv: once for each diagonal of a tile, by its loader."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from attngen.render.expressions import CUDA, emit_for, scalar_bindings, start_bi
 from attngen.render.key_values import fields_of, taken
 
 _KV = frozenset({"kv"})
-#: Rows and keys of a tile may lie beyond the ends of a sequence.
-_RANGE = (-MAX_SEQLEN - 256, MAX_SEQLEN + 256)
+#: Rows and keys of two tiles may lie beyond the ends of a sequence.
+_RANGE = (-MAX_SEQLEN - 1024, MAX_SEQLEN + 1024)
 
 
 @dataclass(frozen=True, slots=True)

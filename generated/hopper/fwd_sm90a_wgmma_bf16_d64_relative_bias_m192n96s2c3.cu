@@ -243,9 +243,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const float u_value_of_distance = u_table_column * kLog2e;
           return DistanceValues{u_value_of_distance};
         };
-        int next_tile = -1;              // the tile before the last one in memory, which mostly follows
-        uint32_t diagonals_before = 0;   // where those of the last one are
-        DistanceValues ahead[(kBlockN + 31) / 32];  // and what is new in the next, in flight while the loader waits for room
+        int next_tile = -1;             // the tile that mostly comes next: of the keys before those of the last one
+        uint32_t diagonals_before = 0;  // where the values of the last tile are
+        DistanceValues ahead[(kBlockN + 31) / 32];  // what is new in the next tile, in flight while the loader waits for room
         VRing v_ring;
         const auto load_v = [&] {
           v_ring.acquire();
@@ -271,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             }
           }
           __syncwarp();
-          // While K is on its way. If the tile follows the last one, the diagonals of that are kBlockN further on in this one, and only as
-          // many are new.
+          // While K is on its way. In the tile that mostly comes next, the diagonals of the last one lie kBlockN further on, and only
+          // as many are new.
           const uint32_t diagonals = kDistanceValues + sizeof(DistanceValues) * (kBlockM + kBlockN) * (k_ring.stage + KRing::kStages * k_ring.phase);
           const int first = q_start + (kBlockM - 1) - tile * kBlockN;  // the distance of the first diagonal
           if (__any_sync(~0u, tile == next_tile)) {
