@@ -547,7 +547,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d51
           if constexpr (half == 1) release_half(1 - half);
           // The other consumer's P has been read: each warp reads its own rows alone, and writes these.
 #pragma unroll
-          for (int column = 0; column < kBlockN; column += 16) {
+          for (int column = 0; column < kBlockN; column += kMmaK) {
             const int row = 16 * (warp % 4) + lane % 16, chunk = column / 8 + lane / 16;
             const uint32_t* const of_column = p + column / 4;
             store_blocks(here + kP + row * kBoxBytes + 16 * (chunk ^ (row % 8)), of_column[0], of_column[1], of_column[2], of_column[3]);

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import attngen
 from attngen.resources import root
 from attngen.runtime.arguments.dropout import kept, rate_of
 
@@ -92,7 +93,10 @@ def test_lanes_drop_what_the_reference_drops(program: str, queries: slice, keys:
     for q, kv, stays in (map(int, line.split()) for line in lines):
         kept_by_lanes[q, kv] = bool(stays)
     state = torch.tensor([0x9234567890ABCDEF - 2**64, 77])
-    call: Any = SimpleNamespace(heads=6, scalars={"dropout_p": 20000 / 65536}, tensors={"rng_state": state})
+    call: Any = SimpleNamespace(
+        variant=attngen.variant(dropout=True).value, heads=6, scalars={"dropout_p": 20000 / 65536},
+        tensors={"rng_state": state},
+    )  # fmt: skip
     assert rate_of(call)[0] == 20000
     assert len(lines) == kept_by_lanes.numel()
     assert torch.equal(kept_by_lanes, kept(call, 0, queries, keys.stop)[5][:, keys])

@@ -99,7 +99,7 @@ def test_a_project_compiles_its_specs_while_pip_builds_it(
     with ZipFile(wheel) as archive:
         (cubin,) = [name for name in archive.namelist() if name.endswith("kernel.cubin")]
         assert archive.read(cubin)[:4] == b"\x7fELF"
-        source = archive.read(cubin.replace("kernel.cubin", "source.py"))
+        source = archive.read(cubin.replace("kernel.cubin", "source.cu"))
         assert b"`attngen build kernels/masks.yaml`" in source
     assert run(CALL, install(tmp_path / "site", wheel)) == "('even',) True 1.2.3\n"
 

@@ -29,6 +29,7 @@ class Launch:
     tile_n: int = 16
     row_warps: int = 4
     cluster: int = 8
+    row_blocks: int = 1
 
 
 def call(batch: int = 2, rows: int = 1, keys: int = 1000, heads: int = 8, kv_heads: int = 2, **fields: int) -> Call:

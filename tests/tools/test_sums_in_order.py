@@ -30,6 +30,7 @@ def kernel(head_dim: int) -> Any:
         dtype="fp32",
         head_dim_qk=head_dim,
         head_dim_v=head_dim,
+        v_of_key=False,
         variant=FULL,
         layout="dense",
         scale_block=0,
