@@ -94,34 +94,9 @@ def forward(
     return result, lse, state, state.new_zeros(()), query.new_empty(0)
 
 
-def forward_into(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = -1,
-    window_size_right: int | None = -1,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Tensor:
+def forward_into(out: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """``aten::_flash_attention_forward_no_dropout_inplace``: as ``forward``, into ``out``; the log-sum-exp."""
-    result, lse = _attend(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale,
-        (window_size_left, window_size_right), seqused_k, alibi_slopes, block_table, num_splits,
-    )  # fmt: skip
-    out.copy_(result)
-    return lse
+    return forward(*arguments, **options, out=out)[1]
 
 
 def backward(

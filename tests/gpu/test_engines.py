@@ -3,8 +3,6 @@ against float64; a captured graph that serves another batch; rows whose bits do 
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +15,7 @@ import torch
 from attngen.runtime.registry.lookup import registry
 from tests.gpu.packages import indexed
 from tests.integrations import vllm_stub
+from tests.integrations.stubs import imported_with
 from tests.integrations.test_vllm import NAMES
 
 #: How many times as long requests, windows and images are as in the tests on the CPU.
@@ -31,14 +30,8 @@ def _built() -> None:
 
 @pytest.fixture(scope="module")
 def cases() -> Iterator[Any]:
-    own = ("attngen.integrations.vllm_backend", "tests.integrations.vllm_cases")
-    before = {name: sys.modules.pop(name, None) for name in (*vllm_stub.modules(), *own)}
-    vllm_stub.install()
-    yield importlib.import_module("tests.integrations.vllm_cases")
-    for name, module in before.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
+    with imported_with(vllm_stub, "attngen.integrations.vllm_backend", "tests.integrations.vllm_cases") as module:
+        yield module
 
 
 @contextmanager

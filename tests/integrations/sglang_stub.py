@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.integrations.stubs import module_tree
+
 
 class AttentionArch(IntEnum):
     MLA = auto()
@@ -133,13 +135,7 @@ def modules() -> dict[str, ModuleType]:
             "add_radix_supported_deterministic_attention_backend_choices": [].extend,
         },
     }  # fmt: skip
-    made = {name: ModuleType(name) for name in contents}
-    for name, module in made.items():
-        vars(module).update(contents[name])
-        parent, _, last = name.rpartition(".")
-        if parent:
-            setattr(made[parent], last, module)
-    return made
+    return module_tree(contents)
 
 
 def install() -> dict[str, ModuleType]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,20 +13,13 @@ import torch
 import attngen
 from attngen.integrations import engines
 from tests.integrations import sglang_stub
-
-#: Modules that are imported anew with the stub, and forgotten after.
-_OWN = ("attngen.integrations.sglang_backend", "tests.integrations.sglang_cases")
+from tests.integrations.stubs import imported_with
 
 
 @pytest.fixture(scope="module")
 def cases() -> Iterator[Any]:
-    before = {name: sys.modules.pop(name, None) for name in (*sglang_stub.modules(), *_OWN)}
-    sglang_stub.install()
-    yield importlib.import_module("tests.integrations.sglang_cases")
-    for name, module in before.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
+    with imported_with(sglang_stub, "attngen.integrations.sglang_backend", "tests.integrations.sglang_cases") as module:
+        yield module
 
 
 def engine(cases: Any) -> Any:

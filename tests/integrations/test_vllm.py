@@ -16,20 +16,13 @@ import attngen
 from attngen.errors import CallError
 from attngen.integrations import engines
 from tests.integrations import vllm_stub
-
-#: Modules that are imported anew with the stub, and forgotten after.
-_OWN = ("attngen.integrations.vllm_backend", "tests.integrations.vllm_cases")
+from tests.integrations.stubs import imported_with
 
 
 @pytest.fixture(scope="module")
 def cases() -> Iterator[Any]:
-    before = {name: sys.modules.pop(name, None) for name in (*vllm_stub.modules(), *_OWN)}
-    vllm_stub.install()
-    yield importlib.import_module("tests.integrations.vllm_cases")
-    for name, module in before.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
+    with imported_with(vllm_stub, "attngen.integrations.vllm_backend", "tests.integrations.vllm_cases") as module:
+        yield module
 
 
 @contextmanager

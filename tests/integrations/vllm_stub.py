@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.integrations.stubs import module_tree
+
 
 class AttentionType(str, Enum):
     DECODER = "decoder"
@@ -133,13 +135,7 @@ def modules() -> dict[str, ModuleType]:
         "vllm.v1.attention.ops": {},
         "vllm.v1.attention.ops.dcp": {"dcp_a2a_lse_reduce": None, "cp_lse_ag_out_rs": None},
     }  # fmt: skip
-    made = {name: ModuleType(name) for name in contents}
-    for name, module in made.items():
-        vars(module).update(contents[name])
-        parent, _, last = name.rpartition(".")
-        if parent:
-            setattr(made[parent], last, module)
-    return made
+    return module_tree(contents)
 
 
 def install() -> dict[str, ModuleType]:

@@ -1,4 +1,5 @@
-"""The launches of a Hopper backward in CUDA, their arguments, and the memory that they share."""
+"""The launches of a Hopper backward in CUDA, their arguments, and the memory that they share; other backwards in CUDA
+begin with the same ones."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from functools import partial
 
 from attngen.dtypes import DType
 from attngen.lang.biases import biases
+from attngen.manifest import TileMapAxes
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import PINGPONG_SPILLS, READER_SPILLS, SPILLS, Spills
 from attngen.plan.draft import CLASSIFIER_WARPS, axes_of, row_workspaces
@@ -25,28 +27,41 @@ _ROWS, _ROWS_WARPS = 16, 4
 _POSTPROCESS_WARPS = 8
 
 
+def launch_of(plan: Plan, name: str, grid: str, warps: int, **fields: object) -> Launch:
+    """A launch of a backward with the plan's tile, in one stage unless ``fields`` say otherwise."""
+    common = {"tile_m": plan.tile_m, "tile_n": plan.tile_n, "stages": 1}
+    symbol = naming.launch_name(plan.name, name)
+    return Launch(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
+
+
+def leading_launches(plan: Plan, preprocess_arguments: tuple[Argument, ...]) -> Iterator[Launch]:
+    """Yield the launches before that of all products: row statistics, and the tile map if there is one."""
+    rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
+    yield launch_of(plan, "preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=preprocess_arguments)
+    if plan.iteration == "tile_map":
+        own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
+        yield launch_of(
+            plan, "classify_dqkv", "key_words", CLASSIFIER_WARPS, iteration="tile_map", tile_map=tile_map_axes(plan),
+            arguments=own,
+        )  # fmt: skip
+
+
+def tile_map_axes(plan: Plan) -> TileMapAxes | None:
+    """Axes of the tile map of the launch of all products; None without a map."""
+    return axes_of(plan, "dqkv") if plan.iteration == "tile_map" else None
+
+
 def launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
     """Yield the launches in their order."""
-    common = {"tile_m": plan.tile_m, "tile_n": plan.tile_n, "stages": 1}
-
-    def launch(name: str, grid: str, warps: int, **fields: object) -> Launch:
-        symbol = naming.launch_name(plan.name, name)
-        return Launch(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
-
-    rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
-    yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
-    axes = axes_of(plan, "dqkv") if plan.iteration == "tile_map" else None
-    if axes is not None:
-        own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
-        yield launch("classify_dqkv", "key_words", CLASSIFIER_WARPS, iteration="tile_map", tile_map=axes, arguments=own)
-    cluster = roles.cluster
-    yield launch(
-        "dqkv", "keys", plan.num_warps, stages=plan.stages, iteration=plan.iteration, tile_map=axes, cluster=cluster,
-        persistent=cluster == 1, arguments=_dqkv_arguments(plan, roles), shared_bytes=roles.shared_bytes,
-        max_spills=_spills(roles).bytes, products=_products(plan, roles),
+    yield from leading_launches(plan, _preprocess_arguments(plan))
+    axes, cluster = tile_map_axes(plan), roles.cluster
+    yield launch_of(
+        plan, "dqkv", "keys", plan.num_warps, stages=plan.stages, iteration=plan.iteration, tile_map=axes,
+        cluster=cluster, persistent=cluster == 1, arguments=_dqkv_arguments(plan, roles),
+        shared_bytes=roles.shared_bytes, max_spills=_spills(roles).bytes, products=_products(plan, roles),
     )  # fmt: skip
     if cluster > 1:  # a block alone rounds dQ itself
-        yield launch("postprocess", "queries", _POSTPROCESS_WARPS, arguments=_postprocess_arguments(plan))
+        yield launch_of(plan, "postprocess", "queries", _POSTPROCESS_WARPS, arguments=_postprocess_arguments(plan))
 
 
 def row_lanes(head_dim: int, element: DType) -> int:

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from attngen.arch import ARCHES, Arch
 from attngen.errors import PlanError
 from attngen.lang.runs import positions
-from attngen.plan import arguments, naming
+from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import check_head_dims, iteration_of, refuse
-from attngen.plan.draft import CLASSIFIER_WARPS, axes_of, drafted, row_workspaces
+from attngen.plan.draft import drafted, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Region, Workspace
 from attngen.plan.operands import operands_of
 from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules.backward_launches import row_lanes
+from attngen.plan.schedules.backward_launches import launch_of, leading_launches, tile_map_axes
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import MmaBackward
 from attngen.plan.traits import gathers
@@ -39,8 +39,8 @@ _SECTION_BYTES = 24 * 2**20
 #: Most columns of dK and dV together that a thread has registers for, beside S, dP and P of a step.
 _MOST_COLUMNS = 320
 
-#: Query rows of a block of ``preprocess``, at least, and its warps; and the warps of ``postprocess``.
-_ROWS, _ROWS_WARPS, _ROUND_WARPS = 16, 4, 4
+#: Warps of a block of ``postprocess``.
+_ROUND_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,23 +119,13 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 
 def _launches(plan: Plan, structure: MmaBackward) -> Iterator[Launch]:
     """Yield the launches in their order."""
-    common = {"tile_m": plan.tile_m, "tile_n": plan.tile_n, "stages": 1}
-
-    def launch(name: str, grid: str, warps: int, **fields: object) -> Launch:
-        symbol = naming.launch_name(plan.name, name)
-        return Launch(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
-
-    rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
-    yield launch("preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=_preprocess_arguments(plan))
-    axes = axes_of(plan, "dqkv") if plan.iteration == "tile_map" else None
-    if axes is not None:
-        own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
-        yield launch("classify_dqkv", "key_words", CLASSIFIER_WARPS, iteration="tile_map", tile_map=axes, arguments=own)
-    yield launch(
-        "dqkv", "keys", plan.num_warps, stages=plan.stages, iteration=plan.iteration, tile_map=axes,
-        arguments=_dqkv_arguments(plan), shared_bytes=structure.shared_bytes, max_spills=SPILLS.bytes,
+    yield from leading_launches(plan, _preprocess_arguments(plan))
+    yield launch_of(
+        plan, "dqkv", "keys", plan.num_warps, stages=plan.stages, iteration=plan.iteration,
+        tile_map=tile_map_axes(plan), arguments=_dqkv_arguments(plan), shared_bytes=structure.shared_bytes,
+        max_spills=SPILLS.bytes,
     )  # fmt: skip
-    yield launch("postprocess", "queries", _ROUND_WARPS, arguments=_postprocess_arguments(plan))
+    yield launch_of(plan, "postprocess", "queries", _ROUND_WARPS, arguments=_postprocess_arguments(plan))
 
 
 def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:

@@ -83,9 +83,9 @@ def note_rows(key: list[Any], tensor: Any, device: int, axis: int = 0) -> tuple[
 
 
 def note_scale(key: list[Any], scale: Any, pages: int | None, device: int) -> tuple[int, tuple[bool, int] | None]:
-    """Add to a key all of a scale but the number of sequences; return its address, and what there must be so many
-    sequences as, or not: scales of pages are told from those of sequences by that. ``pages``: those of the cache; None
-    without pages."""
+    """Add to a key all of a scale but the number of sequences. Returns its address, and its number of rows with whether
+    that must equal the number of sequences: a scale of two axes has a row for each page or for each sequence, and the
+    number of rows says which. ``pages``: pages of the cache; None without pages."""
     if type(scale) not in PLAIN:
         raise UnlikeError
     shape = scale.shape
