@@ -95,3 +95,16 @@ def test_what_is_refused(active: None) -> None:
         torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.5, False, False)
     with pytest.raises(NoKernelError, match="return_debug_mask"):
         torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, True)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"), reason="this torch has no such operator"
+)
+def test_results_in_memory_of_the_caller(active: None) -> None:
+    q, k, v = qkv(1, 5, 2, 64)
+    out = torch.full_like(q, torch.nan)
+    sizes = (None, None, 5, 5, 0.0, True, False)
+    lse = torch.ops.aten._flash_attention_forward_no_dropout_inplace(out, q, k, v, *sizes)
+    wanted = torch.ops.aten._flash_attention_forward(q, k, v, *sizes)
+    assert torch.equal(out, wanted[0])
+    assert torch.equal(lse, wanted[1])
