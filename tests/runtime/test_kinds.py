@@ -13,6 +13,7 @@ import attngen
 from attngen.errors import CallError
 from attngen.plan import plan
 from attngen.runtime.arguments import debug
+from attngen.runtime.arguments.given import Given
 from attngen.runtime.calls import dispatch
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
@@ -124,6 +125,27 @@ def test_packed_sequences_of_any_sizes(gpu: FakeDriver, bound: list[Any], loads:
     # a bound of its scalars is a length, so that each call is bound
     assert len([call for call in bound if call.backend is None]) == 8
     assert len(gpu.loads) == 1
+
+
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+def test_packed_sequences_into_memory(gpu: FakeDriver, bound: list[Any], loads: str) -> None:
+    """Rows of a larger tensor take the output, whatever the sizes."""
+    install(CAUSAL, layout="varlen", loads=loads)
+    rng = random.Random(2)
+    for _ in range(4):
+        rows, keys = ([rng.randint(2, 40) for _ in range(3)] for _ in range(2))
+        q = torch.randn(sum(rows), 4, 64).bfloat16()
+        k, v = (torch.randn(sum(keys), 2, 64).bfloat16() for _ in range(2))
+        memory = torch.full((sum(rows) + 16, 4, 64), 7.0).bfloat16()
+        given = Given(
+            q, k, v, cu_seqlens_q=starts_of(rows), cu_seqlens_k=starts_of(keys), out=memory[8:-8], variant="causal",
+            form="varlen", layout="varlen", max_seqlen_q=max(rows), max_seqlen_k=max(keys),
+        )  # fmt: skip
+        dispatch.run(given)
+        assert torch.equal(memory[8:-8], dispatch.run(given._replace(out=None, backend="reference")))
+        assert bool((memory[:8] == 7).all())
+        assert bool((memory[-8:] == 7).all())
+    assert len([call for call in bound if call.backend is None]) == 1
 
 
 def test_wrong_sizes_are_refused_after_right_ones(gpu: FakeDriver) -> None:

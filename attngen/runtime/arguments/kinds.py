@@ -126,13 +126,13 @@ def kind_of(
         if given.form == "paged":
             key += (k_shape, v_shape)
             addresses[_TABLE], table_of, width, table_stride = table_at(given.page_table, device)
-            if out is not None:
-                addresses[_OUT], rows_out = note_rows(key, out, device)
             pages = k_shape[0]
         else:
             keys, values = k_shape[0], v_shape[0]
             key += (k_shape[1:], v_shape[1:], keys > 1, values > 1)
             addresses[_CU_K], cu_k_of = vector_at(given.cu_seqlens_k, device)
+        if out is not None:
+            addresses[_OUT], rows_out = note_rows(key, out, device)
         if used is not None:
             addresses[_SEQUSED_K], used_of = vector_at(used, device)
         if cu_q is not None:
@@ -179,7 +179,7 @@ def resize(call: Call, sizes: Sizes) -> bool:
                 return False
             max_q = call.seqlen_q
             total_q *= max_q
-        if used != batch or out not in (-1, sizes[0]):
+        if used != batch:
             return False
     else:
         batch = cu_q - 1
@@ -187,6 +187,8 @@ def resize(call: Call, sizes: Sizes) -> bool:
             return False
         if cu_k != cu_q or used not in (-1, batch):
             return False
+    if out not in (-1, sizes[0]):
+        return False
     if not (batch > 0 and 0 < max_q <= MAX_SEQLEN and 0 < seqlen_k <= MAX_SEQLEN):
         return False
     if not (0 < total_q <= MAX_SEQLEN and 0 < total_k <= MAX_SEQLEN) or batch * max_q * call.heads > _MOST_ROWS:
