@@ -76,7 +76,8 @@ def _after(planned: Plan, refused: Sequence[Refused]) -> Plan:
 def _others(spec: KernelSpec, first: Plan) -> Iterator[Plan]:
     """Yield the other choices where the spec leaves them open: of the first plan's backend, then of slower ones."""
     spec = replace(spec, variant=fold_conditions(spec.variant))
-    offered = backends(ARCHES[spec.arch], spec.direction)
+    arch = ARCHES[spec.arch]
+    offered = backends(arch, spec.direction)
     start = offered.index(first.backend)
     for backend in offered[start:] if spec.backend is None else (first.backend,):
         of_backend = replace(spec, backend=backend)
@@ -85,9 +86,8 @@ def _others(spec: KernelSpec, first: Plan) -> Iterator[Plan]:
             continue
         if backend != first.backend:
             yield default
-        for other in named(default.schedule).alternatives(of_backend, default):
-            if (planned := _planned(other)) is not None:
-                yield planned
+        for other in named(default.schedule).alternatives(of_backend, arch, default):
+            yield replace(other, backend_reason=default.backend_reason)
 
 
 def _planned(spec: KernelSpec) -> Plan | None:

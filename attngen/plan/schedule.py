@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attngen.arch import Arch
+from attngen.errors import PlanError
 from attngen.plan.model import Plan
 from attngen.plan.pipes import Pipes
 from attngen.schema.expand import KernelSpec
@@ -17,8 +18,8 @@ class Schedule:
     """One kernel structure: its name, and the functions of the module of ``attngen.plan.schedules`` that knows it.
 
     ``plan`` raises PlanError with field and reason for what the schedule cannot do. ``suits`` says whether a spec asks
-    for this structure at all: one that does not suit is skipped without a message. ``alternatives`` yields specs with
-    other choices, to be planned one after the other where ptxas does not take those of the first plan.
+    for this structure at all: one that does not suit is skipped without a message. ``alternatives`` yields the
+    plans with other choices that are compiled, one after the other, where ptxas does not take the first plan.
     ``tunable`` yields specs with the choices among which ``attngen tune`` looks for the fastest, legal or not.
     ``keep_promises`` raises PlanError where results are less exact than another backend's; a spec must name the
     backend to accept that. ``layouts`` are those that it has kernels for; ``v_of_key``: v is the
@@ -39,7 +40,7 @@ class Schedule:
     view: str
     supports: Callable[[Arch], bool]
     plan: Callable[[KernelSpec, Arch], Plan]
-    alternatives: Callable[[KernelSpec, Plan], Iterator[KernelSpec]] = lambda spec, first: iter(())
+    alternatives: Callable[[KernelSpec, Arch, Plan], Iterator[Plan]] = lambda spec, arch, first: iter(())
     suits: Callable[[KernelSpec], bool] = lambda spec: True
     tunable: Callable[[KernelSpec, Plan], Iterator[KernelSpec]] = lambda spec, first: iter(())
     keep_promises: Callable[[KernelSpec], None] = lambda spec: None
@@ -50,3 +51,20 @@ class Schedule:
     split_kv: bool = False
     split_tiles: bool = False
     explanation: str = "attngen.tools.explain.schedule:ScheduleExplanation"
+
+
+def plans_of(
+    specs: Callable[[KernelSpec, Plan], Iterator[KernelSpec]], plan: Callable[[KernelSpec, Arch], Plan]
+) -> Callable[[KernelSpec, Arch, Plan], Iterator[Plan]]:
+    """Return the ``alternatives`` of a schedule whose choices are all fields of a spec: the plans of those ``specs``
+    that have one."""
+
+    def alternatives(spec: KernelSpec, arch: Arch, first: Plan) -> Iterator[Plan]:
+        for other in specs(spec, first):
+            try:
+                planned = plan(other, arch)
+            except PlanError:
+                continue
+            yield planned
+
+    return alternatives

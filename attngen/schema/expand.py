@@ -72,10 +72,6 @@ class Gradient:
     tile_n: int | None = None
     stages: int | None = None
     num_warps: int | None = None
-    family: str | None = None  # of the kernel in CUDA; not a field of a spec: the plan tries each in turn
-    lean: bool = False  # likewise: the loader of the kernel in CUDA keeps as little in registers as can be
-    gathers: bool = False  # likewise: its consumers load each element of a bias, although tiles of it have room
-    divides: bool = False  # likewise: consumers of the kernel in CUDA divide for queries themselves, not the loader
 
 
 @dataclass(frozen=True, slots=True)

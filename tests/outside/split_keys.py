@@ -125,6 +125,5 @@ SCHEDULE = Schedule(
     view=f"{__name__}:view",
     supports=lambda arch: True,
     plan=_plan,
-    alternatives=lambda spec, first: iter(()),
     templates=Path(__file__).with_name("templates"),
 )

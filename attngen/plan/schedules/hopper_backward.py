@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from attngen.arch import Arch
@@ -136,38 +137,74 @@ _ALL_REGISTERS = (40, 192, 88)
 _REGISTERS_OF_PART = {64: (32, 208, 64), 32: (48, 208, 48)}
 
 
-def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str) -> Plan:
-    """Return the plan of a backward, by blocks or by clusters of blocks. Biases come as tiles if these fit, and values
-    of distances with a tile of Q; else consumers load and compute them for each pair."""
-    *larger, least = dict.fromkeys(product((_tiled_biases(spec), 0), (_distance_values(spec), 0)))
-    for tiled, by_distance in larger:
-        with suppress(PlanError):
-            return _plan_backward(spec, arch, schedule, label, tiled, by_distance)
-    return _plan_backward(spec, arch, schedule, label, *least)
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """What a plan gives up after ptxas found too few registers for one that gave up less.
+
+    ``family``: whose rows of the table are taken, of masks and scores that need more registers. ``lean``: the loader
+    keeps as little as can be. ``gathers``: consumers load and compute what the loader could bring. ``divides``: they
+    divide for queries themselves.
+    """
+
+    family: str | None = None
+    lean: bool = False
+    gathers: bool = False
+    divides: bool = False
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Its labels in kernel names."""
+        return tuple(name for name in ("lean", "gathers", "divides") if getattr(self, name))
 
 
-def _tiled_biases(spec: KernelSpec) -> int:
-    """The biases whose tiles a loader may bring: in kernels by single blocks."""
-    gathers = spec.backward is not None and spec.backward.dkdv.gathers
-    return 0 if gathers or is_wide(spec) else len(biases(spec.variant))
+@dataclass(frozen=True, slots=True)
+class _Brought:
+    """What the loader brings with a tile of Q instead of work per pair: tiles of ``biases``, values ``by_distance``."""
+
+    biases: int
+    by_distance: int
 
 
-def _distance_values(spec: KernelSpec) -> int:
-    """The values of a distance that a loader may compute: in kernels by single blocks, where the derivative of the
-    logit is the same for all pairs; or 0 if these are too many."""
-    gathers = spec.backward is not None and spec.backward.dkdv.gathers
-    if gathers or is_wide(spec) or spec.variant.score is None or _varies(spec):
-        return 0
-    count = len(distance_values_of_score(spec.variant, fast_math=spec.fast_math))
-    return count if count <= _DISTANCE_VALUES else 0
+_NOTHING = _Brought(0, 0)
 
 
-def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tiled: int, by_distance: int) -> Plan:
-    """The same with so many biases ``tiled``, and values ``by_distance``."""
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Tile, stages of dO and roles of a kernel, before its shared memory is known."""
+
+    choice: _Choice
+    stages: int
+    roles: HopperBackward
+
+    def refusal(self, spec: KernelSpec, v: int) -> PlanError | None:
+        """Return why sizes that the spec gives are not those of the tile, or None."""
+        given, choice = (spec.backward or Backward()).dkdv, self.choice
+        if given.tile_m not in (None, choice.tile_m):
+            return refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
+        if given.tile_n not in (None, _KEYS):
+            return refuse(
+                spec, "backward.dkdv.tile.n", f"{given.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)"
+            )
+        if self.stages < (least := _parts_of_dout(spec, v)):
+            return refuse(
+                spec,
+                "backward.dkdv.stages",
+                f"{self.stages} is not allowed: dO of a step takes {least} stages; nearest: {least}",
+            )
+        if choice.overlap == "pingpong" and self.stages < 2:  # one waits for dO in its turn, the other for its turn
+            return refuse(
+                spec,
+                "backward.dkdv.stages",
+                f"{self.stages} is not allowed: ping-pong consumers need dO of two steps; nearest: 2",
+            )
+        return None
+
+
+def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relief: Relief = Relief()) -> Plan:
+    """Return the plan of a backward, by blocks or by clusters of blocks. The loader brings the most that fits."""
     if refused := _refusal(spec, arch):
         raise refused
     check_head_dims(spec)
-    given = (spec.backward or Backward()).dkdv
     wide = is_wide(spec)
     operands = operands_of(spec)
     element = operands.shared("q", "k", "v", "dout", "p", "ds")
@@ -175,79 +212,23 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
     parts = _CLUSTER if wide else 1
     columns_qk, columns_v = (widths(head_dim, element, parts) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     qk, v = columns_qk.width, columns_v.width
-    per_pair = _per_pair(spec, tiled, by_distance)
-    family = given.family or _family(spec, per_pair, tiled, by_distance)
-    row_family = _row_family(spec, family, qk, v)
-    choice = next(row for row in _TABLE if row.family == row_family and max(qk, v) <= row.head_dim)
-    if given.tile_m not in (None, choice.tile_m):
-        raise refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
-    if given.tile_n not in (None, _KEYS):
-        raise refuse(spec, "backward.dkdv.tile.n", f"{given.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)")
-    parts_of_dout = HopperBackward.parts_of(v) if wide else 1
-    stages = given.stages or parts_of_dout + 1
-    if stages < parts_of_dout:
-        raise refuse(
-            spec,
-            "backward.dkdv.stages",
-            f"{stages} is not allowed: dO of a step takes {parts_of_dout} stages; nearest: {parts_of_dout}",
-        )
-    if choice.overlap == "pingpong" and stages < 2:  # one would wait for dO in its turn, the other for its turn at dO
-        raise refuse(
-            spec,
-            "backward.dkdv.stages",
-            f"{stages} is not allowed: ping-pong consumers need dO of two steps; nearest: 2",
-        )
     iteration = iteration_of(spec, "q", by_bits=not wide)
-    varlen = spec.layout == "varlen"  # its loader and its consumers hold more values
-    reads_ds = not all(each.in_registers for each in gradients_of(spec.variant, fast_math=spec.fast_math))
-    crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
-    narrow = max(qk, v) <= _NARROW and (tiled > 0 or reads_ds or not crowded)
-    registers = _NARROW_REGISTERS if narrow else _WIDE_REGISTERS
-    by_rows = choice.tile_m == _KEYS
-    own_spans = _has_own_spans(spec, choice, iteration) and not given.lean
-    cuts = not given.lean and _cuts(
-        spec, crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk)
-    )
-    draft = HopperBackward(
-        consumers=_CONSUMERS,
-        warp_roles=backward_roles(_CONSUMERS, *registers, reads_ds=reads_ds),
-        overlap=choice.overlap,
-        packed=choice.packed,
-        rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
-        rows_early=choice.rows_ahead > 0 and iteration == "ranges" and not varlen and not given.lean,
-        q_stages=choice.q_stages,
-        box_bytes=widest_box(
-            *(columns * element.bytes for columns in (qk, v, *([] if by_rows else [_dq_columns(qk)])))
-        ),
-        dq_columns=qk if by_rows else _dq_columns(qk),
-        dq_by_rows=by_rows,
-        ordered=spec.deterministic,
-        own_spans=own_spans,
-        query_values=_query_values(spec, per_pair, tiled, by_distance, bits=iteration == "tile_map")
-        if family == "valued" and not wide
-        else 0,
-        distance_values=by_distance,
-        cuts=cuts,
-        uneven=_by_data(spec, iteration),
-        query_chunk=_QUERY_CHUNK if cuts and not own_spans and _goes_by_chunks(spec, choice, iteration) else 0,
-        slots=iteration == "tile_map" and not wide,
-        biases=tiled,
-        reads_ds=reads_ds,
-        shared=(),
-    )
-    if wide:
-        heavy = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
-        draft = _clustered(draft, qk, v, element, divides=heavy and family in ("light", "divided", "tight"))
-    roles = _with_memory(spec, arch, draft, choice.tile_m, stages, qk, v, operands)
-    if not (wide or iteration == "tile_map" or roles.query_values or given.divides or given.lean):
+    roles = None
+    for brought in _offers(spec, relief):
+        tile = _tile(spec, relief, brought, iteration, qk, v, element)
+        memory = partial(_with_memory, arch, tile.choice.tile_m, tile.stages, qk, v, operands)
+        refused = tile.refusal(spec, v)
+        if refused is None and (roles := memory(tile.roles)) is not None:
+            break
+    if roles is None:
+        raise refused or _memory_refusal(spec, arch, tile, qk, v, operands)
+    if not (wide or iteration == "tile_map" or roles.query_values or relief.divides or relief.lean):
         costly = min(len(costly_query_values(spec.variant)), _COSTLY_VALUES)
         for count in range(costly, 0, -1):
-            with suppress(PlanError):
-                valued = replace(draft, query_values=count)
-                valued = _with_memory(spec, arch, valued, choice.tile_m, stages, qk, v, operands)
-                if replace(valued, query_values=0, shared=roles.shared) == roles:  # nothing else gives way
-                    roles = valued
-                    break
+            valued = memory(replace(tile.roles, query_values=count))
+            if valued and replace(valued, query_values=0, shared=roles.shared) == roles:  # nothing else gives way
+                roles = valued
+                break
     planned = drafted(
         spec,
         label=label,
@@ -257,9 +238,7 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         choices=(
             *_LABELS[roles.overlap],
             *(["deterministic"] if roles.ordered else []),
-            *(["lean"] if given.lean else []),
-            *(["gathers"] if given.gathers else []),
-            *(["divides"] if given.divides else []),
+            *relief.labels,
         ),
         columns_qk=(columns_qk,),
         columns_v=(columns_v,),
@@ -267,9 +246,9 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
         schedule=schedule,
         loads="descriptor",
         q_operand="shared",
-        tile_m=choice.tile_m,
+        tile_m=tile.choice.tile_m,
         tile_n=_KEYS,
-        stages=stages,
+        stages=tile.stages,
         num_warps=4 * (_CONSUMERS + (2 if wide else 1)),
         max_registers=None,
         iteration=iteration,
@@ -286,25 +265,99 @@ def _plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, tile
     return planned.with_launches(*launches(planned, roles), workspaces=tuple(workspaces(planned, roles)))
 
 
-def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
-    """Yield the spec of a backward whose loader leaves divisions to the consumers, if it had any; then as families get
-    it whose masks and scores take more registers than its own; then those of a single block with a lean loader, whose
-    few registers a mask of many ranges or searches exceeds; and the same without tiles of biases, if the ``first`` plan
-    has these."""
+def _offers(spec: KernelSpec, relief: Relief) -> Iterator[_Brought]:
+    """Yield what the loader may bring, the most first: in kernels by single blocks. It computes values of a distance
+    where the derivative of the logit is the same for all pairs, if they are few."""
+    brings = not (relief.gathers or is_wide(spec))
+    tiled = len(biases(spec.variant)) if brings else 0
+    values = 0
+    if brings and spec.variant.score is not None and not _varies(spec):
+        values = len(distance_values_of_score(spec.variant, fast_math=spec.fast_math))
+    for counts in dict.fromkeys(product((tiled, 0), (values if values <= _DISTANCE_VALUES else 0, 0))):
+        yield _Brought(*counts)
+
+
+def _parts_of_dout(spec: KernelSpec, v: int) -> int:
+    """Return the stages that dO of a step takes."""
+    return HopperBackward.parts_of(v) if is_wide(spec) else 1
+
+
+def _tile(
+    spec: KernelSpec, relief: Relief, brought: _Brought, iteration: str, qk: int, v: int, element: DType
+) -> _Tile:
+    """Return the tile and the roles with what the loader brings, before their memory."""
+    wide = is_wide(spec)
+    per_pair = _per_pair(spec, brought)
+    family = relief.family or _family(spec, per_pair, brought)
+    row_family = _row_family(spec, family, qk, v)
+    choice = next(row for row in _TABLE if row.family == row_family and max(qk, v) <= row.head_dim)
+    stages = (spec.backward or Backward()).dkdv.stages or _parts_of_dout(spec, v) + 1
+    varlen = spec.layout == "varlen"  # its loader and its consumers hold more values
+    reads_ds = not all(each.in_registers for each in gradients_of(spec.variant, fast_math=spec.fast_math))
+    crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
+    narrow = max(qk, v) <= _NARROW and (brought.biases > 0 or reads_ds or not crowded)
+    registers = _NARROW_REGISTERS if narrow else _WIDE_REGISTERS
+    by_rows = choice.tile_m == _KEYS
+    own_spans = _has_own_spans(spec, choice, iteration) and not relief.lean
+    cuts = not relief.lean and _cuts(
+        spec, crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk)
+    )
+    draft = HopperBackward(
+        consumers=_CONSUMERS,
+        warp_roles=backward_roles(_CONSUMERS, *registers, reads_ds=reads_ds),
+        overlap=choice.overlap,
+        packed=choice.packed,
+        rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
+        rows_early=choice.rows_ahead > 0 and iteration == "ranges" and not varlen and not relief.lean,
+        q_stages=choice.q_stages,
+        box_bytes=widest_box(
+            *(columns * element.bytes for columns in (qk, v, *([] if by_rows else [_dq_columns(qk)])))
+        ),
+        dq_columns=qk if by_rows else _dq_columns(qk),
+        dq_by_rows=by_rows,
+        ordered=spec.deterministic,
+        own_spans=own_spans,
+        query_values=_query_values(spec, per_pair, brought, bits=iteration == "tile_map")
+        if family == "valued" and not wide
+        else 0,
+        distance_values=brought.by_distance,
+        cuts=cuts,
+        uneven=_by_data(spec, iteration),
+        query_chunk=_QUERY_CHUNK if cuts and not own_spans and _goes_by_chunks(spec, choice, iteration) else 0,
+        slots=iteration == "tile_map" and not wide,
+        biases=brought.biases,
+        reads_ds=reads_ds,
+        shared=(),
+    )
+    if wide:
+        heavy = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
+        draft = _clustered(draft, qk, v, element, divides=heavy and family in ("light", "divided", "tight"))
+    return _Tile(choice, stages, draft)
+
+
+def alternatives(spec: KernelSpec, arch: Arch, first: Plan) -> Iterator[Plan]:
+    """Yield the plans of a backward with ever more relief for registers than its ``first`` plan."""
+    label = "cluster" if is_wide(spec) else "wgmma"
+    for relief in _reliefs(spec, first):
+        with suppress(PlanError):
+            planned = plan_backward(spec, arch, first.schedule, label, relief)
+            yield planned
+
+
+def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
+    """Yield consumers that divide, if the loader did; then families whose masks and scores take more registers than the
+    plan's own; then a lean loader of a single block, whose few registers a mask of many ranges or searches exceeds; and
+    the same while consumers gather what the loader of the ``first`` plan brings."""
     assert isinstance(first.structure, HopperBackward)
-    given, tiled = spec.backward or Backward(), first.structure.biases
+    brought = _Brought(first.structure.biases, first.structure.distance_values)
     if first.structure.query_values and costly_query_values(spec.variant):
-        yield replace(spec, backward=replace(given, dkdv=replace(given.dkdv, divides=True)))
-    valued = first.structure.distance_values
-    of_tiles = _families_from(_family(spec, _per_pair(spec, tiled, valued), tiled, valued), tiled)
-    of_elements = _families_from(_family(spec, spec.variant, 0, 0), 0)
-    others = [*((each, False, False) for each in of_tiles[1:]), *((each, True, False) for each in of_tiles)]
-    if tiled or valued:
-        others += [(each, lean, True) for lean in (False, True) for each in of_elements]
-    for family, lean, gathers in others:
-        if not (lean and is_wide(spec)):
-            other = replace(given.dkdv, family=family, lean=lean, gathers=gathers)
-            yield replace(spec, backward=replace(given, dkdv=other))
+        yield Relief(divides=True)
+    of_tiles = _families_from(_family(spec, _per_pair(spec, brought), brought), brought.biases)
+    others = [*(Relief(each) for each in of_tiles[1:]), *(Relief(each, lean=True) for each in of_tiles)]
+    if brought != _NOTHING:
+        of_elements = _families_from(_family(spec, spec.variant, _NOTHING), 0)
+        others += [Relief(each, lean, gathers=True) for lean in (False, True) for each in of_elements]
+    yield from (each for each in others if not (each.lean and is_wide(spec)))
 
 
 def _families_from(family: str, tiled: int) -> tuple[str, ...]:
@@ -329,12 +382,14 @@ def _has_own_spans(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
     return few and halves and iteration == "ranges" and not spec.deterministic
 
 
-def _query_values(spec: KernelSpec, variant: Variant, tiled: int, by_distance: int, *, bits: bool) -> int:
+def _query_values(spec: KernelSpec, variant: Variant, brought: _Brought, *, bits: bool) -> int:
     """Number of values of each query that come with its tile: those of the mask, else those of the score, or 0 if these
     are too many. ``variant``: what consumers compute for each pair; ``bits``: a tile map has the mask as bits."""
     count = 0 if bits else query_loads(variant)
-    if not (count or tiled or is_wide(spec)):
-        values = query_values_of_score(spec.variant, fast_math=spec.fast_math, bits=bits, by_distance=by_distance > 0)
+    if not (count or brought.biases or is_wide(spec)):
+        values = query_values_of_score(
+            spec.variant, fast_math=spec.fast_math, bits=bits, by_distance=brought.by_distance > 0
+        )
         count = len(values)
     return count if count <= _QUERY_VALUES else 0
 
@@ -448,13 +503,13 @@ def _varies(spec: KernelSpec) -> bool:
     return derivative(spec.variant, fast_math=spec.fast_math).varying is not None
 
 
-def _per_pair(spec: KernelSpec, tiled: int, by_distance: int) -> Variant:
+def _per_pair(spec: KernelSpec, brought: _Brought) -> Variant:
     """The variant as far as consumers load its elements themselves, and compute for each pair."""
-    variant = without_biases(spec.variant) if tiled else spec.variant
-    return without_distance_values(variant, fast_math=spec.fast_math) if by_distance else variant
+    variant = without_biases(spec.variant) if brought.biases else spec.variant
+    return without_distance_values(variant, fast_math=spec.fast_math) if brought.by_distance else variant
 
 
-def _family(spec: KernelSpec, variant: Variant, tiled: int, by_distance: int) -> str:
+def _family(spec: KernelSpec, variant: Variant, brought: _Brought) -> str:
     """Family of mask and score, of which consumers compute ``variant`` for each pair. The registers that they take
     decide which products the softmax can overlap.
 
@@ -476,13 +531,11 @@ def _family(spec: KernelSpec, variant: Variant, tiled: int, by_distance: int) ->
     if kept and not reads_positions(variant):  # beyond, ping-pong leaves too few registers for P times a derivative
         return "derived" if max(spec.head_dim_qk, spec.head_dim_v) <= _NARROW else "reading"
     if reads_positions(variant):
-        valued = _query_values(spec, variant, tiled, by_distance, bits=mapped) or (
-            scores_keys(variant) and not _varies(spec)
-        )
+        valued = _query_values(spec, variant, brought, bits=mapped) or (scores_keys(variant) and not _varies(spec))
         return "valued" if valued and not is_wide(spec) else "reading"
     if _varies(spec):
         return "derived"
-    if tiled:
+    if brought.biases:
         return "biased"
     return "divided" if divides(variant) else "light"
 
@@ -493,26 +546,36 @@ def by_head(variant: Variant) -> bool:
 
 
 def _with_memory(
-    spec: KernelSpec, arch: Arch, draft: HopperBackward, tile_m: int, stages: int, qk: int, v: int, operands: Operands
-) -> HopperBackward:
-    """Return the roles with the stages of Q that fit, and of biases."""
+    arch: Arch, tile_m: int, stages: int, qk: int, v: int, operands: Operands, draft: HopperBackward
+) -> HopperBackward | None:
+    """Return the roles with the most stages of Q, and of biases, that fit; None if none do."""
+    layouts = _memory_layouts(tile_m, stages, qk, v, operands, draft)
+    return next((roles for roles in layouts if roles.shared_bytes <= arch.shared_memory), None)
+
+
+def _memory_layouts(
+    tile_m: int, stages: int, qk: int, v: int, operands: Operands, draft: HopperBackward
+) -> Iterator[HopperBackward]:
+    """Yield the roles with their memory, those with the most stages of Q, and of biases, first."""
+    pipes = backward_pipes if draft.cluster == 1 else cluster_pipes
     of_biases = _BIAS_STAGES if draft.biases else (0,)
     for q_stages, bias_stages in product(range(draft.q_stages, 1, -1), of_biases):
         roles = replace(draft, q_stages=q_stages, bias_stages=bias_stages)
-        pipes = backward_pipes if roles.cluster == 1 else cluster_pipes
-        regions = pipes(roles, tile_m=tile_m, stages=stages, qk=qk, v=v, operands=operands).regions
-        # the system reserves 1 KiB of the limit, before the kernel's own
-        if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
-            return replace(roles, shared=regions)
+        yield replace(roles, shared=pipes(roles, tile_m=tile_m, stages=stages, qk=qk, v=v, operands=operands).regions)
+
+
+def _memory_refusal(spec: KernelSpec, arch: Arch, tile: _Tile, qk: int, v: int, operands: Operands) -> PlanError:
+    """Return the error for a tile that takes more shared memory than there is even with the fewest stages."""
+    *_, least = _memory_layouts(tile.choice.tile_m, tile.stages, qk, v, operands, tile.roles)
     listed = " + ".join(
-        f"{_OPERANDS[region.name]} {region.bytes}" + (f" ({stages} stages)" if region.name == "dout" else "")
-        for region in regions
+        f"{_OPERANDS[region.name]} {region.bytes}" + (f" ({tile.stages} stages)" if region.name == "dout" else "")
+        for region in least.shared
         if region.name in _OPERANDS
     )
-    raise refuse(
+    return refuse(
         spec,
         "backward.dkdv",
-        f"Shared memory {regions[-1].offset + regions[-1].bytes} B exceeds {arch.shared_memory} B on {arch.name}: "
+        f"Shared memory {least.shared_bytes} B exceeds {arch.shared_memory} B on {arch.name}: "
         f"{listed} + barriers and rows",
     )
 

@@ -16,7 +16,7 @@ from attngen.plan.choices import ONE_HEAD, SECTION_BYTES, check_head_dims, itera
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Plan
 from attngen.plan.operands import operands_of
-from attngen.plan.schedule import Schedule
+from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.schedules.forward_memory import operand_widths, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.forward_registers import warp_roles
@@ -240,6 +240,12 @@ FORM = Form(
     table=TABLE,
     capped_columns=64,
 )
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    return plan_forward(spec, arch, FORM)
+
+
 SCHEDULE = Schedule(
     name="hopper_forward",
     backend="cuda",
@@ -249,8 +255,8 @@ SCHEDULE = Schedule(
     supports=lambda arch: arch.wgmma,
     suits=lambda spec: spec.dtype not in QUANTIZED_DTYPES,
     split_tiles=True,
-    plan=lambda spec, arch: plan_forward(spec, arch, FORM),
-    alternatives=alternatives,
+    plan=_plan,
+    alternatives=plans_of(alternatives, _plan),
     tunable=tunable,
     keep_promises=keep_promises,
     pipes=forward_pipes_of,

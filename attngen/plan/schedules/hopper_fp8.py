@@ -14,7 +14,7 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
-from attngen.plan.schedule import Schedule
+from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.forward_registers import warp_roles
 from attngen.plan.schedules.forward_tiles import Choice, Form, Probabilities, alternatives, tunable
@@ -84,7 +84,7 @@ SCHEDULE = Schedule(
     supports=lambda arch: arch.wgmma,
     suits=lambda spec: spec.dtype in PROBABILITIES,
     plan=_plan,
-    alternatives=alternatives,
+    alternatives=plans_of(alternatives, _plan),
     tunable=tunable,
     keep_promises=keep_promises,
     pipes=forward_pipes_of,

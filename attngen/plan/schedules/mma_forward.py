@@ -17,7 +17,7 @@ from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Plan, Region
 from attngen.plan.operands import operands_of
-from attngen.plan.schedule import Schedule
+from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.forward_softmax import softmax_of
 from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
@@ -303,7 +303,7 @@ SCHEDULE = Schedule(
     supports=lambda arch: not arch.tensor_memory,
     suits=lambda spec: not ARCHES[spec.arch].wgmma or spec.loads == "pointer",
     plan=_plan,
-    alternatives=_alternatives,
+    alternatives=plans_of(_alternatives, _plan),
     tunable=_tunable,
     keep_promises=_keep_promises,
     layouts=tuple(LAYOUTS),

@@ -28,7 +28,7 @@ from attngen.plan.draft import axes_of, drafted, row_workspaces
 from attngen.plan.model import Argument, Columns, Launch, Plan
 from attngen.plan.operands import Operands, operands_of
 from attngen.plan.own_gradients import differentiable, differentiable_of
-from attngen.plan.schedule import Schedule
+from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.symbols import gradient_pointer
 from attngen.plan.tiles import Tile, completed, depth_sizes, family, gradient_columns, padded_width
 from attngen.plan.traits import gathers, is_light
@@ -391,7 +391,7 @@ SCHEDULE = Schedule(
     view="attngen.render.views.triton_backward:backward_view",
     supports=lambda arch: True,
     plan=_plan,
-    alternatives=_alternatives,
+    alternatives=plans_of(_alternatives, _plan),
     tunable=_tunable,
     explanation="attngen.tools.explain.backward:BackwardExplanation",
 )

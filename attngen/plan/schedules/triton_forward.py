@@ -13,7 +13,7 @@ from attngen.plan.choices import SECTION_BYTES, STAGES, TILE_SIZES, WARPS, check
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Plan
 from attngen.plan.operands import Operands, operands_of
-from attngen.plan.schedule import Schedule
+from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.tiles import Tile, columns, completed, depth_sizes, family, padded_width
 from attngen.plan.traits import gathers
 from attngen.plan.triton import LABELS, alignment_of, loads_of
@@ -207,6 +207,6 @@ SCHEDULE = Schedule(
     view="attngen.render.views.triton_forward:triton_view",
     supports=lambda arch: True,
     plan=_plan,
-    alternatives=_alternatives,
+    alternatives=plans_of(_alternatives, _plan),
     tunable=_tunable,
 )
