@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from attngen.arch import Arch
 from attngen.dtypes import SWIZZLE_BYTES, DType
+from attngen.errors import PlanError
 from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Columns
@@ -45,7 +46,6 @@ def widest_box(*row_bytes: int, among: tuple[int, ...] = BOX_BYTES) -> int:
 
 
 def with_memory(
-    spec: KernelSpec,
     arch: Arch,
     draft: HopperForward,
     iteration: str,
@@ -55,8 +55,10 @@ def with_memory(
     qk: int,
     v: int,
     operands: Operands,
+    scale_block: int,
 ) -> HopperForward:
-    """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O."""
+    """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O. If none
+    fits, those that take the least, whose memory exceeds that of the ``arch``."""
     box = draft.box_bytes // operands.out.bytes
     parts = [columns for columns in (v // 2, 64, 32) if columns % box == 0 and v % columns == 0]
     choices = ((2, v), (1, v), *((1, columns) for columns in parts))
@@ -66,17 +68,25 @@ def with_memory(
         roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
         pipes = forward_pipes(
             roles, iteration=iteration, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v, operands=operands,
-            scale_block=spec.scale_block,
+            scale_block=scale_block,
         )  # fmt: skip
-        regions = pipes.regions
-        # the system reserves 1 KiB of the limit, before the kernel's own
-        if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
-            return replace(roles, shared=regions)
-    sizes = {region.name: region.bytes for region in regions}
-    total = regions[-1].offset + regions[-1].bytes
-    raise refuse(
+        roles = replace(roles, shared=pipes.regions)
+        if fits(roles, arch):
+            break
+    return roles
+
+
+def fits(roles: HopperForward, arch: Arch) -> bool:
+    """Whether a block has the shared memory; the system reserves 1 KiB of the limit, before the kernel's own."""
+    return roles.shared_bytes <= arch.shared_memory
+
+
+def memory_refusal(spec: KernelSpec, arch: Arch, roles: HopperForward, stages: int) -> PlanError:
+    """Return the error for roles that take more shared memory than there is."""
+    sizes = {region.name: region.bytes for region in roles.shared}
+    return refuse(
         spec,
         "tile",
-        f"Shared memory {total} B exceeds {arch.shared_memory} B on {arch.name}: Q {sizes['q']} + K {sizes['k']} + "
-        f"V {sizes['v']} ({stages} stages) + O {sizes.get('out', 0)} + barriers and records",
+        f"Shared memory {roles.shared_bytes} B exceeds {arch.shared_memory} B on {arch.name}: Q {sizes['q']} + "
+        f"K {sizes['k']} + V {sizes['v']} ({stages} stages) + O {sizes.get('out', 0)} + barriers and records",
     )

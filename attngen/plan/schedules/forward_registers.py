@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from attngen.errors import PlanError
 from attngen.plan.choices import refuse
-from attngen.plan.model import Role
 from attngen.plan.operands import Operands, fragment_registers, operands_of
-from attngen.plan.schedules.forward_memory import is_paged
-from attngen.plan.schedules.forward_pipes import forward_roles
 from attngen.plan.traits import bands_of
 from attngen.schema.expand import KernelSpec, Roles
 
@@ -27,42 +25,57 @@ _SEARCHING_REGISTERS = REGISTERS | {3: (56, 152)}
 _COLUMNS_OF_FEW_REGISTERS, _REGISTERS_OF_MORE_COLUMNS = 192, 142
 
 
-def warp_roles(
-    spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int,
-    default: tuple[int, int] | None = None, *, transposes: bool = False,
-) -> tuple[Role, ...]:  # fmt: skip
-    """Roles with the registers per thread of the producer and of a consumer: those of the spec, else the ``default``,
-    else the table's for the number of consumers."""
-    if default is None:
-        default = REGISTERS[consumers]
+def registers_of(
+    spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int, of_table: tuple[int, int] | None
+) -> tuple[int, int]:
+    """Return the registers per thread of the producer and of a consumer: those of the spec, else those ``of_table``,
+    else the usual ones for the number of consumers."""
+    usual = of_table
+    if usual is None:
+        usual = REGISTERS[consumers]
         busy = searches(spec) or spec.pack_gqa is True
         if busy and _needed_registers(tile_n, width_v, operands_of(spec)) <= _SEARCHING_REGISTERS[consumers][1]:
-            default = _SEARCHING_REGISTERS[consumers]
-    producer = roles.producer_registers or default[0]
-    consumer = roles.consumer_registers or default[1]
-    for value in (producer, consumer):
+            usual = _SEARCHING_REGISTERS[consumers]
+    return roles.producer_registers or usual[0], roles.consumer_registers or usual[1]
+
+
+def register_refusal(
+    spec: KernelSpec, registers: tuple[int, int], consumers: int, tile_n: int, width_v: int
+) -> PlanError | None:
+    """Return why a block has not these ``registers`` per thread, or a consumer not those of its tile; else None."""
+    producer, consumer = registers
+    for value in registers:
         if value % 8 or not 24 <= value <= 256:
-            raise refuse(spec, "warps", f"{value} registers are not a multiple of 8 from 24 to 256")
+            return refuse(spec, "warps", f"{value} registers are not a multiple of 8 from 24 to 256")
     threads = 128 * (consumers + 1)
     launch = min(65536 // threads // 8 * 8, 256)
     total, pool = 128 * (producer + consumers * consumer), threads * launch
     if total > pool or not producer <= launch <= consumer:
-        raise refuse(
+        return refuse(
             spec,
             "warps",
             f"128 threads x ({producer} + {consumers} x {consumer}) = {total} registers; a launch of {threads} threads "
             f"reserves {launch} each, {pool} in all, which the producer gives up and the consumers take",
         )
-    check_registers(spec, consumer, tile_n, width_v)
+    operands = operands_of(spec)
+    needed = _needed_registers(tile_n, width_v, operands)
+    if needed > consumer and "spill" not in spec.allow:
+        s, p, o = _fragments(tile_n, width_v, operands)
+        return refuse(
+            spec,
+            "tile",
+            f"a consumer has {consumer} registers and needs {needed}: S {s} + P {p} + O {o} + "
+            f"others {_OTHER_REGISTERS}; "
+            + ("a smaller tile.n needs less" if tile_n > min(FEWER_KEYS) else "fewer consumers have more each"),
+        )
     if max(tile_n, width_v) > _COLUMNS_OF_FEW_REGISTERS and launch < _REGISTERS_OF_MORE_COLUMNS:
-        raise refuse(
+        return refuse(
             spec,
             "warps",
             f"a launch of {threads} threads reserves {launch} registers each, and a wgmma of {max(tile_n, width_v)} "
             f"columns needs {_REGISTERS_OF_MORE_COLUMNS}; fewer consumers have more each",
         )
-    pages, turns = is_paged(spec) and not transposes, transposes and not spec.transposed_v
-    return forward_roles(consumers, producer, consumer, value_loader=pages, transposes=turns)
+    return None
 
 
 def _needed_registers(tile_n: int, width_v: int, operands: Operands) -> int:
@@ -74,21 +87,6 @@ def _fragments(tile_n: int, width_v: int, operands: Operands) -> tuple[int, int,
     """Registers per thread of S, P and O."""
     logits, outputs = (fragment_registers(columns, operands.accumulator) for columns in (tile_n, width_v))
     return logits, fragment_registers(tile_n, operands.p), outputs
-
-
-def check_registers(spec: KernelSpec, consumer: int, tile_n: int, width_v: int) -> None:
-    """Refuse a tile whose logits, probabilities and outputs a thread cannot hold."""
-    operands = operands_of(spec)
-    needed = _needed_registers(tile_n, width_v, operands)
-    if needed > consumer and "spill" not in spec.allow:
-        s, p, o = _fragments(tile_n, width_v, operands)
-        raise refuse(
-            spec,
-            "tile",
-            f"a consumer has {consumer} registers and needs {needed}: S {s} + P {p} + O {o} + "
-            f"others {_OTHER_REGISTERS}; "
-            + ("a smaller tile.n needs less" if tile_n > min(FEWER_KEYS) else "fewer consumers have more each"),
-        )
 
 
 def searches(spec: KernelSpec) -> bool:

@@ -4,8 +4,8 @@ fit."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from attngen.arch import Arch
@@ -17,17 +17,20 @@ from attngen.lang.runs import TILE, positions
 from attngen.lang.simplify import TRUE
 from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
-from attngen.plan.model import Plan, Role
+from attngen.plan.model import Plan
 from attngen.plan.operands import Operands, operands_of
 from attngen.plan.schedules.forward_memory import (
     BOX_BYTES,
     TRANSPOSED_BYTES,
+    fits,
     is_paged,
+    memory_refusal,
     operand_widths,
     widest_box,
     with_memory,
 )
-from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, searches
+from attngen.plan.schedules.forward_pipes import forward_roles
+from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, register_refusal, registers_of, searches
 from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_row_max
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import first_see_most
@@ -126,39 +129,71 @@ class HopperTile:
 class Form:
     """Differences between the Hopper forward kernels, each from a module of its own.
 
-    ``check`` refuses what the roles of a spec and the iteration of its tiles do not allow. ``warp_roles`` returns the
-    roles with their registers, for a number of consumers, keys of a tile and columns of V, and for the registers of a
-    table, if it gives any. ``numbers`` has the rules for P by dtype. ``capped_columns``: columns up to which tanh and
-    exp2 of a logit, which share the MUFU, take longer than its products. ``transposes``: V is transposed before its
-    product.
+    ``check`` refuses what the roles of a spec and the iteration of its tiles do not allow. ``numbers`` has the rules
+    for P by dtype. ``table``: first match wins. ``capped_columns``: columns up to which tanh and exp2 of a logit, which
+    share the MUFU, take longer than its products. ``transposes``: V is transposed before its product.
     """
 
     schedule: str
     label: str
     check: Callable[[KernelSpec, Roles, str], None]
-    warp_roles: Callable[[KernelSpec, Roles, int, int, int, tuple[int, int] | None], tuple[Role, ...]]
     numbers: Mapping[str, Probabilities]
     table: tuple[Choice, ...]
     capped_columns: int = 0
     transposes: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A tile that a kernel may have: ``tile_n`` keys beside the ``choice`` of the table. Its loader brings tiles of so
+    many ``biases``, and computes so many values ``by_distance``; the rest is loaded and computed for each pair."""
+
+    choice: Choice
+    tile_n: int
+    biases: int
+    by_distance: int
+
+
 def hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form) -> HopperTile:
-    """Return the tile, the roles and the memory of a kernel; PlanError with the sum if they cannot be had.
+    """Return the tile, the roles and the memory of a kernel: the first of the candidates that has room; PlanError with
+    the sum of the last if none has."""
+    refused = None
+    for candidate in _candidates(spec, iteration, form):
+        tile = _tile(spec, arch, iteration, form, candidate)
+        if isinstance(tile, HopperTile):
+            return tile
+        refused = tile
+    assert refused is not None  # there is a candidate at least
+    raise refused
 
-    Keys that the spec leaves open are fewer than the table's where roles that it gives leave no room for these. Biases
-    come as tiles if these fit, else consumers load each element of them; values of distances come with a tile of K if
-    these fit, else consumers compute them for each pair.
+
+def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candidate]:
+    """Yield the tiles that a kernel may have, the fastest first.
+
+    What the loader brings counts most. Where the roles of a spec or tiles of biases leave no room for the keys of the
+    table, fewer are tried; and with biases fewer consumers, whose fewer rows take less of each.
     """
-    tiled, by_distance = _tiled_biases(spec, form), _distance_values(spec)
-    *larger, least = dict.fromkeys(product((tiled, 0), (by_distance, 0)))
-    for biased, valued in larger:
-        with suppress(PlanError):
-            return _hopper_tile(spec, arch, iteration, form, biased, valued)
-    return _hopper_tile(spec, arch, iteration, form, *least)
+    qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
+    for tiled, by_distance in dict.fromkeys(product((_tiled_biases(spec), 0), (_distance_values(spec), 0))):
+        per_pair = without_biases(spec.variant) if tiled else spec.variant
+        if by_distance:
+            per_pair = without_distance_values(per_pair, fast_math=spec.fast_math)
+        families = _families(replace(spec, variant=per_pair), iteration)
+        if tiled and "window" not in families:
+            families |= {"biased"}
+        rows = (row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
+        choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
+        step = max(_key_step(operands_of(spec), form.transposes, spec.transposed_v), _BIAS_KEYS if tiled else 0)
+        usual = choice.tile_n // step * step
+        leaves_room = bool(spec.roles) or tiled > 0
+        fewer = [n for n in FEWER_KEYS if n < usual and n % step == 0] if leaves_room and not spec.tile_n else []
+        usual = min(usual, spec.scale_block) if spec.scale_block > 1 else usual
+        choices = (choice, replace(choice, consumers=_FEW_CONSUMERS)) if tiled else (choice,)
+        for tile_n, one in product((spec.tile_n or usual, *fewer), choices):
+            yield Candidate(one, tile_n, tiled, by_distance)
 
 
-def _tiled_biases(spec: KernelSpec, form: Form) -> int:
+def _tiled_biases(spec: KernelSpec) -> int:
     """The biases whose tiles a loader may bring: where the rows of a tile are those of one head of one sequence, and
     one warp loads K and V."""
     if spec.dtype in QUANTIZED_DTYPES or is_paged(spec) or spec.pack_gqa or spec.split_tiles:
@@ -174,42 +209,9 @@ def _distance_values(spec: KernelSpec) -> int:
     return len(distance_values_of_score(spec.variant, fast_math=spec.fast_math))
 
 
-def _hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, tiled: int, by_distance: int) -> HopperTile:
-    """The same with so many biases ``tiled``, and values ``by_distance``."""
-    qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
-    per_pair = without_biases(spec.variant) if tiled else spec.variant
-    if by_distance:
-        per_pair = without_distance_values(per_pair, fast_math=spec.fast_math)
-    families = _families(replace(spec, variant=per_pair), iteration)
-    if tiled and "window" not in families:
-        families |= {"biased"}
-    rows = (row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
-    choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
-    step = max(_key_step(operands_of(spec), form.transposes, spec.transposed_v), _BIAS_KEYS if tiled else 0)
-    usual = choice.tile_n // step * step
-    leaves_room = bool(spec.roles) or tiled > 0
-    fewer = [n for n in FEWER_KEYS if n < usual and n % step == 0] if leaves_room and not spec.tile_n else []
-    usual = min(usual, spec.scale_block) if spec.scale_block > 1 else usual
-    # a block of fewer rows has room for the same keys of a bias
-    choices = (choice, replace(choice, consumers=_FEW_CONSUMERS)) if tiled else (choice,)
-    *larger, least = product((spec.tile_n or usual, *fewer), choices)
-    for tile_n, one in larger:
-        with suppress(PlanError):
-            return _tile(spec, arch, iteration, form, one, tile_n, tiled, by_distance)
-    return _tile(spec, arch, iteration, form, least[1], least[0], tiled, by_distance)
-
-
-def _tile(
-    spec: KernelSpec,
-    arch: Arch,
-    iteration: str,
-    form: Form,
-    choice: Choice,
-    tile_n: int,
-    tiled: int,
-    by_distance: int,
-) -> HopperTile:
-    """Return the tile of ``tile_n`` keys, with so many biases ``tiled``, and values ``by_distance``."""
+def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: Candidate) -> HopperTile | PlanError:
+    """Return the tile of a candidate, or why it cannot be had; PlanError is raised for what no candidate can mend."""
+    choice, tile_n, tiled = candidate.choice, candidate.tile_n, candidate.biases
     operands = operands_of(spec)
     size = operands.bytes_of("q", "k", "v", "p")
     qk, v = (columns.width for columns in operand_widths(spec, operands))
@@ -218,27 +220,33 @@ def _tile(
     tile_m = ROWS * consumers
     step = _key_step(operands, form.transposes, spec.transposed_v)
     if spec.scale_block > 1 and spec.scale_block % tile_n:
-        raise refuse(
+        return refuse(
             spec,
             "tile.n",
             f"keys of a tile share a scale, and {tile_n} do not divide {spec.scale_block}; nearest: {spec.scale_block}",
         )
     if tile_n % step or not step <= tile_n <= 256:
         nearest = min(max(round(tile_n / step) * step, step), 256)
-        raise refuse(spec, "tile.n", f"{tile_n} is not a multiple of {step} from {step} to 256; nearest: {nearest}")
+        return refuse(spec, "tile.n", f"{tile_n} is not a multiple of {step} from {step} to 256; nearest: {nearest}")
     if tiled and tile_n % _BIAS_KEYS:
-        raise refuse(spec, "tile.n", f"{tile_n} keys are no whole copies of a bias, of {_BIAS_KEYS} columns")
+        return refuse(spec, "tile.n", f"{tile_n} keys are no whole copies of a bias, of {_BIAS_KEYS} columns")
     form.check(spec, roles, iteration)
     schedule = roles.schedule or (choice.schedule if consumers > 1 else "cooperative")
     if schedule == "pingpong" and consumers == 1:
-        raise refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
+        return refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
     as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile_n)
-    registers = choice.registers if as_chosen else None
-    warp_roles = form.warp_roles(spec, roles, consumers, tile_n, v, registers)
+    registers = registers_of(spec, roles, consumers, tile_n, v, choice.registers if as_chosen else None)
+    if refused := register_refusal(spec, registers, consumers, tile_n, v):
+        return refused
+    warp_roles = forward_roles(
+        consumers,
+        *registers,
+        value_loader=is_paged(spec) and not form.transposes,
+        transposes=form.transposes and not spec.transposed_v,
+    )
     usual = _MANY_STAGES if spec.split_tiles else (choice.stages if as_chosen else 2,)
-    stages = spec.stages or usual[0]
-    if not 2 <= stages <= 8:
-        raise refuse(spec, "pipeline.stages", f"{stages} is not allowed; allowed: 2 to 8")
+    if spec.stages and not 2 <= spec.stages <= 8:
+        raise refuse(spec, "pipeline.stages", f"{spec.stages} is not allowed; allowed: 2 to 8")
     box = widest_box(qk * size, v * size)
     numbers = form.numbers[spec.dtype]
     softmax, constant = softmax_of(spec, numbers.exponents)
@@ -282,7 +290,7 @@ def _tile(
         lookahead=6 if searches(spec) else 2,
         value_loader=is_paged(spec) and not form.transposes,  # pages take many small copies
         key_values=len(values.loads),  # others if there is room
-        distance_values=by_distance,
+        distance_values=candidate.by_distance,
         v_by_columns=form.transposes,
         transposes=form.transposes and not spec.transposed_v,
         recompute_above=numbers.recompute_above,
@@ -310,26 +318,32 @@ def _tile(
         bias_box_bytes=widest_box(tile_n * BIAS_BYTES) if tiled else 0,
     )
 
-    def with_stages(stages: int) -> HopperTile:
-        for more in _BIAS_STAGES[:-1] if tiled else ():
-            with suppress(PlanError):
-                roles = replace(draft, bias_stages=more)
-                roles = with_memory(spec, arch, roles, iteration, tile_m, tile_n, stages, qk, v, operands)
-                if roles.out_columns == v:
-                    return HopperTile(tile_m, tile_n, stages, roles)
-        roles = with_memory(spec, arch, draft, iteration, tile_m, tile_n, stages, qk, v, operands)
-        for count in range(len(values), draft.key_values, -1):
-            with suppress(PlanError):
-                valued = replace(draft, key_values=count)
-                valued = with_memory(spec, arch, valued, iteration, tile_m, tile_n, stages, qk, v, operands)
-                if replace(valued, key_values=draft.key_values, shared=roles.shared) == roles:  # nothing gives way
-                    return HopperTile(tile_m, tile_n, stages, valued)
-        return HopperTile(tile_m, tile_n, stages, roles)
+    for stages in (spec.stages,) if spec.stages else usual:
+        memory = partial(
+            with_memory, arch, iteration=iteration, tile_m=tile_m, tile_n=tile_n, stages=stages, qk=qk, v=v,
+            operands=operands, scale_block=spec.scale_block,
+        )  # fmt: skip
+        with_most = _with_most(draft, len(values), memory, arch)
+        if fits(with_most, arch):
+            return HopperTile(tile_m, tile_n, stages, with_most)
+    return memory_refusal(spec, arch, with_most, stages)
 
-    for more in () if spec.stages else usual[:-1]:
-        with suppress(PlanError):
-            return with_stages(more)
-    return with_stages(spec.stages or usual[-1])
+
+def _with_most(
+    draft: HopperForward, key_values: int, memory: Callable[[HopperForward], HopperForward], arch: Arch
+) -> HopperForward:
+    """Return the roles with the most stages of biases that leave room for all of O, else with the most values of a key,
+    up to ``key_values``, for which nothing gives way; those of the ``draft`` in any case."""
+    for more in _BIAS_STAGES[:-1] if draft.biases else ():
+        roles = memory(replace(draft, bias_stages=more))
+        if fits(roles, arch) and roles.out_columns == draft.out_columns:
+            return roles
+    least = memory(draft)
+    for count in range(key_values, draft.key_values, -1) if fits(least, arch) else ():
+        roles = memory(replace(draft, key_values=count))
+        if fits(roles, arch) and replace(roles, key_values=draft.key_values, shared=least.shared) == least:
+            return roles
+    return least
 
 
 def _one_interval(spec: KernelSpec) -> bool:

@@ -19,7 +19,6 @@ from attngen.plan.operands import operands_of
 from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.schedules.forward_memory import operand_widths, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
-from attngen.plan.schedules.forward_registers import warp_roles
 from attngen.plan.schedules.forward_tiles import (
     ROWS,
     SOFTMAXES,
@@ -235,7 +234,6 @@ FORM = Form(
     schedule="hopper_forward",
     label="wgmma",
     check=lambda spec, roles, iteration: None,
-    warp_roles=warp_roles,
     numbers=PROBABILITIES,
     table=TABLE,
     capped_columns=64,

@@ -7,8 +7,6 @@ groups of 16, which costs nothing where V has the same one (FlashAttention-3, ar
 
 from __future__ import annotations
 
-from functools import partial
-
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.plan.choices import refuse
@@ -16,7 +14,6 @@ from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
-from attngen.plan.schedules.forward_registers import warp_roles
 from attngen.plan.schedules.forward_tiles import Choice, Form, Probabilities, alternatives, tunable
 from attngen.plan.schedules.hopper_forward import keep_promises, plan_forward
 from attngen.schema.expand import KernelSpec, Roles
@@ -63,7 +60,6 @@ FORM = Form(
     schedule="hopper_fp8",
     label="wgmma",
     check=_check,
-    warp_roles=partial(warp_roles, transposes=True),
     numbers=PROBABILITIES,
     table=TABLE,
     capped_columns=256,
