@@ -68,6 +68,13 @@ def test_good_kernels_pass_and_what_was_not_run_is_said(spec: Path) -> None:
     assert "2 passed, 0 failed, 2 not run; seed 7" in output
 
 
+def test_the_interpreter_asks_for_numpy(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attngen.tools.verify.interpreted.find_spec", lambda name: None)
+    code, _, error = run(spec)
+    assert code == 1
+    assert "needs numpy: pip install numpy" in error
+
+
 def test_what_runs_only_on_a_gpu_names_the_spec_that_needs_none(tmp_path: Path) -> None:
     spec = tmp_path / "hopper.yaml"
     spec.write_text(

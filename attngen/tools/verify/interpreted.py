@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 
 from attngen.errors import LoadError
 from attngen.plan.model import Plan
@@ -29,6 +30,8 @@ def try_interpreted(prepared: Sequence[Prepared], seed: int, jobs: int | None, o
         text, remark = interpretable(kernel)
         todo.append((kernel.plan, remark))
         calls.append(Job(kernel.plan.name, f"{__name__}:interpret_one", (kernel.plan, text, seed)))
+    if calls and find_spec("numpy") is None:
+        raise LoadError("Triton's interpreter, which verifies without a GPU, needs numpy: pip install numpy")
     for result in run_jobs(calls, job_limit(jobs)):
         plan, remark = todo[result.index]
         if result.error is not None:
