@@ -266,8 +266,8 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
 
 
 def _offers(spec: KernelSpec, relief: Relief) -> Iterator[_Brought]:
-    """Yield the values that the loader may bring, the most first: in kernels by single blocks. It computes values of a distance
-    where the derivative of the logit is the same for all pairs, if they are few."""
+    """Yield the values that the loader may bring, the most first: in kernels by single blocks. It computes values of a
+    distance where the derivative of the logit is the same for all pairs, if they are few."""
     brings = not (relief.gathers or is_wide(spec))
     tiled = len(biases(spec.variant)) if brings else 0
     values = 0
