@@ -6,7 +6,7 @@ A shipped package carries them, so that a runtime that does not understand it ca
 from __future__ import annotations
 
 #: Version of this release, and of the runtime that packages made by it carry.
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
 #: Version of the format of specs, their expressions included.
 SCHEMA = 1

@@ -26,7 +26,7 @@ from attngen.schema import Spec
 from attngen.schema.tuned import tuned_text
 from attngen.tools.bench import grid
 from attngen.tools.build import pipeline as build
-from tests.docs.blocks import DOCUMENTS, README, blocks, code_spans
+from tests.docs.blocks import DOCUMENTS, README, ROOT, blocks, code_spans
 
 #: Commands of others that blocks show: what they begin with, and why they are not run here.
 NOT_OURS = {
@@ -49,6 +49,9 @@ WITHOUT_A_GPU = {"bench": "--dry-run"}
 
 #: The spec of README, whose kernel is compiled.
 MINE = "my_mask.yaml"
+
+#: The page whose first program has the functions of which a spec is written.
+FUNCTIONS = ROOT / "docs/flex_attention.md"
 
 #: The model whose spec is written.
 CONFIG = '{"model_type": "llama", "num_hidden_layers": 2, "dtype": "bfloat16"}'
@@ -97,6 +100,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
         (folder / "specs" / MINE).write_text(blocks(README, "yaml")[0].text)
         shutil.copy(folder / "specs/presets/causal.yaml", folder / "specs/presets/example.yaml")
         (folder / "config.json").write_text(CONFIG)
+        (folder / "my_module.py").write_text(blocks(FUNCTIONS, "python")[0].text)
         (folder / "h100.yaml").write_text(tuned_text("a card", {}, []))
     for path in (copies["small"] / "specs").rglob("*.yaml"):
         path.write_text(_first_kernel(path.read_text()))
