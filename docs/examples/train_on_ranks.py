@@ -1,6 +1,10 @@
 """A small GPT on packed documents, trained on several ranks with the losses of one.
 
+    torchrun --nproc-per-node 2 docs/examples/train_on_ranks.py
     python docs/examples/train_on_ranks.py --ranks 2 --steps 3
+
+The first line trains as torchrun says; the second one starts its own processes, trains on one rank and on several, and
+compares the losses.
 
 Documents of random lengths are packed into one sequence, which the ranks share; every second layer sees a window. Ranks
 are processes of this host: on its GPUs if there are enough, through NCCL, else on the CPU, through gloo.
@@ -9,6 +13,7 @@ are processes of this host: on its GPUs if there are enough, through NCCL, else 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from itertools import accumulate
 from pathlib import Path
@@ -68,8 +73,8 @@ def packed(step: int) -> tuple[Tensor, list[int]]:
     return torch.cat(words), [0, *accumulate(lengths)]
 
 
-def train(rank: int, ranks: int, steps: int, meeting: str, losses: str) -> None:
-    """Train as one of ``ranks`` processes; the first one writes the losses."""
+def train(rank: int, ranks: int, steps: int, meeting: str, losses: str | None) -> None:
+    """Train as one of ``ranks`` processes; the first one writes the losses to a file, or prints them."""
     on_gpu = torch.cuda.device_count() >= ranks
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -78,7 +83,7 @@ def train(rank: int, ranks: int, steps: int, meeting: str, losses: str) -> None:
         attngen.jit()  # compiles the kernels on the first call
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=meeting, rank=rank, world_size=ranks)
     torch.manual_seed(0)
     model = Model().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -100,7 +105,9 @@ def train(rank: int, ranks: int, steps: int, meeting: str, losses: str) -> None:
         total = loss.detach().clone()
         dist.all_reduce(total)
         seen.append(float(total))
-    if rank == 0:
+        if rank == 0 and losses is None:
+            print(f"step {step}: {seen[-1]:.5f}")
+    if rank == 0 and losses is not None:
         Path(losses).write_text(" ".join(map(str, seen)))
     dist.destroy_process_group()
 
@@ -110,10 +117,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
+    if "RANK" in os.environ:  # a process of torchrun
+        train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), arguments.steps, "env://", None)
+        return
     results = []
     for ranks in (1, arguments.ranks):
         with tempfile.TemporaryDirectory() as folder:
-            passed = ranks, arguments.steps, f"{folder}/meeting", f"{folder}/losses"
+            passed = ranks, arguments.steps, f"file://{folder}/meeting", f"{folder}/losses"
             torch.multiprocessing.spawn(train, passed, nprocs=ranks)
             results.append([float(loss) for loss in Path(folder, "losses").read_text().split()])
             print(f"{ranks} rank{'s' if ranks > 1 else ''}: {', '.join(f'{loss:.5f}' for loss in results[-1])}")

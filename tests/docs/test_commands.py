@@ -42,6 +42,7 @@ NOT_OURS = {
     "ATTNGEN_JIT=1 vllm serve": "an engine",
     "ATTNGEN_MASK=": "an engine",
     "python docs/examples/": "tests/docs/test_examples.py runs the scripts",
+    "torchrun --nproc-per-node": "tests/docs/test_examples.py runs the script",
 }
 
 #: Commands of attngen that need a GPU, and the option with which they do all else.

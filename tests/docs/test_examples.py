@@ -6,6 +6,7 @@ tests/gpu/test_examples.py runs them on a GPU, with the kernels that they need.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -44,3 +45,15 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
     done = forked.preload().run(command, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ATTNGEN_CACHE": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    program = str(ROOT / "docs/examples/train_on_ranks.py")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, "--steps", "1"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True, text=True, check=False, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("step 0: ")

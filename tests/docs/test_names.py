@@ -31,6 +31,7 @@ OTHERS = {
     "causal_upper_left": "torch's",
     "causal_lower_right": "torch's",
     "make_fx": "torch's",
+    "DistributedDataParallel": "torch's",
     "FakeTensorMode": "torch's",
     "FlopCounterMode": "torch's",
     "leaky_relu": "torch's",
@@ -63,7 +64,7 @@ def files() -> frozenset[str]:
 @cache
 def words() -> frozenset[str]:
     """Return every word of the code: names, fields of specs, texts."""
-    sources = [ROOT / path for path in files() if path.startswith(("attngen/", "templates/", "specs/"))]
+    sources = [ROOT / path for path in files() if path.startswith(("attngen/", "templates/", "specs/", "docs/examples/"))]
     sources.append(ROOT / "pyproject.toml")
     texts = [path.read_text() for path in sources if path.suffix.lstrip(".") in (*ENDINGS, "toml")]
     return frozenset(word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text))
