@@ -27,6 +27,7 @@ OTHERS = {
     "attngen_P": "a package P",
     "attngen_installed_P": "a package P",
     "my_model": "a user's project",
+    "my_module.py": "functions of a user's program",
     "BLOCK_SIZE": "FlexAttention's",
     "causal_upper_left": "torch's",
     "causal_lower_right": "torch's",
