@@ -23,15 +23,17 @@ h3 { font-size: 16px; margin: 28px 0 8px } a { color: #1f5f99 }
 td { white-space: pre-wrap } code, pre, .mono { font: 12.5px/1.45 ui-monospace, Menlo, Consolas, monospace }
 table { border-collapse: collapse } td, th { text-align: left; vertical-align: top; padding: 3px 14px 3px 0 }
 th { font-weight: 600; color: #51606f; white-space: nowrap }
-.row { display: flex; flex-wrap: wrap; gap: 36px; align-items: flex-start }
+td { overflow-wrap: anywhere } svg { max-width: 100%; height: auto }
+.row { display: flex; flex-wrap: wrap; gap: 36px; align-items: flex-start } .row > div { flex: 1 1 320px; min-width: 0 }
 .key { display: inline-block; width: 12px; height: 12px; border: 1px solid #888; margin: 0 5px 0 14px }
 .bar { background: #9cc3e6; height: 13px; display: inline-block; vertical-align: middle; margin-right: 8px }
 .bar.binding { background: #d9772b }
 .source { width: 100%; table-layout: fixed; border-top: 1px solid #d5dce3 }
 .source td { border-bottom: 1px solid #eef1f4; padding: 4px 12px 4px 0 }
-.source td:first-child { width: 66% } .source pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere }
+.source td:first-child { width: 70% } .source pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere }
 .source .n { color: #a3afba; display: inline-block; width: 38px; user-select: none }
 .note { color: #51606f } .note b { color: #a04a00 }
+@media (max-width: 800px) { .source tr, .source td, .source td:first-child { display: block; width: auto } th { white-space: normal } }
 """
 
 
@@ -61,7 +63,7 @@ def _kernel(explanation: PlanExplanation) -> Iterator[str]:
     yield f"</div>{_visits(explanation)}"
     if explanation.schedule.floor is not None:
         yield f"<h3>Floor of a step</h3>{_floor(explanation)}"
-    yield f"<h3>Plan</h3>{_table(explanation.facts())}"
+    yield f"<h3>Plan</h3>{_table(explanation.facts(), 'mono')}"
     lines = list(explanation.schedule.floor_lines())
     if explanation.gradients:
         lines += explanation.gradients.lines()
@@ -70,8 +72,9 @@ def _kernel(explanation: PlanExplanation) -> Iterator[str]:
     yield f"<h3>Source</h3>{_source(render(plan).text, '//' if plan.backend == 'cuda' else '#')}"
 
 
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    cells = "".join(f"<tr><th>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in rows)
+def _table(rows: Sequence[tuple[str, str]], kind: str = "") -> str:
+    cell = f'<td class="{kind}">' if kind else "<td>"
+    cells = "".join(f"<tr><th>{escape(label)}</th>{cell}{escape(text)}</td></tr>" for label, text in rows)
     return f"<table>{cells}</table>"
 
 
@@ -106,14 +109,15 @@ def _tiles(explanation: PlanExplanation) -> str:
         for j, kind in enumerate(row)
         if kind
     ]
+    shown = ", of the first head and sequence" if explanation.place.startswith("all") else ""
     legend = "".join(
         f'<span class="key" style="background:{fill}"></span>{text}'
         for fill, text in ((_FILLS[1], "full: mask skipped"), (_FILLS[0], "partial"), ("#fff", "never loaded"))
     )
     return (
-        f'<svg viewBox="-1 -1 {width + 2:.6g} {height + 2:.6g}" width="{min(width + 2, 620):.6g}" role="img">'
+        f'<svg viewBox="-1 -1 {width + 2:.6g} {height + 2:.6g}" width="{min(width + 2, 560):.6g}" role="img">'
         f'<rect width="{width:.6g}" height="{height:.6g}" fill="#fff" stroke="#888"/>{"".join(shapes)}</svg>'
-        f"<p>{explanation.tiles_seqlen} queries down, keys across, in tiles of {plan.tile_m} x {plan.tile_n}<br>"
+        f"<p>{explanation.tiles_seqlen} queries down, keys across, in tiles of {plan.tile_m} x {plan.tile_n}{shown}<br>"
         f"{legend}</p>"
     )
 
