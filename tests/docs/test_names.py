@@ -65,7 +65,8 @@ def files() -> frozenset[str]:
 @cache
 def words() -> frozenset[str]:
     """Return every word of the code: names, fields of specs, texts."""
-    sources = [ROOT / path for path in files() if path.startswith(("attngen/", "templates/", "specs/", "docs/examples/"))]
+    folders = ("attngen/", "templates/", "specs/", "docs/examples/")
+    sources = [ROOT / path for path in files() if path.startswith(folders)]
     sources.append(ROOT / "pyproject.toml")
     texts = [path.read_text() for path in sources if path.suffix.lstrip(".") in (*ENDINGS, "toml")]
     return frozenset(word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text))

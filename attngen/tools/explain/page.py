@@ -33,7 +33,9 @@ td { overflow-wrap: anywhere } svg { max-width: 100%; height: auto }
 .source td:first-child { width: 70% } .source pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere }
 .source .n { color: #a3afba; display: inline-block; width: 38px; user-select: none }
 .note { color: #51606f } .note b { color: #a04a00 }
-@media (max-width: 800px) { .source tr, .source td, .source td:first-child { display: block; width: auto } th { white-space: normal } }
+@media (max-width: 800px) {
+  th { white-space: normal } .source tr, .source td, .source td:first-child { display: block; width: auto }
+}
 """
 
 
