@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "route_sdpa": "sdpa", "ship_a_package": None, "train_gpt": None, "transformers_model": "transformers",
     "port_flex_attention": None, "use_flash_attn": "flash_attn", "serve_llama": "flash_attn_kvcache",
+    "add_a_schedule": None,
 }  # fmt: skip
 ARGUMENTS = {
     "port_flex_attention": ["--steps", "60"],
