@@ -114,9 +114,11 @@ def bits_of(words: Tensor) -> Tensor:
 
 def check_map(words: Tensor, shape: Any, tiles: tuple[int, int], call: Call, *, by_keys: bool) -> None:
     """Compare a map, with visible pairs if it has them, with the mask."""
-    rows = words[: shape.map_words].reshape(shape.batch, shape.heads, shape.rows, 2, shape.words)
-    slots = words[shape.map_words :][: shape.slots].reshape(shape.batch, shape.heads, shape.rows, -1)
+    rows = words[: shape.row_words].reshape(shape.batch, shape.heads, shape.rows, 2, shape.words)
+    slots = words[shape.map_words :][: 16 * shape.row_words].reshape(shape.batch, shape.heads, shape.rows, -1)
     stored = words[shape.map_words + shape.slots :]
+    if shape.order:
+        check_order(words[shape.row_words : shape.map_words], bits_of(rows).sum((1, 3, 4)))
     width = tiles[0] if by_keys else tiles[1]
     lane_words = -(-width // 64)
     count = len(stored) // shape.tile_words if shape.tile_words else 0
@@ -135,6 +137,15 @@ def check_map(words: Tensor, shape: Any, tiles: tuple[int, int], call: Call, *, 
             slot = slots[b, h, : partial.shape[0], : partial.shape[1]]
             assert torch.equal(slot >= 0, partial)
             assert torch.equal(pairs[slot[partial].long()], wanted[partial])
+
+
+def check_order(order: Tensor, tiles: Tensor) -> None:
+    """Compare an order with that of rows as they are, and with one that begins with the rows of many more tiles."""
+    for own, counts in zip(order.view(tiles.shape).tolist(), tiles.tolist(), strict=True):
+        long = sorted((-n, row) for row, n in enumerate(counts) if n * len(counts) > 2 * sum(counts))
+        first = [row for _, row in long]
+        rows = list(range(len(counts)))
+        assert own in (rows, first + [row for row in rows if row not in first])
 
 
 def pairs_of(words: Tensor, width: int) -> Tensor:

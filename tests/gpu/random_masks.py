@@ -159,7 +159,7 @@ def check_map(call: MaskCall, kernel: Kernel, findings: Findings) -> None:
         findings.problems.append(f"{call.case}: the kernel needs a map, but attngen.tile_map makes none")
         return
     shape = map_shape(call, kernel)
-    words = tiles.words.flatten()[: shape.map_words].view(shape.batch, shape.heads, shape.rows, 2, shape.words)
+    words = tiles.words.flatten()[: shape.row_words].view(shape.batch, shape.heads, shape.rows, 2, shape.words)
     bits = (words[..., None] >> torch.arange(32, device="cuda")) & 1 == 1
     full, partial = bits.flatten(4).unbind(3)  # (batch, heads, query tiles, key tiles)
     for b, rows, keys in call.sequences():

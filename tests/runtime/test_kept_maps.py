@@ -23,6 +23,7 @@ from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.launch import tile_map
 from attngen.runtime.launch.tile_map import MapMaker, kept_maps
+from tests.map_oracle import check_order
 from tests.runtime.support import variant
 
 ROWS, TILES, WORDS, TILE_WORDS = 4, 40, 2, 8
@@ -38,6 +39,7 @@ DIAGONAL = variant("diagonal", "(q - kv) % 7 <= least", scalars=[Scalar("least",
 
 class Shape:
     slots, map_words, tile_words, words, tiles = SLOTS, MAP_WORDS, TILE_WORDS, WORDS, ROWS * TILES
+    order, row_words = 0, MAP_WORDS
     keeps_pairs = True
 
     @staticmethod
@@ -349,3 +351,14 @@ def test_a_map_of_a_single_row_waits_for_nothing(calls: Calls, read: Variant, mo
     assert of_one(seen) is words
     assert of_one.launches.calls == ["classify"]
     assert set(partial_pairs(words).values()) == {-1}
+
+
+def test_long_rows_are_the_first_of_each_batch_entry() -> None:
+    shape = SimpleNamespace(batch=2, heads=2, rows=6, words=1, row_words=48, map_words=60)
+    tiles = torch.tensor([[1, 2, 1, 20, 1, 30], [-1, 5, 5, 5, 5, 5]])  # 32 bits of -1
+    full = torch.where(tiles < 0, -1, (1 << tiles.clamp(min=0)) - 1).int()
+    words = torch.stack((full, torch.zeros_like(full)), -1)[:, None].expand(2, 2, 6, 2).flatten()
+    order = tile_map._long_rows_first(torch.cat((words, words.new_zeros(12))), shape)  # type: ignore[arg-type]
+    assert order.dtype == torch.int32
+    assert order.view(2, 6).tolist() == [[5, 3, 0, 1, 2, 4], [0, 1, 2, 3, 4, 5]]
+    check_order(order, torch.where(tiles < 0, 32, tiles))

@@ -17,15 +17,20 @@ from attngen.runtime.geometry.splits import Capacity, split_sizes
 from attngen.runtime.kernels.module import Kernel, Launch
 
 
+#: Slots of a tile map for each of its words: ``kSlotsOfWord`` of tile_map.cuh.
+SLOTS_OF_WORD = 16
+
+
 class MapShape:
     """Shape of a tile map: (batch, heads, rows, 2, words) of int32; batch or heads are 1 where shared.
 
     A row is a tile of queries and its bits are those of the tiles of keys, or the other way round (``by_keys``). A
     map with slots is flat: these words, a slot for each tile of a word, and ``tile_words`` for each slot that is used,
-    the visible pairs of its tile.
+    the visible pairs of its tile. Its words end with the ``order`` in which blocks take the tiles of keys of a batch
+    entry, where rows are these.
     """
 
-    __slots__ = ("batch", "heads", "owner", "rows", "slots", "tile_words", "tiles", "words")
+    __slots__ = ("batch", "heads", "order", "owner", "rows", "slots", "tile_words", "tiles", "words")
 
     def __init__(self, launch: Launch, axes: TileMapAxes, call: Call) -> None:
         self.owner = axes.owner
@@ -37,7 +42,8 @@ class MapShape:
         self.rows, listed = (kv_tiles, q_tiles) if launch.by_keys else (q_tiles, kv_tiles)
         self.words = -(-listed // 32)
         self.tiles = self.batch * self.heads * self.rows * listed
-        self.slots = 32 * self.words * self.rows * self.heads * self.batch if axes.slots else 0
+        self.order = self.rows * self.batch if axes.slots and launch.by_keys else 0
+        self.slots = SLOTS_OF_WORD * self.map_words if axes.slots else 0
         consumers = (launch.tile_n if launch.by_keys else launch.tile_m) // 64
         self.tile_words = 128 * consumers * axes.bits
 
@@ -50,9 +56,14 @@ class MapShape:
         return self.tile_words > 0 and self.rows > 1
 
     @property
-    def map_words(self) -> int:
+    def row_words(self) -> int:
         """Words of all rows: the bits of full tiles, then those of partial tiles."""
         return 2 * self.words * self.rows * self.heads * self.batch
+
+    @property
+    def map_words(self) -> int:
+        """Words of all rows, and of the order."""
+        return self.row_words + self.order
 
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensor, without visible pairs."""
@@ -356,8 +367,8 @@ _TILES: Mapping[str, Callable[[Geometry], int]] = {
     GRID: lambda g: g.sizes["split_blocks"],
     MERGED: lambda g: g.sizes["merge_blocks"],
     SHARES: lambda g: g.sizes["q_tiles"] * g.units * g.capacity.shares,
-    "query_words": lambda g: _of_map(g).map_words // 2,
-    "key_words": lambda g: _of_map(g).map_words // 2,
+    "query_words": lambda g: _of_map(g).row_words // 2,
+    "key_words": lambda g: _of_map(g).row_words // 2,
 }
 
 

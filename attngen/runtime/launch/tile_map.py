@@ -8,6 +8,10 @@ Maps of CUDA kernels also hold the mask of partial tiles, a bit for each pair, s
 Tiles with the same visible pairs share these bits. Finding them takes a look at the GPU's results, which waits for it;
 so a plain call gets them only when it uses a map for the second time. From then on, the map of a mask that depends on
 positions and scalars alone serves all streams, and captures, which may not wait.
+
+The map of a backward also holds the order in which blocks take the tiles of keys: with the visible pairs come the long
+rows first, those of keys that many more queries see than the others, since all other blocks would wait for these at the
+end.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ from attngen.runtime.launch.launches import PreparedLaunches
 
 #: Bytes of the visible pairs of one map, at most: beyond it kernels evaluate the mask of partial tiles.
 MAX_BITS = 512 * 2**20
+#: A row is long if it has so many times as many tiles as the mean row.
+_LONG = 2
 #: Tiles of a map up to which they are looked for: each takes a hash of 8 bytes meanwhile.
 _MAX_SLOTS = 2**26
 #: Maps that are kept for calls that do not bring one, and bytes of all of them, at most.
@@ -180,6 +186,8 @@ class MapMaker:
         if not bits or not 0 < shape.slots <= _MAX_SLOTS:
             return words
         addresses[place] = words.data_ptr()
+        if shape.order:
+            words[shape.row_words : shape.map_words] = _long_rows_first(words, shape)
         hashes = torch.zeros(shape.slots, dtype=torch.int64, device=self._device)
         addresses[hashes_place] = hashes.data_ptr()
         launches.classify(owner, addresses, scale, scalars)
@@ -199,6 +207,22 @@ class MapMaker:
         launches.classify(owner, addresses, scale, scalars)
         addresses[list_place] = 0
         return complete
+
+
+def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
+    """Return the rows of each batch entry, the long ones first and else in their order, as a flat tensor."""
+    rows = words[: shape.row_words].view(shape.batch, shape.heads, shape.rows, 2 * shape.words)
+    tiles = _set_bits(rows).sum((1, 3), dtype=torch.int32)
+    long = tiles * shape.rows > _LONG * tiles.sum(1, keepdim=True)
+    return torch.where(long, tiles, 0).sort(dim=1, descending=True, stable=True).indices.int().flatten()
+
+
+def _set_bits(words: Tensor) -> Tensor:
+    """The number of bits that are set in each int32 (Warren, "Hacker's Delight", 5-1)."""
+    pairs = words - (words >> 1 & 0x55555555)
+    fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)
+    bytes_ = fours + (fours >> 4) & 0x0F0F0F0F
+    return bytes_ * 0x01010101 >> 24
 
 
 def _tensors_of(call: Call) -> tuple[str, ...]:
@@ -316,7 +340,7 @@ class _Entry:
     def summary(self) -> KeptMap:
         """Count the tiles; waits for the GPU."""
         assert self.words is not None
-        words = self.words[: self.shape.map_words] if self.shape.slots else self.words
+        words = self.words[: self.shape.row_words] if self.shape.slots else self.words
         places = torch.arange(32, dtype=torch.int32)
         bits = words.cpu().reshape(-1, 2, self.shape.words)[..., None] >> places & 1
         full, partial = bits.sum((0, 2, 3)).tolist()
