@@ -16,7 +16,6 @@ from attngen.runtime.geometry.cuts import NONE, Cut, alike, best_cut, may_pay, s
 from attngen.runtime.geometry.splits import Capacity, split_sizes
 from attngen.runtime.kernels.module import Kernel, Launch
 
-
 #: Slots of a tile map for each of its words: ``kSlotsOfWord`` of tile_map.cuh.
 SLOTS_OF_WORD = 16
 
