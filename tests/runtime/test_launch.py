@@ -297,7 +297,8 @@ def test_head_dims_that_differ(gpu: FakeDriver) -> None:
     assert attngen.tile_map(q, k, variant="causal").words is None
 
 
-def test_a_map_alone_makes_no_workspace(gpu: FakeDriver) -> None:
+def test_a_map_alone_makes_no_workspace(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     manifest = manifest_of(variant(), tile_map=(True, False))
     workspace = {"name": "sums", "dtype": "fp32", "terms": [["lse_rows", 2]]}
     install(kernel_of({**manifest, "workspaces": [workspace]}))

@@ -11,7 +11,8 @@ from attngen.runtime.arguments.given import PLACES, Given
 
 #: Types of tensors that need no look at what a mode or a subclass makes of them.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-_NUMBERS = (int, float, bool)
+#: Types of scalars that need none either.
+NUMBERS = (int, float, bool)
 
 
 def note(key: list[Any], tensor: Any) -> int:
@@ -51,5 +52,5 @@ def note_others(key: list[Any], addresses: list[int], given: Given) -> None:
     if arguments:
         for name, value in arguments.items():
             key.append(name)
-            if type(value) not in _NUMBERS and isinstance(value, Tensor):
+            if type(value) not in NUMBERS and isinstance(value, Tensor):
                 addresses.append(note(key, value))

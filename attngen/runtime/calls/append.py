@@ -73,12 +73,14 @@ def append_kv(
     ``layout: paged`` builds the kernel of its dtype. It moves rows 16 bytes at a time; calls whose rows are not aligned
     to 16 bytes, calls in float64, and calls without a kernel run a few operations of torch.
     """
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (k, v, q)):
-        raise CallError("append_kv is not differentiable; call it under torch.no_grad()")
-    call = Append(
+    call = tuple.__new__(Append, (
         k, v, k_cache, v_cache, cache_seqlens, page_table, slots, batch_index, cu_seqlens, page_layout, q, q_out,
         rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets, k_descale, v_descale,
-    )  # fmt: skip
+    ))  # fmt: skip
+    if torch.is_grad_enabled():
+        for tensor in (k, v, q):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise CallError("append_kv is not differentiable; call it under torch.no_grad()")
     rotated: Tensor | None = _traced(call) if is_traced(k) or watching() else APPEND.run(call)
     return rotated
 

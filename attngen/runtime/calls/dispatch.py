@@ -24,9 +24,10 @@ from attngen.runtime.arguments.addresses import FORWARD, NO_FORWARD
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES, DIRECTIONS, Call
 from attngen.runtime.arguments.dropout import with_state
 from attngen.runtime.arguments.given import TENSORS, Given, keyed_of, tensors_of
-from attngen.runtime.arguments.keys import PLAIN, note_others
-from attngen.runtime.arguments.kinds import has_kinds, kind_of, resize
+from attngen.runtime.arguments.keys import NUMBERS, PLAIN, note_others
+from attngen.runtime.arguments.kinds import INDEX_VECTORS, has_kinds, kind_of, resize
 from attngen.runtime.arguments.paging import in_rows
+from attngen.runtime.arguments.seen import SeenTensors, seen
 from attngen.runtime.arguments.torch_state import is_tracing, transforms_active
 from attngen.runtime.autograd import transforms
 from attngen.runtime.autograd.training import asks_for_determinism, attend, carries_tangent, differentiate
@@ -44,6 +45,7 @@ from attngen.runtime.launch.expanded import (
     with_copies,
     with_one_head,
 )
+from attngen.runtime.launch.launches import Sized
 from attngen.runtime.launch.prepared import PREPARED_CALLS, PreparedCall
 from attngen.runtime.launch.ragged import RaggedCalls
 from attngen.runtime.launch.tile_map import TileMap, kept_map, where_from
@@ -65,9 +67,18 @@ from attngen.runtime.registry.select import (
 #: By the kind of a call, or, with all its sizes, by its form. A call of a kind that is False is prepared by its form.
 _PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall | RaggedCalls | bool] = RecentCache(PREPARED_CALLS)
 
+#: Calls whose tensors are recognized in one step, with their numbers if these follow from sizes; False where they
+#: cannot be.
+_SEEN: RecentCache[tuple[SeenTensors, PreparedCall, Sized | None] | bool] = RecentCache(PREPARED_CALLS)
+
 
 def run(given: Given) -> Any:
     """Run a call now, whether it comes from a program or from an operator."""
+    form = _form_of(given)
+    if form is not None and (alike := _known(_SEEN, form[0])):
+        addresses = alike[0].addresses(given, form[1])
+        if addresses is not None and not (debugging.active() or is_tracing() or transforms_active()):
+            return alike[1](given, addresses, alike[2])
     q, k, v, arguments, tile_map, backend = given.q, given.k, given.v, given.arguments, given.tile_map, given.backend
     if arguments and DROPOUT_P.name in arguments:
         given = with_random_state(given)
@@ -87,6 +98,7 @@ def run(given: Given) -> Any:
         if backend == "reference" or not on_gpu:
             require_reference(call, backend)
             return _run_reference(call, given)
+        form = None
     if forward_ad._current_level >= 0 and carries_tangent(q, k, v, *arguments.values()):
         return transforms.attend(given, run, differentiate)
     try:
@@ -98,8 +110,10 @@ def run(given: Given) -> Any:
     learns = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (bool(arguments) and _learns(arguments))
     )
-    if learns and with_lse is False:
-        with_lse = True
+    if learns:
+        form = None
+        if with_lse is False:
+            with_lse = True
     if given.form == "paged":
         if learns:
             raise CallError(
@@ -107,16 +121,20 @@ def run(given: Given) -> Any:
                 "backend='reference', which is differentiable and slow"
             )
         if len(shape) == 4 and shape[1] > 1 and shape[0] > 1 and strides[0] != shape[1] * strides[1]:
-            given = in_rows(given)
+            given, form = in_rows(given), None
             q = given.q
             strides, addresses[0] = q.stride(), q.data_ptr()
     name = variant if isinstance(variant, str) else id(variant)
     kind: Any = None
     if given.form != "dense" and not learns:
         kind = kind_of(given, addresses, shape, strides, (name, with_lse, registry.generation))
-        calls = None if kind is None else _known(kind[0])
+        calls = None if kind is None else _known(_PREPARED, kind[0])
         if isinstance(calls, RaggedCalls):
-            ready = calls.sized(kind[1], given)
+            ready = calls.kept[kind[1]]
+            if ready is not None:
+                _note_seen(form, given, *ready)
+            else:
+                ready = calls.resized(kind[1], given)
             if ready is not None:
                 return ready[0](given, addresses, ready[1])
         if calls is not None:
@@ -131,7 +149,7 @@ def run(given: Given) -> Any:
     ]  # fmt: skip
     note_others(key, addresses, given)
     identity = tuple(key)
-    prepared = _known(identity)
+    prepared = _known(_PREPARED, identity)
     if prepared is None:
         call, resolved = bind_call(given)
         for name in call.descales:
@@ -147,19 +165,55 @@ def run(given: Given) -> Any:
             _PREPARED.put(kind[0], of_kind)
         if of_kind is False:
             _PREPARED.put(identity, prepared)
+        form = None  # a call that is made once is not worth it
     if not isinstance(prepared, PreparedCall):
         return prepared(given, addresses)
     if learns:
         return attend(_without_keys if prepared.sinks_only else prepared, given, addresses)
     if prepared.sinks_only:
         return _without_keys(given, addresses)
+    _note_seen(form, given, prepared, None)
     return prepared(given, addresses)
 
 
-def _known(key: tuple[Any, ...]) -> Any:
-    """What is prepared for a key, or None."""
+def _form_of(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
+    """Key under which a call may have been seen, and its variant's own tensors; None for a call that each time needs a
+    look at its arguments."""
+    q, table, arguments, variant = given.q, given.page_table, given.arguments, given.variant
+    own: tuple[Tensor, ...] = ()
+    names: tuple[Any, ...] = ()
+    if type(q) not in PLAIN or forward_ad._current_level >= 0:
+        return None
+    if arguments:
+        for name, value in arguments.items():
+            if type(value) in PLAIN:
+                own += (value,)
+                names += ((name,),)
+            elif type(value) in NUMBERS and name != DROPOUT_P.name:
+                names += (name,)
+            else:
+                return None
     try:
-        return _PREPARED[key]
+        shapes = q.shape, None if table is None else table.shape
+    except (AttributeError, RuntimeError):  # a nested tensor, or none at all
+        return None
+    chosen = variant if isinstance(variant, str) else id(variant)
+    key = chosen, given.return_lse, registry.generation, keyed_of(given), *shapes, names
+    return key, own
+
+
+def _note_seen(form: Any, given: Given, prepared: PreparedCall, sized: Sized | None) -> None:
+    """Remember the tensors of a call that was made before."""
+    if form is None or _SEEN[form[0]] is False:
+        return
+    noted = seen(given, form[1], range(len(TENSORS)), len(FORWARD), INDEX_VECTORS)
+    _SEEN.put(form[0], False if noted is None else (noted, prepared, sized))
+
+
+def _known(cache: RecentCache[Any], key: tuple[Any, ...]) -> Any:
+    """Entry of a key, or None."""
+    try:
+        return cache[key]
     except TypeError:  # something that cannot be hashed stands where a number or a name belongs: binding refuses it
         return None
 

@@ -1,10 +1,11 @@
-"""Counters that blocks share, 0 between launches: those from which a persistent kernel takes tiles, one word per
-stream, and those by which the blocks that share keys find out who comes last.
+"""Memory that the launches of a stream share: counters, which are 0 between launches, and small workspaces.
 
-A kernel leaves its counter at 0 again, so that nothing has to be cleared. Launches of one stream follow each other and
+A persistent kernel takes tiles from a counter, and by counters the blocks that share keys find out who comes last. A
+kernel leaves its counter at 0 again, so that nothing has to be cleared. Launches of one stream follow each other and
 may share a counter; those of different streams may not. A graph that is being captured will run on streams unknown,
 beside what its own capture stream runs, and each of its launches gets counters of its own, out of memory that lives as
-long as the process: in the graph's pool they would have to be cleared at each replay, by a launch more.
+long as the process: in the graph's pool they would have to be cleared at each replay, by a launch more. Workspaces of
+graphs are in that pool.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ _BYTES = 4
 #: Counters that are allocated at once, for the splits of launches on a stream and for all launches in graphs.
 _MANY = 16384
 
+#: Bytes up to which a stream keeps a workspace, which a power of two of bytes have room for.
+_MOST_KEPT = 32 << 20
+
 _COUNTERS: dict[tuple[int, int], int] = {}
 _SPLITS: dict[tuple[int, int], tuple[int, int]] = {}
 _SPARE: dict[int, tuple[int, int]] = {}
+_WORKSPACES: dict[tuple[int, int], tuple[int, int]] = {}
 _LOCK = threading.Lock()
 
 
@@ -51,6 +56,21 @@ def of_splits(count: int, stream: int, device: int) -> int:
                 size = max(count, _MANY)
                 counters = _SPLITS[device, stream] = drivers.current().zeros(_BYTES * size, device), size
     return counters[0]
+
+
+def workspace(size: int, stream: int, device: int) -> int:
+    """Return the address of ``size`` bytes for a single launch on a stream of a device, which the next launch there
+    overwrites; 0 for a launch in a graph, and where so many bytes are not kept."""
+    kept = _WORKSPACES.get((device, stream))
+    if size > _MOST_KEPT or torch.cuda.is_current_stream_capturing():
+        return 0
+    if kept is None or kept[1] < size:
+        with _LOCK:
+            kept = _WORKSPACES.get((device, stream))
+            if kept is None or kept[1] < size:
+                room = 1 << (size - 1).bit_length()
+                kept = _WORKSPACES[device, stream] = drivers.current().zeros(room, device), room
+    return kept[0]
 
 
 def _for_graph(count: int, device: int) -> int:

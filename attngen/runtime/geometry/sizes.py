@@ -393,7 +393,7 @@ def workspace_sizes(kernel: Kernel, launches: Sequence[Geometry]) -> dict[str, i
     """Elements of 4 bytes of each workspace of a call."""
     if not kernel.workspaces:
         return {}
-    sizes = launches[kernel.launches.index(kernel.main)].sizes
+    sizes = launches[kernel.main_place].sizes
     return {workspace.name: workspace.elements(sizes) for workspace in kernel.workspaces}
 
 

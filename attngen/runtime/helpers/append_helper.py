@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from attngen.runtime.arguments.seen import SeenTensors
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.helpers import append_torch
 from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, check
 from attngen.runtime.helpers.append_kernel import PreparedAppend, prepare
-from attngen.runtime.helpers.append_kinds import AppendCalls, kind_of
+from attngen.runtime.helpers.append_kinds import AppendCalls, form_of, kind_of, seen_tensors
 from attngen.runtime.helpers.path import Helper, Kind, Prepared
 
 
@@ -29,6 +32,12 @@ class AppendHelper(Helper[Append, Sizes]):
 
     def kind_of(self, call: Append) -> Kind | None:
         return kind_of(call)
+
+    def form_of(self, call: Append) -> tuple[Any, ...] | None:
+        return form_of(call)
+
+    def seen(self, call: Append) -> SeenTensors | None:
+        return seen_tensors(call)
 
     def of_kind(self, call: Append, prepared: Prepared) -> AppendCalls:
         assert isinstance(prepared, PreparedAppend)

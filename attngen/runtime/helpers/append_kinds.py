@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.runtime.arguments.keys import note
+from attngen.runtime.arguments.keys import PLAIN, note
 from attngen.runtime.arguments.kinds import UnlikeError, note_rows, note_scale, table_at, vector_at
+from attngen.runtime.arguments.seen import SeenTensors, seen
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.helpers.append_arguments import FIELDS, Append
 from attngen.runtime.helpers.append_kernel import PreparedAppend
@@ -22,6 +23,24 @@ _KEPT_SIZES = 1024
     _K, _V, _K_CACHE, _V_CACHE, _LENGTHS, _TABLE, _SLOTS, _INDEX, _STARTS, _Q, _Q_OUT, _COS, _SIN, _TURNED, _K_DESCALE,
     _V_DESCALE,
 ) = range(len(FIELDS.tensors))  # fmt: skip
+
+
+#: Places of vectors of int32 among the addresses, and the fields of all tensors in the record.
+_VECTORS = frozenset({_LENGTHS, _TABLE, _INDEX, _STARTS, _TURNED})
+_FIELDS = tuple(map(Append._fields.index, FIELDS.tensors))
+
+
+def seen_tensors(call: Append) -> SeenTensors | None:
+    """The tensors of a call, to be recognized."""
+    return seen(call, (), _FIELDS, len(_FIELDS), _VECTORS)
+
+
+def form_of(call: Append) -> tuple[Any, ...] | None:
+    """Key under which the tensors of a call may have been seen."""
+    k, interleaved = call.k, call.rotary_interleaved
+    if type(k) not in PLAIN:
+        return None
+    return registry.generation, k.shape, call.page_layout, interleaved, type(interleaved)
 
 
 def kind_of(call: Append) -> Kind | None:
@@ -85,12 +104,13 @@ def kind_of(call: Append) -> Kind | None:
 class AppendCalls:
     """What is prepared for all calls of a kind."""
 
-    __slots__ = ("_of_token", "_one", "_packed", "_page_rows", "_seqlen", "_sized", "prepared")
+    __slots__ = ("_of_token", "_one", "_packed", "_page_rows", "_seqlen", "kept", "prepared")
 
     def __init__(self, prepared: PreparedAppend, call: Append) -> None:
         """``call``: the one of the kind for which a launch is ``prepared``."""
         self.prepared = prepared
-        self._sized: RecentCache[Resized] = RecentCache(_KEPT_SIZES)
+        #: The launches of sizes that calls had before.
+        self.kept: RecentCache[Resized] = RecentCache(_KEPT_SIZES)
         self._packed = call.cu_seqlens is not None
         self._one = not self._packed and call.k.shape[0] == 1
         self._seqlen = call.k.shape[-3]
@@ -99,10 +119,7 @@ class AppendCalls:
         self._page_rows = call.k_cache.shape[1 if call.page_layout == "NHD" else 2]
 
     def resized(self, sizes: tuple[Any, ...]) -> Resized | None:
-        """The launch of a call of these sizes; None where something about them needs a look."""
-        known = self._sized[sizes]
-        if known is not None:
-            return known
+        """The launch of a call of new sizes; None where something about them needs a look."""
         rows, sequences, scales, offsets, width, stride = sizes
         count = rows[0]
         batch = offsets - 1 if self._packed else 1 if self._one else count
@@ -113,12 +130,12 @@ class AppendCalls:
         tokens, seqlen = (count, count) if self._packed or self._one else (count * self._seqlen, self._seqlen)
         if (tokens + 1024) * self._of_token > MOST or width * self._page_rows > MOST:
             return None
-        known = self.prepared.resize(
+        resized = self.prepared.resize(
             tokens * self._of_token,
             {
                 "tokens": tokens, "batch": batch, "seqlen_new": seqlen, "max_pages": max(width, 0),
                 ("page_table", "b"): max(stride, 0),
             },
         )  # fmt: skip
-        self._sized.put(sizes, known)
-        return known
+        self.kept.put(sizes, resized)
+        return resized

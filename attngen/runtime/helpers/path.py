@@ -13,6 +13,7 @@ from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES
 from attngen.runtime.arguments.keys import note
+from attngen.runtime.arguments.seen import SeenTensors
 from attngen.runtime.autograd.transforms import refuse
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
@@ -48,8 +49,12 @@ class Resizable(Protocol):
     def prepared(self) -> Any:
         """What runs them; it also takes what ``resized`` returns."""
 
+    @property
+    def kept(self) -> RecentCache[Any]:
+        """What ``resized`` returned, by sizes."""
+
     def resized(self, sizes: tuple[Any, ...]) -> Any:
-        """What follows from the sizes of a call; None where something about them needs a look."""
+        """What follows from new sizes of a call; None where something about them needs a look."""
 
 
 class Helper(ABC, Generic[Record, Sizes]):
@@ -64,6 +69,8 @@ class Helper(ABC, Generic[Record, Sizes]):
         #: Calls with their sizes; a text is the reason why no kernel takes one.
         self.prepared: RecentCache[Prepared | str] = RecentCache(1024)
         self._kinds: RecentCache[Resizable] = RecentCache(1024)
+        #: Calls whose tensors are recognized in one step, with what runs them; False where they cannot be.
+        self._seen: RecentCache[tuple[SeenTensors, Any, Any] | bool] = RecentCache(1024)
 
     @abstractmethod
     def check(self, call: Record) -> Sizes:
@@ -85,23 +92,44 @@ class Helper(ABC, Generic[Record, Sizes]):
         """Kind of a call; None if it is prepared with its sizes."""
         return None
 
+    def seen(self, call: Record) -> SeenTensors | None:
+        """The tensors of a call, to be recognized."""
+        raise NotImplementedError
+
     def of_kind(self, call: Record, prepared: Prepared) -> Resizable:
         """What serves all calls of the kind of one that is prepared."""
         raise NotImplementedError
 
+    def form_of(self, call: Record) -> tuple[Any, ...] | None:
+        """Key under which the tensors of a call may have been seen; None if they are not looked for."""
+        return None
+
     def run(self, call: Record) -> Any:
         """Run a call now, whether it comes from a program or from an operator."""
+        form = self.form_of(call)
+        plain = not (torch_state.transforms_active() or forward_ad._current_level >= 0)
+        checked = debugging.active()
+        if form is not None and plain and not checked and (alike := _kept(self._seen, form)):
+            addresses = alike[0].addresses(call)
+            if addresses is not None:
+                return alike[1].run(call, addresses, alike[2])
         tensors = self.fields.tensors_of(call)
-        if torch_state.transforms_active() or forward_ad._current_level >= 0:
+        if not plain:
             refuse(self.name, tensors)
-        on_gpu, checked = torch_state.on_gpu(tensors[0]), debugging.active()
+        on_gpu = torch_state.on_gpu(tensors[0])
         key: list[Any] = []
-        addresses: list[int] = []
+        addresses = []
         kind = self.kind_of(call) if on_gpu and not checked else None
         if kind is not None:
             calls = _kept(self._kinds, kind.key)
-            resized = None if calls is None else calls.resized(kind.sizes)
-            if resized is not None:
+            resized = None
+            if calls is not None and (resized := calls.kept[kind.sizes]) is not None:
+                if form is not None and self._seen[form] is not False:
+                    noted = self.seen(call)
+                    self._seen.put(form, False if noted is None else (noted, calls.prepared, resized))
+            elif calls is not None:
+                resized = calls.resized(kind.sizes)
+            if calls is not None and resized is not None:
                 return calls.prepared.run(call, kind.addresses, resized)
         if on_gpu:
             settings = self.fields.settings_of(call)

@@ -135,6 +135,7 @@ class Kernel(KernelFields):
             _check_dtype(name, origin)
         self.launches = tuple(Launch(self, entry, self._image_of(entry)) for entry in entries.launches)
         self.main = self.launch(entries.main)
+        self.main_place = self.launches.index(self.main)
 
     @property
     def skips(self) -> bool:

@@ -312,7 +312,7 @@ class PreparedLaunches:
         self._counted = any(launch.counted for launch in kernel.launches)
 
     def _sized(self, call: Call, shapes: Sequence[Geometry], *, resized: bool = False) -> Sized:
-        split_counters = max(geometry.sizes.get("split_counters", 0) for geometry in shapes)
+        split_counters = max([geometry.sizes.get("split_counters", 0) for geometry in shapes])
         sized = Sized(call, shapes[0].workspaces, split_counters)
         if self._launch is not None:
             self._launch.fill(sized, [shapes[place] for place in self._launched], resized=resized)
@@ -340,6 +340,12 @@ class PreparedLaunches:
             addresses[SPLIT_COUNTERS] = counters.of_splits(sized.split_counters, stream, self._device)
         if self._launch is not None:
             self._launch(addresses, scale, scalars, sized)
+
+    def workspace(self, sized: Sized) -> int:
+        """Address of the memory for all workspaces of a call; 0 where the caller has to allocate it."""
+        if len(sized.functions) > 1:  # between the launches of one thread, another one may call
+            return 0
+        return counters.workspace(4 * sized.words, self._driver.stream(self._device), self._device)
 
     def stream(self) -> int:
         """Return the current stream, on which launches are enqueued."""

@@ -108,8 +108,10 @@ class PreparedCall:
             addresses[LSE] = lse.data_ptr()
         shared = maps = None  # kept until the launches are enqueued
         if sized.workspaces:
-            shared = torch.empty(sized.words, dtype=torch.float32, device=self._device)
-            start = shared.data_ptr()
+            start = launch.workspace(sized)
+            if not start:
+                shared = torch.empty(sized.words, dtype=torch.float32, device=self._device)
+                start = shared.data_ptr()
             addresses += [start + offset for offset in sized.workspaces]
         if self._maps is not None:
             maps = self._enter_map(given, addresses, scalars)

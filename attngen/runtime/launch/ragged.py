@@ -15,7 +15,7 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.launches import Sized
 from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.registry.binding import bind_call
-from attngen.runtime.registry.select import card_of, in_order, splits_keys, typical_sizes
+from attngen.runtime.registry.select import card_of, fastest, first_choices, splits_keys, typical_sizes
 
 #: Sizes that are kept for each kind of call, of about a kilobyte each.
 _KEPT_SIZES = 1024
@@ -31,11 +31,11 @@ class RaggedCalls:
         "_chosen",
         "_driver",
         "_few_rows",
-        "_kept",
+        "_kept_variant",
         "_lock",
         "_names",
         "_prepared",
-        "_sized",
+        "kept",
     )
 
     def __init__(
@@ -47,23 +47,19 @@ class RaggedCalls:
         their cache widened first."""
         self._call, self._names = call.without_tensors(), tensor_names
         #: Candidates by whether blocks should share keys.
-        self._by_splits = {
-            splits: [one for one in kernels if one.split_kv == splits] or kernels for splits in (False, True)
-        }
-        self._driver, self._card, self._kept = driver, card_of(driver, device), kept
+        self._by_splits = {splits: first_choices(kernels, splits) for splits in (False, True)}
+        self._driver, self._card, self._kept_variant = driver, card_of(driver, device), kept
         #: Kernels by typical sizes: one prediction serves all calls that are about alike.
         self._chosen: RecentCache[Kernel] = RecentCache(_KEPT_SIZES)
         self._prepared: dict[Kernel, PreparedCall] = {}
         if prepared is not None and prepared.kernel is not None:
             self._prepared[prepared.kernel] = prepared
-        self._sized: RecentCache[tuple[PreparedCall, Sized]] = RecentCache(_KEPT_SIZES)
+        #: The same for sizes that calls had before.
+        self.kept: RecentCache[tuple[PreparedCall, Sized]] = RecentCache(_KEPT_SIZES)
         self._lock, self._few_rows = threading.Lock(), few_rows
 
-    def sized(self, sizes: Sizes, given: Given) -> tuple[PreparedCall, Sized] | None:
-        """The prepared call and its numbers for these sizes; None where something about them needs a look."""
-        return self._sized[sizes] or self._resized(sizes, given)
-
-    def _resized(self, sizes: Sizes, given: Given) -> tuple[PreparedCall, Sized] | None:
+    def resized(self, sizes: Sizes, given: Given) -> tuple[PreparedCall, Sized] | None:
+        """The prepared call and its numbers for new sizes; None where something about them needs a look."""
         call = self._call
         with self._lock:
             if not resize(call, sizes) or (self._few_rows and not splits_keys(call)):
@@ -75,7 +71,7 @@ class RaggedCalls:
             call.page_table = given.page_table
             ready = prepared, prepared.resize(call)
             call.page_table = None
-        self._sized.put(sizes, ready)
+        self.kept.put(sizes, ready)
         return ready
 
     def _kernel(self) -> Kernel:
@@ -88,7 +84,7 @@ class RaggedCalls:
         kernel = self._chosen[sizes]
         if kernel is None:
             call.extents = extents_of(call)
-            kernel = next(in_order(kernels, call, self._card))
+            kernel = fastest(kernels, call, self._card)
             self._chosen.put(sizes, kernel)
         return kernel
 

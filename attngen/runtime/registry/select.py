@@ -100,7 +100,13 @@ def preferred(kernels: Sequence[Kernel], call: Call | None = None, card: Card = 
 
 def in_order(kernels: Sequence[Kernel], call: Call | None, card: Card) -> Iterator[Kernel]:
     """Yield the candidates as ``preferred`` lists them; times are predicted where they decide, when that is asked."""
-    splits = call is not None and splits_keys(call)
+    for alike in _by_rank(kernels, call is not None and splits_keys(call)):
+        fit = alike if call is None else [kernel for kernel in alike if _against_form(kernel, call) is None]
+        yield from _by_time(alike, fit, call, card)
+
+
+def _by_rank(kernels: Sequence[Kernel], splits: bool) -> list[list[Kernel]]:
+    """Candidates for calls whose blocks should share keys, or not, in groups of one rank, the best one first."""
 
     def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, int, bool]:
         # Whether keys are shared as the call wants it, the closest architecture first, then the hand-written schedules,
@@ -115,15 +121,24 @@ def in_order(kernels: Sequence[Kernel], call: Call | None, card: Card) -> Iterat
             by_hand and not kernel.main.persistent and kernel.main.shares == 1,
         )
 
-    for _, alike in groupby(sorted(kernels, key=rank), rank):
-        yield from _by_time(list(alike), call, card)
+    return [list(alike) for _, alike in groupby(sorted(kernels, key=rank), rank)]
 
 
-def _by_time(kernels: Sequence[Kernel], call: Call | None, card: Card) -> Sequence[Kernel]:
-    """Candidates of one rank, the one first that should be done first."""
+def first_choices(kernels: Sequence[Kernel], splits: bool) -> Sequence[Kernel]:
+    """Those of the kernels, which all take a kind of call, among which predicted times decide."""
+    return _by_rank(kernels, splits)[0]
+
+
+def fastest(kernels: Sequence[Kernel], call: Call, card: Card) -> Kernel:
+    """That one of the ``first_choices`` for a kind of call which should be done first with a call."""
+    return _by_time(kernels, kernels, call, card)[0]
+
+
+def _by_time(kernels: Sequence[Kernel], fit: Sequence[Kernel], call: Call | None, card: Card) -> Sequence[Kernel]:
+    """Candidates of one rank, the one first that should be done first. ``fit``: those whose form the call has."""
     if len(kernels) == 1:
         return kernels
-    rivals = [kernel for kernel in kernels if kernel.times and (call is None or _against_form(kernel, call) is None)]
+    rivals = [kernel for kernel in fit if kernel.times]
     times: dict[Kernel, float] = {}
     if len(rivals) > 1:
         alike = _typical(call) if call is not None and call.ragged else call

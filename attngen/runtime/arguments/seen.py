@@ -1,0 +1,91 @@
+"""Tensors like those of an earlier call, recognized in one step: the layers of a model repeat a call with other
+addresses.
+
+Torch's compiler checks the tensors of a compiled function in C++ before each call. The same check, in half a
+microsecond, stands here for some fifty questions to tensors. Where torch does not have it, calls are recognized by
+their keys alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.runtime.arguments.keys import PLAIN
+
+try:
+    _TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
+except AttributeError:  # it is no public part of torch
+    _TensorGuards = None
+
+_address: Callable[[Tensor], int] = Tensor.data_ptr
+
+#: Bytes at whose multiples rows of tensors begin, and vectors of int32.
+_ROWS, _VECTORS = 16, 4
+
+
+class SeenTensors:
+    """What the tensors of a call were: types, dtypes, devices, shapes, strides, whether they need gradients, under
+    which of torch's modes; and whether the second and the third begin at one address.
+
+    Rows began at multiples of 16 bytes, index vectors at multiples of 4.
+    """
+
+    __slots__ = ("_absent", "_absent_of", "_check", "_one", "_order", "_rows", "_tensors_of")
+
+    def __init__(
+        self, record: Sequence[Any], own: tuple[Tensor, ...], fields: Sequence[int], count: int, vectors: frozenset[int]
+    ) -> None:
+        """Note the tensors of a call that was checked: those among the ``fields`` of a record, of which one at least is
+        absent, and its variant's ``own``.
+
+        Addresses of the former lie in the order of the fields in a list of so many, which those of the latter follow;
+        at ``vectors`` are index vectors.
+        """
+        present = [place for place, field in enumerate(fields) if record[field] is not None]
+        absent = [field for field in fields if record[field] is None]
+        self._tensors_of: Callable[[Any], tuple[Any, ...]] = itemgetter(*(fields[place] for place in present))
+        self._absent_of: Callable[[Any], tuple[Any, ...]] = itemgetter(*absent, absent[0])  # a tuple of one, too
+        self._absent = (None,) * (len(absent) + 1)
+        tensors = self._tensors_of(record) + own
+        self._check: Callable[..., bool] = _TensorGuards(
+            *tensors, dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+        ).check  # fmt: skip
+        # of addresses behind which a 0 stands
+        order = [present.index(place) if place in present else len(tensors) for place in range(count)]
+        order += range(len(present), len(tensors))
+        self._order: Callable[[Sequence[int]], tuple[int, ...]] = itemgetter(*order)
+        self._rows = [at for at in range(len(tensors)) if at >= len(present) or present[at] not in vectors]
+        self._one = tensors[1].data_ptr() == tensors[2].data_ptr()
+
+    def addresses(self, record: Any, own: tuple[Tensor, ...] = ()) -> list[int] | None:
+        """Addresses of another call's tensors, 0 of what it does not have; None if these are not like those before."""
+        tensors = self._tensors_of(record) + own
+        if self._absent_of(record) != self._absent or not self._check(*tensors):
+            return None
+        pointers = list(map(_address, tensors))
+        bits = 0
+        for address in pointers:
+            bits |= address
+        if bits % _ROWS and (bits % _VECTORS or any(pointers[at] % _ROWS for at in self._rows)):
+            return None
+        if (pointers[1] == pointers[2]) is not self._one:
+            return None
+        pointers.append(0)
+        return list(self._order(pointers))
+
+
+def seen(
+    record: Sequence[Any], own: tuple[Tensor, ...], fields: Sequence[int], count: int, vectors: frozenset[int]
+) -> SeenTensors | None:
+    """The tensors of a call, as ``SeenTensors`` takes them; None where they could not be recognized."""
+    tensors = [record[field] for field in fields if record[field] is not None]
+    if _TensorGuards is None or len(tensors) == len(fields) or not all(type(tensor) in PLAIN for tensor in tensors):
+        return None
+    noted = SeenTensors(record, own, fields, count, vectors)
+    return None if noted.addresses(record, own) is None else noted
