@@ -17,7 +17,7 @@ from attngen.runtime.arguments.given import Given
 from attngen.runtime.calls import dispatch
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.launches import PreparedLaunch
+from attngen.runtime.launch.launches import Chain
 from attngen.runtime.launch.ragged import RaggedCalls
 from attngen.runtime.registry import binding, select
 from attngen.runtime.registry.lookup import package_of_kernels, registry
@@ -256,7 +256,7 @@ def test_numbers_are_those_of_a_call_that_is_prepared_for_its_sizes(
     registry.add(package_of_kernels(planned(SERVING), "memory"))
     pages = [torch.zeros(50, 16, 2, 64).to(torch.float8_e4m3fn if form == "fp8" else torch.bfloat16) for _ in "kv"]
     ragged: list[Any] = []
-    monkeypatch.setattr(PreparedLaunch, "__call__", lambda launch, a, s, n, sized: ragged.append((launch, sized)))
+    monkeypatch.setattr(Chain, "__call__", lambda launch, a, s, n, sized: ragged.append((launch, sized)))
     for trial in range(12):
         batch = rng.randint(2, 40)
         rows = [1] * batch if form == "fp8" or trial % 2 else [rng.randint(1, 90) for _ in range(batch)]

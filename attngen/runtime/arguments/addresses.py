@@ -1,7 +1,7 @@
 """Positions of addresses in the list that launches take: one order for forwards and backwards.
 
 A list begins with ``FORWARD`` or with ``BACKWARD``, which begins with it. The variant's own tensors follow, then their
-gradients, then workspaces and tile maps, in an order that a prepared kernel tells (``PreparedLaunches.names``).
+gradients, then workspaces and tile maps, in an order that a prepared kernel tells (``Launches.names``).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def bind_paged(
     q: Any,
     k: Any,
     v: Any,
-    paging: Paging,
+    paging: Paging | Given,
     *,
     page_layout: Any = "NHD",
     **settings: Any,

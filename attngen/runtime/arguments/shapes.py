@@ -21,6 +21,7 @@ from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES, LAYOUTS, Call, Packing, View, mixes, view
 from attngen.runtime.arguments.declared import bind_declared
+from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.scalars import FLOAT32_MAX
 
 #: Letter of an order of axes → the axis, in messages.
@@ -32,7 +33,7 @@ def bind(
     q: Any,
     k: Any,
     v: Any,
-    packing: Packing | None,
+    packing: Packing | Given | None,
     *,
     layout: Any = "bshd",
     **settings: Any,
@@ -72,7 +73,7 @@ def _bind_dense(variant: Variant, q: Any, k: Any, v: Any, order: str) -> Call:
     return call
 
 
-def _bind_packed(variant: Variant, q: Any, k: Any, v: Any, packing: Packing) -> Call:
+def _bind_packed(variant: Variant, q: Any, k: Any, v: Any, packing: Packing | Given) -> Call:
     views = _views({"q": q, "k": k, "v": v}, "thd", "total x heads x head_dim")
     total_q, total_k = views["q"].shape[0], views["k"].shape[0]
     if views["v"].shape[0] != total_k:

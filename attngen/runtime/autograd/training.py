@@ -31,7 +31,7 @@ from attngen.runtime.reference.sinks import add_gradients
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.binding import bind_call, find
 from attngen.runtime.registry.lookup import Resolved, registry
-from attngen.runtime.registry.select import Request, no_kernel, select
+from attngen.runtime.registry.select import Request, first_that_fits, no_kernel
 
 _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
 
@@ -202,19 +202,19 @@ def _prepare(
     """Select the kernels of a backward and prepare their launches."""
     call, driver = request.call, drivers.current()
     variant, package = given.variant, given.package
-    selection = select(resolved.kernels, request, driver)
-    if selection.kernel is None and registry.refresh_if_built():
+    kernel = first_that_fits(resolved.kernels, request, driver)
+    if kernel is None and registry.refresh_if_built():
         resolved = find(variant, package)
-        selection = select(resolved.kernels, request, driver)
-    if selection.kernel is None and package is None and on_demand.make(request):
+        kernel = first_that_fits(resolved.kernels, request, driver)
+    if kernel is None and package is None and on_demand.make(request):
         resolved = find(variant, package)
-        selection = select(resolved.kernels, request, driver)
-    if selection.kernel is None:
-        raise _without_backward(no_kernel(resolved.kernels, selection, request, driver))
+        kernel = first_that_fits(resolved.kernels, request, driver)
+    if kernel is None:
+        raise _without_backward(no_kernel(resolved.kernels, request, driver))
     on_demand.note(request)
     kept = variant if isinstance(variant, Variant) else None
     return PreparedBackward(
-        selection.kernel, call, names, view(out.shape, out.stride(), call.order),
+        kernel, call, names, view(out.shape, out.stride(), call.order),
         view(dout.shape, dout.stride(), call.order) if _usable(dout) else None, driver, request.device, dlse=dlse,
         unordered=unordered, kept=kept,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from attngen.runtime.launch.expanded import are_one_head, need_copies, with_copi
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.binding import bind_call
 from attngen.runtime.registry.lookup import registry
-from attngen.runtime.registry.select import Request, describe, select
+from attngen.runtime.registry.select import Request, describe, first_that_fits
 
 #: What was asked for and could not be made.
 _FAILED: RecentCache[bool] = RecentCache(256)
@@ -77,7 +77,7 @@ def _make(given: Given, device: int, direction: str) -> None:
     else:
         passed = {name: call.scalars[name] for name in given.arguments if name in call.scalars}
         request = Request(call, device, known, passed, given.backend)
-    if select(resolved.kernels, request, drivers.current()).kernel is not None:
+    if first_that_fits(resolved.kernels, request, drivers.current()) is not None:
         return
     asked = call.variant.definition, describe(call, direction), tuple(known.values()), registry.generation
     if _FAILED.get(asked) is None:

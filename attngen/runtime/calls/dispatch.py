@@ -55,8 +55,8 @@ from attngen.runtime.registry.binding import bind_call, check_form, find, requir
 from attngen.runtime.registry.lookup import Resolved, registry
 from attngen.runtime.registry.select import (
     Request,
-    Selection,
     card_of,
+    first_that_fits,
     foreseen,
     no_kernel,
     preferred,
@@ -272,13 +272,13 @@ def _index(call: Call) -> int:
     return call.device.index or 0
 
 
-def _choose(resolved: Resolved, request: Request) -> tuple[Kernel, Selection]:
+def _choose(resolved: Resolved, request: Request) -> Kernel:
     """Return the kernel for a call, or raise NoKernelError."""
     driver = drivers.current()
-    selection = select(resolved.kernels, request, driver)
-    if selection.kernel is None:
-        raise no_kernel(resolved.kernels, selection, request, driver)
-    return selection.kernel, selection
+    kernel = first_that_fits(resolved.kernels, request, driver)
+    if kernel is None:
+        raise no_kernel(resolved.kernels, request, driver)
+    return kernel
 
 
 def _backward_of(request: Request, given: Given) -> Request:
@@ -293,20 +293,20 @@ def _kernel_for(resolved: Resolved, request: Request, given: Given, *, learns: b
     ``learns``; or raise NoKernelError."""
     variant, package = given.variant, given.package
     try:
-        kernel, _ = _choose(resolved, request)
+        kernel = _choose(resolved, request)
     except NoKernelError:
         soon = None
         if learns and on_demand.maker is not None:
             later = _backward_of(request, given)
-            soon = later if select(resolved.kernels, later, drivers.current()).kernel is None else None
+            soon = later if first_that_fits(resolved.kernels, later, drivers.current()) is None else None
         if not registry.refresh_if_built() and (package is not None or not on_demand.make(request, soon)):
             raise
         try:
-            kernel, _ = _choose(find(variant, package), request)
+            kernel = _choose(find(variant, package), request)
         except NoKernelError:  # what was built since is another one
             if package is not None or not on_demand.make(request):
                 raise
-            kernel, _ = _choose(find(variant, package), request)
+            kernel = _choose(find(variant, package), request)
     on_demand.note(request)
     return kernel
 
@@ -511,7 +511,7 @@ def explain(
         except NoKernelError as failure:
             return Explanation(call, resolved, "no kernel", str(failure), selection, direction)
     if selection.kernel is None:
-        error = no_kernel(resolved.kernels, selection, request, drivers.current())
+        error = no_kernel(resolved.kernels, request, drivers.current())
         return Explanation(call, resolved, "no kernel", str(error), selection, direction)
     driver, widened = drivers.current(), None
     route = route_of(request, resolved.kernels, driver)

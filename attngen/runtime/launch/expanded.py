@@ -23,7 +23,7 @@ from attngen.runtime.device.tensormap import STRIDE_ALIGNMENT
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.binding import find
-from attngen.runtime.registry.select import Request, against_own_map, select
+from attngen.runtime.registry.select import Request, against_own_map, first_that_fits
 
 #: What tells KV heads apart in expressions, and extents that count them.
 _OF_KV_HEADS = frozenset({"hk", "kv_heads"})
@@ -72,9 +72,9 @@ def _expanded(view: View) -> bool:
 
 def gets_copies(request: Request, kernels: Sequence[Kernel], driver: Driver) -> bool:
     """Whether no kernel takes a call as it is, and one does with copies of what is expanded, or may be made for it."""
-    if not need_copies(request.call) or select(kernels, request, driver).kernel is not None:
+    if not need_copies(request.call) or first_that_fits(kernels, request, driver) is not None:
         return False
-    return on_demand.maker is not None or select(kernels, _copied_request(request), driver).kernel is not None
+    return on_demand.maker is not None or first_that_fits(kernels, _copied_request(request), driver) is not None
 
 
 def request_without_expanded(request: Request, kernels: Sequence[Kernel], driver: Driver) -> Request:

@@ -91,7 +91,7 @@ class Sized:
         self.token = next(_TOKENS)
 
 
-class PreparedKernel:
+class _PackedKernel:
     """One kernel on one device for calls of one kind: what of its parameters stays the same, and where the rest
     stands."""
 
@@ -177,7 +177,7 @@ def _follows_sizes(parameter: Argument) -> bool:
             return kind == "descriptor_shape"
 
 
-class PreparedLaunch:
+class Chain:
     """Kernels on one device that are launched one after the other, with the same addresses and scalars.
 
     Their parameters lie in one block: addresses, then descriptors, which is what changes between calls, then the rest
@@ -188,7 +188,7 @@ class PreparedLaunch:
         "_addresses", "_as_made", "_descriptors", "_device", "_driver", "_free", "_kernels", "_moving", "_sized_maps",
     )  # fmt: skip
 
-    def __init__(self, kernels: Sequence[PreparedKernel], addresses: int, driver: Driver, device: int) -> None:
+    def __init__(self, kernels: Sequence[_PackedKernel], addresses: int, driver: Driver, device: int) -> None:
         """``addresses``: how many a launch takes."""
         self._kernels, self._driver, self._device = kernels, driver, device
         self._descriptors = [descriptor for kernel in kernels for descriptor in kernel.descriptors]
@@ -245,7 +245,7 @@ class PreparedLaunch:
         return placed
 
 
-class PreparedLaunches:
+class Launches:
     """The launches of a kernel on one device for calls of one kind, and what each address is of that they take."""
 
     __slots__ = (
@@ -283,28 +283,28 @@ class PreparedLaunches:
             *self.sizes,
             *(f"{part}:{owner}" for part in MAP_PARTS for owner in self.maps),
         )
-        kernels: list[PreparedKernel] = []
+        kernels: list[_PackedKernel] = []
         self._launched: list[int] = []  # the places of these kernels among the launches of a call
-        classifiers: dict[str, tuple[PreparedKernel, Geometry]] = {}
+        classifiers: dict[str, tuple[_PackedKernel, Geometry]] = {}
         for place, (launch, geometry) in enumerate(zip(kernel.launches, shapes, strict=True)):
             if geometry.blocks(driver, device):
                 position = {name: i for i, name in enumerate(self.names)}
                 if geometry.map is not None:
                     position |= {part: position[f"{part}:{geometry.map.owner}"] for part in MAP_PARTS}
-                prepared = PreparedKernel(launch.entry, geometry, position, driver, device)
+                prepared = _PackedKernel(launch.entry, geometry, position, driver, device)
                 if launch.classifies and geometry.map is not None:
                     classifiers[geometry.map.owner] = prepared, geometry
                 else:
                     kernels.append(prepared)
                     self._launched.append(place)
         count = len(self.names)
-        self._launch = PreparedLaunch(kernels, count, driver, device) if kernels else None
+        self._launch = Chain(kernels, count, driver, device) if kernels else None
         #: The numbers of the call for which this was prepared, and those of the launches that make its tile maps.
         self.first = self._sized(call, shapes)
-        self._classify: dict[str, PreparedLaunch] = {}
+        self._classify: dict[str, Chain] = {}
         self._of_maps: dict[str, Sized] = {}
         for owner, (one, geometry) in classifiers.items():
-            self._classify[owner] = PreparedLaunch([one], count, driver, device)
+            self._classify[owner] = Chain([one], count, driver, device)
             self._of_maps[owner] = Sized(call, {}, 0)
             self._classify[owner].fill(self._of_maps[owner], [geometry])
         #: Where the addresses of tile maps begin: one of each map, then of its hashes, then of its list of tiles.
@@ -368,7 +368,7 @@ class _Block:
         "sized",
     )  # fmt: skip
 
-    def __init__(self, kernels: Sequence[PreparedKernel], moving: int) -> None:
+    def __init__(self, kernels: Sequence[_PackedKernel], moving: int) -> None:
         """``moving``: bytes of the addresses and descriptors of all kernels."""
         self._frame = frame = Frame(moving + sum(kernel.size for kernel in kernels))
         self._moving, self.bytes = moving, frame.bytes

@@ -18,7 +18,7 @@ from attngen.runtime.geometry.capacity import capacity_for
 from attngen.runtime.geometry.sizes import geometries, map_shapes, workspace_sizes
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.gradients import GradientBuffers, finish, view_of
-from attngen.runtime.launch.launches import PreparedLaunches
+from attngen.runtime.launch.launches import Launches
 from attngen.runtime.registry.select import Request, reason_against
 
 
@@ -78,7 +78,7 @@ class Pinned:
             raise NoKernelError(f"{kernel.full_name} does not take this call: {reason}")
         names = list(call.tensors)
         views = {"out": view_of(buffers.out, call)}
-        self._launch = PreparedLaunches(kernel, call, views, names, drivers.current(), call.device.index or 0)
+        self._launch = Launches(kernel, call, views, names, drivers.current(), call.device.index or 0)
         given = buffers.named(call) | {f"tensor:{name}": tensor for name, tensor in call.tensors.items()}
         self._kept = (call, buffers)  # the addresses below stay valid as long as these live
         self._addresses = _addresses(self._launch.names, given)
@@ -107,7 +107,7 @@ class PinnedGradients:
             raise NoKernelError(f"{kernel.full_name} does not take this call: {reason}")
         views = {name: view_of(getattr(buffers, name), call) for name in ("out", "dout", "dq", "dk", "dv")}
         self._call, self._buffers = call, buffers
-        self._launch = PreparedLaunches(
+        self._launch = Launches(
             kernel, call, views, call.tensors, drivers.current(), call.device.index or 0,
             absent={"dlse": buffers.dlse is None},
         )  # fmt: skip

@@ -18,7 +18,7 @@ from attngen.runtime.arguments.scalars import Number, Scalars
 from attngen.runtime.arguments.shapes import default_scale, softmax_scale_of
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.launches import PreparedLaunches, Sized
+from attngen.runtime.launch.launches import Launches, Sized
 from attngen.runtime.launch.tile_map import MapMaker
 
 #: Calls that are kept prepared, and as many backwards; each takes a few kilobytes of host memory.
@@ -68,13 +68,13 @@ class PreparedCall:
         self._dtype = call.out_dtype
         self.scalars = Scalars(call.variant.name, call.rules)
         self._call = call.without_tensors()
-        self._launch: PreparedLaunches | None = None
+        self._launch: Launches | None = None
         self._maps: MapMaker | None = None
         if kernel is None:
             self._first = Sized(call, {}, 0)
             return
         self._like_q = call.q == call.out_view() and call.dtype not in QUANTIZED_DTYPES
-        self._launch = launch = PreparedLaunches(kernel, call, {}, tensor_names, driver, device)
+        self._launch = launch = Launches(kernel, call, {}, tensor_names, driver, device)
         self._maps = MapMaker(launch, kernel, call, call.device) if launch.maps else None
         self._first = launch.first
 

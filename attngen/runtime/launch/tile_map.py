@@ -36,7 +36,7 @@ from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.scalars import Number
 from attngen.runtime.geometry.sizes import MapShape
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.launches import PreparedLaunches
+from attngen.runtime.launch.launches import Launches
 
 #: Bytes of the visible pairs of one map, at most: beyond it kernels evaluate the mask of partial tiles.
 MAX_BITS = 512 * 2**20
@@ -112,7 +112,7 @@ class MapMaker:
 
     __slots__ = ("_device", "_launches", "_of", "_scalars", "_tensors")
 
-    def __init__(self, launches: PreparedLaunches, kernel: Kernel, call: Call, device: torch.device) -> None:
+    def __init__(self, launches: Launches, kernel: Kernel, call: Call, device: torch.device) -> None:
         self._launches, self._device = launches, device
         self._of = _served(kernel, call)
         self._tensors = _tensors_of(call)
@@ -308,7 +308,7 @@ class _Entry:
         "captured", "complete", "device", "launches", "of", "owners", "shape", "streams", "times", "versions", "words",
     )  # fmt: skip
 
-    def __init__(self, launches: PreparedLaunches, shape: MapShape, of: tuple[Any, ...], device: torch.device) -> None:
+    def __init__(self, launches: Launches, shape: MapShape, of: tuple[Any, ...], device: torch.device) -> None:
         """``of``: as of ``_served``."""
         self.launches = launches  # alive, so that no other has its identity
         self.shape, self.of, self.device = shape, of, device

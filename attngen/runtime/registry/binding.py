@@ -12,10 +12,10 @@ from attngen.dtypes import DESCALES, HEAD_DIMS, QUANTIZED_DTYPES
 from attngen.errors import CallError, NoKernelError, suggest
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
-from attngen.runtime.arguments.checked import ATTENTION_DTYPES, Call, Packing, check_out_dtype, refuse_unreadable
+from attngen.runtime.arguments.checked import ATTENTION_DTYPES, Call, check_out_dtype, refuse_unreadable
 from attngen.runtime.arguments.descales import check_descales
 from attngen.runtime.arguments.given import TENSORS, Given
-from attngen.runtime.arguments.paging import Paging, bind_paged, given_out
+from attngen.runtime.arguments.paging import bind_paged, given_out
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.registry.lookup import Resolved, registry
 
@@ -90,14 +90,9 @@ def bind_call(given: Given) -> tuple[Call, Resolved]:
     }  # fmt: skip
     q, k, v = given.q, given.k, given.v
     if given.form == "paged":
-        paging = Paging(
-            given.page_table, given.cu_seqlens_q, given.max_seqlen_q, given.num_splits, given.split_size, given.out
-        )
-        call = bind_paged(resolved.variant, q, k, v, paging, page_layout=given.layout, **settings)
+        call = bind_paged(resolved.variant, q, k, v, given, page_layout=given.layout, **settings)
     else:
-        packing = None
-        if given.form == "varlen":
-            packing = Packing(given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
+        packing = given if given.form == "varlen" else None
         call = bind(resolved.variant, q, k, v, packing, layout=given.layout, **settings)
         call.out = given_out(given.out, call, q)
         call.asked_out = check_out_dtype(q.dtype, given.out_dtype)

@@ -207,8 +207,15 @@ def _tiles(kernel: Kernel, call: Call) -> int:
     return prod(tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa))
 
 
+def first_that_fits(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Kernel | None:
+    """The first kernel that takes the call, if any."""
+    candidates = [kernel for kernel in kernels if kernel.direction == request.direction]
+    ordered = in_order(candidates, request.call, card_of(driver, request.device))
+    return next((kernel for kernel in ordered if reason_against(kernel, request, driver) is None), None)
+
+
 def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selection:
-    """Return the first kernel that takes the call."""
+    """The same with the reasons against the kernels before it, or against all of them."""
     rejected: list[Rejection] = []
     candidates = [kernel for kernel in kernels if kernel.direction == request.direction]
     for kernel in in_order(candidates, request.call, card_of(driver, request.device)):
@@ -436,7 +443,7 @@ def _against_promise(parameter: Argument, request: Request, views: Mapping[str, 
     return None
 
 
-def no_kernel(kernels: Sequence[Kernel], selection: Selection, request: Request, driver: Driver) -> NoKernelError:
+def no_kernel(kernels: Sequence[Kernel], request: Request, driver: Driver) -> NoKernelError:
     """Return the error that lists each candidate, its reason, and the YAML lines that add a kernel for the call."""
     call = request.call
     capability = driver.capability(request.device)
@@ -449,7 +456,7 @@ def no_kernel(kernels: Sequence[Kernel], selection: Selection, request: Request,
         lines.append(f"  (no {kind} of this variant is built)")
     elif all(_for_another_machine(kernel, capability, driver) for kernel in kernels):
         lines.append(_another_machine(kernels, capability, driver))
-    lines += [f"  {r.kernel.full_name}: {r.reason}" for r in selection.rejected]
+    lines += [f"  {r.kernel.full_name}: {r.reason}" for r in select(kernels, request, driver).rejected]
     never = no_spec_adds(request, capability)
     if never is not None:
         lines.append(never)
