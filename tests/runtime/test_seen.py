@@ -128,7 +128,6 @@ def test_other_tensors_are_not_taken_for_those_before(
         ({"variant": ["causal"]}, "variant must be a name or a Variant"),
         ({"page_layout": ["NHD"]}, "page_layout must be one of"),
     ],
-    ids=str,
 )
 def test_wrong_calls_are_refused_after_right_ones(gpu: FakeDriver, changed: dict[str, Any], message: str) -> None:
     install(variant(), layout="paged")

@@ -96,9 +96,18 @@ def test_reciprocals_divide_exactly(divisor: int, number: int) -> None:
 def test_asked_splits_have_a_place_and_a_counter_each(asked: dict[str, int], tiles: int, most: int) -> None:
     """A place for each split of the rows of each KV head, however the blocks share them."""
     sizes = split_sizes(Launch(), call(3, rows=40, heads=8, kv_heads=2, **asked), Capacity(132, 15))
-    units = 3 * 2 * 3  # of 64 of the 160 rows each
+    units = 3 * 2 * (5 if "split_size" in asked else 3)  # of 32 or 64 of the 160 rows each
     assert (sizes["split_tiles"], sizes["max_splits"]) == (tiles, most)
     assert (sizes["split_slots"], sizes["split_counters"]) == (units * most, units)
+
+
+@pytest.mark.parametrize(("group", "row_warps"), [(1, 2), (4, 2), (16, 2), (33, 4), (64, 4), (128, 4)])
+def test_a_split_size_fixes_the_warps_that_share_keys(group: int, row_warps: int) -> None:
+    """They decide in which order a row's sums are added, so that they must be the same in each batch."""
+    for rows in (1, 2, 7, 300):
+        sizes = split_sizes(Launch(), call(rows=rows, heads=2 * group, split_size=256), Capacity(132, 15))
+        assert (sizes["row_warps"], sizes["split_cluster"]) == (row_warps, 1)
+        assert sizes["row_units"] == -(-rows * group // (16 * row_warps))
 
 
 @pytest.fixture

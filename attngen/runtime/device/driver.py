@@ -155,6 +155,8 @@ class CudaDriver:
         self._multiprocessors: dict[int, int] = {}
         self._capabilities: dict[int, int] = {}
         self._bandwidths: dict[int, float] = {}
+        #: What of a TMA descriptor does not depend on its address and extents: objects of the bindings take time.
+        self._tensor_map_forms: RecentCache[tuple[Any, ...]] = RecentCache(_MAX_CONFIGS)
         try:
             self._version = int(self._call(cu.cuDriverGetVersion))
         except RuntimeError as error:  # what cuda-bindings raises where libcuda is absent
@@ -385,32 +387,37 @@ class CudaDriver:
     ) -> bytes:
         """See ``Driver.encode_tensor_map``."""
         cu = self._cu
+        key = dtype, tuple(strides), tuple(box), swizzle
+        fixed = self._tensor_map_forms[key]
+        if fixed is None:
+            fixed = (
+                getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype_row(dtype).tensor_map}"),
+                [cu.cuuint64_t(n) for n in strides],
+                [cu.cuuint32_t(n) for n in box],
+                [cu.cuuint32_t(1) for _ in box],
+                cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                _SWIZZLES[swizzle](cu),
+                cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+            self._tensor_map_forms.put(key, fixed)
+        element, *others = fixed
         status, tensor_map = cu.cuTensorMapEncodeTiled(
-            getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype_row(dtype).tensor_map}"),
-            len(extents),
-            address,
-            [cu.cuuint64_t(n) for n in extents],
-            [cu.cuuint64_t(n) for n in strides],
-            [cu.cuuint32_t(n) for n in box],
-            [cu.cuuint32_t(1) for _ in box],
-            cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            _SWIZZLES[swizzle](cu),
-            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            element, len(extents), address, [cu.cuuint64_t(n) for n in extents], *others
         )
         if status:
             raise LoadError(
                 f"TMA descriptor refused by the driver: {self._describe(status)}; {dtype}, address {address:#x}, "
                 f"extents {list(extents)}, strides {list(strides)} B, box {list(box)}, swizzle {swizzle} B"
             )
-        encoded = bytearray(ctypes.string_at(tensor_map.getPtr(), 128))
+        encoded = ctypes.string_at(tensor_map.getPtr(), 128)
         if self._version <= 13030 and self.capability(device) >= 100:
             # Drivers up to CUDA 13.3 encode a small tensor that is not dense wrongly on Blackwell; clearing bit 85 is
             # NVIDIA's workaround (release notes of driver 595.71, "Known issues").
             span = sum((n - 1) * s for n, s in zip(extents[1:], strides, strict=True))
             if span < 128 * 1024:
-                encoded[10] &= ~0x20
-        return bytes(encoded)
+                encoded = encoded[:10] + bytes([encoded[10] & ~0x20]) + encoded[11:]
+        return encoded
 
 
 _SWIZZLES = {
