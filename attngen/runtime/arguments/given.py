@@ -19,7 +19,7 @@ class Given(NamedTuple):
 
     The order counts: first the tensors of the call itself (``TENSORS``), which stand in the same places in a list of
     addresses; then the variant's own; then what holds no tensor (``settings_of``), at whose end stands what a prepared
-    call depends on (``keyed_of``): lengths first, then what calls of any lengths depend on (``kind_settings_of``).
+    call depends on (``keyed_of``).
     """
 
     q: Any
@@ -39,12 +39,12 @@ class Given(NamedTuple):
     softmax_scale: Any = None
     return_lse: bool = False
     deterministic: bool = False
-    max_seqlen_q: Any = None
-    max_seqlen_k: Any = None
     form: str = "dense"  # dense | varlen | paged
     layout: str = "bshd"  # bshd | bhsd, varlen, or of a paged call NHD | HND
     backend: str | None = None
     package: str | None = None
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
     num_splits: Any = None
     split_size: Any = None
     out_dtype: Any = None  # of the output, where q is quantized
@@ -65,11 +65,9 @@ OTHERS: dict[str, Callable[[Given], tuple[Any, ...]]] = {
 
 #: Return the tensors of a call itself.
 tensors_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(len(TENSORS)))
-#: Return what of a call holds no tensor, what of that a prepared call depends on whatever it computes, and what of that
-#: is no length.
+#: Return what of a call holds no tensor, and what of that a prepared call depends on whatever it computes.
 settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["variant"], None))
-keyed_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["max_seqlen_q"], None))
-kind_settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["form"], None))
+keyed_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["form"], None))
 
 #: Makes a call of its fields in their order: with names it takes several times as long.
 make: Callable[[type[Given], tuple[Any, ...]], Given] = tuple.__new__

@@ -14,7 +14,7 @@ from torch import Tensor
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call, View
-from attngen.runtime.arguments.given import TENSORS, Given, kind_settings_of
+from attngen.runtime.arguments.given import TENSORS, Given
 from attngen.runtime.arguments.keys import NUMBERS, PLAIN, note
 
 #: Places of the vectors of lengths and offsets, and of other tensors, in ``Given``.
@@ -108,56 +108,52 @@ def kind_of(
 
     ``shape``, ``strides``: of q. ``common``: what the key has of the call beside tensors and settings.
     """
-    q, k, v, used, cu_q, table, out, arguments = (
-        given.q, given.k, given.v, given.seqused_k, given.cu_seqlens_q, given.page_table, given.out, given.arguments
+    q, k, v, used, cu_q, out, arguments = (
+        given.q, given.k, given.v, given.seqused_k, given.cu_seqlens_q, given.out, given.arguments
     )  # fmt: skip
-    device, rows, others = q.get_device(), shape[0], shape[1:]
-    at_q, at_k, at_v, *_ = addresses
+    k_shape, v_shape, device = k.shape, v.shape, q.get_device()
     keys = values = used_of = cu_q_of = cu_k_of = table_of = width = table_stride = rows_out = -1
     scales: tuple[tuple[bool, int], ...] = ()
     try:
-        k_shape, v_shape, pages = k.shape, v.shape, None
+        rows, pages = shape[0], None
         if k.get_device() != device or v.get_device() != device or q.is_neg() or k.is_neg() or v.is_neg():
             return None
-        if table is not None:  # of a cache, every extent counts
+        key: list[Any] = [
+            common, given.form, given.layout, given.backend, given.package, given.num_splits, given.split_size,
+            given.out_dtype, device, rows > 1, q.dtype, shape[1:], strides, k.dtype, k.stride(), v.dtype, v.stride(),
+            addresses[0] & 15, addresses[1] & 15, addresses[2] & 15, addresses[1] == addresses[2], used is None,
+            cu_q is None, out is None,
+        ]  # fmt: skip
+        if given.form == "paged":
+            key += (k_shape, v_shape)
+            addresses[_TABLE], table_of, width, table_stride = table_at(given.page_table, device)
             pages = k_shape[0]
-            addresses[_TABLE], table_of, width, table_stride = table_at(table, device)
         else:
             keys, values = k_shape[0], v_shape[0]
-            k_shape, v_shape = (k_shape[1:], keys > 1), (v_shape[1:], values > 1)
+            key += (k_shape[1:], v_shape[1:], keys > 1, values > 1)
             addresses[_CU_K], cu_k_of = vector_at(given.cu_seqlens_k, device)
-        key: tuple[Any, ...] = (
-            common, kind_settings_of(given), device, q.dtype, rows > 1, others, strides, k.dtype, k_shape, k.stride(),
-            v.dtype, v_shape, v.stride(), at_q & 15, at_k & 15, at_v & 15, at_k == at_v, used is None, cu_q is None,
-        )  # fmt: skip
         if out is not None:
-            of_out: list[Any] = [_OUT]
-            addresses[_OUT], rows_out = note_rows(of_out, out, device)
-            key += tuple(of_out)
+            addresses[_OUT], rows_out = note_rows(key, out, device)
         if used is not None:
             addresses[_SEQUSED_K], used_of = vector_at(used, device)
         if cu_q is not None:
             addresses[_CU_Q], cu_q_of = vector_at(cu_q, device)
         if given.k_descale is not None or given.q_descale is not None or given.v_descale is not None:
-            of_scales: list[Any] = []
             for place in _DESCALES:
                 scale = given[place]
                 if scale is not None:
-                    of_scales.append(place)
-                    addresses[place], of = note_scale(of_scales, scale, pages, device)
+                    key.append(place)
+                    addresses[place], of = note_scale(key, scale, pages, device)
                     if of is not None:
                         scales += (of,)
-            key += tuple(of_scales)
     except (UnlikeError, AttributeError, ValueError, IndexError, RuntimeError):  # also other ranks, and no memory
         return None
     if arguments:
-        of_arguments: list[Any] = []
         for name, value in arguments.items():
-            of_arguments.append(name)
+            key.append(name)
             if type(value) not in NUMBERS and isinstance(value, Tensor):
-                addresses.append(note(of_arguments, value))
-        key += tuple(of_arguments)
-    return key, (
+                addresses.append(note(key, value))
+    return tuple(key), (
         rows, keys, values, given.max_seqlen_q, given.max_seqlen_k, used_of, cu_q_of, cu_k_of, table_of, width,
         table_stride, rows_out, scales,
     )  # fmt: skip
