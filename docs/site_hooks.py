@@ -20,7 +20,7 @@ COPIED = ("LICENSE", "tuned/h100.yaml")
 
 _LINK = re.compile(r'(\]\(|src=")([^)"#:\s]+)')
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
-_ANCHOR = re.compile(r"(\]\([^)\s]*#)([^)\s]+)(\))")
+_FILE_NAME = re.compile(r"\[(?:docs/)?(\w+)\.md\]\(")
 
 
 def on_config(config: Any) -> Any:
@@ -52,7 +52,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Make links relative to the page's place on the site."""
+    """Make links relative to the page's place on the site, and name pages without ``.md``."""
     place = page.file.src_uri
     source = next((name for name, known in PAGES.items() if known == place), f"docs/{place}")
 
@@ -63,4 +63,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return match[1] + posixpath.relpath(target, posixpath.dirname(place) or ".")
 
     parts = _FENCE.split(markdown)
-    return "".join(part if part.startswith("```") else _LINK.sub(moved, part) for part in parts)
+    return "".join(
+        part if part.startswith("```") else _FILE_NAME.sub(r"[\1](", _LINK.sub(moved, part)) for part in parts
+    )
