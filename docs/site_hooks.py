@@ -59,7 +59,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     def moved(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
         target = "index.md" if target == "README.md" else target.removeprefix("docs/")
-        target = "examples/README.md" if target == "examples" else target
         return match[1] + posixpath.relpath(target, posixpath.dirname(place) or ".")
 
     parts = _FENCE.split(markdown)
