@@ -125,13 +125,15 @@ def variant(
     scalars: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Any] | None = None,
     dropout: bool = False,
+    keys: str | None = None,
 ) -> PythonVariant:
     """Return a variant of attention, to be passed to calls as ``variant=``.
 
     The arguments are the fields of a variant in a spec, described in docs/spec.md: ``mask`` is true where a query sees
     a key, ``score`` is the logit in terms of ``s``, ``sink`` a logit of each head without a key; ``let`` names values
     and functions, in order; ``scalars`` and ``tensors`` declare what a call passes, for example ``tensors={"window":
-    {"dtype": "int32", "shape": ["h"]}}``; ``dropout`` drops probabilities. Kernels that were built from a spec under
+    {"dtype": "int32", "shape": ["h"]}}``; ``dropout`` drops probabilities; with
+    ``keys="index"``, queries see only the keys that ``indices`` of the call lists. Kernels that were built from a spec under
     the same ``name``, with the same definition, serve its calls.
 
     Raises SpecError, which names the argument and marks the place in an expression. Warns about expressions that
@@ -139,7 +141,7 @@ def variant(
     """
     given = {
         "mask": mask, "score": score, "sink": sink, "let": let, "scalars": scalars, "tensors": tensors,
-        "dropout": None if dropout is False else dropout,
+        "dropout": None if dropout is False else dropout, "keys": keys,
     }  # fmt: skip
     named = {field: value for field, value in given.items() if value is not None}
     fields = {field: value for field, value in named.items() if not isinstance(value, Mapping) or value}

@@ -18,6 +18,7 @@ from attngen.lang.declarations import check_declarations, check_let_name
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, rewrite, tensors, walk
+from attngen.lang.listed import KEYS
 from attngen.lang.parser import Function, Scope, Written, lower, parse_syntax
 from attngen.lang.promotion import to_float, typed
 from attngen.lang.ranges import INT32, INT64, declared_ranges
@@ -161,19 +162,23 @@ def compile_variant(
     sink: str | float | None = None,
     dropout: bool = False,
     written: list[Written] | None = None,
+    keys: str | None = None,
 ) -> Variant:
     """Return the checked variant of a spec's fields.
 
     ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None means no sink; with
-    ``dropout`` the variant takes a rate and a state of random numbers besides its own arguments. ``let`` maps a name to
+    ``dropout`` the variant takes a rate and a state of random numbers besides its own arguments, and with ``keys`` the
+    tensors of ``lang.listed.KEYS``. ``let`` maps a name to
     a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
     (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field's serves otherwise.
     ``written`` takes the expressions with the value of each part (see ``doubts``).
 
     Raises SpecError, with one error for each field that is wrong (``each``).
     """
+    if keys is not None:
+        _refuse_listed(name, tensors, keys, locate, dropout=dropout)
     variant = _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH, written)
-    return with_dropout(variant) if dropout else variant
+    return with_listed(variant, keys, dropout=dropout)
 
 
 def restore_variant(data: VariantText | Mapping[str, Any]) -> Variant:
@@ -185,10 +190,41 @@ def restore_variant(data: VariantText | Mapping[str, Any]) -> Variant:
     scalars, tensors = text.scalars, text.tensors
     if text.dropout:
         scalars, tensors = scalars[:-1], tensors[:-1]
+    if text.keys is not None:
+        if text.keys not in KEYS:
+            raise SpecError(f"keys must be one of {', '.join(KEYS)}, got {text.keys!r}")
+        tensors = tensors[: -len(KEYS[text.keys])]
     expressions = (text.mask, text.score, text.sink)
     variant = _compile(text.name, *expressions, scalars, tensors, text.let, None, _RESTORED_LENGTH)
     restored = replace(variant, mask_text=text.mask_text, score_text=text.score_text, sink_text=text.sink_text)
-    return with_dropout(restored) if text.dropout else restored
+    return with_listed(restored, text.keys, dropout=text.dropout)
+
+
+def with_listed(variant: Variant, keys: str | None, *, dropout: bool) -> Variant:
+    """The variant with the tensors that list its keys, and with dropout, as far as it has these."""
+    if keys is not None:
+        variant = replace(variant, tensors=(*variant.tensors, *KEYS[keys]), keys=keys)
+    return with_dropout(variant) if dropout else variant
+
+
+def _refuse_listed(
+    name: str, tensors: Sequence[Tensor], keys: str, places: Mapping[str, Location] | None, *, dropout: bool
+) -> None:
+    """Raise SpecError for a tensor that has the name of one that ``keys`` adds, and for dropout."""
+    if dropout:
+        raise SpecError(
+            "dropout draws by the place of a key, which a list may name twice; leave out 'dropout' or 'keys'",
+            location=locate(places, "dropout"),
+            field="dropout",
+        )
+    for tensor in tensors:
+        if tensor.name in {own.name for own in KEYS[keys]}:
+            field = f"tensors.{tensor.name}"
+            raise SpecError(
+                f"variant '{name}' has 'keys: {keys}', which declares {tensor.name!r} itself; leave it out",
+                location=locate(places, field),
+                field=field,
+            )
 
 
 def with_dropout(variant: Variant) -> Variant:

@@ -34,6 +34,7 @@ class VariantText:
     sink: str | None = None
     sink_text: str | None = None
     dropout: bool = False
+    keys: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Variant:
     ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``. ``sink``
     is FLOAT over batch and head: a logit that every row has besides those of its keys, without a value; None for none.
     With ``dropout``, probabilities are dropped at the rate and with the random numbers that the last scalar and the
-    last tensor give (``lang.dropout``). Constant scalars are inlined in the expressions, but stay listed in
+    last tensor give (``lang.dropout``). ``keys`` says by which tensors, the last ones before that, a call lists the
+    keys of each query (``lang.listed``); None: a query sees all that the mask allows. Constant scalars are inlined in the expressions, but stay listed in
     ``scalars``. ``let`` keeps the named values of the spec, inlined as well, so that generated code can use the same
     names. The texts are the user's own.
     """
@@ -59,6 +61,7 @@ class Variant:
     sink: Expr | None = None
     sink_text: str | None = None
     dropout: bool = False
+    keys: str | None = None
 
     @property
     def masked(self) -> bool:
@@ -89,7 +92,7 @@ class Variant:
         """
         scalars = tuple(sorted(self.scalars, key=lambda s: s.name))
         tensors = tuple(sorted(self.tensors, key=lambda t: t.name))
-        return self.mask, self.score, self.sink, scalars, tensors, self.dropout
+        return self.mask, self.score, self.sink, scalars, tensors, self.dropout, self.keys
 
     def differences(self, other: Variant) -> list[tuple[str, str, str]]:
         """Each field in which two definitions differ, with the text of both variants."""
@@ -107,6 +110,7 @@ class Variant:
         summaries["score"] = "s" if self.score is None else canonical(self.score)
         summaries["sink"] = "none" if self.sink is None else canonical(self.sink)
         summaries["dropout"] = str(self.dropout).lower()
+        summaries["keys"] = self.keys or "all"
         summaries |= {f"scalars.{scalar.name}": scalar.summary() for scalar in self.scalars}
         return summaries | {f"tensors.{tensor.name}": tensor.summary() for tensor in self.tensors}
 
@@ -158,6 +162,7 @@ class Variant:
             "score_text": self.score_text,
             **({} if self.sink is None else {"sink": canonical(self.sink), "sink_text": self.sink_text}),
             **({"dropout": True} if self.dropout else {}),
+            **({} if self.keys is None else {"keys": self.keys}),
         }
 
 

@@ -88,6 +88,8 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
     """Return the plan of the first schedule of a spec's backend that takes it. ``named``: the spec names the backend,
     which accepts what another one would do more exactly."""
     refusals: list[PlanError] = []
+    if not candidates(spec, spec.backend or "") and spec.variant.keys is not None:
+        raise refuse(spec, "variant", _without_listed_keys(spec))
     if not candidates(spec, spec.backend or "") and spec.v_of_key:
         raise refuse(spec, "v", f"{spec.backend} has no kernel that takes the values from k; leave it out")
     if not candidates(spec, spec.backend or ""):
@@ -106,6 +108,16 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
             if error.message not in {refusal.message for refusal in refusals}:
                 refusals.append(error)
     raise _together(refusals)
+
+
+def _without_listed_keys(spec: KernelSpec) -> str:
+    """Why no kernel takes a variant whose calls list the keys of each query."""
+    keys = f"variant '{spec.variant.name}' has 'keys: {spec.variant.keys}'"
+    if spec.direction == "backward":
+        return f"{keys}, which has no backward; allowed: passes: forward"
+    if not spec.v_of_key:
+        return f"{keys}, which only kernels with 'v: key' take: head_dim {{qk: 576, v: 512}} or 512; the reference takes others"
+    return f"{keys}, of which {spec.backend} has no kernel; allowed: backend: cuda"
 
 
 def _check_layout(spec: KernelSpec, schedule: Schedule) -> None:

@@ -23,7 +23,8 @@ class Schedule:
     ``tunable`` yields specs with the choices among which ``attngen tune`` looks for the fastest, legal or not.
     ``keep_promises`` raises PlanError where results are less exact than another backend's; a spec must name the
     backend to accept that. ``layouts`` are those that it has kernels for; ``v_of_key``: v is the
-    first columns of k, so that it serves only specs that say so; ``split_kv``: blocks split the keys of a
+    first columns of k, so that it serves only specs that say so; ``listed_keys``: calls list the keys of each query,
+    so that it serves only variants with ``keys``; ``split_kv``: blocks split the keys of a
     sequence, so that it serves only specs that ask for this; ``split_tiles``: blocks can also split the keys of a tile
     of queries.
 
@@ -48,6 +49,7 @@ class Schedule:
     pipes: Callable[[Plan], Pipes] | None = None
     layouts: tuple[str, ...] = ("dense", "varlen")
     v_of_key: bool = False
+    listed_keys: bool = False
     split_kv: bool = False
     split_tiles: bool = False
     explanation: str = "attngen.tools.explain.schedule:ScheduleExplanation"

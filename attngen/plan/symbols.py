@@ -3,20 +3,21 @@
 Names of scalars, tensors and ``let`` values, and of the temporaries of a user's expressions, begin with ``PREFIX``.
 Nothing that a template, a header or a compiler defines does, so that no name of a spec meets another meaning: no name
 of a kernel, no macro, no word of C++ or Python. What belongs to a tensor follows the rule by which kernels name what
-belongs to theirs: as ``stride_q_h``, so ``stride_u_doc_0``. The rate and the state of dropout are arguments that no
-spec names, and templates do: these keep the names that kernels give to their own.
+belongs to theirs: as ``stride_q_h``, so ``stride_u_doc_0``. The rate and the state of dropout, and the keys of each
+query, are arguments that no spec names, and templates do: these keep the names that kernels give to their own.
 """
 
 from __future__ import annotations
 
 from attngen.lang.divisors import Divisor
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
+from attngen.lang.listed import INDICES, TOPK_LENGTH
 from attngen.lang.variant import Tensor
 
 #: Prefix of every user's name in a kernel.
 PREFIX = "u_"
 
-_OF_KERNELS = frozenset({DROPOUT_P.name, RNG_STATE.name})
+_OF_KERNELS = frozenset({DROPOUT_P.name, RNG_STATE.name, INDICES.name, TOPK_LENGTH.name})
 
 
 def argument_name(name: str) -> str:

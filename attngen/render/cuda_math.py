@@ -430,8 +430,17 @@ def _key_lines(plan: Plan, read: frozenset[str], held: Iterable[str]) -> list[St
     """Return the statements that say which key an element belongs to, as far as it is read, or a value of it."""
     lines = []
     if read & {"key", "kv", "kv_packed", *held}:
+        if plan.variant.keys is not None:  # a tile holds keys of any places
+            lines.append(int_constant("key", "{keys}[{i}]"))
+            return [*lines, *_key_places(read)]
         second = "{i} % 2" if plan.structure.lane_keys_apart == 1 else f"{plan.structure.lane_keys_apart} * ({{i}} % 2)"
         lines.append(int_constant("key", f"8 * ({{i}} / 2) + {second}", comment="from the first one of the lane"))
+    return [*lines, *_key_places(read)]
+
+
+def _key_places(read: frozenset[str]) -> list[Statement]:
+    """Statements that name the place of a key, as far as it is read, from its distance to the first one."""
+    lines = []
     if read & {"kv", "kv_packed"}:
         lines.append(int_constant("kv", "{kv_first} + {key}"))
     if "kv_packed" in read:

@@ -354,6 +354,7 @@ def _compile(
         score=model.score,
         sink=model.sink,
         dropout=model.dropout,
+        keys=model.keys,
         scalars=tuple(_scalar(key, scalar) for key, scalar in model.scalars.items() if not _is_learned(scalar)),
         tensors=(
             *(_tensor(key, tensor) for key, tensor in model.tensors.items()),

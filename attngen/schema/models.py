@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from attngen.formats import SCHEMA
+from attngen.lang.listed import KEYS
 from attngen.schema.fields import (
     Alignment,
     ArchName,
@@ -49,6 +50,7 @@ from attngen.schema.quoting import show
 
 Softmax = Annotated[str, Choice(("exact_max", "lazy", "fixed_reference", "bounded"))]
 ValuesOf = Annotated[str, Choice(("key",))]
+Keys = Annotated[str, Choice(tuple(KEYS))]
 Layout = Annotated[str, Choice(("dense", "varlen", "paged"))]
 Pass = Annotated[str, Choice(("forward", "backward"))]
 Backend = Annotated[str, Choice(("triton", "cuda"))]
@@ -159,6 +161,9 @@ class VariantModel(Model):
     softmax: Softmax | None = None
     softmax_scale: Annotated[float, Field(gt=0)] | None = None
     dropout: bool = Field(default=False, description="drop probabilities, at the rate `dropout_p` of the call")
+    keys: Keys | None = Field(
+        default=None, description="`index`: each query sees only keys that `indices` of the call lists"
+    )
 
 
 class HeadDimModel(Model):

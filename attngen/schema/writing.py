@@ -10,6 +10,7 @@ import yaml
 
 from attngen.formats import SCHEMA
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
+from attngen.lang.listed import KEYS
 from attngen.lang.printing import canonical
 from attngen.lang.variant import Scalar, Tensor, Variant
 
@@ -55,11 +56,14 @@ def declaration(variant: Variant) -> dict[str, Any]:
         fields["score"] = canonical(variant.score)
     if variant.sink is not None:
         fields["sink"] = canonical(variant.sink)
-    own = [s for s in variant.scalars if s != DROPOUT_P], [t for t in variant.tensors if t != RNG_STATE]
+    added = (RNG_STATE, *(KEYS[variant.keys] if variant.keys else ()))
+    own = [s for s in variant.scalars if s != DROPOUT_P], [t for t in variant.tensors if t not in added]
     if own[0]:
         fields["scalars"] = {scalar.name: _scalar(scalar) for scalar in own[0]}
     if own[1]:
         fields["tensors"] = {tensor.name: _tensor(tensor) for tensor in own[1]}
+    if variant.keys is not None:
+        fields["keys"] = variant.keys
     return {**fields, **({"dropout": True} if variant.dropout else {})}
 
 

@@ -14,6 +14,7 @@ from attngen.plan.schedules import (
     hopper_decode,
     hopper_forward,
     hopper_fp8,
+    hopper_indexed,
     hopper_mla,
     mma_backward,
     mma_forward,
@@ -31,6 +32,7 @@ _ROWS: list[Schedule] = [
     hopper_forward.SCHEDULE,
     hopper_decode.SCHEDULE,
     hopper_mla.SCHEDULE,
+    hopper_indexed.SCHEDULE,
     mma_forward.SCHEDULE,
     triton_forward.SCHEDULE,
     hopper_backward.SCHEDULE,
@@ -71,7 +73,11 @@ def backends(arch: Arch, direction: str) -> tuple[str, ...]:
 
 def candidates(spec: KernelSpec, backend: str) -> tuple[Schedule, ...]:
     """Return the schedules of a backend that suit a spec, the fastest first."""
-    rows = (row for row in schedules(spec.direction, backend=backend) if row.v_of_key == spec.v_of_key)
+    listed = spec.variant.keys is not None
+    rows = (
+        row for row in schedules(spec.direction, backend=backend)
+        if row.v_of_key == spec.v_of_key and row.listed_keys == listed
+    )  # fmt: skip
     suitable = [
         row for row in rows if row.split_kv == spec.split_kv and row.split_tiles >= spec.split_tiles and row.suits(spec)
     ]

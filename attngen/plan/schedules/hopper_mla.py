@@ -40,7 +40,7 @@ class HopperMla(HopperDecode):
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    if refused := _refusal(spec, arch):
+    if refused := refusal(spec, arch):
         raise refused
     packed = replace(spec, pack_gqa=True)
     iteration = iteration_of(packed)
@@ -139,7 +139,7 @@ def mla_pipes_of(plan: Plan) -> Pipes:
     return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands.k.bytes)
 
 
-def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
     if not arch.wgmma:
         return refuse(

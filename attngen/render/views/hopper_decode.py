@@ -79,7 +79,9 @@ class DecodeView:
     page_scales: bool
     head_scales: bool  # all values of a KV head share a scale
     descaled: tuple[str, ...]  # scales of Q and K that all rows of a work item share
+    rows_end: str  # packed rows of a work item's sequence
     biases: tuple[Bias, ...] = ()  # whose tiles come with those of K: none here
+    items: str = "cuda/decode/_items.cu.j2"  # what lists work items
 
 
 def decode_view(plan: Plan, template: str) -> DecodeView:
@@ -147,6 +149,7 @@ def split_view(plan: Plan, template: str, pipes: PipesView, texts: Mapping[str, 
         page_scales=plan.scale_block == PAGE_BLOCK,
         head_scales=plan.descaled and plan.scale_block != PAGE_BLOCK,
         descaled=_unit_scales(plan),
+        rows_end=f"{'work.seqlen_q' if ragged else 'seqlen_q'} * group",
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from attngen.dtypes import MERGED_ROWS
 from attngen.lang.divisors import reciprocal
+from attngen.lang.listed import INDICES
 from attngen.manifest import LaunchFields
 
 if TYPE_CHECKING:
@@ -60,17 +61,23 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
     each sequence. ``split_tiles`` tiles of keys are a split if the call fixes that, and 0 if blocks get equal shares; a
     sequence has at most ``max_splits`` of them. ``split_blocks`` are launched, in clusters of ``split_cluster``;
     partial results take ``split_slots`` places, and who comes last is found by ``split_counters``, which are 0 before
-    and after each launch; or ``merge_blocks`` add them up.
+    and after each launch; or ``merge_blocks`` add them up. Where each query has keys of its own, units have rows of one
+    query, of which there are as many as ``query_rows`` says, some of them without a head.
     """
     group = call.heads // max(call.kv_heads, 1)
-    blocks_of_rows = max(-(-call.seqlen_q * group // launch.tile_m), 1)
+    listed = call.variant.keys is not None
+    blocks_of_rows = max(-(-(group if listed else call.seqlen_q * group) // launch.tile_m), 1)
     together = blocks_of_rows
     if call.split_size and launch.row_blocks == 1:
         together = max(-(-group // launch.tile_m), _FIXED_ROW_WARPS)
     row_bits = min((together - 1).bit_length(), launch.row_warps.bit_length() - 1)
     row_units = -(-blocks_of_rows // (1 << row_bits))
+    query_rows = row_units * launch.tile_m << row_bits
+    if listed:
+        row_units *= call.seqlen_q
     units = call.batch * call.kv_heads * row_units
-    kv_tiles = max(-(-call.seqlen_k // launch.tile_n), 1)
+    keys = call.tensors[INDICES.name].shape[-1] if listed else call.seqlen_k
+    kv_tiles = max(-(-keys // launch.tile_n), 1)
     split_tiles = 0
     if call.split_size:
         split_tiles = -(-call.split_size // launch.tile_n)
@@ -91,6 +98,7 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
         "row_bits": row_bits,
         "row_warps": 1 << row_bits,
         "row_units": row_units,
+        "query_rows": query_rows,
         "split_tiles": split_tiles,
         "max_splits": max_splits,
         "split_blocks": blocks,
@@ -99,7 +107,8 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
         "split_counters": units * (1 if shared else cluster) if split_tiles else 0 if merged else blocks,
         "merge_blocks": blocks // cluster * (launch.tile_m << row_bits) // MERGED_ROWS if merged else 0,
     }
-    for name, divisor in (("batch", call.batch), ("row_units", row_units), ("split_tiles", split_tiles)):
+    divisors = {"batch": call.batch, "row_units": row_units, "query_rows": query_rows, "split_tiles": split_tiles}
+    for name, divisor in divisors.items():
         sizes[f"{name}_reciprocal"] = reciprocal(divisor)
     return sizes
 

@@ -22,6 +22,7 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.descales import dequantized
 from attngen.runtime.arguments.dropout import kept, rate_of
 from attngen.runtime.reference.anchor import with_zero_gradients
+from attngen.runtime.reference.listed import listed
 from attngen.runtime.reference.sinks import sinks
 
 #: Elements of the score matrix that are held at a time: some megabytes for a CPU's caches, more to fill a GPU.
@@ -327,6 +328,8 @@ def scores_of(
     shape = (q.shape[0], q.shape[1], seqlen_k)
     shown = evaluate(call.variant.mask, names, tensors, float_dtype=compute, checked=not smooth)
     visible = _truth(shown, shape, q.device)
+    if call.variant.keys is not None:
+        visible = visible & (listed(call, sequence.index, rows, seqlen_k) > 0)
     logits = _product(q, keys.k, keys.odd_k, visible) * call.scale
     scores = _scores(call.variant, logits, visible, names, tensors, compute, checked=not smooth)
     visible = visible & (scores != -math.inf)  # a score may hide a pair too
@@ -356,6 +359,8 @@ def probabilities_of(
     peak = torch.where(peak == -math.inf, 0.0, peak)
     # Twice: exp must see no −inf, whose gradient would be NaN against an infinite one from above.
     weights = torch.where(visible, torch.exp(torch.where(visible, scores - peak, 0.0)), 0.0)
+    if call.variant.keys is not None:
+        weights = weights * listed(call, sequence.index, rows, visible.shape[-1])
     total = weights.sum(dim=-1, keepdim=True)
     dead = ~visible.any(dim=-1, keepdim=True)
     if sink is not None:

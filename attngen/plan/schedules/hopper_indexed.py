@@ -1,0 +1,158 @@
+"""The Hopper forward of latent attention over keys that calls list by index, for each query.
+
+A work item is a query with up to 128 of its heads; a tile of keys is 64 entries of its list, whose rows warps gather.
+Consumers work as in ``hopper_mla``, and blocks share work items and their tiles as there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attngen.arch import Arch
+from attngen.dtypes import MERGED_ROWS
+from attngen.errors import PlanError
+from attngen.manifest import GRID, MERGED, Argument, Workspace
+from attngen.plan import arguments, naming
+from attngen.plan.allowances import MLA_SPILLS, SPILLS
+from attngen.plan.choices import SECTION_BYTES, iteration_of, refuse
+from attngen.plan.draft import drafted
+from attngen.plan.layouts import LAYOUTS
+from attngen.plan.model import Columns, Launch, Plan
+from attngen.plan.operands import operands_of
+from attngen.plan.pipes import ROW_PADDING, Pipes
+from attngen.plan.schedule import Schedule
+from attngen.plan.schedules import hopper_mla
+from attngen.plan.schedules.forward_memory import BOX_BYTES
+from attngen.plan.schedules.hopper_forward import keep_promises
+from attngen.plan.schedules.hopper_mla import HopperMla
+from attngen.plan.schedules.indexed_pipes import indexed_pipes
+from attngen.plan.schedules.mla_pipes import CONSUMERS, KEYS, ROWS, TILES
+from attngen.schema.expand import KernelSpec
+
+_REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
+_PAIR = 2  # most blocks of a cluster, which then hold the heads of a work item
+_WARPS = 12
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    if refused := _refusal(spec, arch):
+        raise refused
+    packed = replace(spec, pack_gqa=True)
+    iteration = iteration_of(packed)
+    element = operands_of(spec).shared("q", "k", "v", "p")
+    pipes = _pipes(spec.head_dim_qk, spec.head_dim_v, element.bytes)
+    structure = HopperMla(
+        persistent=True,
+        shared=pipes.regions,
+        warp_roles=pipes.roles,
+        consumers=CONSUMERS,
+        loaders=4,
+        cluster=_PAIR,
+        box_bytes=BOX_BYTES[0],
+        least_tiles=2,
+        cut_tiles=2,
+        key_bytes=element.bytes,
+        whole_tiles=64,
+        merged_rows=MERGED_ROWS,
+    )
+    planned = drafted(
+        spec,
+        label="indexed",
+        width=f"c{CONSUMERS}",
+        tile_map=False,
+        alignment=16,
+        columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
+        columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
+        backend="cuda",
+        schedule="hopper_indexed",
+        loads="pointer",
+        q_operand="shared",
+        tile_m=ROWS,
+        tile_n=KEYS,
+        stages=TILES,
+        num_warps=_WARPS,
+        max_registers=None,
+        iteration="ranges" if iteration == "ranges" else "classified",
+        mask_code="branch",
+        softmax="exact_max",
+        section_bytes=SECTION_BYTES,
+        structure=structure,
+        pack_gqa=True,
+    )
+    of_s, of_o = spec.head_dim_qk // element.mma_k, KEYS // element.mma_k
+    forward = Launch(
+        "forward", planned.name, GRID, ROWS, KEYS, TILES, planned.num_warps, planned.iteration, _arguments(planned),
+        persistent=True, cluster=_PAIR, row_warps=_PAIR, row_blocks=_PAIR, pdl=True,
+        shared_bytes=structure.shared_bytes, products=2 * of_s + 5 * of_o, max_spills=MLA_SPILLS.bytes,
+    )  # fmt: skip
+    merge = Launch(
+        "merge", naming.launch_name(planned.name, "merge"), MERGED, ROWS, KEYS, 1,
+        MERGED_ROWS * spec.head_dim_v // 4 // 32, planned.iteration, forward.arguments, row_warps=_PAIR,
+        row_blocks=_PAIR, pdl=True, max_spills=SPILLS.bytes,
+    )  # fmt: skip
+    partials = ("split_slots", "row_warps", ROWS * (spec.head_dim_v + ROW_PADDING))
+    workspaces = Workspace("partials", "fp32", (partials,)), Workspace("begun", "i32", (("split_blocks", 2),))
+    return planned.with_launches(forward, merge, workspaces=workspaces)
+
+
+def _arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Arguments of the kernel: those of ``hopper_mla`` with k by address, and the rows of a query."""
+    ragged = plan.ragged_queries
+    return (
+        arguments.pointer(plan, "q"),
+        arguments.pointer(plan, "k"),
+        arguments.pointer(plan, "out"),
+        arguments.row_pointer("lse"),
+        Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
+        Argument("begun_ptr", "pointer", "*i32", of="begun", divisibility=8),
+        Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
+        *arguments.lengths(plan),
+        *arguments.tensor_pointers(plan.variant),
+        *arguments.strides_of(plan, ("q", "k")),
+        *arguments.strides_of(plan, ("out",), promised=False),
+        *arguments.tensor_shapes(plan.variant),
+        *map(arguments.size, ("batch", "heads", "kv_heads", "group", "query_rows", "row_bits", "row_units")),
+        *map(arguments.size, ("split_tiles", "max_splits")),
+        *arguments.reciprocals("batch", "query_rows", "row_units", "split_tiles"),
+        arguments.size("max_seqlen_q" if ragged else "seqlen_q", "seqlen_q"),
+        arguments.size("max_seqlen_k", "seqlen_k"),
+        *map(arguments.size, ("total_q", "total_k")),
+        *arguments.page_sizes(plan),
+        *(arguments.reciprocals("page_size") if plan.key_access == "paged" else ()),
+        arguments.scale(),
+        *arguments.scalar_arguments(plan),
+        *arguments.presence(plan, ("lse", "seqused_k")),
+    )
+
+
+def _pipes(head_dim_qk: int, head_dim_v: int, element_bytes: int) -> Pipes:
+    return indexed_pipes(qk=head_dim_qk, v=head_dim_v, element=element_bytes, registers=_REGISTERS)
+
+
+def indexed_pipes_of(plan: Plan) -> Pipes:
+    """Return the pipes of a planned kernel."""
+    return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands.k.bytes)
+
+
+def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+    """Reason why the schedule cannot serve a spec, or None."""
+    if spec.loads == "descriptor":
+        return refuse(spec, "loads", "keys by index are gathered by address; allowed: pointer")
+    return hopper_mla.refusal(replace(spec, loads=None), arch)
+
+
+SCHEDULE = Schedule(
+    name="hopper_indexed",
+    backend="cuda",
+    direction="forward",
+    template="cuda/indexed/kernel.cu.j2",
+    view="attngen.render.views.hopper_indexed:indexed_view",
+    supports=lambda arch: arch.wgmma,
+    plan=_plan,
+    keep_promises=keep_promises,
+    pipes=indexed_pipes_of,
+    layouts=tuple(LAYOUTS),
+    v_of_key=True,
+    listed_keys=True,
+    split_kv=True,
+)

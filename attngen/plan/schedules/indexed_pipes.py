@@ -1,0 +1,64 @@
+"""The pipes of the Hopper kernels whose calls list the keys of each query: warps gather rows of K, thread by thread."""
+
+from __future__ import annotations
+
+from attngen.plan.pipes import BARRIER_BYTES, WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
+from attngen.plan.schedules.decode_pipes import COUNT_BYTES, WALK_BYTES
+from attngen.plan.schedules.mla_pipes import BOX_COLUMNS, CONSUMERS, HALF_BOXES, KEYS, ROWS, TILES
+
+#: Shared memory in its order: matrices first, which need the most alignment, and words last.
+_ORDER = ("q", "values", "more", "p", "row_max", "sums", "keys", "barriers", "begin", "last", "counts")
+_WARPS = WARPGROUP * (CONSUMERS + 1)
+_WORD = 4
+_GATHERED = "each thread of the loaders, when its copies have landed"
+
+
+def indexed_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) -> Pipes:
+    """Pipes of a kernel with rows of ``qk`` columns, the first ``v`` of them values, of ``element`` bytes.
+
+    ``registers`` are those of a thread of the loaders, and of a consumer.
+    """
+    box = KEYS * BOX_COLUMNS * element
+    threads = 32 * WARPGROUP
+    others = {
+        "p": ROWS * KEYS * element,
+        "row_max": ROWS * _WORD,
+        "sums": CONSUMERS * ROWS * _WORD,
+        "keys": TILES * KEYS * _WORD,
+        "begin": WALK_BYTES,
+        "last": BARRIER_BYTES,
+        "counts": _WARPS * COUNT_BYTES,
+    }
+
+    def ring(name: str, stages: int, boxes: int, what: str, readers: str) -> Ring:
+        return Ring(
+            name, stages, "the loaders", readers,
+            guards=f"{what} of a tile stay until their consumer has multiplied them",
+            full=Signal(threads, _GATHERED, "rows of the listed keys have landed"),
+            empty=Signal(WARPGROUP, "each warp of a consumer", "the consumer has multiplied them for the last time"),
+            stored=((name, boxes * box),),
+        )  # fmt: skip
+
+    more = (qk - v) // BOX_COLUMNS
+    producer, consumer = registers
+    first = WARPGROUP * CONSUMERS
+    return Pipes(
+        (
+            Ring(
+                "q", 1, "the loaders", "both consumers",
+                guards="Q of a work item stays until both consumers have multiplied it with their last tile",
+                full=Signal(threads, _GATHERED, "Q of a work item has landed"),
+                empty=Signal(CONSUMERS * WARPGROUP, "each warp of both consumers", "the last S of an item is computed"),
+                stored=(("q", ROWS * qk * element),),
+            ),
+            ring("values", CONSUMERS * TILES, HALF_BOXES, "the columns of a half of the values", "both consumers"),
+            *([ring("more", TILES, more, "columns that are no values", "the consumer of the tile")] if more else []),
+        ),
+        named=(
+            NamedBarrier("consumers", 1, 1, CONSUMERS * threads, "row sums are there, or have been read"),
+            NamedBarrier("published", 2, 2, CONSUMERS * threads, "P of a consumer's tile is in shared memory"),
+        ),
+        roles=(Role("consumers", 0, first, consumer), Role("loaders", first, WARPGROUP, producer)),
+        order=_ORDER,
+        others=tuple(others.items()),
+    )  # fmt: skip
