@@ -1,4 +1,4 @@
-"""FlashMLA's dense decoding, argument for argument, on attngen's kernels: replace one import.
+"""FlashMLA's dense decoding and sparse prefill, argument for argument, on attngen's kernels: replace one import.
 
 The forms are those of https://github.com/deepseek-ai/FlashMLA. Values are the first ``head_dim_v`` columns of the
 cache, which kernels of specs with ``v: key`` read once. Blocks share the keys of sequences by the lengths on the GPU,
@@ -8,26 +8,28 @@ graph may capture a call whose lengths change later.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.integrations.choice import Candidate, Pages, attend
-from attngen.integrations.flash_arguments import GATHERED_KEYS, contiguous_rows, refuse, tensor
+from attngen.integrations.flash_arguments import contiguous_rows, refuse, tensor
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 #: The shipped spec that builds what these functions ask for.
 SPEC = "flash_mla"
 
 _QUANTIZED = "kernels of latent caches in 8 bits do not exist"
+_SLOTS = "flash_mla_sparse_fwd takes indices, over the rows of a cache in 16 bits as one tensor: k_cache.view(-1, 1, 576)"
 _REASONS = {
     "is_fp8_kvcache": _QUANTIZED, "descale_q": _QUANTIZED, "descale_k": _QUANTIZED, "kv_format": _QUANTIZED,
-    "indices": GATHERED_KEYS, "extra_indices_in_kvcache": GATHERED_KEYS, "extra_k_cache": GATHERED_KEYS,
-    "topk_length": GATHERED_KEYS, "extra_topk_length": GATHERED_KEYS,
-    "attn_sink": "sinks go with indices here, and no kernel gathers keys by index",
+    "indices": _SLOTS, "extra_indices_in_kvcache": _SLOTS, "extra_k_cache": _SLOTS, "topk_length": _SLOTS,
+    "extra_topk_length": _SLOTS, "attn_sink": _SLOTS,
 }  # fmt: skip
 
 
@@ -74,7 +76,7 @@ def flash_mla_with_kvcache(
     16. ``tile_scheduler_metadata``, ``num_splits`` and ``use_legacy`` change no result; with
     ``enable_batch_invariant`` one block takes a sequence, and the bits of a row depend on that alone.
 
-    Sparse forms and caches in 8 bits are refused with NoKernelError. Raises CallError for arguments that disagree.
+    Indices, and caches in 8 bits, are refused with NoKernelError. Raises CallError for arguments that disagree.
     """
     del tile_scheduler_metadata, num_splits, use_legacy
     refuse(
@@ -95,3 +97,54 @@ def flash_mla_with_kvcache(
         softmax_scale=softmax_scale, seqused_k=tensor("cache_seqlens", cache_seqlens), return_lse=True,
     )  # fmt: skip
     return out, lse
+
+
+#: Largest sink of a kernel: in units of log2 it is a float32, too, and every logit is negligible beside it.
+_LARGEST_SINK = 1e38
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+) -> tuple[Tensor, None, Tensor]:
+    """Attention of q (s_q, h, 576) to the rows of kv (s_kv, 1, 576) that ``indices`` (s_q, 1, topk) lists for each query.
+
+    Returns the output (s_q, h, ``d_v``), None for the largest logits, which no kernel stores, and the log-sum-exp (s_q,
+    h) in float32, natural, −inf for a query without a key. Entries below 0, or not below s_kv, name no row and are not
+    followed. ``topk_length`` (s_q,) int32 counts the entries of each query that matter. ``attn_sink`` (h,) float32 is a
+    logit without a value, which the log-sum-exp leaves out: it is taken from the sum
+    with the sink, and is −inf where float32 has the sink alone. topk and the number of heads may be any; head dims 512/512
+    are taken as well. Rows of a paged cache in 16 bits are one tensor, whose indices are ``block * block_size + row``.
+
+    Raises CallError for arguments that disagree.
+    """
+    shapes = {"q": (q, "(s_q, heads, head_dim)"), "kv": (kv, "(s_kv, 1, head_dim)"), "indices": (indices, "(s_q, 1, topk)")}
+    for name, (given, form) in shapes.items():
+        if tensor(name, given).dim() != 3:
+            raise CallError(f"{name} must have shape {form}, got {tuple(given.shape)}")
+    if kv.shape[1] != 1 or indices.shape[1] != 1:
+        raise CallError(f"kv and indices must have one KV head, got {kv.shape[1]} and {indices.shape[1]}")
+    if not 0 < d_v <= kv.shape[-1]:
+        raise CallError(f"d_v is {d_v}, but kv has {kv.shape[-1]} columns")
+    queries, heads = q.shape[0], q.shape[1]
+    if topk_length is None:
+        topk_length = torch.full((queries,), indices.shape[-1], dtype=torch.int32, device=q.device)
+    q, kv, indices = contiguous_rows(q=q, kv=kv, indices=indices)
+    own = {"indices": indices[:, 0][None], "topk_length": tensor("topk_length", topk_length)[None]}
+    if attn_sink is not None:
+        if tensor("attn_sink", attn_sink).shape != (heads,):
+            raise CallError(f"attn_sink must have shape ({heads},), got {tuple(attn_sink.shape)}")
+        own["sinks"] = attn_sink.clamp(max=_LARGEST_SINK)
+    out, lse = attend(
+        [Candidate("listed_keys" if attn_sink is None else "listed_keys_sink", own)], q[None], kv[None],
+        kv[None, ..., :d_v], spec=SPEC, softmax_scale=sm_scale, return_lse=True,
+    )  # fmt: skip
+    if attn_sink is not None:  # what is left of the sum without the sink
+        share = -torch.expm1((own["sinks"][:, None] - lse).clamp(max=0.0))
+        lse = torch.where(lse == -math.inf, lse, lse + torch.log(share))
+    return out[0], None, lse[0].T

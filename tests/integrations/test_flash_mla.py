@@ -9,7 +9,7 @@ import torch
 
 import attngen
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from attngen.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from tests.runtime.pages import cache
 
 HEADS, DIM = 3, 24  # of the reference, which takes any
@@ -50,6 +50,47 @@ def test_sparse_forms_and_8_bits_are_refused_by_name(changed: dict[str, Any]) ->
     c, q = given()
     with pytest.raises(NoKernelError, match=f"{next(iter(changed))} is not supported"):
         flash_mla_with_kvcache(q, c.k_pages, c.page_table, c.seqused_k, DIM_V, None, **changed)
+
+
+def sparse_given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(4)
+    q, kv = torch.randn(5, HEADS, DIM, dtype=torch.float64), torch.randn(40, 1, DIM, dtype=torch.float64)
+    indices = torch.stack([torch.randperm(60)[:12] - 8 for _ in range(5)]).int()[:, None]
+    indices[3] = -1
+    return q, kv, indices, torch.tensor([12, 7, 0, 12, 30], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("sinks", [None, [-1.0, 2.0, -torch.inf], [torch.inf, 0.0, 3.0]])
+def test_sparse_prefill_against_plain_torch(counted: bool, sinks: list[float] | None) -> None:
+    """A query attends to the rows of its list; what names no row, or comes after the counted entries, does not matter."""
+    q, kv, indices, counts = sparse_given()
+    sink = None if sinks is None else torch.tensor(sinks)
+    out, largest, lse = flash_mla_sparse_fwd(q, kv, indices, 0.3, DIM_V, sink, counts if counted else None)
+    assert (out.shape, largest, lse.shape) == ((5, HEADS, DIM_V), None, (5, HEADS))
+    for i in range(5):
+        listed = indices[i, 0, : counts[i] if counted else None]
+        rows = kv[listed[(listed >= 0) & (listed < 40)].long(), 0]
+        logits = 0.3 * q[i] @ rows.T
+        exact = logits.logsumexp(-1)
+        if sink is not None:  # a sink that is all of the sum leaves nothing of it
+            exact = torch.where(sink == torch.inf, -torch.inf, exact)
+        torch.testing.assert_close(lse[i], exact, check_dtype=False, rtol=1e-5, atol=1e-5)
+        total = logits.logsumexp(-1) if sink is None else torch.logaddexp(logits.logsumexp(-1), sink.double())
+        wanted = (logits - total[:, None]).exp() @ rows[:, :DIM_V] if rows.numel() else torch.zeros(HEADS, DIM_V)
+        torch.testing.assert_close(out[i], wanted, check_dtype=False)
+
+
+def test_arguments_of_sparse_prefill_that_disagree_are_named() -> None:
+    q, kv, indices, _ = sparse_given()
+    with pytest.raises(CallError, match=r"q must have shape \(s_q, heads, head_dim\)"):
+        flash_mla_sparse_fwd(q[None], kv, indices, 1.0, DIM_V)
+    with pytest.raises(CallError, match="must have one KV head, got 1 and 2"):
+        flash_mla_sparse_fwd(q, kv, indices.expand(5, 2, 12), 1.0, DIM_V)
+    with pytest.raises(CallError, match="d_v is 99, but kv has 24 columns"):
+        flash_mla_sparse_fwd(q, kv, indices, 1.0, 99)
+    with pytest.raises(CallError, match=r"attn_sink must have shape \(3,\)"):
+        flash_mla_sparse_fwd(q, kv, indices, 1.0, DIM_V, torch.zeros(4))
 
 
 def test_arguments_that_disagree_are_named() -> None:
