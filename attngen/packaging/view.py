@@ -45,6 +45,8 @@ class VariantView:
             parts.append(f"score `{canonical(variant.score)}`")
         if variant.sink is not None:
             parts.append(f"sink `{canonical(variant.sink)}`")
+        if variant.keys is not None:
+            parts.append("keys by `indices`")
         if variant.dropout:
             parts.append("dropout at the rate `dropout_p`")
         if variant.dropout:

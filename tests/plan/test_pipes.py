@@ -13,6 +13,7 @@ from attngen.plan import Plan
 from attngen.plan.pipes import Event, Pipes, Ring, Signal
 from attngen.plan.schedules import named
 from attngen.plan.schedules.decode_pipes import decode_pipes
+from attngen.plan.schedules.indexed_pipes import indexed_pipes
 from attngen.plan.schedules.mla_pipes import mla_pipes
 from attngen.render import render
 from attngen.resources import root, templates_dir
@@ -139,6 +140,7 @@ def table(pipes: Pipes) -> str:
         pytest.param(partial(declared.cluster, 3, 3, 4, ordered=True), id="cluster"),
         pytest.param(partial(decode_pipes, warps=8, stages=24, stage=8192, merge=34816, q=0), id="decode"),
         pytest.param(partial(mla_pipes, qk=576, v=512, element=2, registers=(56, 224)), id="mla"),
+        pytest.param(partial(indexed_pipes, qk=576, v=512, element=2, registers=(56, 224)), id="indexed"),
     ],
 )
 def test_the_docs_have_the_table_that_is_declared(declare: partial[Pipes]) -> None:
