@@ -1,0 +1,147 @@
+"""Calls that list the keys of each query, on the reference: against plain torch, and what is refused; shares of work."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngen
+from attngen.errors import CallError, NoKernelError, SpecError
+from attngen.lang.check import restore_variant
+from attngen.lang.variant import Variant
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.geometry.splits import Capacity, split_sizes
+from tests.runtime.pages import cache, starts_of
+from tests.runtime.support import FakeDriver, variant
+
+LISTED, COUNTED = variant("listed", None, keys="index"), variant("counted", None, keys="counted_index")
+CAUSAL = variant("listed_causal", keys="index")
+INDICES = torch.tensor(
+    [[0, 3, -1, 8], [2, 2, 1, 100], [7, 7, 7, 7], [0, 1, 2, 3], [-5, -1, 9, -(2**31)]], dtype=torch.int32
+)
+
+
+def inputs(keys: int = 9, dims: int = 16) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(1, 5, 4, dims, dtype=torch.float64), torch.randn(1, keys, 2, dims, dtype=torch.float64)
+
+
+def expected(q: Tensor, k: Tensor, seen: list[int], h: int, row: int) -> tuple[Tensor, Tensor]:
+    rows = k[0, seen, h // 2]
+    logits = rows @ q[0, row, h] * q.shape[-1] ** -0.5
+    return logits.softmax(-1) @ rows, logits.logsumexp(-1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_query_sees_the_keys_of_its_list_each_as_often_as_it_stands_there(causal: bool) -> None:
+    q, k = inputs()
+    out, lse = attngen.attention(
+        q, k, k, variant=CAUSAL if causal else LISTED, indices=INDICES[None], return_lse=True
+    )
+    for row, entries in enumerate(INDICES.tolist()):
+        seen = [key for key in entries if 0 <= key < 9 and (not causal or key <= row + 4)]
+        for h in range(4):
+            if not seen:
+                assert out[0, row, h].abs().max() == 0
+                assert lse[0, h, row] == -torch.inf
+                continue
+            o, total = expected(q, k, seen, h, row)
+            torch.testing.assert_close(out[0, row, h], o)
+            torch.testing.assert_close(lse[0, h, row], total)
+
+
+def test_entries_after_the_counted_ones_do_not_matter() -> None:
+    q, k = inputs()
+    length = torch.tensor([[2, 1, 0, -3, 2**31 - 1]], dtype=torch.int32)
+    cut = INDICES.clone()
+    for row, count in enumerate(length[0].tolist()):
+        cut[row, max(min(count, 4), 0) :] = -1
+    counted = attngen.attention(q, k, k, variant=COUNTED, indices=INDICES[None], topk_length=length)
+    torch.testing.assert_close(counted, attngen.attention(q, k, k, variant=LISTED, indices=cut[None]))
+
+
+def test_keys_that_no_list_names_may_be_nan() -> None:
+    q, k = inputs()
+    wanted = attngen.attention(q, k, k, variant=LISTED, indices=INDICES[None])
+    k[:, [4, 5, 6]] = torch.nan
+    torch.testing.assert_close(attngen.attention(q, k, k, variant=LISTED, indices=INDICES[None]), wanted)
+
+
+def test_packed_and_paged_calls_list_places_in_a_sequence() -> None:
+    lengths = [9, 4]
+    c = cache(lengths, 4, kv_heads=1, head_dim=16, dtype=torch.float64)
+    torch.manual_seed(1)
+    q, indices = torch.randn(2, 3, 4, 16, dtype=torch.float64), torch.randint(-2, 11, (2, 3, 6), dtype=torch.int32)
+    paged = attngen.attention_paged(
+        q, c.k_pages, c.k_pages, c.page_table, c.seqused_k, variant=CAUSAL, indices=indices
+    )
+    starts_q, starts_k = starts_of([3, 3]), starts_of(lengths)
+    k = torch.cat(list(c.keys))
+    packed = attngen.attention_varlen(q.flatten(0, 1), k, k, starts_q, starts_k, 3, 9, variant=CAUSAL, indices=indices)
+    torch.testing.assert_close(paged.flatten(0, 1), packed)
+    for b, length in enumerate(lengths):
+        rows = k[starts_k[b] : starts_k[b] + length][None]
+        one = attngen.attention(q[b : b + 1], rows, rows, variant=CAUSAL, indices=indices[b : b + 1])
+        torch.testing.assert_close(paged[b : b + 1], one)
+
+
+def test_the_reference_is_differentiable() -> None:
+    q, k = inputs()
+    q.requires_grad_()
+    k.requires_grad_()
+    attngen.attention(q, k, k, variant=LISTED, indices=INDICES[None]).sum().backward()
+    assert k.grad is not None
+    assert (k.grad[0].abs().amax((1, 2)) > 0).tolist() == [key in {0, 1, 2, 3, 7, 8} for key in range(9)]
+
+
+def test_a_variant_keeps_its_keys() -> None:
+    for made in (LISTED, COUNTED, CAUSAL):
+        assert restore_variant(made.to_dict()) == made
+    assert LISTED.definition != Variant("listed", tensors=LISTED.tensors).definition
+    assert attngen.variant(keys="index", name="listed").value == LISTED
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"keys": "indx"}, "did you mean 'index'"),
+        ({"keys": "index", "dropout": True}, "leave out 'dropout' or 'keys'"),
+        ({"keys": "index", "tensors": {"indices": {"dtype": "int32", "shape": ["h"]}}}, "declares 'indices' itself"),
+    ],
+)
+def test_variants_that_contradict_themselves(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        attngen.variant(**fields)
+
+
+def test_calls_that_are_wrong() -> None:
+    q, k = inputs()
+    with pytest.raises(CallError, match="missing 'indices'"):
+        attngen.attention(q, k, k, variant=LISTED)
+    with pytest.raises(CallError, match="must have dtype torch.int32"):
+        attngen.attention(q, k, k, variant=LISTED, indices=INDICES[None].long())
+    with pytest.raises(CallError, match="axis 1 must be seqlen_q = 5"):
+        attngen.attention(q, k, k, variant=LISTED, indices=INDICES[None, :3])
+
+
+def test_no_kernel_can_be_built_for_other_head_dims(gpu: FakeDriver) -> None:
+    q, k = (tensor.bfloat16() for tensor in inputs())
+    with pytest.raises(NoKernelError, match="No kernel can be built for keys by index"):
+        attngen.attention(q, k, k, variant=LISTED, indices=INDICES[None])
+
+
+@pytest.mark.parametrize(
+    ("heads", "bits", "units", "rows"), [(1, 0, 1, 64), (64, 0, 1, 64), (65, 1, 1, 128), (128, 1, 1, 128), (200, 1, 2, 256)]
+)
+def test_work_items_have_heads_of_one_query(heads: int, bits: int, units: int, rows: int) -> None:
+    """And tiles of its list, however many keys there are."""
+    launch: Any = SimpleNamespace(tile_m=64, tile_n=64, row_warps=2, row_blocks=2, cluster=2)
+    q, k = torch.zeros(2, 7, heads, 16), torch.zeros(2, 5000, 1, 16)
+    call = bind(LISTED, q, k, k, None, arguments={"indices": torch.zeros(2, 7, 130, dtype=torch.int32)})
+    sizes = split_sizes(launch, call, Capacity(132, 66))
+    assert (sizes["row_bits"], sizes["row_units"], sizes["query_rows"]) == (bits, 7 * units, rows)
+    assert sizes["split_blocks"] == min(132 >> bits, 2 * 7 * units * 3 // 2) << bits
