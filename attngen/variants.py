@@ -132,9 +132,9 @@ def variant(
     The arguments are the fields of a variant in a spec, described in docs/spec.md: ``mask`` is true where a query sees
     a key, ``score`` is the logit in terms of ``s``, ``sink`` a logit of each head without a key; ``let`` names values
     and functions, in order; ``scalars`` and ``tensors`` declare what a call passes, for example ``tensors={"window":
-    {"dtype": "int32", "shape": ["h"]}}``; ``dropout`` drops probabilities; with
-    ``keys="index"``, queries see only the keys that ``indices`` of the call lists. Kernels that were built from a spec under
-    the same ``name``, with the same definition, serve its calls.
+    {"dtype": "int32", "shape": ["h"]}}``; ``dropout`` drops probabilities; with ``keys="index"``, queries see only the
+    keys that ``indices`` of the call lists. Kernels that were built from a spec under the same ``name``, with the same
+    definition, serve its calls.
 
     Raises SpecError, which names the argument and marks the place in an expression. Warns about expressions that
     are legal but probably mistakes, such as a condition that is never true.

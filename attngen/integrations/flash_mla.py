@@ -25,7 +25,9 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"
 SPEC = "flash_mla"
 
 _QUANTIZED = "kernels of latent caches in 8 bits do not exist"
-_SLOTS = "flash_mla_sparse_fwd takes indices, over the rows of a cache in 16 bits as one tensor: k_cache.view(-1, 1, 576)"
+_SLOTS = (
+    "flash_mla_sparse_fwd takes indices, over the rows of a cache in 16 bits as one tensor: k_cache.view(-1, 1, 576)"
+)
 _REASONS = {
     "is_fp8_kvcache": _QUANTIZED, "descale_q": _QUANTIZED, "descale_k": _QUANTIZED, "kv_format": _QUANTIZED,
     "indices": _SLOTS, "extra_indices_in_kvcache": _SLOTS, "extra_k_cache": _SLOTS, "topk_length": _SLOTS,
@@ -112,18 +114,22 @@ def flash_mla_sparse_fwd(
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
 ) -> tuple[Tensor, None, Tensor]:
-    """Attention of q (s_q, h, 576) to the rows of kv (s_kv, 1, 576) that ``indices`` (s_q, 1, topk) lists for each query.
+    """Attention of q (s_q, h, 576) to the rows of kv (s_kv, 1, 576) that ``indices`` (s_q, 1, topk) lists.
 
     Returns the output (s_q, h, ``d_v``), None for the largest logits, which no kernel stores, and the log-sum-exp (s_q,
     h) in float32, natural, −inf for a query without a key. Entries below 0, or not below s_kv, name no row and are not
-    followed. ``topk_length`` (s_q,) int32 counts the entries of each query that matter. ``attn_sink`` (h,) float32 is a
-    logit without a value, which the log-sum-exp leaves out: it is taken from the sum
-    with the sink, and is −inf where float32 has the sink alone. topk and the number of heads may be any; head dims 512/512
-    are taken as well. Rows of a paged cache in 16 bits are one tensor, whose indices are ``block * block_size + row``.
+    followed. ``topk_length`` (s_q,) int32 counts the entries of each query that matter. ``attn_sink`` (h,) float32 is
+    a logit without a value, which the log-sum-exp leaves out: it is taken from the sum with the sink, and is −inf where
+    float32 has the sink alone. topk and the number of heads may be any; head dims 512/512 are taken as well. Rows of a
+    paged cache in 16 bits are one tensor, whose indices are ``block * block_size + row``.
 
     Raises CallError for arguments that disagree.
     """
-    shapes = {"q": (q, "(s_q, heads, head_dim)"), "kv": (kv, "(s_kv, 1, head_dim)"), "indices": (indices, "(s_q, 1, topk)")}
+    shapes = {
+        "q": (q, "(s_q, heads, head_dim)"),
+        "kv": (kv, "(s_kv, 1, head_dim)"),
+        "indices": (indices, "(s_q, 1, topk)"),
+    }
     for name, (given, form) in shapes.items():
         if tensor(name, given).dim() != 3:
             raise CallError(f"{name} must have shape {form}, got {tuple(given.shape)}")

@@ -116,7 +116,10 @@ def _without_listed_keys(spec: KernelSpec) -> str:
     if spec.direction == "backward":
         return f"{keys}, which has no backward; allowed: passes: forward"
     if not spec.v_of_key:
-        return f"{keys}, which only kernels with 'v: key' take: head_dim {{qk: 576, v: 512}} or 512; the reference takes others"
+        return (
+            f"{keys}, which only kernels with 'v: key' take, of head_dim {{qk: 576, v: 512}} or 512; the "
+            "reference takes others"
+        )
     return f"{keys}, of which {spec.backend} has no kernel; allowed: backend: cuda"
 
 

@@ -1,4 +1,4 @@
-"""Kernels whose calls list the keys of each query, against float64: lists that are wrong, short or empty, heads, splits."""
+"""Kernels whose calls list the keys of each query, against float64: wrong, short and empty lists, heads, splits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _known() -> None:
 
 
 def lists(batch: int, queries: int, topk: int, keys: int, *, wrong: float = 0.2) -> Tensor:
-    """Lists of keys, each at most twice, in no order, with entries that name none: negative, too large, far too large."""
+    """Lists of keys, each at most twice, in no order, with entries that name none: negative, or too large."""
     order = torch.rand(batch, queries, max(keys, 1)).argsort(-1)[..., :topk]
     entries = torch.nn.functional.pad(order, (0, topk - order.shape[-1]), value=-1).int()
     chance = torch.rand(entries.shape)

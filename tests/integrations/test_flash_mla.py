@@ -63,7 +63,7 @@ def sparse_given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("sinks", [None, [-1.0, 2.0, -torch.inf], [torch.inf, 0.0, 3.0]])
 def test_sparse_prefill_against_plain_torch(counted: bool, sinks: list[float] | None) -> None:
-    """A query attends to the rows of its list; what names no row, or comes after the counted entries, does not matter."""
+    """A query attends to the rows of its list; what names no row, or is not counted, does not matter."""
     q, kv, indices, counts = sparse_given()
     sink = None if sinks is None else torch.tensor(sinks)
     out, largest, lse = flash_mla_sparse_fwd(q, kv, indices, 0.3, DIM_V, sink, counts if counted else None)

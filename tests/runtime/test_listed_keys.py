@@ -1,4 +1,4 @@
-"""Calls that list the keys of each query, on the reference: against plain torch, and what is refused; shares of work."""
+"""Calls that list the keys of each query, on the reference: against plain torch, and what is refused; work items."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def expected(q: Tensor, k: Tensor, seen: list[int], h: int, row: int) -> tuple[T
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_query_sees_the_keys_of_its_list_each_as_often_as_it_stands_there(causal: bool) -> None:
     q, k = inputs()
-    out, lse = attngen.attention(
-        q, k, k, variant=CAUSAL if causal else LISTED, indices=INDICES[None], return_lse=True
-    )
+    out, lse = attngen.attention(q, k, k, variant=CAUSAL if causal else LISTED, indices=INDICES[None], return_lse=True)
     for row, entries in enumerate(INDICES.tolist()):
         seen = [key for key in entries if 0 <= key < 9 and (not causal or key <= row + 4)]
         for h in range(4):
@@ -76,9 +74,7 @@ def test_packed_and_paged_calls_list_places_in_a_sequence() -> None:
     c = cache(lengths, 4, kv_heads=1, head_dim=16, dtype=torch.float64)
     torch.manual_seed(1)
     q, indices = torch.randn(2, 3, 4, 16, dtype=torch.float64), torch.randint(-2, 11, (2, 3, 6), dtype=torch.int32)
-    paged = attngen.attention_paged(
-        q, c.k_pages, c.k_pages, c.page_table, c.seqused_k, variant=CAUSAL, indices=indices
-    )
+    paged = attngen.attention_paged(q, c.k_pages, c.k_pages, c.page_table, c.seqused_k, variant=CAUSAL, indices=indices)
     starts_q, starts_k = starts_of([3, 3]), starts_of(lengths)
     k = torch.cat(list(c.keys))
     packed = attngen.attention_varlen(q.flatten(0, 1), k, k, starts_q, starts_k, 3, 9, variant=CAUSAL, indices=indices)
@@ -135,7 +131,8 @@ def test_no_kernel_can_be_built_for_other_head_dims(gpu: FakeDriver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "bits", "units", "rows"), [(1, 0, 1, 64), (64, 0, 1, 64), (65, 1, 1, 128), (128, 1, 1, 128), (200, 1, 2, 256)]
+    ("heads", "bits", "units", "rows"),
+    [(1, 0, 1, 64), (64, 0, 1, 64), (65, 1, 1, 128), (128, 1, 1, 128), (200, 1, 2, 256)],
 )
 def test_work_items_have_heads_of_one_query(heads: int, bits: int, units: int, rows: int) -> None:
     """And tiles of its list, however many keys there are."""

@@ -529,8 +529,9 @@ def _beyond_all_kernels(call: Call, capability: int, key_values: bool = False) -
     if call.variant.keys is not None and not key_values:
         dims = " and ".join(f"{qk}/{v}" for qk, v in KEY_VALUE_DIMS)
         return (
-            f"No kernel can be built for keys by index ('keys: {call.variant.keys}') but forwards on Hopper of head dims "
-            f"{dims} whose v is k[..., :{KEY_VALUE_DIMS[0][1]}], in {' and '.join(KEY_VALUE_DTYPES)}; the reference takes others"
+            f"No kernel can be built for keys by index ('keys: {call.variant.keys}') but forwards on Hopper of head "
+            f"dims {dims} whose v is k[..., :{KEY_VALUE_DIMS[0][1]}], in {' and '.join(KEY_VALUE_DTYPES)}; the "
+            "reference takes others"
         )
     for dim in (call.head_dim_qk, call.head_dim_v):
         if dim not in HEAD_DIMS and not key_values:
