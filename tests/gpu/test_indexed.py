@@ -24,7 +24,8 @@ VALUES = 512
 
 
 def to_build() -> list[Prepared]:
-    return prepare_each(load_spec(Path(__file__).with_name("indexed.yaml")))[0]
+    spec = load_spec(Path(__file__).with_name("indexed.yaml"))
+    return [one for one in prepare_each(spec)[0] if one.plan.v_of_key]
 
 
 @known
@@ -121,11 +122,10 @@ def test_512_columns(dtype: torch.dtype) -> None:
     dense("counted", head_dim=512, dtype=dtype, heads=32)
 
 
-@pytest.mark.parametrize("queries", [1, 70, 300])
-@pytest.mark.parametrize("heads", [32, 128])
+@pytest.mark.parametrize(("queries", "heads"), [(1, 32), (1, 128), (70, 128), (300, 32)])
 def test_more_items_than_blocks_and_fewer(queries: int, heads: int) -> None:
     """Ranges of blocks end inside of lists: what several blocks have of one is merged."""
-    dense("counted", batch=1, queries=queries, keys=3000, topk=1024, heads=heads)
+    dense("counted", batch=1, queries=queries, keys=1000, topk=700, heads=heads)
 
 
 def test_bits_repeat() -> None:
