@@ -113,6 +113,15 @@ _COLUMNS = ("kernel", "tile", "stages", "shared B", "loop", "seqlen", "full tile
 _FLOORS = ("step clk", "bound by")
 
 
+#: Why nothing is said about tiles.
+_NO_TILES = "a call lists the keys of each query"
+
+
+def _lists_keys(explanation: PlanExplanation) -> bool:
+    """Whether calls of a kernel list the keys of each query."""
+    return explanation.plan.variant.keys is not None
+
+
 def _print_many(explanations: Sequence[PlanExplanation]) -> None:
     floors = any(explanation.schedule.floor for explanation in explanations)
     foreseen = any(explanation.predicted for explanation in explanations)
@@ -146,7 +155,7 @@ def _print_short(explanation: PlanExplanation) -> None:
     _print_bands("some query sees", explanation.visible, indent=2)
     _print_bands("all queries see", explanation.full, indent=2)
     if not explanation.visits:
-        click.echo("  tile efficiency: needs torch")
+        click.echo(f"  tile efficiency: {_NO_TILES if _lists_keys(explanation) else 'needs torch'}")
         return
     click.echo(f"  {_counted(explanation)}")
     for line in _assumptions(explanation):
@@ -196,7 +205,7 @@ def _print(explanation: PlanExplanation) -> None:
     if not explanation.exact:
         click.echo("    bands cannot express all of the mask: tiles are classified one by one")
     if not explanation.visits:
-        click.echo("  tile efficiency: needs torch")
+        click.echo(f"  tile efficiency: {_NO_TILES if _lists_keys(explanation) else 'needs torch'}")
         return
     click.echo(f"  {_counted(explanation)}")
     for line in _assumptions(explanation):

@@ -204,10 +204,7 @@ class PlanExplanation:
             *_labelled("shared memory", of_schedule.get("shared memory", [operands])),
             *self._pipes(),
             ("softmax", f"{plan.softmax}{', approximate functions' if plan.approximate else ', exact functions'}"),
-            (
-                "loop",
-                f"{plan.iteration}: {_ITERATIONS[plan.iteration].format(classifier=classifier, known=_known(plan))}",
-            ),
+            ("loop", _loop(plan, classifier)),
             *_labelled("steps", of_schedule.get("steps", [])),
             *([("time", times_text(plan))] if plan.times else []),
             ("grid", self.schedule.grid(_section(plan))),
@@ -219,6 +216,13 @@ class PlanExplanation:
         if pipes is None:
             return []
         return [*_labelled("rings", ring_lines(pipes)), *_labelled("barriers", barrier_lines(pipes))]
+
+
+def _loop(plan: Plan, classifier: str) -> str:
+    """How a kernel goes through keys; ``classifier`` makes its tile map."""
+    if plan.variant.keys is not None:
+        return f"goes through the keys that the call lists for each query, {plan.tile_n} at a time"
+    return f"{plan.iteration}: {_ITERATIONS[plan.iteration].format(classifier=classifier, known=_known(plan))}"
 
 
 def _known(plan: Plan) -> str:
@@ -235,6 +239,8 @@ def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _tile_rows(plan: Plan) -> str:
+    if plan.variant.keys is not None:
+        return f"{plan.tile_m} heads of one query"
     if plan.pack_gqa:
         return f"{plan.tile_m} rows (all query heads of a KV head, then the next query)"
     return f"{plan.tile_m} queries"
@@ -402,7 +408,7 @@ class _Measured:
 
     def of(self, plan: Plan) -> tuple[Mapping[str, bool | int | float], tuple[Visits, ...]]:
         """Return the values of the scalars, and the efficiency at each length; none without torch."""
-        if find_spec("torch") is None:
+        if find_spec("torch") is None or plan.variant.keys is not None:
             return {}, ()
         from attngen.tools.explain.efficiency import efficiency, scalars_of
 
@@ -418,7 +424,7 @@ class _Measured:
 
     def tensors(self, plan: Plan) -> tuple[Mapping[str, str], tuple[str, ...]]:
         """The values of the tensors of a mask at the greatest length, and the names of the assumed scalars."""
-        if find_spec("torch") is None:
+        if find_spec("torch") is None or plan.variant.keys is not None:
             return {}, ()
         from attngen.tools.explain.efficiency import scalars_of, tensor_values
 
