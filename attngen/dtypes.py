@@ -53,10 +53,10 @@ _ROWS = (
     DType("fp8_e4m3", "float8_e4m3fn", "fp8e4nv", "float8e4nv", "e4m3", 1, "float", "e4m3", "UINT8"),
     DType("fp8_e5m2", "float8_e5m2", "fp8e5", "float8e5", "e5m2", 1, "float", "e5m2", "UINT8"),
     DType("bool", "bool", "i8", "int8", "unsigned char", 1, "bool"),
-    DType("int8", "int8", "i8", "int8", "signed char", 1, "int"),
-    DType("uint8", "uint8", "u8", "uint8", "unsigned char", 1, "int"),
-    DType("int16", "int16", "i16", "int16", "short", 2, "int"),
-    DType("int32", "int32", "i32", "int32", "int", 4, "int"),
+    DType("int8", "int8", "i8", "int8", "signed char", 1, "int", None, "UINT8"),
+    DType("uint8", "uint8", "u8", "uint8", "unsigned char", 1, "int", None, "UINT8"),
+    DType("int16", "int16", "i16", "int16", "short", 2, "int", None, "UINT16"),
+    DType("int32", "int32", "i32", "int32", "int", 4, "int", None, "INT32"),
     DType("int64", "int64", "i64", "int64", "long long", 8, "int"),
 )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attngen.dtypes import DTYPES
-from attngen.lang.ir import Const, Expr, Load, Type, Var, rewrite, walk
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, rewrite, walk
 from attngen.lang.literals import fold_literals
-from attngen.lang.variant import Variant
+from attngen.lang.ranges import Range
+from attngen.lang.variant import Tensor, Variant
 
-#: Bytes per element of a bias whose tiles kernels can load as matrix fragments.
-BIAS_BYTES = 2
+#: Kinds of elements, and bytes of one, of which kernels can load tiles.
+_KINDS, _BYTES = frozenset({"float", "int"}), frozenset({1, 2, 4})
 
 #: Last two indices of a bias, and the indices allowed before them, which are constant over a tile.
 _PAIR, _OF_TILE = (Var("q", Type.INT), Var("kv", Type.INT)), frozenset({"b", "h", "hk"})
@@ -23,25 +24,40 @@ def is_of_pair(node: Expr) -> bool:
 
 
 def biases(variant: Variant) -> tuple[Load, ...]:
-    """The elements that a score reads at ``[..., q, kv]``, 16 bits each: one copy can load a tile of them.
+    """The elements that a score reads at ``[..., q, kv]``, of up to 4 bytes each: one copy can load a tile of them.
 
     The other indices are ``b``, ``h``, ``hk`` or numbers.
     """
     if variant.score is None:
         return ()
-    narrow = {tensor.name for tensor in variant.tensors if _is_narrow_float(tensor.dtype)}
+    tiled = {tensor.name for tensor in variant.tensors if _has_tiles(tensor, variant.ranges.get(tensor.name))}
     nodes = walk(rewrite(variant.score, fold_literals))
     return tuple(
         dict.fromkeys(
             node
             for node in nodes
-            if isinstance(node, Load) and node.tensor in narrow and is_of_pair(node) and _comes_in_tiles(node)
+            if isinstance(node, Load) and node.tensor in tiled and is_of_pair(node) and _comes_in_tiles(node)
         )
     )
 
 
-def _is_narrow_float(name: str) -> bool:
-    return DTYPES[name].kind == "float" and DTYPES[name].bytes == BIAS_BYTES
+def element_bytes(variant: Variant) -> tuple[int, ...]:
+    """The bytes of an element of each bias."""
+    of = {tensor.name: DTYPES[tensor.dtype].bytes for tensor in variant.tensors}
+    return tuple(of[load.tensor] for load in biases(variant))
+
+
+def box_bytes(keys: int, element: int) -> int:
+    """Bytes of a row of one copy of a bias, over which it is swizzled: 128, or 64 where so many ``keys`` are no whole
+    number of these."""
+    return 128 if keys * element % 128 == 0 else 64
+
+
+def _has_tiles(tensor: Tensor, values: Range | None) -> bool:
+    """Whether a tile may hold elements of a tensor: what lies outside arrives as 0, which must be one of its values."""
+    dtype = DTYPES[tensor.dtype]
+    inside = values is None or values[0] <= 0 <= values[1]
+    return dtype.kind in _KINDS and dtype.bytes in _BYTES and inside
 
 
 def _comes_in_tiles(load: Load) -> bool:
@@ -50,9 +66,16 @@ def _comes_in_tiles(load: Load) -> bool:
 
 
 def without_biases(variant: Variant) -> Variant:
-    """The variant with a score that reads no bias; it decides the tile of kernels that load tiles of biases."""
+    """The variant with a score that reads no bias; it decides the tile of kernels that load tiles of biases. What an
+    integer is an index of is still read for each pair."""
     tiled = frozenset(biases(variant))
     if not tiled or variant.score is None:
         return variant
-    score = rewrite(variant.score, lambda node: Var("s", Type.FLOAT) if node in tiled else None)
+    other: dict[Type, Expr] = {Type.FLOAT: Var("s", Type.FLOAT), Type.INT: Op("add", _PAIR, Type.INT)}
+    score = rewrite(variant.score, lambda node: other[node.type] if node in tiled else None)
     return replace(variant, score=score)
+
+
+def reads_integers(variant: Variant) -> bool:
+    """Whether a bias is an integer, maybe an index of something else."""
+    return any(load.type is Type.INT for load in biases(variant))

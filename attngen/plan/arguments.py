@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from attngen.dtypes import DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES, SCALAR_TYPES, dtype
+from attngen.lang.biases import box_bytes
 from attngen.lang.variant import Tensor, Variant
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Plan
@@ -149,14 +150,16 @@ def tensor_map(
     )
 
 
-def bias_map(tensor: Tensor, rows: int, box_bytes: int) -> Argument:
-    """Return the tensor map of a bias, whose box is ``rows`` rows of ``box_bytes``, swizzled over these.
+def bias_map(tensor: Tensor, rows: int, keys: int) -> Argument:
+    """Return the tensor map of a bias, whose boxes are ``rows`` rows of a part of ``keys`` keys, swizzled over these.
 
     It has the axes of the tensor, and at least three. An axis that the call expanded has one place (``as_described``).
     """
-    box = (*[1] * max(len(tensor.shape) - 2, 1), rows, box_bytes // dtype(tensor.dtype).bytes)
+    element = dtype(tensor.dtype).bytes
+    swizzle = box_bytes(keys, element)
+    box = (*[1] * max(len(tensor.shape) - 2, 1), rows, swizzle // element)
     return Argument(
-        map_name(tensor.name), "descriptor", "tensor_map", of=f"tensor:{tensor.name}", box=box, swizzle=box_bytes
+        map_name(tensor.name), "descriptor", "tensor_map", of=f"tensor:{tensor.name}", box=box, swizzle=swizzle
     )
 
 

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from itertools import accumulate
+
 from attngen.dtypes import dtype
-from attngen.lang.biases import biases
+from attngen.lang.biases import biases, box_bytes, element_bytes
 from attngen.lang.emit import Binding
 from attngen.lang.ir import Const, Expr, Load, Type, Var, own, rewrite
 from attngen.lang.literals import fold_literals
+from attngen.lang.ranges import INT32, Range
 from attngen.lang.statements import Statement
 from attngen.plan.model import Plan
+from attngen.plan.schedules.structures import KEYS_OF_CONSUMER
 from attngen.plan.symbols import extent_name, map_name, strides
 from attngen.render.cuda_statements import int_constant
 
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """One of these: what kernels call its tile and the pairs of elements that a lane has in registers, the type of an
-    element, its tensor map, and where its tiles lie along the axes before that of rows, the last one first, with the
-    statements that find these places."""
+    """One of these: what kernels call its tile and the elements that a lane has in ``words`` registers, the type of an
+    element, its bytes and those before it of a pair, those of a row of one copy, its tensor map, and where its tiles
+    lie along the axes before that of rows, the last one first, with the statements that find these places."""
 
     load: Load
     symbol: Var
     tile: str
     pairs: str
+    words: int
     element: str
+    bytes: int
+    before: int
+    box_bytes: int
     map: str
     places: tuple[str, ...]
     lines: tuple[Statement, ...]
@@ -36,10 +44,23 @@ def biases_of(plan: Plan) -> tuple[Bias, ...]:
     count = plan.structure.biases
     loads = biases(plan.variant) if count else ()
     assert len(loads) == count, f"{plan.name}: other biases than planned"
-    return tuple(_bias(plan, load, f"_{number}" if count > 1 else "") for number, load in enumerate(loads))
+    before = accumulate(element_bytes(plan.variant), initial=0)
+    return tuple(
+        _bias(plan, load, f"_{number}" if count > 1 else "", at)
+        for number, (load, at) in enumerate(zip(loads, before, strict=False))
+    )
 
 
-def _bias(plan: Plan, load: Load, suffix: str) -> Bias:
+def bias_ranges(plan: Plan) -> dict[str, Range]:
+    """The ranges of what stands for integers among the biases."""
+    return {
+        each.symbol.name: plan.variant.ranges.get(each.load.tensor, INT32)
+        for each in biases_of(plan)
+        if each.symbol.type is Type.INT
+    }
+
+
+def _bias(plan: Plan, load: Load, suffix: str, before: int) -> Bias:
     tensor = next(one for one in plan.variant.tensors if one.name == load.tensor)
     steps, lines, places = strides(tensor), [], []
     for axis, index in enumerate(load.indices[:-2]):
@@ -54,14 +75,28 @@ def _bias(plan: Plan, load: Load, suffix: str) -> Bias:
         places.append(name)
     return Bias(
         load=load,
-        symbol=own(f"bias{suffix}", Type.FLOAT),
+        symbol=own(f"bias{suffix}", load.type),
         tile=f"bias{suffix}",
         pairs=f"bias_pairs{suffix}",
+        words=_words(plan, dtype(tensor.dtype).bytes),
         element=dtype(tensor.dtype).cuda,
+        bytes=dtype(tensor.dtype).bytes,
+        before=before,
+        box_bytes=box_bytes(_keys_of_tile(plan), dtype(tensor.dtype).bytes),
         map=map_name(tensor.name),
         places=tuple(reversed(places)) or ("0",),  # a tensor map has at least three axes
         lines=tuple(lines),
     )
+
+
+def _keys_of_tile(plan: Plan) -> int:
+    """Keys of a tile of a bias."""
+    return plan.tile_n if plan.direction == "forward" else KEYS_OF_CONSUMER
+
+
+def _words(plan: Plan, size: int) -> int:
+    """Registers that hold what a lane reads of 16 keys or queries: pairs of neighbours, where one load brings them."""
+    return 4 if size == 2 or (size == 1 and plan.direction == "forward") else 8
 
 
 def bias_bindings(plan: Plan, element: str) -> dict[str, Binding]:

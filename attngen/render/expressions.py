@@ -21,6 +21,7 @@ from attngen.lang.simplify import add, ceildiv, floordiv, integer, make, maximum
 from attngen.lang.statements import Code, Statement, leaf, written
 from attngen.plan.model import Plan
 from attngen.plan.symbols import PREFIX, argument_name, divisor_name, extent_name, pointer_name, strides
+from attngen.render.biases import bias_ranges
 
 TILE_N, WHOLE_TILES, KV_TILES = own("BLOCK_N"), own("whole_tiles"), own("kv_tiles")
 SEQLEN_K = Var("seqlen_k", Type.INT)
@@ -193,6 +194,7 @@ def known_ranges(plan: Plan) -> dict[str, Range]:
     return {
         **plan.variant.ranges,
         **{each.symbol.name: each.range for each in plan.divisors},
+        **bias_ranges(plan),
         TILE_N.name: (plan.tile_n, plan.tile_n),
         WHOLE_TILES.name: (0, MAX_SEQLEN // plan.tile_n),
         KV_TILES.name: (0, MAX_SEQLEN // plan.tile_n + 1),

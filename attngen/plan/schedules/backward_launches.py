@@ -14,7 +14,7 @@ from attngen.plan.allowances import PINGPONG_SPILLS, READER_SPILLS, SPILLS, Spil
 from attngen.plan.draft import CLASSIFIER_WARPS, axes_of, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Workspace
 from attngen.plan.own_gradients import differentiable_of, stored_gradients
-from attngen.plan.schedules.structures import HopperBackward
+from attngen.plan.schedules.structures import KEYS_OF_CONSUMER, HopperBackward
 from attngen.plan.symbols import gradient_pointer, stored_name
 
 #: Size arguments of kernels that split the last tiles of keys: the number of whole tiles, the splits of each other
@@ -119,7 +119,7 @@ def _bias_maps(plan: Plan, roles: HopperBackward) -> Iterator[Argument]:
     read = {load.tensor for load in biases(plan.variant)} if roles.biases else frozenset()
     for tensor in plan.variant.tensors:
         if tensor.name in read:
-            yield arguments.bias_map(tensor, plan.tile_m, roles.bias_box_bytes)
+            yield arguments.bias_map(tensor, plan.tile_m, KEYS_OF_CONSUMER)
 
 
 def _tensor_gradient_arguments(plan: Plan) -> tuple[Argument, ...]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from attngen.lang.biases import BIAS_BYTES
 from attngen.plan.model import Plan
 from attngen.plan.operands import Operands
 from attngen.plan.pipes import WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
-from attngen.plan.schedules.structures import HopperBackward
+from attngen.plan.schedules.structures import KEYS_OF_CONSUMER, HopperBackward
 
 STEP_BYTES, SLOT_BYTES = 8, 8  # barriers follow, which need 8-byte alignment
 WORK_BYTES, CUT_WORK_BYTES = 32, 44  # the latter where tiles of keys may be split
@@ -16,7 +15,6 @@ SUM_BYTES, CUT_SUM_BYTES, ORDERED_SUM_BYTES = 8, 12, 20
 DS_STEP_BYTES = 48
 #: The 64 x 32 block of the dQ accumulator that a warp rounds at once, and its record.
 DQ_BLOCK_BYTES, DQ_BLOCK_TAKEN_BYTES = 64 * 32 * 4, 32
-_KEYS = 64  # of a consumer
 
 #: Shared memory in its order: matrices first, which need the most alignment.
 _ORDER = (
@@ -32,7 +30,7 @@ def backward_pipes(
 
     ``warps`` is the number of a consumer's warps, which a model may have fewer of.
     """
-    consumers, keys = roles.consumers, _KEYS * roles.consumers
+    consumers, keys = roles.consumers, KEYS_OF_CONSUMER * roles.consumers
     loader, each = "the loader", "each consumer"
     kv = Ring(
         "kv", 1, loader, each,
@@ -67,7 +65,7 @@ def backward_pipes(
         "the same memory",
         full=Signal(warps, "each warp of the consumer", "dQ of a step is written, or there is no more"),
         empty=Signal(1, "the warp that adds", "dQ of a step has left"),
-        stored=(("dq", max(64 * roles.dq_columns * operands.accumulator.bytes, _KEYS * v * operands.dv.bytes)),),
+        stored=(("dq", max(64 * roles.dq_columns * operands.accumulator.bytes, KEYS_OF_CONSUMER * v * operands.dv.bytes)),),
     )  # fmt: skip
     work = Ring(
         "work", 2, loader, each,
@@ -105,7 +103,7 @@ def backward_pipes(
         "those of the other; each warp reads its own keys",
         full=Signal(1, loader, "the tiles of biases of a consumer have landed", bytes=True),
         empty=Signal(warps, "each warp of the consumer", "warps have read the biases of their keys"),
-        stored=(("biases", roles.biases * tile_m * _KEYS * BIAS_BYTES),),
+        stored=(("biases", roles.bias_bytes * tile_m * KEYS_OF_CONSUMER),),
     )  # fmt: skip
     sums = SUMS * (ORDERED_SUM_BYTES if roles.ordered else CUT_SUM_BYTES if roles.cuts else SUM_BYTES)
     return Pipes(

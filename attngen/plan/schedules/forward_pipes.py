@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from attngen.lang.biases import BIAS_BYTES
 from attngen.plan.model import Plan
 from attngen.plan.operands import Operands
 from attngen.plan.pipes import ROW_PADDING, WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
@@ -91,7 +90,7 @@ def forward_pipes(
         "own rows",
         full=Signal(1, by_k, "the tiles of biases have landed", bytes=True),
         empty=Signal(warps * consumers, f"each warp of {each}", "warps have read their rows of the biases"),
-        stored=(("biases", roles.biases * tile_m * tile_n * BIAS_BYTES),),
+        stored=(("biases", roles.bias_bytes * tile_m * tile_n),),
     )  # fmt: skip
     work = Ring(
         "work", _SLOTS, "the scheduler", _readers_of_work(roles),

@@ -11,7 +11,7 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
-from attngen.lang.biases import BIAS_BYTES, biases, without_biases
+from attngen.lang.biases import biases, element_bytes, reads_integers, without_biases
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.runs import TILE, positions
 from attngen.lang.simplify import TRUE
@@ -71,9 +71,9 @@ _NARROW_V = 128
 #: waits for its first loads, and has room for more of them than other kernels.
 _MANY_STAGES = (4, 3, 2)
 
-#: Keys that one copy of a bias has at least, stages of the ring of their tiles, the most that fit, and consumers of a
-#: block where those of the table leave no room for them.
-_BIAS_KEYS, _BIAS_STAGES, _FEW_CONSUMERS = BOX_BYTES[-1] // BIAS_BYTES, (3, 2), 2
+#: Stages of the ring of tiles of biases, the most that fit, and consumers of a block where those of the table leave no
+#: room for them.
+_BIAS_STAGES, _FEW_CONSUMERS = (3, 2), 2
 
 #: The most blocks of a cluster that every Hopper card takes.
 _MOST_BLOCKS = 8
@@ -179,11 +179,11 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
         if by_distance:
             per_pair = without_distance_values(per_pair, fast_math=spec.fast_math)
         families = _families(replace(spec, variant=per_pair), iteration)
-        if tiled and "window" not in families:
+        if tiled and "window" not in families and not ("gather" in families and reads_integers(spec.variant)):
             families |= {"biased"}
         rows = (row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
         choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
-        step = max(_key_step(operands_of(spec), form.transposes, spec.transposed_v), _BIAS_KEYS if tiled else 0)
+        step = max(_key_step(operands_of(spec), form.transposes, spec.transposed_v), _bias_keys(spec) if tiled else 0)
         usual = choice.tile_n // step * step
         leaves_room = bool(spec.roles) or tiled > 0
         fewer = [n for n in FEWER_KEYS if n < usual and n % step == 0] if leaves_room and not spec.tile_n else []
@@ -199,6 +199,11 @@ def _tiled_biases(spec: KernelSpec) -> int:
     if spec.dtype in QUANTIZED_DTYPES or is_paged(spec) or spec.pack_gqa or spec.split_tiles:
         return 0
     return len(biases(spec.variant))
+
+
+def _bias_keys(spec: KernelSpec) -> int:
+    """Keys that one copy of each bias has at least."""
+    return BOX_BYTES[-1] // min(element_bytes(spec.variant))
 
 
 def _distance_values(spec: KernelSpec) -> int:
@@ -228,8 +233,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     if tile_n % step or not step <= tile_n <= 256:
         nearest = min(max(round(tile_n / step) * step, step), 256)
         return refuse(spec, "tile.n", f"{tile_n} is not a multiple of {step} from {step} to 256; nearest: {nearest}")
-    if tiled and tile_n % _BIAS_KEYS:
-        return refuse(spec, "tile.n", f"{tile_n} keys are no whole copies of a bias, of {_BIAS_KEYS} columns")
+    if tiled and tile_n % _bias_keys(spec):
+        return refuse(spec, "tile.n", f"{tile_n} keys are no whole copies of a bias, of {_bias_keys(spec)} columns")
     form.check(spec, roles, iteration)
     schedule = roles.schedule or (choice.schedule if consumers > 1 else "cooperative")
     if schedule == "pingpong" and consumers == 1:
@@ -314,8 +319,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
         biases=tiled,
+        bias_bytes=sum(element_bytes(spec.variant)) if tiled else 0,
         bias_stages=_BIAS_STAGES[-1] if tiled else 0,
-        bias_box_bytes=widest_box(tile_n * BIAS_BYTES) if tiled else 0,
     )
 
     for stages in (spec.stages,) if spec.stages else usual:

@@ -11,7 +11,7 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES, DType, dtype
 from attngen.errors import PlanError
-from attngen.lang.biases import biases, without_biases
+from attngen.lang.biases import biases, element_bytes, without_biases
 from attngen.lang.ir import Op, names, walk
 from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
@@ -326,6 +326,7 @@ def _tile(
         query_chunk=_QUERY_CHUNK if cuts and not own_spans and _goes_by_chunks(spec, choice, iteration) else 0,
         slots=iteration == "tile_map" and not wide,
         biases=brought.biases,
+        bias_bytes=sum(element_bytes(spec.variant)) if brought.biases else 0,
         reads_ds=reads_ds,
         shared=(),
     )

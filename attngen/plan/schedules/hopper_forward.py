@@ -180,7 +180,7 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
         v_map = arguments.tensor_map(plan, "v", plan.columns_v[0].width, box_bytes=box_bytes)
     read = {load.tensor for load in biases(plan.variant)} if roles.biases else frozenset()
     of_biases = [
-        arguments.bias_map(tensor, plan.tile_m, roles.bias_box_bytes)
+        arguments.bias_map(tensor, plan.tile_m, plan.tile_n)
         for tensor in plan.variant.tensors if tensor.name in read
     ]  # fmt: skip
     operands = (

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from attngen.lang.biases import BIAS_BYTES
 from attngen.plan.model import Structure
+
+
+#: Keys of a consumer of a backward by single blocks.
+KEYS_OF_CONSUMER = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,6 @@ class HopperForward(Structure):
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
     sharing: int = 1  # most blocks of a cluster that split the keys of a work item
     bias_stages: int = 0  # of the ring of these tiles
-    bias_box_bytes: int = 0  # of a row of one copy of them, over which it is swizzled
 
     def __post_init__(self) -> None:
         """Check that a warp has lanes for each consumer: the templates count on it."""
@@ -103,9 +105,6 @@ class HopperBackward(Structure):
     def holds_mask_bits(self) -> bool:
         """Whether consumers apply the mask of a tile map by bits; those of a cluster evaluate it for each element."""
         return self.slots
-
-    #: Bytes of a row of one copy of a bias, over which it is swizzled: the keys of a consumer.
-    bias_box_bytes: ClassVar[int] = 64 * BIAS_BYTES
 
     @property
     def keys(self) -> int:

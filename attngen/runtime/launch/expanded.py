@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.lang.biases import BIAS_BYTES, biases
+from attngen.lang.biases import biases
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call, View, contiguous_view
 from attngen.runtime.arguments.given import Given
@@ -139,7 +139,7 @@ def _in_whole_rows(tensor: Tensor) -> Tensor:
     for axis in range(tensor.dim() - 2):
         whole = whole if tensor.stride(axis) else whole.narrow(axis, 0, 1)
     columns = tensor.shape[-1]
-    missing = -columns % (STRIDE_ALIGNMENT // BIAS_BYTES)
+    missing = -columns % (STRIDE_ALIGNMENT // tensor.element_size())
     if missing:
         padded = torch.nn.functional.pad(whole, (0, missing)).contiguous()  # pad may keep the order of axes in memory
         return padded[..., :columns].expand(tensor.shape)

@@ -3,9 +3,38 @@
 
 #include "biases.cuh"
 
-// The 64 keys of a consumer, of which a row takes 128 bytes, swizzled, as the lanes of a warp read 16 of these: in the
-// order of an accumulator of S^T, in which a lane has two neighbouring queries of two keys, 8 apart.
+// The 64 keys of a consumer, of which a row of `kRows` takes one or two boxes, swizzled, as the lanes of a warp read 16 of
+// these: in the order of an accumulator of S^T, in which a lane has two neighbouring queries of two keys, 8 apart.
+template <typename Element, int kRows, int kBytes = sizeof(Element)>
 struct BiasColumns {
+  static constexpr int kBoxBytes = kBytes == 1 ? 64 : 128;
+
+  uint32_t first;  // address of a lane's first query, in the box of its keys
+  uint32_t place;  // bytes from there to its first key
+
+  __device__ __forceinline__ BiasColumns(uint32_t tile, int warp, int lane)
+      : first(tile + 16 * kBytes * warp / kBoxBytes * kRows * kBoxBytes + 2 * (lane % 4) * kBoxBytes),
+        place(kBytes * (16 * warp + lane / 4) % kBoxBytes ^ (kBytes == 1 ? 16 : 32) * (lane % 4)) {
+    static_assert(kBytes == 1 || kBytes == 4);
+  }
+
+  // Of 16 queries: those of the first 8 of either key, then of the others.
+  __device__ __forceinline__ void read(uint32_t (&elements)[8], int query) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t row = first + (query + i / 4 * 8 + i % 2) * kBoxBytes;
+      if constexpr (kBytes == 1) {
+        elements[i] = load_shared_8(row + place + i / 2 % 2 * 8);
+      } else {
+        elements[i] = load_shared_32(row + (place ^ i / 2 % 2 * 32 ^ i % 2 * 16));
+      }
+    }
+  }
+};
+
+// The same of elements of 16 bits, which matrix loads bring in pairs.
+template <typename Element, int kRows>
+struct BiasColumns<Element, kRows, 2> {
   static constexpr int kBoxBytes = 128;
 
   uint32_t first;  // address of a lane's block of 8 keys, in the first rows

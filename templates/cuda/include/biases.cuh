@@ -1,13 +1,80 @@
-// Tiles of biases: elements of 16 bits over queries and keys, as copies bring them, box after box of keys.
+// Tiles of biases: elements over queries and keys, as copies bring them, box after box of keys.
 #pragma once
 
 #include "ldmatrix.cuh"
 #include "types.cuh"
 
+// Elements in shared memory, as the lowest bits of a word.
+__device__ __forceinline__ uint32_t load_shared_8(uint32_t from) {
+  uint32_t word;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+  return word;
+}
+__device__ __forceinline__ uint32_t load_shared_16(uint32_t from) {
+  uint32_t word;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+  return word;
+}
+__device__ __forceinline__ uint32_t load_shared_32(uint32_t from) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+  return word;
+}
+__device__ __forceinline__ void load_shared_pair(uint32_t& first, uint32_t& second, uint32_t from) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(from) : "memory");
+}
+
+// The value whose bits are the lowest of a word.
+__device__ __forceinline__ float value_of(uint32_t word, const bf16*) { return to_float(bf16{static_cast<uint16_t>(word)}); }
+__device__ __forceinline__ float value_of(uint32_t word, const fp16*) { return to_float(fp16{static_cast<uint16_t>(word)}); }
+__device__ __forceinline__ float value_of(uint32_t word, const float*) { return __uint_as_float(word); }
+template <typename Integer>
+__device__ __forceinline__ int value_of(uint32_t word, const Integer*) {
+  return static_cast<Integer>(word);
+}
+
+// Element `i` of a row, of those that a lane has of two rows: in pairs, i % 2 of pair i / 2 % 2; or one by one.
+template <typename Element>
+__device__ __forceinline__ auto element_of(const uint32_t (&pairs)[4], int i, int row) {
+  const uint32_t both = pairs[i / 2 % 2 * 2 + row];
+  return value_of(i % 2 == 0 ? both : both >> 8 * sizeof(Element), static_cast<const Element*>(nullptr));
+}
+template <typename Element>
+__device__ __forceinline__ auto element_of(const uint32_t (&elements)[8], int i, int row) {
+  return value_of(elements[2 * (i / 2 % 2 * 2 + row) + i % 2], static_cast<const Element*>(nullptr));
+}
+
 // A tile of `kRows` queries, in boxes whose rows are `kBoxBytes` long and swizzled, as the lanes of a warp read 16 of its
 // rows: in the order of an accumulator, in which a lane has two neighbouring keys of two rows, 8 apart.
-template <int kRows, int kBoxBytes>
+template <typename Element, int kRows, int kBoxBytes, int kBytes = sizeof(Element)>
 struct BiasTile {
+  uint32_t row;    // address of the first row of a lane in the first box
+  uint32_t chunk;  // bytes from there to its first pair
+
+  __device__ __forceinline__ BiasTile(uint32_t tile, int first_row, int lane)
+      : row(tile + (first_row + lane / 4) * kBoxBytes),
+        chunk(2 * kBytes * (lane % 4) ^ 16 * (kBoxBytes == 128 ? lane / 4 : lane / 8)) {
+    static_assert((kBytes == 1 || kBytes == 4) && (kBoxBytes == 128 || kBoxBytes == 64));
+  }
+
+  // Of 16 keys: those of the first 8 of either row, then of the others.
+  __device__ __forceinline__ void read(uint32_t (&elements)[kBytes == 1 ? 4 : 8], int key) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int bytes = kBytes * (key + i / 2 * 8);
+      const uint32_t at = row + bytes / kBoxBytes * kRows * kBoxBytes + i % 2 * 8 * kBoxBytes + (bytes % kBoxBytes ^ chunk);
+      if constexpr (kBytes == 1) {
+        elements[i] = load_shared_16(at);
+      } else {
+        load_shared_pair(elements[2 * i], elements[2 * i + 1], at);
+      }
+    }
+  }
+};
+
+// The same of elements of 16 bits, which matrix loads bring in pairs.
+template <typename Element, int kRows, int kBoxBytes>
+struct BiasTile<Element, kRows, kBoxBytes, 2> {
   uint32_t row;    // address of a lane's row of the first box
   uint32_t chunk;  // bytes from there to its first chunk
 
@@ -23,10 +90,3 @@ struct BiasTile {
     load_blocks(pairs, row + bytes / kBoxBytes * kRows * kBoxBytes + (bytes % kBoxBytes ^ chunk));
   }
 };
-
-// Element `i` of a row, of those that a lane has in such pairs: i % 2 of pair i / 2 % 2.
-template <typename Element>
-__device__ __forceinline__ float element_of(const uint32_t (&pairs)[4], int i, int row) {
-  const uint32_t both = pairs[i / 2 % 2 * 2 + row];
-  return to_float(Element{static_cast<uint16_t>(i % 2 == 0 ? both : both >> 16)});
-}
