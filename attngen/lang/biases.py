@@ -16,6 +16,7 @@ _KINDS, _BYTES = frozenset({"float", "int"}), frozenset({1, 2, 4})
 #: Last two indices of a bias, and the indices allowed before them, which are constant over a tile.
 _PAIR, _OF_TILE = (Var("q", Type.INT), Var("kv", Type.INT)), frozenset({"b", "h", "hk"})
 _MOST_AXES = 5  # of a tensor map
+_LANES = 32  # of a warp
 
 
 def is_of_pair(node: Expr) -> bool:
@@ -61,18 +62,48 @@ def _has_tiles(tensor: Tensor, values: Range | None) -> bool:
 
 
 def _comes_in_tiles(load: Load) -> bool:
-    same = all(isinstance(one, Const) or (isinstance(one, Var) and one.name in _OF_TILE) for one in load.indices[:-2])
-    return same and len(load.indices) <= _MOST_AXES
+    return _is_of_tile(load, 2) and len(load.indices) <= _MOST_AXES
+
+
+def _is_of_tile(load: Load, last: int) -> bool:
+    """Whether all indices but the ``last`` ones are the same for all pairs of a tile."""
+    return all(
+        isinstance(one, Const) or (isinstance(one, Var) and one.name in _OF_TILE) for one in load.indices[:-last]
+    )
+
+
+def lookups(variant: Variant) -> frozenset[Load]:
+    """The elements of small tables, of floats, that a score reads at an integer among the biases: a warp holds all
+    entries that a tile may ask for, one in each lane. None where a choice decides whether lanes ask."""
+    if variant.score is None:
+        return frozenset()
+    score = rewrite(variant.score, fold_literals)
+    if any(isinstance(node, Op) and node.op == "select" for node in walk(score)):
+        return frozenset()
+    integers = {load for load in biases(variant) if load.type is Type.INT}
+    small = {tensor.name for tensor in variant.tensors if _fits_a_warp(tensor)}
+    return frozenset(
+        node
+        for node in walk(score)
+        if isinstance(node, Load) and node.tensor in small and node.indices[-1] in integers and _is_of_tile(node, 1)
+    )
+
+
+def _fits_a_warp(tensor: Tensor) -> bool:
+    extent = tensor.shape[-1] if tensor.shape else 0
+    return DTYPES[tensor.dtype].kind == "float" and isinstance(extent, int) and extent <= _LANES
 
 
 def without_biases(variant: Variant) -> Variant:
     """The variant with a score that reads no bias; it decides the tile of kernels that load tiles of biases. What an
-    integer is an index of is still read for each pair."""
+    integer is an index of is still read for each pair, unless a warp holds it."""
     tiled = frozenset(biases(variant))
     if not tiled or variant.score is None:
         return variant
     other: dict[Type, Expr] = {Type.FLOAT: Var("s", Type.FLOAT), Type.INT: Op("add", _PAIR, Type.INT)}
-    score = rewrite(variant.score, lambda node: other[node.type] if node in tiled else None)
+    held = lookups(variant)
+    score = rewrite(rewrite(variant.score, fold_literals), lambda node: Var("s", Type.FLOAT) if node in held else None)
+    score = rewrite(score, lambda node: other[node.type] if node in tiled else None)
     return replace(variant, score=score)
 
 

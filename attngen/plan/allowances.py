@@ -75,6 +75,12 @@ MMA_SPILLS = Spills(
     Evidence("docs/notebook/mma.md", "64 keys and 16 B of spills 1.061"),
 )
 #: The warp that reads dS has the few registers of a producer, and waits for consumers most of the time.
+MAPPED_BIAS_SPILLS = Spills(
+    "CUDA backward kernels with ping-pong consumers whose loader reads a tile map and brings tiles of biases",
+    112,
+    "spilled by the loader, which mostly waits",
+    None,
+)
 READER_SPILLS = Spills(
     "CUDA backward kernels with a warp that reads dS", 128, "spilled by a warp that mostly waits", None
 )

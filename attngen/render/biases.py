@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from attngen.dtypes import dtype
-from attngen.lang.biases import biases, box_bytes, element_bytes
+from attngen.lang.biases import biases, box_bytes, element_bytes, lookups
 from attngen.lang.emit import Binding
-from attngen.lang.ir import Const, Expr, Load, Type, Var, own, rewrite
+from attngen.lang.folding import LOG2E
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own, rewrite, spelled
 from attngen.lang.literals import fold_literals
 from attngen.lang.ranges import INT32, Range
 from attngen.lang.statements import Statement
@@ -17,6 +18,9 @@ from attngen.plan.model import Plan
 from attngen.plan.schedules.structures import KEYS_OF_CONSUMER
 from attngen.plan.symbols import extent_name, map_name, strides
 from attngen.render.cuda_statements import int_constant
+
+#: The number of a lane, and how many there are in a warp.
+LANE, _LANES = own("lane"), 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,63 @@ def with_biases(plan: Plan, value: Expr) -> Expr:
     """An expression that takes biases from the tiles that a loader brings."""
     symbols: dict[Expr, Expr] = {each.load: each.symbol for each in biases_of(plan)}
     return rewrite(rewrite(value, fold_literals), symbols.get) if symbols else value
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A value that lanes hold for each entry of a small table, and that others ask for by an integer of a tile."""
+
+    symbol: Var
+    value: Expr  # of the lane's entry
+    index: Var  # the symbol of the integer
+    sure: bool  # the integer is one of a lane
+
+    @property
+    def held(self) -> str:
+        """Name of what a lane holds."""
+        return f"{spelled(self.symbol.name)}_held"
+
+
+def with_lookups(plan: Plan, values: Sequence[Expr]) -> tuple[list[Expr], tuple[Lookup, ...]]:
+    """Expressions ``with_biases`` that ask lanes for the entries of small tables, each with its constant factor."""
+    tables = lookups(plan.variant) if plan.structure.biases else frozenset[Load]()
+    if not tables:
+        return list(values), ()
+    integers = {each.load: each.symbol for each in biases_of(plan)}
+    entries = {replace(load, indices=(*load.indices[:-1], integers[last])): integers[last]
+               for load in tables if isinstance(last := load.indices[-1], Load)}  # fmt: skip
+    ranges = bias_ranges(plan)
+    asked: dict[Expr, Lookup] = {}
+
+    def ask(value: Expr, index: Var) -> Expr:
+        low, high = ranges[index.name]
+        symbol = own(f"entry_{len(asked)}", Type.FLOAT)
+        return asked.setdefault(value, Lookup(symbol, value, index, low >= 0 and high < _LANES)).symbol
+
+    def rule(node: Expr) -> Expr | None:
+        match node:
+            case Load() if node in entries:
+                return ask(replace(node, indices=(*node.indices[:-1], LANE)), entries[node])
+            case Op(op="mul", args=(Var() as symbol, factor)) if factor == LOG2E or isinstance(factor, Const):
+                before = next((each for each in asked.values() if each.symbol == symbol), None)
+                return before and ask(Op("mul", (before.value, factor), Type.FLOAT), before.index)
+        return None
+
+    changed = [rewrite(value, rule) for value in values]
+    read = frozenset[str]().union(*map(names, changed))
+    return changed, tuple(each for each in asked.values() if each.symbol.name in read)
+
+
+def lookup_bindings(plan: Plan, asked: Iterable[Lookup], element: str) -> dict[str, Binding]:
+    """The bindings of what stands for entries of tables in an element of a lane."""
+    bound = bias_bindings(plan, element)
+    return {
+        each.symbol.name: Binding(
+            f"{'entry_of_lane' if each.sure else 'entry_of_any'}({{{each.held}}}, {bound[each.index.name].pattern})",
+            frozenset({"q", "kv"}),
+        )
+        for each in asked
+    }
 
 
 def go_beyond_queries(plan: Plan) -> bool:

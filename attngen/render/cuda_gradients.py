@@ -27,12 +27,13 @@ from attngen.lang.statements import Code, Statement, declared, depending, leaf, 
 from attngen.plan.model import Plan
 from attngen.plan.own_gradients import derivative
 from attngen.plan.symbols import pointer_name
-from attngen.render.biases import bias_bindings, go_beyond_queries, with_biases
+from attngen.render.biases import bias_bindings, go_beyond_queries, lookup_bindings, with_biases, with_lookups
 from attngen.render.cuda_math import (
     ScoreValue,
     Steps,
     bit_of,
     distance_score_values,
+    held_entries,
     hide,
     masking,
     row_values,
@@ -131,8 +132,11 @@ def probabilities(plan: Plan) -> Probabilities:
     for partial in (True, False):
         bound = _elements(plan) | {each.symbol.name: Binding(each.name, _Q) for each in of_query}
         bound |= {each.symbol.name: Binding(each.name, _Q | _KV) for each in of_distance}
-        scored = emit_for(plan, CUDA, roots, bound, inner="q")
-        hoisted, body = list(scored.hoisted), list(scored.body)
+        biased, asked = with_lookups(plan, roots)
+        entries = held_entries(plan, asked, bound, lane="lane_of_warp()", inner="q")
+        bound |= lookup_bindings(plan, asked, "2 * {i} + {j}")
+        scored = emit_for(plan, CUDA, biased, bound, inner="q")
+        hoisted, body = [*entries, *(each for each in scored.hoisted if each not in entries)], list(scored.body)
         if slope.varying is not None:
             body.append(constant("float", "derivative", scored.results[2]))
         for (number, _), result in zip(kept, scored.results[len(scored.results) - len(kept) :], strict=True):

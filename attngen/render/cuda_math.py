@@ -49,7 +49,7 @@ from attngen.plan.traits import (
     key_values,
     query_values_of_score,
 )
-from attngen.render.biases import bias_bindings, with_biases
+from attngen.render.biases import LANE, Lookup, bias_bindings, lookup_bindings, with_biases, with_lookups
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
@@ -162,8 +162,11 @@ def logits(plan: Plan) -> Logits:
         bound = element_bindings(plan, ragged=partial)
         bound |= {each.symbol.name: Binding(each.name, _KV) for each in of_key}
         bound |= {each.symbol.name: Binding(each.name, _Q | _KV) for each in of_distance}
-        scored = emit_for(plan, CUDA, [with_biases(plan, value), folded.multiplier, *more], bound)
-        hoisted, body = list(scored.hoisted), list(scored.body)
+        (biased,), asked = with_lookups(plan, [with_biases(plan, value)])
+        entries = held_entries(plan, asked, bound, lane="lane")
+        bound |= lookup_bindings(plan, asked, "{i}")
+        scored = emit_for(plan, CUDA, [biased, folded.multiplier, *more], bound)
+        hoisted, body = [*entries, *(each for each in scored.hoisted if each not in entries)], list(scored.body)
         of_mask: frozenset[str] = frozenset()
         costly: tuple[str, ...] = ()
         if slope is not None:
@@ -192,6 +195,20 @@ def logits(plan: Plan) -> Logits:
     capped = None if scale is None else scored.results[2]
     drops, seen = _drops_products(folded.value), _visible(plan) if plan.mask_words else None
     return Logits(tuple(statements), steps[0], steps[1], seen, multiplier, drops, capped)
+
+
+def held_entries(
+    plan: Plan, asked: Sequence[Lookup], bound: Mapping[str, Binding], *, lane: str, inner: str = "kv"
+) -> list[Statement]:
+    """Return the statements of the entries of small tables that a lane holds for its warp."""
+    if not asked:
+        return []
+    values = emit_for(
+        plan, CUDA, [each.value for each in asked], {**bound, LANE.name: Binding(lane)}, inner=inner,
+        ranges={LANE.name: (0, 31)},
+    )  # fmt: skip
+    own = [constant("float", each.held, value) for each, value in zip(asked, values.results, strict=True)]
+    return [*values.hoisted, *values.body, *own]
 
 
 def planned_key_values(plan: Plan) -> KeyValues:

@@ -1,4 +1,4 @@
-"""Biases over (q, kv), which kernels load as tiles: right in whole tiles and ragged ones, expanded along heads,
+"""Biases and integers over (q, kv), which kernels load as tiles: right in whole tiles and ragged ones, expanded along heads,
 or batch, with rows that begin anywhere, with -inf, in packed sequences, and in a graph whose inputs change.
 """
 
@@ -31,6 +31,11 @@ VARIANTS = (
     "two",
     "gated",
     "of_larger",
+    "floats",
+    "causal_floats",
+    "integers",
+    "distances",
+    "any_distances",
 )
 #: Head dim, queries, keys, batch, query heads, KV heads: whole tiles, ragged ones, few queries, a last tile of 8 keys,
 #: and rows of a bias that begin anywhere.
@@ -72,6 +77,24 @@ def values(name: str, batch: int, heads: int, rows: int, keys: int) -> dict[str,
             bias = torch.full((heads, rows + 80, keys + 136), torch.nan, device=DEVICE, dtype=torch.bfloat16)
             bias[:, :rows, :keys] = random(heads, rows, keys)
             return {"bias": bias}
+        case "floats":
+            return {"bias": random(heads, rows, keys, dtype=torch.float32)}
+        case "causal_floats":
+            return {"bias": random(rows, keys, dtype=torch.float32)}
+        case "integers":
+            return {"bias": (10 * random(batch, rows, keys)).to(torch.int16)}
+        case "distances":
+            bias = (2 * random(rows, keys).abs()).clamp(max=4).to(torch.int8)
+            return {"bias": bias, "table": random(heads, 5, dtype=torch.float32)}
+        case "any_distances":
+            bias, far = (n * random(rows, keys, dtype=torch.float32).abs() for n in (10, 40))
+            table, wide = random(heads, 20, dtype=torch.float32), random(heads, 100)
+            return {
+                "bias": bias.clamp(max=19).to(torch.uint8),
+                "table": table,
+                "far": far.clamp(max=99).int(),
+                "wide": wide,
+            }
         case "two":
             return {"bias": random(heads, rows, keys, dtype=torch.float16), "pairs": random(batch, rows, keys)}
     return {"bias": random(heads, rows, keys)}

@@ -14,6 +14,7 @@ from attngen.plan.schedules.structures import HopperBackward, HopperForward
 from attngen.render import render
 from tests.plan.specs import kernel_spec, planned
 
+TABLE = "bias: {{dtype: {}}}, table: {{dtype: fp32, shape: [h, 6]}}"
 OF_HEADS = "bias: {dtype: bf16, shape: [h, seqlen_q, seqlen_k]}"
 
 
@@ -40,7 +41,12 @@ def tiled(plan: Plan) -> int:
         ("s + bias[b, hk, q, kv]", "bias: {dtype: bf16, shape: [b, hk, seqlen_q, seqlen_k]}", 1),
         ("s + bias[0, q, kv] + bias[1, q, kv]", "bias: {dtype: bf16, shape: [2, seqlen_q, seqlen_k]}", 2),
         ("s * exp(bias[h, q, kv]) + bias[h, q, kv]", OF_HEADS, 1),
-        ("s + bias[h, q, kv]", "bias: {dtype: fp32, shape: [h, seqlen_q, seqlen_k]}", 0),  # 4 bytes
+        ("s + bias[h, q, kv]", "bias: {dtype: fp32, shape: [h, seqlen_q, seqlen_k]}", 1),
+        ("s + 0.5 * bias[q, kv]", "bias: {dtype: int8, shape: [seqlen_q, seqlen_k]}", 1),
+        ("s + table[h, bias[q, kv]]", TABLE.format("int32, shape: [seqlen_q, seqlen_k]"), 1),
+        ("s + table[h, bias[q, kv]]", TABLE.format("int64, shape: [seqlen_q, seqlen_k]"), 0),  # 8 bytes
+        # a tile has zeros beyond the tensor
+        ("s + table[h, bias[q, kv]]", TABLE.format("int8, shape: [seqlen_q, seqlen_k], range: {min: 1, max: 5}"), 0),
         ("s + bias[h, q_pos, kv]", OF_HEADS, 0),
         ("s + bias[h, kv, q]", OF_HEADS, 0),
         ("s + bias[h, q, kv // 2]", OF_HEADS, 0),
@@ -97,6 +103,26 @@ def test_a_sum_with_biases_alone_is_multiplied_once() -> None:
     assert "exponentiate<Element>(s, kLog2e, row_max, p, sum);" in text
 
 
+@pytest.mark.parametrize(
+    ("table", "mask", "held"),
+    [
+        ("table[h, bias[q, kv]]", "True", "entry_of_any(entry_1_held, element_of<signed char>(bias_pairs, i, row))"),
+        ("table[h, bias[q, kv] + 1]", "True", ""),
+        ("(table[h, bias[q, kv]] if q > kv else 0.0)", "True", ""),  # not all lanes ask
+    ],
+)
+def test_entries_of_small_tables_are_held_by_lanes(table: str, mask: str, held: str) -> None:
+    text = render(scored(f"s + {table}", TABLE.format("int8, shape: [seqlen_q, seqlen_k]"), mask)).text
+    assert (held in text) if held else ("entry_of" not in text)
+
+
+def test_a_declared_range_spares_a_comparison() -> None:
+    dtype = "int8, shape: [seqlen_q, seqlen_k], range: {min: 0, max: 5}"
+    text = render(scored("s + table[h, bias[q, kv]]", TABLE.format(dtype))).text
+    assert "entry_of_lane(entry_1_held, " in text
+    assert "const float entry_1_held = u_table_h_lane * kLog2e;" in text
+
+
 # --- backward ---------------------------------------------------------------------------------------------------
 
 
@@ -122,12 +148,19 @@ def tiled_by_keys(plan: Plan) -> int:
         ("s + 0.5 * bias[q, kv]", "bias: {dtype: fp16, shape: [seqlen_q, seqlen_k]}", 1),
         ("s * exp(bias[h, q, kv]) + bias[h, q, kv]", OF_HEADS, 1),
         ("s + bias[h, q, kv] - slope[q]", f"{OF_HEADS}, slope: {{dtype: fp32, shape: [seqlen_q]}}", 1),
-        ("s + bias[h, q, kv]", "bias: {dtype: fp32, shape: [h, seqlen_q, seqlen_k]}", 0),  # 4 bytes
+        ("s + bias[h, q, kv]", "bias: {dtype: fp32, shape: [h, seqlen_q, seqlen_k]}", None),
+        ("s + 0.5 * bias[q, kv]", "bias: {dtype: int8, shape: [seqlen_q, seqlen_k]}", 1),
+        ("s + table[h, bias[q, kv]]", TABLE.format("int32, shape: [seqlen_q, seqlen_k]"), None),
+        ("s + table[h, bias[q, kv]]", TABLE.format("int64, shape: [seqlen_q, seqlen_k]"), 0),  # 8 bytes
+        # a tile has zeros beyond the tensor
+        ("s + table[h, bias[q, kv]]", TABLE.format("int8, shape: [seqlen_q, seqlen_k], range: {min: 1, max: 5}"), 0),
         ("s + bias[h, q_pos, kv]", OF_HEADS, 0),
     ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_biases_that_come_as_tiles_in_a_backward(score: str, tensors: str, count: int, head_dim: int) -> None:
+def test_biases_that_come_as_tiles_in_a_backward(score: str, tensors: str, count: int | None, head_dim: int) -> None:
+    if count is None:  # tiles of 4 bytes have no room beside 128 columns
+        count = int(head_dim == 64)
     assert tiled_by_keys(backward(score, tensors, head_dim=head_dim)) == count
 
 

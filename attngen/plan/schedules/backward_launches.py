@@ -10,7 +10,7 @@ from attngen.dtypes import DType
 from attngen.lang.biases import biases
 from attngen.manifest import TileMapAxes
 from attngen.plan import arguments, naming
-from attngen.plan.allowances import PINGPONG_SPILLS, READER_SPILLS, SPILLS, Spills
+from attngen.plan.allowances import MAPPED_BIAS_SPILLS, PINGPONG_SPILLS, READER_SPILLS, SPILLS, Spills
 from attngen.plan.draft import CLASSIFIER_WARPS, axes_of, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Workspace
 from attngen.plan.own_gradients import differentiable_of, stored_gradients
@@ -72,6 +72,8 @@ def row_lanes(head_dim: int, element: DType) -> int:
 def _spills(roles: HopperBackward) -> Spills:
     if roles.reads_ds:
         return READER_SPILLS
+    if roles.pingpong and roles.slots and roles.biases:
+        return MAPPED_BIAS_SPILLS
     return PINGPONG_SPILLS if roles.pingpong else SPILLS
 
 

@@ -65,7 +65,9 @@ def backward_pipes(
         "the same memory",
         full=Signal(warps, "each warp of the consumer", "dQ of a step is written, or there is no more"),
         empty=Signal(1, "the warp that adds", "dQ of a step has left"),
-        stored=(("dq", max(64 * roles.dq_columns * operands.accumulator.bytes, KEYS_OF_CONSUMER * v * operands.dv.bytes)),),
+        stored=(
+            ("dq", max(64 * roles.dq_columns * operands.accumulator.bytes, KEYS_OF_CONSUMER * v * operands.dv.bytes)),
+        ),
     )  # fmt: skip
     work = Ring(
         "work", 2, loader, each,

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from attngen.plan.model import Structure
 
-
 #: Keys of a consumer of a backward by single blocks.
 KEYS_OF_CONSUMER = 64
 

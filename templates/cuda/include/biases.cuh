@@ -44,6 +44,13 @@ __device__ __forceinline__ auto element_of(const uint32_t (&elements)[8], int i,
   return value_of(elements[2 * (i / 2 % 2 * 2 + row) + i % 2], static_cast<const Element*>(nullptr));
 }
 
+// The entry of a table of which each lane of a warp holds one; and the same, where 0 stands for all others.
+__device__ __forceinline__ float entry_of_lane(float held, int lane) { return __shfl_sync(~0u, held, lane); }
+__device__ __forceinline__ float entry_of_any(float held, int lane) {
+  const float entry = __shfl_sync(~0u, held, lane);
+  return static_cast<uint32_t>(lane) < 32 ? entry : 0.0f;
+}
+
 // A tile of `kRows` queries, in boxes whose rows are `kBoxBytes` long and swizzled, as the lanes of a warp read 16 of its
 // rows: in the order of an accumulator, in which a lane has two neighbouring keys of two rows, 8 apart.
 template <typename Element, int kRows, int kBoxBytes, int kBytes = sizeof(Element)>
