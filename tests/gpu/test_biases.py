@@ -1,5 +1,5 @@
-"""Biases and integers over (q, kv), which kernels load as tiles: right in whole tiles and ragged ones, expanded along heads,
-or batch, with rows that begin anywhere, with -inf, in packed sequences, and in a graph whose inputs change.
+"""Biases and integers over (q, kv), which kernels load as tiles: right in whole tiles and ragged ones, expanded along
+heads, or batch, with rows that begin anywhere, with -inf, in packed sequences, and in a graph whose inputs change.
 """
 
 from __future__ import annotations
