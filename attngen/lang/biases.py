@@ -13,10 +13,12 @@ from attngen.lang.variant import Tensor, Variant
 #: Kinds of elements, and bytes of one, of which kernels can load tiles.
 _KINDS, _BYTES = frozenset({"float", "int"}), frozenset({1, 2, 4})
 
+#: Lanes of a warp.
+LANES = 32
+
 #: Last two indices of a bias, and the indices allowed before them, which are constant over a tile.
 _PAIR, _OF_TILE = (Var("q", Type.INT), Var("kv", Type.INT)), frozenset({"b", "h", "hk"})
 _MOST_AXES = 5  # of a tensor map
-_LANES = 32  # of a warp
 
 
 def is_of_pair(node: Expr) -> bool:
@@ -24,28 +26,42 @@ def is_of_pair(node: Expr) -> bool:
     return isinstance(node, Load) and node.indices[-2:] == _PAIR
 
 
-def biases(variant: Variant) -> tuple[Load, ...]:
+def biases(variant: Variant, room: int | None = None) -> tuple[Load, ...]:
     """The elements that a score reads at ``[..., q, kv]``, of up to 4 bytes each: one copy can load a tile of them.
 
-    The other indices are ``b``, ``h``, ``hk`` or numbers.
+    The other indices are ``b``, ``h``, ``hk`` or numbers. Where there is ``room`` for so many bytes of a pair alone,
+    those that fit, the widest first.
     """
     if variant.score is None:
         return ()
     tiled = {tensor.name for tensor in variant.tensors if _has_tiles(tensor, variant.ranges.get(tensor.name))}
     nodes = walk(rewrite(variant.score, fold_literals))
-    return tuple(
-        dict.fromkeys(
-            node
-            for node in nodes
-            if isinstance(node, Load) and node.tensor in tiled and is_of_pair(node) and _comes_in_tiles(node)
-        )
+    loads = dict.fromkeys(
+        node
+        for node in nodes
+        if isinstance(node, Load) and node.tensor in tiled and is_of_pair(node) and _comes_in_tiles(node)
     )
+    taken, left = [], room
+    for load in sorted(loads, key=lambda load: -_bytes(variant, load)):
+        if left is None or _bytes(variant, load) <= left:
+            taken.append(load)
+            left = None if left is None else left - _bytes(variant, load)
+    return tuple(taken)
 
 
-def element_bytes(variant: Variant) -> tuple[int, ...]:
+def element_bytes(variant: Variant, room: int | None = None) -> tuple[int, ...]:
     """The bytes of an element of each bias."""
-    of = {tensor.name: DTYPES[tensor.dtype].bytes for tensor in variant.tensors}
-    return tuple(of[load.tensor] for load in biases(variant))
+    return tuple(_bytes(variant, load) for load in biases(variant, room))
+
+
+def rooms(variant: Variant) -> tuple[int, ...]:
+    """The bytes of a pair that tiles of biases may take, all of them first; () without any."""
+    totals = (sum(element_bytes(variant, room)) for room in (None, 2, 1))
+    return tuple(dict.fromkeys(total for total in totals if total))
+
+
+def _bytes(variant: Variant, load: Load) -> int:
+    return next(DTYPES[tensor.dtype].bytes for tensor in variant.tensors if tensor.name == load.tensor)
 
 
 def box_bytes(keys: int, element: int) -> int:
@@ -72,7 +88,7 @@ def _is_of_tile(load: Load, last: int) -> bool:
     )
 
 
-def lookups(variant: Variant) -> frozenset[Load]:
+def lookups(variant: Variant, room: int) -> frozenset[Load]:
     """The elements of small tables, of floats, that a score reads at an integer among the biases: a warp holds all
     entries that a tile may ask for, one in each lane. None where a choice decides whether lanes ask."""
     if variant.score is None:
@@ -80,7 +96,7 @@ def lookups(variant: Variant) -> frozenset[Load]:
     score = rewrite(variant.score, fold_literals)
     if any(isinstance(node, Op) and node.op == "select" for node in walk(score)):
         return frozenset()
-    integers = {load for load in biases(variant) if load.type is Type.INT}
+    integers = {load for load in biases(variant, room) if load.type is Type.INT}
     small = {tensor.name for tensor in variant.tensors if _fits_a_warp(tensor)}
     return frozenset(
         node
@@ -91,22 +107,22 @@ def lookups(variant: Variant) -> frozenset[Load]:
 
 def _fits_a_warp(tensor: Tensor) -> bool:
     extent = tensor.shape[-1] if tensor.shape else 0
-    return DTYPES[tensor.dtype].kind == "float" and isinstance(extent, int) and extent <= _LANES
+    return DTYPES[tensor.dtype].kind == "float" and isinstance(extent, int) and extent <= LANES
 
 
-def without_biases(variant: Variant) -> Variant:
+def without_biases(variant: Variant, room: int) -> Variant:
     """The variant with a score that reads no bias; it decides the tile of kernels that load tiles of biases. What an
     integer is an index of is still read for each pair, unless a warp holds it."""
-    tiled = frozenset(biases(variant))
+    tiled = frozenset(biases(variant, room))
     if not tiled or variant.score is None:
         return variant
     other: dict[Type, Expr] = {Type.FLOAT: Var("s", Type.FLOAT), Type.INT: Op("add", _PAIR, Type.INT)}
-    held = lookups(variant)
+    held = lookups(variant, room)
     score = rewrite(rewrite(variant.score, fold_literals), lambda node: Var("s", Type.FLOAT) if node in held else None)
     score = rewrite(score, lambda node: other[node.type] if node in tiled else None)
     return replace(variant, score=score)
 
 
-def reads_integers(variant: Variant) -> bool:
+def reads_integers(variant: Variant, room: int) -> bool:
     """Whether a bias is an integer, maybe an index of something else."""
-    return any(load.type is Type.INT for load in biases(variant))
+    return any(load.type is Type.INT for load in biases(variant, room))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from attngen.dtypes import dtype
-from attngen.lang.biases import biases, box_bytes, element_bytes, lookups
+from attngen.lang.biases import LANES, biases, box_bytes, element_bytes, lookups
 from attngen.lang.emit import Binding
 from attngen.lang.folding import LOG2E
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own, rewrite, spelled
@@ -19,8 +19,8 @@ from attngen.plan.schedules.structures import KEYS_OF_CONSUMER
 from attngen.plan.symbols import extent_name, map_name, strides
 from attngen.render.cuda_statements import int_constant
 
-#: The number of a lane, and how many there are in a warp.
-LANE, _LANES = own("lane"), 32
+#: The number of a lane.
+LANE = own("lane")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Bias:
 
 
 def biases_of(plan: Plan) -> tuple[Bias, ...]:
-    """The biases whose tiles a plan has room for; none, or all."""
+    """The biases whose tiles a plan has room for."""
     count = plan.structure.biases
-    loads = biases(plan.variant) if count else ()
+    loads = biases(plan.variant, plan.structure.bias_bytes)
     assert len(loads) == count, f"{plan.name}: other biases than planned"
-    before = accumulate(element_bytes(plan.variant), initial=0)
+    before = accumulate(element_bytes(plan.variant, plan.structure.bias_bytes), initial=0)
     return tuple(
         _bias(plan, load, f"_{number}" if count > 1 else "", at)
         for number, (load, at) in enumerate(zip(loads, before, strict=False))
@@ -136,7 +136,7 @@ class Lookup:
 
 def with_lookups(plan: Plan, values: Sequence[Expr]) -> tuple[list[Expr], tuple[Lookup, ...]]:
     """Expressions ``with_biases`` that ask lanes for the entries of small tables, each with its constant factor."""
-    tables = lookups(plan.variant) if plan.structure.biases else frozenset[Load]()
+    tables = lookups(plan.variant, plan.structure.bias_bytes)
     if not tables:
         return list(values), ()
     integers = {each.load: each.symbol for each in biases_of(plan)}
@@ -148,7 +148,7 @@ def with_lookups(plan: Plan, values: Sequence[Expr]) -> tuple[list[Expr], tuple[
     def ask(value: Expr, index: Var) -> Expr:
         low, high = ranges[index.name]
         symbol = own(f"entry_{len(asked)}", Type.FLOAT)
-        return asked.setdefault(value, Lookup(symbol, value, index, low >= 0 and high < _LANES)).symbol
+        return asked.setdefault(value, Lookup(symbol, value, index, low >= 0 and high < LANES)).symbol
 
     def rule(node: Expr) -> Expr | None:
         match node:

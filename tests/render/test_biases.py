@@ -116,6 +116,19 @@ def test_entries_of_small_tables_are_held_by_lanes(table: str, mask: str, held: 
     assert (held in text) if held else ("entry_of" not in text)
 
 
+def test_what_fits_comes_as_tiles() -> None:
+    """Beside 128 columns a backward has room for two bytes of a pair."""
+    both = f"{OF_HEADS}, d: {{dtype: int8, shape: [seqlen_q, seqlen_k]}}"
+    score = "s + bias[h, q, kv] + 0.1 * d[q, kv]"
+    assert (tiled(scored(score, both)), scored(score, both).structure.bias_bytes) == (2, 3)
+    assert backward(score, both, head_dim=64).structure.bias_bytes == 3
+    plan = backward(score, both)
+    assert (plan.structure.biases, plan.structure.bias_bytes) == (1, 2)
+    text = render(plan).text
+    assert "element_of<bf16>(bias_pairs, " in text
+    assert "u_d[" in text
+
+
 def test_a_declared_range_spares_a_comparison() -> None:
     dtype = "int8, shape: [seqlen_q, seqlen_k], range: {min: 0, max: 5}"
     text = render(scored("s + table[h, bias[q, kv]]", TABLE.format(dtype))).text
@@ -197,11 +210,16 @@ def test_tiles_of_a_backward_fit_shared_memory(mask: str, head_dim: int) -> None
     ("score", "tensors", "fields"),
     [
         ("s + bias[h, q, kv]", OF_HEADS, {"head_dim": 256}),  # clusters
-        ("s + bias[0, q, kv] + bias[1, q, kv]", "bias: {dtype: bf16, shape: [2, seqlen_q, seqlen_k]}", {}),  # no room
+        ("s + bias[q, kv]", "bias: {dtype: fp32, shape: [seqlen_q, seqlen_k]}", {}),  # no room
     ],
 )
 def test_a_backward_loads_elements_where_tiles_do_not_fit(score: str, tensors: str, fields: dict[str, Any]) -> None:
     assert tiled_by_keys(backward(score, tensors, **fields)) == 0
+
+
+def test_one_of_two_biases_comes_as_tiles() -> None:
+    score, tensors = "s + bias[0, q, kv] + bias[1, q, kv]", "bias: {dtype: bf16, shape: [2, seqlen_q, seqlen_k]}"
+    assert tiled_by_keys(backward(score, tensors)) == 1
 
 
 def test_the_last_attempts_of_a_backward_load_elements() -> None:

@@ -118,7 +118,7 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
 
 def _bias_maps(plan: Plan, roles: HopperBackward) -> Iterator[Argument]:
     """Yield the tensor maps of biases whose tiles the loader brings, a box for each consumer."""
-    read = {load.tensor for load in biases(plan.variant)} if roles.biases else frozenset()
+    read = {load.tensor for load in biases(plan.variant, roles.bias_bytes)} if roles.biases else frozenset()
     for tensor in plan.variant.tensors:
         if tensor.name in read:
             yield arguments.bias_map(tensor, plan.tile_m, KEYS_OF_CONSUMER)

@@ -11,7 +11,7 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
-from attngen.lang.biases import biases, element_bytes, reads_integers, without_biases
+from attngen.lang.biases import biases, element_bytes, reads_integers, rooms, without_biases
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.runs import TILE, positions
 from attngen.lang.simplify import TRUE
@@ -145,12 +145,13 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A tile that a kernel may have: ``tile_n`` keys beside the ``choice`` of the table. Its loader brings tiles of so
-    many ``biases``, and computes so many values ``by_distance``; the rest is loaded and computed for each pair."""
+    """A tile that a kernel may have: ``tile_n`` keys beside the ``choice`` of the table. Its loader brings tiles of
+    biases of so many bytes of a pair, and computes so many values ``by_distance``; the rest is loaded and computed for
+    each pair."""
 
     choice: Choice
     tile_n: int
-    biases: int
+    bias_bytes: int
     by_distance: int
 
 
@@ -174,16 +175,17 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
     table, fewer are tried; and with biases fewer consumers, whose fewer rows take less of each.
     """
     qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
-    for tiled, by_distance in dict.fromkeys(product((_tiled_biases(spec), 0), (_distance_values(spec), 0))):
-        per_pair = without_biases(spec.variant) if tiled else spec.variant
+    for tiled, by_distance in dict.fromkeys(product((*_rooms(spec), 0), (_distance_values(spec), 0))):
+        per_pair = without_biases(spec.variant, tiled) if tiled else spec.variant
         if by_distance:
             per_pair = without_distance_values(per_pair, fast_math=spec.fast_math)
         families = _families(replace(spec, variant=per_pair), iteration)
-        if tiled and "window" not in families and not ("gather" in families and reads_integers(spec.variant)):
-            families |= {"biased"}
+        if tiled and "window" not in families and not ("gather" in families and reads_integers(spec.variant, tiled)):
+            families |= {"biased" if tiled > 1 else "narrow_bias"}
         rows = (row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
         choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
-        step = max(_key_step(operands_of(spec), form.transposes, spec.transposed_v), _bias_keys(spec) if tiled else 0)
+        step = _key_step(operands_of(spec), form.transposes, spec.transposed_v)
+        step = max(step, _bias_keys(spec, tiled) if tiled else 0)
         usual = choice.tile_n // step * step
         leaves_room = bool(spec.roles) or tiled > 0
         fewer = [n for n in FEWER_KEYS if n < usual and n % step == 0] if leaves_room and not spec.tile_n else []
@@ -193,17 +195,17 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
             yield Candidate(one, tile_n, tiled, by_distance)
 
 
-def _tiled_biases(spec: KernelSpec) -> int:
-    """The biases whose tiles a loader may bring: where the rows of a tile are those of one head of one sequence, and
-    one warp loads K and V."""
+def _rooms(spec: KernelSpec) -> tuple[int, ...]:
+    """Bytes of a pair of the biases whose tiles a loader may bring: where the rows of a tile are those of one head of
+    one sequence, and one warp loads K and V."""
     if spec.dtype in QUANTIZED_DTYPES or is_paged(spec) or spec.pack_gqa or spec.split_tiles:
-        return 0
-    return len(biases(spec.variant))
+        return ()
+    return rooms(spec.variant)
 
 
-def _bias_keys(spec: KernelSpec) -> int:
+def _bias_keys(spec: KernelSpec, room: int) -> int:
     """Keys that one copy of each bias has at least."""
-    return BOX_BYTES[-1] // min(element_bytes(spec.variant))
+    return BOX_BYTES[-1] // min(element_bytes(spec.variant, room))
 
 
 def _distance_values(spec: KernelSpec) -> int:
@@ -216,7 +218,7 @@ def _distance_values(spec: KernelSpec) -> int:
 
 def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: Candidate) -> HopperTile | PlanError:
     """Return the tile of a candidate, or why it cannot be had; PlanError is raised for what no candidate can mend."""
-    choice, tile_n, tiled = candidate.choice, candidate.tile_n, candidate.biases
+    choice, tile_n, tiled = candidate.choice, candidate.tile_n, candidate.bias_bytes
     operands = operands_of(spec)
     size = operands.bytes_of("q", "k", "v", "p")
     qk, v = (columns.width for columns in operand_widths(spec, operands))
@@ -233,8 +235,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     if tile_n % step or not step <= tile_n <= 256:
         nearest = min(max(round(tile_n / step) * step, step), 256)
         return refuse(spec, "tile.n", f"{tile_n} is not a multiple of {step} from {step} to 256; nearest: {nearest}")
-    if tiled and tile_n % _bias_keys(spec):
-        return refuse(spec, "tile.n", f"{tile_n} keys are no whole copies of a bias, of {_bias_keys(spec)} columns")
+    if tiled and tile_n % (least := _bias_keys(spec, tiled)):
+        return refuse(spec, "tile.n", f"{tile_n} keys are no whole copies of a bias, of {least} columns")
     form.check(spec, roles, iteration)
     schedule = roles.schedule or (choice.schedule if consumers > 1 else "cooperative")
     if schedule == "pingpong" and consumers == 1:
@@ -318,8 +320,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         relative=softmax == "fixed_reference" and not spec.scale_block and takes_row_max(spec),
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
-        biases=tiled,
-        bias_bytes=sum(element_bytes(spec.variant)) if tiled else 0,
+        biases=len(biases(spec.variant, tiled)),
+        bias_bytes=tiled,
         bias_stages=_BIAS_STAGES[-1] if tiled else 0,
     )
 

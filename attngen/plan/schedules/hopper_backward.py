@@ -11,7 +11,7 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES, DType, dtype
 from attngen.errors import PlanError
-from attngen.lang.biases import biases, element_bytes, without_biases
+from attngen.lang.biases import biases, rooms, without_biases
 from attngen.lang.ir import Op, names, walk
 from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
@@ -159,9 +159,10 @@ class Relief:
 
 @dataclass(frozen=True, slots=True)
 class _Brought:
-    """What the loader brings with a tile of Q instead of work per pair: tiles of ``biases``, values ``by_distance``."""
+    """What the loader brings with a tile of Q instead of work per pair: tiles of biases of so many bytes of a pair,
+    values ``by_distance``."""
 
-    biases: int
+    bias_bytes: int
     by_distance: int
 
 
@@ -269,11 +270,11 @@ def _offers(spec: KernelSpec, relief: Relief) -> Iterator[_Brought]:
     """Yield the values that the loader may bring, the most first: in kernels by single blocks. It computes values of a
     distance where the derivative of the logit is the same for all pairs, if they are few."""
     brings = not (relief.gathers or is_wide(spec))
-    tiled = len(biases(spec.variant)) if brings else 0
+    tiled = rooms(spec.variant) if brings else ()
     values = 0
     if brings and spec.variant.score is not None and not _varies(spec):
         values = len(distance_values_of_score(spec.variant, fast_math=spec.fast_math))
-    for counts in dict.fromkeys(product((tiled, 0), (values if values <= _DISTANCE_VALUES else 0, 0))):
+    for counts in dict.fromkeys(product((*tiled, 0), (values if values <= _DISTANCE_VALUES else 0, 0))):
         yield _Brought(*counts)
 
 
@@ -295,7 +296,7 @@ def _tile(
     varlen = spec.layout == "varlen"  # its loader and its consumers hold more values
     reads_ds = not all(each.in_registers for each in gradients_of(spec.variant, fast_math=spec.fast_math))
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
-    narrow = max(qk, v) <= _NARROW and (brought.biases > 0 or reads_ds or not crowded)
+    narrow = max(qk, v) <= _NARROW and (brought.bias_bytes > 0 or reads_ds or not crowded)
     registers = _NARROW_REGISTERS if narrow else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
     own_spans = _has_own_spans(spec, choice, iteration) and not relief.lean
@@ -325,8 +326,8 @@ def _tile(
         uneven=_by_data(spec, iteration),
         query_chunk=_QUERY_CHUNK if cuts and not own_spans and _goes_by_chunks(spec, choice, iteration) else 0,
         slots=iteration == "tile_map" and not wide,
-        biases=brought.biases,
-        bias_bytes=sum(element_bytes(spec.variant)) if brought.biases else 0,
+        biases=len(biases(spec.variant, brought.bias_bytes)),
+        bias_bytes=brought.bias_bytes,
         reads_ds=reads_ds,
         shared=(),
     )
@@ -350,10 +351,10 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
     plan's own; then a lean loader of a single block, whose few registers a mask of many ranges or searches exceeds; and
     the same while consumers gather what the loader of the ``first`` plan brings."""
     assert isinstance(first.structure, HopperBackward)
-    brought = _Brought(first.structure.biases, first.structure.distance_values)
+    brought = _Brought(first.structure.bias_bytes, first.structure.distance_values)
     if first.structure.query_values and costly_query_values(spec.variant):
         yield Relief(divides=True)
-    of_tiles = _families_from(_family(spec, _per_pair(spec, brought), brought), brought.biases)
+    of_tiles = _families_from(_family(spec, _per_pair(spec, brought), brought), brought.bias_bytes)
     others = [*(Relief(each) for each in of_tiles[1:]), *(Relief(each, lean=True) for each in of_tiles)]
     if brought != _NOTHING:
         of_elements = _families_from(_family(spec, spec.variant, _NOTHING), 0)
@@ -362,7 +363,7 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
 
 
 def _families_from(family: str, tiled: int) -> tuple[str, ...]:
-    """Return a family and those after it, for so many biases ``tiled``."""
+    """Return a family and those after it, for biases of so many bytes of a pair ``tiled``."""
     return tuple(each for each in _FAMILIES[_FAMILIES.index(family) :] if tiled or each != "biased")
 
 
@@ -387,7 +388,7 @@ def _query_values(spec: KernelSpec, variant: Variant, brought: _Brought, *, bits
     """Number of values of each query that come with its tile: those of the mask, else those of the score, or 0 if these
     are too many. ``variant``: what consumers compute for each pair; ``bits``: a tile map has the mask as bits."""
     count = 0 if bits else query_loads(variant)
-    if not (count or brought.biases or is_wide(spec)):
+    if not (count or brought.bias_bytes or is_wide(spec)):
         values = query_values_of_score(
             spec.variant, fast_math=spec.fast_math, bits=bits, by_distance=brought.by_distance > 0
         )
@@ -506,7 +507,7 @@ def _varies(spec: KernelSpec) -> bool:
 
 def _per_pair(spec: KernelSpec, brought: _Brought) -> Variant:
     """The variant as far as consumers load its elements themselves, and compute for each pair."""
-    variant = without_biases(spec.variant) if brought.biases else spec.variant
+    variant = without_biases(spec.variant, brought.bias_bytes) if brought.bias_bytes else spec.variant
     return without_distance_values(variant, fast_math=spec.fast_math) if brought.by_distance else variant
 
 
@@ -536,7 +537,7 @@ def _family(spec: KernelSpec, variant: Variant, brought: _Brought) -> str:
         return "valued" if valued and not is_wide(spec) else "reading"
     if _varies(spec):
         return "derived"
-    if brought.biases:
+    if brought.bias_bytes:
         return "biased"
     return "divided" if divides(variant) else "light"
 

@@ -42,10 +42,12 @@ _ONE_HEAD_COLUMNS = 192
 #: three consumers hide better than two, and "scored" says that nothing asks for tiles of few keys beside that; a
 #: "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much;
 #: "plain" ones are light, too, and have no such end, and with a "narrow_v" there is room for more keys; for a "biased"
-#: score the tiles of biases come with those of K, and take room beside them; a "mapped" mask comes as a tile map, whose
-#: blocks (documents, images) seldom begin at a multiple of 96 or 192, and the score does not gather.
+#: score the tiles of biases come with those of K, and take room beside them, a "narrow_bias" of one byte little; a
+#: "mapped" mask comes as a tile map, whose blocks (documents, images) seldom begin at a multiple of 96 or 192, and the
+#: score does not gather.
 #: Measured on an H200 or an H100 where docs/performance.md says so; the rest follows from budgets.
 TABLE = (
+    Choice("narrow_bias", 128, 2, 128, "pingpong"),
     Choice("biased", 64, 2, 128, "pingpong"),
     Choice("biased", 128, 2, 96, "pingpong"),
     Choice("mapped", 128, 2, 128, "pingpong"),
@@ -178,7 +180,7 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     if plan.transposed_v:
         box_bytes = widest_box(plan.tile_n * plan.operands.v.bytes)
         v_map = arguments.tensor_map(plan, "v", plan.columns_v[0].width, box_bytes=box_bytes)
-    read = {load.tensor for load in biases(plan.variant)} if roles.biases else frozenset()
+    read = {load.tensor for load in biases(plan.variant, roles.bias_bytes)} if roles.biases else frozenset()
     of_biases = [
         arguments.bias_map(tensor, plan.tile_m, plan.tile_n)
         for tensor in plan.variant.tensors if tensor.name in read
