@@ -156,7 +156,8 @@ def with_lookups(plan: Plan, values: Sequence[Expr]) -> tuple[list[Expr], tuple[
                 return ask(replace(node, indices=(*node.indices[:-1], LANE)), entries[node])
             case Op(op="mul", args=(Var() as symbol, factor)) if factor == LOG2E or isinstance(factor, Const):
                 before = next((each for each in asked.values() if each.symbol == symbol), None)
-                return before and ask(Op("mul", (before.value, factor), Type.FLOAT), before.index)
+                if before is not None:
+                    return ask(Op("mul", (before.value, factor), Type.FLOAT), before.index)
         return None
 
     changed = [rewrite(value, rule) for value in values]
