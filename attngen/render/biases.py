@@ -15,7 +15,6 @@ from attngen.lang.literals import fold_literals
 from attngen.lang.ranges import INT32, Range
 from attngen.lang.statements import Statement
 from attngen.plan.model import Plan
-from attngen.plan.schedules.structures import KEYS_OF_CONSUMER
 from attngen.plan.symbols import extent_name, map_name, strides
 from attngen.render.cuda_statements import int_constant
 
@@ -94,8 +93,8 @@ def _bias(plan: Plan, load: Load, suffix: str, before: int) -> Bias:
 
 
 def _keys_of_tile(plan: Plan) -> int:
-    """Keys of a tile of a bias."""
-    return plan.tile_n if plan.direction == "forward" else KEYS_OF_CONSUMER
+    """Keys of a tile of a bias: all, or those of a consumer where these are rows of its products."""
+    return plan.tile_n if plan.direction == "forward" else plan.tile_n // plan.structure.consumers
 
 
 def _words(plan: Plan, size: int) -> int:
