@@ -1,8 +1,8 @@
 """GPU tests: all of them are skipped, with the reason, where there is no GPU that kernels can be built for.
 
-Several workers may share a card. Where there are several cards, workers begin with one after the other, and see the
-others behind it. A test after which the CUDA context is lost ends its worker, and counts as failed;
-pytest-xdist starts another worker for the rest.
+Several workers may share a card. Where there are several cards, workers begin with one after the other, of the first
+ATTNGEN_TEST_CARDS if that is set, and see the others behind it. A test after which the CUDA context is lost ends its
+worker, and counts as failed; pytest-xdist starts another worker for the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def _first_card() -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw").removeprefix("gw")
     cards = torch.cuda.device_count() if worker and "CUDA_VISIBLE_DEVICES" not in os.environ else 1
     if cards > 1:
-        order = ((int(worker) + place) % cards for place in range(cards))
+        first = int(worker) % int(os.environ.get("ATTNGEN_TEST_CARDS", cards))
+        order = (first, *(card for card in range(cards) if card != first))
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
 
 

@@ -28,6 +28,9 @@ FOLDER = Path(__file__).parent
 #: Kernels that take longest to compile come first, so that no core ends alone.
 _SECONDS = {("triton", "backward"): 4, ("triton", "forward"): 2, ("cuda", "backward"): 2}
 
+#: Processes that plan, at most.
+_PLANNERS = 16
+
 
 def modules() -> list[str]:
     """Return the modules of this folder that have a function ``to_build``."""
@@ -47,12 +50,13 @@ def parts_of(module: str) -> list[tuple[str, str | None]]:
 
 
 def wanted(jobs: int | None = None) -> dict[str, list[tuple[str, Prepared]]]:
-    """Return the kernels of each module; planning all of them takes one core half a minute."""
+    """Return the kernels of each module; planning all of them takes one core half a minute, and more processes would
+    take longer to start than they save."""
     names = sorted(modules(), key=lambda name: name != "packages")  # what takes longest is begun first
     parts = [part for name in names for part in parts_of(name)]
     calls = [Job(name, "tests.gpu.prebuilt:planned", (name, part)) for name, part in parts]
     kernels: dict[str, list[tuple[str, Prepared]]] = {name: [] for name in names}
-    for result in run_jobs(calls, jobs or available_cores()):
+    for result in run_jobs(calls, min(jobs or available_cores(), _PLANNERS)):
         name, _ = parts[result.index]
         if result.error is not None:
             print(f"{name}: {result.error}", flush=True)

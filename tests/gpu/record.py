@@ -4,7 +4,8 @@
     python -m tests.gpu.record --docs
 
 The first writes ``record.json``, the second quotes it in docs/limits.md. All cores compile what the tests call; tests
-that need the card for themselves run meanwhile, in one process, and then all others, in one process for each core. A
+that need a card for themselves run meanwhile, in one process, and then all others, in one process for each core. Of
+several cards, the last one is for the former alone, and the latter do not wait for these. A
 test that loses the CUDA context, crashes or hangs ends its process and fails alone. A test that found the card's memory
 taken by others runs again in the end. What has not ended when the limit is reached is named as not run. ``--log`` keeps
 what was printed, errors and times; a run of some files needs ``--out``.
@@ -26,6 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,7 @@ FAMILIES = {
         "columns", "score_values",
     ),
     "backward": ("backward", "backward_stress", "cut_tiles"),
-    "decode": ("decode", "mla", "decode_stress", "dependent_launches"),
+    "decode": ("decode", "mla", "indexed", "decode_stress", "dependent_launches"),
     "pages and caches": ("append", "cached", "paged", "pages", "serving_loop", "widen", "transformers_paged"),
     "8 bits": ("fp8", "quantize", "caches_8_bits"),
     "packed heads": ("packed_heads",),
@@ -209,8 +211,10 @@ def run(
     """Run the tests of some paths; return what became of them, and what to say of each step."""
     begun = time.monotonic()
     deadline = begun + (limit if limit is not None else 24 * 3600)
+    kept = min(_REST_SECONDS, _REST_SHARE * (deadline - begun))
     events, said, suite = folder / "events", [], Suite()
     cores = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"), "ATTNGEN_TEST_EVENTS": str(events)}
+    own_card = {"CUDA_VISIBLE_DEVICES": str(cards() - 1)} if cards() > 1 else {}
 
     def say(what: str, code: int) -> None:
         said.append(f"{what}: {time.monotonic() - begun:.0f} s{f', exit code {code}' if code else ''}")
@@ -220,22 +224,26 @@ def run(
         nearly = folder / "nearly"
         command = [sys.executable, "-m", "tests.gpu.prebuilt", "--nearly", str(nearly)]
         first = Program.start(command, folder / "prebuilt", begun + 0.8 * (deadline - begun))
-    marks = "alone and not exhaustive"
-    early = min(deadline, begun + _ALONE_SHARE * (deadline - begun))
-    alone = Program.start(pytest_command(paths, marks, 1), folder / "alone", early, **cores)
+    early = deadline - kept if own_card else min(deadline, begun + _ALONE_SHARE * (deadline - begun))
+    command = pytest_command(paths, "alone and not exhaustive", 1)
+    alone = Program.start(command, folder / "alone", early, **cores, **own_card)
     if first is not None:
         first.wait_for(nearly)
         say("nearly all kernels are compiled", 0)
-        alone.deadline = min(early, time.monotonic() + _ALONE_LONGER)
-    say("tests that need the card for themselves", alone.wait())
+    if not own_card:
+        if first is not None:
+            alone.deadline = min(early, time.monotonic() + _ALONE_LONGER)
+        say("tests that need the card for themselves", alone.wait())
     suite.read(events)
-    kept = min(_REST_SECONDS, _REST_SHARE * (deadline - begun))
-    before_rest = deadline - (kept if suite.not_ended() else 0)
+    before_rest = deadline - (kept if suite.not_ended() or own_card else 0)
     command = pytest_command(paths, "not alone and not exhaustive", workers)
-    others = Program.start(command, folder / "tests", before_rest, **cores)
+    shared_cards = {"ATTNGEN_TEST_CARDS": str(cards() - 1)} if own_card else {}
+    others = Program.start(command, folder / "tests", before_rest, **cores, **shared_cards)
     if first is not None:
         say("kernels are compiled", first.wait())
     say("all other tests", others.wait())
+    if own_card:
+        say("tests that need a card for themselves", alone.wait())
     suite.read(events)
     rest = [*suite.short_of_memory(), *suite.not_ended()]
     if rest and deadline - time.monotonic() > kept / 4:
@@ -278,6 +286,16 @@ def card_and_driver() -> tuple[str, str]:
         return "no card", "none"
     card, _, driver = text.splitlines()[0].partition(", ")
     return card, driver
+
+
+@cache
+def cards() -> int:
+    """Return the number of cards, as nvidia-smi lists them; 0 without it."""
+    command = ["nvidia-smi", "--list-gpus"]
+    try:
+        return len(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines())
+    except (OSError, subprocess.SubprocessError):
+        return 0
 
 
 def versions() -> dict[str, str]:
