@@ -145,6 +145,24 @@ def test_tests_that_ran_out_of_memory_run_again(tmp_path: Path) -> None:
     assert suite.short_of_memory() == names(suite.tests, "failed") == ["other"]
 
 
+def test_of_several_cards_one_is_for_the_tests_that_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+        import os
+        import pytest
+
+        @pytest.mark.alone
+        def test_alone():
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
+        def test_beside_others():
+            assert os.environ["ATTNGEN_TEST_CARDS"] == "3"
+    """
+    monkeypatch.setattr(record, "cards", lambda: 4)
+    suite, said = run([suite_in(tmp_path / "suite", text)], workers=1, limit=None, folder=tmp_path, prebuild=False)
+    assert sorted(names(suite.tests, "passed")) == ["test_alone", "test_beside_others"]
+    assert len(said) == 2
+
+
 def test_a_file_that_cannot_be_imported_fails_alone(tmp_path: Path) -> None:
     folder = tmp_path / "suite"
     suite_in(folder, "def test_passes():\n    pass")
