@@ -21,10 +21,11 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path) -> None:
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     program = f"import sys; from tests.parallel import gpus; gpus.lost(int(sys.argv[1]), {str(tmp_path / 'meeting')!r})"
     printed = [tmp_path / f"rank{rank}.txt" for rank in range(2)]  # a pipe that nobody reads would stop them
-    started = [
-        subprocess.Popen([sys.executable, "-c", program, str(rank)], env=environment, stderr=printed[rank].open("w"))
-        for rank in range(2)
-    ]
+    started = []
+    for rank in range(2):
+        with printed[rank].open("w") as file:
+            command = [sys.executable, "-c", program, str(rank)]
+            started.append(subprocess.Popen(command, env=environment, stderr=file))
     try:
         assert started[1].wait(90) == 3, printed[1].read_text()
         assert started[0].wait(60) not in (0, 3), printed[0].read_text()
