@@ -6,8 +6,9 @@ keys: so the rows and keys of all segments may stay where they lie in larger ten
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,6 +116,7 @@ class Selection:
         self._rows = Rows(rows)
         one_run = not len(rows) or int(rows[-1]) - int(rows[0]) + 1 == len(rows)
         self._start: int | None = (int(rows[0]) if len(rows) else 0) if one_run else None
+        self.is_run = one_run
 
     def view(self, x: Tensor, dim: int) -> Tensor | None:
         """The rows as a view, if they follow one another."""
@@ -153,11 +155,17 @@ class Piece:
     lengths: tuple[np.ndarray, np.ndarray] | None = None
     _offsets: dict[Any, Packing] = field(default_factory=dict)
 
+    @cached_property
+    def covers_others(self) -> bool:
+        """Whether a forward clears rows between its own ones: those of sequences without keys."""
+        return self.lengths is not None and bool(((self.lengths[0] > 0) & (self.lengths[1] == 0)).any())
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, part: Part, values: Mapping[str, Any],
         options: Options,
-    ) -> None:  # fmt: skip
-        """Compute the rows of ``out``, (batch, rows, heads, head_dim), and of ``lse``, (batch, heads, rows)."""
+    ) -> Callable[[], None]:  # fmt: skip
+        """Compute the rows of ``out``, (batch, rows, heads, head_dim), and of ``lse``, (batch, heads, rows). Those that
+        do not follow one another are there once the result was called."""
         place = self.rows.view(out, 1)
         rows = None if place is None else self._packed(part.of(place))
         given = self._given(self._packed(part.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), part, values,
@@ -167,13 +175,16 @@ class Piece:
         given = given._replace(return_lse=lse is not None)
         result = run(given)
         computed, sums = result if lse is not None else (result, None)
-        if rows is None:
-            whole = out if out.shape[2] == part.heads[1] else out.narrow(2, *part.heads)
-            self.rows.put(whole, self._dense(computed, q.shape[0]), 1)
-        if lse is not None and sums is not None:
-            if self.lengths is not None:
-                sums = sums.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
-            self.rows.put(lse.narrow(1, *part.heads), sums, 2)
+
+        def put() -> None:
+            if rows is None:
+                whole = out if out.shape[2] == part.heads[1] else out.narrow(2, *part.heads)
+                self.rows.put(whole, self._dense(computed, q.shape[0]), 1)
+            if lse is not None and sums is not None:
+                by_batch = sums if self.lengths is None else sums.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
+                self.rows.put(lse.narrow(1, *part.heads), by_batch, 2)
+
+        return put
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,

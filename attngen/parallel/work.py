@@ -23,6 +23,7 @@ from attngen.parallel.pieces import Options, Part, Piece, Selection
 from attngen.parallel.routes import Needs
 from attngen.parallel.rows import copy
 from attngen.parallel.segments import Segments
+from attngen.parallel.streams import Turns
 from attngen.parallel.transfers import Flight, Transfer, head_start
 
 #: Segments of a forward that are calls of their own: at most so many, of at least so many rows each.
@@ -67,18 +68,31 @@ class Work:
         parts = _parts(heads, k.shape[2], (1, -1) if self.by_heads else (-1,))
         flights = [self._start(k, v, part) for part in parts]
         head_start(q.device) if self.exchanges else None
-        if self.here is not None:
-            own_k, own_v = (x.narrow(1, *self.here_keys) for x in (k, v))
-            self.here.forward(q, own_k, own_v, out, sums, _all(heads, k.shape[2]), values, options)
-        kept = []
-        for part, flight in zip(parts, flights, strict=True):
-            keys = self._keys(k, v, part, flight)
-            part_k, part_v = _split(keys, k, v, part)
-            for piece, start, count in self.forwards:
-                piece_k, piece_v = (x.narrow(1, start, count) for x in (part_k, part_v))
-                piece.forward(q, piece_k, piece_v, out, sums, part, values, options)
-            if keep and self.keeps:
-                kept.append(keys)
+        # Calls begin while the last blocks of those before them run. Where ``here`` clears rows of the others, they are
+        # copied afterwards, or if copies take longer, computed afterwards.
+        clears = self.here is not None and self.here.covers_others
+        turn = int(self.here is not None and not (clears and self.rest is not None and self.rest.rows.is_run))
+        every: list[Tensor] = []
+        left: list[Callable[[], None]] = []
+        with Turns(q.device) as turns:
+            if self.here is not None:
+                own_k, own_v = (x.narrow(1, *self.here_keys) for x in (k, v))
+                self.here.forward(q, own_k, own_v, out, sums, _all(heads, k.shape[2]), values, options)()
+            for part, flight in zip(parts, flights, strict=True):
+                with turns.on(turn):
+                    every.append(turns.handed(self._keys(k, v, part, flight)))
+                    assembled = turns.event()
+                part_k, part_v = _split(every[-1], k, v, part)
+                for piece, start, count in self.forwards:
+                    with turns.on(turn):
+                        turns.wait(assembled)
+                        piece_k, piece_v = (x.narrow(1, start, count) for x in (part_k, part_v))
+                        put = piece.forward(q, piece_k, piece_v, out, sums, part, values, options)
+                        left.append(put) if clears else put()
+                    turn += 1
+        for put in left:
+            put()
+        kept = every if keep and self.keeps else []
         return out, sums, kept
 
     def backward(
