@@ -20,8 +20,14 @@ CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 #: Work of the rank that has most, over the mean, which is not looked at any more.
 _BALANCED = 1.002
 
+#: Ranks with least work with which the one that has most may swap.
+_PARTNERS = 12
+
 #: A finer cut has to be better by this share.
 _GAIN = 0.99
+
+#: Cuts in a row, each finer than the one before, that are no better than a coarser one: then no finer one is tried.
+_WORSE = 3
 
 #: Least share of the time of an exchange that is not hidden: rows are copied before and after.
 _COPIED = 0.25
@@ -68,27 +74,33 @@ def deal(
 
     ``chunks`` fixes how many each rank gets. With ``whole`` all keys are sent anyway.
     """
-    work = sum(one.visits.tiles * one.layers for one in each)
+    sums = np.concatenate([[0.0], np.cumsum(sum(one.visits.tiles * one.layers for one in each))])
     most = max(tiles // ranks, 1)
     tried = [chunks] if chunks is not None else [n for n in CHUNKS if n <= most]
     best: Dealt | None = None
+    worse = 0
     for number in tried:
-        owner = _dealt(np.asarray(work), tiles, ranks, number)
-        if best is not None:
-            computing = sum(
-                float(np.bincount(owner, weights=one.visits.tiles, minlength=ranks).max()) * one.layers for one in each
-            )
-            if cost.of_tiles(computing, tile) > best.seconds * _GAIN:
-                continue  # whatever it sends
-        seconds = sum(one.seconds(owner, ranks, tile, cost, whole=whole) for one in each)
+        owner = _dealt(sums, tiles, ranks, number)
+        if best is not None and cost.of_tiles(_computing(each, owner, ranks), tile) > best.seconds * _GAIN:
+            seconds = np.inf  # whatever it sends
+        else:
+            seconds = sum(one.seconds(owner, ranks, tile, cost, whole=whole) for one in each)
+        worse += 1
         if best is None or seconds < best.seconds * _GAIN:
-            best = Dealt(owner, seconds, number)
+            best, worse = Dealt(owner, seconds, number), 0
+        if worse == _WORSE:
+            break
     assert best is not None
     return best
 
 
-def _dealt(work: np.ndarray, tiles: int, ranks: int, chunks: int) -> np.ndarray:
-    """The rank of each tile if each rank gets ``chunks`` runs of them."""
+def _computing(each: Sequence[Weighed], owner: np.ndarray, ranks: int) -> float:
+    """Tiles of the rank that has most, added up over the variants."""
+    return sum(float(np.bincount(owner, weights=one.visits.tiles, minlength=ranks).max()) * one.layers for one in each)
+
+
+def _dealt(sums: np.ndarray, tiles: int, ranks: int, chunks: int) -> np.ndarray:
+    """The rank of each tile if each rank gets ``chunks`` runs of them. ``sums`` is the work before each tile."""
     if ranks == 1:
         return np.zeros(tiles, dtype=np.int64)
     count = ranks * chunks
@@ -96,37 +108,42 @@ def _dealt(work: np.ndarray, tiles: int, ranks: int, chunks: int) -> np.ndarray:
     sizes = np.diff(starts)
     if chunks == 1:
         return np.repeat(np.arange(ranks), sizes)
-    sums = np.concatenate([[0.0], np.cumsum(work)])
-    weights = sums[starts[1:]] - sums[starts[:-1]]
-    rank_of: np.ndarray = np.empty(count, dtype=np.int64)
+    weights = np.diff(sums[starts])
+    chunks_of: np.ndarray = np.empty((ranks, chunks), dtype=np.int64)
     load = np.zeros(ranks)
     order = np.lexsort((np.arange(count), -weights, -sizes))  # larger ones first, so that all get as many tokens
-    for first in range(0, count, ranks):
-        some = order[first : first + ranks]
+    for place in range(chunks):
+        some = order[place * ranks : (place + 1) * ranks]
         some = some[np.argsort(-weights[some], kind="stable")]
         least = np.argsort(load, kind="stable")
-        rank_of[some] = least
+        chunks_of[least, place] = some
         load[least] += weights[some]
-    _swap(rank_of, weights, sizes, load)
+    _swap(chunks_of, weights, sizes, load)
+    rank_of: np.ndarray = np.empty(count, dtype=np.int64)
+    rank_of[chunks_of] = np.arange(ranks)[:, None]
     return np.repeat(rank_of, sizes)
 
 
-def _swap(rank_of: np.ndarray, weights: np.ndarray, sizes: np.ndarray, load: np.ndarray) -> None:
-    """Swap chunks of one size between the rank with most work and others, while that makes the most less."""
+def _swap(chunks_of: np.ndarray, weights: np.ndarray, sizes: np.ndarray, load: np.ndarray) -> None:
+    """Swap chunks of one size between the rank with most work and those with least, while that makes the most less."""
+    enough = _BALANCED * load.mean()
+    chunks = chunks_of.shape[1]
     for _ in range(4 * len(load)):
         most = int(load.argmax())
-        if load[most] <= _BALANCED * load.mean():
+        if load[most] <= enough:
             return
-        mine = np.flatnonzero(rank_of == most)
-        others = np.flatnonzero(rank_of != most)
-        moved = weights[mine][:, None] - weights[others][None, :]
-        after = np.maximum(load[most] - moved, load[rank_of[others]][None, :] + moved)
-        after = np.where(sizes[mine][:, None] == sizes[others][None, :], after, np.inf)
+        others = np.argpartition(load, min(_PARTNERS, len(load) - 1))[:_PARTNERS]
+        others = others[others != most]
+        mine, theirs = chunks_of[most], chunks_of[others]
+        moved = weights[mine][:, None, None] - weights[theirs]
+        after = np.maximum(load[most] - moved, load[others][:, None] + moved)
+        after[sizes[mine][:, None, None] != sizes[theirs]] = np.inf
         place = int(after.argmin())
-        a, b = mine[place // len(others)], others[place % len(others)]
         if not after.flat[place] < load[most] * (1 - 1e-6):
             return
-        other = int(rank_of[b])
-        step = weights[a] - weights[b]
-        load[most], load[other] = load[most] - step, load[other] + step
-        rank_of[a], rank_of[b] = other, most
+        a, rest = divmod(place, len(others) * chunks)
+        row, b = divmod(rest, chunks)
+        other, step = int(others[row]), float(moved.flat[place])
+        load[most] -= step
+        load[other] += step
+        chunks_of[most, a], chunks_of[other, b] = chunks_of[other, b], chunks_of[most, a]

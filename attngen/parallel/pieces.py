@@ -47,6 +47,14 @@ class Part(NamedTuple):
         """The KV heads of (batch, keys, heads, …)."""
         return k if k.shape[2] == self.kv_heads[1] else k.narrow(2, *self.kv_heads)
 
+    def among(self, k: Tensor, group: Part) -> Tensor:
+        """The KV heads of (batch, keys, heads, …) that has those of a group."""
+        return (
+            k
+            if group.kv_heads == self.kv_heads
+            else k.narrow(2, self.kv_heads[0] - group.kv_heads[0], self.kv_heads[1])
+        )
+
     def arguments(self, variant: Variant, values: Mapping[str, Any], heads: int) -> dict[str, Any]:
         """The values of a call with what tensors have for these heads."""
         own = dict(values)

@@ -39,7 +39,7 @@ class Work:
 
     ``here`` sees the rank's own rows from ``here_keys[0]`` on, as many as ``here_keys[1]``, and ``rest`` the keys of
     ``assembly``; either may be None. ``values`` gives a piece's tensors and scalars. ``by_heads``: keys travel in two
-    groups of heads forward, and in three backward.
+    groups of heads, and their gradients return in three.
     """
 
     group: Group
@@ -102,7 +102,9 @@ class Work:
         """Gradients of q, k and v, and of the tensors ``asked``, in float32."""
         heads, kv_heads = q.shape[2], k.shape[2]
         parts = _parts(heads, kv_heads, (1, -1, 1) if self.by_heads else (-1,))
-        flights = [] if kept else [self._start(k, v, part) for part in parts]
+        arriving = _parts(heads, kv_heads, (1, -1) if self.by_heads else (-1,))
+        # A collective that waits for another one, and so for other ranks, would begin after the kernel that is next.
+        flights = [] if kept else [self._start(k, v, group) for group in arriving]
         own: dict[str, Tensor] = {
             name: torch.zeros_like(values[name], dtype=_sums_dtype(q), memory_format=torch.contiguous_format)
             for name in asked
@@ -111,9 +113,14 @@ class Work:
         of_keys: list[tuple[Tensor, Tensor, Flight]] = []
         if flights:
             head_start(q.device)
-        for i, part in enumerate(parts):
-            keys = kept[0] if kept else self._keys(k, v, part, flights[i])
-            part_k, part_v = _split(keys, k, v, part)
+        groups = zip(arriving, flights, strict=True)
+        keys, group = (kept[0], arriving[0]) if kept else (None, None)
+        for part in parts:
+            if group is None or part.kv_heads[0] >= sum(group.kv_heads):
+                group, flight = next(groups)
+                keys = self._keys(k, v, group, flight)
+            assert keys is not None
+            part_k, part_v = (part.among(x, group) for x in _split(keys, k, v, group))
             if self.rest is not None:
                 d_rows, dk, dv, d_own = self.rest.backward(
                     q, part_k, part_v, out, lse, dout, dlse, part, values, asked, options
@@ -123,7 +130,7 @@ class Work:
             else:
                 dk, dv = torch.zeros_like(part_k), torch.zeros_like(part_v)
             of_keys.append((dk, dv, self.transfer.start_back(self.assembly.back(dk, dv), self.group)))
-            if self.exchanges:
+            if self.exchanges and (part is not parts[-1] or self.here is not None):
                 head_start(q.device)
         rows_here = keys_here = None
         if self.here is not None:
