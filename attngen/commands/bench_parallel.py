@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -28,6 +28,8 @@ from attngen.commands.output import print_table
 from attngen.errors import AttngenError
 from attngen.parallel import Cost, Plan
 from attngen.parallel.simulation import table
+from attngen.parallel.values import passed
+from attngen.runtime.registry.binding import find
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
@@ -37,13 +39,32 @@ _ROW = 4
 
 @dataclass(frozen=True)
 class Mask:
-    """A variant with its values, or packed documents of these lengths; ``torchs`` says what torch's own ways take."""
+    """A model's variants, each with how many layers have it, and their values; documents have these lengths."""
 
     name: str
-    variant: str
-    values: dict[str, Any]
+    layers: dict[str, int]
+    values: dict[str, Any] = field(default_factory=dict)
     documents: tuple[int, ...] = ()
-    torchs: str | None = None  # "causal"
+
+    def values_of(self, variant: str, device: torch.device) -> dict[str, Any]:
+        """The values that a variant takes."""
+        own = passed(find(variant, None).variant)
+        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.values.items() if name in own}
+
+    def visible(self, device: torch.device) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Whether a query sees a key, both by their positions in the sequence; None for several variants."""
+        if self.documents:
+            lengths = torch.tensor(self.documents, device=device)
+            number = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+            return lambda q, kv: (number[q] == number[kv]) & (q >= kv)
+        if len(self.layers) > 1:
+            return None
+        if "window" in self.values:
+            return lambda q, kv: (q >= kv) & (q - kv < self.values["window"])
+        if "prefix" in self.values:
+            prefix = self.values["prefix"].to(device)
+            return lambda q, kv: (q >= kv) | (kv < prefix[0])
+        return lambda q, kv: q >= kv
 
 
 @dataclass(frozen=True)
@@ -62,10 +83,11 @@ def masks(seqlen: int) -> list[Mask]:
     """Those that are timed."""
     window = {"window": min(4096, max(seqlen // 16, 1))}
     return [
-        Mask("causal", "causal", {}, torchs="causal"),
-        Mask("window", "sliding_window", window),
-        Mask("documents", "causal", {}, lengths(seqlen)),
-        Mask("prefix", "prefix_lm", {"prefix": torch.tensor([seqlen // 4], dtype=torch.int32)}),
+        Mask("causal", {"causal": 1}),
+        Mask("window", {"sliding_window": 1}, window),
+        Mask("documents", {"causal": 1}, documents=lengths(seqlen)),
+        Mask("prefix", {"prefix_lm": 1}, {"prefix": torch.tensor([seqlen // 4], dtype=torch.int32)}),
+        Mask("hybrid", {"causal": 1, "sliding_window": 3}, window),
     ]
 
 
@@ -117,8 +139,8 @@ def run(
     return all(row.reason is None for row in rows if row.contender.startswith(("attngen", "one")))
 
 
-#: Makes a call, and what it takes its gradients of.
-Made = tuple[Callable[[], Tensor], list[Tensor]]
+#: Makes the calls of all layers, and what these take their gradients of.
+Made = tuple[Callable[[], list[Tensor]], list[Tensor]]
 
 
 def _contenders(mask: Mask, seqlen: int, ranks: int) -> dict[str, Callable[[torch.device], Made]]:
@@ -126,11 +148,12 @@ def _contenders(mask: Mask, seqlen: int, ranks: int) -> dict[str, Callable[[torc
     for method in ("exchange", "gather", "heads"):
         if method != "heads" or KV_HEADS % ranks == 0:
             ways[f"attngen {method}"] = partial(_by_plan, mask, seqlen, method)
-    if mask.torchs is not None:
+    if mask.name == "causal":
         ways["torch context_parallel"] = partial(_torchs, seqlen)
         if HEADS % ranks == 0:
             ways["Ulysses with SDPA"] = partial(_ulysses, seqlen)
-        ways["FlexAttention, keys gathered"] = partial(_flex, seqlen)
+    if len(mask.layers) == 1:
+        ways["FlexAttention, keys gathered"] = partial(_flex, mask, seqlen)
     return ways
 
 
@@ -143,10 +166,10 @@ def _measured(
     reason, forward, both = None, None, None
     try:
         call, leaves = contender(device)
-        weight = torch.randn_like(call())
+        weights = [torch.randn_like(out) for out in call()]
         with torch.no_grad():
             forward = _timed(call, rounds)
-        both = _timed(lambda: torch.autograd.grad(call(), leaves, weight), rounds)
+        both = _timed(lambda: torch.autograd.grad(call(), leaves, weights), rounds)
     except (AttngenError, RuntimeError, ValueError, TypeError, ImportError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     torch.cuda.empty_cache()
@@ -188,26 +211,37 @@ def _random(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
 def _one(mask: Mask, seqlen: int, device: torch.device) -> Made:
     lead = () if mask.documents else (1,)
     q, k, v = leaves = _random(device, *((*lead, seqlen, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)))
-    values = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in mask.values.items()}
+    values = {variant: mask.values_of(variant, device) for variant in mask.layers}
     if not mask.documents:
-        return lambda: attngen.attention(q, k, v, variant=mask.variant, **values), leaves
+        return _layers(mask, lambda variant: attngen.attention(q, k, v, variant=variant, **values[variant])), leaves
     offsets = torch.tensor([0, *accumulate(mask.documents)], dtype=torch.int32, device=device)
     longest = max(mask.documents)
-    return lambda: attngen.attention_varlen(
-        q, k, v, offsets, offsets, longest, longest, variant=mask.variant, **values
-    ), leaves
+    return _layers(mask, lambda variant: attngen.attention_varlen(
+        q, k, v, offsets, offsets, longest, longest, variant=variant, **values[variant]
+    )), leaves  # fmt: skip
+
+
+def _layers(mask: Mask, call: Callable[[str], Tensor]) -> Callable[[], list[Tensor]]:
+    """The calls of all layers, one after the other."""
+    variants = [variant for variant, count in mask.layers.items() for _ in range(count)]
+    return lambda: [call(variant) for variant in variants]
 
 
 def _by_plan(mask: Mask, seqlen: int, method: str, device: torch.device) -> Made:
     cost = Cost(HEADS, KV_HEADS, HEAD_DIM)
     offsets = [0, *accumulate(mask.documents)] if mask.documents else None
     plan: Plan = attngen.parallel.plan(
-        mask.variant, seqlen, method=method, cu_seqlens=offsets, cost=cost, **mask.values
+        {variant: float(count) for variant, count in mask.layers.items()},
+        seqlen,
+        method=method,
+        cu_seqlens=offsets,
+        cost=cost,
+        **mask.values,
     )
     lead = () if mask.documents else (1,)
     shapes = ((*lead, plan.tokens(), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     q, k, v = leaves = _random(device, *shapes)
-    return lambda: plan.attention(q, k, v), leaves
+    return _layers(mask, lambda variant: plan.attention(q, k, v, variant=variant)), leaves
 
 
 def _torchs(seqlen: int, device: torch.device) -> Made:
@@ -227,9 +261,9 @@ def _torchs(seqlen: int, device: torch.device) -> Made:
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]), context_parallel(mesh):
             yield
 
-    def call() -> Tensor:
+    def call() -> list[Tensor]:
         with inside():
-            return scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
+            return [scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)]
 
     return call, leaves
 
@@ -249,18 +283,18 @@ def _ulysses(seqlen: int, device: torch.device) -> Made:
         sent = x[0].unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
         return all_to_all_single_autograd(sent.flatten(), None, None, group).view(1, seqlen, -1, HEAD_DIM)
 
-    def call() -> Tensor:
+    def call() -> list[Tensor]:
         q, k, v = (rows(x).transpose(1, 2) for x in leaves)
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         sent = out[0].transpose(0, 1).contiguous()
         back = all_to_all_single_autograd(sent.flatten(), None, None, group)
-        return back.view(ranks, seqlen // ranks, HEADS // ranks, HEAD_DIM).transpose(0, 1).flatten(1, 2)
+        return [back.view(ranks, seqlen // ranks, HEADS // ranks, HEAD_DIM).transpose(0, 1).flatten(1, 2)]
 
     return call, leaves
 
 
-def _flex(seqlen: int, device: torch.device) -> Made:
-    """FlexAttention over gathered keys, with balanced pairs of chunks."""
+def _flex(mask: Mask, seqlen: int, device: torch.device) -> Made:
+    """FlexAttention over gathered keys, with pairs of chunks that are balanced for a causal mask."""
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_gather_tensor_autograd
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -274,15 +308,15 @@ def _flex(seqlen: int, device: torch.device) -> Made:
         of, within = index // held, index % held
         return torch.where(within < chunk, of * chunk + within, (2 * ranks - 1 - of) * chunk + within - chunk)
 
-    compiled = torch.compile(flex_attention, dynamic=False)
-    mask = create_block_mask(
-        lambda b, h, q, kv: place(q + rank * held) >= place(kv), None, None, held, seqlen, device=device
+    compiled, visible = torch.compile(flex_attention, dynamic=False), mask.visible(device)
+    assert visible is not None
+    blocks = torch.compile(create_block_mask)(
+        lambda b, h, q, kv: visible(place(q + rank * held), place(kv)), None, None, held, seqlen, device=device
     )
 
-    def call() -> Tensor:
+    def call() -> list[Tensor]:
         k, v = (all_gather_tensor_autograd(x, 2, dist.group.WORLD) for x in leaves[1:])
-        out: Tensor = compiled(leaves[0], k, v, block_mask=mask, enable_gqa=True)
-        return out
+        return [compiled(leaves[0], k, v, block_mask=blocks, enable_gqa=True)]
 
     return call, leaves
 
