@@ -91,12 +91,29 @@ class Assembly:
                     (part.rows.add_back if part.again else part.rows.copy_back)(place, rows)
         return back
 
-    def add_own(self, totals: Sequence[Tensor], dk: Tensor, dv: Tensor) -> None:
-        """Add the gradients of keys that are own rows to those of own rows, (rows, batch, heads, head_dim)."""
+    @property
+    def own_rows(self) -> np.ndarray:
+        """The own rows that are keys, ascending."""
+        return np.unique(self.source[(self.source >= 0) & (self.source < self.held)])
+
+    def among(self, rows: np.ndarray) -> Assembly:
+        """The same keys, where only some own ``rows`` are there, ascending, and are counted alone."""
+        own = (self.source >= 0) & (self.source < self.held)
+        moved = np.where(self.source < 0, -1, self.source - self.held + len(rows))
+        moved[own] = np.searchsorted(rows, self.source[own])
+        return Assembly(moved, len(rows), self.received)
+
+    def add_own(self, totals: Sequence[Tensor], dk: Tensor, dv: Tensor, *, first: bool) -> None:
+        """Add the gradients of keys that are own rows to those of own rows, (rows, batch, heads, head_dim); ``first``:
+        nothing is there yet."""
+        own = [part for part in self._parts if part.own]
+        covers = first and bool(own) and own[0].rows.count == self.held
         for total, gradient in zip(totals, (dk, dv), strict=True):
-            for part in self._parts:
-                if part.own:
-                    part.rows.add_back(total, gradient.transpose(0, 1))
+            if first and not covers:
+                total.zero_()
+            for number, part in enumerate(own):
+                put = part.rows.copy_back if covers and not number else part.rows.add_back
+                put(total, gradient.transpose(0, 1))
 
 
 def _times_before(source: np.ndarray) -> np.ndarray:

@@ -55,8 +55,8 @@ class Rows:
             return
         rows, places = self._on(source.device)
         if places is not None:
-            to.index_copy_(dim, places, source.index_select(dim, rows))
-        elif to.is_contiguous():
+            to.index_copy_(dim, places, source.index_select(dim, rows).to(to.dtype))
+        elif to.is_contiguous() and to.dtype == source.dtype:
             torch.index_select(source, dim, rows, out=to)
         else:
             to.copy_(source.index_select(dim, rows))
@@ -69,7 +69,7 @@ class Rows:
                 source.narrow(dim, run.start, run.rows).copy_(to.narrow(dim, run.to, run.rows))
             return
         rows, places = self._on(source.device)
-        source.index_copy_(dim, rows, to if places is None else to.index_select(dim, places))
+        source.index_copy_(dim, rows, (to if places is None else to.index_select(dim, places)).to(source.dtype))
 
     def add_back(self, total: Tensor, to: Tensor, dim: int = 0) -> None:
         """Add rows from their places to where they were. None is there twice, so the order of sums is fixed."""

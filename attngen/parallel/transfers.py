@@ -7,7 +7,7 @@ back carries gradients of the rows that arrived, which are added up in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -80,6 +80,12 @@ class Transfer:
         """The own rows that gradients from each rank go to, and how many these are."""
         parts = np.split(self.send, list(accumulate(self.send_counts))[:-1])
         return [(Rows(part), len(part)) for part in parts if len(part)]
+
+    def among(self, rows: np.ndarray) -> Transfer:
+        """The same transfer, where only some own ``rows`` are there, ascending, and are counted alone."""
+        places = np.where(self.places < self.held, -1, self.places - self.held + len(rows))
+        send: np.ndarray = np.searchsorted(rows, self.send)
+        return replace(self, held=len(rows), send=send, places=places)
 
     def start(self, k: Tensor, v: Tensor, group: Group) -> Flight:
         """Start to send own rows, (rows, batch, heads, head_dim), to the ranks that need them, K and V side by side."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from attngen.parallel.assembly import Assembly
 from attngen.parallel.exchange import Group
 from attngen.parallel.pieces import Options, Part, Piece, Selection
 from attngen.parallel.routes import Needs
-from attngen.parallel.rows import copy
+from attngen.parallel.rows import Rows, copy
 from attngen.parallel.segments import Segments
 from attngen.parallel.streams import Turns
 from attngen.parallel.transfers import Flight, Transfer, head_start
@@ -162,6 +163,9 @@ class Work:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The gradients of k and v: those of ``here``, those of own rows of ``rest``, and those that came back."""
         whole = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
+        if here is not None:
+            whole = self._of_own_rows(whole, here)
+        rows, assembly, transfer = self._shared
         for part, (dk, dv, flight) in zip(parts, rest, strict=True):
             places = [part.of_keys(x).transpose(0, 1) for x in whole]
             if self.transfer.gathers:  # own rows are among those that come back
@@ -170,15 +174,35 @@ class Work:
                 for place, total in zip(places, summed.split(widths, dim=2), strict=True):
                     copy(place, total.unflatten(2, place.shape[2:]))
                 continue
-            totals = [torch.zeros(x.shape, dtype=_sums_dtype(x), device=x.device) for x in places]
+            totals = [x.new_empty((rows.count, *x.shape[1:]), dtype=_sums_dtype(x)) for x in places]
             if here is not None:
-                for total, gradient in zip(totals, here, strict=True):
-                    total.narrow(0, *self.here_keys).copy_(gradient.transpose(0, 1))
-            self.assembly.add_own(totals, dk, dv)
-            self.transfer.add(totals, flight.wait())
+                for total, place in zip(totals, places, strict=True):
+                    rows.copy(total, place)
+            assembly.add_own(totals, dk, dv, first=here is None)
+            transfer.add(totals, flight.wait())
             for place, total in zip(places, totals, strict=True):
-                place.copy_(total)
+                rows.copy_back(place, total)
         return whole[0], whole[1]
+
+    def _of_own_rows(self, whole: list[Tensor], here: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of ``here`` at their places in those of all own rows, (batch, rows, heads, head_dim), or 0."""
+        begin, count = self.here_keys
+        if count == self.transfer.held:
+            return list(here)
+        for x, gradient in zip(whole, here, strict=True):
+            x.narrow(1, 0, begin).zero_()
+            copy(x.narrow(1, begin, count), gradient)
+            x.narrow(1, begin + count, self.transfer.held - begin - count).zero_()
+        return whole
+
+    @cached_property
+    def _shared(self) -> tuple[Rows, Assembly, Transfer]:
+        """The own rows whose gradients as keys are sums in float32: without ``here`` all of them, else those that
+        others or ``rest`` see. The assembly and transfer count these alone."""
+        if self.here is None:
+            return Rows(np.arange(self.transfer.held)), self.assembly, self.transfer
+        seen = np.union1d(self.assembly.own_rows, self.transfer.send)
+        return Rows(seen), self.assembly.among(seen), self.transfer.among(seen)
 
     def _start(self, k: Tensor, v: Tensor, part: Part) -> Flight:
         """The exchange of the keys of some heads."""
