@@ -84,7 +84,7 @@ class Transfer:
     def among(self, rows: np.ndarray) -> Transfer:
         """The same transfer, where only some own ``rows`` are there, ascending, and are counted alone."""
         places = np.where(self.places < self.held, -1, self.places - self.held + len(rows))
-        send: np.ndarray = np.searchsorted(rows, self.send)
+        send = np.asarray(np.searchsorted(rows, self.send))
         return replace(self, held=len(rows), send=send, places=places)
 
     def start(self, k: Tensor, v: Tensor, group: Group) -> Flight:
