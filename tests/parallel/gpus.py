@@ -16,6 +16,7 @@ import attngen
 from attngen.parallel import Cost, Plan
 from attngen.schema.writing import spec_text
 from attngen.variants import PythonVariant
+from tests.parallel import programs
 from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
 from tests.parallel.ranks import alone, tensors
 
@@ -61,7 +62,7 @@ def planned(group: Any, ranks: int) -> Iterator[tuple[Case, Plan]]:
 
 def variants(ranks: int) -> dict[str, PythonVariant]:
     """What the ranks call, by name."""
-    called = (plan.called() for _, plan in planned(ranks, ranks))
+    called = [*(plan.called() for _, plan in planned(ranks, ranks)), *programs.variants(ranks)]
     return {made.name: made for made in called if isinstance(made, PythonVariant)}
 
 
@@ -69,7 +70,7 @@ def spec(ranks: int, arch: str) -> str:
     """The kernels of all calls, and of those of one GPU that segments call, dense and packed."""
     made = variants(ranks)
     entry = {"arch": arch, "head_dim": HEAD_DIM, "dtype": "bf16", "passes": ["forward", "backward"]}
-    plain = ["full", "causal", "sliding_window", "alibi", "sliding_window_sink", "softcap"]
+    plain = ["full", "causal", "sliding_window", "alibi", "sliding_window_sink", "softcap", "sink_window"]
     kernels = [{"variant": list(made), **entry}, {"variant": plain, "layout": ["dense", "varlen"], **entry}]
     return spec_text({name: one.fields for name, one in made.items()}, kernels)
 
@@ -84,6 +85,7 @@ def run(rank: int, world: int, meeting: str) -> None:
         for case, plan in planned(None, world):
             _check(case, plan, device)
         _check_random_plans(device, 200)
+        programs.check(device, rank, world)
     finally:
         dist.destroy_process_group()
 
