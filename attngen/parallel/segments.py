@@ -16,7 +16,7 @@ import numpy as np
 from attngen.lang.bands import bands
 from attngen.lang.facts import Facts, index
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, rewrite
-from attngen.lang.simplify import COMPLEMENT, add, integer, linear, simplify
+from attngen.lang.simplify import COMPLEMENT, Linear, add, integer, linear, make, simplify
 from attngen.lang.symbols import Symbols
 from attngen.lang.variant import Variant
 
@@ -27,10 +27,35 @@ _DISTANCE = Var("distance", Type.INT)
 _SUMS = ("add", "sub", "neg", "mul")
 
 
+def named(expr: Expr) -> Expr:
+    """An expression in which ``q + seqlen_k - seqlen_q`` is called ``q_pos``, in sums and comparisons of integers."""
+
+    def position(total: Linear) -> Linear | None:
+        times = total.terms.get(index("q"), 0)
+        if not times or total.terms.get(index("seqlen_k")) != times or total.terms.get(index("seqlen_q")) != -times:
+            return None
+        for name, factor in (("q", -1), ("seqlen_k", -1), ("seqlen_q", 1), ("q_pos", 1)):
+            total = total.plus(Linear({index(name): 1}), factor * times)
+        return total
+
+    def rule(node: Expr) -> Expr | None:
+        if not isinstance(node, Op) or any(arg.type is not Type.INT for arg in node.args):
+            return None
+        if node.op in ("add", "sub"):
+            total = position(linear(node))
+            return None if total is None else total.expr()
+        if node.op in COMPLEMENT:
+            total = position(linear(node.args[0]).plus(linear(node.args[1]), -1))
+            return None if total is None else make(node.op, total.expr(), integer(0))
+        return None
+
+    return rewrite(expr, rule)
+
+
 def ends_at_query(variant: Variant) -> bool:
     """Whether no query sees a key after itself."""
     facts = Facts.of(variant)
-    same = rewrite(variant.mask, lambda node: index("q") if node == index("q_pos") else None)
+    same = rewrite(named(variant.mask), lambda node: index("q") if node == index("q_pos") else None)
     order = Symbols(facts.of_tiles(), {})
     after = add(index("q_hi"), integer(1))
     visible = bands(same, facts, over="kv").visible
@@ -68,7 +93,7 @@ def is_relative(variant: Variant, numbers: tuple[tuple[str, int], ...] = ()) -> 
                 return all(map(free, args))
         return False
 
-    expressions = [each for each in (variant.mask, variant.score, variant.sink) if each is not None]
+    expressions = [named(each) for each in (variant.mask, variant.score, variant.sink) if each is not None]
     of_keys = [rewrite(each, lambda node: moved if node == index("q_pos") else None) for each in expressions]
     return _same_bounds(variant) and all(map(free, of_keys)) and _ends_at_query(variant, dict(numbers))
 

@@ -158,6 +158,9 @@ def test_kernels_of_one_gpu_serve_relative_variants() -> None:
     """Those that read positions as distances, or not at all: ranks call them over segments."""
     for name, values in (("causal", {}), ("sliding_window", {"window": 64}), ("alibi", {}), ("full", {})):
         assert attngen.parallel.plan(name, 4096, 2, **values).called() == name
+    for mask in ("kv <= q + seqlen_k - seqlen_q", "kv + seqlen_q <= seqlen_k + q", "kv <= q"):
+        mine = attngen.variant(mask, name="mine")
+        assert (attngen.parallel.plan(mine, 4096, 2).called() == mine) == ("seqlen" in mask)
     packed = attngen.parallel.plan("causal", 4096, 2, cu_seqlens=[0, 1000, 4096], chunks=4)
     assert packed.called() == "causal"
     runs = int((np.diff(packed.dealt.owner) != 0).sum()) + 1
