@@ -111,7 +111,8 @@ def local_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Gradients of q, k, v and of the tensors ``asked``, by a kernel or by the reference."""
     if torch_state.on_gpu(given.q) and given.backend != "reference":
-        return differentiate(given, out, lse, dout, dlse, tuple(asked))
+        *of_operands, every = differentiate(given, out, lse, dout, dlse, tuple(asked))
+        return *of_operands, {name: every[name] for name in asked}
     dq, dk, dv, *own = reference_gradients(run, given, dout, dlse, asked)
     return dq, dk, dv, dict(zip(asked, own, strict=True))
 

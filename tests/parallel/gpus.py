@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
@@ -86,8 +87,10 @@ def run(rank: int, world: int, meeting: str) -> None:
             _check(case, plan, device)
         _check_random_plans(device, 200)
         programs.check(device, rank, world)
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # to end the group would wait for the others
+    dist.destroy_process_group()
 
 
 def _check_random_plans(device: torch.device, count: int) -> None:
