@@ -14,6 +14,9 @@ from attngen.parallel.visits import Visits, runs_of_tiles
 #: By rows, by heads, or not at all.
 Overlap = Literal["rows", "heads", "none"]
 
+#: Seconds that a second group of heads takes: its copies, and calls that are smaller.
+_GROUP = 150e-6
+
 #: Least seconds of an exchange that is cut into groups of heads.
 _WORTH = 40e-6
 
@@ -34,7 +37,7 @@ def overlap(visits: Visits, needs: Needs, cost: Cost, *, segments: bool, heads_a
 
     sending = np.array([cost.of_tokens(float(rows)) for rows in needs.received])
     whole = tiles(np.ones(len(tokens.owner), dtype=bool))
-    by_heads = float((whole + sending / cost.kv_heads).max())
+    by_heads = float((whole + sending / cost.kv_heads).max()) + _GROUP
     by_rows = np.inf
     if segments and not needs.tiles.all():
         here = tiles(tiles_here(visits, tokens))

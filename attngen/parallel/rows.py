@@ -48,7 +48,7 @@ class Rows:
 
     def copy(self, to: Tensor, source: Tensor, dim: int = 0) -> None:
         """Copy the rows of ``source`` to their places."""
-        to, source = wide(to, source)
+        to, source = self._wide(dim, to, source)
         if self.runs is not None:
             for run in self.runs:
                 to.narrow(dim, run.to, run.rows).copy_(source.narrow(dim, run.start, run.rows))
@@ -63,7 +63,7 @@ class Rows:
 
     def copy_back(self, source: Tensor, to: Tensor, dim: int = 0) -> None:
         """Copy rows from their places back to where they were: the inverse of ``copy``."""
-        source, to = wide(source, to)
+        source, to = self._wide(dim, source, to)
         if self.runs is not None:
             for run in self.runs:
                 source.narrow(dim, run.start, run.rows).copy_(to.narrow(dim, run.to, run.rows))
@@ -80,6 +80,11 @@ class Rows:
         rows, places = self._on(total.device)
         total.index_add_(dim, rows, (to if places is None else to.index_select(dim, places)).to(total.dtype))
 
+    @staticmethod
+    def _wide(dim: int, *tensors: Tensor) -> Sequence[Tensor]:
+        """The tensors with wide elements, unless rows are elements."""
+        return wide(*tensors) if dim < tensors[0].dim() - 1 else tensors
+
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         if device not in self._indices:
             places = None if self._to is None else torch.from_numpy(self._to).to(device)
@@ -94,9 +99,9 @@ def copy(to: Tensor, source: Tensor) -> None:
 
 
 def wide(*tensors: Tensor) -> Sequence[Tensor]:
-    """Tensors on a GPU as ones of 16 bytes an element, if all of them can be seen so: their copies take less time."""
+    """Tensors as ones of 16 bytes an element, if all of them can be seen so: their copies on a GPU take less time."""
     each = 16 // tensors[0].element_size()
-    if not all(tensor.is_cuda and tensor.dtype == tensors[0].dtype and _aligned(tensor, each) for tensor in tensors):
+    if not all(tensor.dtype == tensors[0].dtype and _aligned(tensor, each) for tensor in tensors):
         return tensors
     return [tensor.view(_WIDE) for tensor in tensors]
 
