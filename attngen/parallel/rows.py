@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Most runs that are copied one by one.
-MOST_RUNS = 12
+#: Most runs that are copied one by one, if they have at least so many rows in the mean, and most of any length: a copy
+#: takes the host as long as a GPU takes for some thousand rows.
+_MOST_LONG, _LONG, _MOST_SHORT = 12, 4096, 4
 
 _WIDE = torch.complex128
 
@@ -43,7 +44,8 @@ class Rows:
         self.count = len(rows)
         self._rows, self._to = rows, to
         runs = runs_of(rows, to)
-        self.runs = runs if len(runs) <= MOST_RUNS else None
+        few = len(runs) <= (_MOST_LONG if len(rows) >= _LONG * len(runs) else _MOST_SHORT)
+        self.runs = runs if few else None
         self._indices: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
 
     def copy(self, to: Tensor, source: Tensor, dim: int = 0) -> None:

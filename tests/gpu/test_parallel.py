@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.family import arch_here
-from tests.parallel import gpus
+from tests.parallel import gpus, programs
 
 
 def test_a_lost_rank_ends_the_others(tmp_path: Path) -> None:
@@ -36,13 +37,25 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_gpus_compute_as_one(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run_on(world, gpus.run, gpus.spec, tmp_path, monkeypatch)
+
+
+def test_plans_in_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run_on(2, gpus.run_programs, programs.spec, tmp_path, monkeypatch)
+
+
+def _run_on(
+    world: int, run: Callable[[int, int, str], None], spec: Callable[[int, str], str], folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Build a spec, and run a process on each of some GPUs."""
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # before NCCL is loaded
-    spec = tmp_path / "parallel.yaml"
-    spec.write_text(gpus.spec(world, arch_here().name))
+    path = folder / "parallel.yaml"
+    path.write_text(spec(world, arch_here().name))
     built = subprocess.run(
-        [sys.executable, "-m", "attngen", "build", str(spec)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "attngen", "build", str(path)], capture_output=True, text=True, check=False
     )
     assert built.returncode == 0, built.stdout + built.stderr
-    torch.multiprocessing.spawn(gpus.run, args=(world, str(tmp_path / "meeting")), nprocs=world)
+    torch.multiprocessing.spawn(run, args=(world, str(folder / "meeting")), nprocs=world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -63,7 +63,7 @@ def planned(group: Any, ranks: int) -> Iterator[tuple[Case, Plan]]:
 
 def variants(ranks: int) -> dict[str, PythonVariant]:
     """What the ranks call, by name."""
-    called = [*(plan.called() for _, plan in planned(ranks, ranks)), *programs.variants(ranks)]
+    called = (plan.called() for _, plan in planned(ranks, ranks))
     return {made.name: made for made in called if isinstance(made, PythonVariant)}
 
 
@@ -71,22 +71,34 @@ def spec(ranks: int, arch: str) -> str:
     """The kernels of all calls, and of those of one GPU that segments call, dense and packed."""
     made = variants(ranks)
     entry = {"arch": arch, "head_dim": HEAD_DIM, "dtype": "bf16", "passes": ["forward", "backward"]}
-    plain = ["full", "causal", "sliding_window", "alibi", "sliding_window_sink", "softcap", "sink_window"]
+    plain = ["full", "causal", "sliding_window", "alibi", "sliding_window_sink", "softcap"]
     kernels = [{"variant": list(made), **entry}, {"variant": plain, "layout": ["dense", "varlen"], **entry}]
     return spec_text({name: one.fields for name, one in made.items()}, kernels)
 
 
 def run(rank: int, world: int, meeting: str) -> None:
-    """Compare all calls as process ``rank`` of ``world``. Raises AssertionError."""
+    """Compare all calls as process ``rank`` of ``world``. Ends the process where one is wrong."""
+
+    def check(device: torch.device) -> None:
+        for case, plan in planned(None, world):
+            _check(case, plan, device)
+        _check_random_plans(device, 200)
+
+    _in_group(rank, world, meeting, check)
+
+
+def run_programs(rank: int, world: int, meeting: str) -> None:
+    """Compare plans in programs as process ``rank`` of ``world``. Ends the process where one is wrong."""
+    _in_group(rank, world, meeting, lambda device: programs.check(device, rank, world))
+
+
+def _in_group(rank: int, world: int, meeting: str, check: Callable[[torch.device], None]) -> None:
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=world, device_id=device)
     try:
-        for case, plan in planned(None, world):
-            _check(case, plan, device)
-        _check_random_plans(device, 200)
-        programs.check(device, rank, world)
+        check(device)
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # to end the group would wait for the others

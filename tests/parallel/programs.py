@@ -1,4 +1,4 @@
-"""Plans in programs on GPUs, as one of several processes: compiled, captured in a graph, checkpointed, with dropout, in
+"""Plans in programs on GPUs, as one of several processes: compiled, checkpointed, with dropout, in
 ``context_parallel``, and decode over a cache that is spread over the ranks."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from attngen.integrations.context_parallel import context_parallel
 from attngen.integrations.flash_attn import flash_attn_func
 from attngen.parallel import Plan, decoding
 from attngen.runtime.registry.binding import find
+from attngen.schema.writing import spec_text
 from attngen.variants import PythonVariant
 
 HEADS, KV_HEADS, HEAD_DIM, SEQLEN = 4, 2, 64, 2048
@@ -38,12 +39,21 @@ def variants(ranks: int) -> Iterator[PythonVariant]:
     yield from (one for one in calls if isinstance(one, PythonVariant))
 
 
+def spec(ranks: int, arch: str) -> str:
+    """The kernels of all of them."""
+    made = {one.name: one for one in variants(ranks)}
+    entry = {"arch": arch, "head_dim": HEAD_DIM, "dtype": "bf16", "passes": ["forward", "backward"]}
+    plain = ["causal", "sliding_window", "sink_window"]
+    kernels = [{"variant": list(made), **entry}, {"variant": plain, "layout": ["dense", "varlen"], **entry}]
+    return spec_text({name: one.fields for name, one in made.items()}, kernels)
+
+
 def check(device: torch.device, rank: int, world: int) -> None:
     """Compare all of them with one GPU. Raises AssertionError."""
     attngen.jit()  # kernels that the spec of the test has not
     x = torch.randn(3, 1, SEQLEN, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(5))
     q, k, v = (each.to(device, torch.bfloat16)[:, :, :heads] for each, heads in zip(x, _HEADS, strict=True))
-    for program in (_compiled, _captured, _dropped, _in_context):
+    for program in (_compiled, _dropped, _in_context):
         program(q.contiguous(), k.contiguous(), v.contiguous())
     _decoded(q, k.contiguous(), v.contiguous(), rank, world)
 
@@ -65,30 +75,6 @@ def _compiled(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.float().sum(), leaves)]
-
-
-def _captured(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """A graph of forward and backward computes with what its inputs hold when it is replayed."""
-    for name, values in (("causal", {}), ("sliding_window", _WINDOW)):
-        plan = attngen.parallel.plan(name, SEQLEN, **values)
-        leaves = [plan.shard(x).requires_grad_() for x in (q, k, v)]
-
-        def step(plan: Plan = plan, leaves: list[Tensor] = leaves) -> list[Tensor]:
-            return _gradients(plan.attention(leaves[0], leaves[1], leaves[2]), leaves)
-
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = step()
-        with torch.no_grad():
-            for x in leaves:
-                x.mul_(0.5)
-        graph.replay()
-        _compare(f"{name}, in a graph", results, step())
 
 
 def _dropped(q: Tensor, k: Tensor, v: Tensor) -> None:
