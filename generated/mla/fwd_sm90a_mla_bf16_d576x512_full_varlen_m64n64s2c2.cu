@@ -35,6 +35,7 @@ constexpr int kHeadDimQk = 576;
 constexpr int kHeadDimV = 512;  // the first columns of K
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
+constexpr int kFirstLoader = 4 * kConsumers;  // of the four warps that copy
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 constexpr int kMmaK = Product<Element, kBlockN>::kK;  // K of one wgmma: the elements that it sums over
 
@@ -48,6 +49,8 @@ constexpr uint32_t kBox = kBlockN * kBoxBytes;  // bytes of a box of a tile
 static_assert(kHalfBoxes == 1 << kHalfBits && kMoreBoxes <= 1);
 static_assert(kRows == kBlockN);  // so that boxes of Q and P have as many bytes
 
+constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must grow before the row max follows
+
 // How work is distributed, in tiles of keys.
 constexpr int kLeastTiles = 2;  // of a block at least; with fewer, fewer blocks work
 constexpr int kCutTiles = 2;  // how many more than an equal share a block may have, if it then works on one work item only
@@ -58,10 +61,10 @@ constexpr int kMergedRows = 4, kRowThreads = kHeadDimV / 4;  // of a block that 
 
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 73728 B: Q
-constexpr uint32_t kValues = kShared + 73728;  // 131072 B: columns of K that are values, a box per stage
-constexpr uint32_t kMore = kShared + 204800;  // 16384 B: the columns of K that are no values
-constexpr uint32_t kP = kShared + 221184;  // 8192 B: P of a tile, for the other consumer
+constexpr uint32_t kQ = kShared + 0;  // 65536 B: Q, the columns of the values
+constexpr uint32_t kValues = kShared + 65536;  // 131072 B: columns of K that are values, a box per stage
+constexpr uint32_t kMore = kShared + 196608;  // 16384 B: the columns of K that are no values
+constexpr uint32_t kP = kShared + 212992;  // 16384 B: P of a tile of each consumer, for the other one
 constexpr uint32_t kRowMax = kShared + 229376;  // 256 B: its running max
 constexpr uint32_t kSums = kShared + 229632;  // 512 B: row sums of consumers
 constexpr uint32_t kValuesFull = kShared + 230144;  // 128 B: barriers
@@ -73,8 +76,8 @@ constexpr uint32_t kLast = kShared + 230456;  // 8 B: whether the block came las
 constexpr uint32_t kCounts = kShared + 230464;  // 144 B: what each warp has counted
 
 // Rings: who fills the stages -> who empties them.
-using ValuesRing = Ring<kValuesFull, kValuesEmpty, 16>;  // the loader -> both consumers
-using MoreRing = Ring<kMoreFull, kMoreEmpty, 2>;  // the loader -> the consumer of the tile
+using ValuesRing = Ring<kValuesFull, kValuesEmpty, 16>;  // a loader -> both consumers
+using MoreRing = Ring<kMoreFull, kMoreEmpty, 2>;  // a loader -> the consumer of the tile
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
@@ -83,7 +86,11 @@ enum class Named {
   kZeroed = 4,  // 2 of them: a consumer has cleared the values after the last key
 };
 
-constexpr int kLoader = 8;  // warps with a role of their own
+// A number that is a constant where a function is generic.
+template <int kNumber>
+struct Constant {
+  static constexpr int kValue = kNumber;
+};
 
 // The consumer of one half of the columns of O, and of every other tile.
 template <int kHalfOfColumns>
@@ -161,14 +168,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
   // Blocks that hold the rows of a work item.
   const int blocks = cluster_size(), rank = cluster_rank(), item_rows = kRows << row_bits;
   // Clusters of the next launch would settle where this one has left room, and crowd one part of the chip.
-  if (blocks == 1) launch_dependents();
+  if (blocks == 1 || split_tiles == 0) launch_dependents();  // what merges has no clusters
   const uint32_t here = mapped(kShared, rank) - kShared;  // barriers and copies take shared::cluster addresses
 
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != here + kShared) __trap();
-    init_barriers(here + kValuesFull, 16, 1);  // the loader, and the bytes of the copy
+    init_barriers(here + kValuesFull, 16, 1);  // a loader, and the bytes of the copy
     init_barriers(here + kValuesEmpty, 16, 8);  // each warp of a consumer, of both blocks of a cluster, or twice of a single block
-    init_barriers(here + kMoreFull, 2, 1);  // the loader, and the bytes of the copy
+    init_barriers(here + kMoreFull, 2, 1);  // a loader, and the bytes of the copy
     init_barriers(here + kMoreEmpty, 2, 8);  // each warp of a consumer, of both blocks of a cluster, or twice of a single block
     fence_barrier_init();
     prefetch_map(k_map);
@@ -313,53 +320,52 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
 
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
-    if (warp == kLoader) {
-      // The loader copies K tile by tile, as soon as consumers have left its columns: first those that only S needs, then those
-      // that the consumer of the tile multiplies, then the others.
-      constexpr int box_bits = 0, box_rows = kBlockN;  // a tile is one box of rows
-      const bool read_once = row_units == 1;
-      int rounds[kTiles] = {};  // tiles of each consumer so far
-      Walk walk = begin;
-      Part part;
-      while (__any_sync(~0u, take(walk, part))) {
-        for (int number = part.first; __any_sync(~0u, number < part.end); ++number) {
-          const int tile = tile_of(part, number) * kBlockN, consumer = number - part.first & 1;
-          const int round = consumer == 0 ? rounds[0]++ : rounds[1]++;
-          // Two to the `count_bits` boxes of columns from `column` on, to as many stages of a ring from `stage` on.
-          const auto load = [&](auto ring, uint32_t to, int column, int count_bits, int stage) {
-            ring.base = here;
-            ring.phase = round & 1;
-            const auto at_stage = [&](int number) {
-              ring.stage = stage + number;
-              return ring;
-            };
-            const auto at = at_stage(lane & (1 << count_bits) - 1);  // each lane looks after a stage
-            at.acquire();
-            if (lane >> count_bits == 0) at.arrive_expecting(kBox);
-            __syncwarp();
-            // Of a cluster each block copies every other box for both; of a single one each tile's.
-            const int shared_bits = blocks > 1 ? 1 : 0, bits = max(count_bits - shared_bits, 0);
-            if (count_bits == 0 && (consumer & blocks - 1) != rank) return;
-            for (int first = 0; first >> (bits + box_bits) == 0; first += 32) {
-              const int copy = first + lane, box = copy >> bits & (1 << box_bits) - 1, key = tile + box * box_rows;
-              const int number = count_bits == 0 ? 0 : (copy & (1 << bits) - 1) << shared_bits | (blocks > 1 ? rank : 0);
-              const auto its = at_stage(number);
-              const uint32_t place = here + to + its.stage * kBox + box * box_rows * kBoxBytes, full = its.full();
-              const int c = column + number * kBoxColumns;
-              if (copy >> (bits + box_bits) > 0) continue;
-              if (blocks > 1) {
-                load_box_to(3, place, k_map, full, c, part.hk, part.k_begin + key);
-              } else if (read_once) {
-                load_box_once(place, k_map, full, c, part.hk, part.k_begin + key);
-              } else {
-                load_box(place, k_map, full, c, part.hk, part.k_begin + key);
+    // Each loader copies half of the values of every other tile, as soon as the consumer of that half has left them. One of
+    // the two of a tile copies the columns that only S needs, too, which are left before.
+    const int half = (warp - kFirstLoader) % kConsumers, consumer = (warp - kFirstLoader) / kConsumers;
+    const bool read_once = row_units == 1;
+    int round = 0;  // tiles so far
+    Walk walk = begin;
+    Part part;
+    while (__any_sync(~0u, take(walk, part))) {
+      for (int number = part.first + consumer; __any_sync(~0u, number < part.end); number += kTiles) {
+        const int key = tile_of(part, number) * kBlockN;
+        const uint32_t phase = round++ & 1;
+        // Of a cluster each block copies every other box, for both.
+        const auto load = [&](auto boxes, auto ring, uint32_t to, int first_column) {
+          constexpr int kBoxes = boxes.kValue;
+          const uint32_t first = here + to + ring.stage * kBox, first_full = ring.full();
+          ring.stage += lane & kBoxes - 1;  // each lane looks after a stage
+          ring.acquire();
+          if (lane < kBoxes) ring.arrive_expecting(kBox);
+          __syncwarp();
+          const int first_box = blocks == 1 ? 0 : kBoxes > 1 ? rank : consumer ^ rank;
+          const auto copy = [&](auto step, const auto& copy_box) {
+            constexpr int kStep = step.kValue;
+            {
+              constexpr uint32_t before = 0;
+              if (lane == 0) {
+#pragma unroll
+                for (int i = 0; i < kBoxes; i += kStep) {
+                  const int box = i + first_box, column = first_column + box * kBoxColumns;
+                  if (box < kBoxes) copy_box(first + box * kBox + before, first_full + 8 * box, column, part.hk, part.k_begin + key);
+                }
               }
+              __syncwarp();
             }
-            __syncwarp();
           };
-          load(MoreRing(), kMore, kHeadDimV, 0, consumer);
-          for (const int half : {consumer, 1 - consumer}) load(ValuesRing(), kValues, half * kHalf, kHalfBits, box_of(half, consumer, 0));
+          if (blocks > 1) {
+            copy(Constant<2>(), [&](uint32_t to, uint32_t full, auto... at) { load_box_to(3, to, k_map, full, at...); });
+          } else if (read_once) {
+            copy(Constant<1>(), [&](uint32_t to, uint32_t full, auto... at) { load_box_once(to, k_map, full, at...); });
+          } else {
+            copy(Constant<1>(), [&](uint32_t to, uint32_t full, auto... at) { load_box(to, k_map, full, at...); });
+          }
+        };
+        if (half != consumer) {
+          load(Constant<1>(), MoreRing(consumer, phase, here), kMore, kHeadDimV);
         }
+        load(Constant<kHalfBoxes>(), ValuesRing(box_of(half, consumer, 0), phase, here), kValues, half * kHalf);
       }
     }
   } else {
@@ -380,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
         const int first_row = kRows * rank;  // of the block's, among those of the item
         const int rows = min(work.seqlen_q * group - work.row_start - first_row, kRows);  // of the block's that exist
 
-        // The two rows of a lane, and Q in shared memory.
+        // The two rows of a lane, and Q: in shared memory, but for the columns that are no values.
         int query[2], head[2];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -388,16 +394,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           query[row] = by_group.quotient(packed);
           head[row] = work.hk * group + by_group.remainder(packed);
         }
-        constexpr int kChunks = kHeadDimQk * sizeof(Element) / 16;  // of a row
-        static_assert(kRows * kChunks % (128 * kConsumers) == 0);
-#pragma unroll 6
-        for (int i = threadIdx.x; i < kRows * kChunks; i += 128 * kConsumers) {
-          const int row = i / kChunks, chunk = i % kChunks;
-          const int packed = work.row_start + first_row + row, q = by_group.quotient(packed);
+        // Q of a row; those that do not exist repeat the last one.
+        const auto row_of_q = [&](int row) {
+          const int packed = work.row_start + first_row + min(row, rows - 1), q = by_group.quotient(packed);
           const int h = work.hk * group + by_group.remainder(packed);
-          int4 values = {};
-          if (row < rows) values = *reinterpret_cast<const int4*>((q_ptr + (work.q_begin + q) * stride_q_s + h * stride_q_h) + chunk * (16 / sizeof(Element)));
-          shared_at<int4>(kQ + chunk / 8 * kBox + row * kBoxBytes + 16 * (chunk % 8 ^ (row % 8))) = values;
+          return (q_ptr + (work.q_begin + q) * stride_q_s + h * stride_q_h);
+        };
+        uint32_t q_more[kMoreBoxes * kBoxColumns / 4];  // as the A operand
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const uint32_t* const from = reinterpret_cast<const uint32_t*>(row_of_q(own_row + 8 * row) + kHeadDimV) + lane % 4;
+#pragma unroll
+          for (int column = 0; column < kMoreBoxes * kBoxColumns; column += 8) q_more[column / 4 + row] = from[column / 2];
+        }
+        // Four threads copy a row, 64 bytes at a time.
+        {
+          const int row = threadIdx.x / 4, part_of_four = threadIdx.x % 4;
+          constexpr int kCopies = kHeadDimV / kBoxColumns;  // a box of the row each, in two parts
+          static_assert(4 * kRows == 128 * kConsumers && kBoxBytes == 2 * 64);
+          const int4* const from = reinterpret_cast<const int4*>(row_of_q(row)) + part_of_four;
+          int4 chunks[2 * kCopies];  // all are loaded before any is stored, so that latencies overlap
+#pragma unroll
+          for (int i = 0; i < 2 * kCopies; ++i) chunks[i] = from[4 * i];
+#pragma unroll
+          for (int i = 0; i < 2 * kCopies; ++i) {
+            const int chunk = i % 2 * 4 + part_of_four;
+            shared_at<int4>(kQ + i / 2 * kBox + row * kBoxBytes + 16 * (chunk ^ (row % 8))) = chunks[i];
+          }
         }
         fence_async_proxy();
         sync_consumers();
@@ -424,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
         const auto release_half = [&](int stage) { release_stages<kHalfBits>(ValuesRing::empty_of(box_of(half, stage, 0)), blocks, lane); };
         // O += P V of the other consumer's tile
         const auto issue_other = [&] {
-          const RowMatrix p(kP);
+          const RowMatrix p(kP + (1 - half) * kBox);
           const ValueMatrix v(place_of(half, 1 - half, 0));
           fence_registers(acc);
           fence_products();
@@ -461,7 +484,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             }
           };
           MoreRing(half, phase, here).wait();
-          multiply_box(kQ + 2 * kHalfBoxes * kBox, kMore + half * kBox);
+          {
+            const RowMatrix k(kMore + half * kBox);
+            fence_products();
+#pragma unroll
+            for (int column = 0; column < kBoxColumns; column += kMmaK) {
+              Product<Element, kBlockN>::template rs<0>(s, q_more + column / 4, k.at(column * sizeof(Element)), accumulate);
+              accumulate = 1;
+            }
+          }
 #pragma unroll
           for (int i = 0; i < 2 * kHalfBoxes; ++i) {  // its own half first
             const int of = i < kHalfBoxes ? half : 1 - half, box = i % kHalfBoxes;
@@ -505,23 +536,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           // P = exp2(S * scale - row_max)
           float maximum[2], alpha[2];
           find_maximum(s, scale_log2e, maximum);
-          const bool raised = __any_sync(~0u, maximum[0] > row_max[0] || maximum[1] > row_max[1]);
+          const bool kept[2] = {maximum[0] <= row_max[0] + kRaiseAbove, maximum[1] <= row_max[1] + kRaiseAbove};
+          const bool raised = __any_sync(~0u, !(kept[0] && kept[1]));
           if (raised) {
+            keep_row_max(kept, row_max, maximum);
             raise_row_max(maximum, row_max, alpha);
             row_sum[0] *= alpha[0];
             row_sum[1] *= alpha[1];
           }
           uint32_t p[kBlockN / 4];
           exponentiate<Element>(s, scale_log2e, row_max, p, row_sum);
-          wait_products<0>();  // on all paths, or ptxas takes O for unfinished below
-          fence_registers(acc);
-          if constexpr (half == 1) release_half(1 - half);
-          // The other consumer's P has been read: each warp reads its own rows alone, and writes these.
+          // The other consumer has multiplied the P before: else the columns of this tile would not have come.
 #pragma unroll
           for (int column = 0; column < kBlockN; column += kMmaK) {
             const int row = 16 * (warp % 4) + lane % 16, chunk = column / 8 + lane / 16;
             const uint32_t* const of_column = p + column / 4;
-            store_blocks(here + kP + row * kBoxBytes + 16 * (chunk ^ (row % 8)), of_column[0], of_column[1], of_column[2], of_column[3]);
+            store_blocks(here + kP + half * kBox + row * kBoxBytes + 16 * (chunk ^ (row % 8)), of_column[0], of_column[1], of_column[2], of_column[3]);
           }
           if (lane % 4 == 0) {
             shared_at<float>(kRowMax + 4 * own_row) = row_max[0];
@@ -531,6 +561,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           named_arrive(Named::kPublished, half, 128 * kConsumers);
 
           // O += P V
+          wait_products<0>();  // on all paths, or ptxas takes O for unfinished below
+          fence_registers(acc);
+          if constexpr (half == 1) release_half(1 - half);
           if (raised) rescale(acc, alpha);
           {
             const ValueMatrix v(place_of(half, half, 0));

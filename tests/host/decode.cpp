@@ -173,7 +173,11 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
     return {base, sizeof(Element), 4, kBoxBytes, {width, kv_heads, longest, batch}, {1, width, step, longest * step}, {kBoxColumns, 1, kBlockN, 1}};
   };
 #if VALUES_OF_KEYS
+#if PAGED && HEAD_DIM > HEAD_DIM_V
+#define MAPS k_map, k.data()
+#else
 #define MAPS k_map
+#endif
   const TensorMap k_map = map_of(k);
   const int row_bits = cluster > 1 ? 1 : 0;  // the rows of a unit are those of the blocks of a cluster
 #else
@@ -195,11 +199,16 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
 #else
 #define WRITTEN partials.data(), counters.data()
 #endif
+#if VALUES_OF_KEYS && HEAD_DIM > HEAD_DIM_V
+#define K_STRIDES page_size * step, step, width,
+#else
+#define K_STRIDES
+#endif
 #if PAGED
 #define ARGUMENTS \
         q.data(), MAPS, out.data(), lse.data(), SCALES WRITTEN, nullptr, table.data(), lengths.data(), heads * \
-        width, width, heads * width_v, width_v, batch, heads, kv_heads, group, row_bits, row_units, split_tiles, \
-        max_splits, reciprocal(batch), reciprocal(group), reciprocal(row_units), reciprocal(split_tiles), rows, \
+        width, width, K_STRIDES heads * width_v, width_v, batch, heads, kv_heads, group, row_bits, row_units, \
+        split_tiles, max_splits, reciprocal(batch), reciprocal(group), reciprocal(row_units), reciprocal(split_tiles), rows, \
         pages_of_row * page_size, batch * rows, 0, pages_of_row + 1, page_size, pages, std::__gcd(page_size, \
         kBlockN), reciprocal(page_size), scale, 1, 0
 #else

@@ -46,7 +46,7 @@ def test_memory(head_dim: str, dtype: str) -> None:
     regions = {region.name: region for region in kernel.structure.shared}
     assert kernel.structure.shared_bytes <= ARCHES["sm90a"].shared_memory
     columns = kernel.head_dim_qk
-    assert regions["q"].bytes == ROWS * columns * 2
+    assert regions["q"].bytes == ROWS * 512 * 2
     assert sum(regions[name].bytes for name in ("values", "more") if name in regions) == 2 * KEYS * columns * 2
     assert all(regions[name].offset % 1024 == 0 for name in ("q", "values", "p"))
     assert ("more" in regions) == (columns > 512)

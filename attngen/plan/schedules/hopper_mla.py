@@ -23,7 +23,7 @@ from attngen.plan.pipes import ROW_PADDING, Pipes
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_memory import BOX_BYTES
 from attngen.plan.schedules.hopper_decode import HopperDecode
-from attngen.plan.schedules.hopper_forward import keep_promises
+from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
 from attngen.plan.schedules.mla_pipes import CONSUMERS, KEYS, ROWS, TILES, mla_pipes
 from attngen.schema.expand import KernelSpec
 
@@ -37,6 +37,7 @@ class HopperMla(HopperDecode):
     """Roles and memory of a kernel whose values are the head of its keys; ``consumers`` are warpgroups."""
 
     merged_rows: int  # of a block of the launch that merges partial results
+    raise_above: str = ""  # literal: growth of the running max, in units of log2, at which the row max follows; "": any
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -59,6 +60,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         key_bytes=element.bytes,
         whole_tiles=64,
         merged_rows=MERGED_ROWS,
+        raise_above=PROBABILITIES[spec.dtype].raise_above,
     )
     planned = drafted(
         spec,
@@ -79,7 +81,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         max_registers=None,
         iteration="ranges" if iteration == "ranges" else "classified",
         mask_code="branch",
-        softmax="exact_max",
+        softmax="lazy",
         section_bytes=SECTION_BYTES,
         structure=structure,
         pack_gqa=True,
@@ -101,11 +103,12 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 
 
 def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
-    """Arguments of the kernel: those of a split-KV forward without v."""
+    """Arguments of the kernel: those of a split-KV forward without v, and the address of keys in pages."""
     ragged = plan.ragged_queries
     return (
         arguments.pointer(plan, "q"),
         arguments.tensor_map(plan, "k", plan.tile_n, box_bytes),
+        *((arguments.pointer(plan, "k"),) if _prefetches(plan) else ()),
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"),
         Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
@@ -113,7 +116,7 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
         *arguments.lengths(plan),
         *arguments.tensor_pointers(plan.variant),
-        *arguments.strides_of(plan, ("q",)),
+        *arguments.strides_of(plan, ("q", "k") if _prefetches(plan) else ("q",)),
         *arguments.strides_of(plan, ("out",), promised=False),
         *arguments.tensor_shapes(plan.variant),
         *map(arguments.size, ("batch", "heads", "kv_heads", "group", "row_bits", "row_units")),
@@ -128,6 +131,11 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
         *arguments.scalar_arguments(plan),
         *arguments.presence(plan, ("lse", "seqused_k")),
     )
+
+
+def _prefetches(plan: Plan) -> bool:
+    """Whether loaders bring whole rows of a page to L2, beside the boxes of their columns."""
+    return plan.key_access == "paged" and plan.head_dim_qk > plan.head_dim_v
 
 
 def _pipes(head_dim_qk: int, head_dim_v: int, element_bytes: int) -> Pipes:

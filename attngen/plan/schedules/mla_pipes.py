@@ -25,8 +25,8 @@ def mla_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) -> P
     """
     box = KEYS * BOX_COLUMNS * element
     others = {
-        "q": ROWS * qk * element,
-        "p": ROWS * KEYS * element,
+        "q": ROWS * v * element,
+        "p": CONSUMERS * ROWS * KEYS * element,
         "row_max": ROWS * _FLOAT,
         "sums": CONSUMERS * ROWS * _FLOAT,
         "begin": WALK_BYTES,
@@ -34,11 +34,11 @@ def mla_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) -> P
         "counts": _WARPS * COUNT_BYTES,
     }
 
-    def ring(name: str, boxes: int, what: str, readers: str) -> Ring:
+    def ring(name: str, boxes: int, readers: str, guards: str) -> Ring:
         return Ring(
-            name, TILES * boxes, "the loader", readers,
-            guards=f"a box of {what} of K stays until {readers} have multiplied it",
-            full=Signal(1, "the loader", "a box has landed", bytes=True),
+            name, TILES * boxes, "a loader", readers,
+            guards=guards,
+            full=Signal(1, "a loader", "a box has landed", bytes=True),
             empty=Signal(
                 2 * WARPGROUP,
                 "each warp of a consumer, of both blocks of a cluster, or twice of a single block",
@@ -53,8 +53,24 @@ def mla_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) -> P
     threads = 32 * WARPGROUP
     return Pipes(
         (
-            ring("values", CONSUMERS * HALF_BOXES, "the values", "both consumers"),
-            *([ring("more", more, "the columns that are no values", "the consumer of the tile")] if more else []),
+            ring(
+                "values",
+                CONSUMERS * HALF_BOXES,
+                "both consumers",
+                "a box of the columns of K that are values stays until both consumers have multiplied it",
+            ),
+            *(
+                [
+                    ring(
+                        "more",
+                        more,
+                        "the consumer of the tile",
+                        "the columns of K that are no values stay until the consumer of the tile has multiplied them",
+                    )
+                ]
+                if more
+                else []
+            ),
         ),
         named=(
             NamedBarrier("consumers", 1, 1, CONSUMERS * threads, "Q and row sums are there, or have been read"),
@@ -63,8 +79,7 @@ def mla_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) -> P
         ),
         roles=(
             Role("consumers", 0, first, consumer),
-            Role("loader", first, 1, producer),
-            Role("idle", first + 1, WARPGROUP - 1, producer),
+            Role("loader", first, WARPGROUP, producer),
         ),
         order=_ORDER,
         others=tuple(others.items()),

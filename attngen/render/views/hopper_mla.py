@@ -8,8 +8,8 @@ from attngen.render.pipes import pipes_view
 from attngen.render.views.hopper_decode import DecodeView, split_view
 
 _REGION_TEXTS = {
-    "q": "Q", "values": "columns of K that are values, a box per stage",
-    "more": "the columns of K that are no values", "p": "P of a tile, for the other consumer",
+    "q": "Q, the columns of the values", "values": "columns of K that are values, a box per stage",
+    "more": "the columns of K that are no values", "p": "P of a tile of each consumer, for the other one",
     "row_max": "its running max", "sums": "row sums of consumers",
     "values_full": "barriers", "values_empty": "barriers",
     "more_full": "barriers", "more_empty": "barriers", "begin": "where the share begins",

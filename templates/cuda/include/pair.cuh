@@ -14,6 +14,11 @@ __device__ __forceinline__ void load_box_to(
       : "memory");
 }
 
+// Brings neighboring bytes, a multiple of 16, to L2 alone (PTX ISA, "cp.async.bulk.prefetch").
+__device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Releases 2^kCountBits stages whose barriers begin at `first_barrier` in each block, each by one lane. Barriers expect two
 // arrivals of each warp: from the warps of both blocks, or twice from those of a single one.
 template <int kCountBits>
