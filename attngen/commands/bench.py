@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from attngen import cli
+from attngen import __version__, cli
 from attngen.commands.bench_ladder import print_ladders
 from attngen.commands.bench_output import columns, print_absent, print_end, print_failed, print_readings, ratio
 from attngen.commands.output import counted, print_table, refuse_unwritable
@@ -80,6 +80,9 @@ _REFUSED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
               help="Compare results with float64 before they are timed.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write all figures so far to this file after each case.")  # fmt: skip
+@click.option("--report", "report_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Write one file to send back from a GPU that docs/cards.md has no figures of: all figures, and the "
+                   "checks of attngen doctor.")  # fmt: skip
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png",
               help="Draw TFLOP/s over seqlen; needs matplotlib.")  # fmt: skip
 @click.option("--ladder", is_flag=True,
@@ -110,6 +113,7 @@ def command(
     rounds: int,
     check: bool,
     json_path: Path | None,
+    report_path: Path | None,
     plot_path: Path | None,
     ladder: bool,
     sustained: bool,
@@ -127,7 +131,7 @@ def command(
     are simulated.
     Exits 1 if a kernel of attngen fails, or if none could be measured.
     """
-    for path in (json_path, plot_path):
+    for path in (json_path, report_path, plot_path):
         if path is not None:
             refuse_unwritable(path)
     if plot_path is not None and plot_path.suffix.lower() not in _PICTURES:
@@ -139,6 +143,8 @@ def command(
         raise click.UsageError(
             "--cell names cells of the serving suite, of small calls, and of masks; add --suite serving, small or masks"
         )
+    if report_path is not None and (dry_run or chosen == "parallel"):
+        raise click.UsageError("--report holds figures of one GPU; leave it out, or --dry-run and --suite parallel")
     if chosen == "parallel":
         from attngen.commands import bench_parallel
 
@@ -179,6 +185,11 @@ def command(
 
     report = runner.bench(todo, observe)
     _write(report, json_path)
+    if report_path is not None:
+        from attngen.commands.doctor import look
+
+        checks = [asdict(finding) for finding in look()]
+        _write_document({"attngen": __version__, "findings": checks, "bench": report.to_dict()}, report_path)
     print_report(report)
     if plot_path is not None and report.rows:
         from attngen.tools.bench.plot import plot
@@ -232,11 +243,14 @@ def _refuse_beside(context: click.Context, what: str, chosen: str, others: Seque
 
 
 def _write(report: Report[Any], path: Path | None) -> None:
-    if path is None:
-        return
+    if path is not None:
+        _write_document(report.to_dict(), path)
+
+
+def _write_document(document: dict[str, Any], path: Path) -> None:
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
-        unfinished.write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
         raise click.FileError(str(path), hint=cause(error)) from error

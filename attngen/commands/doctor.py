@@ -15,6 +15,7 @@ import click
 
 from attngen import cli, resources
 from attngen.arch import ARCHES
+from attngen.cards import SUPPORT
 from attngen.commands.output import counted, print_json
 from attngen.drivers import cuda_release, driver_text
 from attngen.errors import AttngenError
@@ -43,8 +44,8 @@ def command(context: click.Context, as_json: bool) -> None:
 
     Exits 1 if kernels can be neither built nor run, and if a compiler is broken.
     """
-    installed, built, run = _installed(), _build(), _run()
-    findings = [*installed, *built, *_wheels(), *run, *_tested()]
+    findings = look()
+    built, run = ([finding for finding in findings if finding.part == part] for part in ("build", "run"))
     if as_json:
         print_json({"findings": [asdict(finding) for finding in findings]})
     else:
@@ -56,6 +57,11 @@ def command(context: click.Context, as_json: bool) -> None:
     works = any(finding.state == "ok" for finding in (*_only(built, "arch "), *_only(run, "GPU ")))
     if not works or any(finding.state == "broken" for finding in (*_only(built, "NVRTC"), *_only(built, "arch "))):
         context.exit(cli.EXIT_FAILURE)
+
+
+def look() -> list[Finding]:
+    """All checks, in their order."""
+    return [*_installed(), *_build(), *_wheels(), *_run(), *_cards(), *_tested()]
 
 
 _MARKS = {"ok": "+", "missing": "-", "broken": "!"}
@@ -205,7 +211,10 @@ def _run() -> list[Finding]:
     for device in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(device)
         served = [arch.name for arch in ARCHES.values() if arch.runs_on(10 * major + minor)]
-        text = f"{torch.cuda.get_device_name(device)}, sm{major}{minor}; runs kernels for {', '.join(served) or 'none'}"
+        kernels = [f"{name} ({SUPPORT[name].evidence})" for name in served]
+        text = (
+            f"{torch.cuda.get_device_name(device)}, sm{major}{minor}; runs kernels for {', '.join(kernels) or 'none'}"
+        )
         findings.append(Finding("run", f"GPU {device}", "ok" if served else "broken", text))
     return findings
 
@@ -215,6 +224,11 @@ def _driver() -> str:
 
     version = current().version()
     return f"supports CUDA {cuda_release(version)}"
+
+
+def _cards() -> list[Finding]:
+    """Say how far the kernels for each GPU have been tested."""
+    return [Finding("cards", f"{row.cards} ({arch})", "ok", row.evidence) for arch, row in SUPPORT.items()]
 
 
 def _tested() -> list[Finding]:

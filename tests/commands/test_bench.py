@@ -14,6 +14,7 @@ from click.testing import Result as Outcome
 
 from attngen import cli
 from attngen.commands import bench as command
+from attngen.commands import doctor
 from attngen.tools.bench import runner
 from attngen.tools.bench.grid import GridReport, GridResult, GridRow, GridSuite
 from attngen.tools.bench.ladder import RUNGS
@@ -84,6 +85,7 @@ def test_options_choose_cases(spec: Path) -> None:
         (("--seqlen", "0"), 2, "--seqlen"),
         (("--json", "no/such/folder/figures.json"), 2, "there is no folder no/such/folder"),
         (("--json", ""), 2, "the name of a file is empty"),
+        (("--report", "report.json"), 2, "--report holds figures of one GPU"),
         (("--plot", "figures.txt"), 2, "--plot figures.txt: a picture's name ends in .png, .pdf, .svg"),
     ],
 )
@@ -117,6 +119,16 @@ def measured(monkeypatch: pytest.MonkeyPatch, report: GridReport) -> list[Option
 
     monkeypatch.setattr(runner, "bench", bench)
     return seen
+
+
+def test_the_file_to_send_back(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured(monkeypatch, report())
+    monkeypatch.setattr(doctor, "look", lambda: [doctor.Finding("run", "GPU 0", "ok", "some card")])
+    run(spec, "--json", tmp_path / "figures.json", "--report", tmp_path / "report.json")
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert document["bench"] == json.loads((tmp_path / "figures.json").read_text())
+    assert document["findings"] == [{"part": "run", "name": "GPU 0", "state": "ok", "text": "some card"}]
+    assert document["attngen"]
 
 
 def test_the_table(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
