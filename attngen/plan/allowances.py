@@ -74,6 +74,12 @@ MMA_SPILLS = Spills(
     "faster with 64 keys and these spills than with 32 keys and none",
     Evidence("docs/notebook/mma.md", "64 keys and 16 B of spills 1.061"),
 )
+MMA_BACKWARD_SPILLS = Spills(
+    "backward kernels by mma.sync",
+    72,
+    "dK and dV take half of the registers of a thread; twice the keys for each load of Q and dO outweigh these spills",
+    Evidence("docs/notebook/mma.md", "305 with 72 B of spills"),
+)
 #: The warp that reads dS has the few registers of a producer, and waits for consumers most of the time.
 MAPPED_BIAS_SPILLS = Spills(
     "CUDA backward kernels with ping-pong consumers whose loader reads a tile map and brings tiles of biases",

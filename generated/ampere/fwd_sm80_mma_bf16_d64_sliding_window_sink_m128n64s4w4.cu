@@ -26,7 +26,8 @@ constexpr int kWarpRows = 16 * kRowBlocks;
 constexpr int kStages = 4;  // of the ring of K and V
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
-static_assert(sizeof(Element) == 2 && kBlockM == kWarpRows * kThreads / 32);
+constexpr int kProductK = 32 / sizeof(Element);  // columns of Q and K, or keys, that one product sums over
+static_assert(kBlockM == kWarpRows * kThreads / 32);
 constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must grow before the row max follows
 // Shared memory, from its start.
 constexpr uint32_t kQ = 0;  // 16384 B: Q
@@ -51,6 +52,7 @@ extern __shared__ __align__(1024) char shared_memory[];
 template <int kRows, int kColumns, typename RowAt>
 __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows) {
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
+  constexpr int kColumnsOfLane = 16 / sizeof(Element);
   static_assert(kRowsAtOnce % 8 == 0);
   const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
   const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
@@ -62,8 +64,8 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     const bool row_exists = row < rows;
 #pragma unroll
     for (int column = 0; column < kColumns; column += kBoxColumns) {
-      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + 8 * chunk < kColumns);
-      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + 8 * chunk, exists);
+      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
+      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
     }
   }
 }
@@ -164,17 +166,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
 
   // Where a lane reads rows of Q, K and V by ldmatrix: columns that are multiples of 16 are added by XOR.
   const uint32_t q_place = shared + kQ + (kWarpRows * warp + lane % 16) * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
-  const int k_row = lane / 16 * 8 + lane % 8, v_row = lane % 16;
+  const int k_row = lane / 16 * 8 + lane % 8, v_row = lane % 16, v_chunk = lane / 16;
   const uint32_t k_lane = shared + k_row * kBoxBytes + 16 * swizzled<kBoxBytes>(k_row, lane / 8 % 2);
-  const uint32_t v_lane = shared + v_row * kBoxBytes + 16 * swizzled<kBoxBytes>(v_row, lane / 16);
+  const uint32_t v_lane = shared + v_row * kBoxBytes + 16 * swizzled<kBoxBytes>(v_row, v_chunk);
   // The place of a column, and of a row of a tile of `kRows`, given that of a lane in the first ones.
   const auto place = [](uint32_t lane_place, int rows, int row, int column) {
-    return (lane_place ^ 2 * (column % kBoxColumns)) + (column / kBoxColumns * rows + row) * kBoxBytes;
+    return (lane_place ^ static_cast<int>(sizeof(Element)) * (column % kBoxColumns)) + (column / kBoxColumns * rows + row) * kBoxBytes;
   };
   const float scale_log2e = softmax_scale * kLog2e;
   float acc[kRowBlocks][kColumnsV / 2] = {};  // O, not yet divided by the row sum
   float s[kRowBlocks][kBlockN / 2];           // S, then the logits
-  uint32_t p[kRowBlocks][kBlockN / 4];        // P, packed
+  uint32_t p[kRowBlocks][kBlockN * sizeof(Element) / 8];  // P, packed
   float row_maxima[kRowBlocks][2], row_sums[kRowBlocks][2] = {};
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) row_maxima[block][0] = row_maxima[block][1] = kUnseen;
@@ -186,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
       for (int i = 0; i < kBlockN / 2; ++i) s[block][i] = 0.0f;
     }
 #pragma unroll
-    for (int column = 0; column < kColumnsQk; column += kMmaK) {
+    for (int column = 0; column < kColumnsQk; column += kProductK) {
       uint32_t q[kRowBlocks][4];
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block) load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));

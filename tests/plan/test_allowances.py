@@ -15,6 +15,7 @@ from attngen.plan.allowances import (
     CACHE_SPILLS,
     LAST_SPILLS,
     LEFT_TO_OTHERS,
+    MMA_BACKWARD_SPILLS,
     MMA_SPILLS,
     PINGPONG_SPILLS,
     SERIALIZED,
@@ -30,7 +31,17 @@ PLAN = Path(attngen.__file__).parent / "plan"
 
 @pytest.mark.parametrize(
     "row",
-    [SPILLS, PINGPONG_SPILLS, CACHE_SPILLS, MMA_SPILLS, LAST_SPILLS, TRITON_BACKWARD, *SERIALIZED, *LEFT_TO_OTHERS],
+    [
+        SPILLS,
+        PINGPONG_SPILLS,
+        CACHE_SPILLS,
+        MMA_SPILLS,
+        MMA_BACKWARD_SPILLS,
+        LAST_SPILLS,
+        TRITON_BACKWARD,
+        *SERIALIZED,
+        *LEFT_TO_OTHERS,
+    ],
     ids=lambda row: row.who,
 )
 def test_figures_stand_where_the_table_says(row: object) -> None:

@@ -74,7 +74,6 @@ def test_memory(head_dim: str, dtype: str) -> None:
     ("entry", "field", "reason"),
     [
         ("variant: causal, dtype: fp32", "dtype", "bf16, fp16, fp8_e4m3, not fp32"),
-        ("variant: causal, loads: pointer", "loads", "tensor descriptors"),
         ("variant: causal, alignment: 8", "alignment", "alignment 16, not 8"),
         ("variant: causal, tile_map: always", "tile_map", "allowed: auto, never"),
         ("variant: causal, head_dim: 12", "head_dim", "nearest"),

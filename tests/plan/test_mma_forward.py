@@ -139,3 +139,34 @@ def test_no_access_to_shared_memory_has_bank_conflicts(box_bytes: int) -> None:
         for row in range(16):
             for half in range(2):
                 assert at(row, column + half) == at(row, half) ^ 16 * column
+
+
+# --- operands of 8 bits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm89", "sm120a"])
+def test_operands_of_8_bits(arch: str) -> None:
+    for head_dim in (16, 64, 80, 128, 192, 256):
+        made = mma("softcap", arch, head_dim=head_dim, dtype="fp8_e4m3")
+        own = made.structure
+        assert isinstance(own, MmaForward)
+        assert (made.schedule, made.softmax, own.peak) == ("mma_forward", "exact_max", 4)
+        assert own.shared_bytes <= ARCHES[arch].shared_memory
+        assert own.columns_qk % 32 == 0  # that one product sums over
+        assert {"q_descale_ptr", "k_descale_ptr", "v_descale_ptr"} <= {one.name for one in made.arguments}
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "message"),
+    [
+        ("sm86", {}, r"dtype: sm86 multiplies no numbers of 8 bits; allowed: bf16, fp16"),
+        ("sm89", {"head_dim": 72}, r"head_dim: .*multiples of 16"),
+        ("sm89", {"descale": 64}, r"descale: kernels by mma\.sync take a scale of each head; allowed: head"),
+        ("sm89", {"transposed_v": "true"}, r"transposed_v: kernels by mma\.sync transpose v themselves"),
+        ("sm89", {"softmax": "lazy"}, r"softmax: 'lazy' does not exist in fp8_e4m3; allowed: exact_max"),
+    ],
+    ids=str,
+)
+def test_what_8_bits_cannot_do_is_refused(arch: str, fields: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        planned("causal", arch=arch, backend="cuda", **{"head_dim": 128, "dtype": "fp8_e4m3", **fields})  # type: ignore[arg-type]

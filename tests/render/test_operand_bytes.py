@@ -228,6 +228,7 @@ def test_every_schedule_and_layout_is_among_them() -> None:
         "hopper_decode",
         "hopper_mla",
         "mma_forward",
+        "mma_decode",
         "mma_backward",
     }
     # the copies of pages have a test of their own: tests/compile/test_pages.py

@@ -20,15 +20,19 @@ _FILE = 64 * 1024  # 32-bit registers of a multiprocessor
 LOADERS = 4
 
 
-def decode_pipes(*, warps: int, stages: int, stage: int, merge: int, q: int, scales: int = 0) -> Pipes:
+def decode_pipes(
+    *, warps: int, stages: int, stage: int, merge: int, q: int, scales: int = 0, by_lanes: bool = False
+) -> Pipes:
     """Return the pipes of a block of ``warps`` that multiply and those that copy, whose ``stages`` have ``stage`` bytes
     each and ``scales`` of the scales of pages, with ``merge`` bytes for partial results, and ``q`` for Q if it lies in
-    shared memory."""
+    shared memory. ``by_lanes``: each lane of a loader copies, and arrives."""
     kv = Ring(
         "kv", stages, "a loader", "the warps of a group",
         guards="a tile of K and one of V stay until all warps of a group have multiplied them; groups take the stages "
         "in turn, and so do loaders, each of which has stages of its own: so nobody is a whole round ahead",
-        full=Signal(1, "a loader", "K and V of a step have landed", bytes=True),
+        full=Signal(32, "each lane of a loader", "K and V of a step have landed")
+        if by_lanes
+        else Signal(1, "a loader", "K and V of a step have landed", bytes=True),
         empty=Signal(
             warps // 2, "each warp of the group, as many times as make half of the warps together",
             "all warps of the group are done with a step",
@@ -58,7 +62,7 @@ def decode_pipes_of(plan: Plan) -> Pipes:
         warps, plan.columns_qk[0], plan.columns_v[0], plan.operands.k, plan.q_operand, keys=plan.tile_n,
         of_pages=plan.scale_block == PAGE_BLOCK,
     )  # fmt: skip
-    return decode_pipes(warps=warps, stages=plan.stages, **sizes)
+    return decode_pipes(warps=warps, stages=plan.stages, by_lanes=plan.loads == "pointer", **sizes)
 
 
 def multiplied(columns: Columns, element: DType) -> Columns:

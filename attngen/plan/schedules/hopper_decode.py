@@ -35,6 +35,9 @@ _WARPS = (8, 4)
 _LEAST_STEPS, _MOST_STEPS = 2, 4
 #: Most registers of Q and O of a thread; beyond, Q stays in shared memory.
 _MOST_REGISTERS = 128
+#: The same, and numbers of warps, for kernels by mma.sync alone, whose blocks are smaller.
+_MOST_REGISTERS_BY_LANES = 192
+_WARPS_BY_LANES = (*_WARPS, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,11 @@ class HopperDecode(Structure):
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
+    return split_plan(spec, arch, schedule="hopper_decode", label="decode", loads="descriptor", cluster=_CLUSTER)
+
+
+def split_plan(spec: KernelSpec, arch: Arch, *, schedule: str, label: str, loads: str, cluster: int) -> Plan:
+    """The plan of a split-KV forward whose loaders copy by tensor maps or by addresses: ``loads``."""
     check_head_dims(spec)
     packed = replace(spec, pack_gqa=True)
     iteration = iteration_of(packed)
@@ -70,16 +78,18 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     parts = BOX_BYTES[0] // BOX_BYTES[-1] if LAYOUTS[spec.layout].key_access == "paged" else 1
     qk, v = (widths(head_dim, element, parts) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     of_q, of_o = multiplied(qk, element).width, multiplied(v, element).width
-    q_operand = "shared" if of_q // 4 + of_o // 2 > _MOST_REGISTERS else "registers"
+    by_lanes = loads == "pointer"
+    most = _MOST_REGISTERS_BY_LANES if by_lanes else _MOST_REGISTERS
+    q_operand = "shared" if of_q // 4 + of_o // 2 > most else "registers"
     sizes = {"element": element, "q_operand": q_operand, "keys": keys, "of_pages": spec.scale_block == PAGE_BLOCK}
-    warps, pipes = _memory(arch, qk, v, **sizes)
+    warps, pipes = _memory(spec, arch, qk, v, by_lanes, **sizes)
     stages = pipes.ring("kv").stages
     structure = HopperDecode(
         persistent=True,
         shared=pipes.regions,
         consumers=warps,
         loaders=LOADERS,
-        cluster=_CLUSTER,
+        cluster=cluster,
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         least_tiles=8,
         cut_tiles=12,
@@ -88,15 +98,15 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     )
     planned = drafted(
         spec,
-        label="decode",
+        label=label,
         width=f"w{warps}",
         tile_map=False,
         alignment=16,
         columns_qk=(qk,),
         columns_v=(v,),
         backend="cuda",
-        schedule="hopper_decode",
-        loads="descriptor",
+        schedule=schedule,
+        loads=loads,
         q_operand=q_operand,
         tile_m=_ROWS,
         tile_n=keys,
@@ -114,8 +124,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     )
     forward = Launch(
         "forward", planned.name, GRID, _ROWS, keys, stages, planned.num_warps, planned.iteration,
-        _arguments(planned, structure.box_bytes), persistent=True, cluster=_CLUSTER, row_warps=warps // 2,
-        pdl=True, shared_bytes=structure.shared_bytes, products=0,
+        _arguments(planned, structure.box_bytes), persistent=True, cluster=cluster, row_warps=max(warps // 2, 1),
+        pdl=arch.pdl, shared_bytes=structure.shared_bytes, products=0,
         max_spills=(CACHE_SPILLS if planned.descaled else SPILLS).bytes,
     )  # fmt: skip
     partials = ("split_slots", "row_warps", _ROWS * (of_o + ROW_PADDING))
@@ -127,10 +137,13 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 
 def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
-    ragged = plan.ragged_queries
+    ragged, by_address = plan.ragged_queries, plan.loads == "pointer"
     return (
         arguments.pointer(plan, "q"),
-        *(arguments.tensor_map(plan, name, plan.tile_n, box_bytes) for name in "kv"),
+        *(
+            arguments.pointer(plan, name) if by_address else arguments.tensor_map(plan, name, plan.tile_n, box_bytes)
+            for name in "kv"
+        ),
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"),
         *arguments.descales(plan),
@@ -138,7 +151,7 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
         *arguments.lengths(plan),
         *arguments.tensor_pointers(plan.variant),
-        *arguments.strides_of(plan, ("q",)),
+        *arguments.strides_of(plan, ("q", "k", "v") if by_address else ("q",)),
         *arguments.strides_of(plan, ("out",), promised=False),
         *arguments.tensor_shapes(plan.variant),
         *map(arguments.size, ("batch", "heads", "kv_heads", "group", "row_bits", "row_units")),
@@ -155,20 +168,25 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
     )
 
 
-def _memory(arch: Arch, qk: Columns, v: Columns, **given: Any) -> tuple[int, Pipes]:
+def _memory(spec: KernelSpec, arch: Arch, qk: Columns, v: Columns, by_lanes: bool, **given: Any) -> tuple[int, Pipes]:
     """Return the warps that multiply, and their pipes: as many warps as have enough stages."""
-    for warps in _WARPS:
+    given_warps = (spec.num_warps - LOADERS,) if by_lanes and spec.num_warps else None
+    most_stages = spec.stages if by_lanes and spec.stages else _MOST_STEPS * _WARPS[0]
+    for warps in given_warps or (_WARPS_BY_LANES if by_lanes else _WARPS):
         sizes = memory(warps, qk, v, **given)
-        bare = decode_pipes(warps=warps, stages=0, **sizes).regions[-1]
+        bare = decode_pipes(warps=warps, stages=0, by_lanes=by_lanes, **sizes).regions[-1]
         room = arch.shared_memory - bare.offset - bare.bytes
         stages = (
-            min(room // (sizes["stage"] + sizes["scales"] + 2 * BARRIER_BYTES), _MOST_STEPS * warps)
+            min(room // (sizes["stage"] + sizes["scales"] + 2 * BARRIER_BYTES), _MOST_STEPS * warps, most_stages)
             // LOADERS
             * LOADERS
         )
         if stages >= _LEAST_STEPS * warps:
             break
-    return warps, decode_pipes(warps=warps, stages=stages, **sizes)
+    if stages < LOADERS:
+        needed = bare.offset + bare.bytes + LOADERS * sizes["stage"]
+        raise refuse(spec, "head_dim", f"Shared memory {needed} B exceeds {arch.shared_memory} B on {arch.name}")
+    return warps, decode_pipes(warps=warps, stages=stages, by_lanes=by_lanes, **sizes)
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:

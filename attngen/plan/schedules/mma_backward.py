@@ -9,7 +9,7 @@ from attngen.arch import ARCHES, Arch
 from attngen.errors import PlanError
 from attngen.lang.runs import positions
 from attngen.plan import arguments
-from attngen.plan.allowances import SPILLS
+from attngen.plan.allowances import MMA_BACKWARD_SPILLS
 from attngen.plan.choices import check_head_dims, iteration_of, refuse
 from attngen.plan.draft import drafted, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Region, Workspace
@@ -24,8 +24,11 @@ from attngen.schema.expand import Backward, Gradient, KernelSpec
 
 _DTYPES = ("bf16", "fp16")
 
-#: Keys of a warp: M of mma.m16n8k16.
-_KEYS = 16
+#: Keys of S and dP of a warp, and query rows of dQ.
+_ROWS = 32
+
+#: Fewest query rows of S and dP of a warp.
+_QUERIES = 16
 
 #: Shared memory that the system takes of each block on a multiprocessor.
 _RESERVED = 1024
@@ -36,18 +39,16 @@ _LARGE = 163 * 1024
 #: Q, dO and the dQ accumulator of the heads that run side by side.
 _SECTION_BYTES = 24 * 2**20
 
-#: Most columns of dK and dV together that a thread has registers for, beside S, dP and P of a step.
-_MOST_COLUMNS = 320
-
 #: Warps of a block of ``postprocess``.
 _ROUND_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Queries of a step, stages of Q and dO, warps, and how many blocks a multiprocessor should run at once."""
+    """Queries of a step, keys, stages of Q and dO, warps, and how many blocks a multiprocessor should run at once."""
 
     m: int
+    n: int
     stages: int
     warps: int
     blocks: int
@@ -55,15 +56,18 @@ class _Tile:
 
 #: (family, largest sum of the columns of dK and dV) -> tile, first match wins; the families are those of the forward.
 _TABLE: tuple[tuple[str, int, _Tile], ...] = (
-    ("gather", 128, _Tile(32, 2, 4, 2)),
-    ("gather", 320, _Tile(32, 2, 4, 1)),
-    ("large", 128, _Tile(64, 2, 8, 1)),
-    ("large", 192, _Tile(64, 2, 8, 1)),
-    ("large", 256, _Tile(64, 2, 8, 1)),
-    ("large", 320, _Tile(32, 2, 8, 1)),
-    ("any", 128, _Tile(64, 2, 4, 1)),
-    ("any", 256, _Tile(32, 2, 4, 1)),
-    ("any", 320, _Tile(32, 2, 4, 1)),
+    ("gather", 128, _Tile(64, 128, 2, 8, 1)),
+    ("gather", 192, _Tile(32, 128, 2, 8, 1)),
+    ("gather", 256, _Tile(32, 128, 1, 8, 1)),
+    ("gather", 320, _Tile(64, 64, 1, 8, 1)),
+    ("large", 128, _Tile(128, 128, 2, 8, 1)),
+    ("large", 256, _Tile(64, 128, 2, 8, 1)),
+    ("large", 384, _Tile(64, 64, 2, 8, 1)),
+    ("large", 512, _Tile(64, 64, 1, 8, 1)),
+    ("any", 128, _Tile(64, 128, 2, 8, 1)),
+    ("any", 192, _Tile(32, 128, 2, 8, 1)),
+    ("any", 256, _Tile(32, 128, 1, 8, 1)),
+    ("any", 320, _Tile(64, 64, 1, 8, 1)),
 )
 
 
@@ -76,14 +80,13 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     qk, v = widths(spec.head_dim_qk, element), widths(spec.head_dim_v, element)
     multiplied_qk, multiplied_v = (-(-head_dim // 32) * 32 for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     tile = _tile(spec, arch, qk.width, v.width)
-    keys = _KEYS * tile.warps
     iteration = iteration_of(spec, "q")
     structure = MmaBackward(
         blocks=tile.blocks,
         columns_qk=multiplied_qk,
         columns_v=multiplied_v,
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
-        dq_rows=tile.m // _KEYS,
+        shares_p=_query_warps(tile) > 1,
         shared=_regions(tile, qk.width, v.width, element.bytes),
     )
     planned = drafted(
@@ -99,7 +102,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         loads="pointer",
         q_operand="shared",
         tile_m=tile.m,
-        tile_n=keys,
+        tile_n=tile.n,
         stages=tile.stages,
         num_warps=tile.warps,
         max_registers=None,
@@ -123,7 +126,7 @@ def _launches(plan: Plan, structure: MmaBackward) -> Iterator[Launch]:
     yield launch_of(
         plan, "dqkv", "keys", plan.num_warps, stages=plan.stages, iteration=plan.iteration,
         tile_map=tile_map_axes(plan), arguments=_dqkv_arguments(plan), shared_bytes=structure.shared_bytes,
-        max_spills=SPILLS.bytes,
+        max_spills=MMA_BACKWARD_SPILLS.bytes,
     )  # fmt: skip
     yield launch_of(plan, "postprocess", "queries", _ROUND_WARPS, arguments=_postprocess_arguments(plan))
 
@@ -172,34 +175,43 @@ def _sums() -> Argument:
     return Argument("dq_sum_ptr", "pointer", "*fp32", of="dq_sum", divisibility=16)
 
 
+def _query_warps(tile: _Tile) -> int:
+    """Warps that have the same keys."""
+    return _ROWS * tile.warps // tile.n
+
+
 def _regions(tile: _Tile, width_qk: int, width_v: int, size: int) -> tuple[Region, ...]:
     """Return the regions of shared memory."""
-    keys, regions, at = _KEYS * tile.warps, [], 0
+    keys, regions, at = tile.n, [], 0
+    pairs = keys * tile.m * size
     for name, count in (
         ("k", keys * width_qk * size), ("v", keys * width_v * size), ("q", tile.stages * tile.m * width_qk * size),
-        ("dout", tile.stages * tile.m * width_v * size), ("ds", keys * tile.m * size),
-        ("lse", tile.stages * tile.m * 4), ("delta", tile.stages * tile.m * 4),
+        ("dout", tile.stages * tile.m * width_v * size), ("ds", pairs),
+        *((("p", pairs),) if _query_warps(tile) > 1 else ()), ("lse", tile.stages * tile.m * 4),
+        ("delta", tile.stages * tile.m * 4),
     ):  # fmt: skip
         regions.append(Region(name, at, count))
         at += count
     return tuple(regions)
 
 
+def _families(spec: KernelSpec, arch: Arch) -> set[str]:
+    """Families of the table that serve a spec on a card."""
+    large, gather = arch.shared_memory >= _LARGE, gathers(spec.variant)
+    return {"any"} | ({"large"} if large else set()) | ({"gather"} if gather else set())
+
+
 def _tile(spec: KernelSpec, arch: Arch, qk: int, v: int) -> _Tile:
     """Return the tile of the table, within the shared memory of the arch."""
-    families = {"any"}
-    if arch.shared_memory >= _LARGE:
-        families.add("large")
-    if gathers(spec.variant):
-        families.add("gather")
+    families = _families(spec, arch)
     given = (spec.backward or Backward()).dkdv
     fixed = (given.tile_m, given.tile_n, given.stages)
     rows = [(name, tile) for name, largest, tile in _TABLE if qk + v <= largest]
     table = next(tile for name, tile in rows if name in families)
     # the tile of a kernel for another card, which is verified on this one
-    table = next((tile for _, tile in rows if (tile.m, _KEYS * tile.warps, tile.stages) == fixed), table)
+    table = next((tile for _, tile in rows if (tile.m, tile.n, tile.stages) == fixed), table)
     for name, value, chosen in (
-        ("tile.m", given.tile_m, table.m), ("tile.n", given.tile_n, _KEYS * table.warps),
+        ("tile.m", given.tile_m, table.m), ("tile.n", given.tile_n, table.n),
         ("stages", given.stages, table.stages),
     ):  # fmt: skip
         if value not in (None, chosen):
@@ -230,9 +242,10 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "backward", f"a backward by mma.sync gives no {own}; allowed: triton")
     if spec.deterministic:
         return refuse(spec, "deterministic", "a backward by mma.sync adds dQ up in no fixed order; allowed: triton")
-    if spec.head_dim_qk + spec.head_dim_v > _MOST_COLUMNS:
+    most = max(largest for family, largest, _ in _TABLE if family in _families(spec, arch))
+    if spec.head_dim_qk + spec.head_dim_v > most:
         return refuse(
-            spec, "head_dim", f"a backward by mma.sync has registers for {_MOST_COLUMNS} columns of dK and dV, "
+            spec, "head_dim", f"a backward by mma.sync has shared memory for {most} columns of K and V on {arch.name}, "
             f"not {spec.head_dim_qk} + {spec.head_dim_v}; allowed: triton"
         )  # fmt: skip
     if not spec.fast_math:

@@ -21,6 +21,7 @@ from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.forward_softmax import softmax_of
 from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
+from attngen.plan.schedules.hopper_fp8 import PROBABILITIES as PROBABILITIES_OF_8_BITS
 from attngen.plan.schedules.structures import MmaForward
 from attngen.plan.times import first_see_most
 from attngen.plan.traits import gathers
@@ -34,11 +35,17 @@ _SOFTMAXES = ("lazy", "exact_max", "bounded")
 #: and V.
 _ROWS, _MOST_BLOCKS = 16, 2
 
+#: Bytes of a row of Q or K that one product sums over.
+_PRODUCT_BYTES = 32
+
 #: Rows of a tile are a multiple of these, so that the heads of a group fill them.
 _TILE_ROWS = 64
 
 #: Keys of a tile, and stages of the ring in which tiles of K and V alternate.
 _KEYS, _STAGES, _WARPS = (16, 32, 64, 128), (2, 3, 4, 5, 6), (4, 8)
+
+#: Operands of 8 bits, which come with scales, and the capability of the first cards that multiply them.
+_8_BITS, _MULTIPLIES_8_BITS = "fp8_e4m3", 89
 
 #: Shared memory that the system takes of each block on a multiprocessor.
 _RESERVED = 1024
@@ -105,9 +112,12 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     qk, v = widths(spec.head_dim_qk, element), widths(spec.head_dim_v, element)
     tile = _tile(spec, arch, max(qk.width, v.width))
     row_blocks = tile.m // (_ROWS * tile.warps)
-    softmax, constant = softmax_of(spec, PROBABILITIES[spec.dtype].exponents)
-    softmax = _USUAL if spec.softmax is None and constant is None else softmax
-    multiplied_qk, multiplied_v = (-(-head_dim // _ROWS) * _ROWS for head_dim in (spec.head_dim_qk, spec.head_dim_v))
+    of_8_bits = spec.dtype == _8_BITS
+    numbers = PROBABILITIES_OF_8_BITS[spec.dtype] if of_8_bits else PROBABILITIES[spec.dtype]
+    softmax, constant = ("exact_max", None) if of_8_bits else softmax_of(spec, numbers.exponents)
+    softmax = _USUAL if spec.softmax is None and constant is None and not of_8_bits else softmax
+    step = _PRODUCT_BYTES // element.bytes
+    multiplied_qk, multiplied_v = -(-spec.head_dim_qk // step) * step, -(-spec.head_dim_v // _ROWS) * _ROWS
     ranges = iteration == "ranges" and spec.variant.mask != TRUE
     structure = MmaForward(
         row_blocks=row_blocks,
@@ -119,7 +129,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         longest_first=spec.order != "natural",
         from_first=ranges and spec.order != "natural" and first_see_most(spec),
         skips=ranges,
-        raise_above=PROBABILITIES[spec.dtype].raise_above,
+        raise_above=numbers.raise_above,
+        peak=numbers.peak,
         fixed_max="0.0f" if constant is None else f"{constant:.1f}f",
         shared=_regions(tile, qk.width, v.width, element.bytes),
     )
@@ -130,7 +141,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         tile_map=iteration == "tile_map",
         alignment=16,
         choices=(
-            *([] if softmax == _USUAL else [softmax.replace("_", "")]),
+            *([] if softmax == _USUAL or of_8_bits else [softmax.replace("_", "")]),
             *([] if structure.longest_first else ["natural"]),
             *(["pack"] if pack_gqa else []),
         ),
@@ -163,7 +174,10 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 
 def _arguments(plan: Plan) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
-    operands = (*(arguments.pointer(plan, name) for name in ("q", "k", "v", "out")), arguments.row_pointer("lse"))
+    operands = (
+        *(arguments.pointer(plan, name) for name in ("q", "k", "v", "out")), arguments.row_pointer("lse"),
+        *arguments.descales(plan),
+    )  # fmt: skip
     return arguments.signature(
         plan, operands, tiles="q_tiles", strided=("q", "k", "v", "out"), max_seqlen_k=True,
         present=("lse", "seqused_k"),
@@ -249,7 +263,10 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "backend", f"mma.sync is slow on {arch.name}, which has tcgen05; allowed: triton")
     if positions(spec.variant) is not None:
         return refuse(spec, "backend", "kernels by mma.sync take no tensor of row positions; allowed: triton")
-    if spec.dtype not in PROBABILITIES:
+    if spec.dtype == _8_BITS:
+        if refused := _refusal_of_8_bits(spec, arch):
+            return refused
+    elif spec.dtype not in PROBABILITIES:
         return refuse(spec, "dtype", f"cuda kernels by mma.sync take {' and '.join(PROBABILITIES)}, not {spec.dtype}")
     if spec.softmax_scale is not None:
         return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
@@ -265,6 +282,25 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "epilogue", "cuda kernels by mma.sync store from registers; allowed: direct")
     if spec.softmax not in (None, *_SOFTMAXES):
         return refuse(spec, "softmax", f"'{spec.softmax}' is not one of {', '.join(_SOFTMAXES)}")
+    return None
+
+
+def _refusal_of_8_bits(spec: KernelSpec, arch: Arch) -> PlanError | None:
+    """Reason why operands of 8 bits cannot be multiplied, or None."""
+    if arch.capability < _MULTIPLIES_8_BITS:
+        return refuse(spec, "dtype", f"{arch.name} multiplies no numbers of 8 bits; allowed: bf16, fp16")
+    if spec.kv_dtype not in (None, spec.dtype):
+        return refuse(spec, "kv_dtype", f"kernels by mma.sync multiply {_8_BITS} alone, not {spec.kv_dtype}")
+    if any(head_dim % 16 for head_dim in (spec.head_dim_qk, spec.head_dim_v)):
+        return refuse(spec, "head_dim", "cp.async copies 16 bytes, so 8-bit head dims are multiples of 16 here")
+    if spec.scale_block:
+        return refuse(spec, "descale", "kernels by mma.sync take a scale of each head; allowed: head")
+    if spec.transposed_v:
+        return refuse(spec, "transposed_v", "kernels by mma.sync transpose v themselves; leave it out")
+    if spec.softmax not in (None, "exact_max"):
+        return refuse(spec, "softmax", f"'{spec.softmax}' does not exist in {spec.dtype}; allowed: exact_max")
+    if spec.variant.dropout:
+        return refuse(spec, "dtype", f"{spec.dtype} has no dropout; allowed: bf16, fp16")
     return None
 
 

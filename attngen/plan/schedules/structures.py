@@ -95,6 +95,9 @@ class HopperBackward(Structure):
     bias_stages: int = 0  # of the ring of these tiles, for each consumer
     reads_ds: bool = False  # a warp of the producer adds up gradients of the variant's tensors from tiles of dS
 
+    #: Constant of the kernel: query rows of a step whose elements a warp has.
+    queries_of_warp: ClassVar[str] = "kBlockM"
+
     @property
     def pingpong(self) -> bool:
         """Whether consumers alternate at the tensor cores."""
@@ -134,19 +137,21 @@ class MmaForward(Structure):
     box_bytes: int  # of a row, over which it is swizzled
     longest_first: bool  # query tiles from the last to the first, head by head within an L2 head group
     raise_above: str  # literal: growth of the running max, in units of log2, at which a lazy row max follows
+    peak: int = 0  # log2 of P of the largest logit, so that a dtype with few exponents is used from its top
     fixed_max: str = "0.0f"  # literal; constant instead of row maxima, in units of log2, where logits are bounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MmaBackward(Structure):
-    """Tile and memory of a backward by mma.sync, whose warps have 16 keys each."""
+    """Tile and memory of a backward by mma.sync, whose warps have S and dP of 32 keys and some queries each."""
 
     blocks: int  # that a multiprocessor runs at once
     columns_qk: int  # that are multiplied: multiples of 32; rows in shared memory may be longer
     columns_v: int
     box_bytes: int  # of a row, over which it is swizzled
-    dq_rows: int  # blocks of 16 query rows of dQ, each of one or several warps, which divide its columns
+    shares_p: bool  # several warps have the same keys, and divide the columns of dV and dK
 
+    queries_of_warp: ClassVar[str] = "kWarpM"
     #: P passes to the products in pairs of 16 bits, and rows of LSE and D lie in their order.
     packed: ClassVar[bool] = True
     rows_ahead: ClassVar[int] = 0

@@ -23,6 +23,7 @@ from attngen.render.views.mma_lines import count_of, inside, tile_lines, values
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage", "ds": "dS of a step",
+    "p": "P of a step",
     "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
 }  # fmt: skip
 _WRITTEN = {

@@ -10,9 +10,11 @@ __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-// Makes initialized barriers visible to the copy engine.
+// Makes initialized barriers visible to the copy engine, where there is one.
 __device__ __forceinline__ void fence_barrier_init() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ void arrive(uint32_t barrier) {
@@ -20,7 +22,11 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
 }
 
 __device__ __forceinline__ void arrive(uint32_t barrier, int times) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
+#else
+  for (int i = 0; i < times; ++i) arrive(barrier);
+#endif
 }
 
 // Arrive, and announce bytes that copies will bring.
@@ -30,11 +36,19 @@ __device__ __forceinline__ void arrive_expecting(uint32_t barrier, int bytes) {
 
 __device__ __forceinline__ bool try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t complete;
+#if __CUDA_ARCH__ >= 900
   asm volatile(
       "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
       : "=r"(complete)
       : "r"(barrier), "r"(parity)
       : "memory");
+#else
+  asm volatile(
+      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+      : "=r"(complete)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+#endif
   return complete != 0;
 }
 

@@ -21,6 +21,11 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
+// Arrives at a barrier in shared memory once all copies that this thread has issued before have landed.
+__device__ __forceinline__ void arrive_when_copied(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // The chunk of 16 bytes of a row in which a chunk of its columns lies, so that neither copies nor ldmatrix have bank
 // conflicts: eight rows, or two or four of them side by side, have each column in other banks.
 template <int kBoxBytes>

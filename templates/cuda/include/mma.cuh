@@ -24,3 +24,12 @@ __device__ __forceinline__ void multiply(float* d, const uint32_t* a, uint32_t b
 
 DEFINE_MULTIPLY(bf16, "bf16")
 DEFINE_MULTIPLY(fp16, "f16")
+
+// The same for 8 bits, with K of 32: a register holds four elements, where it holds two of 16 bits (PTX ISA, "mma.m16n8k32").
+template <>
+__device__ __forceinline__ void multiply<e4m3>(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}

@@ -24,9 +24,13 @@ __device__ __forceinline__ uint2 widened_upper(uint32_t key, uint32_t next) { re
 
 // The larger ones of two pairs of 16-bit numbers without a sign.
 __device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 900
   uint32_t larger;
   asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
   return larger;
+#else
+  return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff);
+#endif
 }
 
 // Pairs of bf16 of a row, which four lanes share, as fp16: times the power of two that brings the largest number of the

@@ -1,7 +1,7 @@
-// bwd_sm80_mma_bf16_d64_alibi_m64n128s2w8
+// bwd_sm80_mma_bf16_d64_causal_m128n128s2w8
 //
-// Attention backward, variant alibi: mask `q_pos >= kv`, score `s + slope[h] * (kv - q_pos)`.
-// Rendered from templates/cuda/mma_backward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Attention backward, variant causal: mask `q_pos >= kv`.
+// Rendered from templates/cuda/mma_backward/kernel.cu.j2 by `attngen build specs/ampere.yaml`.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
 // and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels run
@@ -17,30 +17,41 @@
 using Element = bf16;  // of Q, K, V, dO, P and dS
 using GradElement = bf16;  // of dQ, dK and dV
 
-constexpr int kBlockM = 64;  // query rows of one step
+// Columns of each of some warps, which have whole products of 16 columns; the last warp may have fewer.
+constexpr int up_to(int columns, int warps) { return (columns + 16 * warps - 1) / (16 * warps) * 16; }
+
+constexpr int kBlockM = 128;  // query rows of one step
 constexpr int kBlockN = 128;  // keys of a block
 constexpr int kHeadDimQk = 64, kHeadDimV = 64;
 constexpr int kColumnsQk = 64, kColumnsV = 64;  // that are multiplied
 constexpr int kThreads = 256;
 constexpr int kStages = 2;  // of the rings of Q and dO
+constexpr int kSteps = kStages == 1 ? 2 : kStages;  // that are known: this one, and those that are copied
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
-constexpr int kDsBytes = 2 * kBlockM < 128 ? 64 : 128;  // of a row of dS, over which it is swizzled
 constexpr int kChunk = 16 / sizeof(Element);  // columns in 16 bytes
-constexpr int kDqRows = 4, kDqWarps = kThreads / 32 / kDqRows;  // blocks of 16 rows of dQ, and warps of each
-constexpr int kDqColumns = kColumnsQk / kDqWarps < 16 ? 16 : kColumnsQk / kDqWarps;  // of a warp
+
+// A warp has S^T, dP^T, P^T and dS^T of 32 keys and some queries of a step, in two blocks of 16 keys; of dK and dV, the
+// same keys and some columns; of dQ, 32 queries and some columns.
+constexpr int kKeyWarps = kBlockN / 32, kQueryWarps = kThreads / kBlockN;
+constexpr int kWarpM = kBlockM / kQueryWarps;
+constexpr int kWarpQk = up_to(kColumnsQk, kQueryWarps), kWarpV = up_to(kColumnsV, kQueryWarps);
+constexpr int kDqWarps = kThreads / kBlockM, kWarpDq = up_to(kColumnsQk, kDqWarps);
 constexpr int kSumsOfTile = kBlockM * kColumnsQk;  // floats of dQ of a tile of queries, in the order of registers
-static_assert(sizeof(Element) == 2 && kBlockN == kThreads / 2 && kBlockM == 16 * kDqRows && kDqColumns % 16 == 0);
-static_assert(kDsBytes == 2 * kBlockM);
+static_assert(sizeof(Element) == 2 && kWarpM % 16 == 0 && kBlockM % 32 == 0);
+
+// P^T and dS^T in shared memory: rows are keys, box after box of queries, over which they are swizzled.
+constexpr int kPairBytes = 2 * kBlockM < 128 ? 64 : 128, kPairQueries = kPairBytes / sizeof(Element);
 
 // Shared memory, from its start.
 constexpr uint32_t kK = 0;  // 16384 B: K
 constexpr uint32_t kV = 16384;  // 16384 B: V
-constexpr uint32_t kQ = 32768;  // 16384 B: Q, a tile per stage
-constexpr uint32_t kDout = 49152;  // 16384 B: dO, a tile per stage
-constexpr uint32_t kDs = 65536;  // 16384 B: dS of a step
-constexpr uint32_t kLse = 81920;  // 512 B: log-sum-exp of the rows of each stage
-constexpr uint32_t kDelta = 82432;  // 512 B: D of the rows of each stage
+constexpr uint32_t kQ = 32768;  // 32768 B: Q, a tile per stage
+constexpr uint32_t kDout = 65536;  // 32768 B: dO, a tile per stage
+constexpr uint32_t kDs = 98304;  // 32768 B: dS of a step
+constexpr uint32_t kP = 131072;  // 32768 B: P of a step
+constexpr uint32_t kLse = 163840;  // 1024 B: log-sum-exp of the rows of each stage
+constexpr uint32_t kDelta = 164864;  // 1024 B: D of the rows of each stage
 constexpr uint32_t kQBytes = (kDout - kQ) / kStages, kDoutBytes = (kDs - kDout) / kStages, kRowBytes = 4 * kBlockM;  // of a stage
 
 // A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
@@ -65,6 +76,7 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 template <int kRows, int kColumns, typename RowAt>
 __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows) {
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
+  constexpr int kColumnsOfLane = 16 / sizeof(Element);
   static_assert(kRowsAtOnce % 8 == 0);
   const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
   const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
@@ -76,14 +88,14 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     const bool row_exists = row < rows;
 #pragma unroll
     for (int column = 0; column < kColumns; column += kBoxColumns) {
-      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + 8 * chunk < kColumns);
-      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + 8 * chunk, exists);
+      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
+      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
     }
   }
 }
 
 // D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the dQ accumulator.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_alibi_m64n128s2w8_preprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_causal_m128n128s2w8_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
@@ -125,20 +137,18 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_alibi_m6
   }
 }
 
-// A block of 8 warps has a tile of keys, 16 for each warp, and goes through the queries of all heads that share them. A
-// warp computes S^T = K Q^T and dP^T = V dO^T of its keys, and keeps dK += dS^T Q and dV += P^T dO in registers. dS goes
-// through shared memory, since dQ = dS K sums over the keys of all warps, each of which computes a part of its elements.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_alibi_m64n128s2w8_dqkv(
+// A block of 8 warps has a tile of keys, and goes through the queries of all heads that share them. A warp computes S^T = K Q^T
+// and dP^T = V dO^T of 32 keys and some queries, and keeps some columns of dK += dS^T Q and dV += P^T dO of these keys in
+// registers. P and dS go through shared memory, since these sum over the queries of other warps, and dQ = dS K over their keys.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_causal_m128n128s2w8_dqkv(
     const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, const bf16* dout_ptr, float* dq_sum_ptr, bf16* dk_ptr,
     bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr, const int* seqused_k_ptr,
-    const float* u_slope,
     long long stride_q_b, long long stride_q_s, long long stride_q_h,
     long long stride_k_b, long long stride_k_s, long long stride_k_h,
     long long stride_v_b, long long stride_v_s, long long stride_v_h,
     long long stride_dout_b, long long stride_dout_s, long long stride_dout_h,
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
-    int extent_u_slope_0,
     int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int q_tiles,
     float softmax_scale,
@@ -210,221 +220,251 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
 
   load_rows<kBlockN, kHeadDimQk>(shared + kK, [&](int row) { return k_ptr + b * stride_k_b + hk * stride_k_h + (kv_start + row) * stride_k_s; }, seqlen_k - kv_start);
   load_rows<kBlockN, kHeadDimV>(shared + kV, [&](int row) { return v_ptr + b * stride_v_b + hk * stride_v_h + (kv_start + row) * stride_v_s; }, seqlen_k - kv_start);
-  Step steps[kStages];  // this one, and the next ones
+  Step steps[kSteps];  // this one, and the next ones
 #pragma unroll
-  for (int i = 0; i < kStages; ++i) steps[i] = next_step();
+  for (int i = 0; i < kSteps; ++i) steps[i] = next_step();
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) load_step(steps[i], i);
+  for (int i = 0; i < kSteps - 1; ++i) load_step(steps[i], i);
 
-  // Where a lane reads rows by ldmatrix: as the A operand, as B with rows of its n, and as B with rows of its k, transposed.
+  const int key_warp = warp % kKeyWarps, query_warp = warp / kKeyWarps;
+  // Where a lane reads rows by ldmatrix: as the A operand or as B with rows of its k, transposed; and as B with rows of its n.
   const int b_row = lane / 16 * 8 + lane % 8;
   const uint32_t a_lane = lane % 16 * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
   const uint32_t b_lane = b_row * kBoxBytes + 16 * swizzled<kBoxBytes>(b_row, lane / 8 % 2);
-  const uint32_t t_lane = a_lane;
+  const uint32_t p_lane = lane % 16 * kPairBytes + 16 * swizzled<kPairBytes>(lane % 16, lane / 16);
   // The place of a column, and of a row of a region of `rows`, given that of a lane in the first ones.
   const auto place_of = [](uint32_t lane_place, int rows, int row, int column) {
     return (lane_place ^ 2 * (column % kBoxColumns)) + (column / kBoxColumns * rows + row) * kBoxBytes;
   };
-  const uint32_t k_rows = shared + kK + a_lane + 16 * warp * kBoxBytes, v_rows = shared + kV + a_lane + 16 * warp * kBoxBytes;
-  const float u_softmax_scale_times_LOG2E = softmax_scale * kLog2e;
-  const int kv_first = kv_start + 16 * warp + lane / 4;
-  float dk[kColumnsQk / 2] = {}, dv[kColumnsV / 2] = {};
-  float s[kBlockM / 2], dp[kBlockM / 2];  // S^T, then P^T; dP^T
-  uint32_t p[kBlockM / 4], ds[kBlockM / 4];  // in pairs of 16 bits
-  // The keys of the warp, in K or V, by the queries of a step, in Q or dO.
-  const auto multiply_rows = [&]<int kColumns>(float (&to)[kBlockM / 2], uint32_t keys, uint32_t queries, Number<kColumns>) {
+  const uint32_t k_rows = shared + kK + a_lane + 32 * key_warp * kBoxBytes, v_rows = shared + kV + a_lane + 32 * key_warp * kBoxBytes;
+  const float scale_log2e = softmax_scale * kLog2e;
+  float dk[2][kWarpQk / 2] = {}, dv[2][kWarpV / 2] = {};
+  float logits[2][kWarpM / 2], dp[2][kWarpM / 2];  // S^T, then P^T; dP^T
+  uint32_t probabilities[2][kWarpM / 4], ds[2][kWarpM / 4];  // in pairs of 16 bits
+  // The keys of the warp, in K or V, by its queries of a step, in Q or dO.
+  const auto multiply_rows = [&]<int kColumns>(float (&to)[2][kWarpM / 2], uint32_t keys, uint32_t queries, Number<kColumns>) {
 #pragma unroll
-    for (int i = 0; i < kBlockM / 2; ++i) to[i] = 0.0f;
+    for (int i = 0; i < kWarpM; ++i) to[i % 2][i / 2] = 0.0f;
 #pragma unroll
     for (int column = 0; column < kColumns; column += kMmaK) {
-      uint32_t a[4];
-      load_blocks(a, place_of(keys, kBlockN, 0, column));
+      uint32_t a[2][4];
 #pragma unroll
-      for (int q = 0; q < kBlockM; q += 2 * kMmaN) {
+      for (int block = 0; block < 2; ++block) load_blocks(a[block], place_of(keys, kBlockN, 16 * block, column));
+#pragma unroll
+      for (int q = 0; q < kWarpM; q += 2 * kMmaN) {
         uint32_t rows[4];
-        load_blocks(rows, place_of(queries + b_lane, kBlockM, q, column));
-        multiply<Element>(to + q / 2, a, rows[0], rows[1]);
-        multiply<Element>(to + q / 2 + 4, a, rows[2], rows[3]);
+        load_blocks(rows, place_of(queries + query_warp * kWarpM * kBoxBytes + b_lane, kBlockM, q, column));
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+          multiply<Element>(to[block] + q / 2, a[block], rows[0], rows[1]);
+          multiply<Element>(to[block] + q / 2 + 4, a[block], rows[2], rows[3]);
+        }
       }
     }
   };
-  // dV += P^T dO, or dK += dS^T Q.
-  const auto add_columns = [&]<int kColumns>(float* to, const uint32_t (&a)[kBlockM / 4], uint32_t queries, Number<kColumns>) {
+  // dV += P^T dO, or dK += dS^T Q. The warp has P^T or dS^T of its own queries in registers; shared memory has all.
+  const auto add_columns = [&]<int kColumns>(float (&to)[2][kColumns / 2], const uint32_t (&own)[2][kWarpM / 4], uint32_t all, uint32_t queries, Number<kColumns>) {
 #pragma unroll
-    for (int q = 0; q < kBlockM; q += kMmaK) {
+    for (int part = 0; part < kQueryWarps; ++part) {
+      const int first = (query_warp + part) % kQueryWarps * kWarpM;
 #pragma unroll
-      for (int column = 0; column < kColumns; column += 2 * kMmaN) {
-        uint32_t columns[4];
-        load_blocks_transposed(columns, place_of(queries + t_lane, kBlockM, q, column));
-        multiply<Element>(to + column / 2, a + q / 4, columns[0], columns[1]);
-        multiply<Element>(to + column / 2 + 4, a + q / 4, columns[2], columns[3]);
+      for (int q = 0; q < kWarpM; q += kMmaK) {
+        uint32_t a[2][4];
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+          if (part == 0) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[block][i] = own[block][q / 4 + i];
+          } else {
+            const int query = first + q;
+            load_blocks(a[block], (all + p_lane ^ 2 * (query % kPairQueries)) + (query / kPairQueries * kBlockN + 32 * key_warp + 16 * block) * kPairBytes);
+          }
+        }
+#pragma unroll
+        for (int column = 0; column < kColumns; column += 2 * kMmaN) {
+          const int place = query_warp * kColumns + column;
+          uint32_t columns[4];
+          load_blocks_transposed(columns, (queries + a_lane ^ 2 * (place % kBoxColumns)) + (place / kBoxColumns * kBlockM + first + q) * kBoxBytes);
+#pragma unroll
+          for (int block = 0; block < 2; ++block) {
+            multiply<Element>(to[block] + column / 2, a[block], columns[0], columns[1]);
+            multiply<Element>(to[block] + column / 2 + 4, a[block], columns[2], columns[3]);
+          }
+        }
       }
     }
+  };
+  // A pair of neighbouring queries of a step, for one key of the warp, to shared memory.
+  const auto share = [&](uint32_t region, int block, int pair, uint32_t value) {
+    const int key = 32 * key_warp + 16 * block + lane / 4 + pair % 2 * 8, query = query_warp * kWarpM + pair / 2 * 8;
+    shared_at<uint32_t>(region + (query / kPairQueries * kBlockN + key) * kPairBytes +
+                        16 * swizzled<kPairBytes>(key, query % kPairQueries / 8) + 4 * (lane % 4)) = value;
   };
 
   uint32_t stage = 0, fill = kStages - 1;  // that is read, and filled next
   const auto next_stage = [](uint32_t stage) { return stage == kStages - 1 ? 0u : stage + 1; };
-  // Where dS of the warp's keys is written, and where a warp reads its rows of queries, transposed, and columns of K.
-  const int ds_row = 16 * warp + lane / 4;
-  const int dq_block = warp / kDqWarps, dq_column = warp % kDqWarps * kDqColumns;
+  const int dq_group = warp / kDqWarps, dq_column = warp % kDqWarps * kWarpDq;  // of the warp: which 32 queries, and columns
   while (__any_sync(~0u, steps[0].tile >= 0)) {
     const Step step = steps[0];
-    wait_copies<kStages - 2>();
-    __syncthreads();  // all have read the stage that is filled again, and dS
-    load_step(steps[kStages - 1], fill);
+    wait_copies<kSteps - 2>();
+    __syncthreads();  // all have read the stage that is filled again, P and dS
+    load_step(steps[kSteps - 1], fill);
     fill = next_stage(fill);
     const uint32_t q_tile = shared + kQ + stage * kQBytes, dout_tile = shared + kDout + stage * kDoutBytes;
 
-    multiply_rows(s, k_rows, q_tile, Number<kColumnsQk>());
+    multiply_rows(logits, k_rows, q_tile, Number<kColumnsQk>());
     // P = exp2(logit - LSE); 0 for pairs that are not visible.
-    const uint32_t lse_numbers = kLse + stage * kRowBytes + 8 * (lane % 4);
+    const uint32_t lse_numbers = kLse + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4);
     const int h = step.h;
-    const int q_first = (step.tile & kPartial - 1) * kBlockM + 2 * (lane % 4);
-    if (__any_sync(~0u, step.tile & kPartial)) {
-      const int q_pos_first = q_first + (seqlen_k - seqlen_q);
-      const float u_slope_h = u_slope[static_cast<long long>(h)];
-      const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
-      struct Row {
-        float u_column_value;
-      };
-      Row rows[2];
+    const int q_first = (step.tile & kPartial - 1) * kBlockM + query_warp * kWarpM + 2 * (lane % 4);
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const int kv = min(kv_first + 8 * row, seqlen_k - 1);  // keys after the end repeat the last one
-        const float u_column_value = (float(kv) - float(q_pos_first)) * u_slope_h_times_LOG2E;
-        rows[row] = {u_column_value};
-      }
+    for (int block = 0; block < 2; ++block) {
+      float (&s)[kWarpM / 2] = logits[block];
+      uint32_t (&p)[kWarpM / 4] = probabilities[block];
+      const int kv_first = kv_start + 32 * key_warp + 16 * block + lane / 4;
+      if (__any_sync(~0u, step.tile & kPartial)) {
 #pragma unroll
-      for (int i = 0; i < kBlockM / 8; ++i) {
-        const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+        for (int i = 0; i < kWarpM / 8; ++i) {
+          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows after the end repeat the last one
-          const int q_pos = q_row + (seqlen_k - seqlen_q);
-          const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+          for (int j = 0; j < 2; ++j) {
+            const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows after the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
 #pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            float& x = s[4 * i + 2 * row + j];
-            const auto [u_column_value] = rows[row];
-            x = x * u_softmax_scale_times_LOG2E + (u_column_value - float(8 * i + j) * u_slope_h_times_LOG2E);
-            if (8 * row >= visible_to) x = kMasked;
-            x = exp2_approx(x - (j == 0 ? lse.x : lse.y));
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * i + 2 * row + j];
+              if (8 * row >= visible_to) x = kMasked;
+              x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
+            }
           }
+          p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
+          p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
         }
-        p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
-        p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
-      }
-    } else {
-      const int q_pos_first = q_first + (seqlen_k - seqlen_q);
-      const float u_slope_h = u_slope[static_cast<long long>(h)];
-      const float u_slope_h_times_LOG2E = u_slope_h * kLog2e;
-      struct Row {
-        float u_column_value;
-      };
-      Row rows[2];
+      } else {
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const int kv = min(kv_first + 8 * row, seqlen_k - 1);  // keys after the end repeat the last one
-        const float u_column_value = (float(kv) - float(q_pos_first)) * u_slope_h_times_LOG2E;
-        rows[row] = {u_column_value};
-      }
+        for (int i = 0; i < kWarpM / 8; ++i) {
+          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
 #pragma unroll
-      for (int i = 0; i < kBlockM / 8; ++i) {
-        const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+          for (int j = 0; j < 2; ++j) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            float& x = s[4 * i + 2 * row + j];
-            const auto [u_column_value] = rows[row];
-            x = x * u_softmax_scale_times_LOG2E + (u_column_value - float(8 * i + j) * u_slope_h_times_LOG2E);
-            x = exp2_approx(x - (j == 0 ? lse.x : lse.y));
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * i + 2 * row + j];
+              x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
+            }
           }
+          p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
+          p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
         }
-        p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
-        p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
       }
+#pragma unroll
+      for (int pair = 0; pair < kWarpM / 4; ++pair) share(kP, block, pair, p[pair]);
     }
-    add_columns(dv, p, dout_tile, Number<kColumnsV>());
 
     multiply_rows(dp, v_rows, dout_tile, Number<kColumnsV>());
     // dS = P (dP - D), to registers and to shared memory.
 #pragma unroll
-    for (int i = 0; i < kBlockM / 8; ++i) {
-      const float2 delta = shared_at<float2>(kDelta + stage * kRowBytes + 8 * (lane % 4) + 32 * i);
+    for (int block = 0; block < 2; ++block) {
+      const uint32_t (&p)[kWarpM / 4] = probabilities[block];
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const int pair = 2 * i + row, key = ds_row + 8 * row;
-        const float2 both = unpack<Element>(p[pair]);
-        ds[pair] = pack<Element>(both.x * (dp[2 * pair] - delta.x), both.y * (dp[2 * pair + 1] - delta.y));
-        shared_at<uint32_t>(kDs + key * kDsBytes + 16 * swizzled<kDsBytes>(key, i) + 4 * (lane % 4)) = ds[pair];
+      for (int i = 0; i < kWarpM / 8; ++i) {
+        const float2 delta = shared_at<float2>(kDelta + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4) + 32 * i);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int pair = 2 * i + row;
+          const float2 both = unpack<Element>(p[pair]);
+          ds[block][pair] = pack<Element>(both.x * (dp[block][2 * pair] - delta.x), both.y * (dp[block][2 * pair + 1] - delta.y));
+          share(kDs, block, pair, ds[block][pair]);
+        }
       }
     }
-    add_columns(dk, ds, q_tile, Number<kColumnsQk>());
     __syncthreads();
 
-    // dQ of 16 queries and some of the columns, from all keys.
+    add_columns(dv, probabilities, shared + kP, dout_tile, Number<kWarpV>());
+    // dQ of 32 queries and some of the columns, from all keys.
     if (dq_column < kColumnsQk) {
-      float dq[kDqColumns / 2] = {};
-      const int ds_key = lane / 16 * 8 + lane % 8, ds_chunk = 2 * dq_block + lane / 8 % 2;
-      const auto k_columns = [&](int key, int column) {
-        return (shared + kK + t_lane ^ 2 * (column % kBoxColumns)) + (column / kBoxColumns * kBlockN + key) * kBoxBytes;
-      };
-      const uint32_t ds_lane = shared + kDs + ds_key * kDsBytes + 16 * swizzled<kDsBytes>(ds_key, ds_chunk);
+      float dq[2][kWarpDq / 2] = {};
+      uint32_t ds_lane[2];
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        const int key = lane / 16 * 8 + lane % 8, query = 32 * dq_group + 16 * block;
+        ds_lane[block] = shared + kDs + (query / kPairQueries * kBlockN + key) * kPairBytes +
+                         16 * swizzled<kPairBytes>(key, query % kPairQueries / 8 + lane / 8 % 2);
+      }
 #pragma unroll
       for (int key = 0; key < kBlockN; key += kMmaK) {
-        uint32_t a[4];
-        load_blocks_transposed(a, ds_lane + key * kDsBytes);
+        uint32_t a[2][4];
 #pragma unroll
-        for (int column = 0; column < kDqColumns; column += 2 * kMmaN) {
+        for (int block = 0; block < 2; ++block) load_blocks_transposed(a[block], ds_lane[block] + key * kPairBytes);
+#pragma unroll
+        for (int column = 0; column < kWarpDq; column += 2 * kMmaN) {
+          const int place = dq_column + column;
           uint32_t columns[4];
-          load_blocks_transposed(columns, k_columns(key, dq_column + column));
-          multiply<Element>(dq + column / 2, a, columns[0], columns[1]);
-          multiply<Element>(dq + column / 2 + 4, a, columns[2], columns[3]);
+          load_blocks_transposed(columns, (shared + kK + a_lane ^ 2 * (place % kBoxColumns)) + (place / kBoxColumns * kBlockN + key) * kBoxBytes);
+#pragma unroll
+          for (int block = 0; block < 2; ++block) {
+            multiply<Element>(dq[block] + column / 2, a[block], columns[0], columns[1]);
+            multiply<Element>(dq[block] + column / 2 + 4, a[block], columns[2], columns[3]);
+          }
         }
       }
       const int tile = step.tile & kPartial - 1;
-      float* const sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + tile) * kSumsOfTile + (dq_block * (kColumnsQk / 8) + dq_column / 8) * 128 + lane;
+      float* const sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + tile) * kSumsOfTile + lane;
 #pragma unroll
-      for (int i = 0; i < kDqColumns / 2; ++i) add_to(sums + 32 * i, dq[i]);
+      for (int block = 0; block < 2; ++block) {
+        float* const own = sums + ((2 * dq_group + block) * (kColumnsQk / 8) + dq_column / 8) * 128;
+#pragma unroll
+        for (int i = 0; i < kWarpDq / 2; ++i) {
+          if (kWarpDq * kDqWarps <= kColumnsQk || dq_column + i / 4 * 8 < kColumnsQk) add_to(own + 32 * i, dq[block][i]);
+        }
+      }
     }
+    add_columns(dk, ds, shared + kDs, q_tile, Number<kWarpQk>());
     stage = next_stage(stage);
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) steps[i] = steps[i + 1];
-    steps[kStages - 1] = next_step();
+    for (int i = 0; i < kSteps - 1; ++i) steps[i] = steps[i + 1];
+    steps[kSteps - 1] = next_step();
   }
   wait_copies<0>();
 
-  const auto store_rows = [&]<int kColumns>(const float* sums, float factor, GradElement* rows, long long stride, int columns, Number<kColumns>) {
+  const auto store_rows = [&]<int kColumns>(const float (&sums)[2][kColumns / 2], float factor, GradElement* rows, long long stride, int columns, Number<kColumns>) {
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int key = 16 * warp + lane / 4 + 8 * row;
-      GradElement* const to = rows + key * stride + 8 * (lane % 4);
+    for (int row = 0; row < 4; ++row) {
+      const int key = 32 * key_warp + 8 * row + lane / 4;
+      const float* const of_row = sums[row / 2] + row % 2 * 2;
 #pragma unroll
       for (int column = 0; column < kColumns; column += 32) {
+        const int place = query_warp * kColumns + column;
+        GradElement* const to = rows + key * stride + place;
         uint32_t pairs[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* const two = sums + column / 2 + 4 * i + 2 * row;
+        for (int i = 0; i < 4 && column + 8 * i < kColumns; ++i) {
+          const float* const two = of_row + column / 2 + 4 * i;
           pairs[i] = pack<GradElement>(two[0] * factor, two[1] * factor);
         }
-        gather_block(pairs);
-        if (kv_start + key < keys && column + 8 * (lane % 4) < columns) {
-          *reinterpret_cast<uint4*>(to + column) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        if (column + 32 <= kColumns) {
+          gather_block(pairs);
+          if (kv_start + key < keys && place + 8 * (lane % 4) < columns) {
+            *reinterpret_cast<uint4*>(to + 8 * (lane % 4)) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+          }
+        } else {  // 16 columns are left
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (kv_start + key < keys && place + 8 * i < columns) *reinterpret_cast<uint32_t*>(to + 8 * i + 2 * (lane % 4)) = pairs[i];
+          }
         }
       }
     }
   };
   const int first_key = kv_start;
-  store_rows(dk, softmax_scale, dk_ptr + b * stride_dk_b + hk * stride_dk_h + first_key * stride_dk_s, stride_dk_s, kHeadDimQk, Number<kColumnsQk>());
-  store_rows(dv, 1.0f, dv_ptr + b * stride_dv_b + hk * stride_dv_h + first_key * stride_dv_s, stride_dv_s, kHeadDimV, Number<kColumnsV>());
+  store_rows(dk, softmax_scale, dk_ptr + b * stride_dk_b + hk * stride_dk_h + first_key * stride_dk_s, stride_dk_s, kHeadDimQk, Number<kWarpQk>());
+  store_rows(dv, 1.0f, dv_ptr + b * stride_dv_b + hk * stride_dv_h + first_key * stride_dv_s, stride_dv_s, kHeadDimV, Number<kWarpV>());
 }
 
 // Scales and rounds dQ of a tile of queries. Its sums lie in the dQ accumulator in the order of registers.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_alibi_m64n128s2w8_postprocess(
-    const float* dq_sum_ptr, bf16* dq_ptr, const float* u_slope,
+extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_causal_m128n128s2w8_postprocess(
+    const float* dq_sum_ptr, bf16* dq_ptr,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
-    int extent_u_slope_0,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale
@@ -435,7 +475,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_alibi_m6
   const int b = unit / heads, h = unit % heads, q_start = q_tile * kBlockM;
   const float* const sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile;
   const int lane = threadIdx.x % 32;
-  for (int part = threadIdx.x / 32; part < kDqRows * (kColumnsQk / 32); part += 4) {  // 16 rows and 32 columns
+  for (int part = threadIdx.x / 32; part < kBlockM / 16 * (kColumnsQk / 32); part += 4) {  // 16 rows and 32 columns
     float4 own[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {

@@ -1,0 +1,70 @@
+"""The split-KV forward for cards without wgmma, whose loaders copy by cp.async: that of Hopper without its clusters."""
+
+from __future__ import annotations
+
+from attngen.arch import ARCHES, Arch
+from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.errors import PlanError
+from attngen.plan.choices import refuse
+from attngen.plan.layouts import LAYOUTS
+from attngen.plan.model import Plan
+from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.decode_pipes import decode_pipes_of
+from attngen.plan.schedules.hopper_decode import split_plan
+from attngen.plan.schedules.hopper_forward import keep_promises
+from attngen.schema.expand import KernelSpec
+
+#: Compute capability from which cvt makes fp16 of e4m3.
+_CONVERTS = 89
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    if refused := _refusal(spec, arch):
+        raise refused
+    return split_plan(spec, arch, schedule="mma_decode", label="mmadecode", loads="pointer", cluster=1)
+
+
+def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+    """Return why the schedule cannot serve a spec, or None."""
+    quantized = {spec.dtype, spec.kv_dtype or spec.dtype} & set(QUANTIZED_DTYPES)
+    if spec.dtype not in (*BESIDE_CACHES, *CACHE_DTYPES):
+        return refuse(
+            spec, "dtype", f"cuda kernels take {', '.join((*BESIDE_CACHES, *CACHE_DTYPES))}, not {spec.dtype}"
+        )
+    if quantized and arch.capability < _CONVERTS:
+        return refuse(spec, "kv_dtype", f"{arch.name} does not convert numbers of 8 bits; allowed: sm89 and later")
+    if quantized and any(head_dim % 16 for head_dim in (spec.head_dim_qk, spec.head_dim_v)):
+        return refuse(spec, "head_dim", "cp.async copies 16 bytes, so 8-bit head dims are multiples of 16 here")
+    if spec.scale_block > 0 or spec.scale_block == PAGE_BLOCK:
+        return refuse(spec, "descale", "kernels by mma.sync take a scale of each head; allowed: head")
+    if spec.loads == "descriptor":
+        return refuse(spec, "loads", "cuda kernels by mma.sync load by cp.async; allowed: pointer")
+    if spec.alignment not in (None, 16):
+        return refuse(spec, "alignment", f"cp.async copies 16 bytes, which need alignment 16, not {spec.alignment}")
+    if spec.softmax_scale is not None:
+        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
+    if spec.tile_map == "always":
+        return refuse(spec, "tile_map", "with 'split_kv: true' kernels classify tiles themselves; allowed: auto, never")
+    if spec.variant.dropout:
+        return refuse(
+            spec,
+            "split_kv",
+            "dropout shares random numbers among rows of one head, and here rows belong to several; allowed: false",
+        )
+    return None
+
+
+SCHEDULE = Schedule(
+    name="mma_decode",
+    backend="cuda",
+    direction="forward",
+    template="cuda/decode/kernel.cu.j2",
+    view="attngen.render.views.hopper_decode:decode_view",
+    supports=lambda arch: not arch.tensor_memory,
+    suits=lambda spec: not ARCHES[spec.arch].wgmma or spec.loads == "pointer",
+    plan=_plan,
+    keep_promises=keep_promises,
+    pipes=decode_pipes_of,
+    layouts=tuple(LAYOUTS),
+    split_kv=True,
+)

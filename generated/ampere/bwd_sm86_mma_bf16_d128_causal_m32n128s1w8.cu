@@ -1,0 +1,492 @@
+// bwd_sm86_mma_bf16_d128_causal_m32n128s1w8
+//
+// Attention backward, variant causal: mask `q_pos >= kv`.
+// Rendered from templates/cuda/mma_backward/kernel.cu.j2 by `attngen build specs/ampere.yaml`.
+//
+// P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
+// and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels run
+// one after the other: preprocess (D and LSE of each query row), dqkv (all products), postprocess (scales and rounds dQ).
+#include "copy.cuh"
+#include "expression.cuh"
+#include "gradient.cuh"
+#include "mma.cuh"
+#include "quad.cuh"
+#include "schedule.cuh"
+#include "softmax.cuh"
+
+using Element = bf16;  // of Q, K, V, dO, P and dS
+using GradElement = bf16;  // of dQ, dK and dV
+
+// Columns of each of some warps, which have whole products of 16 columns; the last warp may have fewer.
+constexpr int up_to(int columns, int warps) { return (columns + 16 * warps - 1) / (16 * warps) * 16; }
+
+constexpr int kBlockM = 32;  // query rows of one step
+constexpr int kBlockN = 128;  // keys of a block
+constexpr int kHeadDimQk = 128, kHeadDimV = 128;
+constexpr int kColumnsQk = 128, kColumnsV = 128;  // that are multiplied
+constexpr int kThreads = 256;
+constexpr int kStages = 1;  // of the rings of Q and dO
+constexpr int kSteps = kStages == 1 ? 2 : kStages;  // that are known: this one, and those that are copied
+constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
+constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
+constexpr int kChunk = 16 / sizeof(Element);  // columns in 16 bytes
+
+// A warp has S^T, dP^T, P^T and dS^T of 32 keys and some queries of a step, in two blocks of 16 keys; of dK and dV, the
+// same keys and some columns; of dQ, 32 queries and some columns.
+constexpr int kKeyWarps = kBlockN / 32, kQueryWarps = kThreads / kBlockN;
+constexpr int kWarpM = kBlockM / kQueryWarps;
+constexpr int kWarpQk = up_to(kColumnsQk, kQueryWarps), kWarpV = up_to(kColumnsV, kQueryWarps);
+constexpr int kDqWarps = kThreads / kBlockM, kWarpDq = up_to(kColumnsQk, kDqWarps);
+constexpr int kSumsOfTile = kBlockM * kColumnsQk;  // floats of dQ of a tile of queries, in the order of registers
+static_assert(sizeof(Element) == 2 && kWarpM % 16 == 0 && kBlockM % 32 == 0);
+
+// P^T and dS^T in shared memory: rows are keys, box after box of queries, over which they are swizzled.
+constexpr int kPairBytes = 2 * kBlockM < 128 ? 64 : 128, kPairQueries = kPairBytes / sizeof(Element);
+
+// Shared memory, from its start.
+constexpr uint32_t kK = 0;  // 32768 B: K
+constexpr uint32_t kV = 32768;  // 32768 B: V
+constexpr uint32_t kQ = 65536;  // 8192 B: Q, a tile per stage
+constexpr uint32_t kDout = 73728;  // 8192 B: dO, a tile per stage
+constexpr uint32_t kDs = 81920;  // 8192 B: dS of a step
+constexpr uint32_t kP = 90112;  // 8192 B: P of a step
+constexpr uint32_t kLse = 98304;  // 128 B: log-sum-exp of the rows of each stage
+constexpr uint32_t kDelta = 98432;  // 128 B: D of the rows of each stage
+constexpr uint32_t kQBytes = (kDout - kQ) / kStages, kDoutBytes = (kDs - kDout) / kStages, kRowBytes = 4 * kBlockM;  // of a stage
+
+// A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
+struct Step {
+  int tile, h;
+};
+constexpr int kPartial = 1 << 24;
+
+// A number that a function knows when it is compiled.
+template <int kNumber>
+struct Number {};
+
+extern __shared__ __align__(1024) char shared_memory[];
+
+template <typename Value>
+__device__ __forceinline__ Value& shared_at(uint32_t address) {
+  return *reinterpret_cast<Value*>(shared_memory + address);
+}
+
+// Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
+// column.
+template <int kRows, int kColumns, typename RowAt>
+__device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows) {
+  constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
+  constexpr int kColumnsOfLane = 16 / sizeof(Element);
+  static_assert(kRowsAtOnce % 8 == 0);
+  const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
+  const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
+#pragma unroll
+  for (int first = 0; first < kRows; first += kRowsAtOnce) {
+    const int row = first + own;
+    if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
+    const Element* const from = row_at(row);
+    const bool row_exists = row < rows;
+#pragma unroll
+    for (int column = 0; column < kColumns; column += kBoxColumns) {
+      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
+      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
+    }
+  }
+}
+
+// D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the dQ accumulator.
+extern "C" __global__ void __launch_bounds__(128) bwd_sm86_mma_bf16_d128_causal_m32n128s1w8_preprocess(
+    const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
+    float* delta_ptr, float* dq_sum_ptr,
+    long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    long long stride_dout_b, long long stride_dout_s, long long stride_dout_h,
+    int heads, int rows, int row_tiles, long long sum_chunks,
+    int has_dlse
+) {
+  constexpr int kLanes = 16, kRows = 16 * kLanes / 128;  // lanes of a row, 16 bytes each; rows of a thread
+  const int chunk = threadIdx.x % kLanes;
+  const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
+  const int first = row_tile * 16 + threadIdx.x / kLanes;
+  // A block clears its share of the dQ accumulator while its rows arrive.
+  const long long share = (sum_chunks + gridDim.x - 1) / gridDim.x, share_end = min(share * (blockIdx.x + 1), sum_chunks);
+  for (long long i = share * blockIdx.x + threadIdx.x; i < share_end; i += 128) {
+    reinterpret_cast<float4*>(dq_sum_ptr)[i] = {};
+  }
+  float delta[kRows] = {};
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = first + i * (16 / kRows);
+    if (row < rows) {
+      const int4 out = *reinterpret_cast<const int4*>(out_ptr + b * stride_out_b + h * stride_out_h + row * stride_out_s + kChunk * chunk);
+      const int4 dout = *reinterpret_cast<const int4*>(dout_ptr + b * stride_dout_b + h * stride_dout_h + row * stride_dout_s + kChunk * chunk);
+      delta[i] = dot<Element>(out.x, dout.x) + dot<Element>(out.y, dout.y) + dot<Element>(out.z, dout.z) + dot<Element>(out.w, dout.w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = first + i * (16 / kRows);
+#pragma unroll
+    for (int other = 1; other < kLanes; other *= 2) delta[i] += __shfl_xor_sync(~0u, delta[i], other);
+    if (chunk == 0 && row < rows) {
+      const long long entry = (b * static_cast<long long>(heads) + h) * rows + row;
+      const float lse = lse_ptr[entry];
+      const bool dead = lse == kMasked;  // a row that sees no key: +inf makes each of its probabilities 0
+      lse_log2_ptr[entry] = dead ? -kMasked : lse * kLog2e;
+      delta_ptr[entry] = dead ? 0.0f : delta[i] - (has_dlse ? dlse_ptr[entry] : 0.0f);
+    }
+  }
+}
+
+// A block of 8 warps has a tile of keys, and goes through the queries of all heads that share them. A warp computes S^T = K Q^T
+// and dP^T = V dO^T of 32 keys and some queries, and keeps some columns of dK += dS^T Q and dV += P^T dO of these keys in
+// registers. P and dS go through shared memory, since these sum over the queries of other warps, and dQ = dS K over their keys.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm86_mma_bf16_d128_causal_m32n128s1w8_dqkv(
+    const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, const bf16* dout_ptr, float* dq_sum_ptr, bf16* dk_ptr,
+    bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr, const int* seqused_k_ptr,
+    long long stride_q_b, long long stride_q_s, long long stride_q_h,
+    long long stride_k_b, long long stride_k_s, long long stride_k_h,
+    long long stride_v_b, long long stride_v_s, long long stride_v_h,
+    long long stride_dout_b, long long stride_dout_s, long long stride_dout_h,
+    long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
+    long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
+    int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
+    int total_q, int total_k, int q_tiles,
+    float softmax_scale,
+    int has_seqused_k
+) {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
+  const int lane = threadIdx.x % 32;
+  const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
+  const int units = batch * kv_heads;
+  int unit, kv_tile;
+  place_tile(blockIdx.x, kv_tiles, units, section, unit, kv_tile);
+  kv_tile = kv_tiles - 1 - kv_tile;
+  const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN;
+  const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k, keys = max_seqlen_k;
+  const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : keys;
+
+  const int whole_tiles = seqlen_q / kBlockM;
+  const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
+  const int head_end = kv_start < seqlen_k ? (hk + 1) * group : hk * group;  // no query sees keys after the used ones
+  int step_head = hk * group;
+  int place = 0, steps_left = -1;  // of the head; -1: it is to begin
+  // The next step to copy; a tile of -1: there is none.
+  const auto next_step = [&] {
+    while (step_head < head_end) {
+      const int h = step_head;
+      const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
+      const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
+      const int visible_lo = max(u_seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
+      const int visible_hi = (seqlen_q + kBlockM - 1) / kBlockM;
+      const int full_lo = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
+      const int tiles = max(visible_hi - visible_lo, 0);
+      if (steps_left < 0) {
+        steps_left = tiles;
+        place = tiles > 0 ? 3 * kv_tile % tiles : 0;  // neighbouring blocks begin at different tiles, and so add to different rows of dQ
+      }
+      if (steps_left > 0) {
+        const int tile = visible_lo + place;
+        const bool partial = ragged || !(tile >= full_lo && tile < whole_tiles);
+        if (++place == tiles) place = 0;
+        --steps_left;
+        return Step{tile | (partial ? kPartial : 0), h};
+      }
+      steps_left = -1;
+      ++step_head;
+    }
+    return Step{-1, 0};
+  };
+
+  const auto load_step = [&](const Step& step, uint32_t stage) {
+    if (step.tile >= 0) {
+      const int h = step.h, q_start = (step.tile & kPartial - 1) * kBlockM, rows = seqlen_q - q_start;
+      load_rows<kBlockM, kHeadDimQk>(shared + kQ + stage * kQBytes, [&](int row) { return q_ptr + b * stride_q_b + h * stride_q_h + (q_start + row) * stride_q_s; }, rows);
+      load_rows<kBlockM, kHeadDimV>(shared + kDout + stage * kDoutBytes, [&](int row) { return dout_ptr + b * stride_dout_b + h * stride_dout_h + (q_start + row) * stride_dout_s; }, rows);
+      if (threadIdx.x < kBlockM) {
+        const int q = q_start + threadIdx.x;
+        const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
+        const uint32_t place = shared + stage * kRowBytes + 4 * threadIdx.x;
+        if (q < seqlen_q) {
+          copy_number_async(place + kLse, lse_log2_ptr + entry);
+          copy_number_async(place + kDelta, delta_ptr + entry);
+        } else {  // each of its probabilities is 0
+          reinterpret_cast<float*>(shared_memory + kLse + stage * kRowBytes)[threadIdx.x] = -kMasked;
+          reinterpret_cast<float*>(shared_memory + kDelta + stage * kRowBytes)[threadIdx.x] = 0.0f;
+        }
+      }
+    }
+    commit_copies();
+  };
+
+  load_rows<kBlockN, kHeadDimQk>(shared + kK, [&](int row) { return k_ptr + b * stride_k_b + hk * stride_k_h + (kv_start + row) * stride_k_s; }, seqlen_k - kv_start);
+  load_rows<kBlockN, kHeadDimV>(shared + kV, [&](int row) { return v_ptr + b * stride_v_b + hk * stride_v_h + (kv_start + row) * stride_v_s; }, seqlen_k - kv_start);
+  Step steps[kSteps];  // this one, and the next ones
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) steps[i] = next_step();
+#pragma unroll
+  for (int i = 0; i < kSteps - 1; ++i) load_step(steps[i], i);
+
+  const int key_warp = warp % kKeyWarps, query_warp = warp / kKeyWarps;
+  // Where a lane reads rows by ldmatrix: as the A operand or as B with rows of its k, transposed; and as B with rows of its n.
+  const int b_row = lane / 16 * 8 + lane % 8;
+  const uint32_t a_lane = lane % 16 * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
+  const uint32_t b_lane = b_row * kBoxBytes + 16 * swizzled<kBoxBytes>(b_row, lane / 8 % 2);
+  const uint32_t p_lane = lane % 16 * kPairBytes + 16 * swizzled<kPairBytes>(lane % 16, lane / 16);
+  // The place of a column, and of a row of a region of `rows`, given that of a lane in the first ones.
+  const auto place_of = [](uint32_t lane_place, int rows, int row, int column) {
+    return (lane_place ^ 2 * (column % kBoxColumns)) + (column / kBoxColumns * rows + row) * kBoxBytes;
+  };
+  const uint32_t k_rows = shared + kK + a_lane + 32 * key_warp * kBoxBytes, v_rows = shared + kV + a_lane + 32 * key_warp * kBoxBytes;
+  const float scale_log2e = softmax_scale * kLog2e;
+  float dk[2][kWarpQk / 2] = {}, dv[2][kWarpV / 2] = {};
+  float logits[2][kWarpM / 2], dp[2][kWarpM / 2];  // S^T, then P^T; dP^T
+  uint32_t probabilities[2][kWarpM / 4], ds[2][kWarpM / 4];  // in pairs of 16 bits
+  // The keys of the warp, in K or V, by its queries of a step, in Q or dO.
+  const auto multiply_rows = [&]<int kColumns>(float (&to)[2][kWarpM / 2], uint32_t keys, uint32_t queries, Number<kColumns>) {
+#pragma unroll
+    for (int i = 0; i < kWarpM; ++i) to[i % 2][i / 2] = 0.0f;
+#pragma unroll
+    for (int column = 0; column < kColumns; column += kMmaK) {
+      uint32_t a[2][4];
+#pragma unroll
+      for (int block = 0; block < 2; ++block) load_blocks(a[block], place_of(keys, kBlockN, 16 * block, column));
+#pragma unroll
+      for (int q = 0; q < kWarpM; q += 2 * kMmaN) {
+        uint32_t rows[4];
+        load_blocks(rows, place_of(queries + query_warp * kWarpM * kBoxBytes + b_lane, kBlockM, q, column));
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+          multiply<Element>(to[block] + q / 2, a[block], rows[0], rows[1]);
+          multiply<Element>(to[block] + q / 2 + 4, a[block], rows[2], rows[3]);
+        }
+      }
+    }
+  };
+  // dV += P^T dO, or dK += dS^T Q. The warp has P^T or dS^T of its own queries in registers; shared memory has all.
+  const auto add_columns = [&]<int kColumns>(float (&to)[2][kColumns / 2], const uint32_t (&own)[2][kWarpM / 4], uint32_t all, uint32_t queries, Number<kColumns>) {
+#pragma unroll
+    for (int part = 0; part < kQueryWarps; ++part) {
+      const int first = (query_warp + part) % kQueryWarps * kWarpM;
+#pragma unroll
+      for (int q = 0; q < kWarpM; q += kMmaK) {
+        uint32_t a[2][4];
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+          if (part == 0) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[block][i] = own[block][q / 4 + i];
+          } else {
+            const int query = first + q;
+            load_blocks(a[block], (all + p_lane ^ 2 * (query % kPairQueries)) + (query / kPairQueries * kBlockN + 32 * key_warp + 16 * block) * kPairBytes);
+          }
+        }
+#pragma unroll
+        for (int column = 0; column < kColumns; column += 2 * kMmaN) {
+          const int place = query_warp * kColumns + column;
+          uint32_t columns[4];
+          load_blocks_transposed(columns, (queries + a_lane ^ 2 * (place % kBoxColumns)) + (place / kBoxColumns * kBlockM + first + q) * kBoxBytes);
+#pragma unroll
+          for (int block = 0; block < 2; ++block) {
+            multiply<Element>(to[block] + column / 2, a[block], columns[0], columns[1]);
+            multiply<Element>(to[block] + column / 2 + 4, a[block], columns[2], columns[3]);
+          }
+        }
+      }
+    }
+  };
+  // A pair of neighbouring queries of a step, for one key of the warp, to shared memory.
+  const auto share = [&](uint32_t region, int block, int pair, uint32_t value) {
+    const int key = 32 * key_warp + 16 * block + lane / 4 + pair % 2 * 8, query = query_warp * kWarpM + pair / 2 * 8;
+    shared_at<uint32_t>(region + (query / kPairQueries * kBlockN + key) * kPairBytes +
+                        16 * swizzled<kPairBytes>(key, query % kPairQueries / 8) + 4 * (lane % 4)) = value;
+  };
+
+  uint32_t stage = 0, fill = kStages - 1;  // that is read, and filled next
+  const auto next_stage = [](uint32_t stage) { return stage == kStages - 1 ? 0u : stage + 1; };
+  const int dq_group = warp / kDqWarps, dq_column = warp % kDqWarps * kWarpDq;  // of the warp: which 32 queries, and columns
+  while (__any_sync(~0u, steps[0].tile >= 0)) {
+    const Step step = steps[0];
+    wait_copies<kSteps - 2>();
+    __syncthreads();  // all have read the stage that is filled again, P and dS
+    const uint32_t q_tile = shared + kQ + stage * kQBytes, dout_tile = shared + kDout + stage * kDoutBytes;
+
+    multiply_rows(logits, k_rows, q_tile, Number<kColumnsQk>());
+    // P = exp2(logit - LSE); 0 for pairs that are not visible.
+    const uint32_t lse_numbers = kLse + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4);
+    const int h = step.h;
+    const int q_first = (step.tile & kPartial - 1) * kBlockM + query_warp * kWarpM + 2 * (lane % 4);
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      float (&s)[kWarpM / 2] = logits[block];
+      uint32_t (&p)[kWarpM / 4] = probabilities[block];
+      const int kv_first = kv_start + 32 * key_warp + 16 * block + lane / 4;
+      if (__any_sync(~0u, step.tile & kPartial)) {
+#pragma unroll
+        for (int i = 0; i < kWarpM / 8; ++i) {
+          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows after the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * i + 2 * row + j];
+              if (8 * row >= visible_to) x = kMasked;
+              x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
+            }
+          }
+          p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
+          p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kWarpM / 8; ++i) {
+          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * i + 2 * row + j];
+              x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
+            }
+          }
+          p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
+          p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
+        }
+      }
+#pragma unroll
+      for (int pair = 0; pair < kWarpM / 4; ++pair) share(kP, block, pair, p[pair]);
+    }
+
+    multiply_rows(dp, v_rows, dout_tile, Number<kColumnsV>());
+    // dS = P (dP - D), to registers and to shared memory.
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const uint32_t (&p)[kWarpM / 4] = probabilities[block];
+#pragma unroll
+      for (int i = 0; i < kWarpM / 8; ++i) {
+        const float2 delta = shared_at<float2>(kDelta + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4) + 32 * i);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int pair = 2 * i + row;
+          const float2 both = unpack<Element>(p[pair]);
+          ds[block][pair] = pack<Element>(both.x * (dp[block][2 * pair] - delta.x), both.y * (dp[block][2 * pair + 1] - delta.y));
+          share(kDs, block, pair, ds[block][pair]);
+        }
+      }
+    }
+    __syncthreads();
+
+    add_columns(dv, probabilities, shared + kP, dout_tile, Number<kWarpV>());
+    add_columns(dk, ds, shared + kDs, q_tile, Number<kWarpQk>());
+    __syncthreads();  // all have read Q and dO
+    load_step(steps[1], 0);
+    // dQ of 32 queries and some of the columns, from all keys.
+    if (dq_column < kColumnsQk) {
+      float dq[2][kWarpDq / 2] = {};
+      uint32_t ds_lane[2];
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        const int key = lane / 16 * 8 + lane % 8, query = 32 * dq_group + 16 * block;
+        ds_lane[block] = shared + kDs + (query / kPairQueries * kBlockN + key) * kPairBytes +
+                         16 * swizzled<kPairBytes>(key, query % kPairQueries / 8 + lane / 8 % 2);
+      }
+#pragma unroll
+      for (int key = 0; key < kBlockN; key += kMmaK) {
+        uint32_t a[2][4];
+#pragma unroll
+        for (int block = 0; block < 2; ++block) load_blocks_transposed(a[block], ds_lane[block] + key * kPairBytes);
+#pragma unroll
+        for (int column = 0; column < kWarpDq; column += 2 * kMmaN) {
+          const int place = dq_column + column;
+          uint32_t columns[4];
+          load_blocks_transposed(columns, (shared + kK + a_lane ^ 2 * (place % kBoxColumns)) + (place / kBoxColumns * kBlockN + key) * kBoxBytes);
+#pragma unroll
+          for (int block = 0; block < 2; ++block) {
+            multiply<Element>(dq[block] + column / 2, a[block], columns[0], columns[1]);
+            multiply<Element>(dq[block] + column / 2 + 4, a[block], columns[2], columns[3]);
+          }
+        }
+      }
+      const int tile = step.tile & kPartial - 1;
+      float* const sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + tile) * kSumsOfTile + lane;
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        float* const own = sums + ((2 * dq_group + block) * (kColumnsQk / 8) + dq_column / 8) * 128;
+#pragma unroll
+        for (int i = 0; i < kWarpDq / 2; ++i) {
+          if (kWarpDq * kDqWarps <= kColumnsQk || dq_column + i / 4 * 8 < kColumnsQk) add_to(own + 32 * i, dq[block][i]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps - 1; ++i) steps[i] = steps[i + 1];
+    steps[kSteps - 1] = next_step();
+  }
+  wait_copies<0>();
+
+  const auto store_rows = [&]<int kColumns>(const float (&sums)[2][kColumns / 2], float factor, GradElement* rows, long long stride, int columns, Number<kColumns>) {
+#pragma unroll
+    for (int row = 0; row < 4; ++row) {
+      const int key = 32 * key_warp + 8 * row + lane / 4;
+      const float* const of_row = sums[row / 2] + row % 2 * 2;
+#pragma unroll
+      for (int column = 0; column < kColumns; column += 32) {
+        const int place = query_warp * kColumns + column;
+        GradElement* const to = rows + key * stride + place;
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4 && column + 8 * i < kColumns; ++i) {
+          const float* const two = of_row + column / 2 + 4 * i;
+          pairs[i] = pack<GradElement>(two[0] * factor, two[1] * factor);
+        }
+        if (column + 32 <= kColumns) {
+          gather_block(pairs);
+          if (kv_start + key < keys && place + 8 * (lane % 4) < columns) {
+            *reinterpret_cast<uint4*>(to + 8 * (lane % 4)) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+          }
+        } else {  // 16 columns are left
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (kv_start + key < keys && place + 8 * i < columns) *reinterpret_cast<uint32_t*>(to + 8 * i + 2 * (lane % 4)) = pairs[i];
+          }
+        }
+      }
+    }
+  };
+  const int first_key = kv_start;
+  store_rows(dk, softmax_scale, dk_ptr + b * stride_dk_b + hk * stride_dk_h + first_key * stride_dk_s, stride_dk_s, kHeadDimQk, Number<kWarpQk>());
+  store_rows(dv, 1.0f, dv_ptr + b * stride_dv_b + hk * stride_dv_h + first_key * stride_dv_s, stride_dv_s, kHeadDimV, Number<kWarpV>());
+}
+
+// Scales and rounds dQ of a tile of queries. Its sums lie in the dQ accumulator in the order of registers.
+extern "C" __global__ void __launch_bounds__(128) bwd_sm86_mma_bf16_d128_causal_m32n128s1w8_postprocess(
+    const float* dq_sum_ptr, bf16* dq_ptr,
+    long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int total_q, int total_k,
+    float softmax_scale
+) {
+  // What was written last is read first, while L2 holds it.
+  int unit, q_tile;
+  place_tile(gridDim.x - 1 - blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
+  const int b = unit / heads, h = unit % heads, q_start = q_tile * kBlockM;
+  const float* const sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile;
+  const int lane = threadIdx.x % 32;
+  for (int part = threadIdx.x / 32; part < kBlockM / 16 * (kColumnsQk / 32); part += 4) {  // 16 rows and 32 columns
+    float4 own[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float* const from = sums + (4 * part + j) * 128 + lane;
+      own[j] = {from[0], from[32], from[64], from[96]};
+    }
+    uint4 upper, lower;
+    round_sums<GradElement>(own, softmax_scale, lane, upper, lower);
+    const int row = 16 * (part / (kColumnsQk / 32)) + lane / 4, column = part % (kColumnsQk / 32) * 32 + 8 * (lane % 4);
+    GradElement* const to = dq_ptr + b * stride_dq_b + h * stride_dq_h + (q_start + row) * stride_dq_s + column;
+    if (column >= kHeadDimQk) continue;
+    if (q_start + row < seqlen_q) *reinterpret_cast<uint4*>(to) = upper;
+    if (q_start + row + 8 < seqlen_q) *reinterpret_cast<uint4*>(to + 8 * stride_dq_s) = lower;
+  }
+}

@@ -1,0 +1,324 @@
+// fwd_sm120a_mma_fp8_e4m3_d128_causal_m128n32s2w4
+//
+// Attention forward, variant causal: mask `q_pos >= kv`.
+// Rendered from templates/cuda/mma/kernel.cu.j2 by `attngen build specs/blackwell_consumer.yaml`.
+//
+// A block of 4 warps computes O of 128 query rows: S = Q K^T, P = exp2(S), O += P V, tile by tile of keys from the last
+// to the first. Each warp has 32 rows, and keeps their S, P and O in registers. Tiles of K and V alternate in a ring
+// of 2 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
+#include "copy.cuh"
+#include "expression.cuh"
+#include "mma.cuh"
+#include "quad.cuh"
+#include "schedule.cuh"
+#include "softmax.cuh"
+
+using Element = e4m3;  // of Q, K, V and P
+using OutElement = bf16;  // of O
+
+constexpr int kBlockM = 128;  // query rows of a tile of work
+constexpr int kBlockN = 32;  // keys of one step
+constexpr int kHeadDimQk = 128, kHeadDimV = 128;
+constexpr int kColumnsQk = 128, kColumnsV = 128;  // that are multiplied
+constexpr int kThreads = 128;
+constexpr int kRowBlocks = 2;  // of 16 rows, of a warp
+constexpr int kWarpRows = 16 * kRowBlocks;
+constexpr int kStages = 2;  // of the ring of K and V
+constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
+constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
+constexpr int kProductK = 32 / sizeof(Element);  // columns of Q and K, or keys, that one product sums over
+static_assert(kBlockM == kWarpRows * kThreads / 32);
+constexpr int kPeak = 4;  // log2 of P of the largest logit of a row, so that small ones keep their bits
+// Shared memory, from its start.
+constexpr uint32_t kQ = 0;  // 16384 B: Q
+constexpr uint32_t kRing = 16384;  // 8192 B: tiles of K and V in turn
+constexpr uint32_t kStageBytes = 4096;
+
+// KV tiles of which some of the rows see some key, and those of which every row sees every key.
+struct Spans {
+  int visible_lo, visible_hi;
+  int full_lo, full_hi;
+};
+
+// A tile of work: which rows of which head, and where they and their keys begin.
+struct Work {
+  int b, h, q_start, q_begin, k_begin, seqlen_q, seqlen_k;
+};
+
+extern __shared__ __align__(1024) char shared_memory[];
+
+// Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
+// column.
+template <int kRows, int kColumns, typename RowAt>
+__device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows) {
+  constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
+  constexpr int kColumnsOfLane = 16 / sizeof(Element);
+  static_assert(kRowsAtOnce % 8 == 0);
+  const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
+  const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
+#pragma unroll
+  for (int first = 0; first < kRows; first += kRowsAtOnce) {
+    const int row = first + own;
+    if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
+    const Element* const from = row_at(row);
+    const bool row_exists = row < rows;
+#pragma unroll
+    for (int column = 0; column < kColumns; column += kBoxColumns) {
+      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
+      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm120a_mma_fp8_e4m3_d128_causal_m128n32s2w4(
+    const e4m3* q_ptr, const e4m3* k_ptr, const e4m3* v_ptr, bf16* out_ptr, float* lse_ptr,
+    const float* q_descale_ptr, const float* k_descale_ptr, const float* v_descale_ptr,
+    long long stride_q_descale_b, long long stride_q_descale_h,
+    long long stride_k_descale_b, long long stride_k_descale_h,
+    long long stride_v_descale_b, long long stride_v_descale_h,
+    const int* seqused_k_ptr,
+    long long stride_q_b, long long stride_q_s, long long stride_q_h,
+    long long stride_k_b, long long stride_k_s, long long stride_k_h,
+    long long stride_v_b, long long stride_v_s, long long stride_v_h,
+    long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int total_q, int total_k,
+    float softmax_scale,
+    int write_lse, int has_seqused_k
+) {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
+  const int lane = threadIdx.x % 32;
+  const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
+  int unit, q_tile;
+  place_tile(blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
+  const int b = unit / heads, h = unit % heads;
+  const int hk = h / group;
+  const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
+  const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
+  const Work work = {b, h, q_tile * kBlockM, q_begin, k_begin, seqlen_q, seqlen_k};
+
+  const auto spans_of = [&](int first_row, int rows) {
+    const int whole_tiles = seqlen_k / kBlockN;
+    const int q_start = work.q_start + first_row;
+    const int q_hi = min(work.q_start + (first_row + rows - 1), seqlen_q - 1);
+    const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
+    const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
+    const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
+    const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
+    return q_start < seqlen_q ? Spans{0, visible_hi, 0, full_hi} : Spans{};
+  };
+  const Spans all = spans_of(0, kBlockM);
+  const Spans mine = spans_of(kWarpRows * warp, kWarpRows);
+  const int tiles = max(all.visible_hi - all.visible_lo, 0);
+  int remaining = tiles;
+  // The next tile to copy; -1: there is none.
+  const auto next_tile = [&] {
+    if (remaining <= 0) return -1;
+    const int tile = all.visible_lo + remaining - 1;
+    --remaining;
+    return tile;
+  };
+
+  const Element* const k_start = k_ptr + b * stride_k_b + hk * stride_k_h;
+  const Element* const v_start = v_ptr + b * stride_v_b + hk * stride_v_h;
+  const auto k_at = [&](int key) { return k_start + key * stride_k_s; };
+  const auto v_at = [&](int key) { return v_start + key * stride_v_s; };
+  const auto load_k = [&](int listed, uint32_t to) {
+    if (listed < 0) return;
+    const int start = listed * kBlockN;
+    load_rows<kBlockN, kHeadDimQk>(shared + to, [&](int row) { return k_at(start + row); }, seqlen_k - start);
+  };
+  const auto load_v = [&](int listed, uint32_t to) {
+    if (listed < 0) return;
+    const int start = listed * kBlockN;
+    load_rows<kBlockN, kHeadDimV>(shared + to, [&](int row) { return v_at(start + row); }, seqlen_k - start);
+  };
+  load_rows<kBlockM, kHeadDimQk>(shared + kQ, [&](int row) {
+    const int q = work.q_start + row;
+    return q_ptr + work.b * stride_q_b + q * stride_q_s + work.h * stride_q_h;
+  }, work.seqlen_q - work.q_start);
+  // Half-step 2 i takes K of the i-th tile, half-step 2 i + 1 its V. Stages are filled in turn.
+  constexpr int kAhead = kStages / 2;  // steps ahead for which there are copies under way
+  uint32_t fill = kRing;
+  const auto next_stage = [](uint32_t stage) { return stage == kRing + (kStages - 1) * kStageBytes ? kRing : stage + kStageBytes; };
+  const auto fill_k = [&](int listed) {
+    load_k(listed, fill);
+    fill = next_stage(fill);
+    commit_copies();
+  };
+  const auto fill_v = [&](int listed) {
+    load_v(listed, fill);
+    fill = next_stage(fill);
+    commit_copies();
+  };
+  int listed[kAhead + 1];  // the tile of this step, and those of the next ones
+#pragma unroll
+  for (int i = 0; i <= kAhead; ++i) listed[i] = next_tile();
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (i % 2 == 0) {
+      fill_k(listed[i / 2]);
+    } else {
+      fill_v(listed[i / 2]);
+    }
+  }
+
+  // Where a lane reads rows of Q, K and V by ldmatrix: columns that are multiples of 16 are added by XOR.
+  const uint32_t q_place = shared + kQ + (kWarpRows * warp + lane % 16) * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
+  const int k_row = lane / 16 * 8 + lane % 8, v_row = lane, v_chunk = 0;  // a block of V is transposed in pairs of columns
+  const uint32_t k_lane = shared + k_row * kBoxBytes + 16 * swizzled<kBoxBytes>(k_row, lane / 8 % 2);
+  const uint32_t v_lane = shared + v_row * kBoxBytes + 16 * swizzled<kBoxBytes>(v_row, v_chunk);
+  // The place of a column, and of a row of a tile of `kRows`, given that of a lane in the first ones.
+  const auto place = [](uint32_t lane_place, int rows, int row, int column) {
+    return (lane_place ^ static_cast<int>(sizeof(Element)) * (column % kBoxColumns)) + (column / kBoxColumns * rows + row) * kBoxBytes;
+  };
+  // Products in the units of the operands: those of Q K^T with the softmax scale.
+  const float logit_scale = softmax_scale * q_descale_ptr[b * stride_q_descale_b + hk * stride_q_descale_h] * k_descale_ptr[b * stride_k_descale_b + hk * stride_k_descale_h];
+  const float scale_log2e = logit_scale * kLog2e;
+  float acc[kRowBlocks][kColumnsV / 2] = {};  // O, not yet divided by the row sum
+  float s[kRowBlocks][kBlockN / 2];           // S, then the logits
+  uint32_t p[kRowBlocks][kBlockN * sizeof(Element) / 8];  // P, packed
+  float row_maxima[kRowBlocks][2], row_sums[kRowBlocks][2] = {};
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block) row_maxima[block][0] = row_maxima[block][1] = kUnseen;
+  // S = Q K^T
+  const auto multiply_k = [&](uint32_t tile) {
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; ++i) s[block][i] = 0.0f;
+    }
+#pragma unroll
+    for (int column = 0; column < kColumnsQk; column += kProductK) {
+      uint32_t q[kRowBlocks][4];
+#pragma unroll
+      for (int block = 0; block < kRowBlocks; ++block) load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
+#pragma unroll
+      for (int key = 0; key < kBlockN; key += 2 * kMmaN) {
+        uint32_t keys[4];
+        load_blocks(keys, place(k_lane + tile, kBlockN, key, column));
+#pragma unroll
+        for (int block = 0; block < kRowBlocks; ++block) {
+          const uint32_t* const a = q[block];
+          multiply<Element>(s[block] + key / 2, a, keys[0], keys[1]);
+          multiply<Element>(s[block] + key / 2 + 4, a, keys[2], keys[3]);
+        }
+      }
+    }
+  };
+  // O += P V. Blocks of 32 keys and 16 columns come transposed in pairs of columns, the even and the odd ones of which are
+  // columns of two products. Keys of a lane are in the order in which it has those of P.
+  const auto multiply_v = [&](uint32_t tile) {
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += kProductK) {
+#pragma unroll
+      for (int column = 0; column < kColumnsV; column += 2 * kMmaN) {
+        uint32_t pairs[4];
+        load_blocks_transposed(pairs, place(v_lane + tile, kBlockN, key, column));
+        const uint32_t even[2] = {__byte_perm(pairs[0], pairs[1], 0x6420), __byte_perm(pairs[2], pairs[3], 0x6420)};
+        const uint32_t odd[2] = {__byte_perm(pairs[0], pairs[1], 0x7531), __byte_perm(pairs[2], pairs[3], 0x7531)};
+#pragma unroll
+        for (int block = 0; block < kRowBlocks; ++block) {
+          multiply<Element>(acc[block] + column / 2, p[block] + key / 8, even[0], even[1]);
+          multiply<Element>(acc[block] + column / 2 + 4, p[block] + key / 8, odd[0], odd[1]);
+        }
+      }
+    }
+  };
+
+  uint32_t stage = kRing;  // that is read next
+  // Waits for the next tile. All warps have read the stage that is filled again.
+  const auto wait_tile = [&] {
+    wait_copies<kStages - 2>();
+    __syncthreads();
+  };
+  while (__any_sync(~0u, listed[0] >= 0)) {
+    const int tile = listed[0];
+    const bool partial = !(tile >= mine.full_lo && tile < mine.full_hi);
+    const bool seen = tile >= mine.visible_lo && tile < mine.visible_hi;  // by some row of the warp
+    wait_tile();
+    fill_v(listed[kAhead - 1]);
+    // S becomes logits; pairs that are not visible get -inf.
+    const auto finish_logits = [&, &scores = s] {
+#pragma unroll
+      for (int block = 0; block < kRowBlocks; ++block) {
+        const int row_in_group = kWarpRows * warp + 16 * block + lane / 4;
+        const int q_first = work.q_start + row_in_group;
+        auto& s = scores[block];
+        const int kv_first = tile * kBlockN + 2 * (lane % 4);
+        if (__any_sync(~0u, partial)) {
+          struct Row {
+            int visible_to;
+          };
+          Row rows[2];
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+            const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+            rows[row] = {visible_to};
+          }
+#pragma unroll
+          for (int i = 0; i < kBlockN / 4; ++i) {
+            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              float& x = s[4 * (i / 2) + 2 * row + i % 2];
+              const auto [visible_to] = rows[row];
+              if (key >= visible_to) x = kMasked;
+            }
+          }
+        }
+      }
+    };
+    if (__any_sync(~0u, seen)) {
+      multiply_k(stage);
+      finish_logits();
+#pragma unroll
+      for (int block = 0; block < kRowBlocks; ++block) {
+        float maximum[2], alpha[2];
+        find_maximum(s[block], scale_log2e, maximum);
+        raise_row_max<kPeak>(maximum, row_maxima[block], alpha);
+        if (__any_sync(~0u, fminf(alpha[0], alpha[1]) < 1.0f)) rescale(acc[block], alpha);
+        row_sums[block][0] *= alpha[0];
+        row_sums[block][1] *= alpha[1];
+        exponentiate<Element>(s[block], scale_log2e, row_maxima[block], p[block], row_sums[block]);
+      }
+    }
+    stage = next_stage(stage);
+
+    wait_tile();
+    fill_k(listed[kAhead]);
+    if (__any_sync(~0u, seen)) multiply_v(stage);
+    stage = next_stage(stage);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) listed[i] = listed[i + 1];
+    listed[kAhead] = next_tile();
+  }
+  wait_copies<0>();
+
+  const float value_scale = v_descale_ptr[b * stride_v_descale_b + hk * stride_v_descale_h];
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block) {
+    auto &row_max = row_maxima[block], &row_sum = row_sums[block];
+    const int row_in_group = kWarpRows * warp + 16 * block + lane / 4;
+    float normalize[2];
+    finish_sum(row_sum, normalize);
+    normalize[0] *= value_scale;
+    normalize[1] *= value_scale;
+    rescale(acc[block], normalize);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int q = work.q_start + row_in_group + 8 * row;
+      if (write_lse && lane % 4 == 0 && q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(row_max[row], row_sum[row]);
+      // A lane has four columns of each 16, the even ones of one product and the odd ones of the other.
+      OutElement* const to = (out_ptr + work.b * stride_out_b + q * stride_out_s + work.h * stride_out_h) + 4 * (lane % 4);
+#pragma unroll
+      for (int column = 0; column < kHeadDimV; column += 2 * kMmaN) {
+        const float *const even = acc[block] + column / 2 + 2 * row, *const odd = even + 4;
+        const uint2 four = {pack<OutElement>(even[0], odd[0]), pack<OutElement>(even[1], odd[1])};
+        if (q < seqlen_q) *reinterpret_cast<uint2*>(to + column) = four;
+      }
+    }
+  }
+}
