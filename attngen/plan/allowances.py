@@ -80,13 +80,14 @@ MMA_BACKWARD_SPILLS = Spills(
     "dK and dV take half of the registers of a thread; twice the keys for each load of Q and dO outweigh these spills",
     Evidence("docs/notebook/mma.md", "305 with 72 B of spills"),
 )
-#: The warp that reads dS has the few registers of a producer, and waits for consumers most of the time.
+#: Such a loader has 24 registers a thread, and spills up to 108 bytes (docs/notebook/softmax_and_masks.md).
 MAPPED_BIAS_SPILLS = Spills(
     "CUDA backward kernels with ping-pong consumers whose loader reads a tile map and brings tiles of biases",
     112,
     "spilled by the loader, which mostly waits",
     None,
 )
+#: The warp that reads dS has the few registers of a producer, and waits for consumers most of the time.
 READER_SPILLS = Spills(
     "CUDA backward kernels with a warp that reads dS", 128, "spilled by a warp that mostly waits", None
 )

@@ -151,7 +151,9 @@ def tensor_map(
 
 
 def bias_map(tensor: Tensor, rows: int, keys: int) -> Argument:
-    """Return the tensor map of a bias, whose boxes are ``rows`` rows of a part of ``keys`` keys, swizzled over these.
+    """Return the tensor map of a bias for tiles of ``rows`` queries and ``keys`` keys.
+
+    One copy brings all rows and as many keys as a swizzled row of its box has (``box_bytes``).
 
     It has the axes of the tensor, and at least three. An axis that the call expanded has one place (``as_described``).
     """

@@ -111,7 +111,7 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
 
 
 def _without_listed_keys(spec: KernelSpec) -> str:
-    """Why no kernel takes a variant whose calls list the keys of each query."""
+    """The reason why no kernel of a spec takes keys by index, with what is allowed."""
     keys = f"variant '{spec.variant.name}' has 'keys: {spec.variant.keys}'"
     if spec.direction == "backward":
         return f"{keys}, which has no backward; allowed: passes: forward"

@@ -18,15 +18,14 @@ class Schedule:
     """One kernel structure: its name, and the functions of the module of ``attngen.plan.schedules`` that knows it.
 
     ``plan`` raises PlanError with field and reason for what the schedule cannot do. ``suits`` says whether a spec asks
-    for this structure at all: one that does not suit is skipped without a message. ``alternatives`` yields the
-    plans with other choices that are compiled, one after the other, where ptxas does not take the first plan.
-    ``tunable`` yields specs with the choices among which ``attngen tune`` looks for the fastest, legal or not.
-    ``keep_promises`` raises PlanError where results are less exact than another backend's; a spec must name the
-    backend to accept that. ``layouts`` are those that it has kernels for; ``v_of_key``: v is the
-    first columns of k, so that it serves only specs that say so; ``listed_keys``: calls list the keys of each query,
-    so that it serves only variants with ``keys``; ``split_kv``: blocks split the keys of a
-    sequence, so that it serves only specs that ask for this; ``split_tiles``: blocks can also split the keys of a tile
-    of queries.
+    for this structure at all: one that does not suit is skipped without a message. ``alternatives`` yields plans with
+    other choices, which are compiled one after the other if ptxas refuses the first plan (it spills, or serializes
+    MMAs). ``tunable`` yields specs with the choices among which ``attngen tune`` looks for the fastest, legal or not.
+    ``keep_promises`` raises PlanError where results are less exact than another backend's; a spec must name the backend
+    to accept that. ``layouts`` are those that it has kernels for; ``v_of_key``: v is the first columns of k, so that it
+    serves only specs that say so; ``listed_keys``: calls list the keys of each query, so that it serves only variants
+    with ``keys``; ``split_kv``: blocks split the keys of a sequence, so that it serves only specs that ask for this;
+    ``split_tiles``: blocks can also split the keys of a tile of queries.
 
     ``template`` is a file below ``templates``, or below ``templates/`` of attngen; ``view`` is the function, as
     ``module:name``, that turns a plan into what the template is filled with. ``pipes`` returns the pipes
@@ -58,8 +57,8 @@ class Schedule:
 def plans_of(
     specs: Callable[[KernelSpec, Plan], Iterator[KernelSpec]], plan: Callable[[KernelSpec, Arch], Plan]
 ) -> Callable[[KernelSpec, Arch, Plan], Iterator[Plan]]:
-    """Return the ``alternatives`` of a schedule whose choices are all fields of a spec: the plans of those ``specs``
-    that have one."""
+    """Return the ``alternatives`` of a schedule whose choices are all fields of a spec: it plans each of the ``specs``,
+    and skips those that the schedule refuses."""
 
     def alternatives(spec: KernelSpec, arch: Arch, first: Plan) -> Iterator[Plan]:
         for other in specs(spec, first):

@@ -3,8 +3,8 @@
 Names of scalars, tensors and ``let`` values, and of the temporaries of a user's expressions, begin with ``PREFIX``.
 Nothing that a template, a header or a compiler defines does, so that no name of a spec meets another meaning: no name
 of a kernel, no macro, no word of C++ or Python. What belongs to a tensor follows the rule by which kernels name what
-belongs to theirs: as ``stride_q_h``, so ``stride_u_doc_0``. The rate and the state of dropout, and the keys of each
-query, are arguments that no spec names, and templates do: these keep the names that kernels give to their own.
+belongs to theirs: as ``stride_q_h``, so ``stride_u_doc_0``. Dropout's rate and state, and the lists of keys, are
+arguments that templates name and no spec declares: they have no prefix.
 """
 
 from __future__ import annotations

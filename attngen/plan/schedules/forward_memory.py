@@ -57,8 +57,10 @@ def with_memory(
     operands: Operands,
     scale_block: int,
 ) -> HopperForward:
-    """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O. If none
-    fits, those that take the least, whose memory exceeds that of the ``arch``."""
+    """Return the roles with the best use of shared memory that fits: Q twice, then all of O, then parts of O.
+
+    If nothing fits, the last of these, which takes the least; ``fits`` tells.
+    """
     box = draft.box_bytes // operands.out.bytes
     parts = [columns for columns in (v // 2, 64, 32) if columns % box == 0 and v % columns == 0]
     choices = ((2, v), (1, v), *((1, columns) for columns in parts))
@@ -77,12 +79,12 @@ def with_memory(
 
 
 def fits(roles: HopperForward, arch: Arch) -> bool:
-    """Whether a block has the shared memory; the system reserves 1 KiB of the limit, before the kernel's own."""
+    """Whether the shared memory of a block is enough, 1 KiB of which the system reserves at its beginning."""
     return roles.shared_bytes <= arch.shared_memory
 
 
 def memory_refusal(spec: KernelSpec, arch: Arch, roles: HopperForward, stages: int) -> PlanError:
-    """Return the error for roles that take more shared memory than there is."""
+    """Return the error for roles that exceed shared memory, with the bytes of each region."""
     sizes = {region.name: region.bytes for region in roles.shared}
     return refuse(
         spec,

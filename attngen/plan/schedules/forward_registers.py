@@ -28,8 +28,8 @@ _COLUMNS_OF_FEW_REGISTERS, _REGISTERS_OF_MORE_COLUMNS = 192, 142
 def registers_of(
     spec: KernelSpec, roles: Roles, consumers: int, tile_n: int, width_v: int, of_table: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """Return the registers per thread of the producer and of a consumer: those of the spec, else those ``of_table``,
-    else the usual ones for the number of consumers."""
+    """Return the registers per thread of the producer and of a consumer: those of the spec, else those ``of_table``
+    (its row for the tile), else the usual ones for the number of consumers."""
     usual = of_table
     if usual is None:
         usual = REGISTERS[consumers]
@@ -42,7 +42,7 @@ def registers_of(
 def register_refusal(
     spec: KernelSpec, registers: tuple[int, int], consumers: int, tile_n: int, width_v: int
 ) -> PlanError | None:
-    """Return why a block has not these ``registers`` per thread, or a consumer not those of its tile; else None."""
+    """Return the error if a block cannot have these ``registers`` per thread, or a consumer needs more; else None."""
     producer, consumer = registers
     for value in registers:
         if value % 8 or not 24 <= value <= 256:

@@ -145,34 +145,35 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A tile that a kernel may have: ``tile_n`` keys beside the ``choice`` of the table. Its loader brings tiles of
-    biases of so many bytes of a pair, and computes so many values ``by_distance``; the rest is loaded and computed for
-    each pair."""
+    """A tile that a kernel may have, and what its loader stores so that consumers do not load or compute it per
+    pair."""
 
     choice: Choice
-    tile_n: int
-    bias_bytes: int
-    by_distance: int
+    tile_n: int  # of the choice, or fewer
+    bias_bytes: int  # of tiles of biases, for each pair
+    by_distance: int  # values of each distance of a query from a key
 
 
 def hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form) -> HopperTile:
-    """Return the tile, the roles and the memory of a kernel: the first of the candidates that has room; PlanError with
-    the sum of the last if none has."""
+    """Return the tile, the roles and the memory of a kernel: those of the first candidate that fits.
+
+    Raises PlanError if none does, with the reason against the last one, which needs the least.
+    """
     refused = None
     for candidate in _candidates(spec, iteration, form):
         tile = _tile(spec, arch, iteration, form, candidate)
         if isinstance(tile, HopperTile):
             return tile
         refused = tile
-    assert refused is not None  # there is a candidate at least
+    assert refused is not None  # there is at least one candidate
     raise refused
 
 
 def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candidate]:
     """Yield the tiles that a kernel may have, the fastest first.
 
-    What the loader brings counts most. Where the roles of a spec or tiles of biases leave no room for the keys of the
-    table, fewer are tried; and with biases fewer consumers, whose fewer rows take less of each.
+    What the loader stores counts most. Then come the keys of the table, and, if the spec names roles or biases come as
+    tiles, fewer keys. With biases, fewer consumers are tried for each, since a tile of fewer rows leaves more room.
     """
     qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
     for tiled, by_distance in dict.fromkeys(product((*_rooms(spec), 0), (_distance_values(spec), 0))):
@@ -196,15 +197,15 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
 
 
 def _rooms(spec: KernelSpec) -> tuple[int, ...]:
-    """Bytes of a pair of the biases whose tiles a loader may bring: where the rows of a tile are those of one head of
-    one sequence, and one warp loads K and V."""
+    """Bytes of biases for each pair that may come as tiles, the most first: where the rows of a tile are those of one
+    head of one sequence, and one warp loads K and V."""
     if spec.dtype in QUANTIZED_DTYPES or is_paged(spec) or spec.pack_gqa or spec.split_tiles:
         return ()
     return rooms(spec.variant)
 
 
 def _bias_keys(spec: KernelSpec, room: int) -> int:
-    """Keys that one copy of each bias has at least."""
+    """Least number of keys in one copy of a bias, of which a tile has a whole number."""
     return BOX_BYTES[-1] // min(element_bytes(spec.variant, room))
 
 
@@ -217,7 +218,7 @@ def _distance_values(spec: KernelSpec) -> int:
 
 
 def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: Candidate) -> HopperTile | PlanError:
-    """Return the tile of a candidate, or why it cannot be had; PlanError is raised for what no candidate can mend."""
+    """Return the tile of a candidate, or the error that excludes it. Raises PlanError for what excludes all of them."""
     choice, tile_n, tiled = candidate.choice, candidate.tile_n, candidate.bias_bytes
     operands = operands_of(spec)
     size = operands.bytes_of("q", "k", "v", "p")
@@ -339,8 +340,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
 def _with_most(
     draft: HopperForward, key_values: int, memory: Callable[[HopperForward], HopperForward], arch: Arch
 ) -> HopperForward:
-    """Return the roles with the most stages of biases that leave room for all of O, else with the most values of a key,
-    up to ``key_values``, for which nothing gives way; those of the ``draft`` in any case."""
+    """Return the ``draft`` with its memory, and with what else fits: first more stages of biases, if all of O still has
+    room; else values of each key, up to ``key_values``, if nothing else becomes smaller for them."""
     for more in _BIAS_STAGES[:-1] if draft.biases else ():
         roles = memory(replace(draft, bias_stages=more))
         if fits(roles, arch) and roles.out_columns == draft.out_columns:

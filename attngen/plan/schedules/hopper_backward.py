@@ -64,14 +64,14 @@ _LABELS = {
     "dv": ("dvoverlap",),
 }  # fmt: skip
 
-#: Most values of each query that come with its tile: no more fit into shared memory at head dim 128.
+#: Most values of each query that the loader stores beside a tile of Q: no more fit in shared memory at head dim 128.
 _QUERY_VALUES = 1
-#: Values of a distance that may come with a tile of Q.
+#: Most values of each distance of a query from a key that the loader stores beside a tile of Q.
 _DISTANCE_VALUES = 2
-#: The same of values that the mask divides for, where there is room.
+#: Most values of each query for which the mask divides; the loader stores them, too, if shared memory has room.
 _COSTLY_VALUES = 2
 
-#: Stages of the tiles of biases of each consumer, the most that fit.
+#: Stages of each consumer's ring of bias tiles; the first number that fits is taken.
 _BIAS_STAGES = (2, 1)
 
 #: Query tiles that all heads of a group visit before the next ones; measured against 4 and 16.
@@ -80,7 +80,7 @@ _QUERY_CHUNK = 8
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Tile, overlap and registers of the kernels of a family, up to ``head_dim``."""
+    """A row of the table: tile and overlap of a family up to ``head_dim``; see ``HopperBackward`` for the fields."""
 
     family: str
     head_dim: int
@@ -92,8 +92,8 @@ class _Choice:
 
 
 #: First match wins; ``_family`` says what the families are, ``_row_family`` what "ordered" is for. Measured on an H200
-#: where docs/performance.md says so; the rest follows from registers: with "dk" the softmax has those of dQ, which has
-#: left.
+#: where docs/performance.md says so; the rest follows from registers: with "dk" the softmax takes those of dQ, which is
+#: finished by then.
 _TABLE = (
     _Choice("tight", 64, 128, overlap="nothing", packed=True, q_stages=2),
     _Choice("tight", 128, 64, overlap="nothing", packed=True, q_stages=2),
@@ -123,27 +123,27 @@ _TABLE = (
     _Choice("reading", 256, 64, overlap="roles", packed=False, q_stages=3),
 )
 
-#: The families, in the order of the registers that their masks and scores take.
+#: The families, those whose masks and scores take the fewest registers first.
 _FAMILIES = ("plain", "light", "divided", "biased", "derived", "valued", "reading", "tight")
 
 #: Head dims beyond this are computed by clusters of two blocks, in which warpgroups have roles: dK and dV of 64 keys
 #: take the registers of one each.
 _BLOCK_HEAD_DIM = 128
 _CLUSTER = 2
-#: Registers of a thread that produces, that keeps dK or dV, and that multiplies dQ, up to this head dim and beyond: of
-#: the four warpgroups, 512. What multiplies all columns of dQ of a block at once needs more; few of them leave more to
-#: what finds tiles.
+#: Registers per thread of the four warpgroups of such a block, 512 in all: the producer, either one that keeps dK or
+#: dV, and the one that multiplies dQ. The latter multiplies all columns of dQ at once up to head dim ``ALL_OF_DQ``, and
+#: beyond it so many at a time; with fewer, the producer has more registers to find tiles.
 _ALL_REGISTERS = (40, 192, 88)
 _REGISTERS_OF_PART = {64: (32, 208, 64), 32: (48, 208, 48)}
 
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """What a plan gives up after ptxas found too few registers for one that gave up less.
+    """Ways in which a plan saves registers, after ptxas has refused a plan without them.
 
-    ``family``: whose rows of the table are taken, of masks and scores that need more registers. ``lean``: the loader
-    keeps as little as can be. ``gathers``: consumers load and compute what the loader could bring. ``divides``: they
-    divide for queries themselves.
+    ``family``: the family whose rows of the table are taken instead of the spec's own. ``lean``: the loader keeps as
+    little in registers as it can. ``gathers``: consumers load biases and compute values of distances for each pair,
+    although the loader could store them in shared memory. ``divides``: consumers divide for each query, not the loader.
     """
 
     family: str | None = None
@@ -159,11 +159,10 @@ class Relief:
 
 @dataclass(frozen=True, slots=True)
 class _Brought:
-    """What the loader brings with a tile of Q instead of work per pair: tiles of biases of so many bytes of a pair,
-    values ``by_distance``."""
+    """What the loader stores beside a tile of Q, so that consumers do not load or compute it for each pair."""
 
-    bias_bytes: int
-    by_distance: int
+    bias_bytes: int  # of tiles of biases, for each pair
+    by_distance: int  # values of each distance of a query from a key
 
 
 _NOTHING = _Brought(0, 0)
@@ -178,7 +177,7 @@ class _Tile:
     roles: HopperBackward
 
     def refusal(self, spec: KernelSpec, v: int) -> PlanError | None:
-        """Return why sizes that the spec gives are not those of the tile, or None."""
+        """Return the error for a size in the spec that this tile cannot have, or None."""
         given, choice = (spec.backward or Backward()).dkdv, self.choice
         if given.tile_m not in (None, choice.tile_m):
             return refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
@@ -192,7 +191,8 @@ class _Tile:
                 "backward.dkdv.stages",
                 f"{self.stages} is not allowed: dO of a step takes {least} stages; nearest: {least}",
             )
-        if choice.overlap == "pingpong" and self.stages < 2:  # one waits for dO in its turn, the other for its turn
+        # With one stage, one consumer would wait for dO in its turn, and the other one, which has it, for its turn.
+        if choice.overlap == "pingpong" and self.stages < 2:
             return refuse(
                 spec,
                 "backward.dkdv.stages",
@@ -202,7 +202,10 @@ class _Tile:
 
 
 def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relief: Relief = Relief()) -> Plan:
-    """Return the plan of a backward, by blocks or by clusters of blocks. The loader brings the most that fits."""
+    """Return the plan of a backward, by single blocks or, for wide heads, by clusters of two.
+
+    The loader stores as much beside a tile of Q as shared memory has room for (``_offers``). Raises PlanError.
+    """
     if refused := _refusal(spec, arch):
         raise refused
     check_head_dims(spec)
@@ -227,7 +230,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
         costly = min(len(costly_query_values(spec.variant)), _COSTLY_VALUES)
         for count in range(costly, 0, -1):
             valued = memory(replace(tile.roles, query_values=count))
-            if valued and replace(valued, query_values=0, shared=roles.shared) == roles:  # nothing else gives way
+            if valued and replace(valued, query_values=0, shared=roles.shared) == roles:  # at the cost of no stage
                 roles = valued
                 break
     planned = drafted(
@@ -267,8 +270,10 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
 
 
 def _offers(spec: KernelSpec, relief: Relief) -> Iterator[_Brought]:
-    """Yield the values that the loader may bring, the most first: in kernels by single blocks. It computes values of a
-    distance where the derivative of the logit is the same for all pairs, if they are few."""
+    """Yield the values that the loader may store beside a tile of Q, the most first; in a cluster none.
+
+    It computes values of a distance only if they are few and the derivative of the logit is the same for all pairs.
+    """
     brings = not (relief.gathers or is_wide(spec))
     tiled = rooms(spec.variant) if brings else ()
     values = 0
@@ -279,14 +284,14 @@ def _offers(spec: KernelSpec, relief: Relief) -> Iterator[_Brought]:
 
 
 def _parts_of_dout(spec: KernelSpec, v: int) -> int:
-    """Return the stages that dO of a step takes."""
+    """Return the stages that dO of one step takes: wide heads have it in parts."""
     return HopperBackward.parts_of(v) if is_wide(spec) else 1
 
 
 def _tile(
     spec: KernelSpec, relief: Relief, brought: _Brought, iteration: str, qk: int, v: int, element: DType
 ) -> _Tile:
-    """Return the tile and the roles with what the loader brings, before their memory."""
+    """Return the tile and the roles for what the loader stores; ``_with_memory`` decides the stages of Q and biases."""
     wide = is_wide(spec)
     per_pair = _per_pair(spec, brought)
     family = relief.family or _family(spec, per_pair, brought)
@@ -295,6 +300,7 @@ def _tile(
     stages = (spec.backward or Backward()).dkdv.stages or _parts_of_dout(spec, v) + 1
     varlen = spec.layout == "varlen"  # its loader and its consumers hold more values
     reads_ds = not all(each.in_registers for each in gradients_of(spec.variant, fast_math=spec.fast_math))
+    # consumers need 240 registers
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     narrow = max(qk, v) <= _NARROW and (brought.bias_bytes > 0 or reads_ds or not crowded)
     registers = _NARROW_REGISTERS if narrow else _WIDE_REGISTERS
@@ -338,7 +344,7 @@ def _tile(
 
 
 def alternatives(spec: KernelSpec, arch: Arch, first: Plan) -> Iterator[Plan]:
-    """Yield the plans of a backward with ever more relief for registers than its ``first`` plan."""
+    """Yield plans that save more and more registers, for a ``first`` plan that ptxas has refused."""
     label = "cluster" if is_wide(spec) else "wgmma"
     for relief in _reliefs(spec, first):
         with suppress(PlanError):
@@ -347,9 +353,12 @@ def alternatives(spec: KernelSpec, arch: Arch, first: Plan) -> Iterator[Plan]:
 
 
 def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
-    """Yield consumers that divide, if the loader did; then families whose masks and scores take more registers than the
-    plan's own; then a lean loader of a single block, whose few registers a mask of many ranges or searches exceeds; and
-    the same while consumers gather what the loader of the ``first`` plan brings."""
+    """Yield ways to save registers, in the order in which they are tried.
+
+    First consumers divide, if the loader did. Then come the rows of families that need more registers than the plan's
+    own; then a lean loader in single blocks, since masks of many ranges or searches exceed its few registers; then the
+    same with consumers that gather, if the loader of the ``first`` plan stores anything for them.
+    """
     assert isinstance(first.structure, HopperBackward)
     brought = _Brought(first.structure.bias_bytes, first.structure.distance_values)
     if first.structure.query_values and costly_query_values(spec.variant):
@@ -363,21 +372,22 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
 
 
 def _families_from(family: str, tiled: int) -> tuple[str, ...]:
-    """Return a family and those after it, for biases of so many bytes of a pair ``tiled``."""
+    """Return a family and those after it; "biased" only if ``tiled`` bytes of biases come as tiles."""
     return tuple(each for each in _FAMILIES[_FAMILIES.index(family) :] if tiled or each != "biased")
 
 
 def _row_family(spec: KernelSpec, family: str, qk: int, v: int) -> str:
-    """The family whose rows of the table a family takes: beyond head dim 96, ping-pong was not measured in a fixed
-    order, so that this keeps "gradients"; but packed sequences with dQ that is cut leave too few registers for that."""
+    """The family whose row of the table is taken. In a fixed order of dQ, ping-pong was not measured beyond head dim
+    96, so that "plain" becomes "ordered" there, whose softmax overlaps gradients. Packed sequences of a head dim that
+    is padded to 128 have too few registers for that, and become "light"."""
     if family != "plain" or is_wide(spec) or max(qk, v) <= _NARROW or not spec.deterministic:
         return family
     return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == _BLOCK_HEAD_DIM else "ordered"
 
 
 def _has_own_spans(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
-    """Whether each consumer finds the queries that see its own keys: where few see a tile of keys, so that those which
-    half of it hides count, and where registers are left."""
+    """Whether each consumer finds the queries that see its own half of the keys, and skips the others. It pays where
+    few queries see a tile of keys, and takes registers, which "derived" kernels do not have."""
     visible = bands_of(spec, "q").visible
     few = len(visible) == 1 and (spec.layout == "varlen" or visible[0].hi is not None)
     halves = choice.overlap == "pingpong" and choice.tile_m < _KEYS and choice.family != "derived"
@@ -385,8 +395,9 @@ def _has_own_spans(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
 
 
 def _query_values(spec: KernelSpec, variant: Variant, brought: _Brought, *, bits: bool) -> int:
-    """Number of values of each query that come with its tile: those of the mask, else those of the score, or 0 if these
-    are too many. ``variant``: what consumers compute for each pair; ``bits``: a tile map has the mask as bits."""
+    """Number of values of each query that the loader stores beside its tile: those that the mask reads, else those that
+    the score does; 0 if they are too many. ``variant`` is what consumers compute for each pair; with ``bits``, a tile
+    map has the mask."""
     count = 0 if bits else query_loads(variant)
     if not (count or brought.bias_bytes or is_wide(spec)):
         values = query_values_of_score(
@@ -397,9 +408,9 @@ def _query_values(spec: KernelSpec, variant: Variant, brought: _Brought, *, bits
 
 
 def _cuts(spec: KernelSpec, *, crowded: bool) -> bool:
-    """Whether the last tiles of keys may be cut: by single blocks, since those of a cluster are handed out by the
-    hardware, and not in a fixed order, in which parts would wait for one another. Where the loader is ``crowded``, it
-    would spill what it keeps of a part."""
+    """Whether several blocks may split one of the last tiles of keys. Clusters may not, since the hardware hands out
+    their tiles; nor kernels with a fixed order of dQ, whose parts would wait for one another; nor kernels whose loader
+    is ``crowded``, and would spill the bounds of a part."""
     return not is_wide(spec) and not spec.deterministic and not crowded
 
 
@@ -424,7 +435,7 @@ def is_wide(spec: KernelSpec) -> bool:
 
 
 def _clustered(draft: HopperBackward, qk: int, v: int, element: DType, *, divides: bool) -> HopperBackward:
-    """Return the roles of a block of a cluster; a mask that ``divides`` positions takes more of what finds tiles."""
+    """Return the roles of a block of a cluster. A mask that ``divides`` needs more registers in the producer."""
     all_of_dq, columns = max(qk, v) <= ALL_OF_DQ, qk // _CLUSTER
     parts = [part for part in _REGISTERS_OF_PART if columns % part == 0]
     part = columns if all_of_dq else parts[-1 if divides else 0]
@@ -441,7 +452,7 @@ def _clustered(draft: HopperBackward, qk: int, v: int, element: DType, *, divide
 
 
 def _dq_columns(qk: int) -> int:
-    """Return the columns of dQ that a consumer multiplies, if it has all rows of them."""
+    """Number of columns of dQ of each consumer where consumers divide its columns, not its rows."""
     return 64 if qk > 64 else 32
 
 
@@ -506,21 +517,24 @@ def _varies(spec: KernelSpec) -> bool:
 
 
 def _per_pair(spec: KernelSpec, brought: _Brought) -> Variant:
-    """The variant as far as consumers load its elements themselves, and compute for each pair."""
+    """The variant without what the loader stores: what consumers load and compute for each pair."""
     variant = without_biases(spec.variant, brought.bias_bytes) if brought.bias_bytes else spec.variant
     return without_distance_values(variant, fast_math=spec.fast_math) if brought.by_distance else variant
 
 
 def _family(spec: KernelSpec, variant: Variant, brought: _Brought) -> str:
-    """Family of mask and score, of which consumers compute ``variant`` for each pair. The registers that they take
-    decide which products the softmax can overlap.
+    """Family of mask and score, by what consumers compute for each pair (``variant``). Its registers decide which
+    products the softmax can overlap.
 
-    "plain": no score, and a mask made of comparisons of positions and scalars. "light": a score whose derivative is the
-    same for all pairs, or values of a batch. "divided": these, with divisions. "biased": these, with biases of which
-    tiles come with those of Q. "derived": a score whose derivative differs. "valued": mask or score read at most one
-    value of each query, which comes with its tile, and values of keys. "reading": other tensors are read by position.
-    "tight": with dropout, dV takes probabilities after it and dS those before; and a tile map with a fixed order takes
-    more of the loader of a single block.
+    - "plain": no score, and a mask made of comparisons of positions and scalars
+    - "light": a score whose derivative is the same for all pairs, or tensors read by sequence and head alone
+    - "divided": "light" with divisions
+    - "biased": "light" or "divided" with biases that come as tiles
+    - "derived": a score whose derivative differs from pair to pair
+    - "valued": mask or score read values of keys, and at most one value of each query, stored beside its tile
+    - "reading": other tensors are read by position
+    - "tight": dropout, since dV takes probabilities after it and dS those before; or a tile map with a fixed order of
+      dQ, which takes registers of the loader
     """
     mapped = not is_wide(spec) and iteration_of(spec, "q", by_bits=True) == "tile_map"
     if variant.dropout or (spec.deterministic and mapped):
@@ -550,7 +564,7 @@ def by_head(variant: Variant) -> bool:
 def _with_memory(
     arch: Arch, tile_m: int, stages: int, qk: int, v: int, operands: Operands, draft: HopperBackward
 ) -> HopperBackward | None:
-    """Return the roles with the most stages of Q, and of biases, that fit; None if none do."""
+    """Return the roles with as many stages of Q, and then of biases, as shared memory holds; None if it holds none."""
     layouts = _memory_layouts(tile_m, stages, qk, v, operands, draft)
     return next((roles for roles in layouts if roles.shared_bytes <= arch.shared_memory), None)
 
@@ -558,7 +572,7 @@ def _with_memory(
 def _memory_layouts(
     tile_m: int, stages: int, qk: int, v: int, operands: Operands, draft: HopperBackward
 ) -> Iterator[HopperBackward]:
-    """Yield the roles with their memory, those with the most stages of Q, and of biases, first."""
+    """Yield the roles with their regions of shared memory, from the most stages of Q and biases to the fewest."""
     pipes = backward_pipes if draft.cluster == 1 else cluster_pipes
     of_biases = _BIAS_STAGES if draft.biases else (0,)
     for q_stages, bias_stages in product(range(draft.q_stages, 1, -1), of_biases):
@@ -567,7 +581,7 @@ def _memory_layouts(
 
 
 def _memory_refusal(spec: KernelSpec, arch: Arch, tile: _Tile, qk: int, v: int, operands: Operands) -> PlanError:
-    """Return the error for a tile that takes more shared memory than there is even with the fewest stages."""
+    """Return the error for a tile that exceeds shared memory even with the fewest stages."""
     *_, least = _memory_layouts(tile.choice.tile_m, tile.stages, qk, v, operands, tile.roles)
     listed = " + ".join(
         f"{_OPERANDS[region.name]} {region.bytes}" + (f" ({tile.stages} stages)" if region.name == "dout" else "")

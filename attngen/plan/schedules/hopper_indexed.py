@@ -1,7 +1,7 @@
-"""The Hopper forward of latent attention over keys that calls list by index, for each query.
+"""The Hopper forward of latent attention in which a call lists the keys of each query by index.
 
-A work item is a query with up to 128 of its heads; a tile of keys is 64 entries of its list, whose rows warps gather.
-Consumers work as in ``hopper_mla``, and blocks share work items and their tiles as there.
+A work item is one query with up to 128 of its heads. A tile of keys is 64 entries of the query's list, whose rows the
+producer's warps gather. Consumers, work distribution and merging are those of ``hopper_mla``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from attngen.plan.schedules.mla_pipes import CONSUMERS, KEYS, ROWS, TILES
 from attngen.schema.expand import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
-_PAIR = 2  # most blocks of a cluster, which then hold the heads of a work item
+_PAIR = 2  # blocks of a cluster at most; a cluster holds the heads of one work item
 _WARPS = 12
 
 
@@ -96,7 +96,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 
 
 def _arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Arguments of the kernel: those of ``hopper_mla`` with k by address, and the rows of a query."""
+    """Arguments of the kernel: those of ``hopper_mla``, but with the address of k, and with ``query_rows``."""
     ragged = plan.ragged_queries
     return (
         arguments.pointer(plan, "q"),

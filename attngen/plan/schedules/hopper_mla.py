@@ -37,7 +37,7 @@ class HopperMla(HopperDecode):
     """Roles and memory of a kernel whose values are the head of its keys; ``consumers`` are warpgroups."""
 
     merged_rows: int  # of a block of the launch that merges partial results
-    raise_above: str = ""  # literal: growth of the running max, in units of log2, at which the row max follows; "": any
+    raise_above: str = ""  # literal: growth of the running max, in units of log2, at which a lazy row max follows
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -134,7 +134,7 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
 
 
 def _prefetches(plan: Plan) -> bool:
-    """Whether loaders bring whole rows of a page to L2, beside the boxes of their columns."""
+    """Whether loaders prefetch whole rows of a page to L2, before they copy the rows box by box."""
     return plan.key_access == "paged" and plan.head_dim_qk > plan.head_dim_v
 
 

@@ -1,4 +1,4 @@
-"""The pipes of the Hopper kernels whose calls list the keys of each query: warps gather rows of K, thread by thread."""
+"""Rings and barriers of the Hopper kernel of keys by index, whose loaders gather rows of K by ``cp.async``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from attngen.plan.pipes import BARRIER_BYTES, WARPGROUP, NamedBarrier, Pipes, Ri
 from attngen.plan.schedules.decode_pipes import COUNT_BYTES, WALK_BYTES
 from attngen.plan.schedules.mla_pipes import BOX_COLUMNS, CONSUMERS, HALF_BOXES, KEYS, ROWS, TILES
 
-#: Shared memory in its order: matrices first, which need the most alignment, and words last.
+#: Order of the regions of shared memory: matrices first, which need the most alignment.
 _ORDER = ("q", "values", "more", "p", "row_max", "sums", "keys", "barriers", "begin", "last", "counts")
 _WARPS = WARPGROUP * (CONSUMERS + 1)
 _WORD = 4

@@ -79,9 +79,9 @@ class DecodeView:
     page_scales: bool
     head_scales: bool  # all values of a KV head share a scale
     descaled: tuple[str, ...]  # scales of Q and K that all rows of a work item share
-    rows_end: str  # packed rows of a work item's sequence
+    rows_end: str  # one after the last packed row of a work item's sequence (keys by index: of its query)
     biases: tuple[Bias, ...] = ()  # whose tiles come with those of K: none here
-    items: str = "cuda/decode/_items.cu.j2"  # what lists work items
+    items: str = "cuda/decode/_items.cu.j2"  # the template of how work items are numbered
 
 
 def decode_view(plan: Plan, template: str) -> DecodeView:

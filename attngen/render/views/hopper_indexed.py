@@ -1,4 +1,4 @@
-"""Plan → what the template of the Hopper kernels whose calls list the keys of each query is filled with."""
+"""The view of the template of Hopper kernels of keys by index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REGION_TEXTS = {
 
 
 def indexed_view(plan: Plan, template: str) -> DecodeView:
-    """View of a plan. Tiles of keys are entries of a list, so that none is left out for what the mask says."""
+    """View of a plan. All tiles of a query's list are visited: its keys lie anywhere, so that no bounds skip any."""
     view = split_view(plan, template, pipes_view(indexed_pipes_of(plan), base="here + "), _REGION_TEXTS)
     return replace(
         view,
