@@ -9,10 +9,11 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.dtypes import HEAD_DIMS
 from attngen.errors import PlanError
-from attngen.plan import Plan
+from attngen.plan import Plan, plan
+from attngen.plan.schedules.mma_backward import SCHEDULE
 from attngen.plan.schedules.structures import MmaBackward
 from attngen.render import render
-from tests.plan.specs import planned
+from tests.plan.specs import kernel_spec, planned
 from tests.plan.test_mma_forward import CARDS, conflicts, swizzled
 
 BACKWARD: Mapping[str, object] = {"backend": None, "passes": "backward", "backward": "{backend: cuda}"}
@@ -62,3 +63,13 @@ def test_pairs_in_shared_memory_have_no_bank_conflicts(arch: str, head_dim: int)
     for chunk in range(0, chunks, 2):  # as A of dV and dK, and, transposed, of dQ
         assert conflicts([at(lane % 16, chunk + lane // 16) for lane in lanes]) == 1
         assert conflicts([at(lane // 16 * 8 + lane % 8, chunk + lane // 8 % 2) for lane in lanes]) == 1
+
+
+def test_other_tiles_need_fewer_registers() -> None:
+    fields = {"arch": "sm80", "head_dim": 64, **BACKWARD}
+    spec = kernel_spec("causal", **fields)  # type: ignore[arg-type]
+    first = plan(spec)
+    others = [(one.tile_m, one.tile_n) for one in SCHEDULE.alternatives(spec, ARCHES["sm80"], first)]
+    assert (first.tile_m, first.tile_n) == (128, 128)
+    assert others[0] == (64, 128)
+    assert all(m < 128 for m, _ in others)

@@ -15,7 +15,7 @@ from attngen.plan.draft import drafted, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Region, Workspace
 from attngen.plan.operands import operands_of
 from attngen.plan.own_gradients import differentiable_of
-from attngen.plan.schedule import Schedule
+from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.schedules.backward_launches import launch_of, leading_launches, tile_map_axes
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import MmaBackward
@@ -223,6 +223,14 @@ def _tile(spec: KernelSpec, arch: Arch, qk: int, v: int) -> _Tile:
     return replace(table, blocks=max(min(table.blocks, (arch.shared_memory + _RESERVED) // (total + _RESERVED)), 1))
 
 
+def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec with tiles of fewer queries than those of its ``first`` plan, which need fewer registers."""
+    given = spec.backward or Backward()
+    if given.dkdv == Gradient():
+        for tile in dict.fromkeys(tile for _, _, tile in _TABLE if tile.m < first.tile_m):
+            yield replace(spec, backward=replace(given, dkdv=Gradient(tile.m, tile.n, tile.stages)))
+
+
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Return why the schedule cannot serve a spec at all, or None."""
     if arch.tensor_memory:
@@ -280,5 +288,6 @@ SCHEDULE = Schedule(
     supports=lambda arch: not arch.tensor_memory,
     suits=lambda spec: not ARCHES[spec.arch].wgmma or spec.loads == "pointer",
     plan=_plan,
+    alternatives=plans_of(_alternatives, _plan),
     keep_promises=_keep_promises,
 )
