@@ -39,7 +39,7 @@ _ROW = 4
 
 @dataclass(frozen=True)
 class Mask:
-    """A model's variants, each with how many layers have it, and their values; documents have these lengths."""
+    """The variants of a model's layers, with the number of layers of each; their values; the lengths of documents."""
 
     name: str
     layers: dict[str, int]
@@ -80,7 +80,7 @@ class Row:
 
 
 def masks(seqlen: int) -> list[Mask]:
-    """Those that are timed."""
+    """The masks that the suite times."""
     window = {"window": min(4096, max(seqlen // 16, 1))}
     return [
         Mask("causal", {"causal": 1}),
@@ -139,7 +139,7 @@ def run(
     return all(row.reason is None for row in rows if row.contender.startswith(("attngen", "one")))
 
 
-#: Makes the calls of all layers, and what these take their gradients of.
+#: A function that calls all layers, and the tensors whose gradients are taken.
 Made = tuple[Callable[[], list[Tensor]], list[Tensor]]
 
 
@@ -222,7 +222,7 @@ def _one(mask: Mask, seqlen: int, device: torch.device) -> Made:
 
 
 def _layers(mask: Mask, call: Callable[[str], Tensor]) -> Callable[[], list[Tensor]]:
-    """The calls of all layers, one after the other."""
+    """A function that calls all layers, one after the other."""
     variants = [variant for variant, count in mask.layers.items() for _ in range(count)]
     return lambda: [call(variant) for variant in variants]
 

@@ -17,7 +17,7 @@ from attngen.parallel.rows import Rows
 
 
 class _Part(NamedTuple):
-    """Keys that are own rows, or arrived ones, and were there ``again`` times before: none is there twice."""
+    """Own rows, or received ones, among the keys, each once; each was there ``again`` times before."""
 
     rows: Rows
     own: bool
@@ -97,15 +97,15 @@ class Assembly:
         return np.unique(self.source[(self.source >= 0) & (self.source < self.held)])
 
     def among(self, rows: np.ndarray) -> Assembly:
-        """The same keys, where only some own ``rows`` are there, ascending, and are counted alone."""
+        """The same keys, if only these own ``rows`` (ascending, all that are keys among them) were numbered."""
         own = (self.source >= 0) & (self.source < self.held)
         moved = np.where(self.source < 0, -1, self.source - self.held + len(rows))
         moved[own] = np.searchsorted(rows, self.source[own])
         return Assembly(moved, len(rows), self.received)
 
     def add_own(self, totals: Sequence[Tensor], dk: Tensor, dv: Tensor, *, first: bool) -> None:
-        """Add the gradients of keys that are own rows to those of own rows, (rows, batch, heads, head_dim); ``first``:
-        nothing is there yet."""
+        """Add the gradients of keys that are own rows to ``totals``, (rows, batch, heads, head_dim), which have no
+        values yet if ``first``."""
         own = [part for part in self._parts if part.own]
         covers = first and bool(own) and own[0].rows.count == self.held
         for total, gradient in zip(totals, (dk, dv), strict=True):

@@ -20,13 +20,13 @@ CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 #: Work of the rank that has most, over the mean, which is not looked at any more.
 _BALANCED = 1.002
 
-#: Ranks with least work with which the one that has most may swap.
+#: Number of ranks, those with least work, with which the rank that has most may swap.
 _PARTNERS = 12
 
 #: A finer cut has to be better by this share.
 _GAIN = 0.99
 
-#: Cuts in a row, each finer than the one before, that are no better than a coarser one: then no finer one is tried.
+#: The search ends after so many finer cuts in a row that are no better than the best one so far.
 _WORSE = 3
 
 #: Least share of the time of an exchange that is not hidden: rows are copied before and after.
@@ -95,12 +95,13 @@ def deal(
 
 
 def _computing(each: Sequence[Weighed], owner: np.ndarray, ranks: int) -> float:
-    """Tiles of the rank that has most, added up over the variants."""
+    """Tiles of the busiest rank, added up over the variants and their layers."""
     return sum(float(np.bincount(owner, weights=one.visits.tiles, minlength=ranks).max()) * one.layers for one in each)
 
 
 def _dealt(sums: np.ndarray, tiles: int, ranks: int, chunks: int) -> np.ndarray:
-    """The rank of each tile if each rank gets ``chunks`` runs of them. ``sums`` is the work before each tile."""
+    """The rank of each tile if each rank gets ``chunks`` runs of tiles. ``sums`` are prefix sums of the work of
+    tiles."""
     if ranks == 1:
         return np.zeros(tiles, dtype=np.int64)
     count = ranks * chunks
@@ -125,7 +126,7 @@ def _dealt(sums: np.ndarray, tiles: int, ranks: int, chunks: int) -> np.ndarray:
 
 
 def _swap(chunks_of: np.ndarray, weights: np.ndarray, sizes: np.ndarray, load: np.ndarray) -> None:
-    """Swap chunks of one size between the rank with most work and those with least, while that makes the most less."""
+    """Swap chunks of one size between the rank with most work and those with least, as long as the maximum falls."""
     enough = _BALANCED * load.mean()
     chunks = chunks_of.shape[1]
     for _ in range(4 * len(load)):

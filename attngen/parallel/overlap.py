@@ -1,4 +1,4 @@
-"""What of a plan's calls overlaps with what it exchanges: decided from the visits of all ranks, so the same on each."""
+"""How a plan overlaps calls with exchanges. It follows from the visits of all ranks, so that all decide alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attngen.parallel.visits import Visits, runs_of_tiles
 #: By rows, by heads, or not at all.
 Overlap = Literal["rows", "heads", "none"]
 
-#: Seconds that a second group of heads takes: its copies, and calls that are smaller.
+#: Seconds that a second group of heads costs: more copies, and smaller calls.
 _GROUP = 150e-6
 
 #: Least seconds of an exchange that is cut into groups of heads.

@@ -34,7 +34,7 @@ class Options(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The query heads and KV heads of a call: the first ones, and how many."""
+    """The query heads and the KV heads of a call: of each, the first and the number."""
 
     heads: tuple[int, int]
     kv_heads: tuple[int, int]
@@ -48,7 +48,7 @@ class Part(NamedTuple):
         return k if k.shape[2] == self.kv_heads[1] else k.narrow(2, *self.kv_heads)
 
     def among(self, k: Tensor, group: Part) -> Tensor:
-        """The KV heads of (batch, keys, heads, …) that has those of a group."""
+        """The KV heads of k, (batch, keys, heads, …), which has only the heads of ``group``."""
         return (
             k
             if group.kv_heads == self.kv_heads
@@ -166,15 +166,17 @@ class Piece:
 
     @cached_property
     def covers_others(self) -> bool:
-        """Whether a forward clears rows between its own ones: those of sequences without keys."""
+        """Whether a forward also writes zeros between its own rows: they are packed as sequences without keys."""
         return self.lengths is not None and bool(((self.lengths[0] > 0) & (self.lengths[1] == 0)).any())
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, part: Part, values: Mapping[str, Any],
         options: Options,
     ) -> Callable[[], None]:  # fmt: skip
-        """Compute the rows of ``out``, (batch, rows, heads, head_dim), and of ``lse``, (batch, heads, rows). Those that
-        do not follow one another are there once the result was called."""
+        """Compute the rows of ``out``, (batch, rows, heads, head_dim), and of ``lse``, (batch, heads, rows).
+
+        The kernel writes ``out`` itself if the rows are one run. Everything else is copied when the result is called.
+        """
         place = self.rows.view(out, 1)
         rows = None if place is None else self._packed(part.of(place))
         given = self._given(self._packed(part.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), part, values,
@@ -185,7 +187,7 @@ class Piece:
         result = run(given)
         computed, sums = result if lse is not None else (result, None)
 
-        def put() -> None:
+        def copy_rows() -> None:
             if rows is None:
                 whole = out if out.shape[2] == part.heads[1] else out.narrow(2, *part.heads)
                 self.rows.put(whole, self._dense(computed, q.shape[0]), 1)
@@ -193,7 +195,7 @@ class Piece:
                 by_batch = sums if self.lengths is None else sums.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
                 self.rows.put(lse.narrow(1, *part.heads), by_batch, 2)
 
-        return put
+        return copy_rows
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,

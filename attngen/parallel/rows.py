@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Most runs that are copied one by one, if they have at least so many rows in the mean, and most of any length: a copy
-#: takes the host as long as a GPU takes for some thousand rows.
+#: Runs are copied by a slice each, else all rows by index: up to 12 runs of 4,096 rows or more in the mean, or up to 4
+#: of any length. To enqueue a copy takes the host as long as a GPU takes to copy some thousand rows.
 _MOST_LONG, _LONG, _MOST_SHORT = 12, 4096, 4
 
 _WIDE = torch.complex128
@@ -84,7 +84,7 @@ class Rows:
 
     @staticmethod
     def _wide(dim: int, *tensors: Tensor) -> Sequence[Tensor]:
-        """The tensors with wide elements, unless rows are elements."""
+        """The tensors with elements of 16 bytes, unless rows lie along the last axis, where an element is a row."""
         return wide(*tensors) if dim < tensors[0].dim() - 1 else tensors
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -101,7 +101,7 @@ def copy(to: Tensor, source: Tensor) -> None:
 
 
 def wide(*tensors: Tensor) -> Sequence[Tensor]:
-    """Tensors as ones of 16 bytes an element, if all of them can be seen so: their copies on a GPU take less time."""
+    """Views of tensors with elements of 16 bytes, which a GPU copies faster; the tensors if one has no such view."""
     each = 16 // tensors[0].element_size()
     if not all(tensor.dtype == tensors[0].dtype and _aligned(tensor, each) for tensor in tensors):
         return tensors

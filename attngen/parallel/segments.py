@@ -28,7 +28,7 @@ _SUMS = ("add", "sub", "neg", "mul")
 
 
 def named(expr: Expr) -> Expr:
-    """An expression in which ``q + seqlen_k - seqlen_q`` is called ``q_pos``, in sums and comparisons of integers."""
+    """The expression with ``q + seqlen_k - seqlen_q``, in sums and comparisons of integers, rewritten as ``q_pos``."""
 
     def position(total: Linear) -> Linear | None:
         times = total.terms.get(index("q"), 0)

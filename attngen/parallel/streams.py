@@ -1,4 +1,4 @@
-"""Two streams that take turns, so that a kernel begins on the multiprocessors that the one before it has left."""
+"""Two streams that alternate, so that a kernel starts on multiprocessors that the one before it has already left."""
 
 from __future__ import annotations
 
@@ -8,40 +8,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_sides: dict[torch.device, Any] = {}
+#: The second stream of each GPU.
+_second: dict[torch.device, Any] = {}
 
 
-class Turns:
-    """The current stream of a GPU and a second one, which are joined at the end of a ``with`` block.
+class TwoStreams:
+    """The current stream of a GPU and a second one, for the calls of a ``with`` block; on a CPU, neither.
 
-    Work of the second stream begins after what was enqueued before the block. Tensors that are used in the block live
-    until its end, but for those that one turn alone makes and uses; what is returned from the block is ``handed`` over.
+    The second stream starts after what was enqueued before the block, and the current one waits for it at the end of
+    the block. A tensor that both streams use must live until then. One that is made in the block and used after it goes
+    through ``handed``, so that the allocator does not reuse its memory too early.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._streams: list[Any] = []
         self._used = False
         if device.type == "cuda":
-            if device not in _sides:
-                _sides[device] = torch.cuda.Stream(device)
-            self._streams = [torch.cuda.current_stream(device), _sides[device]]
+            if device not in _second:
+                _second[device] = torch.cuda.Stream(device)
+            self._streams = [torch.cuda.current_stream(device), _second[device]]
             self._start = self._streams[0].record_event()
 
-    def __enter__(self) -> Turns:
+    def __enter__(self) -> TwoStreams:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._used:
             self._streams[0].wait_stream(self._streams[1])
 
-    def on(self, turn: int) -> AbstractContextManager[Any]:
-        """Enqueue on the stream whose turn it is."""
+    def on(self, number: int) -> AbstractContextManager[Any]:
+        """Enqueue call ``number``: even ones on the current stream, odd ones on the second."""
         if not self._streams:
             return nullcontext()
-        if turn % 2 and not self._used:
+        if number % 2 and not self._used:
             self._streams[1].wait_event(self._start)
             self._used = True
-        return torch.cuda.stream(self._streams[turn % 2])
+        return torch.cuda.stream(self._streams[number % 2])
 
     def event(self) -> Any:
         """An event after what was enqueued on the current stream."""
@@ -54,7 +56,7 @@ class Turns:
             torch.cuda.current_stream().wait_event(event)
 
     def handed(self, x: Tensor) -> Tensor:
-        """A tensor that the first stream uses after the block."""
+        """A tensor of either stream, which the current one uses after the block."""
         if self._used:
             x.record_stream(self._streams[0])
         return x

@@ -82,7 +82,7 @@ class Transfer:
         return [(Rows(part), len(part)) for part in parts if len(part)]
 
     def among(self, rows: np.ndarray) -> Transfer:
-        """The same transfer, where only some own ``rows`` are there, ascending, and are counted alone."""
+        """The same transfer, if only these own ``rows`` (ascending, all that are sent among them) were numbered."""
         places = np.where(self.places < self.held, -1, self.places - self.held + len(rows))
         send = np.asarray(np.searchsorted(rows, self.send))
         return replace(self, held=len(rows), send=send, places=places)

@@ -1,9 +1,9 @@
-"""What one rank does in a call by keys: exchanges that are under way while it computes what needs none of them.
+"""The forward and the backward of one rank, which computes while keys and their gradients are exchanged.
 
-Two ways to overlap. By rows: the rows whose keys all lie here are computed first, the others when their keys have
-arrived; in the backward the others come first, and their gradients return meanwhile. By heads: keys of few heads are
-exchanged first, and those of the others arrive while these are computed. What overlaps how is the same on all ranks,
-since they enter the same collectives.
+They overlap in one of two ways. By rows: rows whose keys all lie on the rank are computed first, the others once their
+keys have arrived; in the backward the others come first, and the gradients of their keys return meanwhile. By heads:
+the keys of one KV head are exchanged first, and those of the others arrive while that head is computed. All ranks
+overlap in the same way, since they enter the same collectives.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from attngen.parallel.pieces import Options, Part, Piece, Selection
 from attngen.parallel.routes import Needs
 from attngen.parallel.rows import Rows, copy
 from attngen.parallel.segments import Segments
-from attngen.parallel.streams import Turns
+from attngen.parallel.streams import TwoStreams
 from attngen.parallel.transfers import Flight, Transfer, head_start
 
-#: Segments of a forward that are calls of their own: at most so many, of at least so many rows each.
+#: Most segments of a forward that run as calls of their own, and the least rows of each; more or shorter ones are
+#: packed in one call.
 _MOST_CALLS, _LONG = 3, 2048
 
 #: Values of a piece's call, from what the caller passed.
@@ -36,11 +37,11 @@ Values = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The pieces of one rank, and what it exchanges.
+    """What one rank computes, in two pieces, and what it exchanges.
 
-    ``here`` sees the rank's own rows from ``here_keys[0]`` on, as many as ``here_keys[1]``, and ``rest`` the keys of
-    ``assembly``; either may be None. ``values`` gives a piece's tensors and scalars. ``by_heads``: keys travel in two
-    groups of heads, and their gradients return in three.
+    ``here``: the rows that see only the rank's own keys, of which the call gets ``here_keys[1]`` from number
+    ``here_keys[0]`` on. ``rest``: the other rows, which see the keys of ``assembly``, own and received ones. Either may
+    be None. ``by_heads``: keys travel in two groups of heads, and their gradients return in three.
     """
 
     group: Group
@@ -69,30 +70,32 @@ class Work:
         parts = _parts(heads, k.shape[2], (1, -1) if self.by_heads else (-1,))
         flights = [self._start(k, v, part) for part in parts]
         head_start(q.device) if self.exchanges else None
-        # Calls begin while the last blocks of those before them run. Where ``here`` clears rows of the others, they are
-        # copied afterwards, or if copies take longer, computed afterwards.
+        # Calls alternate between two streams, so that one starts while the last blocks of another still run. The packed
+        # call of ``here`` may also write zeros to rows of ``rest`` that lie between its own. These are then stored
+        # after it: if they are one run of rows, which the kernel of ``rest`` writes in place, by running it on the same
+        # stream, else by copying its result at the end.
         clears = self.here is not None and self.here.covers_others
-        turn = int(self.here is not None and not (clears and self.rest is not None and self.rest.rows.is_run))
+        number = int(self.here is not None and not (clears and self.rest is not None and self.rest.rows.is_run))
         every: list[Tensor] = []
-        left: list[Callable[[], None]] = []
-        with Turns(q.device) as turns:
+        copies: list[Callable[[], None]] = []
+        with TwoStreams(q.device) as streams:
             if self.here is not None:
                 own_k, own_v = (x.narrow(1, *self.here_keys) for x in (k, v))
                 self.here.forward(q, own_k, own_v, out, sums, _all(heads, k.shape[2]), values, options)()
             for part, flight in zip(parts, flights, strict=True):
-                with turns.on(turn):
-                    every.append(turns.handed(self._keys(k, v, part, flight)))
-                    assembled = turns.event()
+                with streams.on(number):
+                    every.append(streams.handed(self._keys(k, v, part, flight)))
+                    assembled = streams.event()
                 part_k, part_v = _split(every[-1], k, v, part)
                 for piece, start, count in self.forwards:
-                    with turns.on(turn):
-                        turns.wait(assembled)
+                    with streams.on(number):
+                        streams.wait(assembled)
                         piece_k, piece_v = (x.narrow(1, start, count) for x in (part_k, part_v))
-                        put = piece.forward(q, piece_k, piece_v, out, sums, part, values, options)
-                        left.append(put) if clears else put()
-                    turn += 1
-        for put in left:
-            put()
+                        copy_rows = piece.forward(q, piece_k, piece_v, out, sums, part, values, options)
+                        copies.append(copy_rows) if clears else copy_rows()
+                    number += 1
+        for copy_rows in copies:
+            copy_rows()
         kept = every if keep and self.keeps else []
         return out, sums, kept
 
@@ -104,7 +107,8 @@ class Work:
         heads, kv_heads = q.shape[2], k.shape[2]
         parts = _parts(heads, kv_heads, (1, -1, 1) if self.by_heads else (-1,))
         arriving = _parts(heads, kv_heads, (1, -1) if self.by_heads else (-1,))
-        # A collective that waits for another one, and so for other ranks, would begin after the kernel that is next.
+        # Keys travel in two collectives, also for three groups of gradients: behind a third one, which may still wait
+        # for other ranks, the first collective of gradients would start only after the next kernel.
         flights = [] if kept else [self._start(k, v, group) for group in arriving]
         own: dict[str, Tensor] = {
             name: torch.zeros_like(values[name], dtype=_sums_dtype(q), memory_format=torch.contiguous_format)
@@ -145,7 +149,7 @@ class Work:
         return self._gradient_of_rows(q, of_rows, rows_here), dk, dv, own
 
     def _gradient_of_rows(self, q: Tensor, rest: list[tuple[Part, Tensor]], here: Tensor | None) -> Tensor:
-        """The gradient of q from those of groups of heads of ``rest``, and of ``here``, where these are 0."""
+        """The gradient of q: rows of ``rest``, by groups of heads, and rows of ``here``."""
         whole = here if here is not None and self.here is not None and self.here.rows.whole else None
         if whole is None and len(rest) == 1 and self.rest is not None and self.rest.rows.whole:
             return rest[0][1]
@@ -161,7 +165,7 @@ class Work:
         self, k: Tensor, v: Tensor, parts: Sequence[Part], rest: Sequence[tuple[Tensor, Tensor, Flight]],
         here: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The gradients of k and v: those of ``here``, those of own rows of ``rest``, and those that came back."""
+        """The gradients of the rank's own k and v: sums of those of ``here``, of ``rest``, and of other ranks."""
         whole = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
         if here is not None:
             whole = self._of_own_rows(whole, here)
@@ -185,7 +189,7 @@ class Work:
         return whole[0], whole[1]
 
     def _of_own_rows(self, whole: list[Tensor], here: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of ``here`` at their places in those of all own rows, (batch, rows, heads, head_dim), or 0."""
+        """The gradients of ``here`` among those of all own keys, (batch, rows, heads, head_dim), which else are 0."""
         begin, count = self.here_keys
         if count == self.transfer.held:
             return list(here)
@@ -197,8 +201,8 @@ class Work:
 
     @cached_property
     def _shared(self) -> tuple[Rows, Assembly, Transfer]:
-        """The own rows whose gradients as keys are sums in float32: without ``here`` all of them, else those that
-        others or ``rest`` see. The assembly and transfer count these alone."""
+        """The own keys whose gradients have several terms, which are summed in float32; without ``here``, all own keys.
+        Others are seen by ``here`` alone. Assembly and transfer are renumbered to count only these."""
         if self.here is None:
             return Rows(np.arange(self.transfer.held)), self.assembly, self.transfer
         seen = np.union1d(self.assembly.own_rows, self.transfer.send)
