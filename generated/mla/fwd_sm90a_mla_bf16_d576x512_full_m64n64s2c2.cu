@@ -3,18 +3,19 @@
 // Attention forward, variant full: mask `True`.
 // Rendered from templates/cuda/mla/kernel.cu.j2 by `attngen build specs/mla.yaml`.
 //
-// V is the head of K: a tile of 64 keys is copied once, and multiplied twice. A block has 64 query rows, those of
-// all heads, the heads of a query first, and two consumers. Each holds half of the columns of O, and computes
-// S = Q K^T and P of every other tile, multiplies its own P from registers, and the other's from shared memory:
+// V is the first 512 columns of K: a tile of 64 keys is copied once, for S and for O. A block has 64 rows, a row being a head of a
+// query, those of one query side by side. Each of two consumers holds half of the columns of O, and computes S = Q K^T and P
+// of every other tile. It multiplies its own P from registers, and the other consumer's P from shared memory:
 //
 //   consumer 0:  S0      P0        O += P0 V0               O += P1 V1   S2
 //   consumer 1:      S1      O += P0 V0 | P1   O += P1 V1            S3
 //
-// Both columns of a pair of tiles are free before S of the next pair, so that two tiles are in flight at a time.
+// Two tiles are in flight at a time: each consumer has read the columns of a tile before it starts S of its next one.
 //
 // Where a sequence has more than 64 rows, two blocks of a cluster have 128 of them, and each loads half of the columns of a
-// tile for both. The tiles that rows see, of all sequences, are one list, of which blocks (or clusters) take equal ranges.
-// Where a range ends inside a work item, partial results stay in global memory, and a second launch merges them.
+// tile for both. A work item is the rows of such a block or cluster, with the tiles that they see. The tiles of all work items
+// are one list, of which blocks (or clusters) take equal ranges. Where a range ends inside a work item, partial results go to
+// global memory, and a second launch merges them.
 #include "cluster.cuh"
 #include "divisor.cuh"
 #include "pair.cuh"
@@ -49,7 +50,7 @@ constexpr uint32_t kBox = kBlockN * kBoxBytes;  // bytes of a box of a tile
 static_assert(kHalfBoxes == 1 << kHalfBits && kMoreBoxes <= 1);
 static_assert(kRows == kBlockN);  // so that boxes of Q and P have as many bytes
 
-constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must grow before the row max follows
+constexpr float kRaiseAbove = 8.0f;  // growth of the running max, in units of log2, at which the row max follows
 
 // How work is distributed, in tiles of keys.
 constexpr int kLeastTiles = 2;  // of a block at least; with fewer, fewer blocks work
@@ -61,19 +62,19 @@ constexpr int kMergedRows = 4, kRowThreads = kHeadDimV / 4;  // of a block that 
 
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 65536 B: Q, the columns of the values
-constexpr uint32_t kValues = kShared + 65536;  // 131072 B: columns of K that are values, a box per stage
-constexpr uint32_t kMore = kShared + 196608;  // 16384 B: the columns of K that are no values
+constexpr uint32_t kQ = kShared + 0;  // 65536 B: the first columns of Q, as many as V has
+constexpr uint32_t kValues = kShared + 65536;  // 131072 B: the columns of K that are V, a box per stage
+constexpr uint32_t kMore = kShared + 196608;  // 16384 B: the columns of K that only S needs
 constexpr uint32_t kP = kShared + 212992;  // 16384 B: P of a tile of each consumer, for the other one
-constexpr uint32_t kRowMax = kShared + 229376;  // 256 B: its running max
-constexpr uint32_t kSums = kShared + 229632;  // 512 B: row sums of consumers
+constexpr uint32_t kRowMax = kShared + 229376;  // 256 B: the row max of this P
+constexpr uint32_t kSums = kShared + 229632;  // 512 B: row sums of both consumers
 constexpr uint32_t kValuesFull = kShared + 230144;  // 128 B: barriers
 constexpr uint32_t kValuesEmpty = kShared + 230272;  // 128 B: barriers
 constexpr uint32_t kMoreFull = kShared + 230400;  // 16 B: barriers
 constexpr uint32_t kMoreEmpty = kShared + 230416;  // 16 B: barriers
-constexpr uint32_t kBegin = kShared + 230432;  // 24 B: where the share begins
-constexpr uint32_t kLast = kShared + 230456;  // 8 B: whether the block came last
-constexpr uint32_t kCounts = kShared + 230464;  // 144 B: what each warp has counted
+constexpr uint32_t kBegin = kShared + 230432;  // 24 B: where the worker's range of the list begins
+constexpr uint32_t kLast = kShared + 230456;  // 8 B: whether this block is the last of its item
+constexpr uint32_t kCounts = kShared + 230464;  // 144 B: chunks and items that each warp has counted
 
 // Rings: who fills the stages -> who empties them.
 using ValuesRing = Ring<kValuesFull, kValuesEmpty, 16>;  // a loader -> both consumers
@@ -86,7 +87,7 @@ enum class Named {
   kZeroed = 4,  // 2 of them: a consumer has cleared the values after the last key
 };
 
-// A number that is a constant where a function is generic.
+// A number as a type, which a generic lambda can use as a constant.
 template <int kNumber>
 struct Constant {
   static constexpr int kValue = kNumber;
@@ -167,8 +168,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
   const int lane = threadIdx.x % 32, warpgroup = warp / 4;
   // Blocks that hold the rows of a work item.
   const int blocks = cluster_size(), rank = cluster_rank(), item_rows = kRows << row_bits;
-  // Clusters of the next launch would settle where this one has left room, and crowd one part of the chip.
-  if (blocks == 1 || split_tiles == 0) launch_dependents();  // what merges has no clusters
+  // Lets the next launch start early, unless it may have clusters: these would crowd the part of the chip that is free first.
+  // The launch that merges has none; it follows unless the call fixes the size of splits.
+  if (blocks == 1 || split_tiles == 0) launch_dependents();
   const uint32_t here = mapped(kShared, rank) - kShared;  // barriers and copies take shared::cluster addresses
 
   if (threadIdx.x == 0) {
@@ -318,10 +320,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
 
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
-    // Each loader copies half of the values of every other tile, as soon as the consumer of that half has left them. One of
-    // the two of a tile copies the columns that only S needs, too, which are left before.
+    // Four warps load: each copies one half of the values of every other tile, once both consumers have released the stages. Of
+    // the two loaders of a tile, the one of the other consumer's half also copies the columns that only S needs.
     const int half = (warp - kFirstLoader) % kConsumers, consumer = (warp - kFirstLoader) / kConsumers;
-    const bool read_once = row_units == 1;
+    const bool read_once = row_units == 1;  // keys are read by one work item only, so that L2 need not keep them
     int round = 0;  // tiles so far
     Walk walk = begin;
     Part part;
@@ -329,11 +331,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
       for (int number = part.first + consumer; __any_sync(~0u, number < part.end); number += kTiles) {
         const int key = tile_of(part, number) * kBlockN;
         const uint32_t phase = round++ & 1;
-        // Of a cluster each block copies every other box, for both.
+        // Copies boxes of columns of a tile to consecutive stages of a ring. Each block of a cluster copies every other box, to both.
         const auto load = [&](auto boxes, auto ring, uint32_t to, int first_column) {
           constexpr int kBoxes = boxes.kValue;
           const uint32_t first = here + to + ring.stage * kBox, first_full = ring.full();
-          ring.stage += lane & kBoxes - 1;  // each lane looks after a stage
+          ring.stage += lane & kBoxes - 1;  // each lane waits for one stage
           ring.acquire();
           if (lane < kBoxes) ring.arrive_expecting(kBox);
           __syncwarp();
@@ -384,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
         const int first_row = kRows * rank;  // of the block's, among those of the item
         const int rows = min(seqlen_q * group - work.row_start - first_row, kRows);  // of the block's that exist
 
-        // The two rows of a lane, and Q: in shared memory, but for the columns that are no values.
+        // The two rows of a lane. Q goes to shared memory, except for the columns that only S needs, which stay in registers.
         int query[2], head[2];
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -398,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           const int h = work.hk * group + by_group.remainder(packed);
           return (q_ptr + work.b * stride_q_b + q * stride_q_s + h * stride_q_h);
         };
-        uint32_t q_more[kMoreBoxes * kBoxColumns / 4];  // as the A operand
+        uint32_t q_more[kMoreBoxes * kBoxColumns / 4];  // these columns, as the A operand of wgmma
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const uint32_t* const from = reinterpret_cast<const uint32_t*>(row_of_q(own_row + 8 * row) + kHeadDimV) + lane % 4;
@@ -430,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
         float row_max[2] = {kUnseen, kUnseen}, row_sum[2] = {};
         const int tiles = part.end - part.first;
 
-        // What the other consumer has published of its tile: the running max. P is in shared memory.
+        // Takes over the row max that the other consumer has published with P of its tile.
         const auto take_row_max = [&] {
           named_sync(Named::kPublished, 1 - half, 128 * kConsumers);
           const float raised[2] = {shared_at<float>(kRowMax + 4 * own_row), shared_at<float>(kRowMax + 4 * own_row + 4 * 8)};
@@ -443,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           }
         };
         const auto release_half = [&](int stage) { release_stages<kHalfBits>(ValuesRing::empty_of(box_of(half, stage, 0)), blocks, lane); };
-        // O += P V of the other consumer's tile
+        // Issues O += P V of the other consumer's tile.
         const auto issue_other = [&] {
           const RowMatrix p(kP + (1 - half) * kBox);
           const ValueMatrix v(place_of(half, 1 - half, 0));
@@ -456,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           commit_products();
         };
 
-        // The same of the tile of a step, if there is one, from its P to the release of its columns.
+        // Finishes the other consumer's tile of a step, if there is one: waits for its P, adds P V to O, and releases its columns.
         const auto finish_other = [&](int step) {
           if (!__any_sync(~0u, step < tiles)) return;
           take_row_max();
@@ -544,7 +546,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           }
           uint32_t p[kBlockN / 4];
           exponentiate<Element>(s, scale_log2e, row_max, p, row_sum);
-          // The other consumer has multiplied the P before: else the columns of this tile would not have come.
+          // The other consumer has multiplied what is in this buffer, P of two tiles ago: it released the stage of that tile after
+          // the product, and this tile has been loaded to the same stage since.
 #pragma unroll
           for (int column = 0; column < kBlockN; column += kMmaK) {
             const int row = 16 * (warp % 4) + lane % 16, chunk = column / 8 + lane / 16;
@@ -581,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
         if constexpr (half == 1) {
           if (tiles % kConsumers == 1) finish_other(tiles - 1);
         }
-        // The row sums of both consumers. Then all products of Q are done, too.
+        // Adds up the row sums of both consumers. After the barrier, all products that read Q are done, too.
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           row_sum[row] += __shfl_xor_sync(~0u, row_sum[row], 1);
@@ -621,7 +624,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
               }
             }
           }
-        } else {  // other blocks have the rest of the keys: a launch of its own merges all, or, of splits, the last one to come
+        } else {  // other blocks have the rest of the keys: a second launch merges, or, with splits of a fixed size, the last block
           const int first_worker = listed_splits ? 0 : ranges.worker_of(part.list_begin);
           const int parts = listed_splits ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
           const int item = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
@@ -673,8 +676,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
   }
 }
 
-// Adds up the partial results of work items that several workers have parts of. Some threads have a row, four columns each; there
-// are rows for the item that each worker may have begun.
+// Merges the partial results of work items that several workers have parts of. kRowThreads threads have a row, four columns
+// each; the grid has rows for the item that each worker may have begun.
 extern "C" __global__ void __launch_bounds__(kMergedRows * kRowThreads) fwd_sm90a_mla_bf16_d576x512_full_m64n64s2c2_merge(
     const bf16* q_ptr,
     const __grid_constant__ TensorMap k_map,

@@ -10,12 +10,12 @@ from attngen.render.pipes import pipes_view
 from attngen.render.views.hopper_decode import DecodeView, split_view
 
 _REGION_TEXTS = {
-    "q": "Q", "values": "columns of K that are values, a half of them per stage",
-    "more": "the columns of K that are no values", "p": "P of a tile, for the other consumer",
-    "row_max": "its running max", "sums": "row sums of consumers", "keys": "what the list says of each key of a tile",
+    "q": "Q", "values": "the columns of K that are V, half of them per stage",
+    "more": "the columns of K that only S needs", "p": "P of a tile, for the other consumer",
+    "row_max": "the row max of this P", "sums": "row sums of both consumers", "keys": "entries of the list",
     "q_full": "barriers", "q_empty": "barriers", "values_full": "barriers", "values_empty": "barriers",
-    "more_full": "barriers", "more_empty": "barriers", "begin": "where the share begins",
-    "last": "whether the block came last", "counts": "what each warp has counted",
+    "more_full": "barriers", "more_empty": "barriers", "begin": "where the worker's range of the list begins",
+    "last": "whether this block is the last of its item", "counts": "chunks and items that each warp has counted",
 }  # fmt: skip
 
 

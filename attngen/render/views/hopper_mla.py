@@ -1,4 +1,4 @@
-"""Plan → what the template of the Hopper kernels whose values are the head of their keys is filled with."""
+"""The view of the template of Hopper kernels of latent attention, whose values are the first columns of their keys."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from attngen.render.pipes import pipes_view
 from attngen.render.views.hopper_decode import DecodeView, split_view
 
 _REGION_TEXTS = {
-    "q": "Q, the columns of the values", "values": "columns of K that are values, a box per stage",
-    "more": "the columns of K that are no values", "p": "P of a tile of each consumer, for the other one",
-    "row_max": "its running max", "sums": "row sums of consumers",
+    "q": "the first columns of Q, as many as V has", "values": "the columns of K that are V, a box per stage",
+    "more": "the columns of K that only S needs", "p": "P of a tile of each consumer, for the other one",
+    "row_max": "the row max of this P", "sums": "row sums of both consumers",
     "values_full": "barriers", "values_empty": "barriers",
-    "more_full": "barriers", "more_empty": "barriers", "begin": "where the share begins",
-    "last": "whether the block came last", "counts": "what each warp has counted",
+    "more_full": "barriers", "more_empty": "barriers", "begin": "where the worker's range of the list begins",
+    "last": "whether this block is the last of its item", "counts": "chunks and items that each warp has counted",
 }  # fmt: skip
 
 
