@@ -3,14 +3,14 @@
 
 #include "biases.cuh"
 
-// The 64 keys of a consumer, of which a row of `kRows` takes one or two boxes, swizzled, as the lanes of a warp read 16 of
-// these: in the order of an accumulator of S^T, in which a lane has two neighbouring queries of two keys, 8 apart.
+// A tile of `kRows` queries and the 64 keys of a consumer, in one or two boxes with swizzled rows. A warp reads 16 of the keys
+// in the order of an accumulator of S^T, in which a lane has two neighbouring queries of two keys that are 8 apart.
 template <typename Element, int kRows, int kBytes = sizeof(Element)>
 struct BiasColumns {
   static constexpr int kBoxBytes = kBytes == 1 ? 64 : 128;
 
-  uint32_t first;  // address of a lane's first query, in the box of its keys
-  uint32_t place;  // bytes from there to its first key
+  uint32_t first;  // address of the lane's first query in the box of its keys
+  uint32_t place;  // bytes from there to its first key, swizzled
 
   __device__ __forceinline__ BiasColumns(uint32_t tile, int warp, int lane)
       : first(tile + 16 * kBytes * warp / kBoxBytes * kRows * kBoxBytes + 2 * (lane % 4) * kBoxBytes),
@@ -18,7 +18,7 @@ struct BiasColumns {
     static_assert(kBytes == 1 || kBytes == 4);
   }
 
-  // Of 16 queries: those of the first 8 of either key, then of the others.
+  // Reads the lane's elements of 16 queries: for both keys those of the first 8 queries, then those of the last 8.
   __device__ __forceinline__ void read(uint32_t (&elements)[8], int query) const {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -32,7 +32,7 @@ struct BiasColumns {
   }
 };
 
-// The same of elements of 16 bits, which matrix loads bring in pairs.
+// The same for elements of 16 bits, which `ldmatrix` transposes and loads in pairs of queries.
 template <typename Element, int kRows>
 struct BiasColumns<Element, kRows, 2> {
   static constexpr int kBoxBytes = 128;

@@ -1,10 +1,10 @@
-// Tiles of biases: elements over queries and keys, as copies bring them, box after box of keys.
+// Tiles of biases: elements of queries and keys as TMA stores them, box after box of keys, read in the order of accumulators.
 #pragma once
 
 #include "ldmatrix.cuh"
 #include "types.cuh"
 
-// Elements in shared memory, as the lowest bits of a word.
+// Load an element of 8, 16 or 32 bits from shared memory to the lowest bits of a word.
 __device__ __forceinline__ uint32_t load_shared_8(uint32_t from) {
   uint32_t word;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_shared_pair(uint32_t& first, uint32_t& seco
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(from) : "memory");
 }
 
-// The value whose bits are the lowest of a word.
+// The value of an element in the lowest bits of a word.
 __device__ __forceinline__ float value_of(uint32_t word, const bf16*) { return to_float(bf16{static_cast<uint16_t>(word)}); }
 __device__ __forceinline__ float value_of(uint32_t word, const fp16*) { return to_float(fp16{static_cast<uint16_t>(word)}); }
 __device__ __forceinline__ float value_of(uint32_t word, const float*) { return __uint_as_float(word); }
@@ -33,7 +33,8 @@ __device__ __forceinline__ int value_of(uint32_t word, const Integer*) {
   return static_cast<Integer>(word);
 }
 
-// Element `i` of a row, of those that a lane has of two rows: in pairs, i % 2 of pair i / 2 % 2; or one by one.
+// Element `i` of the lane's row `row` (0 or 1), from what `read` of a tile returned. With four words, a word holds two
+// neighbouring elements, and i % 2 is one of pair i / 2 % 2; with eight words, each holds one element.
 template <typename Element>
 __device__ __forceinline__ auto element_of(const uint32_t (&pairs)[4], int i, int row) {
   const uint32_t both = pairs[i / 2 % 2 * 2 + row];
@@ -44,19 +45,20 @@ __device__ __forceinline__ auto element_of(const uint32_t (&elements)[8], int i,
   return value_of(elements[2 * (i / 2 % 2 * 2 + row) + i % 2], static_cast<const Element*>(nullptr));
 }
 
-// The entry of a table of which each lane of a warp holds one; and the same, where 0 stands for all others.
+// Entry number `lane` of a table of which each lane of the warp holds one entry. `entry_of_any` takes any number, and returns
+// 0 for one that no lane holds.
 __device__ __forceinline__ float entry_of_lane(float held, int lane) { return __shfl_sync(~0u, held, lane); }
 __device__ __forceinline__ float entry_of_any(float held, int lane) {
   const float entry = __shfl_sync(~0u, held, lane);
   return static_cast<uint32_t>(lane) < 32 ? entry : 0.0f;
 }
 
-// A tile of `kRows` queries, in boxes whose rows are `kBoxBytes` long and swizzled, as the lanes of a warp read 16 of its
-// rows: in the order of an accumulator, in which a lane has two neighbouring keys of two rows, 8 apart.
+// A tile of `kRows` queries, in boxes whose rows are `kBoxBytes` long and swizzled. A warp reads 16 of its rows in the order
+// of an accumulator of S, in which a lane has two neighbouring keys of two rows that are 8 apart.
 template <typename Element, int kRows, int kBoxBytes, int kBytes = sizeof(Element)>
 struct BiasTile {
-  uint32_t row;    // address of the first row of a lane in the first box
-  uint32_t chunk;  // bytes from there to its first pair
+  uint32_t row;    // address of the lane's first row in the first box
+  uint32_t chunk;  // bytes from there to its first pair of keys, swizzled
 
   __device__ __forceinline__ BiasTile(uint32_t tile, int first_row, int lane)
       : row(tile + (first_row + lane / 4) * kBoxBytes),
@@ -64,7 +66,7 @@ struct BiasTile {
     static_assert((kBytes == 1 || kBytes == 4) && (kBoxBytes == 128 || kBoxBytes == 64));
   }
 
-  // Of 16 keys: those of the first 8 of either row, then of the others.
+  // Reads the lane's elements of 16 keys: in both rows those of the first 8 keys, then those of the last 8.
   __device__ __forceinline__ void read(uint32_t (&elements)[kBytes == 1 ? 4 : 8], int key) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -79,11 +81,11 @@ struct BiasTile {
   }
 };
 
-// The same of elements of 16 bits, which matrix loads bring in pairs.
+// The same for elements of 16 bits, which `ldmatrix` loads in pairs of keys.
 template <typename Element, int kRows, int kBoxBytes>
 struct BiasTile<Element, kRows, kBoxBytes, 2> {
-  uint32_t row;    // address of a lane's row of the first box
-  uint32_t chunk;  // bytes from there to its first chunk
+  uint32_t row;    // address of the row that the lane passes to ldmatrix, in the first box
+  uint32_t chunk;  // bytes from there to its first chunk of 16 bytes, swizzled
 
   __device__ __forceinline__ BiasTile(uint32_t tile, int first_row, int lane)
       : row(tile + (first_row + lane % 16) * kBoxBytes),

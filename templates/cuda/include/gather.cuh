@@ -1,16 +1,17 @@
-// Barriers that count the asynchronous copies of threads (PTX ISA, "cp.async.mbarrier.arrive").
+// Gathering rows by `cp.async`: mbarriers that count the copies of threads.
 #pragma once
 
 #include "types.cuh"
 
-// An address that the compiler does not compute again from what it was made of.
+// The same address, which the compiler has to keep in registers instead of computing it again at each use.
 template <typename Element>
 __device__ __forceinline__ const Element* kept_in_registers(const Element* address) {
   asm volatile("" : "+l"(address));
   return address;
 }
 
-// Arrives once all copies that this thread has issued so far have landed. The barrier expects this arrival.
+// Makes this thread arrive at a barrier once all copies that it has issued so far have landed; the barrier's count has to
+// include that arrival (PTX ISA, "cp.async.mbarrier.arrive.noinc").
 __device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

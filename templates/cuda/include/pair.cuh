@@ -14,7 +14,7 @@ __device__ __forceinline__ void load_box_to(
       : "memory");
 }
 
-// Brings neighboring bytes, a multiple of 16, to L2 alone (PTX ISA, "cp.async.bulk.prefetch").
+// Prefetches `bytes` consecutive bytes, a multiple of 16, to L2 (PTX ISA, "cp.async.bulk.prefetch").
 __device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
