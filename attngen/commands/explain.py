@@ -113,7 +113,7 @@ _COLUMNS = ("kernel", "tile", "stages", "shared B", "loop", "seqlen", "full tile
 _FLOORS = ("step clk", "bound by")
 
 
-#: Why nothing is said about tiles.
+#: Reason why the tiles that a call visits are not counted.
 _NO_TILES = "a call lists the keys of each query"
 
 

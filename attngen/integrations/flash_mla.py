@@ -101,7 +101,8 @@ def flash_mla_with_kvcache(
     return out, lse
 
 
-#: Largest sink of a kernel: in units of log2 it is a float32, too, and every logit is negligible beside it.
+#: Largest sink that is passed to a kernel: in units of log2 it is still finite in float32, and no logit counts beside
+#: it.
 _LARGEST_SINK = 1e38
 
 
@@ -116,12 +117,13 @@ def flash_mla_sparse_fwd(
 ) -> tuple[Tensor, None, Tensor]:
     """Attention of q (s_q, h, 576) to the rows of kv (s_kv, 1, 576) that ``indices`` (s_q, 1, topk) lists.
 
-    Returns the output (s_q, h, ``d_v``), None for the largest logits, which no kernel stores, and the log-sum-exp (s_q,
-    h) in float32, natural, −inf for a query without a key. Entries below 0, or not below s_kv, name no row and are not
-    followed. ``topk_length`` (s_q,) int32 counts the entries of each query that matter. ``attn_sink`` (h,) float32 is
-    a logit without a value, which the log-sum-exp leaves out: it is taken from the sum with the sink, and is −inf where
-    float32 has the sink alone. topk and the number of heads may be any; head dims 512/512 are taken as well. Rows of a
-    paged cache in 16 bits are one tensor, whose indices are ``block * block_size + row``.
+    Returns the output (s_q, h, ``d_v``); None, since no kernel stores the largest logits; and the log-sum-exp (s_q, h),
+    natural, in float32, −inf for a query without a key. Entries below 0, or not below s_kv, are ignored.
+    ``topk_length`` (s_q,) int32 is the number of entries of each query that count, from the first one on. ``attn_sink``
+    (h,) float32 is a logit without a value. The log-sum-exp leaves it out: it is computed from the one with the sink,
+    and is −inf where the sink is all that float32 keeps of the sum. Any topk and any number of heads are taken, and
+    head dims 512/512 as well. The rows of a paged cache in 16 bits are one tensor, whose indices are ``block *
+    block_size + row``.
 
     Raises CallError for arguments that disagree.
     """
@@ -150,7 +152,7 @@ def flash_mla_sparse_fwd(
         [Candidate("listed_keys" if attn_sink is None else "listed_keys_sink", own)], q[None], kv[None],
         kv[None, ..., :d_v], spec=SPEC, softmax_scale=sm_scale, return_lse=True,
     )  # fmt: skip
-    if attn_sink is not None:  # what is left of the sum without the sink
-        share = -torch.expm1((own["sinks"][:, None] - lse).clamp(max=0.0))
-        lse = torch.where(lse == -math.inf, lse, lse + torch.log(share))
+    if attn_sink is not None:  # take the sink out of the sum
+        without_sink = -torch.expm1((own["sinks"][:, None] - lse).clamp(max=0.0))
+        lse = torch.where(lse == -math.inf, lse, lse + torch.log(without_sink))
     return out[0], None, lse[0].T

@@ -10,7 +10,7 @@ from attngen.lang.literals import fold_literals
 from attngen.lang.ranges import Range
 from attngen.lang.variant import Tensor, Variant
 
-#: Kinds of elements, and bytes of one, of which kernels can load tiles.
+#: Elements of which kernels can load tiles: their kinds and sizes in bytes.
 _KINDS, _BYTES = frozenset({"float", "int"}), frozenset({1, 2, 4})
 
 #: Lanes of a warp.
@@ -27,10 +27,10 @@ def is_of_pair(node: Expr) -> bool:
 
 
 def biases(variant: Variant, room: int | None = None) -> tuple[Load, ...]:
-    """The elements that a score reads at ``[..., q, kv]``, of up to 4 bytes each: one copy can load a tile of them.
+    """The elements of up to 4 bytes that a score reads at ``[..., q, kv]``, of which kernels can load tiles.
 
-    The other indices are ``b``, ``h``, ``hk`` or numbers. Where there is ``room`` for so many bytes of a pair alone,
-    those that fit, the widest first.
+    The other indices are ``b``, ``h``, ``hk`` or numbers. The widest come first; ``room`` is the most bytes that they
+    may take together for each pair, and those that do not fit are left out.
     """
     if variant.score is None:
         return ()
@@ -50,12 +50,13 @@ def biases(variant: Variant, room: int | None = None) -> tuple[Load, ...]:
 
 
 def element_bytes(variant: Variant, room: int | None = None) -> tuple[int, ...]:
-    """The bytes of an element of each bias."""
+    """The size in bytes of an element of each bias."""
     return tuple(_bytes(variant, load) for load in biases(variant, room))
 
 
 def rooms(variant: Variant) -> tuple[int, ...]:
-    """The bytes of a pair that tiles of biases may take, all of them first; () without any."""
+    """Bytes per pair that a plan may give to tiles of biases, in the order in which it tries them: all, then fewer; ()
+    without biases."""
     totals = (sum(element_bytes(variant, room)) for room in (None, 2, 1))
     return tuple(dict.fromkeys(total for total in totals if total))
 
@@ -65,13 +66,14 @@ def _bytes(variant: Variant, load: Load) -> int:
 
 
 def box_bytes(keys: int, element: int) -> int:
-    """Bytes of a row of one copy of a bias, over which it is swizzled: 128, or 64 where so many ``keys`` are no whole
-    number of these."""
+    """Bytes of a row of one copy of a bias, and its swizzle: 128, or 64 if the ``keys`` of a tile do not fill whole
+    rows of 128."""
     return 128 if keys * element % 128 == 0 else 64
 
 
 def _has_tiles(tensor: Tensor, values: Range | None) -> bool:
-    """Whether a tile may hold elements of a tensor: what lies outside arrives as 0, which must be one of its values."""
+    """Whether elements of a tensor may come as tiles. TMA fills with 0 outside of the tensor, so that 0 must be in the
+    declared range of its values."""
     dtype = DTYPES[tensor.dtype]
     inside = values is None or values[0] <= 0 <= values[1]
     return dtype.kind in _KINDS and dtype.bytes in _BYTES and inside
@@ -82,7 +84,7 @@ def _comes_in_tiles(load: Load) -> bool:
 
 
 def _is_of_tile(load: Load, last: int) -> bool:
-    """Whether all indices but the ``last`` ones are the same for all pairs of a tile."""
+    """Whether all indices, the ``last`` so many aside, are the same for all pairs of a tile."""
     return all(
         isinstance(one, Const) or (isinstance(one, Var) and one.name in _OF_TILE) for one in load.indices[:-last]
     )
@@ -111,8 +113,8 @@ def _fits_a_warp(tensor: Tensor) -> bool:
 
 
 def without_biases(variant: Variant, room: int) -> Variant:
-    """The variant with a score that reads no bias; it decides the tile of kernels that load tiles of biases. What an
-    integer is an index of is still read for each pair, unless a warp holds it."""
+    """The variant without the reads that tiles of biases replace: what consumers still do for each pair, which decides
+    the tile. An integer bias may be an index: what it indexes is still read for each pair, unless a warp holds it."""
     tiled = frozenset(biases(variant, room))
     if not tiled or variant.score is None:
         return variant
@@ -124,5 +126,5 @@ def without_biases(variant: Variant, room: int) -> Variant:
 
 
 def reads_integers(variant: Variant, room: int) -> bool:
-    """Whether a bias is an integer, maybe an index of something else."""
+    """Whether a bias is an integer, which may be an index of another tensor."""
     return any(load.type is Type.INT for load in biases(variant, room))

@@ -201,7 +201,7 @@ def restore_variant(data: VariantText | Mapping[str, Any]) -> Variant:
 
 
 def with_listed(variant: Variant, keys: str | None, *, dropout: bool) -> Variant:
-    """The variant with the tensors that list its keys, and with dropout, as far as it has these."""
+    """The variant with the tensors that ``keys`` adds, and with dropout, if it has them."""
     if keys is not None:
         variant = replace(variant, tensors=(*variant.tensors, *KEYS[keys]), keys=keys)
     return with_dropout(variant) if dropout else variant
@@ -210,10 +210,10 @@ def with_listed(variant: Variant, keys: str | None, *, dropout: bool) -> Variant
 def _refuse_listed(
     name: str, tensors: Sequence[Tensor], keys: str, places: Mapping[str, Location] | None, *, dropout: bool
 ) -> None:
-    """Raise SpecError for a tensor that has the name of one that ``keys`` adds, and for dropout."""
+    """Raise SpecError if a variant with ``keys`` has dropout, or declares a tensor that ``keys`` adds."""
     if dropout:
         raise SpecError(
-            "dropout draws by the place of a key, which a list may name twice; leave out 'dropout' or 'keys'",
+            "dropout draws by the position of a key, which a list may name twice; leave out 'dropout' or 'keys'",
             location=locate(places, "dropout"),
             field="dropout",
         )

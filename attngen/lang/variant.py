@@ -44,10 +44,10 @@ class Variant:
     ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``. ``sink``
     is FLOAT over batch and head: a logit that every row has besides those of its keys, without a value; None for none.
     With ``dropout``, probabilities are dropped at the rate and with the random numbers that the last scalar and the
-    last tensor give (``lang.dropout``). ``keys`` says by which tensors, the last ones before that, calls list the keys
-    of each query (``lang.listed``); None: a query sees all that the mask allows. Constant scalars are inlined in the
-    expressions, but stay listed in ``scalars``. ``let`` keeps the named values of the spec, inlined as well, so that
-    generated code can use the same names. The texts are the user's own.
+    last tensor give (``lang.dropout``). ``keys`` names the tensors by which calls list the keys of each query
+    (``lang.listed``), which come last but for that of dropout; None: the mask alone decides. Constant scalars are
+    inlined in the expressions, but stay listed in ``scalars``. ``let`` keeps the named values of the spec, inlined as
+    well, so that generated code can use the same names. The texts are the user's own.
     """
 
     name: str

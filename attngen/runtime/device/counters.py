@@ -1,11 +1,10 @@
 """Memory that the launches of a stream share: counters, which are 0 between launches, and small workspaces.
 
-A persistent kernel takes tiles from a counter, and by counters the blocks that share keys find out who comes last. A
-kernel leaves its counter at 0 again, so that nothing has to be cleared. Launches of one stream follow each other and
-may share a counter; those of different streams may not. A graph that is being captured will run on streams unknown,
-beside what its own capture stream runs, and each of its launches gets counters of its own, out of memory that lives as
-long as the process: in the graph's pool they would have to be cleared at each replay, by a launch more. Workspaces of
-graphs are in that pool.
+A persistent kernel takes tiles from a counter, and blocks that share keys count who comes last. A kernel sets its
+counters back to 0, so that nothing has to be cleared. Launches of one stream follow each other, and may share counters;
+those of different streams may not. A captured graph will run on unknown streams, beside whatever its capture stream
+runs, so that each of its launches gets counters of its own, from memory that lives as long as the process: in the
+graph's pool, another launch would have to clear them at each replay. Workspaces of graphs are in that pool.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _BYTES = 4
 #: Counters that are allocated at once, for the splits of launches on a stream and for all launches in graphs.
 _MANY = 16384
 
-#: Bytes up to which a stream keeps a workspace, which a power of two of bytes have room for.
+#: Largest workspace in bytes that a stream keeps. It is allocated with a power of two of bytes.
 _MOST_KEPT = 32 << 20
 
 _COUNTERS: dict[tuple[int, int], int] = {}
@@ -59,8 +58,10 @@ def of_splits(count: int, stream: int, device: int) -> int:
 
 
 def workspace(size: int, stream: int, device: int) -> int:
-    """Return the address of ``size`` bytes for a single launch on a stream of a device, which the next launch there
-    overwrites; 0 for a launch in a graph, and where so many bytes are not kept."""
+    """Return the address of ``size`` bytes for one launch on a stream of a device, which the next launch may overwrite.
+
+    It is 0 if the caller has to allocate the workspace: for a launch in a graph, or one of too many bytes.
+    """
     kept = _WORKSPACES.get((device, stream))
     if size > _MOST_KEPT or torch.cuda.is_current_stream_capturing():
         return 0

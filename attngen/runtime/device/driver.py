@@ -155,7 +155,7 @@ class CudaDriver:
         self._multiprocessors: dict[int, int] = {}
         self._capabilities: dict[int, int] = {}
         self._bandwidths: dict[int, float] = {}
-        #: What of a TMA descriptor does not depend on its address and extents: objects of the bindings take time.
+        #: Arguments of TMA descriptors other than addresses and extents: it takes time to make these objects.
         self._tensor_map_forms: RecentCache[tuple[Any, ...]] = RecentCache(_MAX_CONFIGS)
         try:
             self._version = int(self._call(cu.cuDriverGetVersion))

@@ -23,10 +23,10 @@ SLOTS_OF_WORD = 16
 class MapShape:
     """Shape of a tile map: (batch, heads, rows, 2, words) of int32; batch or heads are 1 where shared.
 
-    A row is a tile of queries and its bits are those of the tiles of keys, or the other way round (``by_keys``). A
-    map with slots is flat: these words, a slot for each tile of a word, and ``tile_words`` for each slot that is used,
-    the visible pairs of its tile. Its words end with the ``order`` in which blocks take the tiles of keys of a batch
-    entry, where rows are these.
+    A row is a tile of queries and its bits are those of the tiles of keys, or the other way round (``by_keys``). A map
+    with slots is flat: these words, a slot for each tile of a word, and ``tile_words`` for each slot that is used, the
+    visible pairs of its tile. If rows are tiles of keys, its words end with the ``order`` in which blocks take them,
+    for each batch entry.
     """
 
     __slots__ = ("batch", "heads", "order", "owner", "rows", "slots", "tile_words", "tiles", "words")

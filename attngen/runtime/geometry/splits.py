@@ -25,9 +25,10 @@ _BUSY_BLOCKS = 64
 _SHORT_TILES = 512
 
 
-#: Warps with rows of their own where a call fixes the size of splits. The bits of a row depend on how many warps share
-#: its keys, which must then not depend on the other sequences: two cost decoding 3 % (one: nothing), and prompts 10 %
-#: (one: 50 %) of the time of as many as a batch would get. Measured on an H100, 32 and 8 heads of 128.
+#: Warps with rows of their own where a call fixes the size of splits. The other warps of a block share the keys of a
+#: row, and their number decides its bits, so that it must not depend on the other sequences. Two cost decoding 3 % of
+#: the time that the best number takes (one: nothing), and prompts 10 % (one: 50 %). Measured on an H100, 32 and 8 heads
+#: of 128.
 _FIXED_ROW_WARPS = 2
 
 
@@ -61,8 +62,8 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
     each sequence. ``split_tiles`` tiles of keys are a split if the call fixes that, and 0 if blocks get equal shares; a
     sequence has at most ``max_splits`` of them. ``split_blocks`` are launched, in clusters of ``split_cluster``;
     partial results take ``split_slots`` places, and who comes last is found by ``split_counters``, which are 0 before
-    and after each launch; or ``merge_blocks`` add them up. Where each query has keys of its own, units have rows of one
-    query, of which there are as many as ``query_rows`` says, some of them without a head.
+    and after each launch; or ``merge_blocks`` add them up. With keys by index, a unit has rows of a single query, whose
+    heads are padded to ``query_rows`` rows.
     """
     group = call.heads // max(call.kv_heads, 1)
     listed = call.variant.keys is not None

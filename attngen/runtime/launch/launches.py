@@ -92,8 +92,7 @@ class Sized:
 
 
 class _PackedKernel:
-    """One kernel on one device for calls of one kind: what of its parameters stays the same, and where the rest
-    stands."""
+    """One kernel on one device for calls of one kind: parameters that stay the same, and the places of the others."""
 
     __slots__ = (
         "_entry",
@@ -246,7 +245,7 @@ class Chain:
 
 
 class Launches:
-    """The launches of a kernel on one device for calls of one kind, and what each address is of that they take."""
+    """The launches of a kernel on one device for calls of one kind, and the names of the addresses that they take."""
 
     __slots__ = (
         "_capacity", "_classify", "_counted", "_device", "_driver", "_kernel", "_launch", "_launched", "_of_maps",
@@ -342,8 +341,9 @@ class Launches:
             self._launch(addresses, scale, scalars, sized)
 
     def workspace(self, sized: Sized) -> int:
-        """Address of the memory for all workspaces of a call; 0 where the caller has to allocate it."""
-        if len(sized.functions) > 1:  # between the launches of one thread, another one may call
+        """Address of memory for all workspaces of a call, which the stream keeps; 0 if the caller has to allocate
+        it."""
+        if len(sized.functions) > 1:  # another thread may launch on the stream between these
             return 0
         return counters.workspace(4 * sized.words, self._driver.stream(self._device), self._device)
 

@@ -9,9 +9,9 @@ Tiles with the same visible pairs share these bits. Finding them takes a look at
 so a plain call gets them only when it uses a map for the second time. From then on, the map of a mask that depends on
 positions and scalars alone serves all streams, and captures, which may not wait.
 
-The map of a backward also holds the order in which blocks take the tiles of keys: with the visible pairs come the long
-rows first, those of keys that many more queries see than the others, since all other blocks would wait for these at the
-end.
+The map of a backward also holds the order in which blocks take the tiles of keys. Once it has the visible pairs, long
+rows come first, those of keys that many more queries see than others: taken last, they would run while other blocks
+idle.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from attngen.runtime.launch.launches import Launches
 
 #: Bytes of the visible pairs of one map, at most: beyond it kernels evaluate the mask of partial tiles.
 MAX_BITS = 512 * 2**20
-#: A row is long if it has so many times as many tiles as the mean row.
+#: A row is long if it has more than this many times the tiles of the mean row.
 _LONG = 2
 #: Tiles of a map up to which they are looked for: each takes a hash of 8 bytes meanwhile.
 _MAX_SLOTS = 2**26
@@ -210,7 +210,8 @@ class MapMaker:
 
 
 def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
-    """Return the rows of each batch entry, the long ones first and else in their order, as a flat tensor."""
+    """Return the numbers of the rows of each batch entry as a flat tensor: the long ones first, the longest ahead, then
+    the others in their order."""
     rows = words[: shape.row_words].view(shape.batch, shape.heads, shape.rows, 2 * shape.words)
     tiles = _set_bits(rows).sum((1, 3), dtype=torch.int32)
     long = tiles * shape.rows > _LONG * tiles.sum(1, keepdim=True)

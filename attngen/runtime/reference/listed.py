@@ -1,4 +1,4 @@
-"""How often the list of each query names each key, for variants whose calls list keys by index."""
+"""The eager reference of keys by index: how often the list of each query names each key."""
 
 from __future__ import annotations
 

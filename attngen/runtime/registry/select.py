@@ -106,7 +106,7 @@ def in_order(kernels: Sequence[Kernel], call: Call | None, card: Card) -> Iterat
 
 
 def _by_rank(kernels: Sequence[Kernel], splits: bool) -> list[list[Kernel]]:
-    """Candidates for calls whose blocks should share keys, or not, in groups of one rank, the best one first."""
+    """Candidates in groups of equal rank, the best group first. ``splits``: blocks should share the call's keys."""
 
     def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, int, bool]:
         # Whether keys are shared as the call wants it, the closest architecture first, then the hand-written schedules,
@@ -125,17 +125,17 @@ def _by_rank(kernels: Sequence[Kernel], splits: bool) -> list[list[Kernel]]:
 
 
 def first_choices(kernels: Sequence[Kernel], splits: bool) -> Sequence[Kernel]:
-    """Those of the kernels, which all take a kind of call, among which predicted times decide."""
+    """The kernels of the best rank, among which predicted times decide; all of them must take the kind of call."""
     return _by_rank(kernels, splits)[0]
 
 
 def fastest(kernels: Sequence[Kernel], call: Call, card: Card) -> Kernel:
-    """That one of the ``first_choices`` for a kind of call which should be done first with a call."""
+    """The one of the ``first_choices`` that is predicted to be the fastest for a call."""
     return _by_time(kernels, kernels, call, card)[0]
 
 
 def _by_time(kernels: Sequence[Kernel], fit: Sequence[Kernel], call: Call | None, card: Card) -> Sequence[Kernel]:
-    """Candidates of one rank, the one first that should be done first. ``fit``: those whose form the call has."""
+    """Candidates of one rank, the fastest by prediction first. ``fit``: those that take calls of this form."""
     if len(kernels) == 1:
         return kernels
     rivals = [kernel for kernel in fit if kernel.times]
@@ -215,7 +215,7 @@ def first_that_fits(kernels: Sequence[Kernel], request: Request, driver: Driver)
 
 
 def select(kernels: Sequence[Kernel], request: Request, driver: Driver) -> Selection:
-    """The same with the reasons against the kernels before it, or against all of them."""
+    """The first kernel that takes the call, with the reasons against those before it, or against all of them."""
     rejected: list[Rejection] = []
     candidates = [kernel for kernel in kernels if kernel.direction == request.direction]
     for kernel in in_order(candidates, request.call, card_of(driver, request.device)):

@@ -219,7 +219,7 @@ class PlanExplanation:
 
 
 def _loop(plan: Plan, classifier: str) -> str:
-    """How a kernel goes through keys; ``classifier`` makes its tile map."""
+    """The order in which a kernel visits keys; ``classifier`` names the kernel that makes its tile map."""
     if plan.variant.keys is not None:
         return f"goes through the keys that the call lists for each query, {plan.tile_n} at a time"
     return f"{plan.iteration}: {_ITERATIONS[plan.iteration].format(classifier=classifier, known=_known(plan))}"
