@@ -25,7 +25,7 @@ def decode_pipes(
 ) -> Pipes:
     """Return the pipes of a block of ``warps`` that multiply and those that copy, whose ``stages`` have ``stage`` bytes
     each and ``scales`` of the scales of pages, with ``merge`` bytes for partial results, and ``q`` for Q if it lies in
-    shared memory. ``by_lanes``: each lane of a loader copies, and arrives."""
+    shared memory. ``by_lanes``: each lane of a loader copies by cp.async and arrives at the barrier, instead of TMA."""
     kv = Ring(
         "kv", stages, "a loader", "the warps of a group",
         guards="a tile of K and one of V stay until all warps of a group have multiplied them; groups take the stages "

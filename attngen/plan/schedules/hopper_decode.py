@@ -35,7 +35,8 @@ _WARPS = (8, 4)
 _LEAST_STEPS, _MOST_STEPS = 2, 4
 #: Most registers of Q and O of a thread; beyond, Q stays in shared memory.
 _MOST_REGISTERS = 128
-#: The same, and numbers of warps, for kernels by mma.sync alone, whose blocks are smaller.
+#: Both for cards without wgmma, whose loaders copy lane by lane: less shared memory means fewer warps, and more
+#: registers for each.
 _MOST_REGISTERS_BY_LANES = 192
 _WARPS_BY_LANES = (*_WARPS, 2)
 
@@ -67,7 +68,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 
 
 def split_plan(spec: KernelSpec, arch: Arch, *, schedule: str, label: str, loads: str, cluster: int) -> Plan:
-    """The plan of a split-KV forward whose loaders copy by tensor maps or by addresses: ``loads``."""
+    """The plan of a split-KV forward. ``loads``: its loaders copy by TMA ("descriptor"), or each lane by cp.async
+    ("pointer")."""
     check_head_dims(spec)
     packed = replace(spec, pack_gqa=True)
     iteration = iteration_of(packed)

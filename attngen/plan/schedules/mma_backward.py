@@ -176,7 +176,7 @@ def _sums() -> Argument:
 
 
 def _query_warps(tile: _Tile) -> int:
-    """Warps that have the same keys."""
+    """Number of warps that have the same keys, and divide the queries of a step."""
     return _ROWS * tile.warps // tile.n
 
 

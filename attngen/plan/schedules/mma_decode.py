@@ -1,4 +1,4 @@
-"""The split-KV forward for cards without wgmma, whose loaders copy by cp.async: that of Hopper without its clusters."""
+"""The split-KV forward for cards without wgmma: that of Hopper without clusters, and with cp.async instead of TMA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attngen.plan.schedules.hopper_decode import split_plan
 from attngen.plan.schedules.hopper_forward import keep_promises
 from attngen.schema.expand import KernelSpec
 
-#: Compute capability from which cvt makes fp16 of e4m3.
+#: First compute capability whose cvt converts e4m3 to fp16.
 _CONVERTS = 89
 
 

@@ -21,7 +21,8 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Arrives at a barrier in shared memory once all copies that this thread has issued before have landed.
+// Makes this thread arrive at a barrier in shared memory once all copies that it has issued so far have landed. The barrier's
+// count has to include that arrival (PTX ISA, "cp.async.mbarrier.arrive.noinc").
 __device__ __forceinline__ void arrive_when_copied(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

@@ -1,4 +1,4 @@
-// Gathering rows by `cp.async`: mbarriers that count the copies of threads.
+// Gathering rows by `cp.async` (copy.cuh).
 #pragma once
 
 #include "types.cuh"
@@ -8,10 +8,4 @@ template <typename Element>
 __device__ __forceinline__ const Element* kept_in_registers(const Element* address) {
   asm volatile("" : "+l"(address));
   return address;
-}
-
-// Makes this thread arrive at a barrier once all copies that it has issued so far have landed; the barrier's count has to
-// include that arrival (PTX ISA, "cp.async.mbarrier.arrive.noinc").
-__device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
