@@ -240,3 +240,17 @@ def test_values_are_read_by_type() -> None:
         assert dict(explained.scalars) == {"loud": False, "n": 10, "gain": 0.5}
         with pytest.raises(CallError):
             explain_spec(path, seqlens=[64], given={"loud": "maybe"})
+
+
+def test_listed_keys_have_no_tiles(tmp_path: Path) -> None:
+    """Which keys are visited is in the lists of a call, so that nothing is counted."""
+    spec = tmp_path / "listed.yaml"
+    spec.write_text(
+        "schema: 1\narch: [sm90a]\nvariants:\n  listed: {keys: index}\n"
+        "kernels:\n  - {variant: listed, head_dim: {qk: 576, v: 512}, v: key}\n"
+    )
+    (explanation,) = explain_spec(spec)
+    code, text, _ = run(spec, explanation.plan.name)
+    assert (code, explanation.visits) == (0, ())
+    assert "goes through the keys that the call lists for each query, 64 at a time" in text
+    assert "tile efficiency: a call lists the keys of each query" in text
