@@ -83,7 +83,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     forward = Launch(
         "forward", planned.name, GRID, ROWS, KEYS, TILES, planned.num_warps, planned.iteration, _arguments(planned),
         persistent=True, cluster=_PAIR, row_warps=_PAIR, row_blocks=_PAIR, pdl=True,
-        shared_bytes=structure.shared_bytes, products=4 * of_s + 5 * of_o, max_spills=MLA_SPILLS.bytes,
+        shared_bytes=structure.shared_bytes, products=3 * of_s + 6 * of_o, max_spills=MLA_SPILLS.bytes,
     )  # fmt: skip
     merge = Launch(
         "merge", naming.launch_name(planned.name, "merge"), MERGED, ROWS, KEYS, 1,
