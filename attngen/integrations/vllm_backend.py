@@ -140,6 +140,7 @@ class AttngenMetadata:
     block_table: Tensor  # (requests, most blocks) int32
     slot_mapping: Tensor
     causal: bool | Tensor = True
+    num_decodes: int | None = None  # requests at the beginning that have one query each, if others have more
     longest: int = 0  # keys that any request may have; 0 where a graph is captured, which serves all lengths
     # (2, tokens) int32: first and last position of the image of each query. Gemma 4 clears it, by vLLM's name, for
     # layers whose images are causal.
@@ -211,7 +212,7 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> AttngenMetadata:
         """Metadata whose table has all columns: the graph is for batches of any length."""
         metadata = self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
-        metadata.longest = 0
+        metadata.longest, metadata.num_decodes = 0, None
         if self._prompts is not None:  # the graph's mask reads it
             metadata.prompts = self._prompts[: common_attn_metadata.num_reqs]
         return metadata
@@ -240,6 +241,9 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
             causal=causal,
             longest=common.max_seq_len if bounded else 0,
         )
+        if metadata.max_query_len > 1 and bounded:
+            longer = common.query_start_loc_cpu.diff() > 1
+            metadata.num_decodes = int(longer.to(torch.uint8).argmax())
         if common.mm_req_doc_ranges and self._images is not None:
             metadata.mm_prefix_query_range_tensor = self._ranges(common)
         if self._prompts is not None and common.rswa_prefix_lens is not None:
@@ -352,8 +356,8 @@ class AttngenImpl(AttentionImpl):
         attention_paged(
             q, self._keys, self._values, attn_metadata.table(self._block_size), attn_metadata.seq_lens,
             cu_seqlens_q=attn_metadata.query_start_loc, max_seqlen_q=attn_metadata.max_query_len,
-            variant=choice.variant, softmax_scale=self.scale, page_layout="HND", split_size=self._split_size, out=out,
-            **self._scales(layer, attn_metadata), **choice.arguments,
+            num_decodes=attn_metadata.num_decodes, variant=choice.variant, softmax_scale=self.scale, page_layout="HND",
+            split_size=self._split_size, out=out, **self._scales(layer, attn_metadata), **choice.arguments,
         )  # fmt: skip
         return output
 

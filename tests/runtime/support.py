@@ -473,12 +473,20 @@ def call_of_pages(
     table = at(values["page_table_ptr"], [batch, values["seqlen_k"] // values["page_size"]], [stride, 1], "int32")
     if starts is None:
         q = q.unflatten(0, (batch, values["seqlen_q"]))
+    elif first := first_row(values):
+        q, starts = q[first:], starts - first
     paging = Paging(table, starts, values["seqlen_q"])
     call = bind_paged(
         chosen, q, k, v, paging, softmax_scale=values.get("softmax_scale"), seqused_k=used,
         return_lse=bool(values.get("has_lse")), page_layout="NHD", arguments=arguments,
     )  # fmt: skip
     return call, (q, k, v)
+
+
+def first_row(values: Mapping[str, Any]) -> int:
+    """The row of q at which the first sequence of a launch over pages begins: others may be those of another launch."""
+    starts = at(values["cu_seqlens_q_ptr"], [1], [1], "int32")
+    return 0 if starts is None else int(starts)
 
 
 def run_forward(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -488,7 +496,8 @@ def run_forward(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     strides = (*(values[f"stride_out_{axis}"] for axis in _STRIDED[manifest["layout"]]), 1)
     if out.dim() > len(strides):  # pages, and queries of equal lengths: kernels see packed rows
         out = out.flatten(0, 1)
-    target = at(values["out_ptr"], out.shape, strides, manifest["dtype"])
+    first = first_row(values) * strides[0] * out.element_size() if manifest["layout"] == "paged" else 0
+    target = at(values["out_ptr"] + first, out.shape, strides, manifest["dtype"])
     assert target is not None
     target.copy_(out)
     if values["has_lse"]:

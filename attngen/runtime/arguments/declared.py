@@ -29,7 +29,7 @@ _ELSEWHERE = {
     "enable_gqa": "leave it out: k and v may have fewer heads",
     "layout": "packed tensors have one: total x heads x head_dim; that of pages is page_layout",
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "attention_varlen takes it"),
-    **dict.fromkeys(("page_table", "num_splits", "split_size", "out"), "attention_paged takes it"),
+    **dict.fromkeys(("page_table", "num_decodes", "num_splits", "split_size", "out"), "attention_paged takes it"),
     "scale": "did you mean 'softmax_scale'?",
     "window_size": "say variant='sliding_window'",
 }

@@ -13,7 +13,7 @@ from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.keys import PLAIN
 from attngen.runtime.arguments.torch_state import is_compiling, is_traced, watching
-from attngen.runtime.calls import quantized
+from attngen.runtime.calls import mixed, quantized
 from attngen.runtime.calls.dispatch import run
 from attngen.runtime.launch.tile_map import TileMap
 
@@ -181,6 +181,7 @@ def attention_paged(
     *,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
+    num_decodes: int | None = None,
     variant: str | Variant = "causal",
     softmax_scale: float | None = None,
     page_layout: str = "NHD",
@@ -207,6 +208,10 @@ def attention_paged(
     The output is written to ``out``, if given, and returned. With ``return_lse`` the log-sum-exp is returned, too:
     float32, (heads, total_q) with ``cu_seqlens_q``, else (batch, heads, seqlen_q).
 
+    With ``num_decodes`` the first so many sequences have at most one query each, as batches of servers have them that
+    decode beside prompts: such a batch runs as two launches, on the kernels that suit the two. The result is the same
+    without.
+
     ``num_splits`` is how many blocks share the keys of a sequence, ``split_size`` how many keys each of them takes; by
     default the call chooses. With a ``split_size`` the bits of a row depend only on its own sequence.
 
@@ -218,6 +223,13 @@ def attention_paged(
     ``attngen.debug()`` only, since reading it would wait for the GPU. Raises CallError and NoKernelError as
     ``attention`` does, and CallError if a gradient is needed and a kernel would run; the reference is differentiable.
     """
+    if num_decodes is not None:
+        return mixed.attend(
+            attention_paged, num_decodes, q, k_pages, v_pages, page_table, seqused_k, cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q, variant=variant, softmax_scale=softmax_scale, page_layout=page_layout,
+            num_splits=num_splits, split_size=split_size, out=out, return_lse=return_lse, backend=backend,
+            package=package, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, **arguments,
+        )  # fmt: skip
     given = make(Given, (
         q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, None, page_table, out, arguments,
         None, variant, softmax_scale, return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None,

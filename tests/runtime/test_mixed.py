@@ -1,0 +1,97 @@
+"""Batches that decode beside prompts: two launches, with the results of one; and calls for which nothing changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attngen
+from attngen.errors import CallError
+from attngen.lang.variant import Tensor as Declared
+from attngen.runtime.arguments import debug
+from attngen.runtime.registry.lookup import package_of_kernels, registry
+from tests.runtime.pages import cache, starts_of
+from tests.runtime.support import FakeDriver, kernel, variant, window_variant
+
+FLAGGED = variant("flagged", "q_pos >= kv or flag[b] == 0", tensors=[Declared("flag", "int32", ("b",))])
+LENGTHS, ROWS = [40, 7, 9, 33, 21], [1, 1, 0, 12, 3]
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(debug, "check_lengths", lambda call: None)  # tensors on the CPU stand for some on a GPU
+    kernels = [kernel(one, layout="paged") for one in (variant(), window_variant(), FLAGGED)]
+    registry.add(package_of_kernels(kernels, "memory"))
+
+
+def mixed(**changed: Any) -> dict[str, Any]:
+    c = cache(LENGTHS, 16, head_dim=64, dtype=torch.bfloat16)
+    return {
+        "q": torch.randn(sum(ROWS), 4, 64).bfloat16(), "k_pages": c.k_pages, "v_pages": c.v_pages,
+        "page_table": c.page_table, "seqused_k": c.seqused_k, "cu_seqlens_q": starts_of(ROWS),
+        "max_seqlen_q": max(ROWS), "num_decodes": 3, "variant": "causal", **changed,
+    }  # fmt: skip
+
+
+def launched(gpu: FakeDriver, given: dict[str, Any]) -> list[tuple[int, int]]:
+    """Sequences and the longest queries of each launch of a call, whose results are those of the reference."""
+    gpu.launches.clear()
+    results = attngen.attention_paged(**given)
+    wanted = attngen.attention_paged(**given, backend="reference")
+    for ours, reference in zip(*((x if isinstance(x, tuple) else (x,)) for x in (results, wanted)), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=1e-6)
+    return [(launch.values["batch"], launch.values["seqlen_q"]) for launch in gpu.launches]
+
+
+def test_two_launches(gpu: FakeDriver) -> None:
+    for _ in range(4):
+        assert launched(gpu, mixed()) == [(3, 1), (2, 12)]
+    out = torch.full((sum(ROWS), 4, 64), 7.0).bfloat16()
+    given = mixed(out=out, variant="window", window=5, softmax_scale=0.3)
+    assert launched(gpu, given) == [(3, 1), (2, 12)]
+    assert attngen.attention_paged(**given) is out
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_decodes": 0}, {"num_decodes": None}, {"return_lse": True}, {"num_splits": 1},
+        {"variant": "flagged", "flag": torch.tensor([0, 1, 1, 0, 1], dtype=torch.int32)},
+    ],
+    ids=["no decode", "left out", "lse", "splits", "a tensor of sequences"],
+)  # fmt: skip
+def test_one_launch(gpu: FakeDriver, changed: dict[str, Any]) -> None:
+    assert launched(gpu, mixed(**changed)) == [(5, 12)]
+
+
+def test_all_decode(gpu: FakeDriver) -> None:
+    rows = [1] * 5
+    given = mixed(q=torch.randn(5, 4, 64).bfloat16(), cu_seqlens_q=starts_of(rows), max_seqlen_q=1, num_decodes=5)
+    assert launched(gpu, given) == [(5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_decodes": 6}, "num_decodes is 6, but page_table has 5 rows"),
+        ({"num_decodes": -1}, "num_decodes must not be negative"),
+        ({"num_decodes": True}, "num_decodes must be a Python integer"),
+        ({"cu_seqlens_q": None}, "num_decodes goes with cu_seqlens_q"),
+        ({"page_table": None}, "page_table must be a torch.Tensor"),
+        ({"max_seqlen_q": None}, "max_seqlen_q is needed"),
+        ({"variant": "casual"}, "casual"),
+    ],
+)
+def test_errors(gpu: FakeDriver, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        attngen.attention_paged(**mixed(**changed))
+
+
+def test_contents_are_checked(gpu: FakeDriver) -> None:
+    with attngen.debug(), pytest.raises(CallError, match="num_decodes is 4, but sequence 3 has 12 queries"):
+        attngen.attention_paged(**mixed(num_decodes=4))
+    with attngen.debug():
+        assert launched(gpu, mixed()) == [(5, 12)]
