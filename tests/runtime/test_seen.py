@@ -126,6 +126,7 @@ def test_other_tensors_are_not_taken_for_those_before(
         ({"q": torch.randn(6, 4, 64).bfloat16().requires_grad_()}, "attention over pages has no backward"),
         ({"q": torch._neg_view(torch.randn(6, 4, 64).bfloat16())}, "q has the negative bit"),
         ({"variant": ["causal"]}, "variant must be a name or a Variant"),
+        ({"tile_map": 3}, "unknown argument 'tile_map'"),
         ({"page_layout": ["NHD"]}, "page_layout must be one of"),
     ],
 )

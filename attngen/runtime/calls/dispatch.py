@@ -182,7 +182,7 @@ def _form_of(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
     q, table, arguments, variant = given.q, given.page_table, given.arguments, given.variant
     own: tuple[Tensor, ...] = ()
     names: tuple[Any, ...] = ()
-    if type(q) not in PLAIN or forward_ad._current_level >= 0:
+    if type(q) not in PLAIN or given.tile_map is not None or forward_ad._current_level >= 0:
         return None
     if arguments:
         for name, value in arguments.items():

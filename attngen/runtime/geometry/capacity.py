@@ -7,7 +7,7 @@ from collections.abc import Callable
 from attngen.manifest import GRID, SHARES
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device.driver import Driver
-from attngen.runtime.geometry.prediction import Card, shares
+from attngen.runtime.geometry.prediction import Card, may_share, shares
 from attngen.runtime.geometry.splits import Capacity
 from attngen.runtime.kernels.module import Kernel, Launch
 
@@ -28,12 +28,13 @@ def capacity_for(kernel: Kernel, call: Call, driver: Callable[[], Driver], devic
 
 def _capacity(kernel: Kernel, launch: Launch, call: Call, driver: Driver, device: int) -> Capacity:
     entry, blocks = launch.entry, driver.multiprocessors(device)
-    function = entry.function(driver, device)
 
     def clusters(size: int) -> int:
-        return driver.clusters(function, size, entry.threads, entry.shared_memory, device) if size > 1 else blocks
+        return entry.clusters(driver, device, size) if size > 1 else blocks
 
     if launch.grid == GRID:
         return Capacity(blocks, clusters(launch.cluster))
+    if not may_share(kernel, call, clusters(2)):
+        return Capacity(blocks)
     card = Card(blocks, driver.name(device), driver.bandwidth(device))
     return Capacity(blocks, shares=shares(kernel, call, card, clusters))

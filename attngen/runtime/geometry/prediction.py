@@ -107,6 +107,13 @@ def predict(
     return min((alone, *map(with_shares, counts)), key=lambda time: time.nanoseconds)
 
 
+def may_share(kernel: Kernel, call: Call, clusters: int) -> bool:
+    """Whether there are few enough tiles of queries that blocks may share the keys of each: so many ``clusters`` of two
+    run at once."""
+    q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=lengths(call)[0])
+    return q_tiles * units <= clusters
+
+
 def shares(kernel: Kernel, call: Call, card: Card, clusters: Callable[[int], int]) -> int:
     """Blocks that should share the keys of a tile of queries; ``clusters`` says how many clusters of so many
     blocks the card runs at once."""

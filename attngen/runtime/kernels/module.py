@@ -44,6 +44,7 @@ class Entry:
         self._arguments = arguments
         self._image = image
         self._functions: dict[tuple[int, int], Any] = {}
+        self._clusters: dict[tuple[int, int], int] = {}
 
     @cached_property
     def layout(self) -> Layout:
@@ -68,6 +69,15 @@ class Entry:
                 self._image(), self.symbol, device, self.shared_memory, self.layout.sizes, cluster
             )
         return function
+
+    def clusters(self, driver: Driver, device: int, size: int) -> int:
+        """How many clusters of a size a device runs at once; the driver is asked at the first use there."""
+        count = self._clusters.get((device, size))
+        if count is None:
+            count = self._clusters[device, size] = driver.clusters(
+                self.function(driver, device), size, self.threads, self.shared_memory, device
+            )
+        return count
 
 
 class Launch(LaunchFields):
