@@ -223,6 +223,26 @@ def test_a_fixed_split_makes_rows_independent_of_the_batch(size: int) -> None:
         assert torch.equal(call([b] * 40)[17], together[b])
 
 
+def test_a_fixed_split_makes_rows_independent_of_the_longest_queries_of_the_batch() -> None:
+    rows, lengths = [1, 300, 2, 1, 40], [8200, 900, 3000, 40, 5000]
+    c = pages_of(lengths, 16, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+    q, starts = torch.randn(sum(rows), 8, 128).bfloat16().cuda(), starts_of(rows)
+    k, v, table, used = (t.cuda() for t in (c.k_pages, c.v_pages, c.page_table, c.seqused_k))
+
+    def call(first: int, last: int) -> Tensor:
+        own = starts[first : last + 1]
+        out = attngen.attention_paged(
+            q[int(own[0]) : int(own[-1])], k, v, table[first:last], used[first:last], cu_seqlens_q=(own - own[0]).cuda(),
+            max_seqlen_q=max(rows[first:last]), variant="causal", split_size=256, package=PACKAGE,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out
+
+    together = call(0, len(rows))
+    for b in range(len(rows)):
+        assert torch.equal(call(b, b + 1), together[starts[b] : starts[b + 1]]), f"sequence {b}"
+
+
 def test_a_graph_stays_right_while_lengths_grow() -> None:
     """Captured once; lengths and the table change in place, from 1 key to 8192."""
     c = pages_of([8192, 8192, 8192], 64, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
