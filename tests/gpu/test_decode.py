@@ -231,8 +231,9 @@ def test_a_fixed_split_makes_rows_independent_of_the_longest_queries_of_the_batc
 
     def call(first: int, last: int) -> Tensor:
         own = starts[first : last + 1]
+        here = slice(int(own[0]), int(own[-1]))
         out = attngen.attention_paged(
-            q[int(own[0]) : int(own[-1])], k, v, table[first:last], used[first:last], cu_seqlens_q=(own - own[0]).cuda(),
+            q[here], k, v, table[first:last], used[first:last], cu_seqlens_q=(own - own[0]).cuda(),
             max_seqlen_q=max(rows[first:last]), variant="causal", split_size=256, package=PACKAGE,
         )  # fmt: skip
         assert isinstance(out, Tensor)
