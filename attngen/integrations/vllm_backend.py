@@ -165,6 +165,7 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
+    reorder_batch_threshold = 1  # requests that decode come first: see num_decodes
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
