@@ -80,8 +80,17 @@ def test_repeated_calls_are_recognized(gpu: FakeDriver, keyed: list[str]) -> Non
     for _ in range(5):
         agree(attngen.attention_paged, **pages())
         agree(attngen.attention, **dense(), variant="causal")
-    # the first paged call is that of a kind, the second has its sizes, the third is noted
-    assert sorted(keyed) == ["dense"] * 2 + ["paged"] * 3
+    assert sorted(keyed) == ["dense"] * 2 + ["paged"] * 2
+    for batch in (1, 2, 5):  # of a kind that is known
+        rows = [2] * batch
+        c = pages()
+        given = {
+            "page_table": c["page_table"][:1].expand(batch, -1).contiguous(), "cu_seqlens_q": starts_of(rows),
+            "seqused_k": torch.full((batch,), 30, dtype=torch.int32), "max_seqlen_q": 3,
+            "q": torch.randn(2 * batch, 4, 64).bfloat16(),
+        }  # fmt: skip
+        agree(attngen.attention_paged, **{**c, **given})
+    assert sorted(keyed) == ["dense"] * 2 + ["paged"] * 2
 
 
 def changes(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -172,7 +181,7 @@ def test_modes_are_looked_at(gpu: FakeDriver) -> None:
 @needs_guards
 def test_what_is_noted_keeps_no_tensor_alive() -> None:
     record = (*(torch.randn(3, 4) for _ in range(3)), None)
-    noted = seen(record, (torch.randn(5),), range(4), 5, frozenset())
+    noted = seen(record, (torch.randn(5),), range(4), 5, frozenset(), {})
     assert isinstance(noted, SeenTensors)
     alive = [weakref.ref(tensor) for tensor in record[:3]]
     del record
@@ -184,7 +193,7 @@ def test_what_is_noted_keeps_no_tensor_alive() -> None:
 def test_addresses_lie_where_launches_expect_them() -> None:
     tensors = [torch.randn(8) for _ in range(4)]
     record = (tensors[0], "text", tensors[1], tensors[2], None)
-    noted = seen(record, (tensors[3],), (0, 2, 3, 4), 6, frozenset())
+    noted = seen(record, (tensors[3],), (0, 2, 3, 4), 6, frozenset(), {})
     assert noted is not None
     at = [tensor.data_ptr() for tensor in tensors]
     assert noted.addresses(record, (tensors[3],)) == [*at[:3], 0, 0, 0, at[3]]

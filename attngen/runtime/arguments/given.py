@@ -69,5 +69,10 @@ tensors_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(len(TENSORS)))
 settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["variant"], None))
 keyed_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["form"], None))
 
+#: Return what calls of one kind have in common of what holds no tensor: all that but lengths.
+kind_settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(
+    *(_PLACES[name] for name in ("form", "layout", "backend", "package", "num_splits", "split_size", "out_dtype"))
+)
+
 #: Makes a call of its fields in their order: with names it takes several times as long.
 make: Callable[[type[Given], tuple[Any, ...]], Given] = tuple.__new__

@@ -16,10 +16,11 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.arguments.given import TENSORS, Given
 from attngen.runtime.arguments.keys import NUMBERS, PLAIN, note
+from attngen.runtime.arguments.seen import NONE_FREE, Free
 
 #: Places of the vectors of lengths and offsets, and of other tensors, in ``Given``.
-_SEQUSED_K, _CU_Q, _CU_K, _TABLE, _OUT = map(
-    TENSORS.index, ("seqused_k", "cu_seqlens_q", "cu_seqlens_k", "page_table", "out")
+_Q, _K, _V, _SEQUSED_K, _CU_Q, _CU_K, _TABLE, _OUT = map(
+    TENSORS.index, ("q", "k", "v", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "page_table", "out")
 )
 #: Those that hold int32.
 INDEX_VECTORS = frozenset({_SEQUSED_K, _CU_Q, _CU_K, _TABLE})
@@ -157,6 +158,41 @@ def kind_of(
         rows, keys, values, given.max_seqlen_q, given.max_seqlen_k, used_of, cu_q_of, cu_k_of, table_of, width,
         table_stride, rows_out, scales,
     )  # fmt: skip
+
+
+def sizes_of(given: Given) -> Sizes:
+    """Sizes of a call whose tensors are like those of an earlier call of its kind."""
+    k, used, cu_q, table, out = given.k, given.seqused_k, given.cu_seqlens_q, given.page_table, given.out
+    keys = values = cu_k_of = table_of = width = table_stride = -1
+    pages = None
+    if table is not None:
+        (table_of, width), table_stride, pages = table.shape, table.stride()[0], k.shape[0]
+    else:
+        keys, values, cu_k_of = k.shape[0], given.v.shape[0], given.cu_seqlens_k.shape[0]
+    scales: tuple[tuple[bool, int], ...] = ()
+    if given.k_descale is not None or given.q_descale is not None or given.v_descale is not None:
+        for scale in (given.q_descale, given.k_descale, given.v_descale):
+            if scale is not None and scale.dim() == 2:
+                scales += ((scale.shape[0] != pages, scale.shape[0]),)
+    return (
+        given.q.shape[0], keys, values, given.max_seqlen_q, given.max_seqlen_k, -1 if used is None else used.shape[0],
+        -1 if cu_q is None else cu_q.shape[0], cu_k_of, table_of, width, table_stride,
+        -1 if out is None else out.shape[0], scales,
+    )  # fmt: skip
+
+
+def free_of(given: Given) -> dict[int, Free]:
+    """What may differ between the tensors of calls of one kind, whose q has more than one row, or each one."""
+    first: Free = (0,), ()
+    rows = first if given.q.shape[0] > 1 else NONE_FREE
+    free = dict.fromkeys((_SEQUSED_K, _CU_Q, _CU_K), first) | {_Q: rows, _OUT: rows, _TABLE: ((0, 1), (0,))}
+    pages = None if given.page_table is None else given.k.shape[0]
+    if pages is None:
+        free |= {place: first for place, tensor in ((_K, given.k), (_V, given.v)) if tensor.shape[0] > 1}
+    for place, scale in zip(_DESCALES, (given.q_descale, given.k_descale, given.v_descale), strict=True):
+        if scale is not None and scale.dim() == 2 and scale.shape[0] not in (1, pages):
+            free[place] = first
+    return free
 
 
 def has_kinds(variant: Variant) -> bool:

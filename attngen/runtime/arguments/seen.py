@@ -8,7 +8,7 @@ their keys alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -24,13 +24,19 @@ except AttributeError:  # it is no public part of torch
 
 _address: Callable[[Tensor], int] = Tensor.data_ptr
 
+#: Of a tensor: the axes whose extents, and those whose strides, may differ between calls.
+Free = tuple[tuple[int, ...], tuple[int, ...]]
+
+#: Of one that is always the same.
+NONE_FREE: Free = (), ()
+
 #: Bytes at whose multiples rows of tensors begin, and vectors of int32.
 _ROWS, _VECTORS = 16, 4
 
 
 class SeenTensors:
-    """What the tensors of a call were: types, dtypes, devices, shapes, strides, whether they need gradients, under
-    which of torch's modes; and whether the second and the third begin at one address.
+    """What the tensors of a call were: types, dtypes, devices, shapes and strides but for what is free, whether they
+    need gradients, under which of torch's modes; and whether the second and the third begin at one address.
 
     Rows began at multiples of 16 bytes, index vectors at multiples of 4.
     """
@@ -38,13 +44,14 @@ class SeenTensors:
     __slots__ = ("_absent", "_absent_of", "_check", "_one", "_order", "_rows", "_tensors_of")
 
     def __init__(
-        self, record: Sequence[Any], own: tuple[Tensor, ...], fields: Sequence[int], count: int, vectors: frozenset[int]
-    ) -> None:
+        self, record: Sequence[Any], own: tuple[Tensor, ...], fields: Sequence[int], count: int,
+        vectors: frozenset[int], free: Mapping[int, Free],
+    ) -> None:  # fmt: skip
         """Note the tensors of a call that was checked: those among the ``fields`` of a record, of which one at least is
         absent, and its variant's ``own``.
 
         Addresses of the former lie in the order of the fields in a list of so many, which those of the latter follow;
-        at ``vectors`` are index vectors.
+        at ``vectors`` are index vectors. ``free``: of some of these places, what may differ.
         """
         present = [place for place, field in enumerate(fields) if record[field] is not None]
         absent = [field for field in fields if record[field] is None]
@@ -52,10 +59,12 @@ class SeenTensors:
         self._absent_of: Callable[[Any], tuple[Any, ...]] = itemgetter(*absent, absent[0])  # a tuple of one, too
         self._absent = (None,) * (len(absent) + 1)
         tensors = self._tensors_of(record) + own
+        axes = [free.get(place, NONE_FREE) for place in present] + [NONE_FREE] * len(own)
         self._check: Callable[..., bool] = _TensorGuards(
-            *tensors, dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-        ).check  # fmt: skip
+            *tensors,
+            dynamic_dims_sizes=[_but(one.shape, extents) for one, (extents, _) in zip(tensors, axes, strict=True)],
+            dynamic_dims_strides=[_but(one.stride(), steps) for one, (_, steps) in zip(tensors, axes, strict=True)],
+        ).check
         # of addresses behind which a 0 stands
         order = [present.index(place) if place in present else len(tensors) for place in range(count)]
         order += range(len(present), len(tensors))
@@ -80,12 +89,17 @@ class SeenTensors:
         return list(self._order(pointers))
 
 
+def _but(numbers: Sequence[int], free: Sequence[int]) -> list[int | None]:
+    return [None if axis in free else number for axis, number in enumerate(numbers)]
+
+
 def seen(
-    record: Sequence[Any], own: tuple[Tensor, ...], fields: Sequence[int], count: int, vectors: frozenset[int]
-) -> SeenTensors | None:
+    record: Sequence[Any], own: tuple[Tensor, ...], fields: Sequence[int], count: int, vectors: frozenset[int],
+    free: Mapping[int, Free],
+) -> SeenTensors | None:  # fmt: skip
     """The tensors of a call, as ``SeenTensors`` takes them; None where they could not be recognized."""
     tensors = [record[field] for field in fields if record[field] is not None]
     if _TensorGuards is None or len(tensors) == len(fields) or not all(type(tensor) in PLAIN for tensor in tensors):
         return None
-    noted = SeenTensors(record, own, fields, count, vectors)
+    noted = SeenTensors(record, own, fields, count, vectors, free)
     return None if noted.addresses(record, own) is None else noted

@@ -23,9 +23,9 @@ from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.addresses import FORWARD, NO_FORWARD
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES, DIRECTIONS, Call
 from attngen.runtime.arguments.dropout import with_state
-from attngen.runtime.arguments.given import TENSORS, Given, keyed_of, tensors_of
+from attngen.runtime.arguments.given import TENSORS, Given, keyed_of, kind_settings_of, tensors_of
 from attngen.runtime.arguments.keys import NUMBERS, PLAIN, note_others
-from attngen.runtime.arguments.kinds import INDEX_VECTORS, has_kinds, kind_of, resize
+from attngen.runtime.arguments.kinds import INDEX_VECTORS, free_of, has_kinds, kind_of, resize, sizes_of
 from attngen.runtime.arguments.paging import in_rows
 from attngen.runtime.arguments.seen import SeenTensors, seen
 from attngen.runtime.arguments.torch_state import is_tracing, transforms_active
@@ -45,7 +45,6 @@ from attngen.runtime.launch.expanded import (
     with_copies,
     with_one_head,
 )
-from attngen.runtime.launch.launches import Sized
 from attngen.runtime.launch.prepared import PREPARED_CALLS, PreparedCall
 from attngen.runtime.launch.ragged import RaggedCalls
 from attngen.runtime.launch.tile_map import TileMap, kept_map, where_from
@@ -67,9 +66,8 @@ from attngen.runtime.registry.select import (
 #: By the kind of a call, or, with all its sizes, by its form. A call of a kind that is False is prepared by its form.
 _PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall | RaggedCalls | bool] = RecentCache(PREPARED_CALLS)
 
-#: Calls whose tensors are recognized in one step, with their numbers if these follow from sizes; False where they
-#: cannot be.
-_SEEN: RecentCache[tuple[SeenTensors, PreparedCall, Sized | None] | bool] = RecentCache(PREPARED_CALLS)
+#: Calls, or kinds of calls, whose tensors are recognized in one step; False where they cannot be.
+_SEEN: RecentCache[tuple[SeenTensors, PreparedCall | RaggedCalls] | bool] = RecentCache(PREPARED_CALLS)
 
 
 def run(given: Given) -> Any:
@@ -78,7 +76,12 @@ def run(given: Given) -> Any:
     if form is not None and (alike := _known(_SEEN, form[0])):
         addresses = alike[0].addresses(given, form[1])
         if addresses is not None and not (debugging.active() or is_tracing() or transforms_active()):
-            return alike[1](given, addresses, alike[2])
+            prepared, sized = alike[1], None
+            if isinstance(prepared, RaggedCalls):
+                sizes = sizes_of(given)
+                prepared, sized = prepared.kept[sizes] or prepared.resized(sizes, given) or (None, None)
+            if prepared is not None:
+                return prepared(given, addresses, sized)
     q, k, v, arguments, tile_map, backend = given.q, given.k, given.v, given.arguments, given.tile_map, given.backend
     if arguments and DROPOUT_P.name in arguments:
         given = with_random_state(given)
@@ -130,12 +133,9 @@ def run(given: Given) -> Any:
         kind = kind_of(given, addresses, shape, strides, (name, with_lse, registry.generation))
         calls = None if kind is None else _known(_PREPARED, kind[0])
         if isinstance(calls, RaggedCalls):
-            ready = calls.kept[kind[1]]
+            ready = calls.kept[kind[1]] or calls.resized(kind[1], given)
             if ready is not None:
-                _note_seen(form, given, *ready)
-            else:
-                ready = calls.resized(kind[1], given)
-            if ready is not None:
+                _note_seen(form, given, calls)
                 return ready[0](given, addresses, ready[1])
         if calls is not None:
             kind = None  # nothing is left to find out about it
@@ -172,14 +172,15 @@ def run(given: Given) -> Any:
         return attend(_without_keys if prepared.sinks_only else prepared, given, addresses)
     if prepared.sinks_only:
         return _without_keys(given, addresses)
-    _note_seen(form, given, prepared, None)
+    if given.form == "dense":  # the key of others has no lengths
+        _note_seen(form, given, prepared)
     return prepared(given, addresses)
 
 
 def _form_of(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
     """Key under which a call may have been seen, and its variant's own tensors; None for a call that each time needs a
     look at its arguments."""
-    q, table, arguments, variant = given.q, given.page_table, given.arguments, given.variant
+    q, k, arguments, variant = given.q, given.k, given.arguments, given.variant
     own: tuple[Tensor, ...] = ()
     names: tuple[Any, ...] = ()
     if type(q) not in PLAIN or given.tile_map is not None or forward_ad._current_level >= 0:
@@ -194,20 +195,23 @@ def _form_of(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
             else:
                 return None
     try:
-        shapes = q.shape, None if table is None else table.shape
-    except (AttributeError, RuntimeError):  # a nested tensor, or none at all
+        shape, k_shape = q.shape, k.shape
+        many: Any = shape if given.form == "dense" else shape[0] > 1
+        if given.form == "varlen":
+            many, k_shape = (many, k_shape[0] > 1, given.v.shape[0] > 1), ()
+    except (AttributeError, IndexError, RuntimeError):  # a nested tensor, or none at all
         return None
     chosen = variant if isinstance(variant, str) else id(variant)
-    key = chosen, given.return_lse, registry.generation, keyed_of(given), *shapes, names
-    return key, own
+    return (chosen, given.return_lse, registry.generation, kind_settings_of(given), many, k_shape, names), own
 
 
-def _note_seen(form: Any, given: Given, prepared: PreparedCall, sized: Sized | None) -> None:
-    """Remember the tensors of a call that was made before."""
+def _note_seen(form: Any, given: Given, prepared: PreparedCall | RaggedCalls) -> None:
+    """Remember the tensors of a call that was made before, or those of its kind."""
     if form is None or _SEEN[form[0]] is False:
         return
-    noted = seen(given, form[1], range(len(TENSORS)), len(FORWARD), INDEX_VECTORS)
-    _SEEN.put(form[0], False if noted is None else (noted, prepared, sized))
+    free = free_of(given) if isinstance(prepared, RaggedCalls) else {}
+    noted = seen(given, form[1], range(len(TENSORS)), len(FORWARD), INDEX_VECTORS, free)
+    _SEEN.put(form[0], False if noted is None else (noted, prepared))
 
 
 def _known(cache: RecentCache[Any], key: tuple[Any, ...]) -> Any:

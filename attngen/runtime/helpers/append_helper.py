@@ -11,7 +11,7 @@ from attngen.runtime.device.driver import Driver
 from attngen.runtime.helpers import append_torch
 from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, check
 from attngen.runtime.helpers.append_kernel import PreparedAppend, prepare
-from attngen.runtime.helpers.append_kinds import AppendCalls, form_of, kind_of, seen_tensors
+from attngen.runtime.helpers.append_kinds import AppendCalls, form_of, kind_of, seen_tensors, sizes_of
 from attngen.runtime.helpers.path import Helper, Kind, Prepared
 
 
@@ -38,6 +38,9 @@ class AppendHelper(Helper[Append, Sizes]):
 
     def seen(self, call: Append) -> SeenTensors | None:
         return seen_tensors(call)
+
+    def sizes_of(self, call: Append) -> tuple[Any, ...]:
+        return sizes_of(call)
 
     def of_kind(self, call: Append, prepared: Prepared) -> AppendCalls:
         assert isinstance(prepared, PreparedAppend)

@@ -6,7 +6,7 @@ from typing import Any
 
 from attngen.runtime.arguments.keys import PLAIN, note
 from attngen.runtime.arguments.kinds import UnlikeError, note_rows, note_scale, table_at, vector_at
-from attngen.runtime.arguments.seen import SeenTensors, seen
+from attngen.runtime.arguments.seen import Free, SeenTensors, seen
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.helpers.append_arguments import FIELDS, Append
 from attngen.runtime.helpers.append_kernel import PreparedAppend
@@ -30,17 +30,62 @@ _VECTORS = frozenset({_LENGTHS, _TABLE, _INDEX, _STARTS, _TURNED})
 _FIELDS = tuple(map(Append._fields.index, FIELDS.tensors))
 
 
+#: Places of tensors that have rows of tokens.
+_TOKENS = (_K, _V, _Q, _Q_OUT, _SLOTS)
+
+
+def _token_axis(call: Append) -> int:
+    """The axis of tensors of tokens that counts: of tokens of one sequence, the second."""
+    return 1 if call.cu_seqlens is None and call.k.shape[0] == 1 else 0
+
+
 def seen_tensors(call: Append) -> SeenTensors | None:
-    """The tensors of a call, to be recognized."""
-    return seen(call, (), _FIELDS, len(_FIELDS), _VECTORS)
+    """The tensors of calls of one kind, to be recognized."""
+    axis, first = _token_axis(call), ((0,), ())
+    many = call.k.shape[axis] > 1
+    # the stride of the only sequence is arbitrary
+    free: dict[int, Free] = dict.fromkeys(_TOKENS, ((axis,) if many else (), (0,) if axis else ()))
+    free |= dict.fromkeys((_LENGTHS, _INDEX, _STARTS, _TURNED), first) | {_TABLE: ((0, 1), (0,))}
+    pages = None if call.page_table is None and call.slots is None else call.k_cache.shape[0]
+    for place, scale in ((_K_DESCALE, call.k_descale), (_V_DESCALE, call.v_descale)):
+        if scale is not None and scale.dim() == 2 and scale.shape[0] not in (1, pages):
+            free[place] = first
+    return seen(call, (), _FIELDS, len(_FIELDS), _VECTORS, free)
 
 
 def form_of(call: Append) -> tuple[Any, ...] | None:
-    """Key under which the tensors of a call may have been seen."""
+    """Key under which the tensors of calls of a kind may have been seen."""
     k, interleaved = call.k, call.rotary_interleaved
     if type(k) not in PLAIN:
         return None
-    return registry.generation, k.shape, call.page_layout, interleaved, type(interleaved)
+    try:
+        axis = _token_axis(call)
+        many = k.shape[axis] > 1
+    except (IndexError, RuntimeError):
+        return None
+    return registry.generation, axis, many, call.page_layout, interleaved, type(interleaved)
+
+
+def sizes_of(call: Append) -> tuple[Any, ...]:
+    """Sizes, as ``kind_of`` has them, of a call whose tensors are like those of an earlier call of its kind."""
+    k, v, k_cache, _, lengths, table, slots, index, starts, _, q, q_out, _, _, _, turned, k_descale, v_descale = call
+    axis = _token_axis(call)
+    tokens = tuple([one.shape[axis] for one in (k, v, q, q_out, slots) if one is not None])
+    width = stride = -1
+    sequences: tuple[int, ...] = () if lengths is None else (lengths.shape[0],)
+    if table is not None:
+        (rows, width), stride = table.shape, table.stride()[0]
+        sequences += (rows,)
+    for vector in (index, turned):
+        if vector is not None:
+            sequences += (vector.shape[0],)
+    scales: tuple[tuple[bool, int], ...] = ()
+    if k_descale is not None or v_descale is not None:
+        pages = None if table is None and slots is None else k_cache.shape[0]
+        for scale in (k_descale, v_descale):
+            if scale is not None and scale.dim() == 2:
+                scales += ((scale.shape[0] != pages, scale.shape[0]),)
+    return tokens, sequences, scales, -1 if starts is None else starts.shape[0], width, stride
 
 
 def kind_of(call: Append) -> Kind | None:

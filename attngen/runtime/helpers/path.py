@@ -69,8 +69,8 @@ class Helper(ABC, Generic[Record, Sizes]):
         #: Calls with their sizes; a text is the reason why no kernel takes one.
         self.prepared: RecentCache[Prepared | str] = RecentCache(1024)
         self._kinds: RecentCache[Resizable] = RecentCache(1024)
-        #: Calls whose tensors are recognized in one step, with what runs them; False where they cannot be.
-        self._seen: RecentCache[tuple[SeenTensors, Any, Any] | bool] = RecentCache(1024)
+        #: Kinds of calls whose tensors are recognized in one step; False where they cannot be.
+        self._seen: RecentCache[tuple[SeenTensors, Resizable] | bool] = RecentCache(1024)
 
     @abstractmethod
     def check(self, call: Record) -> Sizes:
@@ -93,7 +93,11 @@ class Helper(ABC, Generic[Record, Sizes]):
         return None
 
     def seen(self, call: Record) -> SeenTensors | None:
-        """The tensors of a call, to be recognized."""
+        """The tensors of calls of a kind, to be recognized."""
+        raise NotImplementedError
+
+    def sizes_of(self, call: Record) -> tuple[Any, ...]:
+        """Sizes, as its kind has them, of a call whose tensors are recognized."""
         raise NotImplementedError
 
     def of_kind(self, call: Record, prepared: Prepared) -> Resizable:
@@ -112,7 +116,10 @@ class Helper(ABC, Generic[Record, Sizes]):
         if form is not None and plain and not checked and (alike := _kept(self._seen, form)):
             addresses = alike[0].addresses(call)
             if addresses is not None:
-                return alike[1].run(call, addresses, alike[2])
+                numbers = self.sizes_of(call)
+                resized = alike[1].kept[numbers] or alike[1].resized(numbers)
+                if resized is not None:
+                    return alike[1].prepared.run(call, addresses, resized)
         tensors = self.fields.tensors_of(call)
         if not plain:
             refuse(self.name, tensors)
@@ -122,14 +129,11 @@ class Helper(ABC, Generic[Record, Sizes]):
         kind = self.kind_of(call) if on_gpu and not checked else None
         if kind is not None:
             calls = _kept(self._kinds, kind.key)
-            resized = None
-            if calls is not None and (resized := calls.kept[kind.sizes]) is not None:
+            resized = None if calls is None else calls.kept[kind.sizes] or calls.resized(kind.sizes)
+            if calls is not None and resized is not None:
                 if form is not None and self._seen[form] is not False:
                     noted = self.seen(call)
-                    self._seen.put(form, False if noted is None else (noted, calls.prepared, resized))
-            elif calls is not None:
-                resized = calls.resized(kind.sizes)
-            if calls is not None and resized is not None:
+                    self._seen.put(form, False if noted is None else (noted, calls))
                 return calls.prepared.run(call, kind.addresses, resized)
         if on_gpu:
             settings = self.fields.settings_of(call)
