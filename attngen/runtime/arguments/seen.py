@@ -1,5 +1,5 @@
-"""Tensors like those of an earlier call, recognized in one step: the layers of a model repeat a call with other
-addresses.
+"""Tensors like those of an earlier call, recognized in one step: models repeat their calls with other addresses, and
+servers with other sizes.
 
 Torch's compiler checks the tensors of a compiled function in C++ before each call. The same check, in half a
 microsecond, stands here for some fifty questions to tensors. Where torch does not have it, calls are recognized by
