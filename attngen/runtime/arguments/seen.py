@@ -101,5 +101,8 @@ def seen(
     tensors = [record[field] for field in fields if record[field] is not None]
     if _TensorGuards is None or len(tensors) == len(fields) or not all(type(tensor) in PLAIN for tensor in tensors):
         return None
-    noted = SeenTensors(record, own, fields, count, vectors, free)
+    try:
+        noted = SeenTensors(record, own, fields, count, vectors, free)
+    except TypeError:  # another version's check takes other arguments
+        return None
     return None if noted.addresses(record, own) is None else noted
