@@ -163,7 +163,7 @@ def test_a_backward_that_cuda_gives_up_says_the_price_and_what_to_declare(spec: 
     (kernel,) = report.kernels
     assert kernel.manifest["backend"] == "triton"
     assert kernel.advice == (
-        "a backward in CUDA was 1.4 to 1.9 times as fast at head dim 128 (docs/training.md); "
+        "a backward in CUDA was 1.4 to 1.9 times as fast at head dim 128 (docs/notebook/building.md); "
         "declare a max for n, so that fewer integers need 64 bits"
     )
     assert report.to_dict()["kernels"][0]["advice"] == kernel.advice
