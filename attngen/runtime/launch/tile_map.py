@@ -210,7 +210,7 @@ class MapMaker:
 
 
 def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
-    """Return the numbers of the rows of each batch entry as a flat tensor: the long ones first, the longest ahead, then
+    """Return the row indices of each batch entry as a flat tensor: those of long rows first, the longest ahead, then
     the others in their order."""
     rows = words[: shape.row_words].view(shape.batch, shape.heads, shape.rows, 2 * shape.words)
     tiles = _set_bits(rows).sum((1, 3), dtype=torch.int32)
