@@ -16,18 +16,17 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.integrations.flex_facts import Look
 from attngen.integrations.flex_trace import Given, Made, Operand, Step, Trace, refusal
+from attngen.lang.biases import LANES
 from attngen.lang.declarations import RESERVED
 
 _INDICES = ("b", "h", "q", "kv")
 
 #: Names of dtypes in the language; tensors of others are converted at each call.
 DTYPES = {
-    torch.bool: "bool", torch.int32: "int32", torch.int64: "int64", torch.float32: "float32",
-    torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.bool: "bool", torch.uint8: "uint8", torch.int8: "int8", torch.int16: "int16", torch.int32: "int32",
+    torch.int64: "int64", torch.float32: "float32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
-CONVERTED = {
-    torch.uint8: torch.int32, torch.int8: torch.int32, torch.int16: torch.int32, torch.float64: torch.float32,
-}  # fmt: skip
+CONVERTED = {torch.float64: torch.float32}
 
 #: Functions whose results are never negative, and those that are not where their argument is not.
 _POSITIVE = frozenset({"abs", "exp", "exp2", "sigmoid", "sqrt", "rsqrt", "square", "hypot", "cosh", "acos"})
@@ -61,10 +60,13 @@ class Captured:
     learned: bool
     monotone: bool = False  # along its last axis
     least: int | None = None
+    entries: int | None = None  # along its last axis, of a small table that integers of other tensors are looked up in
 
     def fields(self) -> dict[str, Any]:
         """Return its declaration, as ``attngen.variant`` takes it."""
         shape: list[str | int] = [*extents(self.name, self.dims)] or [1]
+        if self.entries is not None:
+            shape[-1] = self.entries
         fields: dict[str, Any] = {"dtype": DTYPES[CONVERTED.get(self.dtype, self.dtype)], "shape": shape}
         if self.monotone:
             fields["monotone"] = {"axis": self.dims - 1}
@@ -130,6 +132,13 @@ class Translation:
             learned = isinstance(operand, Given) and operand.requires_grad
             entry = self.tensors[key] = Captured(name, slot, constant, operand.dtype, len(operand.shape), learned)
         return entry
+
+
+def _is_integer_of_tensor(operand: Any) -> bool:
+    """Whether an index is an integer that another tensor holds, maybe in another dtype."""
+    while isinstance(operand, Step) and operand.name in ("_to_copy", "to", "convert_element_type"):
+        operand = operand.args[0]
+    return isinstance(operand, Step) and operand.name == "index" and not operand.dtype.is_floating_point
 
 
 def _legal(name: str) -> str:
@@ -274,6 +283,8 @@ class Translator:
             return ""
         entry = self._captured(tensor)
         self._sources[step] = tensor
+        if tensor.dtype.is_floating_point and tensor.shape[-1] <= LANES and _is_integer_of_tensor(indices[-1]):
+            entry.entries = tensor.shape[-1]
         return f"{entry.name}[{', '.join(self._index(i, n) for i, n in zip(indices, tensor.shape, strict=True))}]"
 
     def _index(self, operand: Any, size: int) -> str:

@@ -96,15 +96,29 @@ def lookups(variant: Variant, room: int) -> frozenset[Load]:
     if variant.score is None:
         return frozenset()
     score = rewrite(variant.score, fold_literals)
-    if any(isinstance(node, Op) and node.op == "select" for node in walk(score)):
-        return frozenset()
     integers = {load for load in biases(variant, room) if load.type is Type.INT}
     small = {tensor.name for tensor in variant.tensors if _fits_a_warp(tensor)}
-    return frozenset(
+    held = frozenset(
         node
         for node in walk(score)
-        if isinstance(node, Load) and node.tensor in small and node.indices[-1] in integers and _is_of_tile(node, 1)
-    )
+        if isinstance(node, Load) and node.tensor in small and asked_by(node.indices[-1])[0] in integers
+        and _is_of_tile(node, 1)
+    )  # fmt: skip
+    around = rewrite(score, lambda node: Var("s", Type.FLOAT) if node in held else None)
+    chooses = any(isinstance(node, Op) and node.op == "select" for node in walk(around))
+    return frozenset() if chooses else held
+
+
+def asked_by(index: Expr) -> tuple[Expr, int]:
+    """What an index is computed from where negative ones count from the end, as torch's do, and the number of entries
+    then added; else the index, and 0."""
+    match index:
+        case Op(
+            op="select",
+            args=(Op(op="lt", args=(low, Const(0))), Op(op="add", args=(moved, Const(int() as more))), other),
+        ):
+            return (other, more) if low == moved == other else (index, 0)
+    return index, 0
 
 
 def _fits_a_warp(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from attngen.dtypes import dtype
-from attngen.lang.biases import LANES, biases, box_bytes, element_bytes, lookups
+from attngen.lang.biases import LANES, asked_by, biases, box_bytes, element_bytes, lookups
 from attngen.lang.emit import Binding
 from attngen.lang.folding import LOG2E
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own, rewrite, spelled
@@ -125,7 +125,8 @@ class Lookup:
     symbol: Var
     value: Expr  # of the lane's entry
     index: Var  # the symbol of the integer
-    sure: bool  # the integer is one of a lane
+    more: int  # entries that are added to a negative one
+    sure: bool  # what is asked for is one of a lane
 
     @property
     def held(self) -> str:
@@ -138,25 +139,27 @@ def with_lookups(plan: Plan, values: Sequence[Expr]) -> tuple[list[Expr], tuple[
     tables = lookups(plan.variant, plan.structure.bias_bytes)
     if not tables:
         return list(values), ()
-    integers = {each.load: each.symbol for each in biases_of(plan)}
-    entries = {replace(load, indices=(*load.indices[:-1], integers[last])): integers[last]
-               for load in tables if isinstance(last := load.indices[-1], Load)}  # fmt: skip
+    symbols: dict[Expr, Var] = {each.load: each.symbol for each in biases_of(plan)}
+    entries = {}
+    for load in tables:
+        integer, more = asked_by(load.indices[-1])
+        entries[rewrite(load, symbols.get)] = symbols[integer], more
     ranges = bias_ranges(plan)
     asked: dict[Expr, Lookup] = {}
 
-    def ask(value: Expr, index: Var) -> Expr:
+    def ask(value: Expr, index: Var, more: int) -> Expr:
         low, high = ranges[index.name]
         symbol = own(f"entry_{len(asked)}", Type.FLOAT)
-        return asked.setdefault(value, Lookup(symbol, value, index, low >= 0 and high < LANES)).symbol
+        return asked.setdefault(value, Lookup(symbol, value, index, more, -more <= low and high < LANES)).symbol
 
     def rule(node: Expr) -> Expr | None:
         match node:
             case Load() if node in entries:
-                return ask(replace(node, indices=(*node.indices[:-1], LANE)), entries[node])
+                return ask(replace(node, indices=(*node.indices[:-1], LANE)), *entries[node])
             case Op(op="mul", args=(Var() as symbol, factor)) if factor == LOG2E or isinstance(factor, Const):
                 before = next((each for each in asked.values() if each.symbol == symbol), None)
                 if before is not None:
-                    return ask(Op("mul", (before.value, factor), Type.FLOAT), before.index)
+                    return ask(Op("mul", (before.value, factor), Type.FLOAT), before.index, before.more)
         return None
 
     changed = [rewrite(value, rule) for value in values]
@@ -166,14 +169,13 @@ def with_lookups(plan: Plan, values: Sequence[Expr]) -> tuple[list[Expr], tuple[
 
 def lookup_bindings(plan: Plan, asked: Iterable[Lookup], element: str) -> dict[str, Binding]:
     """The bindings of what stands for entries of tables in an element of a lane."""
-    bound = bias_bindings(plan, element)
-    return {
-        each.symbol.name: Binding(
-            f"{'entry_of_lane' if each.sure else 'entry_of_any'}({{{each.held}}}, {bound[each.index.name].pattern})",
-            frozenset({"q", "kv"}),
-        )
-        for each in asked
-    }
+    bound, bindings = bias_bindings(plan, element), {}
+    for each in asked:
+        index = bound[each.index.name].pattern
+        index = f"from_end({index}, {each.more})" if each.more else index
+        ask = "entry_of_lane" if each.sure else "entry_of_any"
+        bindings[each.symbol.name] = Binding(f"{ask}({{{each.held}}}, {index})", frozenset({"q", "kv"}))
+    return bindings
 
 
 def go_beyond_queries(plan: Plan) -> bool:

@@ -107,6 +107,11 @@ def test_a_sum_with_biases_alone_is_multiplied_once() -> None:
     ("table", "mask", "held"),
     [
         ("table[h, bias[q, kv]]", "True", "entry_of_any(entry_1_held, element_of<signed char>(bias_pairs, i, row))"),
+        (
+            "table[h, bias[q, kv] + 6 if bias[q, kv] < 0 else bias[q, kv]]",
+            "True",
+            "entry_of_any(entry_1_held, from_end(element_of<signed char>(bias_pairs, i, row), 6))",
+        ),
         ("table[h, bias[q, kv] + 1]", "True", ""),
         ("(table[h, bias[q, kv]] if q > kv else 0.0)", "True", ""),  # not all lanes ask
     ],
