@@ -1,9 +1,8 @@
-"""Tensors like those of an earlier call, recognized in one step: models repeat their calls with other addresses, and
-servers with other sizes.
+"""A check in C++ whether the tensors of a call are like those of an earlier one: models repeat their calls with other
+addresses, and servers with other sizes.
 
-Torch's compiler checks the tensors of a compiled function in C++ before each call. The same check, in half a
-microsecond, stands here for some fifty questions to tensors. Where torch does not have it, calls are recognized by
-their keys alone.
+It is the check that torch's compiler makes before it calls a compiled function. It takes half a microsecond, and spares
+some fifty questions to tensors from Python. If torch does not have it, calls are recognized by their keys alone.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from attngen.runtime.arguments.keys import PLAIN
 
 try:
     _TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
-except AttributeError:  # it is no public part of torch
+except AttributeError:  # not a public part of torch
     _TensorGuards = None
 
 _address: Callable[[Tensor], int] = Tensor.data_ptr
 
-#: Of a tensor: the axes whose extents, and those whose strides, may differ between calls.
+#: Axes of a tensor whose extents, and axes whose strides, may differ between calls.
 Free = tuple[tuple[int, ...], tuple[int, ...]]
 
-#: Of one that is always the same.
+#: Nothing may differ.
 NONE_FREE: Free = (), ()
 
-#: Bytes at whose multiples rows of tensors begin, and vectors of int32.
+#: Alignment in bytes of the addresses of tensors, and of index vectors, which are int32.
 _ROWS, _VECTORS = 16, 4
 
 
 class SeenTensors:
-    """What the tensors of a call were: types, dtypes, devices, shapes and strides but for what is free, whether they
-    need gradients, under which of torch's modes; and whether the second and the third begin at one address.
+    """The tensors of a checked call, without their addresses, to recognize others like them.
 
-    Rows began at multiples of 16 bytes, index vectors at multiples of 4.
+    Alike are types, dtypes, devices, shapes and strides (axes that are free aside), ``requires_grad`` and torch's
+    modes; whether k and v begin at one address; and the alignment: 16 bytes, or 4 for index vectors.
     """
 
     __slots__ = ("_absent", "_absent_of", "_check", "_one", "_order", "_rows", "_tensors_of")
@@ -47,11 +46,10 @@ class SeenTensors:
         self, record: Sequence[Any], own: tuple[Tensor, ...], fields: Sequence[int], count: int,
         vectors: frozenset[int], free: Mapping[int, Free],
     ) -> None:  # fmt: skip
-        """Note the tensors of a call that was checked: those among the ``fields`` of a record, of which one at least is
-        absent, and its variant's ``own``.
+        """Note the tensors of a call: ``fields`` of its ``record`` (at least one is None), and its variant's ``own``.
 
-        Addresses of the former lie in the order of the fields in a list of so many, which those of the latter follow;
-        at ``vectors`` are index vectors. ``free``: of some of these places, what may differ.
+        ``addresses`` will return ``count`` addresses in the order of the fields, 0 for those that are None, and then
+        those of ``own``. Places ``vectors`` of this list are index vectors, and ``free`` says by place what may differ.
         """
         present = [place for place, field in enumerate(fields) if record[field] is not None]
         absent = [field for field in fields if record[field] is None]
@@ -65,7 +63,7 @@ class SeenTensors:
             dynamic_dims_sizes=[_but(one.shape, extents) for one, (extents, _) in zip(tensors, axes, strict=True)],
             dynamic_dims_strides=[_but(one.stride(), steps) for one, (_, steps) in zip(tensors, axes, strict=True)],
         ).check
-        # of addresses behind which a 0 stands
+        # places in the addresses of all tensors, which a 0 follows: the address of an absent one
         order = [present.index(place) if place in present else len(tensors) for place in range(count)]
         order += range(len(present), len(tensors))
         self._order: Callable[[Sequence[int]], tuple[int, ...]] = itemgetter(*order)

@@ -63,18 +63,24 @@ from attngen.runtime.registry.select import (
     select,
 )
 
-#: By the kind of a call, or, with all its sizes, by its form. A call of a kind that is False is prepared by its form.
+#: What runs a call, by the key of its kind (packed and paged calls), or by the key of everything, sizes included. False
+#: for a kind: its calls are prepared one by one, under the latter.
 _PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall | RaggedCalls | bool] = RecentCache(PREPARED_CALLS)
 
-#: Calls, or kinds of calls, whose tensors are recognized in one step; False where they cannot be.
+#: The tensors of an earlier call, or of an earlier call of a kind, and what ran it, by ``_seen_key``. A call with
+#: tensors like these is recognized in one step, without either key above. False: its tensors cannot be recognized.
 _SEEN: RecentCache[tuple[SeenTensors, PreparedCall | RaggedCalls] | bool] = RecentCache(PREPARED_CALLS)
 
 
 def run(given: Given) -> Any:
-    """Run a call now, whether it comes from a program or from an operator."""
-    form = _form_of(given)
-    if form is not None and (alike := _known(_SEEN, form[0])):
-        addresses = alike[0].addresses(given, form[1])
+    """Run a call now, whether it comes from a program or from an operator.
+
+    A call like an earlier one is recognized by its tensors (``_SEEN``), else by the key of its kind, else by the key of
+    everything (``_PREPARED``). If it is new, it is checked, and a kernel is selected and prepared for it.
+    """
+    lookup = _seen_key(given)  # None from where on the call is not to be remembered
+    if lookup is not None and (alike := _known(_SEEN, lookup[0])):
+        addresses = alike[0].addresses(given, lookup[1])
         if addresses is not None and not (debugging.active() or is_tracing() or transforms_active()):
             prepared, sized = alike[1], None
             if isinstance(prepared, RaggedCalls):
@@ -101,7 +107,7 @@ def run(given: Given) -> Any:
         if backend == "reference" or not on_gpu:
             require_reference(call, backend)
             return _run_reference(call, given)
-        form = None
+        lookup = None
     if forward_ad._current_level >= 0 and carries_tangent(q, k, v, *arguments.values()):
         return transforms.attend(given, run, differentiate)
     try:
@@ -114,7 +120,7 @@ def run(given: Given) -> Any:
         q.requires_grad or k.requires_grad or v.requires_grad or (bool(arguments) and _learns(arguments))
     )
     if learns:
-        form = None
+        lookup = None
         if with_lse is False:
             with_lse = True
     if given.form == "paged":
@@ -124,7 +130,7 @@ def run(given: Given) -> Any:
                 "backend='reference', which is differentiable and slow"
             )
         if len(shape) == 4 and shape[1] > 1 and shape[0] > 1 and strides[0] != shape[1] * strides[1]:
-            given, form = in_rows(given), None
+            given, lookup = in_rows(given), None
             q = given.q
             strides, addresses[0] = q.stride(), q.data_ptr()
     name = variant if isinstance(variant, str) else id(variant)
@@ -135,12 +141,12 @@ def run(given: Given) -> Any:
         if isinstance(calls, RaggedCalls):
             ready = calls.kept[kind[1]] or calls.resized(kind[1], given)
             if ready is not None:
-                _note_seen(form, given, calls)
+                _note_seen(lookup, given, calls)
                 return ready[0](given, addresses, ready[1])
         if calls is not None:
-            kind = None  # nothing is left to find out about it
+            kind = None  # what is kept for the kind does not serve this call, and nothing new will be kept
         del addresses[len(FORWARD) :]
-    # The cache's key of other calls: everything that checks, selection and the packed template depend on.
+    # The key of everything that checks, selection and packed parameters depend on.
     key: list[Any] = [
         name, with_lse, registry.generation, *keyed_of(given),
         q.dtype, shape, strides, q.get_device(), addresses[0] & 15, q.is_neg(),
@@ -165,21 +171,21 @@ def run(given: Given) -> Any:
             _PREPARED.put(kind[0], of_kind)
         if of_kind is False:
             _PREPARED.put(identity, prepared)
-        form = None  # a call that is made once is not worth it
+        lookup = None  # its tensors are remembered when it is made again
     if not isinstance(prepared, PreparedCall):
         return prepared(given, addresses)
     if learns:
         return attend(_without_keys if prepared.sinks_only else prepared, given, addresses)
     if prepared.sinks_only:
         return _without_keys(given, addresses)
-    if given.form == "dense":  # the key of others has no lengths
-        _note_seen(form, given, prepared)
+    if given.form == "dense":  # the keys of packed and paged calls have no lengths
+        _note_seen(lookup, given, prepared)
     return prepared(given, addresses)
 
 
-def _form_of(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
-    """Key under which a call may have been seen, and its variant's own tensors; None for a call that each time needs a
-    look at its arguments."""
+def _seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
+    """Key of a call in ``_SEEN``, and the tensors of its variant; None for a call whose arguments have to be looked at
+    each time."""
     q, k, arguments, variant = given.q, given.k, given.arguments, given.variant
     own: tuple[Tensor, ...] = ()
     names: tuple[Any, ...] = ()
@@ -205,13 +211,16 @@ def _form_of(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
     return (chosen, given.return_lse, registry.generation, kind_settings_of(given), many, k_shape, names), own
 
 
-def _note_seen(form: Any, given: Given, prepared: PreparedCall | RaggedCalls) -> None:
-    """Remember the tensors of a call that was made before, or those of its kind."""
-    if form is None or _SEEN[form[0]] is False:
+def _note_seen(lookup: Any, given: Given, prepared: PreparedCall | RaggedCalls) -> None:
+    """Remember the tensors of a call that is made for the second time, so that the next one is recognized by them.
+
+    ``lookup``: what ``_seen_key`` returned, or None for a call that is not to be remembered.
+    """
+    if lookup is None or _SEEN[lookup[0]] is False:
         return
     free = free_of(given) if isinstance(prepared, RaggedCalls) else {}
-    noted = seen(given, form[1], range(len(TENSORS)), len(FORWARD), INDEX_VECTORS, free)
-    _SEEN.put(form[0], False if noted is None else (noted, prepared))
+    noted = seen(given, lookup[1], range(len(TENSORS)), len(FORWARD), INDEX_VECTORS, free)
+    _SEEN.put(lookup[0], False if noted is None else (noted, prepared))
 
 
 def _known(cache: RecentCache[Any], key: tuple[Any, ...]) -> Any:
@@ -223,7 +232,7 @@ def _known(cache: RecentCache[Any], key: tuple[Any, ...]) -> Any:
 
 
 def _of_kind(call: Call, addresses: Sequence[int], given: Given, prepared: Any) -> RaggedCalls | bool:
-    """What serves all calls of the kind of one that is prepared; False where its sizes decide more than numbers."""
+    """What serves all calls of the kind of a prepared one; False if sizes decide more than the numbers of a launch."""
     if isinstance(prepared, ExpandedCall) or not has_kinds(call.variant):
         return False
     request, driver = _request(call, addresses, given), drivers.current()

@@ -11,7 +11,7 @@ from attngen.runtime.device.driver import Driver
 from attngen.runtime.helpers import append_torch
 from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, check
 from attngen.runtime.helpers.append_kernel import PreparedAppend, prepare
-from attngen.runtime.helpers.append_kinds import AppendCalls, form_of, kind_of, seen_tensors, sizes_of
+from attngen.runtime.helpers.append_kinds import AppendCalls, kind_of, seen_key, seen_tensors, sizes_of
 from attngen.runtime.helpers.path import Helper, Kind, Prepared
 
 
@@ -33,8 +33,8 @@ class AppendHelper(Helper[Append, Sizes]):
     def kind_of(self, call: Append) -> Kind | None:
         return kind_of(call)
 
-    def form_of(self, call: Append) -> tuple[Any, ...] | None:
-        return form_of(call)
+    def seen_key(self, call: Append) -> tuple[Any, ...] | None:
+        return seen_key(call)
 
     def seen(self, call: Append) -> SeenTensors | None:
         return seen_tensors(call)

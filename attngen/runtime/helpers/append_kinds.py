@@ -53,7 +53,7 @@ def seen_tensors(call: Append) -> SeenTensors | None:
     return seen(call, (), _FIELDS, len(_FIELDS), _VECTORS, free)
 
 
-def form_of(call: Append) -> tuple[Any, ...] | None:
+def seen_key(call: Append) -> tuple[Any, ...] | None:
     """Key under which the tensors of calls of a kind may have been seen."""
     k, interleaved = call.k, call.rotary_interleaved
     if type(k) not in PLAIN:

@@ -104,16 +104,16 @@ class Helper(ABC, Generic[Record, Sizes]):
         """What serves all calls of the kind of one that is prepared."""
         raise NotImplementedError
 
-    def form_of(self, call: Record) -> tuple[Any, ...] | None:
+    def seen_key(self, call: Record) -> tuple[Any, ...] | None:
         """Key under which the tensors of a call may have been seen; None if they are not looked for."""
         return None
 
     def run(self, call: Record) -> Any:
         """Run a call now, whether it comes from a program or from an operator."""
-        form = self.form_of(call)
+        lookup = self.seen_key(call)
         plain = not (torch_state.transforms_active() or forward_ad._current_level >= 0)
         checked = debugging.active()
-        if form is not None and plain and not checked and (alike := _kept(self._seen, form)):
+        if lookup is not None and plain and not checked and (alike := _kept(self._seen, lookup)):
             addresses = alike[0].addresses(call)
             if addresses is not None:
                 numbers = self.sizes_of(call)
@@ -131,9 +131,9 @@ class Helper(ABC, Generic[Record, Sizes]):
             calls = _kept(self._kinds, kind.key)
             resized = None if calls is None else calls.kept[kind.sizes] or calls.resized(kind.sizes)
             if calls is not None and resized is not None:
-                if form is not None and self._seen[form] is not False:
+                if lookup is not None and self._seen[lookup] is not False:
                     noted = self.seen(call)
-                    self._seen.put(form, False if noted is None else (noted, calls))
+                    self._seen.put(lookup, False if noted is None else (noted, calls))
                 return calls.prepared.run(call, kind.addresses, resized)
         if on_gpu:
             settings = self.fields.settings_of(call)
