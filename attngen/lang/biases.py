@@ -122,7 +122,7 @@ def asked_by(index: Expr) -> tuple[Expr, int]:
 
 
 def _fits_a_warp(tensor: Tensor) -> bool:
-    extent = tensor.shape[-1] if tensor.shape else 0
+    extent = tensor.shape[-1] if tensor.shape else None  # a single number has no entries to choose from
     return DTYPES[tensor.dtype].kind == "float" and isinstance(extent, int) and extent <= LANES
 
 

@@ -121,6 +121,12 @@ def test_entries_of_small_tables_are_held_by_lanes(table: str, mask: str, held: 
     assert (held in text) if held else ("entry_of" not in text)
 
 
+def test_a_single_number_beside_a_bias_is_no_table() -> None:
+    tensors = f"{OF_HEADS}, gate: {{dtype: float32, shape: []}}"
+    text = render(scored("s * gate + bias[h, q, kv]", tensors)).text
+    assert "entry_of" not in text
+
+
 def test_what_fits_comes_as_tiles() -> None:
     """Beside 128 columns a backward has room for two bytes of a pair."""
     both = f"{OF_HEADS}, d: {{dtype: int8, shape: [seqlen_q, seqlen_k]}}"
