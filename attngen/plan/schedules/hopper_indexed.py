@@ -9,90 +9,38 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attngen.arch import Arch
-from attngen.dtypes import MERGED_ROWS
 from attngen.errors import PlanError
-from attngen.manifest import GRID, MERGED, Argument, Workspace
-from attngen.plan import arguments, naming
-from attngen.plan.allowances import MLA_SPILLS, SPILLS
-from attngen.plan.choices import SECTION_BYTES, iteration_of, refuse
-from attngen.plan.draft import drafted
+from attngen.manifest import Argument
+from attngen.plan import arguments
+from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
-from attngen.plan.model import Columns, Launch, Plan
+from attngen.plan.model import Plan
 from attngen.plan.operands import operands_of
-from attngen.plan.pipes import ROW_PADDING, Pipes
+from attngen.plan.pipes import Pipes
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import hopper_mla
-from attngen.plan.schedules.forward_memory import BOX_BYTES
 from attngen.plan.schedules.hopper_forward import keep_promises
-from attngen.plan.schedules.hopper_mla import HopperMla
 from attngen.plan.schedules.indexed_pipes import indexed_pipes
-from attngen.plan.schedules.mla_pipes import CONSUMERS, KEYS, ROWS, TILES
 from attngen.schema.expand import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
-_PAIR = 2  # blocks of a cluster at most; a cluster holds the heads of one work item
-_WARPS = 12
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
-    packed = replace(spec, pack_gqa=True)
-    iteration = iteration_of(packed)
-    element = operands_of(spec).shared("q", "k", "v", "p")
-    pipes = _pipes(spec.head_dim_qk, spec.head_dim_v, element.bytes)
-    structure = HopperMla(
-        persistent=True,
-        shared=pipes.regions,
-        warp_roles=pipes.roles,
-        consumers=CONSUMERS,
-        loaders=4,
-        cluster=_PAIR,
-        box_bytes=BOX_BYTES[0],
-        least_tiles=2,
-        cut_tiles=2,
-        key_bytes=element.bytes,
-        whole_tiles=64,
-        merged_rows=MERGED_ROWS,
-    )
-    planned = drafted(
+    element = operands_of(spec).k
+    return hopper_mla.plan_latent(
         spec,
-        label="indexed",
-        width=f"c{CONSUMERS}",
-        tile_map=False,
-        alignment=16,
-        columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
-        columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
-        backend="cuda",
+        _pipes(spec.head_dim_qk, spec.head_dim_v, element.bytes),
         schedule="hopper_indexed",
+        label="indexed",
         loads="pointer",
-        q_operand="shared",
-        tile_m=ROWS,
-        tile_n=KEYS,
-        stages=TILES,
-        num_warps=_WARPS,
-        max_registers=None,
-        iteration="ranges" if iteration == "ranges" else "classified",
-        mask_code="branch",
         softmax="exact_max",
-        section_bytes=SECTION_BYTES,
-        structure=structure,
-        pack_gqa=True,
+        raise_above="",
+        arguments_of=_arguments,
+        products=(3, 6),
     )
-    of_s, of_o = spec.head_dim_qk // element.mma_k, KEYS // element.mma_k
-    forward = Launch(
-        "forward", planned.name, GRID, ROWS, KEYS, TILES, planned.num_warps, planned.iteration, _arguments(planned),
-        persistent=True, cluster=_PAIR, row_warps=_PAIR, row_blocks=_PAIR, pdl=True,
-        shared_bytes=structure.shared_bytes, products=3 * of_s + 6 * of_o, max_spills=MLA_SPILLS.bytes,
-    )  # fmt: skip
-    merge = Launch(
-        "merge", naming.launch_name(planned.name, "merge"), MERGED, ROWS, KEYS, 1,
-        MERGED_ROWS * spec.head_dim_v // 4 // 32, planned.iteration, forward.arguments, row_warps=_PAIR,
-        row_blocks=_PAIR, pdl=True, max_spills=SPILLS.bytes,
-    )  # fmt: skip
-    partials = ("split_slots", "row_warps", ROWS * (spec.head_dim_v + ROW_PADDING))
-    workspaces = Workspace("partials", "fp32", (partials,)), Workspace("begun", "i32", (("split_blocks", 2),))
-    return planned.with_launches(forward, merge, workspaces=workspaces)
 
 
 def _arguments(plan: Plan) -> tuple[Argument, ...]:

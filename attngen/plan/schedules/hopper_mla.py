@@ -6,6 +6,7 @@ Blocks share the keys of sequences, as in ``hopper_decode``, whether few queries
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
@@ -19,7 +20,7 @@ from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Columns, Launch, Plan
 from attngen.plan.operands import operands_of
-from attngen.plan.pipes import ROW_PADDING, Pipes
+from attngen.plan.pipes import ROW_PADDING, WARPGROUP, Pipes
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_memory import BOX_BYTES
 from attngen.plan.schedules.hopper_decode import HopperDecode
@@ -28,7 +29,7 @@ from attngen.plan.schedules.mla_pipes import CONSUMERS, KEYS, ROWS, TILES, mla_p
 from attngen.schema.expand import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the producer, and of a consumer
-_PAIR = 2  # most blocks of a cluster, which then hold the rows of a unit
+_PAIR = 2  # blocks of a cluster at most; a cluster has the rows of one work item
 _WARPS = 12
 
 
@@ -43,16 +44,44 @@ class HopperMla(HopperDecode):
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := refusal(spec, arch):
         raise refused
-    packed = replace(spec, pack_gqa=True)
-    iteration = iteration_of(packed)
+    element = operands_of(spec).k
+    return plan_latent(
+        spec,
+        _pipes(spec.head_dim_qk, spec.head_dim_v, element.bytes),
+        schedule="hopper_mla",
+        label="mla",
+        loads="descriptor",
+        softmax="lazy",
+        raise_above=PROBABILITIES[spec.dtype].raise_above,
+        arguments_of=_arguments,
+        products=(2, 5),
+    )
+
+
+def plan_latent(
+    spec: KernelSpec,
+    pipes: Pipes,
+    *,
+    schedule: str,
+    label: str,
+    loads: str,
+    softmax: str,
+    raise_above: str,
+    arguments_of: Callable[[Plan], tuple[Argument, ...]],
+    products: tuple[int, int],
+) -> Plan:
+    """Plan a kernel of latent attention, and the launch that merges its partial results.
+
+    ``products``: how many S = Q K^T of a tile the source has, and how many O += P V.
+    """
+    iteration = iteration_of(replace(spec, pack_gqa=True))
     element = operands_of(spec).shared("q", "k", "v", "p")
-    pipes = _pipes(spec.head_dim_qk, spec.head_dim_v, element.bytes)
     structure = HopperMla(
         persistent=True,
         shared=pipes.regions,
         warp_roles=pipes.roles,
         consumers=CONSUMERS,
-        loaders=1,
+        loaders=WARPGROUP,
         cluster=_PAIR,
         box_bytes=BOX_BYTES[0],
         least_tiles=2,
@@ -60,19 +89,19 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         key_bytes=element.bytes,
         whole_tiles=64,
         merged_rows=MERGED_ROWS,
-        raise_above=PROBABILITIES[spec.dtype].raise_above,
+        raise_above=raise_above,
     )
     planned = drafted(
         spec,
-        label="mla",
+        label=label,
         width=f"c{CONSUMERS}",
         tile_map=False,
         alignment=16,
         columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
         columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
         backend="cuda",
-        schedule="hopper_mla",
-        loads="descriptor",
+        schedule=schedule,
+        loads=loads,
         q_operand="shared",
         tile_m=ROWS,
         tile_n=KEYS,
@@ -81,16 +110,17 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         max_registers=None,
         iteration="ranges" if iteration == "ranges" else "classified",
         mask_code="branch",
-        softmax="lazy",
+        softmax=softmax,
         section_bytes=SECTION_BYTES,
         structure=structure,
         pack_gqa=True,
     )
     of_s, of_o = spec.head_dim_qk // element.mma_k, KEYS // element.mma_k
     forward = Launch(
-        "forward", planned.name, GRID, ROWS, KEYS, TILES, planned.num_warps, planned.iteration,
-        _arguments(planned, structure.box_bytes), persistent=True, cluster=_PAIR, row_warps=_PAIR, row_blocks=_PAIR,
-        pdl=True, shared_bytes=structure.shared_bytes, products=2 * of_s + 5 * of_o, max_spills=MLA_SPILLS.bytes,
+        "forward", planned.name, GRID, ROWS, KEYS, TILES, planned.num_warps, planned.iteration, arguments_of(planned),
+        persistent=True, cluster=_PAIR, row_warps=_PAIR, row_blocks=_PAIR, pdl=True,
+        shared_bytes=structure.shared_bytes, products=products[0] * of_s + products[1] * of_o,
+        max_spills=MLA_SPILLS.bytes,
     )  # fmt: skip
     merge = Launch(
         "merge", naming.launch_name(planned.name, "merge"), MERGED, ROWS, KEYS, 1,
@@ -102,12 +132,12 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     return planned.with_launches(forward, merge, workspaces=workspaces)
 
 
-def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
+def _arguments(plan: Plan) -> tuple[Argument, ...]:
     """Arguments of the kernel: those of a split-KV forward without v, and the address of keys in pages."""
     ragged = plan.ragged_queries
     return (
         arguments.pointer(plan, "q"),
-        arguments.tensor_map(plan, "k", plan.tile_n, box_bytes),
+        arguments.tensor_map(plan, "k", plan.tile_n, BOX_BYTES[0]),
         *((arguments.pointer(plan, "k"),) if _prefetches(plan) else ()),
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"),
