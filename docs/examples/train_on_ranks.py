@@ -109,6 +109,7 @@ def train(rank: int, ranks: int, steps: int, meeting: str, losses: str | None) -
             print(f"step {step}: {seen[-1]:.5f}")
     if rank == 0 and losses is not None:
         Path(losses).write_text(" ".join(map(str, seen)))
+    dist.barrier()  # a rank that ends earlier would take its connections with it
     dist.destroy_process_group()
 
 
