@@ -91,8 +91,10 @@ def _is_of_tile(load: Load, last: int) -> bool:
 
 
 def lookups(variant: Variant, room: int) -> frozenset[Load]:
-    """The elements of small tables, of floats, that a score reads at an integer among the biases: a warp holds all
-    entries that a tile may ask for, one in each lane. None where a choice decides whether lanes ask."""
+    """The reads of small tables of floats whose index is an integer bias: a warp holds all entries, one in each lane.
+
+    There are none if a condition of the score decides which lanes read: all lanes take part in a shuffle.
+    """
     if variant.score is None:
         return frozenset()
     score = rewrite(variant.score, fold_literals)
@@ -110,8 +112,8 @@ def lookups(variant: Variant, room: int) -> frozenset[Load]:
 
 
 def asked_by(index: Expr) -> tuple[Expr, int]:
-    """What an index is computed from where negative ones count from the end, as torch's do, and the number of entries
-    then added; else the index, and 0."""
+    """The integer of an index, and the number of entries that is added if it is negative, as torch's indices count from
+    the end; 0 if none is added."""
     match index:
         case Op(
             op="select",

@@ -24,22 +24,20 @@ LANE = own("lane")
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """One of these: what kernels call its tile and the elements that a lane has in ``words`` registers, the type of an
-    element, its bytes and those before it of a pair, those of a row of one copy, its tensor map, and where its tiles
-    lie along the axes before that of rows, the last one first, with the statements that find these places."""
+    """A bias whose tiles the loader copies, as templates see it."""
 
     load: Load
-    symbol: Var
-    tile: str
-    pairs: str
-    words: int
-    element: str
-    bytes: int
-    before: int
-    box_bytes: int
-    map: str
-    places: tuple[str, ...]
-    lines: tuple[Statement, ...]
+    symbol: Var  # for an element of a lane, in expressions
+    tile: str  # name of the tile in kernels
+    pairs: str  # name of the registers with a lane's elements of 16 keys, or in a backward of 16 queries
+    words: int  # number of these registers
+    element: str  # CUDA type
+    bytes: int  # of an element
+    before: int  # for each pair, of the biases that lie before this one in a stage
+    box_bytes: int  # of a row of one copy, over which it is swizzled
+    map: str  # name of the tensor map
+    places: tuple[str, ...]  # coordinates of a tile along the axes before that of queries, the last axis first
+    lines: tuple[Statement, ...]  # that compute these coordinates
 
 
 def biases_of(plan: Plan) -> tuple[Bias, ...]:
@@ -55,7 +53,7 @@ def biases_of(plan: Plan) -> tuple[Bias, ...]:
 
 
 def bias_ranges(plan: Plan) -> dict[str, Range]:
-    """The ranges of what stands for integers among the biases."""
+    """The ranges of the integer biases, by the symbols that stand for them."""
     return {
         each.symbol.name: plan.variant.ranges.get(each.load.tensor, INT32)
         for each in biases_of(plan)
@@ -93,17 +91,18 @@ def _bias(plan: Plan, load: Load, suffix: str, before: int) -> Bias:
 
 
 def _keys_of_tile(plan: Plan) -> int:
-    """Keys of a tile of a bias: all, or those of a consumer where these are rows of its products."""
+    """Keys of a tile of a bias: those of a tile of K, or in a backward those of one consumer."""
     return plan.tile_n if plan.direction == "forward" else plan.tile_n // plan.structure.consumers
 
 
 def _words(plan: Plan, size: int) -> int:
-    """Registers that hold what a lane reads of 16 keys or queries: pairs of neighbours, where one load brings them."""
+    """Registers for the elements that a lane reads of 16 keys or queries: one for two neighbours that a single load
+    brings, else one for each element."""
     return 4 if size == 2 or (size == 1 and plan.direction == "forward") else 8
 
 
 def bias_bindings(plan: Plan, element: str) -> dict[str, Binding]:
-    """The bindings of what stands for biases in an element of a lane, whose number in its row is a pattern."""
+    """The bindings of the symbols of biases; ``element`` is the pattern of an element's number in the row of a lane."""
     return {
         each.symbol.name: Binding(
             f"element_of<{each.element}>({{{each.pairs}}}, {element}, {{row}})", frozenset({"q", "kv"})
@@ -113,29 +112,34 @@ def bias_bindings(plan: Plan, element: str) -> dict[str, Binding]:
 
 
 def with_biases(plan: Plan, value: Expr) -> Expr:
-    """An expression that takes biases from the tiles that a loader brings."""
+    """An expression with symbols for the biases that come as tiles."""
     symbols: dict[Expr, Expr] = {each.load: each.symbol for each in biases_of(plan)}
     return rewrite(rewrite(value, fold_literals), symbols.get) if symbols else value
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A value that lanes hold for each entry of a small table, and that others ask for by an integer of a tile."""
+    """A value of each entry of a small table: every lane of a warp holds that of one entry, and asks for others by
+    shuffles with an integer bias as the index."""
 
-    symbol: Var
-    value: Expr  # of the lane's entry
-    index: Var  # the symbol of the integer
-    more: int  # entries that are added to a negative one
-    sure: bool  # what is asked for is one of a lane
+    symbol: Var  # for the value that a lane asked for, in expressions
+    value: Expr  # of the entry that a lane holds
+    index: Var  # symbol of the integer bias
+    more: int  # entries that are added to a negative index
+    sure: bool  # the range of the index says that a lane holds its entry
 
     @property
     def held(self) -> str:
-        """Name of what a lane holds."""
+        """Name of the variable with the value that a lane holds."""
         return f"{spelled(self.symbol.name)}_held"
 
 
 def with_lookups(plan: Plan, values: Sequence[Expr]) -> tuple[list[Expr], tuple[Lookup, ...]]:
-    """Expressions ``with_biases`` that ask lanes for the entries of small tables, each with its constant factor."""
+    """Expressions, already ``with_biases``, with symbols for entries of small tables, and the lookups that these stand
+    for.
+
+    A constant factor of an entry, such as log2(e), becomes a part of the value that lanes hold.
+    """
     tables = lookups(plan.variant, plan.structure.bias_bytes)
     if not tables:
         return list(values), ()
@@ -168,7 +172,7 @@ def with_lookups(plan: Plan, values: Sequence[Expr]) -> tuple[list[Expr], tuple[
 
 
 def lookup_bindings(plan: Plan, asked: Iterable[Lookup], element: str) -> dict[str, Binding]:
-    """The bindings of what stands for entries of tables in an element of a lane."""
+    """The bindings of the symbols of lookups; ``element`` as in ``bias_bindings``."""
     bound, bindings = bias_bindings(plan, element), {}
     for each in asked:
         index = bound[each.index.name].pattern
@@ -179,8 +183,8 @@ def lookup_bindings(plan: Plan, asked: Iterable[Lookup], element: str) -> dict[s
 
 
 def go_beyond_queries(plan: Plan) -> bool:
-    """Whether a tile of a bias may have elements of no query of a sequence: of other rows of the tensor, which may hold
-    anything. Those of no row at all are zeros."""
+    """Whether a tile of a bias may extend beyond the queries of a sequence to other rows of the tensor, which may hold
+    anything. Elements beyond the tensor are zeros."""
     read = {each.load.tensor for each in biases_of(plan)}
     shapes = [tensor.shape for tensor in plan.variant.tensors if tensor.name in read]
     return bool(read) and (plan.varlen or any(shape[-2] != "seqlen_q" for shape in shapes))

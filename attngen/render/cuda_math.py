@@ -200,7 +200,7 @@ def logits(plan: Plan) -> Logits:
 def held_entries(
     plan: Plan, asked: Sequence[Lookup], bound: Mapping[str, Binding], *, lane: str, inner: str = "kv"
 ) -> list[Statement]:
-    """Return the statements of the entries of small tables that a lane holds for its warp."""
+    """Return the statements that compute, from small tables, the values that each lane holds for its warp."""
     if not asked:
         return []
     values = emit_for(

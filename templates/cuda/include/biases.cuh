@@ -45,7 +45,7 @@ __device__ __forceinline__ auto element_of(const uint32_t (&elements)[8], int i,
   return value_of(elements[2 * (i / 2 % 2 * 2 + row) + i % 2], static_cast<const Element*>(nullptr));
 }
 
-// An index of a table, of which negative ones count from its end.
+// An index of a table with so many entries; a negative one counts from the end.
 __device__ __forceinline__ int from_end(int index, int entries) { return index < 0 ? index + entries : index; }
 
 // Entry number `lane` of a table of which each lane of the warp holds one entry. `entry_of_any` takes any number, and returns
