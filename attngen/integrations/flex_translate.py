@@ -135,7 +135,7 @@ class Translation:
 
 
 def _is_integer_of_tensor(operand: Any) -> bool:
-    """Whether an index is an integer that another tensor holds, maybe in another dtype."""
+    """Whether an index is an integer from another tensor, maybe converted to another dtype."""
     while isinstance(operand, Step) and operand.name in ("_to_copy", "to", "convert_element_type"):
         operand = operand.args[0]
     return isinstance(operand, Step) and operand.name == "index" and not operand.dtype.is_floating_point

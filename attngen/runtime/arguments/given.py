@@ -69,7 +69,7 @@ tensors_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(len(TENSORS)))
 settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["variant"], None))
 keyed_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["form"], None))
 
-#: Return what calls of one kind have in common of what holds no tensor: all that but lengths.
+#: The settings of a call that all calls of its kind have in common: all fields without a tensor, lengths aside.
 kind_settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(
     *(_PLACES[name] for name in ("form", "layout", "backend", "package", "num_splits", "split_size", "out_dtype"))
 )

@@ -182,7 +182,8 @@ def sizes_of(given: Given) -> Sizes:
 
 
 def free_of(given: Given) -> dict[int, Free]:
-    """What may differ between the tensors of calls of one kind, whose q has more than one row, or each one."""
+    """Axes of each tensor, by its place in ``TENSORS``, that may differ between calls of one kind. Calls with a single
+    row of q, k or v are kinds of their own, since the stride of a single row is arbitrary."""
     first: Free = (0,), ()
     rows = first if given.q.shape[0] > 1 else NONE_FREE
     free = dict.fromkeys((_SEQUSED_K, _CU_Q, _CU_K), first) | {_Q: rows, _OUT: rows, _TABLE: ((0, 1), (0,))}

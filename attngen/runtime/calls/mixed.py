@@ -1,6 +1,6 @@
-"""Batches in which some sequences have one query each, and others many: two calls, each on the kernel that suits it.
+"""Paged batches that decode some sequences beside whole prompts: two calls, each on the kernel that suits it.
 
-In one call, the tiles of whole prompts would hold one query of each sequence that decodes.
+In a single call, a sequence that decodes would have a tile for many queries, and only one query in it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from attngen.runtime.cache import RecentCache
 from attngen.runtime.registry.binding import find
 from attngen.runtime.registry.lookup import registry
 
-#: Whether a variant is the same for a part of the sequences of a batch. Values keep variants alive, whose identity is
-#: in the key.
+#: Whether a batch may be divided for a variant (``_divisible``). The values keep variants alive, whose identity is in
+#: the key.
 _DIVISIBLE: RecentCache[tuple[bool, Any]] = RecentCache(256)
 
 
@@ -31,7 +31,8 @@ def attend(
     call: Callable[..., Any], num_decodes: int, q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor,
     seqused_k: Tensor, *, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, out: Tensor | None, **others: Any,
 ) -> Any:  # fmt: skip
-    """Result of a paged ``call`` whose first ``num_decodes`` sequences have one query each. Raises CallError."""
+    """Result of a paged ``call`` whose first ``num_decodes`` sequences have at most one query each. Raises
+    CallError."""
     tensors = (q, k_pages, v_pages, page_table, seqused_k)
     options = {"max_seqlen_q": max_seqlen_q, "out": out, **others}
     first = length_of("num_decodes", num_decodes)
@@ -53,7 +54,8 @@ def attend(
 def _apart(
     first: int, q: Any, k: Any, v: Any, table: Any, used: Any, starts: Any, others: dict[str, Any]
 ) -> bool:  # fmt: skip
-    """Whether a call should be made as two; of others, all errors are found as if nothing was said."""
+    """Whether to make two calls. If not, the single call reports all errors of its arguments but those of
+    ``num_decodes``, which raise here."""
     if not all(isinstance(tensor, Tensor) for tensor in (q, k, v, table, used, starts)) or table.dim() != 2:
         return False
     batch = table.shape[0]
@@ -70,14 +72,15 @@ def _apart(
 
 
 def _check(first: int, starts: Tensor) -> None:
-    """Raise CallError unless the first sequences have one query each, or none."""
+    """Raise CallError unless the ``first`` sequences have at most one query each."""
     for b, count in enumerate(starts[: first + 1].diff().tolist()):
         if count > 1:
             raise CallError(f"num_decodes is {first}, but sequence {b} has {count} queries")
 
 
 def _divisible(variant: Any, package: Any) -> bool:
-    """Whether nothing that a variant reads counts the sequences of a batch, or tells them apart."""
+    """Whether a part of a batch gives the same results by itself: the variant reads nothing by batch entry, and has no
+    dropout, whose random numbers depend on it."""
     named = isinstance(variant, str)
     if not (named or isinstance(variant, Variant)) or not isinstance(package, str | None):
         return False
@@ -91,5 +94,5 @@ def _divisible(variant: Any, package: Any) -> bool:
 
 
 def _of_sequences(scale: Tensor | None, batch: int, part: slice) -> Tensor | None:
-    """Scales of a part of the sequences: all but those of each sequence serve any."""
+    """Scales for a part of the sequences: a slice if each sequence has its own, else all."""
     return scale[part] if scale is not None and scale.dim() == 2 and scale.shape[0] == batch else scale

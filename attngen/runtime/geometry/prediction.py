@@ -108,8 +108,8 @@ def predict(
 
 
 def may_share(kernel: Kernel, call: Call, clusters: int) -> bool:
-    """Whether there are few enough tiles of queries that blocks may share the keys of each: so many ``clusters`` of two
-    run at once."""
+    """Whether blocks may share the keys of a tile of queries: there are at most as many tiles as ``clusters`` of two
+    blocks that run at once."""
     q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=lengths(call)[0])
     return q_tiles * units <= clusters
 

@@ -35,12 +35,12 @@ _TOKENS = (_K, _V, _Q, _Q_OUT, _SLOTS)
 
 
 def _token_axis(call: Append) -> int:
-    """The axis of tensors of tokens that counts: of tokens of one sequence, the second."""
+    """The axis that counts tokens: the first, or the second if there is a single sequence that is not packed."""
     return 1 if call.cu_seqlens is None and call.k.shape[0] == 1 else 0
 
 
 def seen_tensors(call: Append) -> SeenTensors | None:
-    """The tensors of calls of one kind, to be recognized."""
+    """The tensors by which calls of this call's kind are recognized; None where they cannot be."""
     axis, first = _token_axis(call), ((0,), ())
     many = call.k.shape[axis] > 1
     # the stride of the only sequence is arbitrary
@@ -54,7 +54,7 @@ def seen_tensors(call: Append) -> SeenTensors | None:
 
 
 def seen_key(call: Append) -> tuple[Any, ...] | None:
-    """Key under which the tensors of calls of a kind may have been seen."""
+    """Key of the tensors by which calls of this call's kind are recognized."""
     k, interleaved = call.k, call.rotary_interleaved
     if type(k) not in PLAIN:
         return None

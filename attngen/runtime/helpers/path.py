@@ -93,7 +93,7 @@ class Helper(ABC, Generic[Record, Sizes]):
         return None
 
     def seen(self, call: Record) -> SeenTensors | None:
-        """The tensors of calls of a kind, to be recognized."""
+        """The tensors by which calls of this call's kind are recognized; None where they cannot be."""
         raise NotImplementedError
 
     def sizes_of(self, call: Record) -> tuple[Any, ...]:

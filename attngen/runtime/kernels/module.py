@@ -71,7 +71,7 @@ class Entry:
         return function
 
     def clusters(self, driver: Driver, device: int, size: int) -> int:
-        """How many clusters of a size a device runs at once; the driver is asked at the first use there."""
+        """Number of clusters of a size that a device runs at once; the driver is asked once for each device."""
         count = self._clusters.get((device, size))
         if count is None:
             count = self._clusters[device, size] = driver.clusters(
