@@ -1,4 +1,4 @@
-"""Kernels whose calls list the keys of each query, against float64: wrong, short and empty lists, heads, splits."""
+"""Keys by index against float64: lists with wrong entries, short and empty ones, heads and splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels whose values are the head of their keys, against float64: heads, queries, pages, splits and graphs."""
+"""Latent attention (``v: key``) against float64: heads, queries, pages, splits and graphs."""
 
 from __future__ import annotations
 

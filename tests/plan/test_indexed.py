@@ -1,4 +1,4 @@
-"""Kernels whose calls list the keys of each query: what they are planned for, what is refused, and memory."""
+"""Plans of keys by index: what they serve, what is refused, and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels whose values are the head of their keys: what they are planned for, what is refused, memory and copies."""
+"""Plans of latent attention (``v: key``): what they serve, what is refused, memory and copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that list the keys of each query, on the reference: against plain torch, and what is refused; work items."""
+"""Keys by index on the reference, against plain torch; what is refused; the sizes of work items."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_no_kernel_can_be_built_for_other_head_dims(gpu: FakeDriver) -> None:
     [(1, 0, 1, 64), (64, 0, 1, 64), (65, 1, 1, 128), (128, 1, 1, 128), (200, 1, 2, 256)],
 )
 def test_work_items_have_heads_of_one_query(heads: int, bits: int, units: int, rows: int) -> None:
-    """And tiles of its list, however many keys there are."""
+    """And its tiles are those of the list, however many keys the sequence has."""
     launch: Any = SimpleNamespace(tile_m=64, tile_n=64, row_warps=2, row_blocks=2, cluster=2)
     q, k = torch.zeros(2, 7, heads, 16), torch.zeros(2, 5000, 1, 16)
     call = bind(LISTED, q, k, k, None, arguments={"indices": torch.zeros(2, 7, 130, dtype=torch.int32)})
