@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from attngen.runtime.calls.append import append_kv
     from attngen.runtime.calls.dispatch import explain, tile_map
     from attngen.runtime.calls.entry import attention, attention_paged, attention_varlen, define_operators
+    from attngen.runtime.calls.index_scores import index_scores
     from attngen.runtime.calls.merge import merge
     from attngen.runtime.calls.quantize import quantize
+    from attngen.runtime.calls.topk import topk
     from attngen.runtime.registry.lookup import load
     from attngen.variants import variant
 
@@ -28,7 +30,7 @@ __version__ = VERSION
 
 __all__ = [
     "append_kv", "attention", "attention_paged", "attention_varlen", "debug", "define_operators", "errors", "explain",
-    "integrations", "jit", "load", "merge", "parallel", "quantize", "tile_map", "variant",
+    "index_scores", "integrations", "jit", "load", "merge", "parallel", "quantize", "tile_map", "topk", "variant",
 ]  # fmt: skip
 
 #: Public name → the module that holds it; None for a submodule of that name.
@@ -41,6 +43,7 @@ _HOMES = {
     "define_operators": "attngen.runtime.calls.entry",
     "errors": None,
     "explain": "attngen.runtime.calls.dispatch",
+    "index_scores": "attngen.runtime.calls.index_scores",
     "integrations": None,
     "jit": "attngen.first_call",
     "load": "attngen.runtime.registry.lookup",
@@ -48,6 +51,7 @@ _HOMES = {
     "parallel": None,
     "quantize": "attngen.runtime.calls.quantize",
     "tile_map": "attngen.runtime.calls.dispatch",
+    "topk": "attngen.runtime.calls.topk",
     "variant": "attngen.variants",
 }
 

@@ -26,6 +26,12 @@ QUANTIZE, QUANTIZE_VARIANT = "quantize", "quantize-qkv"
 #: The same for kernels that widen a cache in 8 bits for queries in 16.
 WIDEN, WIDEN_VARIANT = "widen", "widen-kv"
 
-#: Directions of kernels that are not attention, and the names of what they compute.
-HELPERS = frozenset({APPEND, QUANTIZE, WIDEN})
-HELPER_VARIANTS = frozenset({APPEND_VARIANT, QUANTIZE_VARIANT, WIDEN_VARIANT})
+#: The same for kernels that select the largest scores of each row.
+TOPK, TOPK_VARIANT = "topk", "topk-scores"
+
+#: The direction of kernels that score keys for an index. Their variants are those of attention, whose masks they apply.
+INDEX_SCORES = "index_scores"
+
+#: Directions of kernels that are not attention, and the names of what those compute that have no variant.
+HELPERS = frozenset({APPEND, QUANTIZE, WIDEN, TOPK, INDEX_SCORES})
+HELPER_VARIANTS = frozenset({APPEND_VARIANT, QUANTIZE_VARIANT, WIDEN_VARIANT, TOPK_VARIANT})

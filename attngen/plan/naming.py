@@ -68,6 +68,17 @@ def widen_name(*, arch: str, dtype: str) -> str:
     return f"widen_{arch}_{dtype}"
 
 
+def topk_name(*, arch: str) -> str:
+    """Name of the kernel that selects the largest scores of rows, such as ``topk_sm90a``."""
+    return f"topk_{arch}"
+
+
+def index_scores_name(*, arch: str, dtype: str, head_dim: int, variant: str, layout: str) -> str:
+    """Name of the kernel that scores keys for an index, such as ``index_scores_sm90a_fp8_e4m3_d128_causal_paged``."""
+    parts = ["index_scores", arch, dtype, f"d{head_dim}", variant, *([] if layout == "dense" else [layout])]
+    return "_".join(parts)
+
+
 def quantize_name(*, arch: str, dtype: str, head_dim: int = 0) -> str:
     """Return the name of the kernel that quantizes, such as ``quantize_sm90a_bf16``, by the dtype that it reads;
     one of a single head dim says so: ``quantize_sm90a_bf16_d128``."""

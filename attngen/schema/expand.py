@@ -27,7 +27,18 @@ from typing import Any
 from attngen.arch import ARCHES
 from attngen.dtypes import DESCALE_BLOCKS, DTYPES, QUANTIZED_DTYPES
 from attngen.errors import Gathered, Location, SpecError, suggest
-from attngen.formats import APPEND, APPEND_VARIANT, QUANTIZE, QUANTIZE_VARIANT, SCHEMA, WIDEN, WIDEN_VARIANT
+from attngen.formats import (
+    APPEND,
+    APPEND_VARIANT,
+    INDEX_SCORES,
+    QUANTIZE,
+    QUANTIZE_VARIANT,
+    SCHEMA,
+    TOPK,
+    TOPK_VARIANT,
+    WIDEN,
+    WIDEN_VARIANT,
+)
 from attngen.lang.variant import Variant
 from attngen.schema.fields import SPLIT_TILES
 from attngen.schema.loading import DeclaredVariant, Spec
@@ -190,7 +201,7 @@ def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     """
     by_key: dict[tuple[str, str, str | None], KernelSpec] = {}
     for kernel in kernels:
-        if kernel.layout != "paged":
+        if kernel.layout != "paged" or kernel.direction == INDEX_SCORES:
             continue
         quantized = kernel.dtype in QUANTIZED_DTYPES
         for dtype in _UNQUANTIZED if quantized else (kernel.dtype,):
@@ -218,7 +229,7 @@ def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     by_arch: dict[str, KernelSpec] = {}
     own: dict[str, set[int]] = {}
     for kernel in kernels:
-        if kernel.dtype in QUANTIZED_DTYPES:
+        if kernel.dtype in QUANTIZED_DTYPES and kernel.direction != INDEX_SCORES:
             first = by_arch.get(kernel.arch) or KernelSpec(
                 package=kernel.package, variant=Variant(QUANTIZE_VARIANT), arch=kernel.arch, head_dim_qk=0,
                 head_dim_v=0, dtype=_UNQUANTIZED[0], direction=QUANTIZE, backend="cuda", spec_file=kernel.spec_file,
@@ -271,6 +282,25 @@ def wideners(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     return tuple(by_key.values())
 
 
+def selectors(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
+    """The kernels that select the largest scores of rows: one for each arch with kernels that score keys for an index.
+
+    No entry of a spec asks for them.
+    """
+    by_arch: dict[str, KernelSpec] = {}
+    for kernel in kernels:
+        if kernel.direction == INDEX_SCORES:
+            by_arch.setdefault(
+                kernel.arch,
+                KernelSpec(
+                    package=kernel.package, variant=Variant(TOPK_VARIANT), arch=kernel.arch, head_dim_qk=1,
+                    head_dim_v=1, dtype="fp32", direction=TOPK, backend="cuda", spec_file=kernel.spec_file,
+                    location=kernel.location, places=kernel.places,
+                ),
+            )  # fmt: skip
+    return tuple(by_arch.values())
+
+
 def repeats(spec: Spec) -> tuple[tuple[KernelSpec, KernelSpec], ...]:
     """Return the kernels that a later entry asks for again, each with the earlier one that serves it."""
     first: dict[KernelSpec, KernelSpec] = {}
@@ -318,7 +348,7 @@ def _is_redundant(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> 
     """Whether a choice differs from an earlier one only in fields that do not concern it: a backward in fields of the
     forward, a split-KV forward in fields of the ordinary one."""
     chosen = dict(zip(axes, choice, strict=True))
-    others = _FORWARDS if chosen["passes"].value == "backward" else _left_to_the_plan(chosen["split_kv"].value)
+    others = _FORWARDS if chosen["passes"].value != "forward" else _left_to_the_plan(chosen["split_kv"].value)
     return any(chosen[name] is not axes[name][0] for name in others)
 
 
@@ -331,7 +361,7 @@ def _needs_split_kv(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -
     """Whether a choice is an ordinary forward of a cache that only split-KV kernels read: one in fewer bits than q, or
     one whose pages have scales."""
     chosen = {name: item.value for name, item in zip(axes, choice, strict=True)}
-    if chosen["split_kv"] or chosen["passes"] == "backward":
+    if chosen["split_kv"] or chosen["passes"] != "forward":
         return False
     other = chosen["kv_dtype"] not in (None, chosen["dtype"]) and chosen["dtype"] not in QUANTIZED_DTYPES
     return other or chosen["descale"] == "page"
@@ -383,6 +413,10 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         _refuse_paged(chosen["passes"], index, values["layout"])
         _refuse_values_of_keys(chosen["passes"], index, entry)
         values |= dict.fromkeys(_FORWARDS) | {"backend": _backend_of_backward(entry), "split_kv": False}
+    elif values["passes"] == INDEX_SCORES:
+        _refuse_forward_fields(spec, index, entry)
+        _refuse_values_of_keys(chosen["passes"], index, entry)
+        values |= dict.fromkeys(_FORWARDS) | {"split_kv": False}
     elif entry.backward is not None and "backward" not in entry.passes:
         raise SpecError(
             "sets how a backward is computed, but 'passes' has no backward; allowed: passes: [forward, backward]",

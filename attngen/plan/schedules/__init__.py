@@ -16,11 +16,13 @@ from attngen.plan.schedules import (
     hopper_fp8,
     hopper_indexed,
     hopper_mla,
+    index_scores,
     mma_backward,
     mma_decode,
     mma_forward,
     quantize,
     quantize_tiles,
+    topk,
     triton_backward,
     triton_forward,
     widen,
@@ -45,6 +47,8 @@ _ROWS: list[Schedule] = [
     quantize.SCHEDULE,
     quantize_tiles.SCHEDULE,
     widen.SCHEDULE,
+    index_scores.SCHEDULE,
+    topk.SCHEDULE,
 ]
 
 

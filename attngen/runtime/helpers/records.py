@@ -16,6 +16,7 @@ TensorArgument = Annotated[Any, "Tensor"]
 OptionalTensor = Annotated[Any, "Tensor?"]
 Flag = Annotated[Any, "bool"]
 Text = Annotated[Any, "str"]
+Integer = Annotated[Any, "int"]
 
 
 class Fields:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -271,13 +272,13 @@ def plan_each(
 ) -> tuple[list[tuple[KernelSpec, Plan]], list[Failure]]:
     """The kernels of a spec that can be planned, with their plans, each once, and the errors of the others.
 
-    The kernels that append to the caches of paged ones, those that quantize for ones that read 8 bits, and those that
-    widen caches follow those that its entries ask for. A choice of ``tuned`` that the plan refuses is left out.
+    The kernels that append to the caches of paged ones, those that quantize for ones that read 8 bits, those that
+    widen caches, and those that select scores follow those that its entries ask for. A choice of ``tuned`` that the plan refuses is left out.
     Kernels that become what another one is already are left out, and appended to ``repeated``.
     Raises SpecError for a spec without kernels, and for an arch that it does not build for.
     """
     from attngen.plan import plan
-    from attngen.schema import appends, expand, quantizers, wideners
+    from attngen.schema import appends, expand, quantizers, selectors, wideners
 
     kernel_specs = expand(spec)
     if not kernel_specs:
@@ -308,7 +309,8 @@ def plan_each(
             elif repeated is not None and first[0] is not kernel:
                 repeated.append(Repeated(each.name, first[0], kernel))
     planned_specs = [kernel for kernel, _ in by_name.values()]
-    for kernel in (*appends(planned_specs), *quantizers(planned_specs), *wideners(planned_specs)):
+    helpers = (each(planned_specs) for each in (appends, quantizers, wideners, selectors))
+    for kernel in chain.from_iterable(helpers):
         helper = _attempt(kernel, partial(plan, kernel))
         if isinstance(helper, AttngenError):
             failures.append(Failure(_label(kernel), helper, kernel.location))

@@ -1,0 +1,64 @@
+"""Scores of keys for an index: what attention by key index chooses its keys by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.lang.variant import Variant
+from attngen.runtime.arguments.torch_state import is_traced, watching
+from attngen.runtime.helpers.index_scores import IndexScores
+from attngen.runtime.helpers.index_scores_kernel import SCORES
+
+
+def index_scores(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    *,
+    variant: str | Variant = "causal",
+    k_scale: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    package: str | None = None,
+    **arguments: Any,
+) -> Tensor:
+    """Index scores of all keys for each query, float32: the sum over heads of ``weights`` * relu(q · k).
+
+    q is (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, head_dim): all heads share the keys. ``weights``
+    (batch, seqlen_q, heads) are float32, of any sign. The result is (batch, seqlen_q, seqlen_k), with −inf where the
+    mask of the variant hides a key, so that ``topk`` never selects it. Of the variant only the mask counts: one with a
+    score, a sink or dropout is refused, and so is a mask that differs from head to head. ``arguments`` are its scalars
+    and tensors.
+
+    With ``page_table`` (batch, max_pages) int32, keys are those of a cache, (pages, page_size, head_dim), and
+    ``seqused_k`` (batch,) int32, which dense keys may have, too, counts those of each sequence. The result then has
+    max_pages * page_size columns.
+
+    q and k have one dtype: float8_e4m3fn, bfloat16 or float16. ``k_scale`` (batch, seqlen_k), or (pages, page_size),
+    float32 and positive, multiplies the scores of a key. A scale of a query and a head belongs into ``weights``, as
+    relu(s x) = s relu(x). Strides of the last axis of q and k are 1; others are multiples of 16 bytes, so that a cache
+    may have scales behind the keys of each page.
+
+    Source: DeepSeek-V3.2, "lightning indexer".
+
+    It does not wait for the GPU, and may be captured in a graph. An entry ``passes: index_scores`` of a spec brings
+    kernels for Hopper, with head_dim 64 or 128 and up to 128 heads; other calls are some operations of torch. There is
+    no derivative. Raises CallError for what does not fit, and NoKernelError for an unknown variant.
+    """
+    tensors = (q, k, weights, k_scale)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise CallError("index_scores is not differentiable; call it under torch.no_grad()")
+    call = IndexScores(q, k, weights, k_scale, seqused_k, page_table, variant, package, tuple(arguments.items()))
+    scores: Tensor = _traced(call) if is_traced(q) or watching() else SCORES.run(call)
+    return scores
+
+
+def _traced(call: IndexScores) -> Tensor:
+    """Call the operator; what is traced is this function and nothing below it."""
+    from attngen.runtime.calls import index_scores_operator
+
+    return index_scores_operator.call(call)

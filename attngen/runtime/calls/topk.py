@@ -1,0 +1,37 @@
+"""The largest scores of each row, exactly, with ties to the lower index."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attngen.runtime.arguments.torch_state import is_traced, watching
+from attngen.runtime.helpers.topk import SELECTION, Topk, check
+
+
+def topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Tensor:
+    """Indices of the k largest scores of each row, int32, ascending.
+
+    ``scores`` (..., columns) are float32, with any strides; the result is (..., k). The selection is exact: of equal
+    scores those with lower indices are selected, -0 equals 0, and NaN is larger than infinity. −inf is what hidden keys
+    have, and is never selected: rows with fewer than k other scores end with −1. ``lengths`` (...,) int32 cuts rows:
+    scores from there on are not read.
+
+    So a result is what attention by key index takes. Values are ``scores.gather(-1, indices.long())``, where there is
+    no −1.
+
+    It does not wait for the GPU, allocates nothing but the result, and may be captured in a graph: one launch, which
+    reads scores once. Any spec with an entry ``passes: index_scores`` brings the kernel. It takes rows that are
+    contiguous and evenly spaced, and k up to 4,096, or up to 20,480 where a block may have 200 KB of shared memory;
+    other calls sort in torch. There is no derivative. Raises CallError for what does not fit.
+    """
+    call = Topk(scores, k, lengths)
+    selected: Tensor = _traced(call) if is_traced(scores) or watching() else SELECTION.run(call)
+    return selected
+
+
+def _traced(call: Topk) -> Tensor:
+    """Call the operator; what is traced is this function and nothing below it."""
+    from attngen.runtime.calls import topk_operator
+
+    check(call)
+    return topk_operator.call(call)
