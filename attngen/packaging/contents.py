@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attngen.errors import PackageError
-from attngen.formats import HELPERS, MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
+from attngen.formats import HELPER_VARIANTS, MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.packaging.vendor import runtime_files
 from attngen.packaging.view import PackageView, VariantView, compiler_lines, compilers_of, drivers_of, fill
 from attngen.resources import licence_file
@@ -88,7 +88,9 @@ def view_of(
 ) -> PackageView:
     """Values for the texts of a package; without manifests, before anything is compiled."""
     variants = {
-        kernel.plan.variant.name: kernel.plan.variant for kernel in kernels if kernel.plan.direction not in HELPERS
+        kernel.plan.variant.name: kernel.plan.variant
+        for kernel in kernels
+        if kernel.plan.variant.name not in HELPER_VARIANTS
     }
     return PackageView(
         module=spec.package,

@@ -10,7 +10,7 @@ from typing import Any
 from zipfile import ZipFile
 
 from attngen.errors import PackageError
-from attngen.formats import APPEND
+from attngen.formats import APPEND, INDEX_SCORES
 from attngen.runtime.registry.shipped import INDEX, KERNELS
 from attngen.schema.expand import KernelSpec, appends
 
@@ -97,7 +97,7 @@ def sizes_of(wheel: Path) -> WheelSizes:
 
 #: Bytes in a wheel, as measured on wheels of kernels in CUDA (those in Triton are smaller): of a kernel with its row in
 #: the index, by what it computes, and of the rest of a wheel.
-_BYTES = {"forward": 28_000, "split": 40_000, "backward": 42_000, APPEND: 15_000}
+_BYTES = {"forward": 28_000, "split": 40_000, "backward": 42_000, APPEND: 15_000, INDEX_SCORES: 50_000}
 _REST = 210_000
 
 

@@ -61,6 +61,7 @@ FAMILIES = {
     "pages and caches": ("append", "cached", "paged", "pages", "serving_loop", "widen", "transformers_paged"),
     "8 bits": ("fp8", "quantize", "caches_8_bits"),
     "packed heads": ("packed_heads",),
+    "index scores": ("index_scores",),
     "several GPUs": ("parallel", "rows_by_tiles", "sharded"),
     "dropout and sinks": ("dropout", "sinks"),
     "integrations": (

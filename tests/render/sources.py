@@ -16,7 +16,8 @@ SHIPPED = tuple(sorted(path.stem for path in specs_dir().glob("*.yaml")))
 GOLDEN = tuple(name for name in SHIPPED if not name.endswith("_all"))
 #: Those with kernels in Python; what holds for CUDA is in tests/render/test_cuda_sources.py.
 _IN_CUDA = (
-    "ada", "ampere", "blackwell_consumer", "fp8", "hopper", "hopper_all", "ladder", "mla", "serving", "training",
+    "ada", "ampere", "blackwell_consumer", "fp8", "hopper", "hopper_all", "index", "ladder", "mla", "serving",
+    "training",
 )  # fmt: skip
 TRITON = tuple(name for name in SHIPPED if name not in _IN_CUDA)
 

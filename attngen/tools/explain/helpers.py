@@ -1,4 +1,4 @@
-"""The plans of kernels beside attention, in words: append to a cache, quantize, widen."""
+"""The plans of kernels beside attention, in words: append to a cache, quantize, widen, score keys, select scores."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from attngen.dtypes import CHUNK_BYTES
-from attngen.formats import APPEND, QUANTIZE, WIDEN
+from attngen.formats import APPEND, INDEX_SCORES, QUANTIZE, TOPK, WIDEN
 from attngen.plan.model import Plan
+from attngen.plan.schedules import index_scores
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import plans as plans_of
 
@@ -86,4 +87,24 @@ def _of_widen(plan: Plan) -> Facts:
     yield "moves", f"{narrow} B of a number in, {wide} B out"
 
 
-_FACTS: Mapping[str, Callable[[Plan], Facts]] = {APPEND: _of_append, QUANTIZE: _of_quantize, WIDEN: _of_widen}
+def _of_index_scores(plan: Plan) -> Facts:
+    element, tile = plan.operands.q, plan.tile_m
+    yield "does", f"scores keys for an index, mask '{plan.variant.name}': sums over heads of w relu(q k), in float32"
+    yield "head_dim", f"{plan.head_dim_qk}, and up to {max(index_scores.HEADS)} heads, which share the keys"
+    yield "tile", f"{plan.tile_n} keys by {tile} queries of 64 heads; {len(plan.launches)} launches, by heads and queries"
+    yield "loads", f"by the copy engine, {plan.stages} tiles of keys at a time; {plan.launch(plan.main).shared_bytes} B"
+    yield "moves", f"{plan.head_dim_qk * element.bytes} B of a key in, 4 B of a query and a key out"
+    yield "multiplies", f"{2 * 64 * plan.head_dim_qk} operations of a query with 64 heads and a key, in {plan.dtype_name}"
+
+
+def _of_topk(plan: Plan) -> Facts:
+    most = max(launch.tile_m for launch in plan.launches)
+    yield "does", "selects the k largest scores of each row, ties by lower index; writes their indices, ascending"
+    yield "k", f"up to {most}"
+    yield "block", f"{plan.threads} threads have a row, and load {plan.tile_n} scores at once"
+    yield "moves", "4 B of a score in, once"
+
+
+_FACTS: Mapping[str, Callable[[Plan], Facts]] = {
+    APPEND: _of_append, QUANTIZE: _of_quantize, WIDEN: _of_widen, INDEX_SCORES: _of_index_scores, TOPK: _of_topk,
+}  # fmt: skip

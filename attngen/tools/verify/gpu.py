@@ -14,7 +14,7 @@ import torch
 
 from attngen.arch import arch_of
 from attngen.errors import AttngenError
-from attngen.formats import APPEND, QUANTIZE, WIDEN
+from attngen.formats import APPEND, INDEX_SCORES, QUANTIZE, TOPK, WIDEN
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device import driver as drivers
@@ -28,6 +28,7 @@ from attngen.tools.build.pipeline import Prepared, compile_kernels
 from attngen.tools.verify.appended import try_append
 from attngen.tools.verify.quantized import try_quantize
 from attngen.tools.verify.retarget import retarget
+from attngen.tools.verify.selected import try_index_scores, try_topk
 from attngen.tools.verify.trial import Trial, try_backward, try_kernel
 from attngen.tools.verify.verdict import Verdict
 from attngen.tools.verify.widened import try_widen
@@ -142,6 +143,10 @@ def try_pinned(kernel: Kernel, device: torch.device, seed: int, *, small: bool) 
         return try_quantize(kernel, device, seed, small=small)
     if kernel.direction == WIDEN:
         return try_widen(kernel, device, seed, small=small)
+    if kernel.direction == TOPK:
+        return try_topk(kernel, device, seed, small=small)
+    if kernel.direction == INDEX_SCORES:
+        return try_index_scores(kernel, device, seed, small=small)
     if kernel.direction == "backward":
         return try_backward(kernel, differentiate, device, seed, small=small)
     return try_kernel(kernel, launch, device, seed, small=small)
