@@ -34,9 +34,7 @@ def operands(batch: int = 2, queries: int = 5, keys: int = 11, heads: int = 3, h
 
 
 def by_hand(q: Tensor, k: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
-    scores = sum(
-        weights[..., h, None] * torch.clamp(q[:, :, h] @ k.transpose(1, 2), min=0) for h in range(q.shape[2])
-    )
+    scores = sum(weights[..., h, None] * torch.clamp(q[:, :, h] @ k.transpose(1, 2), min=0) for h in range(q.shape[2]))
     assert isinstance(scores, Tensor)
     return scores.masked_fill(~visible, -torch.inf)
 

@@ -181,7 +181,9 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         part = "score" if variant.score is not None else "sink" if variant.sink is not None else "dropout"
         return refuse(spec, "variant", f"index scores take a mask alone, but '{variant.name}' has a {part}")
     if used := sorted(names(variant.mask) & set(_WITHOUT_MEANING)):
-        return refuse(spec, "variant", f"all heads share index scores, but the mask of '{variant.name}' reads {used[0]}")
+        return refuse(
+            spec, "variant", f"all heads share index scores, but the mask of '{variant.name}' reads {used[0]}"
+        )
     if spec.fixes_choices:
         return refuse(spec, "tile", "kernels of index scores have tiles of their own; leave out tile, stages and warps")
     return None

@@ -55,8 +55,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     def launch(name: str) -> Launch:
         symbol = planned.name if name == TOPK else naming.launch_name(planned.name, name)
         return Launch(
-            name, symbol, GRID, largest_k(name), CHUNK, 1, WARPS, arguments=_ARGUMENTS, max_spills=SPILLS.bytes, products=0,
-            shared_bytes=SHARED + 8 * CAPACITY[name], pdl=arch.pdl,
+            name, symbol, GRID, largest_k(name), CHUNK, 1, WARPS, arguments=_ARGUMENTS, max_spills=SPILLS.bytes,
+            products=0, shared_bytes=SHARED + 8 * CAPACITY[name], pdl=arch.pdl,
         )  # fmt: skip
 
     fitting = [name for name in (TOPK, LARGE) if SHARED + 8 * CAPACITY[name] <= arch.shared_memory]

@@ -70,7 +70,13 @@ def _define(namespace: str, operator: str) -> bool:
     there is an operator, and drops the error.
     """
     from attngen.errors import AttngenError
-    from attngen.runtime.calls import append_operator, index_scores_operator, operators, quantize_operator, topk_operator
+    from attngen.runtime.calls import (
+        append_operator,
+        index_scores_operator,
+        operators,
+        quantize_operator,
+        topk_operator,
+    )
 
     for other in (append_operator, quantize_operator, topk_operator, index_scores_operator):
         if operator == other.NAME and namespace == operators.NAMESPACE:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attngen.runtime.calls.operators import define_once
-from attngen.runtime.helpers.topk import FIELDS, SELECTION, Topk, check
+from attngen.runtime.helpers.topk import FIELDS, SELECTION, Topk
 
 NAME = "scores__topk"
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngen.errors import CallError
 from attngen.formats import INDEX_SCORES
 from attngen.lang.divisors import divisors, reciprocal
 from attngen.manifest import Argument

@@ -88,11 +88,12 @@ def select(call: Topk, sizes: Sizes) -> Tensor:
 def _selected(scores: Tensor, k: int, lengths: Tensor | None) -> Tensor:
     """Indices of the k largest of some rows, ascending."""
     columns = scores.shape[1]
+    scores = scores + 0.0  # sorts that compare bits would put -0 behind 0
     hidden = scores == -torch.inf
     if lengths is not None:
         hidden = hidden | (torch.arange(columns, device=scores.device) >= lengths[:, None])
     scores = scores.masked_fill(hidden, -torch.inf)
-    order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k]  # NaN comes first, and -0 equals 0
+    order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k]  # NaN comes first
     order = order.masked_fill(hidden.gather(1, order), columns).sort(dim=1).values
     order = order.masked_fill(order == columns, -1)
     return torch.nn.functional.pad(order, (0, k - order.shape[1]), value=-1).to(torch.int32)

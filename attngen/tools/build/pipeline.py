@@ -273,8 +273,9 @@ def plan_each(
     """The kernels of a spec that can be planned, with their plans, each once, and the errors of the others.
 
     The kernels that append to the caches of paged ones, those that quantize for ones that read 8 bits, those that
-    widen caches, and those that select scores follow those that its entries ask for. A choice of ``tuned`` that the plan refuses is left out.
-    Kernels that become what another one is already are left out, and appended to ``repeated``.
+    widen caches, and those that select scores follow those that its entries ask for. A choice of ``tuned`` that the
+    plan refuses is left out. Kernels that become what another one is already are left out, and appended to
+    ``repeated``.
     Raises SpecError for a spec without kernels, and for an arch that it does not build for.
     """
     from attngen.plan import plan

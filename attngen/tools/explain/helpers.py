@@ -88,13 +88,14 @@ def _of_widen(plan: Plan) -> Facts:
 
 
 def _of_index_scores(plan: Plan) -> Facts:
-    element, tile = plan.operands.q, plan.tile_m
+    element, row = plan.operands.q, plan.head_dim_qk
     yield "does", f"scores keys for an index, mask '{plan.variant.name}': sums over heads of w relu(q k), in float32"
     yield "head_dim", f"{plan.head_dim_qk}, and up to {max(index_scores.HEADS)} heads, which share the keys"
-    yield "tile", f"{plan.tile_n} keys by {tile} queries of 64 heads; {len(plan.launches)} launches, by heads and queries"
+    yield "tile", f"{plan.tile_n} keys by {plan.tile_m} queries of 64 heads"
     yield "loads", f"by the copy engine, {plan.stages} tiles of keys at a time; {plan.launch(plan.main).shared_bytes} B"
-    yield "moves", f"{plan.head_dim_qk * element.bytes} B of a key in, 4 B of a query and a key out"
-    yield "multiplies", f"{2 * 64 * plan.head_dim_qk} operations of a query with 64 heads and a key, in {plan.dtype_name}"
+    yield "launches", f"{len(plan.launches)}, of which a call runs the one for its heads and its number of queries"
+    yield "moves", f"{row * element.bytes} B of a key in, 4 B of a query and a key out"
+    yield "multiplies", f"{2 * 64 * row} operations in {plan.dtype_name} for a key and a query of 64 heads"
 
 
 def _of_topk(plan: Plan) -> Facts:

@@ -1,0 +1,367 @@
+// index_scores_sm90a_bf16_d128_causal_paged
+//
+// Index scores of keys, variant causal: sums over heads of w relu(q k), in float32.
+// Rendered from templates/cuda/index/kernel.cu.j2 by `attngen build specs/index.yaml`.
+//
+// A block has some queries and a chunk of the keys of a sequence. Keys are the rows of its products, and the columns are the
+// heads of a query, then those of the next one:
+//
+//   S (64 keys x queries * heads) = K Q^T      score(query, key) = scale(key) * sum over heads of w(query, head) * relu(S)
+//
+// So a thread has a quarter of the heads of its keys in registers, as it has their weights, and four lanes add up. Pairs that
+// the mask hides score -inf. With many queries two warpgroups share each tile of keys, and one multiplies while the other
+// adds; with few queries a block is one warpgroup, and a multiprocessor runs several.
+#include "divisor.cuh"
+#include "expression.cuh"
+#include "index.cuh"
+#include "pdl.cuh"
+#include "ring.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+using Element = bf16;  // of Q and K
+
+constexpr int kBlockN = 64;  // keys of a tile
+constexpr int kRowBytes = 128 * sizeof(Element);
+constexpr int kBoxBytes = 128, kBoxes = kRowBytes / kBoxBytes;  // rows come in boxes of columns
+constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
+constexpr int kMmaBytes = 32;  // of a row, that one wgmma sums over
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+
+// Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
+constexpr uint32_t kShared = 1024;
+
+extern __shared__ char shared_memory[];
+
+// Q and K are K-major.
+using RowMatrix = Matrix<16, 8 * kBoxBytes, 1>;
+
+template <int kTileHeads, int kTileQueries, int kTileGroups, int kTileStages>
+struct Tile {
+  static constexpr int kHeads = kTileHeads, kQueries = kTileQueries;  // of a product
+  static constexpr int kGroups = kTileGroups;  // warpgroups that multiply, each with queries of its own
+  static constexpr int kStages = kTileStages;
+  static constexpr int kColumns = kHeads * kQueries;
+  static constexpr int kThreads = 128 * kGroups + (kGroups > 1 ? 128 : 32);
+  static constexpr uint32_t kQBytes = kColumns * kRowBytes, kKBytes = kBlockN * kRowBytes;
+  static constexpr uint32_t kQ = kShared, kK = kQ + kGroups * kQBytes;
+  static constexpr uint32_t kQFull = kK + kStages * kKBytes, kKFull = kQFull + 8, kKEmpty = kKFull + 8 * kStages;
+  static constexpr uint32_t kSharedBytes = kKEmpty + 8 * kStages - kShared;
+  using Keys = Ring<kKFull, kKEmpty, kStages>;
+};
+
+template <typename Tile>
+__device__ __forceinline__ void score_keys(
+    const TensorMap& q_map, const TensorMap& k_map,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
+    const int* page_table_ptr,
+    long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
+    long long stride_k_scale_page, long long stride_k_scale_s,
+    long long stride_out_b, long long stride_out_s,
+    long long page_table_stride,
+    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
+    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+) {
+  using Keys = typename Tile::Keys;
+  constexpr int kHeads = Tile::kHeads, kQueries = Tile::kQueries, kGroups = Tile::kGroups, kColumns = Tile::kColumns;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, group = warp / 4;
+  launch_dependents();
+  if (threadIdx.x == 0) {
+    if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
+    init_barrier(Tile::kQFull, 1);
+    for (int stage = 0; stage < Tile::kStages; ++stage) {
+      init_barrier(Keys::full_of(stage), 1);
+      init_barrier(Keys::empty_of(stage), 4 * kGroups);
+    }
+    fence_barrier_init();
+    prefetch_map(q_map);
+    prefetch_map(k_map);
+  }
+  __syncthreads();
+  wait_dependencies();  // nothing in global memory is read or written before
+
+  // Blocks that run at the same time have the same chunk of keys.
+  const int b = blockIdx.x / (query_tiles * chunks), place = blockIdx.x - b * query_tiles * chunks;
+  const int chunk_number = place / query_tiles, q_start = (place - chunk_number * query_tiles) * kQueries * kGroups;
+  const int chunk_begin = chunk_number * chunk, chunk_end = min(chunk_begin + chunk, max_seqlen_k);
+  const int seqlen_k = seqused_k_ptr == nullptr ? max_seqlen_k : max(0, min(seqused_k_ptr[b], max_seqlen_k));
+  const Divisor by_page(page_size, page_size_reciprocal);
+  // The page of a key; the number of pages, which no page has, where there is none.
+  const auto page_of = [&](int key) {
+    if (key >= seqlen_k) return num_pages;
+    const int page = page_table_ptr[b * page_table_stride + by_page.quotient(key)];
+    return static_cast<uint32_t>(page) < num_pages ? page : num_pages;
+  };
+  // Tiles of the chunk between the first and the last key that any of the queries sees.
+  const int2 hull = [&] {
+    const int q_hi = min(q_start + kQueries * kGroups, seqlen_q) - 1;
+    const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
+    const int visible_hi = max(min(q_pos_hi + 1, seqlen_k) + kBlockN - 1, 0) / kBlockN;
+    const int visible_lo = 0;
+    return int2{visible_lo, visible_hi};
+  }();
+  const int first_tile = min(max(hull.x, chunk_begin / kBlockN), (chunk_end + kBlockN - 1) / kBlockN);
+  const int end_tile = max(min(hull.y, (min(chunk_end, seqlen_k) + kBlockN - 1) / kBlockN), first_tile);
+
+  if (group == kGroups) {
+    if constexpr (kGroups > 1) shrink_registers<kProducerRegisters>();
+    if (warp > 4 * kGroups || first_tile == end_tile) return;
+    if (lane == 0) {
+      arrive_expecting(Tile::kQFull, kGroups * Tile::kQBytes);
+#pragma unroll
+      for (int i = 0; i < kGroups * kBoxes; ++i) {
+        const int of = i / kBoxes, box = i % kBoxes;
+        load_box(Tile::kQ + of * Tile::kQBytes + box * kColumns * kBoxBytes, q_map, Tile::kQFull, box * kBoxColumns, 0,
+                 q_start + of * kQueries, b);
+      }
+    }
+    Keys keys;
+    for (int tile = first_tile; tile < end_tile; ++tile) {
+      keys.acquire();
+      if (lane == 0) keys.arrive_expecting(Tile::kKBytes);
+      const uint32_t to = Tile::kK + keys.stage * Tile::kKBytes;
+      __syncwarp();
+      for (int row = lane * box_rows; row < kBlockN; row += 32 * box_rows) {  // a lane copies rows of one page
+        const int key = tile * kBlockN + row, page = page_of(key);
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box) {
+          load_box(to + (box * kBlockN + row) * kBoxBytes, k_map, keys.full(), box * kBoxColumns, by_page.remainder(key), page);
+        }
+      }
+      __syncwarp();
+      keys.advance();
+    }
+    return;
+  }
+
+  if constexpr (kGroups > 1) grow_registers<kConsumerRegisters>();
+  const int own_start = q_start + group * kQueries;
+  float* const out = out_ptr + b * stride_out_b;
+  // Keys that no query of the block sees.
+  const auto hide = [&](int begin, int end) {
+    for (int query = own_start; query < min(own_start + kQueries, seqlen_q); ++query) {
+      for (int key = begin + threadIdx.x % 128; key < end; key += 128) out[query * stride_out_s + key] = minus_infinity();
+    }
+  };
+  hide(chunk_begin, min(first_tile * kBlockN, chunk_end));
+  hide(end_tile * kBlockN, chunk_end);
+  if (first_tile == end_tile) return;
+
+  // Whether a query sees a key. Both lie inside the sequence.
+  const auto sees = [&](int q_row, int kv) -> bool {
+    const int q_pos = q_row + (seqlen_k - seqlen_q);
+    return q_pos >= kv;
+  };
+
+  float weights[kColumns / 4];  // of the columns of a thread
+#pragma unroll
+  for (int i = 0; i < kColumns / 4; ++i) {
+    const int column = 8 * (i / 2) + 2 * (lane % 4) + i % 2, query = own_start + column / kHeads, head = column % kHeads;
+    const float* const weight = weights_ptr + b * stride_weights_b + query * stride_weights_s + head * stride_weights_h;
+    weights[i] = query < seqlen_q && head < heads ? *weight : 0.0f;
+  }
+  wait(Tile::kQFull, 0);
+
+  const RowMatrix q(Tile::kQ + group * Tile::kQBytes);
+  const int row = 16 * (warp % 4) + lane / 4;  // the first of a thread's two keys of a tile; the other is 8 later
+  Keys keys;
+  for (int tile = first_tile; tile < end_tile; ++tile) {
+    float scale[2] = {1.0f, 1.0f};
+    if (k_scale_ptr != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = min(tile * kBlockN + row + 8 * i, seqlen_k - 1);
+        const int page = page_of(key);
+        if (page < num_pages) scale[i] = k_scale_ptr[page * stride_k_scale_page + by_page.remainder(key) * stride_k_scale_s];
+      }
+    }
+    keys.wait();
+    const RowMatrix k(Tile::kK + keys.stage * Tile::kKBytes);
+    float s[kColumns / 2];
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < kRowBytes / kMmaBytes; ++i) {  // S = K Q^T
+      const int box = i * kMmaBytes / kBoxBytes, at = i * kMmaBytes % kBoxBytes;
+      Product<Element, kColumns>::template ss<0>(
+          s, k.at(box * kBlockN * kBoxBytes + at), q.at(box * kColumns * kBoxBytes + at), i > 0);
+    }
+    commit_products();
+    wait_products<0>();
+    fence_registers(s);
+    if (lane == 0) keys.release();
+    keys.advance();
+
+    float sums[2 * kQueries] = {};  // of the thread's heads: for each query, both keys
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      float& sum = sums[8 * (i / 4) / kHeads * 2 + i / 2 % 2];
+      sum = fmaf(weights[i / 4 * 2 + i % 2], relu(s[i]), sum);
+    }
+    sum_of_quad(sums);
+    constexpr int kOwn = own_of_quad<2 * kQueries>();
+    const int first = first_of_quad<2 * kQueries>();
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int query = own_start + (first + i) / 2, second = (first + i) % 2, key = tile * kBlockN + row + 8 * second;
+      if (query >= seqlen_q || key >= chunk_end) continue;
+      const bool visible = key < seqlen_k && sees(query, min(key, seqlen_k - 1));
+      out[query * stride_out_s + key] = visible ? sums[i] * (second ? scale[1] : scale[0]) : minus_infinity();
+    }
+  }
+}
+// Many queries, at most 32 heads.
+extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_bf16_d128_causal_paged_heads_32(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
+    const int* page_table_ptr,
+    long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
+    long long stride_k_scale_page, long long stride_k_scale_s,
+    long long stride_out_b, long long stride_out_s,
+    long long page_table_stride,
+    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
+    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+) {
+  using Own = Tile<32, 8, 2, 6>;
+  static_assert(Own::kThreads == 384 && Own::kSharedBytes == 229480);
+  score_keys<Own>(
+      q_map, k_map,
+      weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
+      page_table_ptr,
+      stride_weights_b, stride_weights_s, stride_weights_h,
+      stride_k_scale_page, stride_k_scale_s,
+      stride_out_b, stride_out_s,
+      page_table_stride,
+      heads, seqlen_q, max_seqlen_k, total_q, total_k, chunk, chunks, query_tiles,
+      page_size, num_pages, box_rows, page_size_reciprocal
+  );
+}
+// Few queries, at most 32 heads.
+extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_bf16_d128_causal_paged_heads_32_few(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
+    const int* page_table_ptr,
+    long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
+    long long stride_k_scale_page, long long stride_k_scale_s,
+    long long stride_out_b, long long stride_out_s,
+    long long page_table_stride,
+    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
+    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+) {
+  using Own = Tile<32, 2, 1, 4>;
+  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 81992);
+  score_keys<Own>(
+      q_map, k_map,
+      weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
+      page_table_ptr,
+      stride_weights_b, stride_weights_s, stride_weights_h,
+      stride_k_scale_page, stride_k_scale_s,
+      stride_out_b, stride_out_s,
+      page_table_stride,
+      heads, seqlen_q, max_seqlen_k, total_q, total_k, chunk, chunks, query_tiles,
+      page_size, num_pages, box_rows, page_size_reciprocal
+  );
+}
+// Many queries, at most 64 heads.
+extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_bf16_d128_causal_paged_heads_64(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
+    const int* page_table_ptr,
+    long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
+    long long stride_k_scale_page, long long stride_k_scale_s,
+    long long stride_out_b, long long stride_out_s,
+    long long page_table_stride,
+    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
+    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+) {
+  using Own = Tile<64, 4, 2, 6>;
+  static_assert(Own::kThreads == 384 && Own::kSharedBytes == 229480);
+  score_keys<Own>(
+      q_map, k_map,
+      weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
+      page_table_ptr,
+      stride_weights_b, stride_weights_s, stride_weights_h,
+      stride_k_scale_page, stride_k_scale_s,
+      stride_out_b, stride_out_s,
+      page_table_stride,
+      heads, seqlen_q, max_seqlen_k, total_q, total_k, chunk, chunks, query_tiles,
+      page_size, num_pages, box_rows, page_size_reciprocal
+  );
+}
+// Few queries, at most 64 heads.
+extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_bf16_d128_causal_paged_heads_64_few(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
+    const int* page_table_ptr,
+    long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
+    long long stride_k_scale_page, long long stride_k_scale_s,
+    long long stride_out_b, long long stride_out_s,
+    long long page_table_stride,
+    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
+    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+) {
+  using Own = Tile<64, 1, 1, 4>;
+  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 81992);
+  score_keys<Own>(
+      q_map, k_map,
+      weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
+      page_table_ptr,
+      stride_weights_b, stride_weights_s, stride_weights_h,
+      stride_k_scale_page, stride_k_scale_s,
+      stride_out_b, stride_out_s,
+      page_table_stride,
+      heads, seqlen_q, max_seqlen_k, total_q, total_k, chunk, chunks, query_tiles,
+      page_size, num_pages, box_rows, page_size_reciprocal
+  );
+}
+// Many queries, at most 128 heads.
+extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_bf16_d128_causal_paged_heads_128(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
+    const int* page_table_ptr,
+    long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
+    long long stride_k_scale_page, long long stride_k_scale_s,
+    long long stride_out_b, long long stride_out_s,
+    long long page_table_stride,
+    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
+    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+) {
+  using Own = Tile<128, 2, 2, 6>;
+  static_assert(Own::kThreads == 384 && Own::kSharedBytes == 229480);
+  score_keys<Own>(
+      q_map, k_map,
+      weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
+      page_table_ptr,
+      stride_weights_b, stride_weights_s, stride_weights_h,
+      stride_k_scale_page, stride_k_scale_s,
+      stride_out_b, stride_out_s,
+      page_table_stride,
+      heads, seqlen_q, max_seqlen_k, total_q, total_k, chunk, chunks, query_tiles,
+      page_size, num_pages, box_rows, page_size_reciprocal
+  );
+}
+// Few queries, at most 128 heads.
+extern "C" __global__ void __launch_bounds__(160, 2) index_scores_sm90a_bf16_d128_causal_paged_heads_128_few(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
+    const int* page_table_ptr,
+    long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
+    long long stride_k_scale_page, long long stride_k_scale_s,
+    long long stride_out_b, long long stride_out_s,
+    long long page_table_stride,
+    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
+    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+) {
+  using Own = Tile<128, 1, 1, 4>;
+  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 98376);
+  score_keys<Own>(
+      q_map, k_map,
+      weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
+      page_table_ptr,
+      stride_weights_b, stride_weights_s, stride_weights_h,
+      stride_k_scale_page, stride_k_scale_s,
+      stride_out_b, stride_out_s,
+      page_table_stride,
+      heads, seqlen_q, max_seqlen_k, total_q, total_k, chunk, chunks, query_tiles,
+      page_size, num_pages, box_rows, page_size_reciprocal
+  );
+}
