@@ -152,10 +152,10 @@ def _arguments(plan: Plan, tile: Tile) -> Iterator[Argument]:
     if paged:
         yield Argument("page_table_stride", "stride", "i64", of="page_table", axis="b")
     for tensor in variant.tensors:
-        for axis, name in enumerate(strides(tensor)[:-1]):
-            yield Argument(name, "stride", "i64", of=f"tensor:{tensor.name}", axis=axis)
-        for axis in range(len(tensor.shape)):
-            yield Argument(extent_name(tensor, axis), "size", "i32", of=f"extent:{tensor.name}:{axis}")
+        for place, name in enumerate(strides(tensor)[:-1]):
+            yield Argument(name, "stride", "i64", of=f"tensor:{tensor.name}", axis=place)
+        for place in range(len(tensor.shape)):
+            yield Argument(extent_name(tensor, place), "size", "i32", of=f"extent:{tensor.name}:{place}")
     yield from map(arguments.size, ("heads", "seqlen_q", "max_seqlen_k", "total_q", "total_k", "chunk"))
     yield from map(arguments.size, ("chunks", "query_tiles"))
     if paged:

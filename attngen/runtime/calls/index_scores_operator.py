@@ -31,9 +31,10 @@ def defined() -> str:
 
 
 def _call_of(arguments: tuple[Any, ...]) -> IndexScores:
-    *own, variant, package, tensor_names, tensors, scalar_names, scalars = arguments
+    q, k, weights, k_scale, seqused_k, page_table, variant, package, *own = arguments
+    tensor_names, tensors, scalar_names, scalars = own
     passed = (*zip(tensor_names, tensors, strict=True), *zip(scalar_names, scalars, strict=True))
-    return IndexScores(*own, variant, package, passed)
+    return IndexScores(q, k, weights, k_scale, seqused_k, page_table, variant, package, passed)
 
 
 def _score(*arguments: Any) -> Any:

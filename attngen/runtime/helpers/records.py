@@ -6,7 +6,7 @@ schema language of ``torch.library``. Values are anything until they are checked
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -28,8 +28,8 @@ class Fields:
         self._defaults: dict[str, Any] = record._field_defaults
         self.tensors = tuple(name for name, kind in self._kinds.items() if kind.startswith("Tensor"))
         self.settings = tuple(name for name in self._kinds if name not in self.tensors)
-        self.tensors_of = attrgetter(*self.tensors)
-        self.settings_of = attrgetter(*self.settings)
+        self.tensors_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*self.tensors)
+        self.settings_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*self.settings)
 
     def schema(self, results: str) -> str:
         """The schema of the helper's operator."""

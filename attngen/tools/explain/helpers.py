@@ -10,7 +10,6 @@ from typing import Any
 from attngen.dtypes import CHUNK_BYTES
 from attngen.formats import APPEND, INDEX_SCORES, QUANTIZE, TOPK, WIDEN
 from attngen.plan.model import Plan
-from attngen.plan.schedules import index_scores
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import plans as plans_of
 
@@ -90,7 +89,8 @@ def _of_widen(plan: Plan) -> Facts:
 def _of_index_scores(plan: Plan) -> Facts:
     element, row = plan.operands.q, plan.head_dim_qk
     yield "does", f"scores keys for an index, mask '{plan.variant.name}': sums over heads of w relu(q k), in float32"
-    yield "head_dim", f"{plan.head_dim_qk}, and up to {max(index_scores.HEADS)} heads, which share the keys"
+    boxes = [one.box for launch in plan.launches for one in launch.arguments if one.of == "q" and one.box]
+    yield "head_dim", f"{row}, and up to {max(box[2] for box in boxes)} heads, which share the keys"
     yield "tile", f"{plan.tile_n} keys by {plan.tile_m} queries of 64 heads"
     yield "loads", f"by the copy engine, {plan.stages} tiles of keys at a time; {plan.launch(plan.main).shared_bytes} B"
     yield "launches", f"{len(plan.launches)}, of which a call runs the one for its heads and its number of queries"
