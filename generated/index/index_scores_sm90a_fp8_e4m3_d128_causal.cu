@@ -151,16 +151,20 @@ __device__ __forceinline__ void score_keys(
 
   const RowMatrix q(Tile::kQ + group * Tile::kQBytes);
   const int row = 16 * (warp % 4) + lane / 4;  // the first of a thread's two keys of a tile; the other is 8 later
-  Keys keys;
-  for (int tile = first_tile; tile < end_tile; ++tile) {
-    float scale[2] = {1.0f, 1.0f};
-    if (k_scale_ptr != nullptr) {
+  // The scales of a thread's keys of a tile.
+  const auto scales_of = [&](int tile) {
+    float2 scale = {1.0f, 1.0f};
+    if (k_scale_ptr == nullptr) return scale;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int key = min(tile * kBlockN + row + 8 * i, seqlen_k - 1);
-        scale[i] = k_scale_ptr[b * stride_k_scale_b + key * stride_k_scale_s];
-      }
+    for (int i = 0; i < 2; ++i) {
+      const int key = min(tile * kBlockN + row + 8 * i, seqlen_k - 1);
+      (i == 0 ? scale.x : scale.y) = k_scale_ptr[b * stride_k_scale_b + key * stride_k_scale_s];
     }
+    return scale;
+  };
+  Keys keys;
+  float2 next_scale = scales_of(first_tile);
+  for (int tile = first_tile; tile < end_tile; ++tile) {
     keys.wait();
     const RowMatrix k(Tile::kK + keys.stage * Tile::kKBytes);
     float s[kColumns / 2];
@@ -172,6 +176,8 @@ __device__ __forceinline__ void score_keys(
           s, k.at(box * kBlockN * kBoxBytes + at), q.at(box * kColumns * kBoxBytes + at), i > 0);
     }
     commit_products();
+    const float2 scale = next_scale;
+    next_scale = scales_of(tile + 1);  // which arrive while the tensor cores work
     wait_products<0>();
     fence_registers(s);
     if (lane == 0) keys.release();
@@ -191,7 +197,7 @@ __device__ __forceinline__ void score_keys(
       const int query = own_start + (first + i) / 2, second = (first + i) % 2, key = tile * kBlockN + row + 8 * second;
       if (query >= seqlen_q || key >= chunk_end) continue;
       const bool visible = key < seqlen_k && sees(query, min(key, seqlen_k - 1));
-      out[query * stride_out_s + key] = visible ? sums[i] * (second ? scale[1] : scale[0]) : minus_infinity();
+      out[query * stride_out_s + key] = visible ? sums[i] * (second ? scale.y : scale.x) : minus_infinity();
     }
   }
 }

@@ -14,9 +14,22 @@ constexpr int kChunk = 4 * kVectors * kThreads;
 static_assert(kThreads == 512 && kBins == 2048 && kChunk == 4096);
 static_assert(sizeof(Selection) == 8352);
 
-extern __shared__ __align__(16) char shared_memory[];
+extern __shared__ char shared_memory[];
 
 __device__ __forceinline__ float minus_infinity() { return score_of(kKeyOfMinusInfinity); }
+
+// The element of an array in registers that has a number which the compiler does not know.
+template <int kCount>
+__device__ __forceinline__ float element(const float (&values)[kCount], int i) {
+  if constexpr (kCount == 1) {
+    return values[0];
+  } else {
+    float half[kCount / 2];
+#pragma unroll
+    for (int j = 0; j < kCount / 2; ++j) half[j] = i & 1 ? values[2 * j + 1] : values[2 * j];
+    return element<kCount / 2>(half, i / 2);
+  }
+}
 
 // Writes the indices of the k largest of some scores. Shared memory holds `kCapacity` candidates.
 template <int kCapacity>
@@ -32,10 +45,11 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
   const int before = static_cast<int>(reinterpret_cast<uint64_t>(scores) / 4 % 4);
   float4 next[kVectors];
   const auto load = [&](int first) {
+    const bool inside = first >= 0 && first + kChunk <= length;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const int at = first + 4 * (j * kThreads + thread);
-      if (at >= 0 && at + 4 <= length) {
+      if (inside || (at >= 0 && at + 4 <= length)) {
         next[j] = __ldcs(reinterpret_cast<const float4*>(scores + at));
       } else {
         const auto score = [&](int i) { return at + i >= 0 && at + i < length ? scores[at + i] : minus_infinity(); };
@@ -50,8 +64,8 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
   float threshold = minus_infinity();  // which is never selected
   for (int first = -before; first < length; first += kChunk) {
     if (count > kCapacity - kChunk) {
-      threshold = score_of(max(keep_largest(shared, keys, indices, count, k), kKeyOfMinusInfinity));
-      count = k;
+      const uint32_t bound = cut_candidates(shared, keys, indices, count, k, (k + kCapacity - kChunk) / 2);
+      threshold = score_of(max(bound, kKeyOfMinusInfinity));
     }
     float now[4 * kVectors];
 #pragma unroll
@@ -59,29 +73,32 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
       now[4 * j] = next[j].x, now[4 * j + 1] = next[j].y, now[4 * j + 2] = next[j].z, now[4 * j + 3] = next[j].w;
     }
     load(first + kChunk);  // which arrive while these are looked at
-    const auto passes = [&](int i) { return !(now[i] <= threshold); };  // NaN, too
-    int many = 0;
+    uint32_t passing = 0;
 #pragma unroll
-    for (int i = 0; i < 4 * kVectors; ++i) many += passes(i);
+    for (int i = 0; i < 4 * kVectors; ++i) passing |= static_cast<uint32_t>(!(now[i] <= threshold)) << i;  // NaN, too
     if (thread == 0) shared.appended[turn == 2 ? 0 : turn + 1] = 0;
-    if (__any_sync(~0u, many)) {
-      int to = count + reserve(shared.appended[turn], many);
-#pragma unroll
-      for (int i = 0; i < 4 * kVectors; ++i) {
-        if (passes(i)) {
-          keys[to] = key_of(now[i]);
-          indices[to++] = first + 4 * (i / 4 * kThreads + thread) + i % 4;
-        }
-      }
+    if (passing) {
+      int to = count + atomicAdd(&shared.appended[turn], __popc(passing));
+      do {
+        const int i = __ffs(passing) - 1;
+        const uint32_t key = key_of(element<4 * kVectors>(now, i));
+        keys[to] = key;
+        indices[to++] = first + 4 * (i / 4 * kThreads + thread) + i % 4;
+        atomicAdd(&shared.bins[key >> kFirstShift], 1);
+        passing &= passing - 1;
+      } while (passing);
     }
     __syncthreads();
     count += shared.appended[turn];
     turn = turn == 2 ? 0 : turn + 1;
   }
+  Cut cut = {0, ~0u};  // all
   if (count > k) {
-    keep_largest(shared, keys, indices, count, k);
-    count = k;
+    cut = cut_of(shared, keys, indices, count, k);
+  } else {
+    for (int i = thread; i < kBins; i += kThreads) shared.bins[i] = 0;
   }
+  __syncthreads();
 
   // In the order of indices: a bit for each score of a window, in the words of the histogram.
   int written = 0;
@@ -89,7 +106,7 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
   for (int window = 0; window < length; window += 32 * kBins) {
     for (int i = thread; i < count; i += kThreads) {
       const uint32_t bit = indices[i] - window;
-      if (bit < 32 * kBins) atomicOr(&shared.bins[bit / 32], 1u << bit % 32);
+      if (bit < 32 * kBins && cut.selects(keys[i], indices[i])) atomicOr(&shared.bins[bit / 32], 1u << bit % 32);
     }
     __syncthreads();
     uint32_t words[kBinsOfThread];
@@ -113,7 +130,7 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
   }
   for (int i = written + thread; i < k; i += kThreads) out[i] = -1;
 }
-// Selects at most 4096 scores of each row.
+// Selects at most 3072 scores of each row.
 extern "C" __global__ void __launch_bounds__(kThreads, 3) topk_sm90a(
     const float* scores_ptr, const int* lengths_ptr, int* out_ptr,
     long long stride_scores,
@@ -124,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) topk_sm90a(
   const int row = blockIdx.x, length = lengths_ptr == nullptr ? columns : max(0, min(lengths_ptr[row], columns));
   select_largest<8192>(scores_ptr + row * stride_scores, length, k, out_ptr + static_cast<long long>(row) * k);
 }
-// Selects at most 20480 scores of each row.
+// Selects at most 19456 scores of each row.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) topk_sm90a_large(
     const float* scores_ptr, const int* lengths_ptr, int* out_ptr,
     long long stride_scores,

@@ -5,7 +5,6 @@
 #include "types.cuh"
 
 inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 #include "tensor_gradient.inc"
 

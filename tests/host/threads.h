@@ -168,6 +168,12 @@ inline int __reduce_min_sync(unsigned, int own) {
   const uint64_t(&all)[32] = exchange(own);
   return *std::min_element(all, all + 32, [](uint64_t a, uint64_t b) { return static_cast<int>(a) < static_cast<int>(b); });
 }
+inline int __reduce_add_sync(unsigned, int own) {
+  const uint64_t(&all)[32] = exchange(own);
+  int sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += static_cast<int>(all[lane]);
+  return sum;
+}
 inline bool __any_sync(unsigned, bool own) { return __ballot_sync(~0u, own) != 0; }
 inline bool __all_sync(unsigned, bool own) { return __ballot_sync(~0u, own) == ~0u; }
 
@@ -196,6 +202,8 @@ inline void settle_cluster(Cluster& cluster) {
   }
 }
 
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float4 __ldcs(const float4* place) { return *place; }
 inline void __stcs(uint4* place, uint4 value) { *place = value; }
 #define __builtin_assume(said)
 inline void __trap() { fail("trap"); }

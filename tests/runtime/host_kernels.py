@@ -21,7 +21,7 @@ from attngen.render.source import headers
 from attngen.resources import root
 from attngen.runtime.device.driver import Launch
 from attngen.runtime.kernels.module import Kernel
-from attngen.schema import appends, expand, load_spec_text, quantizers, wideners
+from attngen.schema import appends, expand, load_spec_text, quantizers, selectors, wideners
 from attngen.tools.build.pipeline import Prepared
 
 COMPILER = shutil.which("g++")
@@ -60,6 +60,15 @@ kernels:
     layout: paged
     backend: cuda
     split_kv: true
+"""
+
+#: What asks for index scores, and so brings the kernel that selects.
+SPEC_OF_INDEX = """
+schema: 1
+package: index
+arch: [sm90a]
+kernels:
+  - {variant: causal, dtype: bf16, head_dim: 128, passes: index_scores}
 """
 
 #: Dtypes of the kernels that append, and of their caches where these have fewer bits.
@@ -104,11 +113,21 @@ def prepared_wideners() -> list[Prepared]:
     return rendered
 
 
+def prepared_selectors() -> list[Prepared]:
+    """Return the kernels that select scores."""
+    rendered = []
+    for spec in selectors(expand(load_spec_text(SPEC_OF_INDEX))):
+        planned = plan(spec)
+        rendered.append(Prepared(spec, planned, render(planned)))
+    return rendered
+
+
 @cache
 def library(name: str) -> ctypes.CDLL:
     """Return the launch of a symbol for this machine."""
     every = [
         *prepared(*APPENDED), *prepared_quantizers(), *prepared_quantizers(tiles=True), *prepared_wideners(),
+        *prepared_selectors(),
     ]  # fmt: skip
     (source,) = (one.source for one in every if name in [launch.symbol for launch in one.plan.launches])
     symbol = name
@@ -116,7 +135,7 @@ def library(name: str) -> ctypes.CDLL:
     (folder / "kernel.inc").write_text(source.text.replace("extern __shared__ char shared_memory[];", ""))
     for name in (
         "append.cuh", "rotary.cuh", "rounded.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh", "pieces.cuh",
-        "ring.cuh",
+        "ring.cuh", "topk.cuh",
     ):  # fmt: skip
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name]
@@ -190,6 +209,11 @@ def quantizing_kernels(*, tiles: bool = False) -> list[Kernel]:
 def widening_kernels() -> list[Kernel]:
     """Return those that widen caches."""
     return as_kernels([one.plan for one in prepared_wideners()])
+
+
+def selecting_kernels() -> list[Kernel]:
+    """Return those that select scores."""
+    return as_kernels([one.plan for one in prepared_selectors()])
 
 
 def as_kernels(planned: Sequence[Plan]) -> list[Kernel]:

@@ -29,8 +29,8 @@ CHUNK = 32 * WARPS * VECTORS * 4
 #: The launch of selections larger than the main one takes.
 LARGE = "large"
 
-#: Candidates of each launch, of 8 bytes. A selection leaves room for one chunk more. Three blocks of the main launch
-#: fit a multiprocessor, and one of the large one.
+#: Candidates of each launch, of 8 bytes. A selection leaves room for a chunk and a quarter. Three blocks of the main
+#: launch fit a multiprocessor, and one of the large one.
 CAPACITY = {TOPK: 2 * CHUNK, LARGE: 6 * CHUNK}
 BLOCKS = {TOPK: 3, LARGE: 1}
 
@@ -44,7 +44,7 @@ _LEAST_CAPABILITY = 80
 
 def largest_k(launch: str) -> int:
     """The most scores that a launch selects."""
-    return CAPACITY[launch] - CHUNK
+    return CAPACITY[launch] - CHUNK - CHUNK // 4
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:

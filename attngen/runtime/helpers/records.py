@@ -28,8 +28,8 @@ class Fields:
         self._defaults: dict[str, Any] = record._field_defaults
         self.tensors = tuple(name for name, kind in self._kinds.items() if kind.startswith("Tensor"))
         self.settings = tuple(name for name in self._kinds if name not in self.tensors)
-        self.tensors_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*self.tensors)
-        self.settings_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*self.settings)
+        self.tensors_of = _getter(self.tensors)
+        self.settings_of = _getter(self.settings)
 
     def schema(self, results: str) -> str:
         """The schema of the helper's operator."""
@@ -38,6 +38,14 @@ class Fields:
             for name, kind in self._kinds.items()
         )
         return f"({', '.join(parameters)}) -> {results}"
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """Function that gets fields of a record as a tuple."""
+    if len(names) == 1:
+        one = attrgetter(*names)
+        return lambda record: (one(record),)
+    return attrgetter(*names)
 
 
 def addresses_of(tensors: Iterable[Tensor | None]) -> list[int]:

@@ -5,6 +5,7 @@
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kBins = 2048;  // of a histogram: a digit of a key has 11 bits at most
+constexpr int kFirstShift = 21;  // of the first digit, the highest bits
 constexpr int kBinsOfThread = kBins / kThreads;
 
 // Scores as unsigned integers of the same order. -0 equals 0, and NaN is the largest.
@@ -23,7 +24,7 @@ __device__ __forceinline__ float score_of(uint32_t key) {
 
 // What threads share beside candidates.
 struct Selection {
-  uint32_t bins[kBins];  // zeros between uses
+  uint32_t bins[kBins];  // counts the first digits of all candidates; later, other digits
   int warp_sums[2][kWarps];
   int appended[3];  // candidates of a chunk, of the one before and of the next
   int kept;
@@ -56,54 +57,57 @@ __device__ __forceinline__ int block_total(const Selection& shared, int turn) {
   return __reduce_add_sync(~0u, lane < kWarps ? shared.warp_sums[turn][lane] : 0);
 }
 
-// Reserves places behind a counter in shared memory, `count` for each lane, and returns the lane's first one.
-__device__ __forceinline__ int reserve(int& counter, int count) {
-  const int sums = lane_sums(count);
-  int first = 0;
-  if (threadIdx.x % 32 == 31 && sums) first = atomicAdd(&counter, sums);
-  return __shfl_sync(~0u, first, 31) + sums - count;
-}
-
-// A lower bound of the n-th largest value that exactly n values reach, or that value itself, of which then `rest` are
-// among the first n. `whole` tells the former. `value_of` gives the value of a candidate, or false where it has none.
-template <typename Value>
-__device__ __forceinline__ uint32_t nth_largest(Selection& shared, int count, int& rest, bool& whole, const Value& value_of) {
-  uint32_t prefix = 0, mask = 0;
-#pragma unroll 1
-  for (int shift = 21;; shift = shift == 21 ? 10 : 0) {
-    const uint32_t digits = shift == 0 ? 1023 : 2047;
-    for (int i = threadIdx.x; i < count; i += kThreads) {
-      uint32_t value;
-      if (value_of(i, value) && (value & mask) == prefix) atomicAdd(&shared.bins[value >> shift & digits], 1);
-    }
-    __syncthreads();
-    // A thread has neighbouring bins, the first one the highest.
-    const int last = kBins - 1 - kBinsOfThread * static_cast<int>(threadIdx.x);
-    int own[kBinsOfThread], sum = 0;
+// Finds the bin with the n-th largest, counted from the highest bin. Clears all bins if asked to. Two barriers.
+template <bool kClears>
+__device__ __forceinline__ void find_bin(Selection& shared, int n) {
+  // A thread has neighbouring bins, the first one the highest.
+  const int last = kBins - 1 - kBinsOfThread * static_cast<int>(threadIdx.x);
+  int own[kBinsOfThread], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kBinsOfThread; ++i) {
+    own[i] = shared.bins[last - i];
+    if (kClears) shared.bins[last - i] = 0;
+    sum += own[i];
+  }
+  const int up_to = block_sums(shared, sum, 0);
+  int before = up_to - sum;
+  if (before < n && n <= up_to) {
 #pragma unroll
     for (int i = 0; i < kBinsOfThread; ++i) {
-      own[i] = shared.bins[last - i];
-      shared.bins[last - i] = 0;
-      sum += own[i];
-    }
-    const int up_to = block_sums(shared, sum, 0);
-    int before = up_to - sum;
-    if (before < rest && rest <= up_to) {
-#pragma unroll
-      for (int i = 0; i < kBinsOfThread; ++i) {
-        if (before < rest && rest <= before + own[i]) {
-          shared.digit = last - i;
-          shared.rest = rest - before;
-          shared.in_bin = own[i];
-        }
-        before += own[i];
+      if (before < n && n <= before + own[i]) {
+        shared.digit = last - i;
+        shared.rest = n - before;
+        shared.in_bin = own[i];
       }
+      before += own[i];
     }
-    __syncthreads();
+  }
+  __syncthreads();
+}
+
+// The n-th largest value, of which then `n` are among the first ones; or, if `whole`, a lower bound of it that exactly
+// the first ones reach. `value_of` gives the value of a candidate, or false where it has none. `counted`: bins count the
+// first digits already. They are clear afterwards.
+template <typename Value>
+__device__ __forceinline__ uint32_t nth_largest(
+    Selection& shared, int count, int& n, bool& whole, bool counted, const Value& value_of) {
+  uint32_t prefix = 0, mask = 0;
+#pragma unroll 1
+  for (int shift = kFirstShift;; shift = shift == kFirstShift ? 10 : 0) {
+    const uint32_t digits = shift == 0 ? 1023 : 2047;
+    if (!counted || shift < kFirstShift) {
+#pragma unroll 4
+      for (int i = threadIdx.x; i < count; i += kThreads) {
+        uint32_t value;
+        if (value_of(i, value) && (value & mask) == prefix) atomicAdd(&shared.bins[value >> shift & digits], 1);
+      }
+      __syncthreads();
+    }
+    find_bin<true>(shared, n);
     prefix |= static_cast<uint32_t>(shared.digit) << shift;
     mask |= digits << shift;
-    rest = shared.rest;
-    whole = rest == shared.in_bin;
+    n = shared.rest;
+    whole = n == shared.in_bin;
     if (whole || shift == 0) return prefix;
   }
 }
@@ -117,26 +121,39 @@ struct Cut {
   }
 };
 
-// Where to cut `count` candidates so that k of them remain.
+// Where to cut `count` candidates so that k of them remain. Bins count their first digits, and are clear afterwards.
 __device__ __forceinline__ Cut cut_of(Selection& shared, const uint32_t* keys, const uint32_t* indices, int count, int k) {
-  int rest = k;
   bool whole;
-  const uint32_t key = nth_largest(shared, count, rest, whole, [&](int i, uint32_t& value) {
+  const uint32_t key = nth_largest(shared, count, k, whole, true, [&](int i, uint32_t& value) {
     value = keys[i];
     return true;
   });
   if (whole) return {key, ~0u};
-  const uint32_t index = nth_largest(shared, count, rest, whole, [&](int i, uint32_t& value) {
+  const uint32_t index = nth_largest(shared, count, k, whole, false, [&](int i, uint32_t& value) {
     value = ~indices[i];  // the lowest index is the largest value
     return keys[i] == key;
   });
   return {key, ~index};
 }
 
-// Cuts candidates to the k largest, which stand first then, in any order. Returns a lower bound of their keys.
-__device__ __forceinline__ uint32_t keep_largest(Selection& shared, uint32_t* keys, uint32_t* indices, int count, int k) {
+// Cuts candidates, so that from k to `most` of them remain, among these the k largest; they stand first then, in any
+// order. Sets their number, and returns a lower bound of the k-th largest key that later candidates must exceed.
+__device__ __forceinline__ uint32_t cut_candidates(
+    Selection& shared, uint32_t* keys, uint32_t* indices, int& count, int k, int most) {
   constexpr int kTogether = 4;
-  const Cut cut = cut_of(shared, keys, indices, count, k);
+  find_bin<false>(shared, k);
+  const int digit = shared.digit, reach = k - shared.rest + shared.in_bin;  // those of the bin, and of higher ones
+  const bool exact = reach > most;
+  Cut cut = {static_cast<uint32_t>(digit) << kFirstShift, ~0u};
+  if (exact) {
+    cut = cut_of(shared, keys, indices, count, k);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBinsOfThread; ++i) {
+      const int bin = kBinsOfThread * threadIdx.x + i;
+      if (bin < digit) shared.bins[bin] = 0;
+    }
+  }
   if (threadIdx.x == 0) shared.kept = 0;
   for (int first = 0; first < count; first += kTogether * kThreads) {
     uint32_t key[kTogether], index[kTogether], stays = 0;
@@ -150,15 +167,17 @@ __device__ __forceinline__ uint32_t keep_largest(Selection& shared, uint32_t* ke
       }
     }
     __syncthreads();  // all are read whose places may be written now
-    int to = reserve(shared.kept, __popc(stays));
+    int to = stays ? atomicAdd(&shared.kept, __popc(stays)) : 0;
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
       if (stays >> j & 1) {
         keys[to] = key[j];
         indices[to++] = index[j];
+        if (exact) atomicAdd(&shared.bins[key[j] >> kFirstShift], 1);
       }
     }
   }
   __syncthreads();
+  count = exact ? k : reach;
   return cut.key;
 }

@@ -1,0 +1,85 @@
+"""The kernel that selects scores, run on the host through the runtime that launches it, beside a stable sort."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngen
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.helpers.topk import SELECTION, Topk, check, select
+from attngen.runtime.registry.lookup import package_of_kernels, registry
+from tests.runtime.host_kernels import COMPILER, HostDriver, selecting_kernels
+
+#: Scores that a block loads at once.
+CHUNK = 4096
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
+    """A device whose memory is the host's."""
+    if COMPILER is None:
+        pytest.skip("needs g++")
+    driver = HostDriver()
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
+    registry.clear()
+    registry.add(package_of_kernels(selecting_kernels(), "here"))
+    SELECTION.prepared.clear()
+    torch.manual_seed(5)
+    with drivers.use(driver):
+        yield driver
+    SELECTION.prepared.clear()
+    registry.clear()
+
+
+def both(host: HostDriver, scores: Tensor, k: int, lengths: Tensor | None = None) -> None:
+    """Select by the kernel and by a sort."""
+    call = Topk(scores, k, lengths)
+    launches = len(host.launches)
+    assert torch.equal(attngen.topk(scores, k, lengths=lengths), select(call, check(call)))
+    assert len(host.launches) == launches + 1
+
+
+@pytest.mark.parametrize("k", [1, 700, 3072])
+@pytest.mark.parametrize("columns", [3, CHUNK, 5 * CHUNK + 17])
+def test_random_scores(host: HostDriver, columns: int, k: int) -> None:
+    both(host, torch.randn(2, columns), k)
+    both(host, torch.randn(2, 1, columns), k, torch.tensor([[columns // 2], [columns + 9]], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("shift", [1, 2, 3])
+def test_rows_that_begin_anywhere(host: HostDriver, shift: int) -> None:
+    both(host, torch.randn(3, 3 * CHUNK + 5)[:, shift:], 100)
+
+
+def test_scores_that_need_many_cuts(host: HostDriver) -> None:
+    rows = torch.randn(2, 6 * CHUNK)
+    both(host, rows.sort(dim=1).values, 3000)
+    both(host, torch.rand(2, 6 * CHUNK) * 1e-3 + 1.0, 2500)  # all in one bin of the first digits
+    both(host, 1.0 + torch.arange(6.0 * CHUNK)[None] * 2.0**-23, 3000)
+
+
+def test_ties_and_values_that_are_not_finite(host: HostDriver) -> None:
+    rows = torch.randn(2, 5 * CHUNK)
+    both(host, (2 * rows).round(), 2049)
+    both(host, torch.ones(2, 5 * CHUNK), 3000)
+    both(host, torch.where(rows > 0, 0.0, -0.0), 1000)
+    both(host, torch.where(rows > -1.5, -torch.inf, rows), 2500)
+    both(host, torch.full((2, 3 * CHUNK), -torch.inf), 7)
+    both(host, torch.where(rows > 1, torch.nan, rows), 1500)
+    both(host, torch.where(rows > 1.5, torch.inf, rows), 2500)
+    both(host, rows * 1e-42, 500)
+
+
+def test_long_rows_have_several_windows(host: HostDriver) -> None:
+    both(host, torch.randn(1, 2**17 + 5), 300)
+
+
+def test_large_selections_have_a_launch_of_their_own(host: HostDriver) -> None:
+    both(host, torch.randn(1, 8 * CHUNK), 3073)
+    assert host.launches[-1][0].endswith("_large")
+    both(host, torch.randn(1, 8 * CHUNK), 19456)
