@@ -17,6 +17,9 @@ inline void atomicOr(uint32_t* place, uint32_t value) { *place |= value; }
 
 #include "kernel.inc"
 
+#ifndef MOST_THREADS
+#define MOST_THREADS kThreads
+#endif
 #ifdef ANY_THREADS  // as many as a call says, up to what was planned
 constexpr bool kAnyThreads = true;
 #else
@@ -66,7 +69,7 @@ static void take(void (*function)(Arguments...), void** parameters) {
 
 // Runs blocks one after the other, the last one first. `parameters` are addresses of the kernel's parameters, in order.
 extern "C" void run_blocks(int grid, int threads_of_block, void** parameters) {
-  const bool planned = kAnyThreads ? threads_of_block % 32 == 0 && threads_of_block <= kThreads : threads_of_block == kThreads;
+  const bool planned = kAnyThreads ? threads_of_block % 32 == 0 && threads_of_block <= MOST_THREADS : threads_of_block == MOST_THREADS;
   if (!planned) fail("another number of threads than planned", threads_of_block);
   threads_in_block = threads_of_block;
   take(KERNEL, parameters);

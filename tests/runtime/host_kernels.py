@@ -68,7 +68,8 @@ schema: 1
 package: index
 arch: [sm90a]
 kernels:
-  - {variant: causal, dtype: bf16, head_dim: 128, passes: index_scores}
+  - {variant: causal, dtype: bf16, head_dim: [64, 128], layout: [dense, paged], passes: index_scores}
+  - {variant: [sliding_window, chunked], dtype: fp16, head_dim: 128, passes: index_scores}
 """
 
 #: Dtypes of the kernels that append, and of their caches where these have fewer bits.
@@ -113,10 +114,12 @@ def prepared_wideners() -> list[Prepared]:
     return rendered
 
 
-def prepared_selectors() -> list[Prepared]:
-    """Return the kernels that select scores."""
+@cache
+def prepared_for_indices() -> list[Prepared]:
+    """Return the kernels that score keys for an index, and the one that selects."""
     rendered = []
-    for spec in selectors(expand(load_spec_text(SPEC_OF_INDEX))):
+    scoring = expand(load_spec_text(SPEC_OF_INDEX))
+    for spec in (*scoring, *selectors(scoring)):
         planned = plan(spec)
         rendered.append(Prepared(spec, planned, render(planned)))
     return rendered
@@ -127,7 +130,7 @@ def library(name: str) -> ctypes.CDLL:
     """Return the launch of a symbol for this machine."""
     every = [
         *prepared(*APPENDED), *prepared_quantizers(), *prepared_quantizers(tiles=True), *prepared_wideners(),
-        *prepared_selectors(),
+        *prepared_for_indices(),
     ]  # fmt: skip
     (source,) = (one.source for one in every if name in [launch.symbol for launch in one.plan.launches])
     symbol = name
@@ -135,16 +138,17 @@ def library(name: str) -> ctypes.CDLL:
     (folder / "kernel.inc").write_text(source.text.replace("extern __shared__ char shared_memory[];", ""))
     for name in (
         "append.cuh", "rotary.cuh", "rounded.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh", "pieces.cuh",
-        "ring.cuh", "topk.cuh",
+        "ring.cuh", "topk.cuh", "index.cuh", "division.cuh", "expression.cuh",
     ):  # fmt: skip
         (folder / name).write_text(headers()[name])
-        assert "asm" not in headers()[name]
+        assert "asm" not in headers()[name].split("#ifdef __CUDA_ARCH__")[0]
     made = folder / "kernel.so"
     assert COMPILER is not None
     subprocess.run(
         [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-shared", "-fPIC",
          f"-I{folder}", f"-I{HOST}", f"-DKERNEL={symbol}",
-         *(["-DANY_THREADS"] if source.name.startswith("quantize") else []), str(HOST / "blocks.cpp"), "-o", str(made)],
+         *(["-DANY_THREADS"] if source.name.startswith(("quantize", "index")) else []),
+         *(["-DMOST_THREADS=384"] if source.name.startswith("index") else []), str(HOST / "blocks.cpp"), "-o", str(made)],
         check=True,
     )  # fmt: skip
     loaded = ctypes.CDLL(str(made))
@@ -211,9 +215,9 @@ def widening_kernels() -> list[Kernel]:
     return as_kernels([one.plan for one in prepared_wideners()])
 
 
-def selecting_kernels() -> list[Kernel]:
-    """Return those that select scores."""
-    return as_kernels([one.plan for one in prepared_selectors()])
+def kernels_for_indices() -> list[Kernel]:
+    """Return those that score keys for an index, and the one that selects."""
+    return as_kernels([one.plan for one in prepared_for_indices()])
 
 
 def as_kernels(planned: Sequence[Plan]) -> list[Kernel]:

@@ -13,7 +13,7 @@ from attngen.runtime.arguments import torch_state
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers.topk import SELECTION, Topk, check, select
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from tests.runtime.host_kernels import COMPILER, HostDriver, selecting_kernels
+from tests.runtime.host_kernels import COMPILER, HostDriver, kernels_for_indices
 
 #: Scores that a block loads at once.
 CHUNK = 4096
@@ -27,7 +27,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     driver = HostDriver()
     monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
     registry.clear()
-    registry.add(package_of_kernels(selecting_kernels(), "here"))
+    registry.add(package_of_kernels(kernels_for_indices(), "here"))
     SELECTION.prepared.clear()
     torch.manual_seed(5)
     with drivers.use(driver):

@@ -1,16 +1,10 @@
 // Sums over the heads of a query, of which the four lanes of a quad have a quarter each.
 #pragma once
 
+#include "relu.cuh"
 #include "types.cuh"
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000); }
-
-// The larger of a number and 0; NaN stays NaN.
-__device__ __forceinline__ float relu(float x) {
-  float y;
-  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Sums of `kCount` values over a quad, of which each lane keeps some, at the front: it sends those of the other half of
 // lanes and gets its own from there, twice.
