@@ -148,7 +148,8 @@ def library(name: str) -> ctypes.CDLL:
         [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-shared", "-fPIC",
          f"-I{folder}", f"-I{HOST}", f"-DKERNEL={symbol}",
          *(["-DANY_THREADS"] if source.name.startswith(("quantize", "index")) else []),
-         *(["-DMOST_THREADS=384"] if source.name.startswith("index") else []), str(HOST / "blocks.cpp"), "-o", str(made)],
+         *(["-DMOST_THREADS=384"] if source.name.startswith("index") else []),
+         str(HOST / "blocks.cpp"), "-o", str(made)],
         check=True,
     )  # fmt: skip
     loaded = ctypes.CDLL(str(made))
