@@ -36,9 +36,9 @@ kernels:
   - {variant: causal, head_dim: [64, 128], dtype: [fp8_e4m3, bf16], layout: paged, passes: index_scores}
 """
 
-#: Largest difference from float64, in units of the sum of |w| relu(q k). Tensor cores sum products of 8 bits in fewer
+#: Largest difference from float64, in units of the sum of |w| |q| · |k|. Tensor cores sum products of 8 bits in fewer
 #: bits than float32 has.
-_ALLOWED = {torch.float8_e4m3fn: 2e-3, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+_ALLOWED = {torch.float8_e4m3fn: 5e-4, torch.bfloat16: 2e-6, torch.float16: 2e-6}
 
 
 def to_build() -> list[Prepared]:
@@ -86,13 +86,13 @@ def check_scores(given: dict[str, Any], dtype: torch.dtype, **more: Any) -> Tens
     doubled = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
     wanted = attngen.index_scores(**{name: value.cpu() for name, value in doubled.items()}, **_on_cpu(more))
     largest = attngen.index_scores(
-        **{name: (value.abs() if name == "weights" else value).cpu() for name, value in doubled.items()},
+        **{name: (value.abs() if name in ("q", "k", "weights") else value).cpu() for name, value in doubled.items()},
         **_on_cpu(more),
     )
     wanted, largest = wanted.cuda(), largest.cuda()
     hidden = wanted == -torch.inf
     assert torch.equal(scores == -torch.inf, hidden)
-    error = ((scores.double() - wanted).abs() / (largest + 1))[~hidden]
+    error = ((scores.double() - wanted).abs() / (largest + 1e-6))[~hidden]
     assert not error.numel() or float(error.max()) < _ALLOWED[dtype], float(error.max())
     return scores
 
@@ -142,7 +142,7 @@ def test_used_lengths_and_strides() -> None:
 def test_keys_in_pages(dtype: torch.dtype, page_size: int) -> None:
     batch, keys = 3, 768
     listed = keys // page_size
-    for queries, head_dim in ((1, 128), (2, 64), (40, 128)):
+    for queries, head_dim in ((1, 128), (2, 64 if page_size > 1 else 128), (40, 128)):
         given: dict[str, Any] = operands(dtype, batch, queries, keys, 64, head_dim)
         pages = torch.randn(batch * listed + 3, page_size, head_dim, device="cuda").to(dtype)
         table = torch.randperm(batch * listed, device="cuda").int().view(batch, listed)

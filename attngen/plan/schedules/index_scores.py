@@ -37,8 +37,8 @@ KEYS, COLUMNS, GROUPS, FEW_COLUMNS = 64, 256, 2, 64
 #: Heads of the launches.
 HEADS = (32, 64, 128)
 
-#: Most tiles of keys in flight, and the shared memory of those of a block with few queries, of which three run at once.
-_STAGES, _FEW_STAGE_BYTES = 8, 64 * 1024
+#: Tiles of keys in flight. Blocks with few queries have several neighbours.
+_STAGES = 4
 
 DTYPES = ("bf16", "fp16", "fp8_e4m3")
 HEAD_DIMS = (64, 128)
@@ -71,7 +71,7 @@ class Tile:
     @property
     def blocks(self) -> int:
         """Blocks that a multiprocessor runs at once."""
-        return 1 if self.groups > 1 else 3 if self.columns == FEW_COLUMNS else 2
+        return 1 if self.groups > 1 else 4 if self.columns == FEW_COLUMNS else 3
 
     @property
     def warps(self) -> int:
@@ -79,16 +79,13 @@ class Tile:
         return 4 * self.groups + (4 if self.groups > 1 else 1)
 
 
-def tiles_of(head_dim: int, element_bytes: int, shared_memory: int) -> dict[str, Tile]:
+def tiles_of(head_dim: int, element_bytes: int) -> dict[str, Tile]:
     """The tiles of a kernel by the names of their launches."""
     row = head_dim * element_bytes
     tiles = {}
     for heads in HEADS:
-        queries = COLUMNS // heads
-        stages = min(_STAGES, (shared_memory - GROUPS * COLUMNS * row - 256) // (KEYS * row))
-        tiles[f"heads_{heads}"] = Tile(heads, queries, GROUPS, stages, row)
-        few = max(FEW_COLUMNS // heads, 1)
-        tiles[f"heads_{heads}_few"] = Tile(heads, few, 1, min(_STAGES, _FEW_STAGE_BYTES // (KEYS * row)), row)
+        tiles[f"heads_{heads}"] = Tile(heads, COLUMNS // heads, GROUPS, _STAGES, row)
+        tiles[f"heads_{heads}_few"] = Tile(heads, max(FEW_COLUMNS // heads, 1), 1, _STAGES, row)
     return tiles
 
 
@@ -96,7 +93,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
     element = dtype(spec.dtype)
-    tiles = tiles_of(spec.head_dim_qk, element.bytes, arch.shared_memory)
+    tiles = tiles_of(spec.head_dim_qk, element.bytes)
     main = f"heads_{HEADS[1]}"
     planned = named(
         spec,

@@ -154,7 +154,7 @@ def _passed(parameters: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _index_scores_launch(plan: Plan, launch: Launch) -> IndexScoresLaunch:
-    tile = index_scores.tiles_of(plan.head_dim_qk, plan.operands.q.bytes, plan.arch.shared_memory)[launch.name]
+    tile = index_scores.tiles_of(plan.head_dim_qk, plan.operands.q.bytes)[launch.name]
     many = "Few queries" if tile.groups == 1 else "Many queries"
     return IndexScoresLaunch(
         symbol=launch.symbol,

@@ -21,7 +21,7 @@ def topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Tensor:
 
     It does not wait for the GPU, allocates nothing but the result, and may be captured in a graph: one launch, which
     reads scores once. Any spec with an entry ``passes: index_scores`` brings the kernel. It takes rows that are
-    contiguous and evenly spaced, and k up to 4,096, or up to 20,480 where a block may have 200 KB of shared memory;
+    contiguous and evenly spaced, and k up to 3,072, or up to 19,456 where a block may have 200 KB of shared memory;
     other calls sort in torch. There is no derivative. Raises CallError for what does not fit.
     """
     call = Topk(scores, k, lengths)

@@ -26,10 +26,14 @@ from attngen.runtime.kernels.module import Kernel, Launch
 _ROUNDS, _LEAST_TILES = 4, 8
 
 #: Blocks with few queries that a multiprocessor runs at once.
-_FEW_RESIDENT = 3
+_FEW_RESIDENT = 4
 
 #: Time of a query in a block with few queries, in units of that in one with many: its products are narrow.
 _FEW_COST = 1.5
+
+
+#: Copies by TMA begin at multiples of so many bytes in shared memory (PTX ISA, "cp.async.bulk.tensor").
+_COPY_ALIGNMENT = 128
 
 
 class PreparedScores:
@@ -123,6 +127,10 @@ def _against(kernel: Kernel, given: IndexScores, call: Call) -> str | None:
             return f"{name} does not begin at a multiple of {tensormap.ADDRESS_ALIGNMENT} B"
         if reason := tensormap.reason_against(name, tensor.shape, tensor.stride(), tensor.element_size()):
             return reason
+    if call.page_table is not None:
+        rows = gcd(call.page_size, kernel.tile_n)
+        if rows * call.head_dim_qk * given.k.element_size() % _COPY_ALIGNMENT:
+            return f"{rows} keys of a page are no multiple of {_COPY_ALIGNMENT} B"
     for declared in call.variant.tensors:
         tensor = call.tensors[declared.name]
         if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
