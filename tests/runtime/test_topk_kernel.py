@@ -63,6 +63,17 @@ def test_scores_that_need_many_cuts(host: HostDriver) -> None:
     both(host, 1.0 + torch.arange(6.0 * CHUNK)[None] * 2.0**-23, 3000)
 
 
+def test_samples_that_mislead(host: HostDriver) -> None:
+    columns = 6 * CHUNK
+    rows = torch.randn(2, columns)
+    for segment in range(64):
+        first = segment * (columns - 32) // 64
+        rows[0, first : first + 32] += 10.0  # all that a sample reads is large,
+        rows[1, first : first + 32] -= 10.0  # or small
+    both(host, rows, 3000)
+    both(host, rows, 700)
+
+
 def test_ties_and_values_that_are_not_finite(host: HostDriver) -> None:
     rows = torch.randn(2, 5 * CHUNK)
     both(host, (2 * rows).round(), 2049)

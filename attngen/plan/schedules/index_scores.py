@@ -37,8 +37,8 @@ KEYS, COLUMNS, GROUPS, FEW_COLUMNS = 64, 256, 2, 64
 #: Heads of the launches.
 HEADS = (32, 64, 128)
 
-#: Tiles of keys in flight. Blocks with few queries have several neighbours.
-_STAGES = 4
+#: Most tiles of keys in flight. Blocks with few queries have neighbours, whose tiles are in flight, too.
+_STAGES, _FEW_STAGES = 8, 4
 
 DTYPES = ("bf16", "fp16", "fp8_e4m3")
 HEAD_DIMS = (64, 128)
@@ -79,13 +79,14 @@ class Tile:
         return 4 * self.groups + (4 if self.groups > 1 else 1)
 
 
-def tiles_of(head_dim: int, element_bytes: int) -> dict[str, Tile]:
+def tiles_of(head_dim: int, element_bytes: int, shared_memory: int) -> dict[str, Tile]:
     """The tiles of a kernel by the names of their launches."""
     row = head_dim * element_bytes
     tiles = {}
     for heads in HEADS:
-        tiles[f"heads_{heads}"] = Tile(heads, COLUMNS // heads, GROUPS, _STAGES, row)
-        tiles[f"heads_{heads}_few"] = Tile(heads, max(FEW_COLUMNS // heads, 1), 1, _STAGES, row)
+        stages = min(_STAGES, (shared_memory - GROUPS * COLUMNS * row - 256) // (KEYS * row))
+        tiles[f"heads_{heads}"] = Tile(heads, COLUMNS // heads, GROUPS, stages, row)
+        tiles[f"heads_{heads}_few"] = Tile(heads, max(FEW_COLUMNS // heads, 1), 1, _FEW_STAGES, row)
     return tiles
 
 
@@ -93,7 +94,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
     element = dtype(spec.dtype)
-    tiles = tiles_of(spec.head_dim_qk, element.bytes)
+    tiles = tiles_of(spec.head_dim_qk, element.bytes, arch.shared_memory)
     main = f"heads_{HEADS[1]}"
     planned = named(
         spec,

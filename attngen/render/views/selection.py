@@ -38,6 +38,7 @@ class TopkView:
     summary: str
     pdl: bool
     vectors: int
+    steps: int
     bins: int
     selection_bytes: int
     launches: tuple[TopkLaunch, ...]
@@ -51,6 +52,7 @@ def topk_view(plan: Plan, template: str) -> TopkView:
         summary="Indices of the k largest scores of each row, ascending; of equal scores the lower indices.",
         pdl=plan.launch(plan.main).pdl,
         vectors=topk.VECTORS,
+        steps=topk.STEPS,
         bins=topk.BINS,
         selection_bytes=topk.SHARED,
         launches=tuple(
@@ -154,7 +156,7 @@ def _passed(parameters: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _index_scores_launch(plan: Plan, launch: Launch) -> IndexScoresLaunch:
-    tile = index_scores.tiles_of(plan.head_dim_qk, plan.operands.q.bytes)[launch.name]
+    tile = index_scores.tiles_of(plan.head_dim_qk, plan.operands.q.bytes, plan.arch.shared_memory)[launch.name]
     many = "Few queries" if tile.groups == 1 else "Many queries"
     return IndexScoresLaunch(
         symbol=launch.symbol,

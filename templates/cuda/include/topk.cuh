@@ -5,7 +5,6 @@
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kBins = 2048;  // of a histogram: a digit of a key has 11 bits at most
-constexpr int kFirstShift = 21;  // of the first digit, the highest bits
 constexpr int kBinsOfThread = kBins / kThreads;
 
 // Scores as unsigned integers of the same order. -0 equals 0, and NaN is the largest.
@@ -24,7 +23,7 @@ __device__ __forceinline__ float score_of(uint32_t key) {
 
 // What threads share beside candidates.
 struct Selection {
-  uint32_t bins[kBins];  // counts the first digits of all candidates; later, other digits
+  uint32_t bins[kBins];  // zeros between uses
   int warp_sums[2][kWarps];
   int appended[3];  // candidates of a chunk, of the one before and of the next
   int kept;
@@ -57,8 +56,15 @@ __device__ __forceinline__ int block_total(const Selection& shared, int turn) {
   return __reduce_add_sync(~0u, lane < kWarps ? shared.warp_sums[turn][lane] : 0);
 }
 
-// Finds the bin with the n-th largest, counted from the highest bin. Clears all bins if asked to. Two barriers.
-template <bool kClears>
+// Reserves places behind a counter in shared memory, `count` for each lane, and returns the lane's first one.
+__device__ __forceinline__ int reserve(int& counter, int count) {
+  const int sums = lane_sums(count);
+  int first = 0;
+  if (threadIdx.x % 32 == 31 && sums) first = atomicAdd(&counter, sums);
+  return __shfl_sync(~0u, first, 31) + sums - count;
+}
+
+// Finds the bin with the n-th largest, counted from the highest bin, and clears all. Two barriers.
 __device__ __forceinline__ void find_bin(Selection& shared, int n) {
   // A thread has neighbouring bins, the first one the highest.
   const int last = kBins - 1 - kBinsOfThread * static_cast<int>(threadIdx.x);
@@ -66,7 +72,7 @@ __device__ __forceinline__ void find_bin(Selection& shared, int n) {
 #pragma unroll
   for (int i = 0; i < kBinsOfThread; ++i) {
     own[i] = shared.bins[last - i];
-    if (kClears) shared.bins[last - i] = 0;
+    shared.bins[last - i] = 0;
     sum += own[i];
   }
   const int up_to = block_sums(shared, sum, 0);
@@ -86,28 +92,29 @@ __device__ __forceinline__ void find_bin(Selection& shared, int n) {
 }
 
 // The n-th largest value, of which then `n` are among the first ones; or, if `whole`, a lower bound of it that exactly
-// the first ones reach. `value_of` gives the value of a candidate, or false where it has none. `counted`: bins count the
-// first digits already. They are clear afterwards.
+// the first ones reach. A bound that at most `most` values reach is enough. `value_of` gives the value of a candidate, or
+// false where it has none.
 template <typename Value>
 __device__ __forceinline__ uint32_t nth_largest(
-    Selection& shared, int count, int& n, bool& whole, bool counted, const Value& value_of) {
+    Selection& shared, int count, int& n, bool& whole, int most, const Value& value_of) {
   uint32_t prefix = 0, mask = 0;
+  const int wanted = n;
 #pragma unroll 1
-  for (int shift = kFirstShift;; shift = shift == kFirstShift ? 10 : 0) {
+  for (int shift = 21;; shift = shift == 21 ? 10 : 0) {
     const uint32_t digits = shift == 0 ? 1023 : 2047;
-    if (!counted || shift < kFirstShift) {
 #pragma unroll 4
-      for (int i = threadIdx.x; i < count; i += kThreads) {
-        uint32_t value;
-        if (value_of(i, value) && (value & mask) == prefix) atomicAdd(&shared.bins[value >> shift & digits], 1);
-      }
-      __syncthreads();
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      uint32_t value;
+      if (value_of(i, value) && (value & mask) == prefix) atomicAdd(&shared.bins[value >> shift & digits], 1);
     }
-    find_bin<true>(shared, n);
+    __syncthreads();
+    find_bin(shared, n);
     prefix |= static_cast<uint32_t>(shared.digit) << shift;
     mask |= digits << shift;
     n = shared.rest;
-    whole = n == shared.in_bin;
+    const int reaching = wanted - n + shared.in_bin;  // those of the bin, and larger ones
+    whole = n == shared.in_bin || reaching <= most;
+    if (whole) n = shared.in_bin;
     if (whole || shift == 0) return prefix;
   }
 }
@@ -121,15 +128,21 @@ struct Cut {
   }
 };
 
-// Where to cut `count` candidates so that k of them remain. Bins count their first digits, and are clear afterwards.
-__device__ __forceinline__ Cut cut_of(Selection& shared, const uint32_t* keys, const uint32_t* indices, int count, int k) {
+// Where to cut candidates, so that k of them remain; up to `most`, if that is larger. Sets their number.
+__device__ __forceinline__ Cut cut_of(
+    Selection& shared, const uint32_t* keys, const uint32_t* indices, int count, int& k, int most) {
   bool whole;
-  const uint32_t key = nth_largest(shared, count, k, whole, true, [&](int i, uint32_t& value) {
+  int rest = k;
+  const int wanted = k;
+  const uint32_t key = nth_largest(shared, count, rest, whole, most, [&](int i, uint32_t& value) {
     value = keys[i];
     return true;
   });
-  if (whole) return {key, ~0u};
-  const uint32_t index = nth_largest(shared, count, k, whole, false, [&](int i, uint32_t& value) {
+  if (whole) {
+    k = wanted - shared.rest + rest;
+    return {key, ~0u};
+  }
+  const uint32_t index = nth_largest(shared, count, rest, whole, 0, [&](int i, uint32_t& value) {
     value = ~indices[i];  // the lowest index is the largest value
     return keys[i] == key;
   });
@@ -137,23 +150,11 @@ __device__ __forceinline__ Cut cut_of(Selection& shared, const uint32_t* keys, c
 }
 
 // Cuts candidates, so that from k to `most` of them remain, among these the k largest; they stand first then, in any
-// order. Sets their number, and returns a lower bound of the k-th largest key that later candidates must exceed.
+// order. Sets their number, and returns a lower bound of the k-th largest key, which later candidates must exceed.
 __device__ __forceinline__ uint32_t cut_candidates(
     Selection& shared, uint32_t* keys, uint32_t* indices, int& count, int k, int most) {
   constexpr int kTogether = 4;
-  find_bin<false>(shared, k);
-  const int digit = shared.digit, reach = k - shared.rest + shared.in_bin;  // those of the bin, and of higher ones
-  const bool exact = reach > most;
-  Cut cut = {static_cast<uint32_t>(digit) << kFirstShift, ~0u};
-  if (exact) {
-    cut = cut_of(shared, keys, indices, count, k);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kBinsOfThread; ++i) {
-      const int bin = kBinsOfThread * threadIdx.x + i;
-      if (bin < digit) shared.bins[bin] = 0;
-    }
-  }
+  const Cut cut = cut_of(shared, keys, indices, count, k, most);
   if (threadIdx.x == 0) shared.kept = 0;
   for (int first = 0; first < count; first += kTogether * kThreads) {
     uint32_t key[kTogether], index[kTogether], stays = 0;
@@ -167,17 +168,16 @@ __device__ __forceinline__ uint32_t cut_candidates(
       }
     }
     __syncthreads();  // all are read whose places may be written now
-    int to = stays ? atomicAdd(&shared.kept, __popc(stays)) : 0;
+    int to = reserve(shared.kept, __popc(stays));
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
       if (stays >> j & 1) {
         keys[to] = key[j];
         indices[to++] = index[j];
-        if (exact) atomicAdd(&shared.bins[key[j] >> kFirstShift], 1);
       }
     }
   }
   __syncthreads();
-  count = exact ? k : reach;
+  count = k;
   return cut.key;
 }
