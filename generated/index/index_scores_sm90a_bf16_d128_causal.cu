@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_bf16_d12
   );
 }
 // Few queries, at most 32 heads.
-extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_bf16_d128_causal_heads_32_few(
+extern "C" __global__ void __launch_bounds__(160, 4) index_scores_sm90a_bf16_d128_causal_heads_32_few(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_bf16_d12
   );
 }
 // Few queries, at most 64 heads.
-extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_bf16_d128_causal_heads_64_few(
+extern "C" __global__ void __launch_bounds__(160, 4) index_scores_sm90a_bf16_d128_causal_heads_64_few(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
@@ -302,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_bf16_d12
   );
 }
 // Few queries, at most 128 heads.
-extern "C" __global__ void __launch_bounds__(160, 2) index_scores_sm90a_bf16_d128_causal_heads_128_few(
+extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_bf16_d128_causal_heads_128_few(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,

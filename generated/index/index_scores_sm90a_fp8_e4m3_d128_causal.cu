@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_fp8_e4m3
   );
 }
 // Few queries, at most 32 heads.
-extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_fp8_e4m3_d128_causal_heads_32_few(
+extern "C" __global__ void __launch_bounds__(160, 4) index_scores_sm90a_fp8_e4m3_d128_causal_heads_32_few(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
@@ -230,8 +230,8 @@ extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_fp8_e4m3
     long long stride_out_b, long long stride_out_s,
     int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles
 ) {
-  using Own = Tile<32, 2, 1, 8>;
-  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 73864);
+  using Own = Tile<32, 2, 1, 4>;
+  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 41032);
   score_keys<Own>(
       q_map, k_map,
       weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_fp8_e4m3
   );
 }
 // Few queries, at most 64 heads.
-extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_fp8_e4m3_d128_causal_heads_64_few(
+extern "C" __global__ void __launch_bounds__(160, 4) index_scores_sm90a_fp8_e4m3_d128_causal_heads_64_few(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
@@ -270,8 +270,8 @@ extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_fp8_e4m3
     long long stride_out_b, long long stride_out_s,
     int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles
 ) {
-  using Own = Tile<64, 1, 1, 8>;
-  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 73864);
+  using Own = Tile<64, 1, 1, 4>;
+  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 41032);
   score_keys<Own>(
       q_map, k_map,
       weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
@@ -302,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_fp8_e4m3
   );
 }
 // Few queries, at most 128 heads.
-extern "C" __global__ void __launch_bounds__(160, 2) index_scores_sm90a_fp8_e4m3_d128_causal_heads_128_few(
+extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_fp8_e4m3_d128_causal_heads_128_few(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
@@ -310,8 +310,8 @@ extern "C" __global__ void __launch_bounds__(160, 2) index_scores_sm90a_fp8_e4m3
     long long stride_out_b, long long stride_out_s,
     int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles
 ) {
-  using Own = Tile<128, 1, 1, 8>;
-  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 82056);
+  using Own = Tile<128, 1, 1, 4>;
+  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 49224);
   score_keys<Own>(
       q_map, k_map,
       weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,

@@ -115,20 +115,34 @@ __device__ __forceinline__ void score_keys(
                  q_start + of * kQueries, b);
       }
     }
+    // A lane copies the rows of a page, or of two, whose numbers it has looked up a tile ahead.
+    int pages[2];
+    const auto look_up = [&](int tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = (lane + 32 * i) * box_rows;
+        pages[i] = row < kBlockN ? page_of(tile * kBlockN + row) : num_pages;
+      }
+    };
+    look_up(first_tile);
     Keys keys;
     for (int tile = first_tile; tile < end_tile; ++tile) {
       keys.acquire();
       if (lane == 0) keys.arrive_expecting(Tile::kKBytes);
       const uint32_t to = Tile::kK + keys.stage * Tile::kKBytes;
       __syncwarp();
-      for (int row = lane * box_rows; row < kBlockN; row += 32 * box_rows) {  // a lane copies rows of one page
-        const int key = tile * kBlockN + row, page = page_of(key);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = (lane + 32 * i) * box_rows;
+        if (row >= kBlockN) break;
+        const int of_page = by_page.remainder(tile * kBlockN + row);
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
-          load_box(to + (box * kBlockN + row) * kBoxBytes, k_map, keys.full(), box * kBoxColumns, by_page.remainder(key), page);
+          load_box(to + (box * kBlockN + row) * kBoxBytes, k_map, keys.full(), box * kBoxColumns, of_page, pages[i]);
         }
       }
       __syncwarp();
+      look_up(tile + 1);
       keys.advance();
     }
     return;
@@ -243,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_fp8_e4m3
   );
 }
 // Few queries, at most 32 heads.
-extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_fp8_e4m3_d128_causal_paged_heads_32_few(
+extern "C" __global__ void __launch_bounds__(160, 4) index_scores_sm90a_fp8_e4m3_d128_causal_paged_heads_32_few(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
     const int* page_table_ptr,
@@ -254,8 +268,8 @@ extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_fp8_e4m3
     int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
     int page_size, int num_pages, int box_rows, int page_size_reciprocal
 ) {
-  using Own = Tile<32, 2, 1, 8>;
-  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 73864);
+  using Own = Tile<32, 2, 1, 4>;
+  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 41032);
   score_keys<Own>(
       q_map, k_map,
       weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
@@ -295,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_fp8_e4m3
   );
 }
 // Few queries, at most 64 heads.
-extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_fp8_e4m3_d128_causal_paged_heads_64_few(
+extern "C" __global__ void __launch_bounds__(160, 4) index_scores_sm90a_fp8_e4m3_d128_causal_paged_heads_64_few(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
     const int* page_table_ptr,
@@ -306,8 +320,8 @@ extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_fp8_e4m3
     int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
     int page_size, int num_pages, int box_rows, int page_size_reciprocal
 ) {
-  using Own = Tile<64, 1, 1, 8>;
-  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 73864);
+  using Own = Tile<64, 1, 1, 4>;
+  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 41032);
   score_keys<Own>(
       q_map, k_map,
       weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
@@ -347,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_fp8_e4m3
   );
 }
 // Few queries, at most 128 heads.
-extern "C" __global__ void __launch_bounds__(160, 2) index_scores_sm90a_fp8_e4m3_d128_causal_paged_heads_128_few(
+extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_fp8_e4m3_d128_causal_paged_heads_128_few(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
     const int* page_table_ptr,
@@ -358,8 +372,8 @@ extern "C" __global__ void __launch_bounds__(160, 2) index_scores_sm90a_fp8_e4m3
     int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
     int page_size, int num_pages, int box_rows, int page_size_reciprocal
 ) {
-  using Own = Tile<128, 1, 1, 8>;
-  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 82056);
+  using Own = Tile<128, 1, 1, 4>;
+  static_assert(Own::kThreads == 160 && Own::kSharedBytes == 49224);
   score_keys<Own>(
       q_map, k_map,
       weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,

@@ -9,27 +9,16 @@
 #include "pdl.cuh"
 #include "topk.cuh"
 
-constexpr int kVectors = 2;  // of four scores, that a thread loads at once
+constexpr int kVectors = 1;  // of four scores, that a thread loads at once
 constexpr int kChunk = 4 * kVectors * kThreads;
-static_assert(kThreads == 512 && kBins == 2048 && kChunk == 4096);
+constexpr int kSteps = 2;  // chunks from a barrier to the next
+constexpr int kSampled = 4 * kThreads, kLeastSampled = 8 * kSampled;  // scores of a sample, and of a row that has one
+static_assert(kThreads == 512 && kBins == 2048 && kSteps * kChunk == 4096);
 static_assert(sizeof(Selection) == 8352);
 
 extern __shared__ char shared_memory[];
 
 __device__ __forceinline__ float minus_infinity() { return score_of(kKeyOfMinusInfinity); }
-
-// The element of an array in registers that has a number which the compiler does not know.
-template <int kCount>
-__device__ __forceinline__ float element(const float (&values)[kCount], int i) {
-  if constexpr (kCount == 1) {
-    return values[0];
-  } else {
-    float half[kCount / 2];
-#pragma unroll
-    for (int j = 0; j < kCount / 2; ++j) half[j] = i & 1 ? values[2 * j + 1] : values[2 * j];
-    return element<kCount / 2>(half, i / 2);
-  }
-}
 
 // Writes the indices of the k largest of some scores. Shared memory holds `kCapacity` candidates.
 template <int kCapacity>
@@ -58,51 +47,72 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
     }
   };
 
-  load(-before);
-  __syncthreads();
-  int count = 0, turn = 0;
+  // A row is read with a threshold that a sample of it suggests; again without one, if too few scores exceed that.
+  int count = 0;
   float threshold = minus_infinity();  // which is never selected
-  for (int first = -before; first < length; first += kChunk) {
-    if (count > kCapacity - kChunk) {
-      const uint32_t bound = cut_candidates(shared, keys, indices, count, k, (k + kCapacity - kChunk) / 2);
-      threshold = score_of(max(bound, kKeyOfMinusInfinity));
-    }
-    float now[4 * kVectors];
+  const bool samples = length >= kLeastSampled && k <= length / 8;
+  __syncthreads();
+  if (samples) {
+    const int place = static_cast<int>(static_cast<long long>(thread) / 8 * (length - 32) / (kThreads / 8)) + thread % 8 * 4;
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      now[4 * j] = next[j].x, now[4 * j + 1] = next[j].y, now[4 * j + 2] = next[j].z, now[4 * j + 3] = next[j].w;
-    }
-    load(first + kChunk);  // which arrive while these are looked at
-    uint32_t passing = 0;
-#pragma unroll
-    for (int i = 0; i < 4 * kVectors; ++i) passing |= static_cast<uint32_t>(!(now[i] <= threshold)) << i;  // NaN, too
-    if (thread == 0) shared.appended[turn == 2 ? 0 : turn + 1] = 0;
-    if (passing) {
-      int to = count + atomicAdd(&shared.appended[turn], __popc(passing));
-      do {
-        const int i = __ffs(passing) - 1;
-        const uint32_t key = key_of(element<4 * kVectors>(now, i));
-        keys[to] = key;
-        indices[to++] = first + 4 * (i / 4 * kThreads + thread) + i % 4;
-        atomicAdd(&shared.bins[key >> kFirstShift], 1);
-        passing &= passing - 1;
-      } while (passing);
-    }
+    for (int i = 0; i < 4; ++i) keys[4 * thread + i] = key_of(scores[place + i]);
     __syncthreads();
-    count += shared.appended[turn];
-    turn = turn == 2 ? 0 : turn + 1;
+    const int likely = static_cast<int>(static_cast<long long>(kSampled) * k / length);
+    int rank = likely + 4 * static_cast<int>(sqrtf(static_cast<float>(likely))) + 8;
+    bool whole;
+    const uint32_t bound = nth_largest(shared, kSampled, rank, whole, 2 * rank, [&](int i, uint32_t& value) {
+      value = keys[i];
+      return true;
+    });
+    threshold = score_of(max(bound, kKeyOfMinusInfinity));
+  }
+  for (bool suggested = samples;; suggested = false) {
+    load(-before);
+    int turn = 0, step = 0;
+    for (int first = -before; first < length; first += kChunk) {
+      if (count > kCapacity - kSteps * kChunk) {
+        const uint32_t bound = cut_candidates(shared, keys, indices, count, k, (k + kCapacity - kSteps * kChunk) / 2);
+        threshold = score_of(max(bound, kKeyOfMinusInfinity));
+      }
+      float now[4 * kVectors];
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        now[4 * j] = next[j].x, now[4 * j + 1] = next[j].y, now[4 * j + 2] = next[j].z, now[4 * j + 3] = next[j].w;
+      }
+      load(first + kChunk);  // which arrive while these are looked at
+      uint32_t passing = 0;
+#pragma unroll
+      for (int i = 0; i < 4 * kVectors; ++i) passing |= static_cast<uint32_t>(!(now[i] <= threshold)) << i;  // NaN, too
+      if (thread == 0 && step == 0) shared.appended[turn == 2 ? 0 : turn + 1] = 0;
+      if (__any_sync(~0u, passing)) {
+        int to = count + reserve(shared.appended[turn], __popc(passing));
+#pragma unroll
+        for (int i = 0; i < 4 * kVectors; ++i) {
+          if (passing >> i & 1) {
+            keys[to] = key_of(now[i]);
+            indices[to++] = first + 4 * (i / 4 * kThreads + thread) + i % 4;
+          }
+        }
+      }
+      if (++step < kSteps && first + kChunk < length) continue;
+      __syncthreads();
+      step = 0;
+      count += shared.appended[turn];
+      turn = turn == 2 ? 0 : turn + 1;
+    }
+    if (!suggested || count >= k) break;
+    count = 0;
+    threshold = minus_infinity();
+    __syncthreads();
+    if (thread < 3) shared.appended[thread] = 0;
+    __syncthreads();
   }
   Cut cut = {0, ~0u};  // all
-  if (count > k) {
-    cut = cut_of(shared, keys, indices, count, k);
-  } else {
-    for (int i = thread; i < kBins; i += kThreads) shared.bins[i] = 0;
-  }
-  __syncthreads();
+  int selected = k;
+  if (count > k) cut = cut_of(shared, keys, indices, count, selected, 0);
 
   // In the order of indices: a bit for each score of a window, in the words of the histogram.
-  int written = 0;
-  turn = 0;
+  int written = 0, turn = 0;
   for (int window = 0; window < length; window += 32 * kBins) {
     for (int i = thread; i < count; i += kThreads) {
       const uint32_t bit = indices[i] - window;

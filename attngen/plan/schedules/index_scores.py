@@ -178,6 +178,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     if variant.score is not None or variant.sink is not None or variant.dropout:
         part = "score" if variant.score is not None else "sink" if variant.sink is not None else "dropout"
         return refuse(spec, "variant", f"index scores take a mask alone, but '{variant.name}' has a {part}")
+    if variant.keys is not None:
+        return refuse(spec, "variant", f"index scores choose keys, but calls of '{variant.name}' list them")
     if used := sorted(names(variant.mask) & set(_WITHOUT_MEANING)):
         return refuse(
             spec, "variant", f"all heads share index scores, but the mask of '{variant.name}' reads {used[0]}"
