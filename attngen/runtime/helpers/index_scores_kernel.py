@@ -130,7 +130,7 @@ def _against(kernel: Kernel, given: IndexScores, call: Call) -> str | None:
     if call.page_table is not None:
         rows = gcd(call.page_size, kernel.tile_n)
         if rows * call.head_dim_qk * given.k.element_size() % _COPY_ALIGNMENT:
-            return f"{rows} keys of a page are no multiple of {_COPY_ALIGNMENT} B"
+            return f"{rows} keys of a page are not a multiple of {_COPY_ALIGNMENT} B"
     for declared in call.variant.tensors:
         tensor = call.tensors[declared.name]
         if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
