@@ -146,7 +146,7 @@ def test_masks_beside_flex_attention(tmp_path: Path) -> None:
         # torch 2.11's FlexAttention asks for more shared memory than an H100 has in one of these cells
         if result["status"] != "measured" and result["contestant"] != FLEX
     ]
-    assert not failed, failed
+    assert not failed, "\n".join(map(str, failed))
     assert done.exit_code == 0, (done.output, done.exception)
     assert len(document["rows"]) == 3
     measured = [

@@ -178,12 +178,13 @@ def _check(case: Case, plan: Plan, device: torch.device) -> None:
         leaves = [x.requires_grad_() for x in leaves]
         out, _ = alone(case, *leaves, plan.seqlen, {**values, "backend": "reference"})
         grads = torch.autograd.grad(out, leaves, weight)
-        axis = 0 if case.documents else 1
-        results.append([plan.shard(x.detach().double(), axis) for x in (out, *grads)])
+        results.append([x.detach().double() for x in (out, *grads)])
+    axis = 0 if case.documents else 1
     parts = [plan.shard(x, axis) for x in whole]
     leaves = [x.detach().requires_grad_() for x in parts[:3]]
     out = plan.attention(*leaves, **passed)
     ours = [out, *torch.autograd.grad(out, leaves, parts[3])]
     for name, one, wanted, plain in zip(("out", "dq", "dk", "dv"), ours, *results, strict=True):
-        error, allowed = (one.double() - wanted).abs().max(), (plain - wanted).abs().max() * _FACTOR + 1e-3
+        error = (one.double() - plan.shard(wanted, axis)).abs().max()
+        allowed = (plain - wanted).abs().max() * _FACTOR + 1e-3  # over all ranks: a rank may have few rows
         assert error <= allowed, f"{case.name}, {plan.seqlen} tokens: {name} is off by {error:.2e} of {allowed:.2e}"
