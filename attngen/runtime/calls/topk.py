@@ -20,9 +20,10 @@ def topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Tensor:
     no −1.
 
     It does not wait for the GPU, allocates nothing but the result, and may be captured in a graph: one launch, which
-    reads scores once. Any spec with an entry ``passes: index_scores`` brings the kernel. It takes rows that are
-    contiguous and evenly spaced, and k up to 3,072, or up to 19,456 where a block may have 200 KB of shared memory;
-    other calls sort in torch. There is no derivative. Raises CallError for what does not fit.
+    reads scores once, or a long row twice where a sample of it led to a threshold that is too high. Any spec with an
+    entry ``passes: index_scores`` brings the kernel. It takes rows that are contiguous and evenly spaced, and k up to
+    3,072, or up to 19,456 where a block may have 200 KB of shared memory; other calls sort in torch. There is no
+    derivative. Raises CallError for what does not fit.
     """
     call = Topk(scores, k, lengths)
     selected: Tensor = _traced(call) if is_traced(scores) or watching() else SELECTION.run(call)
