@@ -45,9 +45,10 @@ struct Tile {
   static constexpr int kThreads = 128 * kGroups + (kGroups > 1 ? 128 : 32);
   static constexpr uint32_t kQBytes = kColumns * kRowBytes, kKBytes = kBlockN * kRowBytes;
   static constexpr uint32_t kQ = kShared, kK = kQ + kGroups * kQBytes;
-  static constexpr uint32_t kQFull = kK + kStages * kKBytes, kKFull = kQFull + 8, kKEmpty = kKFull + 8 * kStages;
-  static constexpr uint32_t kSharedBytes = kKEmpty + 8 * kStages - kShared;
-  using Keys = Ring<kKFull, kKEmpty, kStages>;
+  static constexpr uint32_t kQBarrier = kK + kStages * kKBytes;
+  static constexpr uint32_t kKeysFilled = kQBarrier + 8, kKeysFreed = kKeysFilled + 8 * kStages;
+  static constexpr uint32_t kSharedBytes = kKeysFreed + 8 * kStages - kShared;
+  using Keys = Ring<kKeysFilled, kKeysFreed, kStages>;
 };
 
 template <typename Tile>
@@ -68,7 +69,7 @@ __device__ __forceinline__ void score_keys(
   launch_dependents();
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
-    init_barrier(Tile::kQFull, 1);
+    init_barrier(Tile::kQBarrier, 1);
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       init_barrier(Keys::full_of(stage), 1);
       init_barrier(Keys::empty_of(stage), 4 * kGroups);
@@ -107,11 +108,11 @@ __device__ __forceinline__ void score_keys(
     if constexpr (kGroups > 1) shrink_registers<kProducerRegisters>();
     if (warp > 4 * kGroups || first_tile == end_tile) return;
     if (lane == 0) {
-      arrive_expecting(Tile::kQFull, kGroups * Tile::kQBytes);
+      arrive_expecting(Tile::kQBarrier, kGroups * Tile::kQBytes);
 #pragma unroll
       for (int i = 0; i < kGroups * kBoxes; ++i) {
         const int of = i / kBoxes, box = i % kBoxes;
-        load_box(Tile::kQ + of * Tile::kQBytes + box * kColumns * kBoxBytes, q_map, Tile::kQFull, box * kBoxColumns, 0,
+        load_box(Tile::kQ + of * Tile::kQBytes + box * kColumns * kBoxBytes, q_map, Tile::kQBarrier, box * kBoxColumns, 0,
                  q_start + of * kQueries, b);
       }
     }
@@ -174,7 +175,7 @@ __device__ __forceinline__ void score_keys(
     const float* const weight = weights_ptr + b * stride_weights_b + query * stride_weights_s + head * stride_weights_h;
     weights[i] = query < seqlen_q && head < heads ? *weight : 0.0f;
   }
-  wait(Tile::kQFull, 0);
+  wait(Tile::kQBarrier, 0);
 
   const RowMatrix q(Tile::kQ + group * Tile::kQBytes);
   const int row = 16 * (warp % 4) + lane / 4;  // the first of a thread's two keys of a tile; the other is 8 later

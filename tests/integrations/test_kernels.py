@@ -174,8 +174,8 @@ def test_sdpa_routes_what_is_built(gpu: FakeDriver) -> None:
 def test_sdpa_asks_once_for_what_no_kernel_takes(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     install("full")
     asked = []
-    select = dispatch.select
-    monkeypatch.setattr(dispatch, "select", lambda *arguments: asked.append(0) or select(*arguments))
+    first_that_fits = dispatch.first_that_fits
+    monkeypatch.setattr(dispatch, "first_that_fits", lambda *asks: asked.append(0) or first_that_fits(*asks))
     q, k, v = heads_first(*qkv(dim=32))
     with sdpa() as routed:
         for _ in range(3):

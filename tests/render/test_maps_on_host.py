@@ -41,8 +41,6 @@ OTHERS: list[Prepared] = []
 
 #: What the host lacks of CUDA.
 LACKING = """
-inline int atomicAdd(int* place, int value) { return std::exchange(*place, *place + value); }
-inline void atomicOr(uint32_t* place, uint32_t value) { *place |= value; }
 inline int __float2int_rz(float x) {
   return x != x ? 0 : x >= 2147483648.0f ? 2147483647 : x <= -2147483648.0f ? -2147483647 - 1 : int(x);
 }
