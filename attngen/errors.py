@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-#: How to replace a kernel whose files do not match, whether it was built here or installed with a package.
+#: The remedy for a kernel whose files do not match, built here or installed with a package.
 REMEDY = "build it again, or reinstall its package"
 
 

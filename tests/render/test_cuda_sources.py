@@ -27,7 +27,9 @@ from attngen.schema.names import check_symbol
 from tests.plan.specs import kernel_spec, planned
 from tests.render.cuda_sources import SPECS, code, identifiers, kernels, rendered
 
-MAX_BYTES = 44_000
+MAX_BYTES = 40_000
+#: The same of latent attention, whose two consumers exchange parts of S and P.
+MAX_LATENT_BYTES = 44_000
 #: The bounds of ``dilated`` and ``neighbourhood_2d`` are formulas of one line.
 MAX_LINE = 320
 
@@ -48,7 +50,8 @@ def test_kernels_take_the_planned_arguments(spec: str) -> None:
 @both
 def test_sources_are_of_a_readable_size(spec: str) -> None:
     for kernel, source in rendered(spec):
-        assert len(source.text.encode()) <= MAX_BYTES, kernel.name
+        largest = MAX_LATENT_BYTES if "_mla_" in kernel.name else MAX_BYTES
+        assert len(source.text.encode()) <= largest, kernel.name
         assert max(map(len, source.text.splitlines())) <= MAX_LINE, kernel.name
         assert not re.search(r"[ \t]$|\t|\n\n\n", source.text, re.M), f"{kernel.name}: blanks"
         assert source.text.endswith("}\n")

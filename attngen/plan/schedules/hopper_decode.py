@@ -206,6 +206,11 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
     if spec.alignment not in (None, 16):
         return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
+    return split_kv_refusal(spec)
+
+
+def split_kv_refusal(spec: KernelSpec) -> PlanError | None:
+    """Return why no kernel whose blocks split the keys of a sequence can serve a spec, or None."""
     if spec.softmax_scale is not None:
         return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if spec.tile_map == "always":

@@ -10,7 +10,7 @@ from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.decode_pipes import decode_pipes_of
-from attngen.plan.schedules.hopper_decode import split_plan
+from attngen.plan.schedules.hopper_decode import split_kv_refusal, split_plan
 from attngen.plan.schedules.hopper_forward import keep_promises
 from attngen.schema.expand import KernelSpec
 
@@ -41,17 +41,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "loads", "cuda kernels by mma.sync load by cp.async; allowed: pointer")
     if spec.alignment not in (None, 16):
         return refuse(spec, "alignment", f"cp.async copies 16 bytes, which need alignment 16, not {spec.alignment}")
-    if spec.softmax_scale is not None:
-        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
-    if spec.tile_map == "always":
-        return refuse(spec, "tile_map", "with 'split_kv: true' kernels classify tiles themselves; allowed: auto, never")
-    if spec.variant.dropout:
-        return refuse(
-            spec,
-            "split_kv",
-            "dropout shares random numbers among rows of one head, and here rows belong to several; allowed: false",
-        )
-    return None
+    return split_kv_refusal(spec)
 
 
 SCHEDULE = Schedule(

@@ -94,15 +94,15 @@ class Helper(ABC, Generic[Record, Sizes]):
 
     def seen(self, call: Record) -> SeenTensors | None:
         """The tensors by which calls of this call's kind are recognized; None where they cannot be."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} has no kinds of calls")
 
     def sizes_of(self, call: Record) -> tuple[Any, ...]:
         """Sizes, as its kind has them, of a call whose tensors are recognized."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} has no kinds of calls")
 
     def of_kind(self, call: Record, prepared: Prepared) -> Resizable:
         """What serves all calls of the kind of one that is prepared."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} has no kinds of calls")
 
     def seen_key(self, call: Record) -> tuple[Any, ...] | None:
         """Key under which the tensors of a call may have been seen; None if they are not looked for."""
