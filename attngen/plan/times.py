@@ -51,6 +51,9 @@ TABLE = (
 #: Tokens of the long sequence by which ``first_see_most`` compares first and last queries.
 _LONG = 16384
 
+#: Keys of a tile, and how many times as many queries are many more.
+_TILE, _MANY = 128, 4
+
 #: Time that the blocks of a cluster add to a tile of work whose keys they split: they wait and merge results.
 MERGE = 2000.0
 
@@ -118,6 +121,22 @@ def first_see_most(spec: KernelSpec) -> bool:
         seen = [max(min(to, _LONG) - max(at, 0), 0) for at, to in zip(lo or [0, 0], hi or [_LONG] * 2, strict=True)]
         first, last = first + seen[0], last + seen[1]
     return first > last
+
+
+def first_seen_most(spec: KernelSpec) -> bool:
+    """Whether many more queries of a long sequence see its first keys than see those in its middle; False if bounds do
+    not decide. Scalars are assumed as above."""
+    names: dict[str, Any] = {"seqlen_q": _LONG, "seqlen_k": _LONG, "kv_lo": [0, _LONG // 2]}
+    names |= {scalar.name: _assumed(scalar) for scalar in spec.variant.scalars}
+    names["kv_hi"] = [at + _TILE - 1 for at in names["kv_lo"]]
+    first, middle = 0, 0
+    for interval in bands_of(spec, "q").visible:
+        lo, hi = (evaluate(written(end), names, 2) for end in (interval.lo, interval.hi))
+        if (lo is None and interval.lo is not None) or (hi is None and interval.hi is not None):
+            return False
+        seen = [max(min(to, _LONG) - max(at, 0), 0) for at, to in zip(lo or [0, 0], hi or [_LONG] * 2, strict=True)]
+        first, middle = first + seen[0], middle + seen[1]
+    return first > _MANY * middle
 
 
 def _assumed(scalar: Scalar) -> Any:

@@ -1,4 +1,4 @@
-"""Backwards in CUDA whose last tiles of keys are cut into parts: right for any cut, and the same bits on every run."""
+"""Backwards in CUDA whose last or first tiles of keys are cut: right for any cut, and the same bits on every run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ CUT = [
         "causal-bf16-d64-dense-wgmma", "causal-bf16-d128-dense-wgmma", "sliding_window-bf16-d128-dense-wgmma",
         "packed_documents-bf16-d128-dense-wgmma", "allowed-bf16-d128-dense-wgmma", "chunked-bf16-d64-dense-wgmma",
         "relative_bias-bf16-d128-dense-wgmma", "softcap-bf16-d64-dense-wgmma", "causal-bf16-d128-varlen-wgmma",
-        "sliding_window-bf16-d64-varlen-wgmma",
+        "sliding_window-bf16-d64-varlen-wgmma", "first_keys-bf16-d64-dense-wgmma", "first_keys-bf16-d128-dense-wgmma",
+        "first_keys-bf16-d128-varlen-wgmma",
     )
 ]  # fmt: skip
 
@@ -46,6 +47,10 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
 
     def any_cut(launch: Any, call: Call, section: int, capacity: Any) -> Cut:
         tiles = tiles_of(launch, call)
+        if launch.cuts_first:
+            units = call.batch * call.kv_heads
+            rows = tiles // units
+            return Cut(units * random.Random(f"{tiles} {parts} {section}").choice([1, -(-rows // 2), rows]), parts)
         return Cut(random.Random(f"{tiles} {parts} {section}").choice([1, -(-tiles // 2), tiles]), parts)
 
     monkeypatch.setattr(geometry, "cut_of", any_cut)

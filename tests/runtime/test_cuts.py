@@ -12,7 +12,7 @@ from attngen.plan import plan
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.checked import Packing
 from attngen.runtime.arguments.shapes import bind
-from attngen.runtime.geometry.cuts import MOST_PARTS, NONE, Cut, best_cut
+from attngen.runtime.geometry.cuts import MOST_PARTS, NONE, Cut, best_cut, best_first_cut
 from attngen.runtime.geometry.sizes import Geometry, geometries, workspace_sizes
 from attngen.runtime.geometry.splits import Capacity
 from attngen.runtime.kernels.module import Kernel
@@ -177,3 +177,53 @@ def test_the_bound_of_memory_holds(seqlen: int, batch: int, heads: int, kv_heads
         grid.sizes |= {"cut_tiles": tiles, "cut_parts": tiles * parts}
         held = 4 * sum(workspace_sizes(of, [grid] * len(of.launches)).values())
         assert held <= workspace_bound(planned(), seqlen_q=seqlen, seqlen_k=seqlen, **sizes)
+
+
+def test_first_tiles_that_all_queries_see_are_cut() -> None:
+    """One tile of 128 steps and 63 of 12 for each of 8 heads: 0.2 of the steps, which end last."""
+    cut = best_first_cut((128, *[12] * 63), 1, 8, 2, BLOCKS)
+    assert cut.tiles == 8
+    assert cut.parts >= 2
+    assert best_first_cut((12,) * 640, 1, 8, 8, BLOCKS) == NONE
+    assert best_first_cut((128, 12), 1, 4, 2, 1) == NONE
+    assert best_first_cut((), 1, 4, 2, BLOCKS) == best_first_cut((5,), 1, 0, 1, BLOCKS) == NONE
+
+
+def test_masks_decide_which_tiles_are_cut() -> None:
+    sinks = "'q_pos >= kv and (q_pos - kv < 256 or kv < 4)'"
+    text = (
+        f"schema: 1\npackage: mine\narch: [sm90a]\nvariants:\n  own: {{mask: {sinks}}}\nkernels:\n"
+        "  - {variant: own, passes: backward, head_dim: 128, backward: {backend: cuda}}\n"
+    )
+    (spec,) = expand(load_spec_text(text))
+    own = kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
+    assert own.launches[-1].cuts_first
+    assert not kernel().launches[-1].cuts_first
+    assert not kernel("sliding_window").launches[-1].cuts_first
+    shape = 1, 8192, 8, 8
+    sizes = geometry(own, *shape).sizes
+    assert sizes["cut_rows"] == 1
+    assert sizes["cut_tiles"] == 8
+    assert sizes["work_items"] == 8 * (64 + sizes["parts"] - 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "units", "section"), [(1, 3, 8, 3), (2, 8, 4, 4), (5, 2, 6, 4), (0, 1, 5, 2)]
+)
+def test_every_step_of_a_tile_belongs_to_a_part(rows: int, parts: int, units: int, section: int) -> None:
+    """The arithmetic of the loader where the first tiles are cut."""
+    tiles, taken = 5, []
+    cut_lines = rows * parts
+    lines = tiles - rows + cut_lines
+    for index in range(lines * units):
+        before = index // (section * lines) * section
+        width, rest = min(section, units - before), index - before * lines
+        unit, line = before + rest % width, rest // width
+        part = unit * cut_lines + line if line < cut_lines else -1
+        taken.append((unit, line // parts if line < cut_lines else line - cut_lines + rows, part))
+    whole = [(unit, tile) for unit, tile, part in taken if part < 0]
+    assert sorted(whole) == [(unit, tile) for unit in range(units) for tile in range(rows, tiles)]
+    of_parts = sorted((part // parts, part % parts, unit, tile) for unit, tile, part in taken if part >= 0)
+    assert of_parts == [
+        (unit * rows + tile, part, unit, tile) for unit in range(units) for tile in range(rows) for part in range(parts)
+    ]

@@ -20,6 +20,8 @@ from attngen.plan.symbols import gradient_pointer, stored_name
 #: Size arguments of kernels that split the last tiles of keys: the number of whole tiles, the splits of each other
 #: tile, the numbers of both that blocks take, and the states of dQ, after which the counters of splits stand.
 _CUT_SIZES = ("uncut_tiles", "parts", "work_items", "sum_tiles")
+#: The same where the first tiles of each KV head are split: the number of these instead of that of the whole tiles.
+_CUT_FIRST_SIZES = ("cut_rows", *_CUT_SIZES[1:])
 
 #: Query rows of a block of ``preprocess``, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4
@@ -111,9 +113,15 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     return arguments.signature(
         plan, operands, tiles="kv_tiles", strided=written, counted=alone or roles.ordered,
         own_gradients=_tensor_gradient_arguments(plan),
-        more_sizes=(*(() if plan.varlen else ("q_tiles",)), *(_CUT_SIZES if roles.cuts else ())),
+        more_sizes=(*(() if plan.varlen else ("q_tiles",)), *_cut_sizes(roles)),
         max_seqlen_k=True,
     )  # fmt: skip
+
+
+def _cut_sizes(roles: HopperBackward) -> tuple[str, ...]:
+    if not roles.cuts:
+        return ()
+    return _CUT_FIRST_SIZES if roles.cuts_first else _CUT_SIZES
 
 
 def _bias_maps(plan: Plan, roles: HopperBackward) -> Iterator[Argument]:

@@ -27,7 +27,7 @@ from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes
 from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import HopperBackward
-from attngen.plan.times import visible_queries
+from attngen.plan.times import first_seen_most, visible_queries
 from attngen.plan.traits import (
     bands_of,
     costly_query_values,
@@ -329,6 +329,7 @@ def _tile(
         else 0,
         distance_values=brought.by_distance,
         cuts=cuts,
+        cuts_first=cuts and iteration == "ranges" and first_seen_most(spec),
         uneven=_by_data(spec, iteration),
         query_chunk=_QUERY_CHUNK if cuts and not own_spans and _goes_by_chunks(spec, choice, iteration) else 0,
         slots=iteration == "tile_map" and not wide,

@@ -88,6 +88,7 @@ class HopperBackward(Structure):
     dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
     own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask
     cuts: bool = False  # a call may split the last tiles of keys among several blocks
+    cuts_first: bool = False  # the first tiles of keys of each KV head instead, which many more queries see
     query_chunk: int = (
         0  # query tiles that all heads of a group visit before the next ones; 0: one head after the other
     )

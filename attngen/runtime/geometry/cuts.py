@@ -8,7 +8,7 @@ steps more. What blocks do is played through here with steps as the unit of time
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapreplace
@@ -29,6 +29,9 @@ _ITEMS = 4
 
 #: Tiles, as a multiple of the blocks, from which on a last one no longer matters.
 _MANY = 24
+
+#: First tiles of a unit that are cut, at most, unless all are.
+_ROWS = 4
 
 #: What a cut has to gain.
 _GAIN = 0.01
@@ -113,6 +116,34 @@ def best_cut(steps: tuple[int, ...], group: int, units: int, section: int, block
             if end < ended:
                 best, ended = Cut(tiles, parts), end
     return best
+
+
+@lru_cache(maxsize=256)
+def best_first_cut(steps: tuple[int, ...], group: int, units: int, section: int, blocks: int) -> Cut:
+    """The same of the first tiles of each unit, which take many more steps than others: none may outlast the rest."""
+    count = len(steps)
+    if not count * units:
+        return NONE
+    widths = [min(section, units - begin) for begin in range(0, units, section)]
+    best, ended = NONE, (1 - _GAIN) * _end_of_lines([group * seen + _TILE for seen in steps], widths, blocks)
+    for rows in sorted({*range(1, min(_ROWS, count) + 1), count}):
+        for parts in range(2, min(MOST_PARTS, _ITEMS * blocks // (rows * units)) + 1):
+            more = _PART + _READ * parts
+            lines = [group * seen / parts + more for seen in steps[:rows] for _ in range(parts)]
+            end = _end_of_lines(lines + [group * seen + _TILE for seen in steps[rows:]], widths, blocks)
+            if end < ended:
+                best, ended = Cut(rows * units, parts), end
+    return best
+
+
+def _end_of_lines(lines: Sequence[float], widths: Sequence[int], blocks: int) -> float:
+    """Time at which all blocks are done: sections of units have the same lines of work, one after the other."""
+    free = [0.0] * blocks
+    for width in widths:
+        for time in lines:
+            for _ in range(width):
+                heapreplace(free, free[0] + time)
+    return max(free)
 
 
 def _end(free: list[float], times: Iterable[int], parts: int) -> float:

@@ -12,7 +12,7 @@ from attngen.manifest import GRID, MERGED, SHARES, Argument, TileMapAxes
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.device.tensormap import usable_strides, windowed
-from attngen.runtime.geometry.cuts import NONE, Cut, alike, best_cut, may_pay, steps_of
+from attngen.runtime.geometry.cuts import NONE, Cut, alike, best_cut, best_first_cut, may_pay, steps_of
 from attngen.runtime.geometry.splits import Capacity, split_sizes
 from attngen.runtime.kernels.module import Kernel, Launch
 
@@ -135,7 +135,11 @@ def cut_of(launch: Launch, call: Call, section: int, capacity: Capacity) -> Cut:
     None where packed sequences differ in length, since the host does not know where they end.
     """
     units = call.batch * call.kv_heads
-    if not alike(call) or not may_pay(-(-call.seqlen_k // launch.tile_n) * units, capacity.blocks):
+    if not alike(call) or capacity.blocks < 2:
+        return NONE
+    if launch.cuts_first:
+        return best_first_cut(steps_of(launch, call), group_of(call), units, section, capacity.blocks)
+    if not may_pay(-(-call.seqlen_k // launch.tile_n) * units, capacity.blocks):
         return NONE
     return best_cut(steps_of(launch, call), group_of(call), units, section, capacity.blocks)
 
@@ -348,6 +352,7 @@ _LATER: Mapping[str, Callable[[Geometry], int]] = {
     "lse_rows": lambda g: g.call.heads * g.call.total_q,
     "sum_tiles": _sum_tiles,
     "cut_tiles": lambda g: g.cut.tiles,
+    "cut_rows": lambda g: g.cut.tiles // max(g.call.batch * g.call.kv_heads, 1),
     "parts": lambda g: g.cut.parts,
     "cut_parts": lambda g: g.cut.tiles * g.cut.parts,
     "uncut_tiles": lambda g: _key_tiles(g) - g.cut.tiles,

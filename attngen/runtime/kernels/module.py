@@ -93,6 +93,7 @@ class Launch(LaunchFields):
         self.shares: int = self.cluster if self.grid == SHARES else 1  # the most blocks that share the keys of a tile
         self.counted = any(one.of == "tile_counter" for one in entry.parameters)  # tiles are taken from it
         self.cuts = any(one.of == "parts" for one in entry.parameters)  # the last tiles, into parts
+        self.cuts_first = any(one.of == "cut_rows" for one in entry.parameters)  # or the first ones of each KV head
         self.visible, self.uneven = kernel.visible, kernel.structure.uneven
         shared_memory = entry.resources.shared_memory if entry.resources else 0
         how = COOPERATIVE if self.cooperative else DEPENDENT if self.pdl else PLAIN
