@@ -88,7 +88,8 @@ class BlockExplanation(ScheduleExplanation):
         for each in gradients_of(self.plan.variant, fast_math=self.plan.fast_math):
             yield f"gradient of {canonical(each.load)}: {_WAYS[each.way]}"
         if roles.cuts:
-            yield "where blocks would wait for a few, the last tiles of keys are cut into parts of their steps"
+            which = "first" if roles.cuts_first else "last"
+            yield f"where blocks would wait for a few, the {which} tiles of keys are cut into parts of their steps"
 
     def warpgroups(self) -> Iterator[str]:
         """Yield a line for each role."""
