@@ -67,6 +67,7 @@ from attngen.render.expressions import (
     Along,
     emit_for,
     facts_of,
+    in_product,
     known_ranges,
     scalar_bindings,
     start_bindings,
@@ -305,13 +306,13 @@ def _drops_products(value: Expr) -> bool:
 
 
 def sink(plan: Plan, before: Iterable[Statement]) -> Sink | None:
-    """Return the sink of a row of the tile ``work``, or None; ``before`` are lines whose names are not used again."""
+    """The sink of a row of the tile ``work``, as a factor of a product; names in ``before`` are not used again."""
     if plan.variant.sink is None:
         return None
     own = {"h": "h", "hk": "{work.hk}"} if plan.pack_gqa else {"h": "{work.h}", "hk": "({work.h} / {group})"}
     bound = {name: Binding(pattern) for name, pattern in {"b": "{work.b}", **own}.items()}
     code = emit_for(plan, CUDA, [plan.variant.sink], scalar_bindings(plan, CUDA) | bound, taken=declared(before))
-    return Sink((*code.hoisted, *code.body), code.results[0])
+    return Sink((*code.hoisted, *code.body), in_product(code.results[0], CUDA))
 
 
 def _steps(

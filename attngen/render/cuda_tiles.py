@@ -43,6 +43,9 @@ from attngen.render.expressions import (
     settled,
 )
 
+#: The ends of a range as text: its first tile, and the first after it.
+Ends = tuple[str, str]
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -50,9 +53,18 @@ class Tiles:
     fields."""
 
     lines: tuple[Statement, ...]
-    visible: tuple[tuple[str, str], ...]
-    full: tuple[tuple[str, str], ...]
+    visible: tuple[Ends, ...]
+    full: tuple[Ends, ...]
     values: Mapping[str, Code]
+
+    @property
+    def ends(self) -> tuple[Code, ...]:
+        """The ends of all ranges, in the order of their fields."""
+        return tuple(self.values[end] for pair in (*self.visible, *self.full) for end in pair)
+
+    def with_values(self, ranges: Iterable[Ends]) -> tuple[Ends, ...]:
+        """Ranges with the values of their ends in place of names."""
+        return tuple((self.values[lo].text, self.values[hi].text) for lo, hi in ranges)
 
 
 @dataclass(frozen=True, slots=True)

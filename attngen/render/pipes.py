@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attngen.plan.pipes import Barrier, Pipes, Ring
+from attngen.plan.pipes import Pipes, Ring
 
 _WIDTH = 118  # of a line of code with its comment
 
 
 @dataclass(frozen=True, slots=True)
+class BarrierView:
+    """A barrier: its constant, how many there are of it, and the arrivals that complete a phase, with their sources."""
+
+    constant: str
+    count: int
+    arrivals: int
+    sources: str
+
+
+@dataclass(frozen=True, slots=True)
 class PipesView:
-    """Lines of code: constants, and the initialization of barriers, whose addresses count from ``base``."""
+    """The rings and barriers of a kernel: lines of constants, and what barriers begin with."""
 
     constants: tuple[str, ...]
-    init: tuple[str, ...]
+    barriers: tuple[BarrierView, ...]
 
 
-def pipes_view(pipes: Pipes, base: str = "", threads: str = "") -> PipesView:
-    """Return the view of a kernel's pipes; ``base`` is a prefix of addresses, such as ``here + ``. ``threads``:
-    the number of a thread and their count, such as ``lane, 32``, if several begin the barriers."""
+def pipes_view(pipes: Pipes) -> PipesView:
+    """The view of a kernel's pipes."""
     return PipesView(
         constants=(
             "",
@@ -29,7 +38,10 @@ def pipes_view(pipes: Pipes, base: str = "", threads: str = "") -> PipesView:
             *_warps(pipes),
             "",
         ),
-        init=tuple(_init(barrier, base, threads) for barrier in pipes.barriers),
+        barriers=tuple(
+            BarrierView(constant(each.name), each.count, each.signal.arrivals, each.signal.sources)
+            for each in pipes.barriers
+        ),
     )
 
 
@@ -65,9 +77,3 @@ def _warps(pipes: Pipes) -> list[str]:
     """Return the numbers of the warps that have a role alone."""
     alone = [f"{constant(role.name)} = {role.first}" for role in pipes.roles if role.warps == 1]
     return ["", f"constexpr int {', '.join(alone)};  // warps with a role of their own"] if alone else []
-
-
-def _init(barrier: Barrier, base: str, threads: str) -> str:
-    arguments = f"{base}{constant(barrier.name)}, {barrier.count}, {barrier.signal.arrivals}"
-    arguments += f", {threads}" if threads else ""
-    return f"init_barriers({arguments});  // {barrier.signal.sources}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attngen.dtypes import DType
@@ -21,18 +21,13 @@ from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_gradients import QueryValues, classified_query_word, factor, probabilities, query_word
 from attngen.render.cuda_math import Steps
 from attngen.render.cuda_statements import positions_name
-from attngen.render.cuda_tiles import Tiles, tiles
+from attngen.render.cuda_tiles import Ends, tiles
 from attngen.render.distance_values import DistanceValues
 from attngen.render.expressions import OWN_QUERIES, QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
 from attngen.render.tensor_gradients import SumsView, TilesView, register_sums, tile_sums
-from attngen.render.views.hopper_forward import (
-    SWIZZLED_ROWS,
-    SWIZZLES,
-    RegionView,
-    classifier_lines,
-)
+from attngen.render.views.hopper_forward import SWIZZLES, RegionView, classifier_lines
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
@@ -78,7 +73,6 @@ class CudaBackwardView:
     last_tile: int
     dq_block_bytes: int
     swizzle: int
-    swizzled_row: str
     preprocess_lines: tuple[str, ...]
     first_stored: bool  # the first dQ of a tile of queries is stored, so that only the states of tiles are cleared
     cleared: str  # what preprocess clears: names of its pointer and its size begin with these
@@ -90,12 +84,12 @@ class CudaBackwardView:
     uses_whole_tiles: bool
     by_head: bool
     span_lines: tuple[Statement, ...]
-    count: str
-    tile_lines: tuple[str, ...]
-    own_visible: tuple[str, str] | None  # the tiles that see keys of one consumer, where it has spans of its own
-    whole: str
+    visible_ranges: tuple[Ends, ...]  # of tiles of queries; of one consumer's keys, where it has spans of its own
+    full_ranges: tuple[Ends, ...]
     word_lines: tuple[Statement, ...]
-    work_lines: tuple[str, ...]
+    work_reads: tuple[str, ...]  # fields of a tile of work
+    uses_kv_first: bool
+    uses_h: bool
     positions: str | None  # the tensor that says where rows lie, by which random numbers are drawn
     uses_q_first: bool
     uses_packed: bool
@@ -155,11 +149,10 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
             for r in roles.shared
         ),
         region_bytes={region.name: region.bytes for region in roles.shared},
-        pipes=_pipes(plan, roles),
+        pipes=pipes_view(cluster_pipes_of(plan) if roles.cluster > 1 else backward_pipes_of(plan)),
         last_tile=(MAX_SEQLEN - 1) // plan.tile_m,
         dq_block_bytes=DQ_BLOCK_BYTES,
         swizzle=SWIZZLES[roles.box_bytes],
-        swizzled_row=SWIZZLED_ROWS[roles.box_bytes],
         preprocess_lines=_lines(plan, parts["preprocess"]),
         first_stored=first_stored(plan),
         cleared="dq_state" if first_stored(plan) else "dq_sum",
@@ -171,12 +164,12 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         uses_whole_tiles="whole_tiles" in spans,
         by_head=_by_head(plan),
         span_lines=span.lines,
-        count=_count(span),
-        tile_lines=_tile_lines(span) if plan.iteration == "ranges" and not roles.own_spans else (),
-        own_visible=_own_visible(span) if roles.own_spans else None,
-        whole=_inside(span),
+        visible_ranges=span.with_values(span.visible),
+        full_ranges=span.with_values(span.full),
         word_lines=listed,
-        work_lines=_cluster_lines(steps) if roles.cluster > 1 else _work_lines(plan, steps),
+        work_reads=_work_reads(plan, steps) if roles.cluster == 1 else (),
+        uses_kv_first="kv_first" in steps,
+        uses_h="h" in steps,
         uses_q_first="q_first" in steps,
         positions=positions_name(plan),
         uses_packed=not (steps | spans).isdisjoint(("q_begin", "k_begin")),
@@ -204,12 +197,6 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     )
 
 
-def _pipes(plan: Plan, roles: HopperBackward) -> PipesView:
-    if roles.cluster == 1:
-        return pipes_view(backward_pipes_of(plan))
-    return pipes_view(cluster_pipes_of(plan), "here + ")
-
-
 def _region_text(roles: HopperBackward, plan: Plan, name: str, values: QueryValues | None) -> str:
     if roles.cluster > 1 and name == "dout":
         part = "a tile" if roles.parts_of(plan.columns_v[0].width) == 1 else "half a tile"
@@ -223,22 +210,11 @@ def _lines(plan: Plan, part: Launch) -> tuple[str, ...]:
     return argument_lines(plan, part.arguments, written=_WRITTEN[part.name] | own)
 
 
-def _work_lines(plan: Plan, steps: frozenset[str]) -> tuple[str, ...]:
-    """Return the lines that name what expressions use of a tile of work and of a step."""
-    named = [name for name in ("b", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k") if name in steps]
+def _work_reads(plan: Plan, steps: frozenset[str]) -> tuple[str, ...]:
+    """Fields of a tile of work that expressions read."""
     given = () if plan.varlen else ("seqlen_q",)  # an argument of the kernel
-    lines = [f"const int {name} = work.{name};" for name in named if name not in given]
-    if "kv_first" in steps:
-        lines.append("const int kv_first = work.kv_start + 64 * warpgroup + 16 * (warp % 4) + lane / 4;")
-    if lines:
-        lines.insert(0, "const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));")
-    return (*lines, "const int h = step.h;") if "h" in steps else tuple(lines)
-
-
-def _cluster_lines(steps: frozenset[str]) -> tuple[str, ...]:
-    """Return the lines that name what expressions use, where a cluster has one tile of work."""
-    lines = ["const int kv_first = own_start + 16 * (warp % 4) + lane / 4;"] if "kv_first" in steps else []
-    return (*lines, "const int h = step.h;") if "h" in steps else tuple(lines)
+    of_work = ("b", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k")
+    return tuple(name for name in of_work if name in steps and name not in given)
 
 
 def _by_head(plan: Plan) -> bool:
@@ -249,44 +225,3 @@ def _by_head(plan: Plan) -> bool:
 def _classifier(plan: Plan) -> ClassifierView:
     own = plan.launch("classify_dqkv")
     return classifier_view(plan, own, classifier_lines(plan, own), QUERIES, classified_query_word)
-
-
-# --- ranges of tiles ----------------------------------------------------------------------------------------
-
-
-def _pairs(span: Tiles, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(span.values[lo].text, span.values[hi].text) for lo, hi in pairs]
-
-
-def _own_visible(span: Tiles) -> tuple[str, str]:
-    """Return the range of tiles that see keys of one consumer: masks for which it is asked have one band."""
-    (only,) = _pairs(span, span.visible)
-    return only
-
-
-def _length(lo: str, hi: str) -> str:
-    return f"max({hi} - {lo}, 0)" if lo != "0" else f"max({hi}, 0)"
-
-
-def _count(span: Tiles) -> str:
-    """Return the number of visible tiles; ranges are disjoint."""
-    return " + ".join(_length(lo, hi) for lo, hi in _pairs(span, span.visible)) or "0"
-
-
-def _inside(span: Tiles) -> str:
-    tests = [f"tile >= {lo} && tile < {hi}" if lo != "0" else f"tile < {hi}" for lo, hi in _pairs(span, span.full)]
-    return tests[0] if len(tests) == 1 else " || ".join(f"({test})" for test in tests) or "false"
-
-
-def _tile_lines(span: Tiles) -> tuple[str, ...]:
-    """Return the lines that find a tile by its place, counted from the first visible one."""
-    (lo, hi), *others = _pairs(span, span.visible)
-    first = "place" if lo == "0" else f"{lo} + place"
-    if not others:
-        return (f"const int tile = {first};",)
-    lines = [f"int tile = {first}, before = {_length(lo, hi)};"]
-    for number, (low, high) in enumerate(others):
-        lines.append(f"if (place >= before) tile = {low} + place - before;")
-        if number < len(others) - 1:
-            lines.append(f"before += {_length(low, high)};")
-    return tuple(lines)

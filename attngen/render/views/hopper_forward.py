@@ -18,9 +18,9 @@ from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_math import Sink, Steps, logits, queries, sink
 from attngen.render.cuda_statements import int_constant, positions_name
-from attngen.render.cuda_tiles import Tiles, classified_word, tiles, word
+from attngen.render.cuda_tiles import Ends, classified_word, tiles, word
 from attngen.render.distance_values import DistanceValues, distance_values_of, taking_distance_values
-from attngen.render.expressions import CUDA, KEYS, in_product
+from attngen.render.expressions import KEYS
 from attngen.render.header import command, summary
 from attngen.render.key_values import KeyValues, with_key_values
 from attngen.render.pipes import PipesView, constant, pipes_view
@@ -36,12 +36,8 @@ _REGION_TEXTS = {
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
     "more_partials": "what partial results take beyond Q, K and V",
 }  # fmt: skip
-#: Where the addresses of barriers and copies begin in a cluster: those of a block in the shared memory of all.
-_FROM_HERE = "here + "
-
-#: By the bytes of a row: how descriptors of wgmma name its swizzle, and what chunks are exchanged by.
+#: How descriptors of wgmma name the swizzle of a row of so many bytes.
 SWIZZLES = {128: 1, 64: 2, 32: 3}
-SWIZZLED_ROWS = {128: "(row % 8)", 64: "(row / 2 % 4)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +67,20 @@ class CudaView:
     pipes: PipesView
     partials_room: int
     place_bits: int
-    key_start: Callable[[str], str]
     argument_lines: tuple[str, ...]
     uses_hk_in_spans: bool
     uses_kv_tiles: bool
     uses_whole_tiles: bool
     uses_q_hi: bool
     words_use_q_hi: bool
-    span_fields: tuple[str, ...]
+    visible_ranges: tuple[Ends, ...]
+    full_ranges: tuple[Ends, ...]
     span_lines: tuple[Statement, ...]
-    span_values: str
-    count: str
-    sees_any: str
-    loader_lines: tuple[str, ...]
-    order_lines: tuple[str, ...]
-    tile_lines: tuple[str, ...]
-    whole: str
-    seen: str
+    span_values: tuple[Code, ...]
+    loader_reads: tuple[str, ...]  # of the record of a tile of work
     word_lines: tuple[Statement, ...]
     queries: Callable[[str], str]
-    row_lines: Callable[[str], tuple[str, ...]]
-    head_lines: Callable[[str], tuple[str, ...]]
     head_dim_v_chunks: int
-    swizzled_row: str
     later_columns: tuple[int, ...]
     work_lines: tuple[Statement, ...]
     key_values: KeyValues | None
@@ -104,8 +91,7 @@ class CudaView:
     visible: Steps | None
     visible_uses_kv: bool
     uses_kv: bool
-    kv_first: str
-    logit_partial: str
+    drops_products: bool  # elements are numbered, but their products not read
     multiplier: Code
     cap_scale: Code | None
     positions: str | None  # the tensor that says where rows lie, by which random numbers are drawn
@@ -115,9 +101,6 @@ class CudaView:
 
 #: The values of the distance of an element.
 _BY_DISTANCE = "of_distance({key} - 8 * {row})"
-
-#: Whether a consumer's own rows need the mask, by the word of a tile.
-_PARTIAL = "tile_info >> (kPartialBit + warpgroup) & 1"
 
 
 def cuda_view(plan: Plan, template: str) -> CudaView:
@@ -137,7 +120,6 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         at_biases.append(leaf("q_start"))
     spans = reads([*span.lines, *span.values.values(), *listed])
     steps, seen = reads([*code.partial.all, *code.full.all]), reads(code.visible.all if code.visible else ())
-    kv_first = f"(tile_info & kTileMask) * {'kEndAlign' if structure.end_aligned else 'kBlockN'} + 2 * (lane % 4)"
     v_box = structure.box_bytes
     if structure.v_by_columns:
         among = TRANSPOSED_BYTES if structure.transposes else BOX_BYTES
@@ -158,40 +140,23 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         v_box_bytes=v_box,
         v_swizzle=SWIZZLES[v_box],
         region_bytes={region.name: region.bytes for region in structure.shared},
-        pipes=pipes_view(forward_pipes_of(plan), base=_FROM_HERE if structure.shares else ""),
+        pipes=pipes_view(forward_pipes_of(plan)),
         partials_room=_room(structure),
         place_bits=place_bits(structure.anchor or plan.tile_n),
-        key_start=lambda tile: f"{tile} * kBlockN" + (" + all.offset" if structure.end_aligned else ""),
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans="hk" in spans and not plan.pack_gqa,
         uses_kv_tiles="kv_tiles" in spans,
         uses_whole_tiles="whole_tiles" in spans,
         uses_q_hi="q_hi" in spans,
         words_use_q_hi="q_hi" in reads(listed),
-        span_fields=(
-            *(f"{lo}, {hi}" for lo, hi in (*span.visible, *span.full)),
-            *(["offset"] if structure.end_aligned else []),
-        ),
+        visible_ranges=span.visible,
+        full_ranges=span.full,
         span_lines=span.lines,
-        span_values=", ".join(
-            [
-                *(span.values[end].text for pair in (*span.visible, *span.full) for end in pair),
-                *(["offset"] if structure.end_aligned else []),
-            ]
-        ),
-        count=_count(span, "spans"),
-        sees_any=f"{_count(span, 'mine')} > 0",
-        loader_lines=_loader_lines(plan, [*listed, *by_key, *at_biases]),
-        order_lines=_order_lines(span) if structure.whole_first else (),
-        tile_lines=_tile_lines(span, structure) if plan.iteration == "ranges" else (),
-        whole=_inside(span.full, "mine"),
-        seen=_inside(span.visible, "mine"),
+        span_values=span.ends,
+        loader_reads=_loader_reads(plan, [*listed, *by_key, *at_biases]),
         word_lines=listed,
         queries=partial(queries, plan),
-        row_lines=partial(_row_lines, plan),
-        head_lines=partial(_head_lines, plan),
         head_dim_v_chunks=plan.head_dim_v // plan.operands.out.chunk_elements,
-        swizzled_row=SWIZZLED_ROWS[structure.box_bytes],
         later_columns=tuple(range(structure.out_columns, plan.columns_v[0].width, structure.out_columns)),
         work_lines=work_lines,
         key_values=key_values,
@@ -202,11 +167,10 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         visible=code.visible,
         visible_uses_kv="kv_first" in seen,
         uses_kv="kv_first" in steps,
-        kv_first=f"any_number({kv_first})" if code.drops_products else kv_first,
-        logit_partial=_PARTIAL,
+        drops_products=code.drops_products,
         multiplier=leaf("multiplier") if plan.scale_block > 0 and plan.variant.score is None else code.multiplier,
         cap_scale=code.cap_scale,
-        sink=_sink(plan, work_lines),
+        sink=sink(plan, work_lines),
         positions=positions_name(plan),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
     )
@@ -282,8 +246,8 @@ def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> 
     return (*lines, *own)
 
 
-def _loader_lines(plan: Plan, listed: Sequence[Statement | Code]) -> tuple[str, ...]:
-    """Return the lines that name what the loader of K and V uses of a tile of work."""
+def _loader_reads(plan: Plan, listed: Sequence[Statement | Code]) -> tuple[str, ...]:
+    """Fields of a tile of work that the loader of K and V reads."""
     read = (
         reads(listed)
         | ({"b"} if plan.scale_block else set())
@@ -302,63 +266,4 @@ def _loader_lines(plan: Plan, listed: Sequence[Statement | Code]) -> tuple[str, 
     names = ("b", head, "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi",
              "every", "behind")  # fmt: skip
     passed = () if plan.ragged_queries else ("seqlen_q",)  # an argument of the kernel
-    used = [name for name in names if name not in passed and name in read]
-    line = f"const int {', '.join(f'{name} = work.{name}' for name in used)};"
-    return (line,) if plan.pack_gqa else (line, f"const int hk = {'h' if 'h' in used else 'work.h'} / group;")
-
-
-def _row_lines(plan: Plan, row: str) -> tuple[str, ...]:
-    """Return the lines that name the query of a row of a tile of work and, if heads share the rows, its head."""
-    line = f"const int q = work.q_start + {queries(plan, row)};"
-    return (line, *_head_lines(plan, row))
-
-
-def _head_lines(plan: Plan, row: str) -> tuple[str, ...]:
-    """Return the line that names the head of a row of a tile of work, if heads share the rows."""
-    return (f"const int h = (work.hk << group_bits) + ({row} & group - 1);",) if plan.pack_gqa else ()
-
-
-def _sink(plan: Plan, before: Sequence[Statement]) -> Sink | None:
-    logit = sink(plan, before)
-    return None if logit is None else Sink(logit.lines, in_product(logit.value, CUDA))
-
-
-# --- ranges of tiles ----------------------------------------------------------------------------------------
-
-
-def _count(span: Tiles, spans: str) -> str:
-    """Return the number of visible tiles; ranges are disjoint."""
-    return " + ".join(f"max({spans}.{hi} - {spans}.{lo}, 0)" for lo, hi in span.visible) or "0"
-
-
-def _inside(pairs: Sequence[tuple[str, str]], spans: str) -> str:
-    tests = [f"tile >= {spans}.{lo} && tile < {spans}.{hi}" for lo, hi in pairs]
-    return tests[0] if len(tests) == 1 else " || ".join(f"({test})" for test in tests) or "false"
-
-
-def _order_lines(span: Tiles) -> tuple[str, ...]:
-    """Return the lines that find the tile that comes first: the last one that all rows see, or else the last one."""
-    ((lo, hi),), ((full_lo, full_hi),) = span.visible, span.full
-    return (
-        f"const bool any_whole = min(all.{full_hi}, all.{hi}) > max(all.{full_lo}, all.{lo});",
-        f"const int first = (any_whole ? min(all.{full_hi}, all.{hi}) : all.{hi}) - 1;",
-    )
-
-
-def _tile_lines(span: Tiles, structure: HopperForward) -> tuple[str, ...]:
-    """Return the lines that find a tile by its place, counted from the first visible one."""
-    (lo, hi), *others = span.visible
-    nth, every = ("nth", "every") if structure.shares else ("remaining", "tiles")
-    if structure.whole_first:
-        return (
-            f"const int place = all.{lo} + {nth} - 1;",
-            f"const int tile = {nth} == {every} ? first : place + (place >= first);",
-        )
-    if not others:
-        return (f"const int tile = all.{lo} + {nth} - 1;",)
-    lines = [f"int tile = all.{lo} + {nth} - 1, before = max(all.{hi} - all.{lo}, 0);"]
-    for number, (low, high) in enumerate(others):
-        lines.append(f"if ({nth} > before) tile = all.{low} + {nth} - 1 - before;")
-        if number < len(others) - 1:
-            lines.append(f"before += max(all.{high} - all.{low}, 0);")
-    return tuple(lines)
+    return tuple(name for name in names if name not in passed and name in read)

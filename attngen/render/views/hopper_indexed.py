@@ -20,18 +20,6 @@ _REGION_TEXTS = {
 
 
 def indexed_view(plan: Plan, template: str) -> DecodeView:
-    """View of a plan. All tiles of a query's list are visited: its keys lie anywhere, so that no bounds skip any."""
-    view = split_view(plan, template, pipes_view(indexed_pipes_of(plan), base="here + "), _REGION_TEXTS)
-    return replace(
-        view,
-        span_fields=(),
-        span_lines=(),
-        span_values="",
-        count="",
-        tile_lines=("return number;",),
-        key_place="",
-        kv_first="0",  # elements have the places of their keys
-        logit_partial="true" if plan.variant.masked else "!listed",
-        rows_end="work.rows_end",
-        items="cuda/indexed/_items.cu.j2",
-    )
+    """View of a plan."""
+    view = split_view(plan, template, pipes_view(indexed_pipes_of(plan)), _REGION_TEXTS)
+    return replace(view, items="cuda/indexed/_items.cu.j2", places="cuda/indexed/_places.cu.j2")

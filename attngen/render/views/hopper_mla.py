@@ -19,4 +19,4 @@ _REGION_TEXTS = {
 
 def mla_view(plan: Plan, template: str) -> DecodeView:
     """View of a plan."""
-    return split_view(plan, template, pipes_view(mla_pipes_of(plan), base="here + "), _REGION_TEXTS)
+    return split_view(plan, template, pipes_view(mla_pipes_of(plan)), _REGION_TEXTS)

@@ -14,12 +14,11 @@ from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_gradients import classified_query_word, factor, probabilities, query_word
 from attngen.render.cuda_math import Steps
-from attngen.render.cuda_tiles import tiles
+from attngen.render.cuda_tiles import Ends, tiles
 from attngen.render.expressions import QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import constant
 from attngen.render.views.hopper_forward import RegionView, classifier_lines
-from attngen.render.views.mma_lines import count_of, inside, tile_lines, values
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage", "ds": "dS of a step",
@@ -53,9 +52,8 @@ class MmaBackwardView:
     uses_q_tiles: bool
     uses_whole_tiles: bool
     span_lines: tuple[Statement, ...]
-    count: str
-    tile_lines: tuple[str, ...]
-    whole: str
+    visible_ranges: tuple[Ends, ...]
+    full_ranges: tuple[Ends, ...]
     word_lines: tuple[Statement, ...]
     block_lines: tuple[Statement, ...]
     uses_q_first: bool
@@ -110,9 +108,8 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
         uses_q_tiles=plan.varlen and "q_tiles" in spans,
         uses_whole_tiles="whole_tiles" in spans,
         span_lines=span.lines,
-        count=count_of(values(span, span.visible)),
-        tile_lines=tile_lines(values(span, span.visible), "place") if plan.iteration == "ranges" else (),
-        whole=inside(values(span, span.full)),
+        visible_ranges=span.with_values(span.visible),
+        full_ranges=span.with_values(span.full),
         word_lines=listed,
         block_lines=code.block,
         uses_q_first="q_first" in steps,
