@@ -20,12 +20,11 @@ from attngen.schema.expand import KernelSpec
 #: A block has one row of scores; ``tile_m`` of a launch is the most scores that it selects.
 GRID = "rows"
 
-#: Warps of a block; vectors of four scores that a thread loads at once; loads from a barrier to the next; bins of a
-#: histogram.
-WARPS, VECTORS, STEPS, BINS = 16, 1, 2, 2048
+#: Warps of a block; vectors of four scores that a thread loads at once; bins of a histogram.
+WARPS, VECTORS, BINS = 16, 2, 2048
 
-#: Scores that a block loads from a barrier to the next.
-CHUNK = 32 * WARPS * VECTORS * STEPS * 4
+#: Scores that a block loads at once.
+CHUNK = 32 * WARPS * VECTORS * 4
 
 #: The launch of selections larger than the main one takes.
 LARGE = "large"

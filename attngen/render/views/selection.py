@@ -38,7 +38,6 @@ class TopkView:
     summary: str
     pdl: bool
     vectors: int
-    steps: int
     bins: int
     selection_bytes: int
     launches: tuple[TopkLaunch, ...]
@@ -52,7 +51,6 @@ def topk_view(plan: Plan, template: str) -> TopkView:
         summary="Indices of the k largest scores of each row, ascending; of equal scores the lower indices.",
         pdl=plan.launch(plan.main).pdl,
         vectors=topk.VECTORS,
-        steps=topk.STEPS,
         bins=topk.BINS,
         selection_bytes=topk.SHARED,
         launches=tuple(
