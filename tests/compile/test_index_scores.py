@@ -57,7 +57,7 @@ def test_heads_of_a_query_stay_in_registers(name: str) -> None:
 
 def test_selections_wait_before_memory_and_fit_three_blocks() -> None:
     artifact, plan = compiled("topk_sm90a"), prepared()["topk_sm90a"].plan
-    assert artifact.manifest["resources"]["spills"] <= 8  # with NVRTC 12.9, and none with 13.5
+    assert artifact.manifest["resources"]["spills"] <= 20  # two values with NVRTC 12.9, five with 13.5
     assert artifact.manifest["resources"]["registers"] <= 40  # 1,536 threads of a multiprocessor
     assert 3 * (plan.launch("topk").shared_bytes + 1024) <= 228 * 1024
     code = disassemble(artifact.cubin)
