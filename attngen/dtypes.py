@@ -108,6 +108,9 @@ ATTENTION_DTYPES: tuple[str, ...] = (*PLAIN_DTYPES, *QUANTIZED_DTYPES)
 HEAD_DIM_STEP = 8
 HEAD_DIMS: tuple[int, ...] = tuple(range(HEAD_DIM_STEP, 257, HEAD_DIM_STEP))
 
+#: Greater ones, of kernels of their own on Hopper.
+WIDE_HEAD_DIMS: tuple[int, ...] = tuple(range(HEAD_DIMS[-1] + HEAD_DIM_STEP, 513, HEAD_DIM_STEP))
+
 #: Head dimensions of kernels whose values are the first columns of the keys: those of q and k, and that of v.
 KEY_VALUE_DIMS: tuple[tuple[int, int], ...] = ((512, 512), (576, 512))
 #: Dtypes of these kernels.

@@ -44,7 +44,7 @@ WRONG_CLAMPS = "ptxas compiled a comparison wrongly; a newer Triton may help"
 WRONG_LAYOUT = "Triton multiplies some elements twice; another tile, or a newer Triton, may help"
 
 #: Kernels of a backward that take nearly all of its time.
-_PRODUCTS = ("dkdv", "dq")
+_PRODUCTS = ("dkdv", "dk", "dv", "dq")
 
 
 @dataclass(frozen=True, slots=True)

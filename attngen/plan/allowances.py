@@ -99,6 +99,10 @@ MLA_SPILLS = Spills(
     "kernels whose values are the head of their keys", 1536, "stored before the loop over keys and read after it", None
 )
 
+WIDE_SPILLS = Spills(
+    "kernels of head dims beyond 256", 3072, "stored before the loop over keys and read after it", None
+)
+
 #: If all CUDA plans of a backward are refused for spills, the one that spills least is still taken up to this limit:
 #: a step loads the spilled values once or twice, and Triton runs the products at half the speed.
 LAST_SPILLS = Spills(

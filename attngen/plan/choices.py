@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS
+from attngen.arch import ARCHES
+from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS, KEY_VALUE_DTYPES, WIDE_HEAD_DIMS
 from attngen.errors import PlanError
 from attngen.lang.bands import Axis
 from attngen.lang.ir import names
@@ -30,11 +31,24 @@ def refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
     return PlanError(message, location=spec.locate(field), field=field)
 
 
+def is_wide(spec: KernelSpec) -> bool:
+    """Whether a spec has a head dim beyond those of most kernels."""
+    return max(spec.head_dim_qk, spec.head_dim_v) > HEAD_DIMS[-1]
+
+
+def takes_wide(spec: KernelSpec) -> bool:
+    """Whether the backward in Triton, on an arch that has a forward of them, may have head dims beyond those of most
+    kernels."""
+    arch = ARCHES[spec.arch]
+    return arch.wgmma and spec.direction == "backward" and spec.backend == "triton" and spec.dtype in KEY_VALUE_DTYPES
+
+
 def check_head_dims(spec: KernelSpec) -> None:
     """Raise PlanError for a head dimension that kernels are not made for: rows are whole chunks of 16 bytes."""
     given = operands_of(spec)
     step = max(HEAD_DIM_STEP, *(given.of(name).chunk_elements for name in ("q", "k", "v", "out")))
-    allowed = [head_dim for head_dim in HEAD_DIMS if head_dim % step == 0]
+    wide = WIDE_HEAD_DIMS if takes_wide(spec) else ()
+    allowed = [head_dim for head_dim in (*HEAD_DIMS, *wide) if head_dim % step == 0]
     for head_dim in (spec.head_dim_qk, spec.head_dim_v):
         if head_dim not in allowed:
             nearest = min(allowed, key=lambda d: (abs(d - head_dim), -d))

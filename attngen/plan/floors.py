@@ -138,7 +138,7 @@ def floor(plan: Plan) -> Floor:
 
 #: Products of a step of each kernel of a backward, as many columns wide or deep as q and k have, and as v has:
 #: Q Kᵀ, dO Vᵀ, and those that give dV and dK, or dQ.
-_PRODUCTS = {"dkdv": (2, 2), "dq": (2, 1)}
+_PRODUCTS = {"dkdv": (2, 2), "dk": (2, 1), "dv": (1, 1), "dq": (2, 1)}
 #: In CUDA the kernel by tiles of keys gives dQ, too.
 _PRODUCTS_IN_CUDA = {"dqkv": (3, 2)}
 

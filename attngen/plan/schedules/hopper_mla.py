@@ -14,7 +14,7 @@ from attngen.dtypes import KEY_VALUE_DIMS, KEY_VALUE_DTYPES, MERGED_ROWS
 from attngen.errors import PlanError
 from attngen.manifest import GRID, MERGED, Argument, Workspace
 from attngen.plan import arguments, naming
-from attngen.plan.allowances import MLA_SPILLS, SPILLS
+from attngen.plan.allowances import MLA_SPILLS, SPILLS, Spills
 from attngen.plan.choices import SECTION_BYTES, iteration_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
@@ -30,7 +30,6 @@ from attngen.schema.expand import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the producer, and of a consumer
 _PAIR = 2  # blocks of a cluster at most; a cluster has the rows of one work item
-_WARPS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +68,18 @@ def plan_latent(
     raise_above: str,
     arguments_of: Callable[[Plan], tuple[Argument, ...]],
     products: tuple[int, int],
+    width: int | None = None,
+    structure_of: Callable[..., HopperMla] | None = None,
+    spills: Spills = MLA_SPILLS,
 ) -> Plan:
-    """Plan a kernel of latent attention, and the launch that merges its partial results.
+    """Plan a kernel of latent attention, or of wide heads, and the launch that merges its partial results.
 
-    ``products``: how many S = Q K^T of a tile the source has, and how many O += P V.
+    ``products``: how many S = Q K^T of a tile the source has, and how many O += P V. ``width``: columns to which those of
+    q, k and v are padded.
     """
     iteration = iteration_of(replace(spec, pack_gqa=True))
     element = operands_of(spec).shared("q", "k", "v", "p")
-    structure = HopperMla(
+    structure = (structure_of or HopperMla)(
         persistent=True,
         shared=pipes.regions,
         warp_roles=pipes.roles,
@@ -97,8 +100,8 @@ def plan_latent(
         width=f"c{CONSUMERS}",
         tile_map=False,
         alignment=16,
-        columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
-        columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
+        columns_qk=(columns_qk := Columns(0, width or spec.head_dim_qk, spec.head_dim_qk),),
+        columns_v=(columns_v := Columns(0, width or spec.head_dim_v, spec.head_dim_v),),
         backend="cuda",
         schedule=schedule,
         loads=loads,
@@ -106,7 +109,7 @@ def plan_latent(
         tile_m=ROWS,
         tile_n=KEYS,
         stages=TILES,
-        num_warps=_WARPS,
+        num_warps=sum(role.warps for role in pipes.roles),
         max_registers=None,
         iteration="ranges" if iteration == "ranges" else "classified",
         mask_code="branch",
@@ -115,30 +118,36 @@ def plan_latent(
         structure=structure,
         pack_gqa=True,
     )
-    of_s, of_o = spec.head_dim_qk // element.mma_k, KEYS // element.mma_k
+    of_s, of_o = columns_qk.width // element.mma_k, KEYS // element.mma_k
     forward = Launch(
         "forward", planned.name, GRID, ROWS, KEYS, TILES, planned.num_warps, planned.iteration, arguments_of(planned),
         persistent=True, cluster=_PAIR, row_warps=_PAIR, row_blocks=_PAIR, pdl=True,
         shared_bytes=structure.shared_bytes, products=products[0] * of_s + products[1] * of_o,
-        max_spills=MLA_SPILLS.bytes,
+        max_spills=spills.bytes,
     )  # fmt: skip
     merge = Launch(
         "merge", naming.launch_name(planned.name, "merge"), MERGED, ROWS, KEYS, 1,
-        MERGED_ROWS * spec.head_dim_v // 4 // 32, planned.iteration, forward.arguments, row_warps=_PAIR,
+        MERGED_ROWS * columns_v.width // 4 // 32, planned.iteration, forward.arguments, row_warps=_PAIR,
         row_blocks=_PAIR, pdl=True, max_spills=SPILLS.bytes,
     )  # fmt: skip
-    partials = ("split_slots", "row_warps", ROWS * (spec.head_dim_v + ROW_PADDING))
+    partials = ("split_slots", "row_warps", ROWS * (columns_v.width + ROW_PADDING))
     workspaces = Workspace("partials", "fp32", (partials,)), Workspace("begun", "i32", (("split_blocks", 2),))
     return planned.with_launches(forward, merge, workspaces=workspaces)
 
 
 def _arguments(plan: Plan) -> tuple[Argument, ...]:
     """Arguments of the kernel: those of a split-KV forward without v, and the address of keys in pages."""
+    return arguments_of_maps(plan, "k", prefetched=_prefetches(plan))
+
+
+def arguments_of_maps(plan: Plan, mapped: str, *, prefetched: bool = False) -> tuple[Argument, ...]:
+    """Arguments of a kernel that loads the ``mapped`` operands by tensor maps. ``prefetched``: it has the address of k,
+    too."""
     ragged = plan.ragged_queries
     return (
         arguments.pointer(plan, "q"),
-        arguments.tensor_map(plan, "k", plan.tile_n, BOX_BYTES[0]),
-        *((arguments.pointer(plan, "k"),) if _prefetches(plan) else ()),
+        *(arguments.tensor_map(plan, name, plan.tile_n, BOX_BYTES[0]) for name in mapped),
+        *((arguments.pointer(plan, "k"),) if prefetched else ()),
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"),
         Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
@@ -146,7 +155,7 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
         *arguments.lengths(plan),
         *arguments.tensor_pointers(plan.variant),
-        *arguments.strides_of(plan, ("q", "k") if _prefetches(plan) else ("q",)),
+        *arguments.strides_of(plan, ("q", "k") if prefetched else ("q",)),
         *arguments.strides_of(plan, ("out",), promised=False),
         *arguments.tensor_shapes(plan.variant),
         *map(arguments.size, ("batch", "heads", "kv_heads", "group", "row_bits", "row_units")),
@@ -183,24 +192,29 @@ def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(
             spec, "v", f"kernels that take the values from k need wgmma, which {arch.name} lacks; leave it out"
         )
-    if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype is not None:
-        dtypes = f"{spec.dtype} with a cache in {spec.kv_dtype}" if spec.kv_dtype else spec.dtype
-        return refuse(spec, "dtype", f"with 'v: key' kernels take {' and '.join(KEY_VALUE_DTYPES)}, not {dtypes}")
     if (spec.head_dim_qk, spec.head_dim_v) not in KEY_VALUE_DIMS:
         allowed = " or ".join(f"{{qk: {qk}, v: {v}}}" for qk, v in KEY_VALUE_DIMS)
         return refuse(
             spec, "head_dim", f"with 'v: key' kernels have head_dim {allowed}, not "
             f"{{qk: {spec.head_dim_qk}, v: {spec.head_dim_v}}}"
         )  # fmt: skip
+    return latent_refusal(spec, "with 'v: key'")
+
+
+def latent_refusal(spec: KernelSpec, which: str) -> PlanError | None:
+    """Reason why a kernel of the structure that latent attention has cannot serve a spec, or None."""
+    if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype is not None:
+        dtypes = f"{spec.dtype} with a cache in {spec.kv_dtype}" if spec.kv_dtype else spec.dtype
+        return refuse(spec, "dtype", f"{which} kernels take {' and '.join(KEY_VALUE_DTYPES)}, not {dtypes}")
     if spec.fixes_choices:
         return refuse(
             spec,
             "tile",
-            "kernels with 'v: key' have one tile, and roles of their own; leave out tile, stages and warps",
+            f"{which} kernels have one tile, and roles of their own; leave out tile, stages and warps",
         )
     for field in ("persistent", "order", "epilogue", "pack_gqa"):
         if getattr(spec, field) is not None:
-            return refuse(spec, field, "kernels with 'v: key' leave no choice of it; leave it out")
+            return refuse(spec, field, f"{which} kernels leave no choice of it; leave it out")
     if spec.loads == "pointer":
         return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
     if spec.alignment not in (None, 16):
@@ -208,7 +222,7 @@ def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     if spec.softmax_scale is not None:
         return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if spec.tile_map == "always":
-        return refuse(spec, "tile_map", "with 'v: key' kernels classify tiles themselves; allowed: auto, never")
+        return refuse(spec, "tile_map", f"{which} kernels classify tiles themselves; allowed: auto, never")
     if spec.variant.dropout:
         return refuse(
             spec, "v", "dropout shares random numbers among rows of one head, and here rows belong to several; "

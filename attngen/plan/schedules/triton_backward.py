@@ -21,6 +21,7 @@ from attngen.plan.choices import (
     STAGES,
     WARPS,
     check_sizes,
+    is_wide,
     iteration_of,
     refuse,
 )
@@ -54,6 +55,9 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("listed", 128, Tile(16, 128, 2, 8), Tile(128, 64, 2, 8)),
     ("listed", 192, Tile(16, 32, 2, 4), Tile(64, 32, 2, 4)),
     ("listed", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
+    ("wgmma", 512, Tile(32, 32, 1, 8), Tile(64, 32, 1, 8)),
+    ("listed", 512, Tile(16, 32, 1, 8), Tile(64, 32, 1, 8)),
+    ("scored", 512, Tile(16, 32, 1, 8), Tile(64, 32, 1, 8)),
     # chosen such that ptxas neither spills nor makes products wait for each other
     ("dropped", 64, Tile(64, 32, 2, 4), Tile(64, 64, 2, 4)),
     ("dropped", 96, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
@@ -102,20 +106,24 @@ _RACED = (64, 128)
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """One of the two kernels: the field of the spec, the tiles that it visits, and the operands that it keeps."""
+    """One of the kernels: its name, the field of the spec, the tiles that it visits, and the gradients it writes."""
 
     name: str
+    field: str
     grid: str
     words: str
     tiles: str
+    results: tuple[str, ...]
 
     @property
     def by_keys(self) -> bool:
         return self.grid == "keys"
 
 
-_DKDV = _Kind("dkdv", "keys", "key_words", "kv_tiles")
-_DQ = _Kind("dq", "queries", "query_words", "q_tiles")
+_DKDV = _Kind("dkdv", "dkdv", "keys", "key_words", "kv_tiles", ("dk", "dv"))
+_DQ = _Kind("dq", "dq", "queries", "query_words", "q_tiles", ("dq",))
+#: Head dims beyond 256 leave registers for one of the gradients of 64 keys.
+_DV, _DK = (_Kind(name, "dkdv", "keys", "key_words", "kv_tiles", (name,)) for name in ("dv", "dk"))
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -141,9 +149,10 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         gathers=gathers(spec.variant),
         dropout=spec.variant.dropout,
     )
-    iterations = {kind: iteration_of(spec, "q" if kind.by_keys else "kv") for kind in (_DKDV, _DQ)}
+    by_keys = (_DV, _DK) if is_wide(spec) else (_DKDV,)
+    iterations = {kind: iteration_of(spec, "q" if kind.by_keys else "kv") for kind in (*by_keys, _DQ)}
     if rows == "wgmma":
-        if iterations[_DKDV] != "ranges" or "h" in names(spec.variant.mask):
+        if iterations[by_keys[-1]] != "ranges" or "h" in names(spec.variant.mask):
             rows = "listed"
         elif spec.variant.score is not None or spec.layout == "varlen":
             rows = "scored"
@@ -153,8 +162,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         rows = "gather_dropped"
     widths = padded_width(columns_qk), padded_width(columns_v)
     given = spec.backward or Backward()
-    tiles = {kind: _tile(spec, arch, kind, getattr(given, kind.name), rows, widths, operands) for kind in (_DKDV, _DQ)}
-    main = tiles[_DKDV]
+    tiles = {kind: _tile(spec, arch, kind, getattr(given, kind.field), rows, widths, operands) for kind in iterations}
+    main = tiles[by_keys[-1]]
     planned = drafted(
         spec,
         label=LABELS[loads],
@@ -172,8 +181,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         stages=main.stages,
         num_warps=main.warps,
         max_registers=None,
-        iteration=iterations[_DKDV],
-        main="dkdv",
+        iteration=iterations[by_keys[-1]],
+        main=by_keys[-1].name,
         mask_code="branch",
         softmax="exact_max",
         section_bytes=SECTION_BYTES,
@@ -233,13 +242,13 @@ def _tile(
     check_sizes(
         spec,
         (
-            (f"backward.{kind.name}.tile.m", given.tile_m, rows),
-            (f"backward.{kind.name}.tile.n", given.tile_n, rows),
-            (f"backward.{kind.name}.stages", given.stages, STAGES),
-            (f"backward.{kind.name}.warps", given.num_warps, WARPS),
+            (f"backward.{kind.field}.tile.m", given.tile_m, rows),
+            (f"backward.{kind.field}.tile.n", given.tile_n, rows),
+            (f"backward.{kind.field}.stages", given.stages, STAGES),
+            (f"backward.{kind.field}.warps", given.num_warps, WARPS),
         ),
     )
-    table = _default_tile(kind.name, family, max(widths))
+    table = _default_tile(kind.field, family, max(widths))
     tile = Tile(
         given.tile_m or table.m,
         given.tile_n or table.n,
@@ -263,7 +272,7 @@ def _tile(
         if smaller is None:
             raise refuse(
                 spec,
-                f"backward.{kind.name}",
+                f"backward.{kind.field}",
                 f"Shared memory {needed.total} B exceeds {arch.shared_memory} B on {arch.name}: {needed}",
             )
         tile = smaller
@@ -326,9 +335,13 @@ def _gradient(planned: Plan, kind: _Kind, tile: Tile, iteration: str) -> list[La
     return launches
 
 
-#: Operands that each kernel keeps from tile to tile, and those that it writes.
+#: Operands that each kernel keeps from tile to tile.
 _KEPT = {"keys": ("k", "v"), "queries": ("q", "dout")}
-_WRITTEN = {"keys": ("dk", "dv"), "queries": ("dq",)}
+
+
+def results_of(launch: Launch) -> tuple[str, ...]:
+    """Gradients that a launch writes."""
+    return next((kind.results for kind in (_DKDV, _DV, _DK, _DQ) if kind.name == launch.name), ())
 
 
 def through_descriptor(plan: Plan, name: str, grid: str) -> bool:
@@ -363,6 +376,8 @@ def _arguments(plan: Plan, kind: _Kind) -> tuple[Argument, ...]:
         "k": (plan.columns_qk, plan.tile_n),
         "v": (plan.columns_v, plan.tile_n),
     }
+    if kind is _DV:  # it needs no dP
+        del tiles["v"]
     pointers = [name for name in tiles if not through_descriptor(plan, name, kind.grid)]
     operands: list[Argument] = []
     for name, (blocks, rows) in tiles.items():
@@ -371,9 +386,9 @@ def _arguments(plan: Plan, kind: _Kind) -> tuple[Argument, ...]:
             for index, block in enumerate(blocks):
                 label = f"{name}_desc{arguments.block_suffix(blocks, index)}"
                 operands.append(arguments.descriptor(plan, name, label, rows, block, window=window))
-    strided = (*pointers, *_WRITTEN[kind.grid])
+    strided = (*pointers, *kind.results)
     operands += [arguments.pointer(plan, name) for name in strided]
-    operands += [arguments.row_pointer("lse_log2"), arguments.row_pointer("delta")]
+    operands += [arguments.row_pointer(name) for name in ("lse_log2", *(() if kind is _DV else ("delta",)))]
     own = () if kind.by_keys else differentiable(plan)
     return arguments.signature(
         plan, operands, tiles=kind.tiles, strided=strided,

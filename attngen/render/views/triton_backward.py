@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from attngen.lang.statements import Code, leaf, lines, reads
+from attngen.lang.statements import Code, leaf, lines, needed, reads
 from attngen.plan.arguments import block_suffix
 from attngen.plan.model import Columns, Launch, Plan
-from attngen.plan.schedules.triton_backward import has_window, through_descriptor
+from attngen.plan.schedules.triton_backward import has_window, results_of, through_descriptor
 from attngen.render.backward_math import BY_KEYS, BY_QUERIES, Form, Gradients, gradients
 from attngen.render.expressions import TRITON, in_product
 from attngen.render.header import command, summary
@@ -51,6 +51,7 @@ class BackwardStep:
     load_rows: tuple[str, ...]
     derivative: tuple[str, ...]
     last_products: tuple[str, ...]
+    last: str  # the same as formulas
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class GradientKernel:
     uses_q_pos: bool
     factor_lines: tuple[str, ...]
     results: tuple[OutputBlock, ...]
+    written: tuple[str, ...]  # the gradients that it computes
+    title: str  # the same, as formulas have them
     before: tuple[str, ...]
     after: tuple[str, ...]
     word_lines: tuple[str, ...]
@@ -109,26 +112,27 @@ class BackwardView:
     preprocess: Launch
     preprocess_lines: tuple[str, ...]
     out_blocks: tuple[OutputBlock, ...]
-    dkdv: GradientKernel
+    by_keys: tuple[GradientKernel, ...]
     dq: GradientKernel
     classifiers: tuple[GradientClassifier, ...]
 
 
 def backward_view(plan: Plan, template: str) -> BackwardView:
     """Return the view of a plan."""
-    dkdv, dq = (_kernel(plan, plan.launch(name), form) for name, form in (("dkdv", BY_KEYS), ("dq", BY_QUERIES)))
+    by_keys = tuple(_kernel(plan, part, BY_KEYS) for part in plan.launches if part.grid == "keys")
+    dq = _kernel(plan, plan.launch("dq"), BY_QUERIES)
     classifiers = tuple(_classifier(plan, part) for part in plan.launches if part.name.startswith("classify_"))
     preprocess = plan.launch("preprocess")
     return BackwardView(
         template=template,
         command=command(plan),
         summary=summary(plan),
-        searches=dkdv.searches or dq.searches or any(each.searches for each in classifiers),
-        lists=any(kernel.part.iteration != "ranges" for kernel in (dkdv, dq)),
+        searches=any(each.searches for each in (*by_keys, dq, *classifiers)),
+        lists=any(kernel.part.iteration != "ranges" for kernel in (*by_keys, dq)),
         preprocess=preprocess,
         preprocess_lines=parameter_list(preprocess.arguments),
         out_blocks=_results(plan, "out", plan.columns_v, plan.head_dim_v),
-        dkdv=dkdv,
+        by_keys=by_keys,
         dq=dq,
         classifiers=classifiers,
     )
@@ -138,14 +142,22 @@ def _kernel(plan: Plan, part: Launch, form: Form) -> GradientKernel:
     own = plan.of_launch(part)
     spans, listed = ranges(own, form.along), words(own, form.along)
     code = gradients(own, form, [*spans.lines, *listed.lines])
+    written = results_of(part)
+    if written == ("dv",):  # P alone: nothing reads dS
+        code = replace(code, derivative=needed(code.derivative, [leaf("p")]), factor_lines=())
     condition = spans.condition if part.iteration == "ranges" else listed.condition
     before = [*spans.lines, *listed.lines, *code.hoisted, *code.of_head, *code.factor_lines]
     read = reads([*before, *code.logit, *code.mask, *code.derivative, *code.after])
     if form is BY_KEYS:
         scale = leaf("dropout_scale") if plan.variant.dropout else None
-        results = (
-            *_results(plan, "dk", plan.columns_qk, plan.head_dim_qk, code.factor),
-            *_results(plan, "dv", plan.columns_v, plan.head_dim_v, scale),
+        results = tuple(
+            block
+            for name, columns, head_dim, factor in (
+                ("dk", plan.columns_qk, plan.head_dim_qk, code.factor),
+                ("dv", plan.columns_v, plan.head_dim_v, scale),
+            )
+            if name in written
+            for block in _results(plan, name, columns, head_dim, factor)
         )
     else:
         results = _results(plan, "dq", plan.columns_qk, plan.head_dim_qk, code.factor)
@@ -157,7 +169,7 @@ def _kernel(plan: Plan, part: Launch, form: Form) -> GradientKernel:
         range_lines=lines(spans.lines),
         mask_by_head=code.mask_by_head,
         flat=part.iteration == "ranges" and not code.mask_by_head,
-        keep_lines=_keep(own, form),
+        keep_lines=_keep(own, form, written),
         head_lines=_heads(own, part, form),
         hoisted_lines=lines(code.hoisted),
         of_head_lines=lines(code.of_head),
@@ -165,6 +177,8 @@ def _kernel(plan: Plan, part: Launch, form: Form) -> GradientKernel:
         uses_q_pos="q_pos" in read,
         factor_lines=lines(code.factor_lines),
         results=results,
+        written=written,
+        title=" and ".join(f"d{name[1:].upper()}" for name in written),
         before=lines(code.before),
         after=lines(code.after),
         word_lines=lines(listed.lines),
@@ -172,6 +186,9 @@ def _kernel(plan: Plan, part: Launch, form: Form) -> GradientKernel:
         step=_step(own, part, form, code, condition),
     )
 
+
+#: What a step adds to each gradient.
+_FORMULAS = {"dq": "dQ += dS K", "dk": "dK += dS^T Q", "dv": "dV += P^T dO"}
 
 _ROWS = ("q_row", "q_pos", "q_packed")
 
@@ -197,11 +214,11 @@ def _blocks(plan: Plan, name: str) -> tuple[tuple[Columns, ...], int]:
     return (plan.columns_qk, plan.head_dim_qk) if name in ("q", "k") else (plan.columns_v, plan.head_dim_v)
 
 
-def _keep(plan: Plan, form: Form) -> tuple[str, ...]:
+def _keep(plan: Plan, form: Form, written: tuple[str, ...]) -> tuple[str, ...]:
     """Return the lines that load what a block keeps; through pointers, so that it lies in shared memory."""
     lines = []
     names, head, index, length, begin = (
-        (("k", "v"), "hk", "kv_index", "seqlen_k", "k_begin")
+        (("k",) if written == ("dv",) else ("k", "v"), "hk", "kv_index", "seqlen_k", "k_begin")
         if form is BY_KEYS
         else (("q", "dout"), "h", "q_index", "seqlen_q", "q_begin")
     )
@@ -281,8 +298,11 @@ def _step(plan: Plan, part: Launch, form: Form, code: Gradients, condition: str 
             for s in (block_suffix(blocks, number) for number in range(len(blocks)))
         )
 
+    written = results_of(part)
+
     def step(first: str, second: str, **products: tuple[str, ...]) -> BackwardStep:
         return BackwardStep(
+            last=", ".join(_FORMULAS[name] for name in reversed(written)),
             load_first=_load(plan, part, form, (first, second), 0),
             load_second=_load(plan, part, form, (first, second), 1),
             logit=lines(code.logit),
@@ -308,12 +328,15 @@ def _step(plan: Plan, part: Launch, form: Form, code: Gradients, condition: str 
         "q",
         "dout",
         first_products=product("s", "k", "q", plan.columns_qk),
-        second_products=product("dp", "v", "dout", plan.columns_v),
+        second_products=product("dp", "v", "dout", plan.columns_v) if "dk" in written else (),
         load_rows=(
             f"lse_log2 = tl.load(lse_rows + {rows}, {inside})",
-            f"delta = tl.load(delta_rows + {rows}, {inside})",
+            *([f"delta = tl.load(delta_rows + {rows}, {inside})"] if "dk" in written else []),
         ),
-        last_products=(*add("dv", "p", "dout", plan.columns_v), *add("dk", "ds", "q", plan.columns_qk)),
+        last_products=(
+            *(add("dv", "p", "dout", plan.columns_v) if "dv" in written else ()),
+            *(add("dk", "ds", "q", plan.columns_qk) if "dk" in written else ()),
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from attngen.dtypes import ATTENTION_DTYPES as KERNEL_DTYPES
-from attngen.dtypes import DESCALES, HEAD_DIMS, QUANTIZED_DTYPES
+from attngen.dtypes import DESCALES, HEAD_DIMS, QUANTIZED_DTYPES, WIDE_HEAD_DIMS
 from attngen.errors import CallError, NoKernelError, suggest
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
@@ -118,7 +118,7 @@ def _with_needs(error: NoKernelError, q: Any, v: Any, layout: str) -> NoKernelEr
     if not (isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() and v.dim()):
         return error
     dims, dtype = (q.shape[-1], v.shape[-1]), ATTENTION_DTYPES.get(q.dtype)
-    if any(dim not in HEAD_DIMS for dim in dims) or dtype not in KERNEL_DTYPES:
+    if any(dim not in (*HEAD_DIMS, *WIDE_HEAD_DIMS) for dim in dims) or dtype not in KERNEL_DTYPES:
         return error
     head_dim = str(dims[0]) if dims[0] == dims[1] else f"{{qk: {dims[0]}, v: {dims[1]}}}"
     cache = ATTENTION_DTYPES.get(v.dtype)

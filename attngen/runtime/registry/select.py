@@ -9,7 +9,7 @@ from math import inf, prod
 
 from torch import Tensor
 
-from attngen.arch import ARCHES, arch_of
+from attngen.arch import ARCHES, Arch, arch_of
 from attngen.drivers import INSTALL_NVRTC_12, MOST_FOR_CUDA_12, cuda_release, driver_text, min_driver
 from attngen.dtypes import (
     ATTENTION_DTYPES,
@@ -21,6 +21,7 @@ from attngen.dtypes import (
     KEY_VALUE_DTYPES,
     PAGE_BLOCK,
     QUANTIZED_DTYPES,
+    WIDE_HEAD_DIMS,
     dtype,
 )
 from attngen.errors import NoKernelError
@@ -533,14 +534,23 @@ def _beyond_all_kernels(call: Call, capability: int, key_values: bool = False) -
             f"dims {dims} whose v is k[..., :{KEY_VALUE_DIMS[0][1]}], in {' and '.join(KEY_VALUE_DTYPES)}; the "
             "reference takes others"
         )
+    if not key_values and (reason := _beyond_head_dims(call, arch_of(capability))):
+        return reason
+    return None
+
+
+def _beyond_head_dims(call: Call, arch: Arch | None) -> str | None:
+    """Return why no kernel can be built for the head dims of a call, and what helps instead, or None."""
+    wide = arch is not None and arch.wgmma and {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
+    allowed = (*HEAD_DIMS, *WIDE_HEAD_DIMS) if wide else HEAD_DIMS
     for dim in (call.head_dim_qk, call.head_dim_v):
-        if dim not in HEAD_DIMS and not key_values:
-            wider = next((other for other in HEAD_DIMS if other > dim), None)
+        if dim not in allowed:
+            wider = next((other for other in allowed if other > dim), None)
             padded = "the reference takes it" if wider is None else f"zeros after the {dim} numbers make {wider}"
             keep = "" if wider is None or dim != call.head_dim_qk else f" (softmax_scale stays {call.scale:.6g})"
             return (
                 f"No kernel can be built for head_dim {dim}, only for multiples of {HEAD_DIM_STEP} from "
-                f"{HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; {padded}{keep}"
+                f"{allowed[0]} to {allowed[-1]}; {padded}{keep}"
             )
     return None
 

@@ -27,7 +27,7 @@ def derivatives(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def memory_of(plan: Plan, launch: Launch) -> GradientMemory:
     """Return the shared memory that the operands of one kernel take."""
-    by_keys = launch.name == "dkdv"
+    by_keys = launch.grid == "keys"
     kept, moved = (launch.tile_n, launch.tile_m) if by_keys else (launch.tile_m, launch.tile_n)
     return gradient_memory(
         kept_rows=kept,
@@ -54,6 +54,10 @@ DOES = {
     "preprocess": "the log-sum-exp in units of log2, and D = rowsum(dO * O) - dLSE, of each query row",
     "classify_dkdv": "the tile map: which tiles of queries see each tile of keys",
     "dkdv": "dK and dV of {tile_n} keys, {tile_m} queries of each head of the group a step",
+    "dk": "dK of {tile_n} keys, {tile_m} queries of each head of the group a step",
+    "dv": "dV of {tile_n} keys, {tile_m} queries of each head of the group a step",
+    "classify_dk": "the tile map: which tiles of queries see each tile of keys, for dK",
+    "classify_dv": "the same for dV",
     "classify_dq": "the tile map: which tiles of keys each tile of queries sees",
     "dq": "dQ of {tile_m} queries, {tile_n} keys a step",
     "classify_dqkv": "the tile map: which tiles of queries see each tile of keys",
@@ -69,7 +73,7 @@ class BackwardExplanation(ScheduleExplanation):
     def launch(self, launch: Launch) -> list[str]:
         """Lines on one launch: its purpose, and the contents of shared memory where it multiplies."""
         does = [describe(launch)]
-        if launch.name not in ("dkdv", "dq"):
+        if launch.grid not in ("keys", "queries"):
             return does
         memory = memory_of(self.plan, launch)
         return [

@@ -29,10 +29,9 @@ def retarget(prepared: Prepared, arch: Arch) -> Prepared:
         return Prepared(prepared.spec, planned, render(planned))
     same = replace(free, tile_m=before.tile_m, tile_n=before.tile_n, stages=before.stages, num_warps=before.num_warps)
     if before.direction == "backward":
-        triton = before.has_launch("dkdv")
         tiles = (
-            Backward(_tile(before, "dkdv"), _tile(before, "dq"))
-            if triton
+            Backward(_tile(before, before.main), _tile(before, "dq"))
+            if before.backend == "triton"
             else Backward(Gradient(before.tile_m, before.tile_n, before.stages))
         )
         same = replace(free, tile_m=None, tile_n=None, stages=None, num_warps=None, backward=tiles)

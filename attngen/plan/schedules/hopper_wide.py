@@ -1,0 +1,100 @@
+"""The Hopper forward of head dims beyond 256, up to 512.
+
+O of 64 rows takes two warpgroups, a half of its columns each. A third one computes S and P, with most of Q in registers,
+so that products of S read shared memory for K alone. Blocks share the keys of sequences, as in ``hopper_mla``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from attngen.arch import Arch
+from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS, WIDE_HEAD_DIMS
+from attngen.errors import PlanError
+from attngen.plan.allowances import WIDE_SPILLS
+from attngen.plan.choices import is_wide, refuse
+from attngen.plan.layouts import LAYOUTS
+from attngen.plan.model import Plan
+from attngen.plan.operands import operands_of
+from attngen.plan.pipes import Pipes
+from attngen.plan.schedule import Schedule
+from attngen.plan.schedules import hopper_mla
+from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
+from attngen.plan.schedules.hopper_mla import HopperMla, arguments_of_maps, plan_latent
+from attngen.plan.schedules.wide_pipes import wide_pipes
+from attngen.schema.expand import KernelSpec
+
+_REGISTERS = 160, 152, 40  # of a thread of the consumers, of the scorer, and of the loaders
+_REGISTER_BOXES = 5  # boxes of 64 columns of Q in registers, of eight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperWide(HopperMla):
+    """Roles and memory of a kernel of head dims beyond 256."""
+
+    register_boxes: int  # boxes of columns of Q that are in registers
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    if refused := _refusal(spec, arch):
+        raise refused
+    return plan_latent(
+        spec,
+        _pipes(operands_of(spec).k.bytes),
+        schedule="hopper_wide",
+        label="wide",
+        loads="descriptor",
+        softmax="lazy",
+        raise_above=PROBABILITIES[spec.dtype].raise_above,
+        arguments_of=partial(arguments_of_maps, mapped="kv"),
+        products=(1, 2),
+        width=WIDE_HEAD_DIMS[-1],
+        structure_of=partial(HopperWide, register_boxes=_REGISTER_BOXES),
+        spills=WIDE_SPILLS,
+    )
+
+
+def _pipes(element_bytes: int) -> Pipes:
+    return wide_pipes(
+        width=WIDE_HEAD_DIMS[-1], element=element_bytes, register_boxes=_REGISTER_BOXES, registers=_REGISTERS
+    )
+
+
+def wide_pipes_of(plan: Plan) -> Pipes:
+    """Pipes of a planned kernel."""
+    return _pipes(plan.operands.k.bytes)
+
+
+def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+    """Reason why the schedule cannot serve a spec, or None."""
+    widest = WIDE_HEAD_DIMS[-1]
+    beyond = f"head dims beyond {HEAD_DIMS[-1]}"
+    if not arch.wgmma:
+        return refuse(spec, "head_dim", f"{beyond} need wgmma, which {arch.name} lacks; nearest: {HEAD_DIMS[-1]}")
+    for head_dim in (spec.head_dim_qk, spec.head_dim_v):
+        if head_dim % HEAD_DIM_STEP or head_dim > widest:
+            nearest = min(max(round(head_dim / HEAD_DIM_STEP), 1) * HEAD_DIM_STEP, widest)
+            return refuse(
+                spec,
+                "head_dim",
+                f"head_dim {head_dim} is not a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {widest}; "
+                f"nearest: {nearest}",
+            )
+    return hopper_mla.latent_refusal(spec, f"with {beyond}")
+
+
+SCHEDULE = Schedule(
+    name="hopper_wide",
+    backend="cuda",
+    direction="forward",
+    template="cuda/wide/kernel.cu.j2",
+    view="attngen.render.views.hopper_wide:wide_view",
+    supports=lambda arch: arch.wgmma,
+    suits=is_wide,
+    plan=_plan,
+    keep_promises=keep_promises,
+    pipes=wide_pipes_of,
+    layouts=tuple(LAYOUTS),
+    split_kv=True,
+)

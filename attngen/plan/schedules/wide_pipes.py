@@ -1,0 +1,76 @@
+"""The pipes of the Hopper kernels of head dims beyond 256: a ring of boxes of K, one of boxes of V, and P of one tile."""
+
+from __future__ import annotations
+
+from attngen.plan.pipes import BARRIER_BYTES, WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
+from attngen.plan.schedules.decode_pipes import COUNT_BYTES, WALK_BYTES
+from attngen.plan.schedules.mla_pipes import BOX_COLUMNS, CONSUMERS, HALF_BOXES, KEYS, ROWS
+
+#: Tiles of V in flight; of K there is one.
+TILES = 2
+
+#: Shared memory in its order: matrices first, which need the most alignment, and words last.
+_ORDER = ("q", "keys", "values", "p", "alpha", "row_max", "sums", "barriers", "begin", "last", "counts")
+_WARPS = WARPGROUP * (CONSUMERS + 2)
+_FLOAT = 4
+
+
+def wide_pipes(*, width: int, element: int, register_boxes: int, registers: tuple[int, int, int]) -> Pipes:
+    """Pipes of a kernel with rows of ``width`` columns of ``element`` bytes, and ``register_boxes`` of Q in registers.
+
+    ``registers`` are those of a thread of the consumers, of the scorer, and of the loaders.
+    """
+    box = KEYS * BOX_COLUMNS * element
+    boxes = width // BOX_COLUMNS
+    others = {
+        "q": (boxes - register_boxes) * box,
+        "p": box,
+        "alpha": ROWS * _FLOAT,
+        "row_max": ROWS * _FLOAT,
+        "sums": ROWS * _FLOAT,
+        "begin": WALK_BYTES,
+        "last": BARRIER_BYTES,
+        "counts": _WARPS * COUNT_BYTES,
+    }
+
+    def ring(name: str, stages: int, readers: str, guards: str) -> Ring:
+        return Ring(
+            name, stages, "a loader", readers,
+            guards=guards,
+            full=Signal(1, "a loader", "a box has landed", bytes=True),
+            empty=Signal(
+                2 * WARPGROUP,
+                "each warp of the readers, of both blocks of a cluster, or twice of a single block",
+                "the product of its tile is complete",
+            ),
+            stored=((name, box),),
+        )  # fmt: skip
+
+    threads = 32 * WARPGROUP
+    handed = threads * (CONSUMERS + 1)
+    consumer, scorer, loader = registers
+    return Pipes(
+        (
+            ring("keys", boxes, "the scorer", "a box of columns of K stays until the scorer has multiplied it"),
+            ring(
+                "values",
+                TILES * CONSUMERS * HALF_BOXES,
+                "a consumer",
+                "a box of columns of V stays until the consumer of these columns has multiplied it",
+            ),
+        ),
+        named=(
+            NamedBarrier("consumers", 1, 1, CONSUMERS * threads, "the last block of an item merges its partial results"),
+            NamedBarrier("queries", 2, 1, threads, "columns of Q are in shared memory, or have been multiplied"),
+            NamedBarrier("published", 3, 1, handed, "P and alpha of a tile are in shared memory"),
+            NamedBarrier("multiplied", 4, 1, handed, "both consumers have multiplied P"),
+            NamedBarrier("zeroed", 5, 2, threads, "a consumer has cleared the values after the last key"),
+        ),
+        roles=(
+            Role("consumers", 0, WARPGROUP * CONSUMERS, consumer),
+            Role("scorer", WARPGROUP * CONSUMERS, WARPGROUP, scorer),
+            Role("loader", WARPGROUP * (CONSUMERS + 1), WARPGROUP, loader),
+        ),
+        order=_ORDER,
+        others=tuple(others.items()),
+    )  # fmt: skip
