@@ -103,6 +103,10 @@ WIDE_SPILLS = Spills(
     "kernels of head dims beyond 256", 3072, "stored before the loop over keys and read after it", None
 )
 
+WIDE_BACKWARD_SPILLS = Spills(
+    "Triton backward kernels of head dims beyond 256", 1024, "a gradient takes half of the registers of a thread", None
+)
+
 #: If all CUDA plans of a backward are refused for spills, the one that spills least is still taken up to this limit:
 #: a step loads the spilled values once or twice, and Triton runs the products at half the speed.
 LAST_SPILLS = Spills(

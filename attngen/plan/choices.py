@@ -31,7 +31,7 @@ def refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
     return PlanError(message, location=spec.locate(field), field=field)
 
 
-def is_wide(spec: KernelSpec) -> bool:
+def is_beyond_256(spec: KernelSpec) -> bool:
     """Whether a spec has a head dim beyond those of most kernels."""
     return max(spec.head_dim_qk, spec.head_dim_v) > HEAD_DIMS[-1]
 

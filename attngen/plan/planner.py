@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attngen.arch import ARCHES, Arch
-from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, OUT_DTYPES, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, HEAD_DIMS, OUT_DTYPES, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.constant_conditions import fold_conditions
-from attngen.plan.choices import refuse
+from attngen.plan.choices import is_beyond_256, refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
@@ -92,6 +92,11 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
         raise refuse(spec, "variant", _without_listed_keys(spec))
     if not candidates(spec, spec.backend or "") and spec.v_of_key:
         raise refuse(spec, "v", f"{spec.backend} has no kernel that takes the values from k; leave it out")
+    if not candidates(spec, spec.backend or "") and is_beyond_256(spec) and not spec.split_tiles:
+        raise refuse(
+            spec, "head_dim", f"{spec.backend} has no {spec.direction} of head dims beyond {HEAD_DIMS[-1]}; nearest: "
+            f"{HEAD_DIMS[-1]}"
+        )  # fmt: skip
     if not candidates(spec, spec.backend or ""):
         kind, whose = (f" in {spec.dtype}", "tile of queries") if spec.split_tiles else ("", "sequence")
         raise refuse(

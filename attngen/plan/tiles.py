@@ -76,11 +76,25 @@ def gradient_columns(head_dim: int, element: DType, *, wgmma: bool) -> tuple[Col
     head dims up to 128 are two blocks at all. Odd multiples of 8 are padded as far as it takes to have none: 8 to 32,
     40 to 64, 72 to 128, 136 to 128 + 64. But no copy of 64 columns may bring padding alone (``tensormap.windowed``).
     """
+    if head_dim > 256:
+        return _wide_columns(head_dim)
     if not wgmma or head_dim % 16 == 0:
         return columns(head_dim, element)
     if 128 < head_dim <= 192:
         return (Columns(0, 128, 128), Columns(128, 64, head_dim - 128))
     return (Columns(0, max(1 << (head_dim - 1).bit_length(), 32), head_dim),)
+
+
+def _wide_columns(head_dim: int) -> tuple[Columns, ...]:
+    """Blocks of 256, 128 and 64 columns, in which no copy of 64 columns brings padding alone; 512 are one block."""
+    if head_dim > 448:
+        return (Columns(0, 512, head_dim),)
+    blocks, start = [], 0
+    for width in (256, 128, 64):
+        if head_dim - start > (0 if width == 64 else width // 2):
+            blocks.append(Columns(start, width, min(width, head_dim - start)))
+            start += width
+    return tuple(blocks)
 
 
 def padded_width(blocks: tuple[Columns, ...]) -> int:

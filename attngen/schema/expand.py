@@ -430,7 +430,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
             field=f"kernels[{index}].split_kv",
         )
     values |= dict.fromkeys(_left_to_the_plan(values["split_kv"]))
-    is_wide = max(values["head_dim"].qk, values["head_dim"].v) > HEAD_DIMS[-1]  # such forwards always share keys
+    beyond_256 = max(values["head_dim"].qk, values["head_dim"].v) > HEAD_DIMS[-1]  # such forwards always share keys
     tile, warps = values["tile"] or TileModel(), values["warps"] or WarpsModel()
     alignment = values["alignment"]
     return KernelSpec(
@@ -464,7 +464,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         pack_gqa=values["pack_gqa"],
         transposed_v=bool(values["transposed_v"]),
         v_of_key=entry.v is not None,
-        split_kv=values["split_kv"] is True or (not backward and (entry.v is not None or is_wide)),
+        split_kv=values["split_kv"] is True or (not backward and (entry.v is not None or beyond_256)),
         split_tiles=values["split_kv"] == SPLIT_TILES,
         scale_block=DESCALE_BLOCKS[values["descale"] or "head"],
         allow=tuple(sorted(set(entry.allow))),

@@ -35,6 +35,14 @@ def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str, third: i
     assert interpreter.call("gradient_problems", spec(head_dim=head_dim, loads=loads), 22, third) == ()
 
 
+@sampled(
+    variant=["causal", "softcap", "allowed"], head_dim=["264", "320", "440", "512", "{qk: 512, v: 64}"], layout=LAYOUTS
+)
+def test_head_dims_beyond_256(interpreter: Interpreter, variant: str, head_dim: str, layout: str) -> None:
+    """A kernel for each gradient."""
+    assert interpreter.call("gradient_problems", spec(variant, arch="sm90a", head_dim=head_dim, layout=layout), 30) == ()
+
+
 @sampled(variant=["full", "alibi"], loads=LOADS, layout=LAYOUTS)
 def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str) -> None:
     text = spec(variant, dtype="fp32", loads=loads, layout=layout, head_dim=48)

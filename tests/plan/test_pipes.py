@@ -15,6 +15,7 @@ from attngen.plan.schedules import named
 from attngen.plan.schedules.decode_pipes import decode_pipes
 from attngen.plan.schedules.indexed_pipes import indexed_pipes
 from attngen.plan.schedules.mla_pipes import mla_pipes
+from attngen.plan.schedules.wide_pipes import wide_pipes
 from attngen.render import render
 from attngen.resources import root, templates_dir
 from tests.plan import declared
@@ -140,6 +141,9 @@ def table(pipes: Pipes) -> str:
         pytest.param(partial(declared.cluster, 3, 3, 4, ordered=True), id="cluster"),
         pytest.param(partial(decode_pipes, warps=8, stages=24, stage=8192, merge=34816, q=0), id="decode"),
         pytest.param(partial(mla_pipes, qk=576, v=512, element=2, registers=(56, 224)), id="mla"),
+        pytest.param(
+            partial(wide_pipes, width_qk=512, element=2, register_boxes=5, registers=(160, 152, 40)), id="wide"
+        ),
         pytest.param(partial(indexed_pipes, qk=576, v=512, element=2, registers=(56, 224)), id="indexed"),
     ],
 )

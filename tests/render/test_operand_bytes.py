@@ -227,6 +227,7 @@ def test_every_schedule_and_layout_is_among_them() -> None:
     assert {plan.schedule for plan in plans} == {row.name for row in rows} - {
         "hopper_decode",
         "hopper_mla",
+        "hopper_wide",
         "hopper_indexed",
         "mma_forward",
         "mma_decode",

@@ -11,7 +11,7 @@ from attngen.errors import PlanError
 from attngen.manifest import GRID
 from attngen.plan import arguments
 from attngen.plan.allowances import CACHE_SPILLS, SPILLS
-from attngen.plan.choices import SECTION_BYTES, check_head_dims, is_wide, iteration_of, refuse
+from attngen.plan.choices import SECTION_BYTES, check_head_dims, is_beyond_256, iteration_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Launch, Plan, Structure, Workspace
@@ -231,7 +231,7 @@ SCHEDULE = Schedule(
     template="cuda/decode/kernel.cu.j2",
     view="attngen.render.views.hopper_decode:decode_view",
     supports=lambda arch: arch.wgmma,
-    suits=lambda spec: not is_wide(spec),
+    suits=lambda spec: not is_beyond_256(spec),
     plan=_plan,
     keep_promises=keep_promises,
     pipes=decode_pipes_of,

@@ -68,17 +68,18 @@ def plan_latent(
     raise_above: str,
     arguments_of: Callable[[Plan], tuple[Argument, ...]],
     products: tuple[int, int],
-    width: int | None = None,
+    widths: tuple[int, int] | None = None,
     structure_of: Callable[..., HopperMla] | None = None,
     spills: Spills = MLA_SPILLS,
 ) -> Plan:
     """Plan a kernel of latent attention, or of wide heads, and the launch that merges its partial results.
 
-    ``products``: how many S = Q K^T of a tile the source has, and how many O += P V. ``width``: columns to which those of
-    q, k and v are padded.
+    ``products``: how many S = Q K^T of a tile the source has, and how many O += P V. ``widths``: columns to which those of
+    q and k, and those of v, are padded.
     """
     iteration = iteration_of(replace(spec, pack_gqa=True))
     element = operands_of(spec).shared("q", "k", "v", "p")
+    width_qk, width_v = widths or (spec.head_dim_qk, spec.head_dim_v)
     structure = (structure_of or HopperMla)(
         persistent=True,
         shared=pipes.regions,
@@ -100,8 +101,8 @@ def plan_latent(
         width=f"c{CONSUMERS}",
         tile_map=False,
         alignment=16,
-        columns_qk=(columns_qk := Columns(0, width or spec.head_dim_qk, spec.head_dim_qk),),
-        columns_v=(columns_v := Columns(0, width or spec.head_dim_v, spec.head_dim_v),),
+        columns_qk=(Columns(0, width_qk, spec.head_dim_qk),),
+        columns_v=(Columns(0, width_v, spec.head_dim_v),),
         backend="cuda",
         schedule=schedule,
         loads=loads,
@@ -118,7 +119,7 @@ def plan_latent(
         structure=structure,
         pack_gqa=True,
     )
-    of_s, of_o = columns_qk.width // element.mma_k, KEYS // element.mma_k
+    of_s, of_o = width_qk // element.mma_k, KEYS // element.mma_k
     forward = Launch(
         "forward", planned.name, GRID, ROWS, KEYS, TILES, planned.num_warps, planned.iteration, arguments_of(planned),
         persistent=True, cluster=_PAIR, row_warps=_PAIR, row_blocks=_PAIR, pdl=True,
@@ -127,10 +128,10 @@ def plan_latent(
     )  # fmt: skip
     merge = Launch(
         "merge", naming.launch_name(planned.name, "merge"), MERGED, ROWS, KEYS, 1,
-        MERGED_ROWS * columns_v.width // 4 // 32, planned.iteration, forward.arguments, row_warps=_PAIR,
+        MERGED_ROWS * width_v // 4 // 32, planned.iteration, forward.arguments, row_warps=_PAIR,
         row_blocks=_PAIR, pdl=True, max_spills=SPILLS.bytes,
     )  # fmt: skip
-    partials = ("split_slots", "row_warps", ROWS * (columns_v.width + ROW_PADDING))
+    partials = ("split_slots", "row_warps", ROWS * (width_v + ROW_PADDING))
     workspaces = Workspace("partials", "fp32", (partials,)), Workspace("begun", "i32", (("split_blocks", 2),))
     return planned.with_launches(forward, merge, workspaces=workspaces)
 
@@ -198,11 +199,14 @@ def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             spec, "head_dim", f"with 'v: key' kernels have head_dim {allowed}, not "
             f"{{qk: {spec.head_dim_qk}, v: {spec.head_dim_v}}}"
         )  # fmt: skip
-    return latent_refusal(spec, "with 'v: key'")
+    return latent_refusal(spec, "with 'v: key'", "v")
 
 
-def latent_refusal(spec: KernelSpec, which: str) -> PlanError | None:
-    """Reason why a kernel of the structure that latent attention has cannot serve a spec, or None."""
+def latent_refusal(spec: KernelSpec, which: str, reason: str) -> PlanError | None:
+    """Reason why a kernel of the structure that latent attention has cannot serve a spec, or None.
+
+    ``which`` says of which kernels that holds, and ``reason`` is the field that makes them such.
+    """
     if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype is not None:
         dtypes = f"{spec.dtype} with a cache in {spec.kv_dtype}" if spec.kv_dtype else spec.dtype
         return refuse(spec, "dtype", f"{which} kernels take {' and '.join(KEY_VALUE_DTYPES)}, not {dtypes}")
@@ -225,7 +229,7 @@ def latent_refusal(spec: KernelSpec, which: str) -> PlanError | None:
         return refuse(spec, "tile_map", f"{which} kernels classify tiles themselves; allowed: auto, never")
     if spec.variant.dropout:
         return refuse(
-            spec, "v", "dropout shares random numbers among rows of one head, and here rows belong to several; "
+            spec, reason, "dropout shares random numbers among rows of one head, and here rows belong to several; "
             "leave it out"
         )  # fmt: skip
     return None

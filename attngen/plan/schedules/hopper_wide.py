@@ -13,7 +13,7 @@ from attngen.arch import Arch
 from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS, WIDE_HEAD_DIMS
 from attngen.errors import PlanError
 from attngen.plan.allowances import WIDE_SPILLS
-from attngen.plan.choices import is_wide, refuse
+from attngen.plan.choices import is_beyond_256, refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.operands import operands_of
@@ -22,11 +22,12 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import hopper_mla
 from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
 from attngen.plan.schedules.hopper_mla import HopperMla, arguments_of_maps, plan_latent
-from attngen.plan.schedules.wide_pipes import wide_pipes
+from attngen.plan.schedules.wide_pipes import BOX_COLUMNS, wide_pipes
 from attngen.schema.expand import KernelSpec
 
 _REGISTERS = 160, 152, 40  # of a thread of the consumers, of the scorer, and of the loaders
-_REGISTER_BOXES = 5  # boxes of 64 columns of Q in registers, of eight
+#: Boxes of columns of Q that registers hold at most; one at least is in shared memory.
+_REGISTER_BOXES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise refused
     return plan_latent(
         spec,
-        _pipes(operands_of(spec).k.bytes),
+        _pipes(spec.head_dim_qk, operands_of(spec).k.bytes),
         schedule="hopper_wide",
         label="wide",
         loads="descriptor",
@@ -49,21 +50,33 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise_above=PROBABILITIES[spec.dtype].raise_above,
         arguments_of=partial(arguments_of_maps, mapped="kv"),
         products=(1, 2),
-        width=WIDE_HEAD_DIMS[-1],
-        structure_of=partial(HopperWide, register_boxes=_REGISTER_BOXES),
+        widths=(_width_qk(spec.head_dim_qk), WIDE_HEAD_DIMS[-1]),
+        structure_of=partial(HopperWide, register_boxes=_register_boxes(spec.head_dim_qk)),
         spills=WIDE_SPILLS,
     )
 
 
-def _pipes(element_bytes: int) -> Pipes:
+def _width_qk(head_dim: int) -> int:
+    """Columns of q and k with padding: whole pairs of boxes, since a loader copies two of a tile."""
+    return -(-head_dim // (2 * BOX_COLUMNS)) * 2 * BOX_COLUMNS
+
+
+def _register_boxes(head_dim_qk: int) -> int:
+    return min(_REGISTER_BOXES, _width_qk(head_dim_qk) // BOX_COLUMNS - 1)
+
+
+def _pipes(head_dim_qk: int, element_bytes: int) -> Pipes:
     return wide_pipes(
-        width=WIDE_HEAD_DIMS[-1], element=element_bytes, register_boxes=_REGISTER_BOXES, registers=_REGISTERS
+        width_qk=_width_qk(head_dim_qk),
+        element=element_bytes,
+        register_boxes=_register_boxes(head_dim_qk),
+        registers=_REGISTERS,
     )
 
 
 def wide_pipes_of(plan: Plan) -> Pipes:
     """Pipes of a planned kernel."""
-    return _pipes(plan.operands.k.bytes)
+    return _pipes(plan.head_dim_qk, plan.operands.k.bytes)
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
@@ -81,7 +94,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
                 f"head_dim {head_dim} is not a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {widest}; "
                 f"nearest: {nearest}",
             )
-    return hopper_mla.latent_refusal(spec, f"with {beyond}")
+    return hopper_mla.latent_refusal(spec, f"with {beyond}", "head_dim")
 
 
 SCHEDULE = Schedule(
@@ -91,7 +104,7 @@ SCHEDULE = Schedule(
     template="cuda/wide/kernel.cu.j2",
     view="attngen.render.views.hopper_wide:wide_view",
     supports=lambda arch: arch.wgmma,
-    suits=is_wide,
+    suits=is_beyond_256,
     plan=_plan,
     keep_promises=keep_promises,
     pipes=wide_pipes_of,

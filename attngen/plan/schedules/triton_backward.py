@@ -15,13 +15,13 @@ from attngen.lang.constant_conditions import reads_products
 from attngen.lang.ir import names
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, budget, naming
-from attngen.plan.allowances import SPILLS, may_wait
+from attngen.plan.allowances import SPILLS, WIDE_BACKWARD_SPILLS, may_wait
 from attngen.plan.choices import (
     SECTION_BYTES,
     STAGES,
     WARPS,
     check_sizes,
-    is_wide,
+    is_beyond_256,
     iteration_of,
     refuse,
 )
@@ -55,9 +55,6 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("listed", 128, Tile(16, 128, 2, 8), Tile(128, 64, 2, 8)),
     ("listed", 192, Tile(16, 32, 2, 4), Tile(64, 32, 2, 4)),
     ("listed", 256, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
-    ("wgmma", 512, Tile(32, 32, 1, 8), Tile(64, 32, 1, 8)),
-    ("listed", 512, Tile(16, 32, 1, 8), Tile(64, 32, 1, 8)),
-    ("scored", 512, Tile(16, 32, 1, 8), Tile(64, 32, 1, 8)),
     # chosen such that ptxas neither spills nor makes products wait for each other
     ("dropped", 64, Tile(64, 32, 2, 4), Tile(64, 64, 2, 4)),
     ("dropped", 96, Tile(16, 32, 2, 4), Tile(64, 16, 2, 4)),
@@ -82,6 +79,8 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("fp32", 64, Tile(32, 32, 1, 8), Tile(32, 32, 1, 8)),
     ("fp32", 128, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
     ("fp32", 256, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+    # three kernels, one for each gradient
+    ("any", 512, Tile(32, 64, 1, 8), Tile(64, 32, 1, 8)),
 )
 
 #: The same for the two kernels of a backward: tile of "dkdv", tile of "dq".
@@ -149,7 +148,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         gathers=gathers(spec.variant),
         dropout=spec.variant.dropout,
     )
-    by_keys = (_DV, _DK) if is_wide(spec) else (_DKDV,)
+    by_keys = (_DV, _DK) if is_beyond_256(spec) else (_DKDV,)
     iterations = {kind: iteration_of(spec, "q" if kind.by_keys else "kv") for kind in (*by_keys, _DQ)}
     if rows == "wgmma":
         if iterations[by_keys[-1]] != "ranges" or "h" in names(spec.variant.mask):
@@ -220,7 +219,7 @@ def _fixed(tile: Tile) -> Gradient:
 
 def _default_tile(kernel: str, family: str, head_dim: int) -> Tile:
     """Return the table's tile for ``dkdv`` or ``dq``, before its budget is checked."""
-    row = next(row for row in _GRADIENTS if row[0] == family and head_dim <= row[1])
+    row = next(row for row in _GRADIENTS if row[0] in (family, "any") and head_dim <= row[1])
     return row[2] if kernel == "dkdv" else row[3]
 
 
@@ -316,7 +315,7 @@ def _gradient(planned: Plan, kind: _Kind, tile: Tile, iteration: str) -> list[La
         num_warps=tile.warps,
         iteration=iteration,
         tile_map=axes,
-        max_spills=SPILLS.bytes,
+        max_spills=(WIDE_BACKWARD_SPILLS if planned.main == _DK.name else SPILLS).bytes,
     )
     own = planned.of_launch(launch)
     launches = [replace(launch, arguments=_arguments(own, kind))]

@@ -15,13 +15,13 @@ _WARPS = WARPGROUP * (CONSUMERS + 2)
 _FLOAT = 4
 
 
-def wide_pipes(*, width: int, element: int, register_boxes: int, registers: tuple[int, int, int]) -> Pipes:
-    """Pipes of a kernel with rows of ``width`` columns of ``element`` bytes, and ``register_boxes`` of Q in registers.
+def wide_pipes(*, width_qk: int, element: int, register_boxes: int, registers: tuple[int, int, int]) -> Pipes:
+    """Pipes of a kernel with ``width_qk`` columns of Q and K, of ``element`` bytes, and ``register_boxes`` of Q in registers.
 
     ``registers`` are those of a thread of the consumers, of the scorer, and of the loaders.
     """
     box = KEYS * BOX_COLUMNS * element
-    boxes = width // BOX_COLUMNS
+    boxes = width_qk // BOX_COLUMNS
     others = {
         "q": (boxes - register_boxes) * box,
         "p": box,

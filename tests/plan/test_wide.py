@@ -1,0 +1,122 @@
+"""Plans of head dims beyond 256: the forward, what it refuses, padding, and the three kernels of the backward."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attngen.arch import ARCHES
+from attngen.dtypes import WIDE_HEAD_DIMS, dtype
+from attngen.errors import PlanError
+from attngen.plan import Plan, plan
+from attngen.plan.tiles import gradient_columns
+from attngen.render import render
+from attngen.schema import expand, load_spec_text
+from attngen.schema.expand import KernelSpec
+
+BACKWARD = "passes: backward"
+
+
+def specs(entry: str = "variant: causal", *, head_dim: str = "512", arch: str = "sm90a") -> tuple[KernelSpec, ...]:
+    variants = '{dropped: {mask: "q_pos >= kv", dropout: true}, listed: {keys: index}}'
+    text = f"schema: 1\narch: [{arch}]\nvariants: {variants}\nkernels:\n  - {{head_dim: {head_dim}, {entry}}}\n"
+    return expand(load_spec_text(text))
+
+
+def planned(entry: str = "variant: causal", **fields: str) -> Plan:
+    (kernel,) = specs(entry, **fields)
+    return plan(kernel)
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [("causal", "dense"), ("sliding_window", "varlen"), ("softcap", "paged"), ("causal_sink", "paged"), ("allowed", "dense")],
+)
+def test_every_layout_and_mask_has_one_kernel_that_shares_keys(layout: str, variant: str) -> None:
+    kernel = planned(f"variant: {variant}, layout: {layout}")
+    assert (kernel.schedule, kernel.backend, kernel.split_kv) == ("hopper_wide", "cuda", True)
+    launch, merge = kernel.launches
+    assert (launch.grid, launch.cluster, merge.grid) == ("splits", 2, "merged_rows")
+    assert [argument.of for argument in launch.arguments if argument.kind == "descriptor"] == ["k", "v"]
+    assert "named_arrive(Named::kPublished" in render(kernel).text
+
+
+def test_split_kv_asks_for_the_same_kernel() -> None:
+    assert specs() == specs("variant: causal, split_kv: true")
+
+
+@pytest.mark.parametrize("dim", [264, 320, 384, 512, "{qk: 512, v: 64}", "{qk: 40, v: 504}", "{qk: 264, v: 264}"])
+def test_memory_and_registers_fit(dim: int | str) -> None:
+    """Q that is not in registers, a tile of K, two of V and one of P, beside a kilobyte that the system takes."""
+    kernel = planned(head_dim=str(dim))
+    structure, width = kernel.structure, kernel.columns_qk[0].width
+    assert structure.shared_bytes <= ARCHES["sm90a"].shared_memory - 1024
+    assert kernel.head_dim_qk <= width < kernel.head_dim_qk + 128
+    regions = {region.name: region for region in structure.shared}
+    assert regions["keys"].bytes == 64 * width * 2
+    assert regions["values"].bytes == 2 * 64 * 512 * 2
+    assert regions["q"].bytes + structure.register_boxes * 64 * 64 * 2 == 64 * width * 2
+    assert all(regions[name].offset % 1024 == 0 for name in ("q", "keys", "values", "p"))
+    assert sum(32 * role.warps * role.registers for role in structure.warp_roles) <= 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("entry", "head_dim", "field", "reason"),
+    [
+        ("variant: causal", "513", "head_dim", "513 is not a multiple of 8 from 8 to 512; nearest: 512"),
+        ("variant: causal", "258", "head_dim", "nearest: 256"),
+        ("variant: causal", "600", "head_dim", "nearest: 512"),
+        ("variant: causal, backend: triton", "512", "head_dim", "no forward of head dims beyond 256; nearest: 256"),
+        ("variant: causal, dtype: fp32", "512", "dtype", "bf16 and fp16, not fp32"),
+        ("variant: causal, dtype: fp8_e4m3", "512", "dtype", "bf16 and fp16, not fp8_e4m3"),
+        ("variant: causal, kv_dtype: fp8_e4m3", "512", "dtype", "bf16 with a cache in fp8_e4m3"),
+        ("variant: causal, alignment: 8", "512", "alignment", "alignment 16, not 8"),
+        ("variant: causal, tile: {m: 128, n: 64}", "512", "tile", "have one tile"),
+        ("variant: causal, pack_gqa: true", "512", "pack_gqa", "no choice of it"),
+        ("variant: causal, tile_map: always", "512", "tile_map", "allowed: auto, never"),
+        ("variant: dropped", "512", "head_dim", "dropout shares random numbers among rows of one head"),
+        ("variant: listed", "512", "variant", "only kernels with 'v: key' take"),
+        (f"variant: causal, {BACKWARD}, dtype: fp32", "512", "dtype", "bf16 and fp16, not fp32"),
+        (f"variant: causal, {BACKWARD}, backward: {{backend: cuda}}", "512", "head_dim", "from 8 to 256; nearest: 256"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(entry: str, head_dim: str, field: str, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason) as caught:
+        planned(entry, head_dim=head_dim)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm120a", "sm100a"])
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_other_architectures_name_the_widest_head_dim(arch: str, passes: str) -> None:
+    with pytest.raises(PlanError, match="256"):
+        planned(f"variant: causal, passes: {passes}", arch=arch)
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout"), [("causal", "varlen"), ("softcap", "dense"), ("dropped", "dense"), ("allowed", "dense")]
+)
+def test_a_backward_has_a_kernel_for_each_gradient(variant: str, layout: str) -> None:
+    kernel = planned(f"variant: {variant}, layout: {layout}, {BACKWARD}")
+    assert (kernel.schedule, kernel.main) == ("triton_backward", "dk")
+    launches = [launch for launch in kernel.launches if launch.grid in ("keys", "queries")]
+    assert [launch.name for launch in launches] == ["dv", "dk", "dq"]
+    names = [{argument.name for argument in launch.arguments} for launch in launches]
+    assert [{name for name in ("dq_ptr", "dk_ptr", "dv_ptr") if name in own} for own in names] == [
+        {"dv_ptr"}, {"dk_ptr"}, {"dq_ptr"},
+    ]  # fmt: skip
+    assert "v_ptr" not in names[0]
+    assert "delta_ptr" not in names[0]
+    text = render(kernel).text
+    own = text[text.index(launches[0].symbol) : text.index(launches[1].symbol)]
+    assert "dv = tl.dot(" in own
+    assert not re.search(r"\b(ds|dp|delta|dk)\b", own)
+
+
+@pytest.mark.parametrize("head_dim", WIDE_HEAD_DIMS)
+def test_no_copy_of_64_columns_brings_padding_alone(head_dim: int) -> None:
+    blocks = gradient_columns(head_dim, dtype("bf16"), wgmma=True)
+    assert [block.start for block in blocks] == [sum(one.width for one in blocks[:i]) for i in range(len(blocks))]
+    assert sum(block.used for block in blocks) == head_dim
+    assert all(block.used > block.width - 64 for block in blocks)
