@@ -11,7 +11,7 @@ import click
 
 from attngen.arch import ARCHES
 from attngen.commands.output import warn
-from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS
+from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS, WIDE_HEAD_DIMS
 from attngen.errors import SpecError, StoreError, suggest
 from attngen.files import cause
 
@@ -84,8 +84,8 @@ def _of_functions(
     from attngen.integrations.flex_spec import flex_spec
 
     for dim in head_dim:
-        if dim not in HEAD_DIMS:
-            least, most = HEAD_DIMS[0], HEAD_DIMS[-1]
+        if dim not in (*HEAD_DIMS, *WIDE_HEAD_DIMS):
+            least, most = HEAD_DIMS[0], WIDE_HEAD_DIMS[-1]
             raise SpecError(f"--head-dim: found {dim}; allowed: multiples of {HEAD_DIM_STEP} from {least} to {most}")
     kernel: dict[str, object] = {
         "arch": list(dict.fromkeys(arch)), "head_dim": list(dict.fromkeys(head_dim)) or [64, 128],

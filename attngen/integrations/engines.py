@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attngen.arch import ARCHES
-from attngen.dtypes import HEAD_DIMS
+from attngen.dtypes import HEAD_DIMS, WIDE_HEAD_DIMS
 from attngen.errors import CallError
 from attngen.integrations import catalogue
 from attngen.integrations.choice import NO_LIMIT
@@ -241,9 +241,13 @@ def _variant_of(name: str | Variant) -> Variant:
     return registry.find(name).variant
 
 
-def head_dim_reason(head_dim: int) -> str | None:
-    """Why no kernel has a head dimension, or None."""
-    return None if head_dim in HEAD_DIMS else f"head size {head_dim} is not a multiple of 8 from 8 to {HEAD_DIMS[-1]}"
+def head_dim_reason(head_dim: int, *, fp8: bool = False) -> str | None:
+    """Why no kernel has a head dimension, over a cache in ``fp8`` or in 16 bits, or None."""
+    if head_dim in HEAD_DIMS or (head_dim in WIDE_HEAD_DIMS and not fp8):
+        return None
+    cache = " over a cache in fp8" if head_dim in WIDE_HEAD_DIMS else ""
+    widest = HEAD_DIMS[-1] if fp8 else WIDE_HEAD_DIMS[-1]
+    return f"head size {head_dim}{cache} is not a multiple of 8 from 8 to {widest}"
 
 
 def card_reason(major: int, minor: int) -> str | None:

@@ -124,6 +124,10 @@ class AttngenBackend(AttentionBackend):
             "compute capability not supported": capability and engines.card_reason(capability.major, capability.minor),
         }
         reasons = [words.get(reason) or reason for reason in reasons]
+        fp8 = given.get("kv_cache_dtype") in _FP8
+        wide = engines.head_dim_reason(given["head_size"], fp8=fp8)
+        if wide is not None and cls.supports_head_size(given["head_size"]):
+            reasons.append(wide)
         if given.get("use_dcp") and given.get("has_sliding_window"):
             reasons.append("a sliding window with decode context parallelism: a rank's keys are not consecutive")
         return reasons

@@ -146,7 +146,11 @@ def test_what_is_not_served_is_said_in_words(cases: Any) -> None:
     hopper, ada = SimpleNamespace(major=9, minor=0), SimpleNamespace(major=8, minor=9)
     given = {"head_size": 128, "dtype": torch.bfloat16, "use_mla": False, "device_capability": hopper}
     assert validate(**given) == []
-    assert "head size 320 is not a multiple of 8 from 8 to 256" in validate(**{**given, "head_size": 320})
+    assert "head size 300 is not a multiple of 8 from 8 to 512" in validate(**{**given, "head_size": 300})
+    assert validate(**{**given, "head_size": 512}) == []
+    assert validate(**{**given, "head_size": 512}, kv_cache_dtype="fp8") == [
+        "head size 512 over a cache in fp8 is not a multiple of 8 from 8 to 256"
+    ]
     assert "MLA: no kernel of attngen reads latent keys from pages" in validate(**{**given, "use_mla": True})
     assert any("the card is sm89" in reason for reason in validate(**{**given, "device_capability": ada}))
     apart = validate(**given, use_dcp=True, has_sliding_window=True)
