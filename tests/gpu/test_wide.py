@@ -147,9 +147,7 @@ def test_a_graph_follows_its_lengths() -> None:
     q, lengths = torch.randn(4, 2, 8, 512).bfloat16().cuda(), torch.tensor([2560, 9, 1, 700]).int().cuda()
 
     def call() -> tuple[Tensor, Tensor]:
-        out = attngen.attention_paged(
-            q, k, v, table, lengths, package=PACKAGE, variant="causal", return_lse=True
-        )
+        out = attngen.attention_paged(q, k, v, table, lengths, package=PACKAGE, variant="causal", return_lse=True)
         assert isinstance(out, tuple)
         return out
 

@@ -40,7 +40,9 @@ def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str, third: i
 )
 def test_head_dims_beyond_256(interpreter: Interpreter, variant: str, head_dim: str, layout: str) -> None:
     """A kernel for each gradient."""
-    assert interpreter.call("gradient_problems", spec(variant, arch="sm90a", head_dim=head_dim, layout=layout), 30) == ()
+    assert (
+        interpreter.call("gradient_problems", spec(variant, arch="sm90a", head_dim=head_dim, layout=layout), 30) == ()
+    )
 
 
 @sampled(variant=["full", "alibi"], loads=LOADS, layout=LAYOUTS)

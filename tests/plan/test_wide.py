@@ -31,7 +31,13 @@ def planned(entry: str = "variant: causal", **fields: str) -> Plan:
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    [("causal", "dense"), ("sliding_window", "varlen"), ("softcap", "paged"), ("causal_sink", "paged"), ("allowed", "dense")],
+    [
+        ("causal", "dense"),
+        ("sliding_window", "varlen"),
+        ("softcap", "paged"),
+        ("causal_sink", "paged"),
+        ("allowed", "dense"),
+    ],
 )
 def test_every_layout_and_mask_has_one_kernel_that_shares_keys(layout: str, variant: str) -> None:
     kernel = planned(f"variant: {variant}, layout: {layout}")

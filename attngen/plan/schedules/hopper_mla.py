@@ -74,8 +74,8 @@ def plan_latent(
 ) -> Plan:
     """Plan a kernel of latent attention, or of wide heads, and the launch that merges its partial results.
 
-    ``products``: how many S = Q K^T of a tile the source has, and how many O += P V. ``widths``: columns to which those of
-    q and k, and those of v, are padded.
+    ``products``: how many S = Q K^T of a tile the source has, and how many O += P V. ``widths``: columns of q and k,
+    and of v, with padding.
     """
     iteration = iteration_of(replace(spec, pack_gqa=True))
     element = operands_of(spec).shared("q", "k", "v", "p")

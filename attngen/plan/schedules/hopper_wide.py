@@ -1,7 +1,8 @@
 """The Hopper forward of head dims beyond 256, up to 512.
 
-O of 64 rows takes two warpgroups, a half of its columns each. A third one computes S and P, with most of Q in registers,
-so that products of S read shared memory for K alone. Blocks share the keys of sequences, as in ``hopper_mla``.
+O of 64 rows takes two warpgroups, a half of its columns each. A third one computes S and P, with most of Q in
+registers, so that products of S read shared memory for K alone. Blocks share the keys of sequences, as in
+``hopper_mla``.
 """
 
 from __future__ import annotations

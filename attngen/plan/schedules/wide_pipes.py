@@ -1,4 +1,4 @@
-"""The pipes of the Hopper kernels of head dims beyond 256: a ring of boxes of K, one of boxes of V, and P of one tile."""
+"""The pipes of the Hopper kernels of head dims beyond 256: a ring of boxes of K, one of V, and P of one tile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLOAT = 4
 
 
 def wide_pipes(*, width_qk: int, element: int, register_boxes: int, registers: tuple[int, int, int]) -> Pipes:
-    """Pipes of a kernel with ``width_qk`` columns of Q and K, of ``element`` bytes, and ``register_boxes`` of Q in registers.
+    """Pipes of a kernel with ``width_qk`` columns of Q and K, and ``register_boxes`` of Q in registers.
 
     ``registers`` are those of a thread of the consumers, of the scorer, and of the loaders.
     """
@@ -60,7 +60,7 @@ def wide_pipes(*, width_qk: int, element: int, register_boxes: int, registers: t
             ),
         ),
         named=(
-            NamedBarrier("consumers", 1, 1, CONSUMERS * threads, "the last block of an item merges its partial results"),
+            NamedBarrier("consumers", 1, 1, CONSUMERS * threads, "partial results are stored, or have been merged"),
             NamedBarrier("queries", 2, 1, threads, "columns of Q are in shared memory, or have been multiplied"),
             NamedBarrier("published", 3, 1, handed, "P and alpha of a tile are in shared memory"),
             NamedBarrier("multiplied", 4, 1, handed, "both consumers have multiplied P"),

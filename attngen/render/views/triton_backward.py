@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attngen.lang.statements import Code, leaf, lines, needed, reads
+from attngen.lang.statements import Code, Statement, leaf, lines, needed, reads
 from attngen.plan.arguments import block_suffix
 from attngen.plan.model import Columns, Launch, Plan
 from attngen.plan.schedules.triton_backward import has_window, results_of, through_descriptor
@@ -127,7 +127,7 @@ def backward_view(plan: Plan, template: str) -> BackwardView:
         template=template,
         command=command(plan),
         summary=summary(plan),
-        searches=any(each.searches for each in (*by_keys, dq, *classifiers)),
+        searches=any(each.searches for each in (*by_keys, dq)) or any(each.searches for each in classifiers),
         lists=any(kernel.part.iteration != "ranges" for kernel in (*by_keys, dq)),
         preprocess=preprocess,
         preprocess_lines=parameter_list(preprocess.arguments),
@@ -144,7 +144,7 @@ def _kernel(plan: Plan, part: Launch, form: Form) -> GradientKernel:
     code = gradients(own, form, [*spans.lines, *listed.lines])
     written = results_of(part)
     if written == ("dv",):  # P alone: nothing reads dS
-        code = replace(code, derivative=needed(code.derivative, [leaf("p")]), factor_lines=())
+        code = replace(code, derivative=needed(code.derivative, [Statement("", frozenset({"p"}))]), factor_lines=())
     condition = spans.condition if part.iteration == "ranges" else listed.condition
     before = [*spans.lines, *listed.lines, *code.hoisted, *code.of_head, *code.factor_lines]
     read = reads([*before, *code.logit, *code.mask, *code.derivative, *code.after])
