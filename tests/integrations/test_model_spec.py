@@ -319,7 +319,7 @@ def test_servers_need_an_arch_and_a_dtype_that_have_kernels_for_caches(tmp_path:
 
 def test_a_layer_that_no_kernel_takes_is_named(tmp_path: Path) -> None:
     _, config = FAMILIES["llama"].make()
-    config.head_dim = 264
+    config.head_dim = 520
     config.save_pretrained(tmp_path)
     refused = attngen("spec", "--model", str(tmp_path), code=2)
-    assert "no kernel can be built: span, head_dim 264" in refused.stderr
+    assert "no kernel can be built: span, head_dim 520" in refused.stderr
