@@ -21,6 +21,8 @@ from attngen.records import Axis, Count, Kind, MisfitError, Name, Signed, Size, 
 #: Grids of split-KV launches, of those whose blocks share the keys of a tile of queries, and of those that merge
 #: partial results of the first.
 GRID, SHARES, MERGED = "splits", "key_shares", "merged_rows"
+#: Grid of a backward of keys by index: heads of a query.
+LISTS = "lists"
 
 #: Type of an argument → bytes; alignment is the same. Triton passes a bool as one byte.
 TYPE_BYTES: Mapping[str, int] = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8}

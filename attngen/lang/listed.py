@@ -2,10 +2,13 @@
 
 A query of such a variant sees the keys that its row of ``indices`` lists and that the mask allows. Entries that are
 negative, or not less than the number of keys, are ignored; a key that is listed twice counts twice. With
-``topk_length``, only so many entries at the beginning of each row are read.
+``topk_length``, only so many entries at the beginning of each row are read. Entries may be numbers of blocks of keys
+instead, and each KV head may have a list of its own.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 from attngen.lang.variant import Tensor
 
@@ -13,5 +16,41 @@ from attngen.lang.variant import Tensor
 INDICES = Tensor("indices", "int32", ("b", "seqlen_q", "topk"))
 TOPK_LENGTH = Tensor("topk_length", "int32", ("b", "seqlen_q"))
 
+
+@dataclass(frozen=True, slots=True)
+class KeyLists:
+    """What a variant's lists hold: entries are numbers of blocks of ``block`` keys, ``per_head`` says that each KV head
+    has lists of its own, and ``counted`` that ``topk_length`` comes with them."""
+
+    per_head: bool
+    block: int
+    counted: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that a call passes beside those that the variant declares."""
+        if not self.per_head:
+            return (INDICES, TOPK_LENGTH) if self.counted else (INDICES,)
+        indices = Tensor(INDICES.name, INDICES.dtype, ("b", "seqlen_q", "hk", "topk"))
+        length = Tensor(TOPK_LENGTH.name, TOPK_LENGTH.dtype, indices.shape[:-1])
+        return (indices, length) if self.counted else (indices,)
+
+
+_UNCOUNTED = {
+    "index": KeyLists(per_head=False, block=1),
+    "blocks_of_16": KeyLists(per_head=False, block=16),
+    "blocks_of_32": KeyLists(per_head=False, block=32),
+    "blocks_of_64": KeyLists(per_head=False, block=64),
+    "blocks_of_128": KeyLists(per_head=False, block=128),
+    "head_index": KeyLists(per_head=True, block=1),
+    "head_blocks_of_16": KeyLists(per_head=True, block=16),
+    "head_blocks_of_32": KeyLists(per_head=True, block=32),
+    "head_blocks_of_64": KeyLists(per_head=True, block=64),
+    "head_blocks_of_128": KeyLists(per_head=True, block=128),
+}
+
+#: Lists by the value of a variant's field ``keys``.
+LISTS = _UNCOUNTED | {f"counted_{name}": replace(lists, counted=True) for name, lists in _UNCOUNTED.items()}
+
 #: Tensors that a variant adds to those of a call, by the value of its field ``keys``.
-KEYS = {"index": (INDICES,), "counted_index": (INDICES, TOPK_LENGTH)}
+KEYS = {name: lists.tensors for name, lists in LISTS.items()}

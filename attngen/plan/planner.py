@@ -118,13 +118,6 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
 def _without_listed_keys(spec: KernelSpec) -> str:
     """The reason why no kernel of a spec takes keys by index, with what is allowed."""
     keys = f"variant '{spec.variant.name}' has 'keys: {spec.variant.keys}'"
-    if spec.direction == "backward":
-        return f"{keys}, which has no backward; allowed: passes: forward"
-    if not spec.v_of_key:
-        return (
-            f"{keys}, which only kernels with 'v: key' take, of head_dim {{qk: 576, v: 512}} or 512; the "
-            "reference takes others"
-        )
     return f"{keys}, of which {spec.backend} has no kernel; allowed: backend: cuda"
 
 

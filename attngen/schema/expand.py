@@ -411,7 +411,8 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
     if backward:
         _refuse_forward_fields(spec, index, entry)
         _refuse_paged(chosen["passes"], index, values["layout"])
-        _refuse_values_of_keys(chosen["passes"], index, entry)
+        if declared.variant.keys is None:
+            _refuse_values_of_keys(chosen["passes"], index, entry)
         values |= dict.fromkeys(_FORWARDS) | {"backend": _backend_of_backward(entry), "split_kv": False}
     elif values["passes"] == INDEX_SCORES:
         _refuse_forward_fields(spec, index, entry)
@@ -423,9 +424,11 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
             location=spec.tree.locate(("kernels", index, "backward")),
             field=f"kernels[{index}].backward",
         )
-    if entry.v is not None and any(entry.split_kv):
+    shares = entry.v is not None or declared.variant.keys is not None
+    if shares and any(entry.split_kv):
+        asked = "'v: key'" if entry.v is not None else f"'keys: {declared.variant.keys}'"
         raise SpecError(
-            "kernels with 'v: key' always share the keys of a sequence; leave it out",
+            f"kernels with {asked} always share the keys of a sequence; leave it out",
             location=spec.tree.locate(("kernels", index, "split_kv")),
             field=f"kernels[{index}].split_kv",
         )
@@ -464,7 +467,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         pack_gqa=values["pack_gqa"],
         transposed_v=bool(values["transposed_v"]),
         v_of_key=entry.v is not None,
-        split_kv=values["split_kv"] is True or (not backward and (entry.v is not None or beyond_256)),
+        split_kv=values["split_kv"] is True or (values["passes"] == "forward" and (shares or beyond_256)),
         split_tiles=values["split_kv"] == SPLIT_TILES,
         scale_block=DESCALE_BLOCKS[values["descale"] or "head"],
         allow=tuple(sorted(set(entry.allow))),

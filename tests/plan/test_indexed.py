@@ -15,6 +15,8 @@ VARIANTS = """
   listed: {keys: index}
   listed_causal: {keys: index, mask: "q_pos >= kv"}
   counted: {keys: counted_index, score: "s + slope[h] * (kv - q_pos)", tensors: {slope: {dtype: float32, shape: [h]}}}
+  blocks: {keys: blocks_of_64}
+  head_blocks: {keys: counted_head_blocks_of_16}
 """
 
 
@@ -22,6 +24,30 @@ def planned(entry: str, *, arch: str = "sm90a", v: str = "v: key, ", head_dim: s
     text = f"schema: 1\narch: [{arch}]\nvariants:{VARIANTS}kernels:\n  - {{{v}head_dim: {head_dim}, {entry}}}\n"
     (kernel,) = expand(load_spec_text(text))
     return plan(kernel)
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
+@pytest.mark.parametrize("arch", ["sm80", "sm90a"])
+@pytest.mark.parametrize("head_dim", ["64", "128", "{qk: 192, v: 128}"])
+def test_ordinary_head_dims_gather_rows_of_k_and_v(layout: str, arch: str, head_dim: str) -> None:
+    kernel = planned(f"variant: counted, layout: {layout}", arch=arch, v="", head_dim=head_dim)
+    assert (kernel.schedule, kernel.loads, kernel.split_kv, kernel.tile_m) == ("mma_indexed", "pointer", True, 16)
+    names = [argument.name for argument in kernel.launch("forward").arguments]
+    assert {"k_ptr", "v_ptr", "indices_ptr", "topk_length_ptr", "query_rows", "query_rows_reciprocal"} <= {*names}
+    regions = {region.name: region for region in kernel.structure.shared}
+    assert regions["entries"].bytes == kernel.stages * kernel.tile_n * 4
+    assert kernel.structure.shared_bytes <= ARCHES[arch].shared_memory
+    assert "copy_number_async" in render(kernel).text
+
+
+def test_lists_of_blocks_and_of_each_kv_head() -> None:
+    plain, blocks, of_heads = (
+        render(planned(f"variant: {name}", v="", head_dim="128")).text for name in ("listed", "blocks", "head_blocks")
+    )
+    assert "const int entries = extent_indices_2;" in plain
+    assert "const int entries = extent_indices_2 * 64;" in blocks
+    assert "extent_indices_3), 0) * 16;" in of_heads
+    assert "+ hk * stride_indices_2" in of_heads
 
 
 @pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
@@ -66,8 +92,14 @@ def test_memory(head_dim: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("entry", "given", "reason"),
     [
-        ("variant: listed", {"v": ""}, "has 'keys: index', which only kernels with 'v: key' take"),
-        ("variant: listed", {"v": "", "head_dim": "128"}, "has 'keys: index', which only kernels with 'v: key' take"),
+        ("variant: listed", {"v": ""}, "head_dim"),
+        ("variant: listed, dtype: fp32", {"v": "", "head_dim": "128"}, "bf16 and fp16, not fp32"),
+        ("variant: listed, kv_dtype: fp8_e4m3", {"v": "", "head_dim": "128"}, "a cache in fp8_e4m3"),
+        ("variant: listed, passes: backward", {"v": "", "head_dim": "96"}, "multiples of 64"),
+        ("variant: listed, passes: backward", {"v": "", "head_dim": "{qk: 256, v: 320}"}, "head_dim"),
+        ("variant: counted, passes: backward", {}, "masks and sinks, no score"),
+        ("variant: listed, passes: backward, deterministic: true", {}, "adds dK up in no fixed order"),
+        ("variant: listed, passes: backward", {"arch": "sm80"}, "needs wgmma"),
         ("variant: listed, backend: triton", {}, "of which triton has no kernel"),
         ("variant: listed", {"arch": "sm80"}, "need wgmma"),
         ("variant: listed, loads: descriptor", {}, "gathered by address; allowed: pointer"),
@@ -80,8 +112,29 @@ def test_what_is_refused(entry: str, given: dict[str, str], reason: str) -> None
         planned(entry, **given)
 
 
-def test_there_is_no_backward() -> None:
-    with pytest.raises(SpecError, match="'v: key' has no backward"):
-        planned("variant: listed, passes: [forward, backward]")
-    with pytest.raises(PlanError, match="'keys: index', which has no backward"):
-        planned("variant: listed, passes: backward", v="", head_dim="64")
+def test_split_kv_is_left_out() -> None:
+    with pytest.raises(SpecError, match="'keys: index' always share the keys"):
+        planned("variant: listed, split_kv: true", v="", head_dim="128")
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90a", "sm120a"])
+@pytest.mark.parametrize("head_dim", ["64", "128", "{qk: 192, v: 128}"])
+def test_backward_of_ordinary_head_dims(head_dim: str, arch: str) -> None:
+    kernel = planned("variant: blocks, passes: backward", v="", head_dim=head_dim, arch=arch)
+    assert (kernel.schedule, kernel.stages in (2, 3)) == ("mma_indexed_backward", True)
+    assert kernel.structure.shared_bytes <= ARCHES[arch].shared_memory
+    (sums,) = (workspace for workspace in kernel.workspaces if workspace.name == "dkv_sum")
+    assert sums.terms == ((kernel.head_dim_qk, "key_rows"), (kernel.head_dim_v, "key_rows"))
+
+
+@pytest.mark.parametrize("head_dim", ["{qk: 576, v: 512}", "512"])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_backward(layout: str, head_dim: str) -> None:
+    """Blocks add dK up in float32, in memory that the first launch clears and the last one rounds."""
+    kernel = planned(f"variant: listed_causal, layout: {layout}, passes: backward", head_dim=head_dim)
+    assert (kernel.schedule, kernel.v_of_key) == ("indexed_backward", True)
+    assert [launch.name for launch in kernel.launches] == ["preprocess", "dqkv", "postprocess"]
+    assert [launch.grid for launch in kernel.launches] == ["rows", "lists", "key_rows"]
+    assert kernel.structure.shared_bytes <= ARCHES["sm90a"].shared_memory
+    assert [workspace.name for workspace in kernel.workspaces] == ["lse_log2", "delta", "dkv_sum"]
+    assert "key >= visible_to" in render(kernel).text

@@ -124,10 +124,45 @@ def test_calls_that_are_wrong() -> None:
         attngen.attention(q, k, k, variant=LISTED, indices=INDICES[None, :3])
 
 
-def test_no_kernel_can_be_built_for_other_head_dims(gpu: FakeDriver) -> None:
-    q, k = (tensor.bfloat16() for tensor in inputs())
+def test_what_kernels_there_can_be(gpu: FakeDriver) -> None:
+    q, k = (tensor.half() for tensor in inputs(dims=64))
+    with pytest.raises(NoKernelError, match="head_dim: 64"):
+        attngen.attention(q, k, k, variant=LISTED, indices=INDICES[None])
+    q, k = (tensor.float() for tensor in inputs(dims=64))
     with pytest.raises(NoKernelError, match="No kernel can be built for keys by index"):
         attngen.attention(q, k, k, variant=LISTED, indices=INDICES[None])
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_lists_of_each_kv_head_and_of_blocks(block: int) -> None:
+    """Blocks are as many keys in a row; each KV head has a list of its own."""
+    q, k = inputs(keys=70)
+    of_heads = torch.stack([INDICES, INDICES.flip(0)], 1)[None]
+    name = "counted_head_index" if block == 1 else f"counted_head_blocks_of_{block}"
+    length = torch.full((1, 5, 2), 3, dtype=torch.int32)
+    length[0, 1, 1] = 0
+    own = variant("of_heads", None, keys=name)
+    out = attngen.attention(q, k, k, variant=own, indices=of_heads, topk_length=length)
+    for row in range(5):
+        for h in range(4):
+            counted = of_heads[0, row, h // 2, : length[0, row, h // 2]].tolist()
+            seen = [
+                key for entry in counted if entry >= 0 for key in range(entry * block, (entry + 1) * block) if key < 70
+            ]
+            if not seen:
+                assert out[0, row, h].abs().max() == 0
+                continue
+            torch.testing.assert_close(out[0, row, h], expected(q, k, seen, h, row)[0])
+
+
+def test_blocks_of_a_list_are_tiles_of_keys() -> None:
+    launch: Any = SimpleNamespace(tile_m=16, tile_n=16, row_warps=4, row_blocks=1, cluster=1)
+    q, k = torch.zeros(2, 7, 24, 64), torch.zeros(2, 5000, 2, 64)
+    own = variant("blocks", None, keys="blocks_of_32")
+    call = bind(own, q, k, k, None, arguments={"indices": torch.zeros(2, 7, 9, dtype=torch.int32)})
+    sizes = split_sizes(launch, call, Capacity(132, 132))
+    assert (sizes["row_bits"], sizes["row_units"], sizes["query_rows"]) == (0, 7, 16)
+    assert sizes["split_blocks"] == min(132, 2 * 2 * 7 * 18 // 8)
 
 
 @pytest.mark.parametrize(

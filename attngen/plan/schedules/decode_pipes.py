@@ -9,9 +9,10 @@ from attngen.plan.model import Columns, Plan
 from attngen.plan.pipes import BARRIER_BYTES, ROW_PADDING, NamedBarrier, Pipes, Ring, Role, Signal
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
-_ORDER = ("kv", "q", "merge", "scales", "barriers", "begin", "last", "counts")
+_ORDER = ("kv", "q", "merge", "scales", "entries", "barriers", "begin", "last", "counts")
 WALK_BYTES = 24  # start of a block's work
 COUNT_BYTES = 12  # of a warp: splits, work items, tiles of the longest work item
+_ENTRY_BYTES = 4  # of a list of keys
 _SCALE_BYTES = 16  # of a page: the scale of K, and logarithm and reciprocal of the scale of V
 _WIDENED_BYTES = 2  # of an operand of the products
 _FILE = 64 * 1024  # 32-bit registers of a multiprocessor
@@ -21,11 +22,20 @@ LOADERS = 4
 
 
 def decode_pipes(
-    *, warps: int, stages: int, stage: int, merge: int, q: int, scales: int = 0, by_lanes: bool = False
+    *,
+    warps: int,
+    stages: int,
+    stage: int,
+    merge: int,
+    q: int,
+    scales: int = 0,
+    entries: int = 0,
+    by_lanes: bool = False,
 ) -> Pipes:
     """Return the pipes of a block of ``warps`` that multiply and those that copy, whose ``stages`` have ``stage`` bytes
-    each and ``scales`` of the scales of pages, with ``merge`` bytes for partial results, and ``q`` for Q if it lies in
-    shared memory. ``by_lanes``: each lane of a loader copies by cp.async and arrives at the barrier, instead of TMA."""
+    each, ``scales`` of the scales of pages and ``entries`` of the list of keys, with ``merge`` bytes for partial
+    results, and ``q`` for Q if it lies in shared memory. ``by_lanes``: each lane of a loader copies by cp.async and
+    arrives at the barrier, instead of TMA."""
     kv = Ring(
         "kv", stages, "a loader", "the warps of a group",
         guards="a tile of K and one of V stay until all warps of a group have multiplied them; groups take the stages "
@@ -37,7 +47,7 @@ def decode_pipes(
             warps // 2, "each warp of the group, as many times as make half of the warps together",
             "all warps of the group are done with a step",
         ),
-        stored=(("kv", stage), *([("scales", scales)] if scales else [])),
+        stored=(("kv", stage), *((name, size) for name, size in (("scales", scales), ("entries", entries)) if size)),
     )  # fmt: skip
     others = {
         "q": q, "merge": merge, "begin": WALK_BYTES, "last": BARRIER_BYTES, "counts": (warps + LOADERS) * COUNT_BYTES,
@@ -60,7 +70,7 @@ def decode_pipes_of(plan: Plan) -> Pipes:
     warps = plan.num_warps - LOADERS
     sizes = memory(
         warps, plan.columns_qk[0], plan.columns_v[0], plan.operands.k, plan.q_operand, keys=plan.tile_n,
-        of_pages=plan.scale_block == PAGE_BLOCK,
+        of_pages=plan.scale_block == PAGE_BLOCK, listed=plan.variant.keys is not None,
     )  # fmt: skip
     return decode_pipes(warps=warps, stages=plan.stages, by_lanes=plan.loads == "pointer", **sizes)
 
@@ -73,16 +83,25 @@ def multiplied(columns: Columns, element: DType) -> Columns:
 
 
 def memory(
-    warps: int, qk: Columns, v: Columns, element: DType, q_operand: str, *, keys: int, of_pages: bool = False
+    warps: int,
+    qk: Columns,
+    v: Columns,
+    element: DType,
+    q_operand: str,
+    *,
+    keys: int,
+    of_pages: bool = False,
+    listed: bool = False,
 ) -> dict[str, int]:
-    """Bytes of a stage of ``keys``, of the scales of its pages if there are some ``of_pages``, of the partial results
-    of all warps, and of Q."""
+    """Bytes of a stage of ``keys``, of the scales of its pages if there are some ``of_pages``, of its entries of a list
+    if keys are ``listed``, of the partial results of all warps, and of Q."""
     rows, size = 16, element.bytes
     of_q, of_o = multiplied(qk, element).width, multiplied(v, element).width
     factors = 4 if size < _WIDENED_BYTES else 0  # the scale of a row of Q
     return {
         "stage": keys * (qk.width + v.width) * size,
         "scales": keys * _SCALE_BYTES if of_pages else 0,
+        "entries": keys * _ENTRY_BYTES if listed else 0,
         "merge": warps * rows * 4 * (of_o + ROW_PADDING),
         "q": warps // 2 * rows * (of_q * max(size, _WIDENED_BYTES) + factors) if q_operand == "shared" else 0,
     }

@@ -83,7 +83,13 @@ def split_plan(spec: KernelSpec, arch: Arch, *, schedule: str, label: str, loads
     by_lanes = loads == "pointer"
     most = _MOST_REGISTERS_BY_LANES if by_lanes else _MOST_REGISTERS
     q_operand = "shared" if of_q // 4 + of_o // 2 > most else "registers"
-    sizes = {"element": element, "q_operand": q_operand, "keys": keys, "of_pages": spec.scale_block == PAGE_BLOCK}
+    sizes = {
+        "element": element,
+        "q_operand": q_operand,
+        "keys": keys,
+        "of_pages": spec.scale_block == PAGE_BLOCK,
+        "listed": spec.variant.keys is not None,
+    }
     warps, pipes = _memory(spec, arch, qk, v, by_lanes, **sizes)
     stages = pipes.ring("kv").stages
     structure = HopperDecode(
@@ -140,6 +146,7 @@ def split_plan(spec: KernelSpec, arch: Arch, *, schedule: str, label: str, loads
 def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
     ragged, by_address = plan.ragged_queries, plan.loads == "pointer"
+    padded = ("query_rows",) if plan.variant.keys is not None else ()
     return (
         arguments.pointer(plan, "q"),
         *(
@@ -156,9 +163,9 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
         *arguments.strides_of(plan, ("q", "k", "v") if by_address else ("q",)),
         *arguments.strides_of(plan, ("out",), promised=False),
         *arguments.tensor_shapes(plan.variant),
-        *map(arguments.size, ("batch", "heads", "kv_heads", "group", "row_bits", "row_units")),
+        *map(arguments.size, ("batch", "heads", "kv_heads", "group", *padded, "row_bits", "row_units")),
         *map(arguments.size, ("split_tiles", "max_splits")),
-        *arguments.reciprocals("batch", "group", "row_units", "split_tiles"),
+        *arguments.reciprocals("batch", *(padded or ("group",)), "row_units", "split_tiles"),
         arguments.size("max_seqlen_q" if ragged else "seqlen_q", "seqlen_q"),
         arguments.size("max_seqlen_k", "seqlen_k"),
         *map(arguments.size, ("total_q", "total_k")),
@@ -179,7 +186,11 @@ def _memory(spec: KernelSpec, arch: Arch, qk: Columns, v: Columns, by_lanes: boo
         bare = decode_pipes(warps=warps, stages=0, by_lanes=by_lanes, **sizes).regions[-1]
         room = arch.shared_memory - bare.offset - bare.bytes
         stages = (
-            min(room // (sizes["stage"] + sizes["scales"] + 2 * BARRIER_BYTES), _MOST_STEPS * warps, most_stages)
+            min(
+                room // (sizes["stage"] + sizes["scales"] + sizes["entries"] + 2 * BARRIER_BYTES),
+                _MOST_STEPS * warps,
+                most_stages,
+            )
             // LOADERS
             * LOADERS
         )

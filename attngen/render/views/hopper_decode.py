@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.dtypes import PAGE_BLOCK
+from attngen.lang.listed import KeyLists
 from attngen.lang.statements import Code, Statement, reads
 from attngen.plan.model import Plan
 from attngen.plan.schedules.decode_pipes import decode_pipes_of, multiplied
@@ -22,8 +23,8 @@ from attngen.render.views.hopper_forward import SWIZZLES, RegionView, padding
 _REGION_TEXTS = {
     "kv": "K and V, a tile of each per stage", "merge": "partial results of warps",
     "q": "Q, for all warps", "kv_full": "barriers", "kv_empty": "barriers", "begin": "where the range begins",
-    "scales": "scales of the pages of a step", "last": "whether the block came last",
-    "counts": "what each warp has counted",
+    "scales": "scales of the pages of a step", "entries": "entries of the list of keys",
+    "last": "whether the block came last", "counts": "what each warp has counted",
 }  # fmt: skip
 _WRITTEN = frozenset({"out", "lse", "partials", "split_counters", "begun"})
 #: Fields that differ from work item to work item, in the order in which they are kept.
@@ -72,6 +73,8 @@ class DecodeView:
     biases: tuple[Bias, ...] = ()  # whose tiles come with those of K: none here
     items: str = "cuda/decode/_items.cu.j2"  # templates: how work items are numbered,
     places: str = "cuda/decode/_places.cu.j2"  # and which rows and tiles they have
+    loader: str = "cuda/decode/_loader.cu.j2"  # and how their keys are loaded
+    lists: KeyLists | None = None  # what the lists of a call hold
 
 
 def decode_view(plan: Plan, template: str) -> DecodeView:

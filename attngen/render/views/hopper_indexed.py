@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from attngen.lang.listed import LISTS
 from attngen.plan.model import Plan
 from attngen.plan.schedules.hopper_indexed import indexed_pipes_of
 from attngen.render.pipes import pipes_view
-from attngen.render.views.hopper_decode import DecodeView, split_view
+from attngen.render.views.hopper_decode import DecodeView, decode_view, split_view
 
 _REGION_TEXTS = {
     "q": "Q", "values": "the columns of K that are V, half of them per stage",
@@ -20,6 +21,18 @@ _REGION_TEXTS = {
 
 
 def indexed_view(plan: Plan, template: str) -> DecodeView:
-    """View of a plan."""
-    view = split_view(plan, template, pipes_view(indexed_pipes_of(plan)), _REGION_TEXTS)
-    return replace(view, items="cuda/indexed/_items.cu.j2", places="cuda/indexed/_places.cu.j2")
+    """View of a kernel of latent attention."""
+    return _listed(plan, split_view(plan, template, pipes_view(indexed_pipes_of(plan)), _REGION_TEXTS))
+
+
+def mma_indexed_view(plan: Plan, template: str) -> DecodeView:
+    """View of a kernel by mma.sync, which is the split-KV forward with another loader."""
+    return replace(_listed(plan, decode_view(plan, template)), loader="cuda/indexed/_mma_loader.cu.j2")
+
+
+def _listed(plan: Plan, view: DecodeView) -> DecodeView:
+    """The view whose work items visit all tiles of a query's list."""
+    assert plan.variant.keys is not None
+    return replace(
+        view, items="cuda/indexed/_items.cu.j2", places="cuda/indexed/_places.cu.j2", lists=LISTS[plan.variant.keys]
+    )

@@ -8,7 +8,7 @@ from math import gcd
 
 from attngen.errors import LoadError
 from attngen.lang.divisors import reciprocal
-from attngen.manifest import GRID, MERGED, SHARES, Argument, TileMapAxes
+from attngen.manifest import GRID, LISTS, MERGED, SHARES, Argument, TileMapAxes
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.device.tensormap import usable_strides, windowed
@@ -349,6 +349,7 @@ _LATER: Mapping[str, Callable[[Geometry], int]] = {
     "num_splits": lambda g: max(-(-g.call.seqlen_k // g.launch.split_size), 1) if g.launch.split_size else 1,
     "rows": _rows,
     "row_tiles": lambda g: -(-g.sizes["rows"] // g.launch.tile_m),
+    "key_rows": lambda g: g.call.kv_heads * g.call.total_k,
     "lse_rows": lambda g: g.call.heads * g.call.total_q,
     "sum_tiles": _sum_tiles,
     "cut_tiles": lambda g: g.cut.tiles,
@@ -368,6 +369,8 @@ _TILES: Mapping[str, Callable[[Geometry], int]] = {
     "rows": lambda g: g.sizes["row_tiles"] * g.call.heads * (1 if g.call.ragged else g.call.batch),
     "queries": lambda g: g.sizes["q_tiles"] * g.units,
     "keys": lambda g: g.sizes["work_items"],
+    "key_rows": lambda g: -(-g.sizes["key_rows"] // g.launch.tile_n),
+    LISTS: lambda g: g.call.batch * g.call.kv_heads * g.call.seqlen_q * -(-group_of(g.call) // g.launch.tile_m),
     GRID: lambda g: g.sizes["split_blocks"],
     MERGED: lambda g: g.sizes["merge_blocks"],
     SHARES: lambda g: g.sizes["q_tiles"] * g.units * g.capacity.shares,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attngen.dtypes import MERGED_ROWS
 from attngen.lang.divisors import reciprocal
-from attngen.lang.listed import INDICES
+from attngen.lang.listed import INDICES, LISTS
 from attngen.manifest import LaunchFields
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
     if listed:
         row_units *= call.seqlen_q
     units = call.batch * call.kv_heads * row_units
-    keys = call.tensors[INDICES.name].shape[-1] if listed else call.seqlen_k
+    keys = call.seqlen_k
+    if call.variant.keys is not None:
+        keys = call.tensors[INDICES.name].shape[-1] * LISTS[call.variant.keys].block
     kv_tiles = max(-(-keys // launch.tile_n), 1)
     split_tiles = 0
     if call.split_size:

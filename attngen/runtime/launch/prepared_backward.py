@@ -35,7 +35,8 @@ class PreparedBackward:
 
     __slots__ = (
         "_call", "_contiguous_dout", "_device", "_floats", "_gradients", "_kept", "_launch", "_like", "_maps",
-        "_results", "_rows", "_scalars", "_scale", "_shared", "_sinks", "unordered",
+        "_results", "_rows", "_scalars", "_scale", "_shared", "_sinks", "_v_of_key",
+        "unordered",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +61,7 @@ class PreparedBackward:
         which must therefore stay alive.
         """
         self._kept, self.unordered = kept, unordered
+        self._v_of_key = kernel.v_of_key
         self._call, self._device = call.without_tensors(), call.device
         self._scalars, self._scale = Scalars(call.variant.name, call.rules), default_scale(call.head_dim_qk)
         shapes = gradient_shapes(call)
@@ -99,6 +101,8 @@ class PreparedBackward:
         dq = torch.empty_like(q) if like_q else self._empty(0, q)
         dk = torch.empty_like(k) if like_k else self._empty(1, k)
         dv = torch.empty_like(v) if like_v else self._empty(2, v)
+        if self._v_of_key:  # dk has the gradient of both
+            dv.zero_()
         addresses[DQ], addresses[DK], addresses[DV] = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
         workspace = lse.new_empty(self._floats)
         start = workspace.data_ptr()

@@ -329,7 +329,7 @@ def scores_of(
     shown = evaluate(call.variant.mask, names, tensors, float_dtype=compute, checked=not smooth)
     visible = _truth(shown, shape, q.device)
     if call.variant.keys is not None:
-        visible = visible & (listed(call, sequence.index, rows, seqlen_k) > 0)
+        visible = visible & (listed(call, sequence.index, rows, seqlen_k, heads) > 0)
     logits = _product(q, keys.k, keys.odd_k, visible) * call.scale
     scores = _scores(call.variant, logits, visible, names, tensors, compute, checked=not smooth)
     visible = visible & (scores != -math.inf)  # a score may hide a pair too
@@ -360,7 +360,7 @@ def probabilities_of(
     # Twice: exp must see no −inf, whose gradient would be NaN against an infinite one from above.
     weights = torch.where(visible, torch.exp(torch.where(visible, scores - peak, 0.0)), 0.0)
     if call.variant.keys is not None:
-        weights = weights * listed(call, sequence.index, rows, visible.shape[-1])
+        weights = weights * listed(call, sequence.index, rows, visible.shape[-1], heads)
     total = weights.sum(dim=-1, keepdim=True)
     dead = ~visible.any(dim=-1, keepdim=True)
     if sink is not None:

@@ -469,7 +469,8 @@ def no_kernel(kernels: Sequence[Kernel], request: Request, driver: Driver) -> No
 
 def no_spec_adds(request: Request, capability: int) -> str | None:
     """Return why no spec can add a kernel for a call, and what helps instead, or None."""
-    key_values = request.direction == "forward" and takes_key_values(request, capability)
+    listed = request.call.variant.keys is not None
+    key_values = (request.direction == "forward" or listed) and takes_key_values(request, capability)
     return _beyond_all_kernels(request.call, capability, key_values) or _beyond_cuda(request.call, capability, request)
 
 
@@ -527,12 +528,10 @@ def _beyond_all_kernels(call: Call, capability: int, key_values: bool = False) -
         )
     if arch_of(capability) is None:
         return f"No kernel can be built for sm{capability}, only for {', '.join(ARCHES)}; the reference runs there"
-    if call.variant.keys is not None and not key_values:
-        dims = " and ".join(f"{qk}/{v}" for qk, v in KEY_VALUE_DIMS)
+    if call.variant.keys is not None and {call.dtype, call.kv_dtype} - {*KEY_VALUE_DTYPES}:
         return (
-            f"No kernel can be built for keys by index ('keys: {call.variant.keys}') but forwards on Hopper of head "
-            f"dims {dims} whose v is k[..., :{KEY_VALUE_DIMS[0][1]}], in {' and '.join(KEY_VALUE_DTYPES)}; the "
-            "reference takes others"
+            f"No kernel can be built for keys by index ('keys: {call.variant.keys}') but in "
+            f"{' and '.join(KEY_VALUE_DTYPES)}; the reference takes others"
         )
     if not key_values and (reason := _beyond_head_dims(call, arch_of(capability))):
         return reason
@@ -573,8 +572,11 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
         *([] if call.asked_out is None else [f"      out_dtype: {ATTENTION_NAMES[call.asked_out]}"]),
         f"      layout: {call.layout}",
     ]
+    listed = call.variant.keys is not None
     if request is not None and takes_key_values(request, capability):
-        return [*lines, "      v: key"]
+        lines.append("      v: key")
+        if request.direction == "forward":
+            return lines
     if request is not None and request.direction == "backward":
         lines.append("      passes: [forward, backward]")
         if request.deterministic:
@@ -582,7 +584,7 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
     elif request is not None and request.backend is not None:
         lines.append(f"      backend: {request.backend}")
     caches = _mixes_widths(call) or (call.layout == "paged" and call.descales)
-    if call.split_size or call.num_splits > 1 or caches:
+    if (call.split_size or call.num_splits > 1 or caches) and not listed:
         lines.append("      split_kv: true")
     if call.descales and 0 not in call.scale_blocks:
         block = max(call.scale_blocks)
