@@ -173,6 +173,14 @@ def test_a_cell_that_raises_has_no_times(plain_flex: None, monkeypatch: pytest.M
     assert not MaskReport(rows=(row,)).ok
 
 
+def test_one_that_fails_when_it_is_timed_is_named(plain_flex: None) -> None:
+    ready = compare(small(CASES["causal"]), CPU, {})
+    ready.runnable[FLEX] = replace(ready.runnable[FLEX], call=lambda: 1 / 0)
+    row = timed(bench_on_cpu(rounds=2, pauseless_ms=15.0), ready)
+    failed = [(one.contender, one.reason) for one in row.results if one.status == "failed"]
+    assert failed == [(FLEX, "ZeroDivisionError: division by zero")]
+
+
 def result(name: str, forward: float, backward: float, mapped: Sequence[str] = ()) -> MaskResult:
     timings = {"forward": Timing((forward,) * 3, 1.0, True), "backward": Timing((backward,) * 3, 1.0, True)}
     return MaskResult.of(name, status="measured", timings=timings, mapped=frozenset(mapped))

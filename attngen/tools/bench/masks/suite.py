@@ -202,15 +202,22 @@ def expected_seconds(ready: Ready, rounds: int) -> float:
 @torch.enable_grad()
 def timed(bench: Bench, ready: Ready) -> MaskRow:
     """Time both directions of all contenders of a cell side by side."""
-    began, row = time.monotonic(), row_of(ready)
-    try:
-        samplers: dict[tuple[str, str], timing.Sampler] = {}
-        for name, contender in ready.runnable.items():
+    began = time.monotonic()
+    samplers: dict[tuple[str, str], timing.Sampler] = {}
+    for name, contender in list(ready.runnable.items()):
+        try:
             out = contender.call()
-            calls: tuple[Callable[[], object], ...] = (contender.forward, partial(contender.gradients, out))
-            for direction, call in zip(DIRECTIONS, calls, strict=True):
-                one = timing.Contender(f"{name} {direction}", [call])
-                samplers[name, direction] = timing.Batches(one, bench.clock, timing.UncheckedOutputs())
+            contender.gradients(out)
+        except Exception as error:  # it ran before, but in the meantime its library compiled others
+            ready.results[name] = replace(ready.results[name], status="failed", reason=reason_of(error))
+            del ready.runnable[name]
+            continue
+        calls: tuple[Callable[[], object], ...] = (contender.forward, partial(contender.gradients, out))
+        for direction, call in zip(DIRECTIONS, calls, strict=True):
+            one = timing.Contender(f"{name} {direction}", [call])
+            samplers[name, direction] = timing.Batches(one, bench.clock, timing.UncheckedOutputs())
+    row = row_of(ready)
+    try:
         times = dict(zip(samplers, bench.timed(list(samplers.values())), strict=True))
     except Exception as error:  # it is not known of whom: no figure of this cell can be trusted
         failed = reason_of(error)
