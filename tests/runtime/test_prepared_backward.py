@@ -65,6 +65,19 @@ def test_a_backward_is_prepared_once(gpu: GradientDriver, monkeypatch: pytest.Mo
     assert len(bound) == len(training._PREPARED) == 1
 
 
+def test_calls_without_a_graph_do_not_hide_one_that_needs_it(gpu: GradientDriver) -> None:
+    """A call that is recognized by its tensors was made without gradients; the same tensors with them are another."""
+    build()
+    inputs = leaves()
+    for _ in range(3):
+        with torch.no_grad():
+            for _ in range(4):
+                assert not attngen.attention(*inputs, variant="causal").requires_grad
+            with torch.enable_grad():
+                assert attngen.attention(*inputs, variant="causal").requires_grad
+        check(inputs)
+
+
 def test_other_strides_and_shapes_are_prepared_again(gpu: GradientDriver) -> None:
     build()
     q, k, v = leaves()

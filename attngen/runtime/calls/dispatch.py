@@ -208,7 +208,9 @@ def _seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None
     except (AttributeError, IndexError, RuntimeError):  # a nested tensor, or none at all
         return None
     chosen = variant if isinstance(variant, str) else id(variant)
-    return (chosen, given.return_lse, registry.generation, kind_settings_of(given), many, k_shape, names), own
+    # torch's check asks whether tensors require gradients, but not whether these are recorded
+    learns = torch.is_grad_enabled()
+    return (chosen, given.return_lse, registry.generation, kind_settings_of(given), many, k_shape, names, learns), own
 
 
 def _note_seen(lookup: Any, given: Given, prepared: PreparedCall | RaggedCalls) -> None:
