@@ -5,23 +5,13 @@ Where a key is there twice, since two segments see it, its gradients are added u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from attngen.parallel.rows import Rows
-
-
-class _Part(NamedTuple):
-    """Own rows, or received ones, among the keys, each once; each was there ``again`` times before."""
-
-    rows: Rows
-    own: bool
-    again: int
+from attngen.parallel.gathers import Gather
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,83 +35,37 @@ class Assembly:
         return len(self.source)
 
     @cached_property
-    def _parts(self) -> list[_Part]:
-        again = _times_before(self.source)
-        parts = []
-        for own in (True, False):
-            here = (self.source >= 0) & ((self.source < self.held) == own)
-            for times in range(int(again[here].max()) + 1 if here.any() else 0):
-                to = np.flatnonzero(here & (again == times))
-                parts.append(_Part(Rows(self.source[to] - (0 if own else self.held), to), own, times))
-        return parts
+    def _put(self) -> Gather:
+        """The keys, of own rows and arrived ones."""
+        there = np.flatnonzero(self.source >= 0)
+        return Gather(self.rows, there, self.source[there])
 
     @cached_property
-    def _has_holes(self) -> bool:
-        return bool((self.source < 0).any())
+    def _back(self) -> Gather:
+        """The sums of gradients of arrived rows."""
+        keys = np.flatnonzero(self.source >= self.held)
+        return Gather(self.received, self.source[keys] - self.held, keys)
 
-    @cached_property
-    def _covers(self) -> bool:
-        """Whether every row that arrived is among the keys."""
-        return len(np.unique(self.source[self.source >= self.held])) == self.received
+    @property
+    def own(self) -> tuple[np.ndarray, np.ndarray]:
+        """The own rows that are keys, and which keys these are."""
+        keys = np.flatnonzero((self.source >= 0) & (self.source < self.held))
+        return self.source[keys], keys
 
     def keys(self, k: Tensor, v: Tensor, arrived: Tensor) -> Tensor:
         """The keys, (batch, keys, width), K and V side by side, of own rows of k and v, (rows, batch, heads, head_dim),
         and of arrived rows, (rows, batch, width)."""
         widths = [x.shape[2] * x.shape[3] for x in (k, v)]
-        shape = (k.shape[1], self.rows, sum(widths))
-        keys = k.new_zeros(shape) if self._has_holes else k.new_empty(shape)
-        by_row = keys.transpose(0, 1)
-        for part in self._parts:
-            if not part.own:
-                part.rows.copy(by_row, arrived)
-                continue
-            for x, place in zip((k, v), by_row.split(widths, dim=2), strict=True):
-                part.rows.copy(place.unflatten(2, x.shape[2:]), x)
+        keys = k.new_empty((k.shape[1], self.rows, sum(widths)))
+        sides = zip((k, v), keys.transpose(0, 1).split(widths, dim=2), arrived.split(widths, dim=2), strict=True)
+        for x, place, came in sides:
+            self._put(place.unflatten(2, x.shape[2:]), x, came.unflatten(2, x.shape[2:]))
         return keys
 
     def back(self, dk: Tensor, dv: Tensor) -> Tensor:
         """Gradients of the arrived rows, (rows, batch, width), from those of keys, (batch, keys, heads, head_dim)."""
         widths = [x.shape[2] * x.shape[3] for x in (dk, dv)]
-        shape = (self.received, dk.shape[0], sum(widths))
-        back = dk.new_empty(shape) if self._covers else dk.new_zeros(shape)
+        back = dk.new_empty((self.received, dk.shape[0], sum(widths)))
         for gradient, place in zip((dk, dv), back.split(widths, dim=2), strict=True):
-            place, rows = place.unflatten(2, gradient.shape[2:]), gradient.transpose(0, 1)
-            for part in self._parts:
-                if not part.own:
-                    (part.rows.add_back if part.again else part.rows.copy_back)(place, rows)
+            self._back(place.unflatten(2, gradient.shape[2:]), gradient.transpose(0, 1))
         return back
-
-    @property
-    def own_rows(self) -> np.ndarray:
-        """The own rows that are keys, ascending."""
-        return np.unique(self.source[(self.source >= 0) & (self.source < self.held)])
-
-    def among(self, rows: np.ndarray) -> Assembly:
-        """The same keys, if only these own ``rows`` (ascending, all that are keys among them) were numbered."""
-        own = (self.source >= 0) & (self.source < self.held)
-        moved = np.where(self.source < 0, -1, self.source - self.held + len(rows))
-        moved[own] = np.searchsorted(rows, self.source[own])
-        return Assembly(moved, len(rows), self.received)
-
-    def add_own(self, totals: Sequence[Tensor], dk: Tensor, dv: Tensor, *, first: bool) -> None:
-        """Add the gradients of keys that are own rows to ``totals``, (rows, batch, heads, head_dim), which have no
-        values yet if ``first``."""
-        own = [part for part in self._parts if part.own]
-        covers = first and bool(own) and own[0].rows.count == self.held
-        for total, gradient in zip(totals, (dk, dv), strict=True):
-            if first and not covers:
-                total.zero_()
-            for number, part in enumerate(own):
-                put = part.rows.copy_back if covers and not number else part.rows.add_back
-                put(total, gradient.transpose(0, 1))
-
-
-def _times_before(source: np.ndarray) -> np.ndarray:
-    """How often each number was there before."""
-    order = np.argsort(source, kind="stable")
-    ordered = source[order]
-    first = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(ordered) else np.zeros(0, dtype=bool)
-    start = np.maximum.accumulate(np.where(first, np.arange(len(ordered)), 0))
-    times: np.ndarray = np.empty(len(source), dtype=np.int64)
-    times[order] = np.arange(len(ordered)) - start
-    return times

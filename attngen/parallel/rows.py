@@ -73,15 +73,6 @@ class Rows:
         rows, places = self._on(source.device)
         source.index_copy_(dim, rows, (to if places is None else to.index_select(dim, places)).to(source.dtype))
 
-    def add_back(self, total: Tensor, to: Tensor, dim: int = 0) -> None:
-        """Add rows from their places to where they were. None is there twice, so the order of sums is fixed."""
-        if self.runs is not None:
-            for run in self.runs:
-                total.narrow(dim, run.start, run.rows).add_(to.narrow(dim, run.to, run.rows))
-            return
-        rows, places = self._on(total.device)
-        total.index_add_(dim, rows, (to if places is None else to.index_select(dim, places)).to(total.dtype))
-
     @staticmethod
     def _wide(dim: int, *tensors: Tensor) -> Sequence[Tensor]:
         """The tensors with elements of 16 bytes, unless rows lie along the last axis, where an element is a row."""

@@ -7,9 +7,8 @@ back carries gradients of the rows that arrived, which are added up in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attngen.parallel.exchange import Group, gather, on_wire
+from attngen.parallel.gathers import Gather
 from attngen.parallel.routes import Needs
-from attngen.parallel.rows import Rows
 
 #: Cycles of a GPU for which its stream waits, so that a collective's kernel starts before one that fills the GPU.
 _HEAD_START = 20_000
@@ -72,27 +71,22 @@ class Transfer:
         return sum(self.receive_counts)
 
     @cached_property
-    def _sends(self) -> Rows:
-        return Rows(np.arange(self.held) if self.gathers else self.send)
+    def _sends(self) -> Gather:
+        """The rows that are sent, of own rows."""
+        rows: np.ndarray = np.arange(self.held) if self.gathers else self.send
+        return Gather(len(rows), np.arange(len(rows)), rows)
 
-    @cached_property
-    def _returns(self) -> list[tuple[Rows, int]]:
-        """The own rows that gradients from each rank go to, and how many these are."""
-        parts = np.split(self.send, list(accumulate(self.send_counts))[:-1])
-        return [(Rows(part), len(part)) for part in parts if len(part)]
-
-    def among(self, rows: np.ndarray) -> Transfer:
-        """The same transfer, if only these own ``rows`` (ascending, all that are sent among them) were numbered."""
-        places = np.where(self.places < self.held, -1, self.places - self.held + len(rows))
-        send = np.asarray(np.searchsorted(rows, self.send))
-        return replace(self, held=len(rows), send=send, places=places)
+    @property
+    def sent(self) -> int:
+        """Rows that are sent."""
+        return self.held if self.gathers else len(self.send)
 
     def start(self, k: Tensor, v: Tensor, group: Group) -> Flight:
         """Start to send own rows, (rows, batch, heads, head_dim), to the ranks that need them, K and V side by side."""
         widths = [x.shape[2] * x.shape[3] for x in (k, v)]
-        sent = k.new_empty((self._sends.count, k.shape[1], sum(widths)))
+        sent = k.new_empty((self.sent, k.shape[1], sum(widths)))
         for x, part in zip((k, v), sent.split(widths, dim=2), strict=True):
-            self._sends.copy(part.unflatten(2, x.shape[2:]), x)
+            self._sends(part.unflatten(2, x.shape[2:]), x)
         arrived = k.new_empty((self.received, *sent.shape[1:]))
         wire = on_wire(group)
         if self.gathers:
@@ -111,16 +105,6 @@ class Transfer:
         self, arrived: Tensor, sent: Tensor, receive: Sequence[int], send: Sequence[int], group: Group
     ) -> Any:
         return dist.all_to_all_single(arrived, sent, list(receive), list(send), group=group, async_op=True)
-
-    def add(self, totals: Sequence[Tensor], back: Tensor) -> None:
-        """Add gradients that came back, (rows, batch, width), to those of own rows of K and V, (rows, batch, heads,
-        head_dim), rank by rank."""
-        widths = [x.shape[2] * x.shape[3] for x in totals]
-        for total, part in zip(totals, back.split(widths, dim=2), strict=True):
-            start = 0
-            for rows, count in self._returns:
-                rows.add_back(total, part.narrow(0, start, count).unflatten(2, total.shape[2:]))
-                start += count
 
     def summed(self, back: Tensor) -> Tensor:
         """The sum over the ranks of gradients that came back where all ranks get all rows, in float32 and rounded."""

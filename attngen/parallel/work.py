@@ -20,9 +20,10 @@ from torch import Tensor
 from attngen.lang.variant import Variant
 from attngen.parallel.assembly import Assembly
 from attngen.parallel.exchange import Group
+from attngen.parallel.gathers import Gather
 from attngen.parallel.pieces import Options, Part, Piece, Selection
 from attngen.parallel.routes import Needs
-from attngen.parallel.rows import Rows, copy
+from attngen.parallel.rows import copy
 from attngen.parallel.segments import Segments
 from attngen.parallel.streams import TwoStreams
 from attngen.parallel.transfers import Flight, Transfer, head_start
@@ -169,23 +170,17 @@ class Work:
         whole = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
         if here is not None:
             whole = self._of_own_rows(whole, here)
-        rows, assembly, transfer = self._shared
         for part, (dk, dv, flight) in zip(parts, rest, strict=True):
             places = [part.of_keys(x).transpose(0, 1) for x in whole]
+            widths = [x.shape[2] * x.shape[3] for x in places]
+            came = flight.wait()
             if self.transfer.gathers:  # own rows are among those that come back
-                summed = self.transfer.summed(flight.wait())
-                widths = [x.shape[2] * x.shape[3] for x in places]
-                for place, total in zip(places, summed.split(widths, dim=2), strict=True):
+                for place, total in zip(places, self.transfer.summed(came).split(widths, dim=2), strict=True):
                     copy(place, total.unflatten(2, place.shape[2:]))
                 continue
-            totals = [x.new_empty((rows.count, *x.shape[1:]), dtype=_sums_dtype(x)) for x in places]
-            if here is not None:
-                for total, place in zip(totals, places, strict=True):
-                    rows.copy(total, place)
-            assembly.add_own(totals, dk, dv, first=here is None)
-            transfer.add(totals, flight.wait())
-            for place, total in zip(places, totals, strict=True):
-                rows.copy_back(place, total)
+            for place, gradient, back in zip(places, (dk, dv), came.split(widths, dim=2), strict=True):
+                sources = gradient.transpose(0, 1), back.unflatten(2, place.shape[2:])
+                self._sums(place, *sources, *([] if here is None else [place]))
         return whole[0], whole[1]
 
     def _of_own_rows(self, whole: list[Tensor], here: Sequence[Tensor]) -> list[Tensor]:
@@ -200,13 +195,17 @@ class Work:
         return whole
 
     @cached_property
-    def _shared(self) -> tuple[Rows, Assembly, Transfer]:
-        """The own keys whose gradients have several terms, which are summed in float32; without ``here``, all own keys.
-        Others are seen by ``here`` alone. Assembly and transfer are renumbered to count only these."""
+    def _sums(self) -> Gather:
+        """Gradients of own rows as keys: of the keys of ``rest``, those that came back, and with ``here`` what is there
+        already, where one of the others is added to it."""
+        (rows, keys), sent = self.assembly.own, self.transfer.send
+        first, second = self.assembly.rows, self.assembly.rows + len(sent)
+        listed: tuple[np.ndarray, ...] = (keys, first + np.arange(len(sent)))
         if self.here is None:
-            return Rows(np.arange(self.transfer.held)), self.assembly, self.transfer
-        seen = np.union1d(self.assembly.own_rows, self.transfer.send)
-        return Rows(seen), self.assembly.among(seen), self.transfer.among(seen)
+            return Gather(self.transfer.held, np.concatenate([rows, sent]), np.concatenate(listed))
+        added = np.union1d(rows, sent)
+        of_added = [np.arange(len(added)), *(np.searchsorted(added, each) for each in (rows, sent))]
+        return Gather(len(added), np.concatenate(of_added), np.concatenate([second + added, *listed]), added)
 
     def _start(self, k: Tensor, v: Tensor, part: Part) -> Flight:
         """The exchange of the keys of some heads."""

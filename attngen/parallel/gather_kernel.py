@@ -1,0 +1,65 @@
+"""The kernel of ``gathers``: sums of listed rows of up to three tensors."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gather(
+    out, first, second, third, table, places, rows, depth, width, second_at, third_at,
+    out_row, first_row, second_row, third_row, out_batch, first_batch, second_batch, third_batch,
+    sources: tl.constexpr, one: tl.constexpr, placed: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr,
+):  # fmt: skip
+    """A block computes ``block_rows`` rows and ``block_columns`` columns of one sequence.
+
+    ``table`` has ``depth`` rows of the sources for each row of the result, -1 for none; rows of the second source count
+    from ``second_at``, those of the third from ``third_at``.
+    """
+    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
+    column = (tl.program_id(1) * block_columns + tl.arange(0, block_columns))[None, :]
+    batch = tl.program_id(2).to(tl.int64)
+    first += batch * first_batch
+    second += batch * second_batch
+    third += batch * third_batch
+    if one:
+        result = _listed(
+            tl.load(table + row, mask=row < rows, other=-1), column, width, first, second, third, second_at, third_at,
+            first_row, second_row, third_row, sources,
+        )  # fmt: skip
+    else:
+        total = tl.zeros([block_rows, block_columns], dtype=tl.float32)
+        for step in range(depth):
+            total += _listed(
+                tl.load(table + step * rows + row, mask=row < rows, other=-1), column, width, first, second, third,
+                second_at, third_at, first_row, second_row, third_row, sources,
+            ).to(tl.float32)  # fmt: skip
+        result = total.to(out.dtype.element_ty)
+    place = tl.load(places + row, mask=row < rows, other=0) if placed else row
+    to = (out + batch * out_batch) + place.to(tl.int64)[:, None] * out_row
+    tl.store(to + column, result, mask=(row < rows)[:, None] & (column < width))
+
+
+@triton.jit
+def _listed(
+    listed, column, width, first, second, third, second_at, third_at, first_row, second_row, third_row,
+    sources: tl.constexpr,
+):  # fmt: skip
+    """The rows that are listed, 0 for none. Each source is loaded from with a mask of its own: 16 bytes at a time,
+    which a pointer that may be either's would not allow."""
+    at = listed.to(tl.int64)[:, None]
+    there = (at >= 0) & (column < width)
+    if sources == 1:
+        return tl.load(first + at * first_row + column, mask=there, other=0.0)
+    result = tl.load(first + at * first_row + column, mask=there & (at < second_at), other=0.0)
+    if sources == 2:
+        own = at >= second_at
+        return tl.where(own, tl.load(second + (at - second_at) * second_row + column, mask=there & own, other=0.0),
+                        result)  # fmt: skip
+    own = (at >= second_at) & (at < third_at)
+    result = tl.where(own, tl.load(second + (at - second_at) * second_row + column, mask=there & own, other=0.0),
+                      result)  # fmt: skip
+    own = at >= third_at
+    return tl.where(own, tl.load(third + (at - third_at) * third_row + column, mask=there & own, other=0.0), result)

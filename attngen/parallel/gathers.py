@@ -1,0 +1,112 @@
+"""Rows of tensors put together, or added up in float32 in a fixed order: on a GPU by one kernel for any number of rows.
+
+Copies by slices or by index take a launch each, and sums in float32 pass through memory once for each addend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: What the kernel adds up.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+#: Most sources that the kernel reads.
+_SOURCES = 3
+
+#: Elements of a block of the kernel: rows, and columns.
+_ROWS, _COLUMNS = 8, 512
+
+
+class Gather:
+    """Row r of the result is the sum of the rows that are listed for it, in their order; 0 if there is none.
+
+    Sources count as one tensor, their rows one after the other. Tensors are (rows, batch, heads, head_dim).
+    """
+
+    def __init__(self, count: int, rows: np.ndarray, listed: np.ndarray, places: np.ndarray | None = None) -> None:
+        """``listed`` are rows of the sources, and ``rows`` the rows of the result, fewer than ``count``, that each of
+        them belongs to. ``places`` says which row of the output a row of the result is; by default it is the same."""
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
+        times = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
+        self._depth = int(times.max()) + 1 if len(times) else 1
+        table: np.ndarray = np.full((self._depth, count), -1, dtype=np.int32)
+        table[times, ordered] = listed[order]
+        self._count, self._table, self._places = count, table, places
+        self._on: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+
+    def __call__(self, out: Tensor, *sources: Tensor) -> None:
+        """Compute rows of ``out``, which may be one of the sources where rows stay in their places."""
+        if not self._count or not out.numel():
+            return
+        table, places = self._tables(out.device)
+        if _kernel_takes(out, sources):
+            _launch(out, sources, table, places)
+            return
+        rows = torch.cat(list(sources))
+        if self._depth == 1 and bool((self._table >= 0).all()):
+            total = rows.index_select(0, table[0])
+        else:
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            total = torch.zeros((self._count, *out.shape[1:]), dtype=wide, device=out.device)
+            for each in self._table:
+                some = torch.from_numpy(np.flatnonzero(each >= 0)).to(out.device)
+                listed = torch.from_numpy(each[each >= 0]).to(out.device)
+                total.index_add_(0, some, rows.index_select(0, listed).to(wide))
+        if places is None:
+            out.copy_(total)
+        else:
+            out.index_copy_(0, places.long(), total.to(out.dtype))
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        if device not in self._on:
+            places = None if self._places is None else torch.from_numpy(self._places.astype(np.int32)).to(device)
+            self._on[device] = torch.from_numpy(self._table).to(device), places
+        return self._on[device]
+
+
+def _kernel_takes(out: Tensor, sources: Sequence[Tensor]) -> bool:
+    """Whether the kernel adds up such tensors: on a GPU, each row in one piece, and of one dtype."""
+    return (
+        out.is_cuda
+        and out.dtype in _DTYPES
+        and len(sources) <= _SOURCES
+        and all(x.dtype == out.dtype and _in_one_piece(x) for x in (out, *sources))
+        and _compiled() is not None
+    )
+
+
+def _in_one_piece(x: Tensor) -> bool:
+    heads, head_dim = x.shape[2:]
+    return x.stride(3) == 1 and (heads == 1 or x.stride(2) == head_dim)
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    """The kernel, or None without Triton."""
+    try:
+        from attngen.parallel.gather_kernel import gather
+    except ImportError:
+        return None
+    return gather
+
+
+def _launch(out: Tensor, sources: Sequence[Tensor], table: Tensor, places: Tensor | None) -> None:
+    depth, rows = table.shape
+    width = out.shape[2] * out.shape[3]
+    first, second, third = (*sources, *[sources[-1]] * (_SOURCES - len(sources)))
+    grid = (-(-rows // _ROWS), -(-width // _COLUMNS), out.shape[1])
+    with torch.cuda.device(out.device):
+        _compiled()[grid](
+            out, first, second, third, table, table if places is None else places, rows, depth, width,
+            len(first), len(first) + len(second),
+            out.stride(0), first.stride(0), second.stride(0), third.stride(0),
+            out.stride(1), first.stride(1), second.stride(1), third.stride(1),
+            sources=len(sources), one=depth == 1, placed=places is not None, block_rows=_ROWS, block_columns=_COLUMNS,
+        )  # fmt: skip
