@@ -1,6 +1,6 @@
-"""Rows of tensors put together, or added up in float32 in a fixed order: on a GPU by one kernel for any number of rows.
+"""Rows of tensors put together, or added up in float32 in a fixed order: on a GPU by one kernel.
 
-Copies by slices or by index take a launch each, and sums in float32 pass through memory once for each addend.
+Slices would take a launch each, and sums in float32 would pass through memory once for each addend.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Most sources that the kernel reads.
 _SOURCES = 3
 
-#: Elements of a block of the kernel: rows, and columns.
-_ROWS, _COLUMNS = 8, 512
+#: Elements of a block of the kernel, and most columns of one.
+_ELEMENTS, _COLUMNS = 4096, 512
 
 
 class Gather:
@@ -101,12 +101,33 @@ def _launch(out: Tensor, sources: Sequence[Tensor], table: Tensor, places: Tenso
     depth, rows = table.shape
     width = out.shape[2] * out.shape[3]
     first, second, third = (*sources, *[sources[-1]] * (_SOURCES - len(sources)))
-    grid = (-(-rows // _ROWS), -(-width // _COLUMNS), out.shape[1])
+    columns = min(1 << (width - 1).bit_length(), _COLUMNS)
+    of_block = _ELEMENTS // columns
+    grid = (-(-rows // of_block), -(-width // columns), out.shape[1])
     with torch.cuda.device(out.device):
         _compiled()[grid](
             out, first, second, third, table, table if places is None else places, rows, depth, width,
             len(first), len(first) + len(second),
             out.stride(0), first.stride(0), second.stride(0), third.stride(0),
             out.stride(1), first.stride(1), second.stride(1), third.stride(1),
-            sources=len(sources), one=depth == 1, placed=places is not None, block_rows=_ROWS, block_columns=_COLUMNS,
+            sources=len(sources), one=depth == 1, placed=places is not None, block_rows=of_block, block_columns=columns,
         )  # fmt: skip
+
+
+def copy(to: Tensor, source: Tensor) -> None:
+    """Copy a tensor of the same shape, 16 bytes at a time if possible: on a GPU that takes less time."""
+    each = 16 // to.element_size()
+    if to.dtype == source.dtype and _in_chunks(to, each) and _in_chunks(source, each):
+        to, source = to.view(torch.complex128), source.view(torch.complex128)
+    to.copy_(source)
+
+
+def _in_chunks(x: Tensor, each: int) -> bool:
+    strides = x.stride()
+    return (
+        strides[-1] == 1
+        and x.shape[-1] % each == 0
+        and x.storage_offset() % each == 0
+        and x.data_ptr() % 16 == 0
+        and all(stride % each == 0 for stride in strides[:-1])
+    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attngen.lang.variant import Variant
-from attngen.parallel.rows import Rows, copy
+from attngen.parallel.gathers import Gather, copy
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.autograd.derivatives import reference_gradients
@@ -122,24 +122,25 @@ class Selection:
 
     def __init__(self, rows: np.ndarray, held: int) -> None:
         self.count, self.whole = len(rows), len(rows) == held
-        self._rows = Rows(rows)
-        one_run = not len(rows) or int(rows[-1]) - int(rows[0]) + 1 == len(rows)
-        self._start: int | None = (int(rows[0]) if len(rows) else 0) if one_run else None
-        self.is_run = one_run
+        self.is_run = not len(rows) or int(rows[-1]) - int(rows[0]) + 1 == len(rows)
+        self._rows, self._start = rows, int(rows[0]) if len(rows) else 0
+        self._indices: dict[torch.device, Tensor] = {}
 
     def view(self, x: Tensor, dim: int) -> Tensor | None:
         """The rows as a view, if they follow one another."""
         if self.whole:
             return x
-        return None if self._start is None else x.narrow(dim, self._start, self.count)
+        return x.narrow(dim, self._start, self.count) if self.is_run else None
 
     def of(self, x: Tensor, dim: int) -> Tensor:
-        """The rows of a tensor."""
+        """The rows of (batch, rows, heads, head_dim), or of (batch, heads, rows) along axis 2."""
         view = self.view(x, dim)
         if view is not None:
             return view
-        rows = x.new_empty((*x.shape[:dim], self.count, *x.shape[dim + 1 :]))
-        self._rows.copy(rows, x, dim)
+        if dim == 2:
+            return x.index_select(2, self._index(x.device))
+        rows = x.new_empty((len(x), self.count, *x.shape[2:]))
+        self._taken(rows.transpose(0, 1), x.transpose(0, 1))
         return rows
 
     def put(self, x: Tensor, rows: Tensor, dim: int) -> None:
@@ -147,8 +148,23 @@ class Selection:
         view = self.view(x, dim)
         if view is not None:
             copy(view, rows)
+        elif dim == 2:
+            x.index_copy_(2, self._index(x.device), rows)
         else:
-            self._rows.copy_back(x, rows, dim)
+            self._placed(x.transpose(0, 1), rows.transpose(0, 1))
+
+    @cached_property
+    def _taken(self) -> Gather:
+        return Gather(self.count, np.arange(self.count), self._rows)
+
+    @cached_property
+    def _placed(self) -> Gather:
+        return Gather(self.count, np.arange(self.count), np.arange(self.count), self._rows)
+
+    def _index(self, device: torch.device) -> Tensor:
+        if device not in self._indices:
+            self._indices[device] = torch.from_numpy(self._rows).to(device)
+        return self._indices[device]
 
 
 @dataclass(frozen=True, eq=False)

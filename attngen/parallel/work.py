@@ -20,10 +20,9 @@ from torch import Tensor
 from attngen.lang.variant import Variant
 from attngen.parallel.assembly import Assembly
 from attngen.parallel.exchange import Group
-from attngen.parallel.gathers import Gather
+from attngen.parallel.gathers import Gather, copy
 from attngen.parallel.pieces import Options, Part, Piece, Selection
 from attngen.parallel.routes import Needs
-from attngen.parallel.rows import copy
 from attngen.parallel.segments import Segments
 from attngen.parallel.streams import TwoStreams
 from attngen.parallel.transfers import Flight, Transfer, head_start
