@@ -35,14 +35,28 @@ class Assembly:
         return len(self.source)
 
     @cached_property
-    def _put(self) -> Gather:
-        """The keys, of own rows and arrived ones."""
+    def received_at(self) -> int | None:
+        """Where the received rows begin among the keys, if they are one run in the order in which they arrive."""
+        places = np.flatnonzero(self.source >= self.held)
+        in_order = self.received > 0 and np.array_equal(self.source[places], np.arange(self.received) + self.held)
+        return int(places[0]) if in_order and int(places[-1]) - int(places[0]) + 1 == len(places) else None
+
+    @cached_property
+    def _all(self) -> Gather:
+        """The keys, of own rows and received ones."""
         there = np.flatnonzero(self.source >= 0)
         return Gather(self.rows, there, self.source[there])
 
     @cached_property
+    def _own(self) -> Gather:
+        """The keys that are own rows or holes."""
+        places = np.flatnonzero(self.source < self.held)
+        there = np.flatnonzero(self.source[places] >= 0)
+        return Gather(len(places), there, self.source[places][there], places)
+
+    @cached_property
     def _back(self) -> Gather:
-        """The sums of gradients of arrived rows."""
+        """The sums of gradients of received rows."""
         keys = np.flatnonzero(self.source >= self.held)
         return Gather(self.received, self.source[keys] - self.held, keys)
 
@@ -52,20 +66,35 @@ class Assembly:
         keys = np.flatnonzero((self.source >= 0) & (self.source < self.held))
         return self.source[keys], keys
 
-    def keys(self, k: Tensor, v: Tensor, arrived: Tensor) -> Tensor:
-        """The keys, (batch, keys, width), K and V side by side, of own rows of k and v, (rows, batch, heads, head_dim),
-        and of arrived rows, (rows, batch, width)."""
-        widths = [x.shape[2] * x.shape[3] for x in (k, v)]
-        keys = k.new_empty((k.shape[1], self.rows, sum(widths)))
-        sides = zip((k, v), keys.transpose(0, 1).split(widths, dim=2), arrived.split(widths, dim=2), strict=True)
-        for x, place, came in sides:
-            self._put(place.unflatten(2, x.shape[2:]), x, came.unflatten(2, x.shape[2:]))
-        return keys
+    def room(self, k: Tensor, v: Tensor) -> Tensor:
+        """Memory for the keys, (batch, keys, width), K and V side by side. k and v are own rows, (rows, batch, heads,
+        head_dim)."""
+        return k.new_empty((k.shape[1], self.rows, k.shape[2] * k.shape[3] + v.shape[2] * v.shape[3]))
+
+    def place(self, keys: Tensor) -> Tensor | None:
+        """The part of the keys that received rows are, (rows, batch, width), if rows that arrive can be written there;
+        all other keys are then put there by ``put_own``."""
+        if self.received_at is None or len(keys) != 1:
+            return None
+        return keys.narrow(1, self.received_at, self.received).transpose(0, 1)
+
+    def put_own(self, keys: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put own rows among the keys."""
+        self._own(_sides(keys.transpose(0, 1), k, v), (k, v))
+
+    def put_all(self, keys: Tensor, k: Tensor, v: Tensor, received: Tensor) -> None:
+        """Put own rows and received ones, (rows, batch, width), among the keys."""
+        self._all(_sides(keys.transpose(0, 1), k, v), (k, v), _sides(received, k, v))
 
     def back(self, dk: Tensor, dv: Tensor) -> Tensor:
-        """Gradients of the arrived rows, (rows, batch, width), from those of keys, (batch, keys, heads, head_dim)."""
-        widths = [x.shape[2] * x.shape[3] for x in (dk, dv)]
-        back = dk.new_empty((self.received, dk.shape[0], sum(widths)))
-        for gradient, place in zip((dk, dv), back.split(widths, dim=2), strict=True):
-            self._back(place.unflatten(2, gradient.shape[2:]), gradient.transpose(0, 1))
+        """Gradients of the received rows, (rows, batch, width), from those of keys, (batch, keys, heads, head_dim)."""
+        back = dk.new_empty((self.received, dk.shape[0], dk.shape[2] * dk.shape[3] + dv.shape[2] * dv.shape[3]))
+        gradients = dk.transpose(0, 1), dv.transpose(0, 1)
+        self._back(_sides(back, *gradients), gradients)
         return back
+
+
+def _sides(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V, (rows, batch, heads, head_dim) with the heads of ``k`` and ``v``, that lie side by side."""
+    left, right = rows.split([x.shape[2] * x.shape[3] for x in (k, v)], dim=2)
+    return left.unflatten(2, k.shape[2:]), right.unflatten(2, v.shape[2:])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attngen.parallel.cost import Cost
+from attngen.parallel.overlap import overlap
 from attngen.parallel.visits import Visits, runs_of_tiles
 
 #: Chunks for each rank that are tried.
@@ -45,11 +46,12 @@ class Dealt:
 @dataclass(frozen=True)
 class Weighed:
     """The visits of a variant, how many layers have it, and whether ranks call it over segments, so that rows which see
-    only keys of their own run need not wait for others."""
+    only keys of their own run need not wait for others. Where heads are alike, they can be computed in groups."""
 
     visits: Visits
     layers: float
     segments: bool
+    heads_alike: bool
 
     def seconds(self, owner: np.ndarray, ranks: int, tile: int, cost: Cost, *, whole: bool) -> float:
         """Predicted seconds of the rank that takes longest; with ``whole`` all keys are sent, whoever holds which."""
@@ -91,7 +93,65 @@ def deal(
         if worse == _WORSE:
             break
     assert best is not None
+    packed = _packed(each, tiles, ranks) if chunks is None and ranks > 1 and not whole else None
+    if packed is not None and _overlapped(each, packed, ranks, tile, cost) < _overlapped(
+        each, best.owner, ranks, tile, cost
+    ):
+        runs = np.count_nonzero(np.diff(packed)) + 1
+        best = Dealt(packed, best.seconds, -(-int(runs) // ranks))
     return best
+
+
+def _overlapped(each: Sequence[Weighed], owner: np.ndarray, ranks: int, tile: int, cost: Cost) -> float:
+    """Predicted seconds of all variants, if each overlaps as is best for it."""
+    return sum(
+        one.layers
+        * overlap(
+            one.visits, owner, one.visits.received(owner, ranks) * tile, tile, cost, segments=one.segments,
+            heads_alike=one.heads_alike,
+        )[1]
+        for one in each
+    )  # fmt: skip
+
+
+def _packed(each: Sequence[Weighed], tiles: int, ranks: int) -> np.ndarray | None:
+    """The rank of each tile if whole documents are packed into ranks, and few are cut; None without documents.
+
+    Documents are ordered from the heaviest tiles to the lightest, the tiles of each from its last one to its first. A
+    rank takes tiles from both ends, as many of the first as make its work a fair share of what is left.
+    """
+    starts = _independent(each, tiles)
+    if len(starts) < 2 or tiles < ranks:
+        return None
+    work = sum(one.visits.tiles * one.layers for one in each)
+    sizes = np.diff(np.append(starts, tiles))
+    heaviest = np.argsort(-np.add.reduceat(work, starts) / sizes, kind="stable")
+    ends, counts = (starts + sizes)[heaviest], sizes[heaviest]
+    order = np.repeat(ends - 1 + np.cumsum(counts) - counts, counts) - np.arange(tiles)
+    sums = np.concatenate([[0.0], np.cumsum(work[order])])
+    owner: np.ndarray = np.empty(tiles, dtype=np.int64)
+    begin, end = 0, tiles
+    for rank in range(ranks):
+        count = (rank + 1) * tiles // ranks - rank * tiles // ranks
+        first: np.ndarray = np.arange(count + 1)  # how many of the rank's tiles are heavy ones
+        loads = sums[begin + first] - sums[begin] + sums[end] - sums[end - count + first]
+        heavy = int(np.abs(loads - (sums[end] - sums[begin]) / (ranks - rank)).argmin())
+        owner[order[begin : begin + heavy]] = rank
+        owner[order[end - count + heavy : end]] = rank
+        begin, end = begin + heavy, end - count + heavy
+    return owner
+
+
+def _independent(each: Sequence[Weighed], tiles: int) -> np.ndarray:
+    """The first tile of each run of tiles that sees itself alone, as a document does, but for a tile at its edge."""
+    place: np.ndarray = np.arange(tiles)
+    starts = place >= 0
+    for one in each:
+        after = np.minimum.accumulate(one.visits.first[::-1])[::-1]
+        before = np.concatenate([[0], np.maximum.accumulate(one.visits.last)[:-1]])
+        starts &= (after >= np.where(place > 1, place - 1, place)) & (before <= place + 1)
+    starts[0] = True
+    return np.flatnonzero(starts)
 
 
 def _computing(each: Sequence[Weighed], owner: np.ndarray, ranks: int) -> float:

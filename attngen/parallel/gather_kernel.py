@@ -1,4 +1,4 @@
-"""The kernel of ``gathers``: sums of listed rows of up to three tensors."""
+"""The kernel of ``gathers``: sums of listed rows of up to three tensors, or of as many pairs, such as K and V."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -6,20 +6,30 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "depth", "second_at", "third_at"])
 def gather(
-    out, first, second, third, table, places, rows, depth, width, second_at, third_at,
-    out_row, first_row, second_row, third_row, out_batch, first_batch, second_batch, third_batch,
-    sources: tl.constexpr, one: tl.constexpr, placed: tl.constexpr,
+    out, out_2, first, first_2, second, second_2, third, third_2, table, places,
+    rows, depth, width, second_at, third_at, out_row, first_row, second_row, third_row,
+    out_batch, first_batch, second_batch, third_batch,
+    sources: tl.constexpr, pairs: tl.constexpr, one: tl.constexpr, placed: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
-    """A block computes ``block_rows`` rows and ``block_columns`` columns of one sequence.
+    """A block computes ``block_rows`` rows and ``block_columns`` columns of one sequence, of ``out`` or of ``out_2``.
 
     ``table`` has ``depth`` rows of the sources for each row of the result, -1 for none; rows of the second source count
-    from ``second_at``, those of the third from ``third_at``.
+    from ``second_at``, those of the third from ``third_at``. Both tensors of a pair have the same strides.
     """
     row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
-    column = (tl.program_id(1) * block_columns + tl.arange(0, block_columns))[None, :]
+    block = tl.program_id(1)
+    if pairs:
+        blocks = tl.num_programs(1) // 2
+        if block >= blocks:
+            block -= blocks
+            out = out_2
+            first = first_2
+            second = second_2
+            third = third_2
+    column = (block * block_columns + tl.arange(0, block_columns))[None, :]
     batch = tl.program_id(2).to(tl.int64)
     first += batch * first_batch
     second += batch * second_batch

@@ -6,6 +6,7 @@ Slices would take a launch each, and sums in float32 would pass through memory o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -41,14 +42,26 @@ class Gather:
         self._count, self._table, self._places = count, table, places
         self._on: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
 
-    def __call__(self, out: Tensor, *sources: Tensor) -> None:
-        """Compute rows of ``out``, which may be one of the sources where rows stay in their places."""
-        if not self._count or not out.numel():
+    def __call__(self, out: Sequence[Tensor], *sources: Sequence[Tensor]) -> None:
+        """Compute rows of ``out``, one tensor or two, such as K and V; each source has as many. Where rows stay in
+        their places, ``out`` may be one of the sources."""
+        if not self._count:
             return
-        table, places = self._tables(out.device)
-        if _kernel_takes(out, sources):
+        table, places = self._tables(out[0].device)
+        if len(out) > 1 and _go_together(out, sources):
             _launch(out, sources, table, places)
             return
+        for n, side in enumerate(out):
+            of_side = [source[n] for source in sources]
+            if not side.numel():
+                continue
+            if _kernel_takes(side, of_side):
+                _launch([side], [[x] for x in of_side], table, places)
+            else:
+                self._compute(side, of_side, table, places)
+
+    def _compute(self, out: Tensor, sources: Sequence[Tensor], table: Tensor, places: Tensor | None) -> None:
+        """The same by operators of torch."""
         rows = torch.cat(list(sources))
         if self._depth == 1 and bool((self._table >= 0).all()):
             total = rows.index_select(0, table[0])
@@ -69,6 +82,12 @@ class Gather:
             places = None if self._places is None else torch.from_numpy(self._places.astype(np.int32)).to(device)
             self._on[device] = torch.from_numpy(self._table).to(device), places
         return self._on[device]
+
+
+def _go_together(out: Sequence[Tensor], sources: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether one launch computes both tensors of ``out``: the tensors of each pair have one shape and strides."""
+    alike = all(len(x) == 2 and x[0].shape == x[1].shape and x[0].stride() == x[1].stride() for x in (out, *sources))
+    return alike and bool(out[0].numel()) and all(_kernel_takes(out[n], [x[n] for x in sources]) for n in range(2))
 
 
 def _kernel_takes(out: Tensor, sources: Sequence[Tensor]) -> bool:
@@ -97,21 +116,29 @@ def _compiled() -> Any:
     return gather
 
 
-def _launch(out: Tensor, sources: Sequence[Tensor], table: Tensor, places: Tensor | None) -> None:
+def _launch(out: Sequence[Tensor], sources: Sequence[Sequence[Tensor]], table: Tensor, places: Tensor | None) -> None:
+    """Launch the kernel for one tensor and its sources, or for two."""
     depth, rows = table.shape
-    width = out.shape[2] * out.shape[3]
-    first, second, third = (*sources, *[sources[-1]] * (_SOURCES - len(sources)))
+    to = out[0]
+    width = to.shape[2] * to.shape[3]
+    each = (*sources, *[sources[-1]] * (_SOURCES - len(sources)))
+    (a, *_), (b, *_), (c, *_) = each
     columns = min(1 << (width - 1).bit_length(), _COLUMNS)
     of_block = _ELEMENTS // columns
-    grid = (-(-rows // of_block), -(-width // columns), out.shape[1])
-    with torch.cuda.device(out.device):
+    grid = (-(-rows // of_block), -(-width // columns) * len(out), to.shape[1])
+    with _on(to.device):
         _compiled()[grid](
-            out, first, second, third, table, table if places is None else places, rows, depth, width,
-            len(first), len(first) + len(second),
-            out.stride(0), first.stride(0), second.stride(0), third.stride(0),
-            out.stride(1), first.stride(1), second.stride(1), third.stride(1),
-            sources=len(sources), one=depth == 1, placed=places is not None, block_rows=of_block, block_columns=columns,
+            to, out[-1], a, each[0][-1], b, each[1][-1], c, each[2][-1], table, table if places is None else places,
+            rows, depth, width, len(a), len(a) + len(b), to.stride(0), a.stride(0), b.stride(0), c.stride(0),
+            to.stride(1), a.stride(1), b.stride(1), c.stride(1),
+            sources=len(sources), pairs=len(out) == 2, one=depth == 1, placed=places is not None, block_rows=of_block,
+            block_columns=columns,
         )  # fmt: skip
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current one, if it is another."""
+    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 def copy(to: Tensor, source: Tensor) -> None:

@@ -92,7 +92,7 @@ def plan(
     counted = [_counted(each, sizes, seqlen, offsets, tile, cost, values, tensors) for _, each, _ in stated]
     tiles = -(-seqlen // tile)
     dealt = deal(
-        [Weighed(counts[0], layers, _over_segments(each, values))
+        [Weighed(counts[0], layers, _over_segments(each, values), _in_groups(each))
          for counts, (_, each, layers) in zip(counted, stated, strict=True)], tiles, ranks, tile, cost,
         chunks=1 if method == "heads" and chunks is None else chunks, whole=method == "gather",
     )  # fmt: skip
@@ -169,8 +169,9 @@ def _layer(
         variant.name, source, variant, as_one_row(variant) if one_row else variant, layers, method,
         own, visited, sent, seen, segments, positions,
         overlap(
-            visited, sent, cost, segments=segments, heads_alike=heads_are_alike(variant) and not variant.dropout
-        ),
+            visited, tokens.owner, sent.received, tokens.tile, cost, segments=segments and not sent.tiles.all(),
+            heads_alike=_in_groups(variant),
+        )[0],
     )  # fmt: skip
 
 
@@ -194,6 +195,11 @@ def _over_segments(variant: Variant, values: Mapping[str, Any]) -> bool:
     known = {s.name: values.get(s.name, s.default) for s in variant.arguments if s.type is Type.INT}
     numbers = tuple((name, value) for name, value in known.items() if type(value) is int)
     return reads_no_positions(variant) or is_relative(variant, numbers)
+
+
+def _in_groups(variant: Variant) -> bool:
+    """Whether calls of some heads compute what the call of all heads does."""
+    return heads_are_alike(variant) and not variant.dropout
 
 
 def _few_copies(visited: Visits, tokens: Tokens, sent: Needs, *, positions: bool) -> bool:

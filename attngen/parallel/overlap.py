@@ -7,44 +7,71 @@ from typing import Literal
 import numpy as np
 
 from attngen.parallel.cost import Cost
-from attngen.parallel.routes import Needs, Tokens
+from attngen.parallel.routes import Tokens
 from attngen.parallel.segments import Segments
 from attngen.parallel.visits import Visits, runs_of_tiles
 
 #: By rows, by heads, or not at all.
 Overlap = Literal["rows", "heads", "none"]
 
-#: Seconds that a second group of heads costs: more copies, and smaller calls.
-_GROUP = 150e-6
+#: Seconds that a second group of heads costs: smaller calls, and more launches.
+_GROUP = 60e-6
 
 #: Least seconds of an exchange that is cut into groups of heads.
 _WORTH = 40e-6
 
+#: Share of the time of an exchange that nothing hides, if calls overlap by rows: rows are copied before and after.
+_COPIED = 0.25
 
-def tiles_here(visits: Visits, tokens: Tokens) -> np.ndarray:
-    """Whether each tile of rows sees only keys of the run of rows that it lies in."""
-    start, end = runs_of_tiles(tokens.owner)
+#: Seconds of an exchange of any size.
+_LATENCY = 30e-6
+
+#: Bytes that a GPU copies in a second, read and written.
+_COPIES = 1.2e12
+
+
+def tiles_here(visits: Visits, owner: np.ndarray) -> np.ndarray:
+    """Whether each tile of rows sees only keys of the run of tiles of its rank that it lies in."""
+    start, end = runs_of_tiles(owner)
     return (visits.first >= start) & (visits.last <= end)
 
 
-def overlap(visits: Visits, needs: Needs, cost: Cost, *, segments: bool, heads_alike: bool) -> Overlap:
-    """How a layer overlaps: by rows only where kernels take segments, by heads only where these are alike."""
-    tokens = needs.tokens
+def overlap(
+    visits: Visits, owner: np.ndarray, sending: np.ndarray, tile: int, cost: Cost, *, segments: bool, heads_alike: bool
+) -> tuple[Overlap, float]:
+    """How a layer overlaps with least time, and the predicted seconds of the rank that takes longest.
 
-    def tiles(which: np.ndarray) -> np.ndarray:
-        counts = np.bincount(tokens.owner[which], weights=visits.tiles[which], minlength=tokens.ranks)
-        return np.array([cost.of_tiles(float(count), tokens.tile) for count in counts])
+    ``sending`` is how many rows of keys each rank gets. By rows only where kernels take segments, by heads only where
+    heads are alike.
+    """
+    ranks = len(sending)
+    tile_seconds = cost.of_tiles(1.0, tile)
+    work = np.bincount(owner, weights=visits.tiles, minlength=ranks) * tile_seconds
+    sent = sending * cost.of_tokens(1.0)
+    choices: dict[Overlap, float] = {"none": float((work + np.where(sent > 0, sent + _LATENCY, 0)).max())}
+    if heads_alike and cost.kv_heads > 1 and sent.max() > _WORTH:
+        others = (cost.kv_heads - 1) / cost.kv_heads
+        late = np.maximum(sent * others - work * (1 - others), 0)
+        choices["heads"] = float((work + sent * (1 - others) + late).max()) + _LATENCY + _GROUP
+    if segments and sent.max() > 0:
+        alone = tiles_here(visits, owner)
+        here = np.bincount(owner, weights=np.where(alone, visits.tiles, 0.0), minlength=ranks) * tile_seconds
+        exposed = np.maximum(sent - here, sent * _COPIED)
+        row_seconds = 2 * cost.heads * cost.head_dim * cost.itemsize / _COPIES
+        moved = _tiles_in_parts(alone, owner, ranks) * tile * row_seconds
+        choices["rows"] = float((work + exposed + moved).max())
+    best = min(choices, key=lambda each: choices[each])
+    return best, choices[best]
 
-    sending = np.array([cost.of_tokens(float(rows)) for rows in needs.received])
-    whole = tiles(np.ones(len(tokens.owner), dtype=bool))
-    by_heads = float((whole + sending / cost.kv_heads).max()) + _GROUP
-    by_rows = np.inf
-    if segments and not needs.tiles.all():
-        here = tiles(tiles_here(visits, tokens))
-        by_rows = float((np.maximum(here, sending) + whole - here).max())
-    if heads_alike and cost.kv_heads > 1 and sending.max() > _WORTH and by_heads < by_rows:
-        return "heads"
-    return "rows" if by_rows < np.inf else "none"
+
+def _tiles_in_parts(alone: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
+    """How many tiles each rank has that are not ``alone``, if they are not one run of its tiles: copies of their rows
+    are made."""
+    order = np.argsort(owner, kind="stable")
+    others, of_rank = ~alone[order], owner[order]
+    begins = others & np.append(True, alone[order][:-1] | (np.diff(of_rank) != 0))
+    runs = np.bincount(of_rank[begins], minlength=ranks)
+    return np.where(runs > 1, np.bincount(owner[~alone], minlength=ranks), 0)
 
 
 def cut(segments: Segments, visits: Visits, tokens: Tokens, *, positions: bool) -> tuple[Segments, Segments]:

@@ -140,7 +140,7 @@ class Selection:
         if dim == 2:
             return x.index_select(2, self._index(x.device))
         rows = x.new_empty((len(x), self.count, *x.shape[2:]))
-        self._taken(rows.transpose(0, 1), x.transpose(0, 1))
+        self._taken((rows.transpose(0, 1),), (x.transpose(0, 1),))
         return rows
 
     def put(self, x: Tensor, rows: Tensor, dim: int) -> None:
@@ -151,7 +151,7 @@ class Selection:
         elif dim == 2:
             x.index_copy_(2, self._index(x.device), rows)
         else:
-            self._placed(x.transpose(0, 1), rows.transpose(0, 1))
+            self._placed((x.transpose(0, 1),), (rows.transpose(0, 1),))
 
     @cached_property
     def _taken(self) -> Gather:

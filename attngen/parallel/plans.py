@@ -51,8 +51,9 @@ _INSTEAD = {
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "tensors of 16 bits"),
 }
 
-#: Keys of so many times a rank's own rows are kept for the backward; more are sent again, since they take memory.
-_KEPT = 2
+#: The keys of a call are kept for the backward if a rank gets at most so many times its own rows; more are sent again,
+#: since they take memory, but for those of the first group of heads.
+_KEPT = 1.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,8 +318,7 @@ class Plan:
             rank = self._in_group()
             exchanges = bool(layer.sent.received.any())
             by_heads = layer.overlap == "heads"
-            most = int(np.count_nonzero(layer.sent.tiles, axis=1).max())
-            keeps = not by_heads and most * self.ranks <= _KEPT * len(self.dealt.owner)
+            keeps = by_heads or int(layer.sent.received.max()) * self.ranks <= _KEPT * self.seqlen
             if layer.method == "heads":
                 layer.kept["work"] = WorkByHeads(self.group, self._route_of_all(rank), layer.source, self.cu_seqlens)
             elif layer.in_segments:

@@ -1,4 +1,5 @@
-"""Two streams that alternate, so that a kernel starts on multiprocessors that the one before it has already left."""
+"""Streams of a call: two that alternate, so that a kernel starts on multiprocessors that the one before it has already
+left, and one for copies, which go first wherever a multiprocessor is free."""
 
 from __future__ import annotations
 
@@ -6,57 +7,60 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
-#: The second stream of each GPU.
-_second: dict[torch.device, Any] = {}
+#: The second stream of each GPU, and the one for copies, which has a higher priority.
+_others: dict[torch.device, tuple[Any, Any]] = {}
 
 
-class TwoStreams:
-    """The current stream of a GPU and a second one, for the calls of a ``with`` block; on a CPU, neither.
+class Streams:
+    """The current stream of a GPU, a second one and one for copies, for the calls of a ``with`` block; on a CPU, none.
 
-    The second stream starts after what was enqueued before the block, and the current one waits for it at the end of
-    the block. A tensor that both streams use must live until then. One that is made in the block and used after it goes
-    through ``handed``, so that the allocator does not reuse its memory too early.
+    The others start after what was enqueued before this was made, and the current one waits for them at the end of the
+    block. A tensor that several streams use must be made on the current stream before this is made, or live until the
+    end of the block.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._streams: list[Any] = []
-        self._used = False
+        self._used: set[int] = set()
         if device.type == "cuda":
-            if device not in _second:
-                _second[device] = torch.cuda.Stream(device)
-            self._streams = [torch.cuda.current_stream(device), _second[device]]
+            if device not in _others:
+                _others[device] = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
+            self._streams = [torch.cuda.current_stream(device), *_others[device]]
             self._start = self._streams[0].record_event()
 
-    def __enter__(self) -> TwoStreams:
+    def __enter__(self) -> Streams:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._used:
-            self._streams[0].wait_stream(self._streams[1])
+        for number in self._used:
+            self._streams[0].wait_stream(self._streams[number])
 
     def on(self, number: int) -> AbstractContextManager[Any]:
         """Enqueue call ``number``: even ones on the current stream, odd ones on the second."""
-        if not self._streams:
-            return nullcontext()
-        if number % 2 and not self._used:
-            self._streams[1].wait_event(self._start)
-            self._used = True
-        return torch.cuda.stream(self._streams[number % 2])
+        return self._enter(number % 2)
+
+    def copying(self, after: Any = None) -> AbstractContextManager[Any]:
+        """Enqueue copies, after an event if one is given."""
+        context = self._enter(2)
+        if after is not None:
+            self._streams[2].wait_event(after)
+        return context
 
     def event(self) -> Any:
-        """An event after what was enqueued on the current stream."""
+        """An event after what was enqueued on the stream of the innermost block."""
         return torch.cuda.current_stream().record_event() if self._streams else None
 
     @staticmethod
     def wait(event: Any) -> None:
-        """Let the current stream wait for an event."""
+        """Let the stream of the innermost block wait for an event."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
-    def handed(self, x: Tensor) -> Tensor:
-        """A tensor of either stream, which the current one uses after the block."""
-        if self._used:
-            x.record_stream(self._streams[0])
-        return x
+    def _enter(self, number: int) -> AbstractContextManager[Any]:
+        if not self._streams:
+            return nullcontext()
+        if number and number not in self._used:
+            self._streams[number].wait_event(self._start)
+            self._used.add(number)
+        return torch.cuda.stream(self._streams[number])

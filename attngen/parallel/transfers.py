@@ -81,13 +81,15 @@ class Transfer:
         """Rows that are sent."""
         return self.held if self.gathers else len(self.send)
 
-    def start(self, k: Tensor, v: Tensor, group: Group) -> Flight:
-        """Start to send own rows, (rows, batch, heads, head_dim), to the ranks that need them, K and V side by side."""
+    def start(self, k: Tensor, v: Tensor, group: Group, arrived: Tensor | None = None) -> Flight:
+        """Start to send own rows, (rows, batch, heads, head_dim), to the ranks that need them, K and V side by side.
+        ``arrived`` is where received rows go, if the caller has a place for them."""
         widths = [x.shape[2] * x.shape[3] for x in (k, v)]
         sent = k.new_empty((self.sent, k.shape[1], sum(widths)))
-        for x, part in zip((k, v), sent.split(widths, dim=2), strict=True):
-            self._sends(part.unflatten(2, x.shape[2:]), x)
-        arrived = k.new_empty((self.received, *sent.shape[1:]))
+        sides = sent.split(widths, dim=2)
+        self._sends([side.unflatten(2, x.shape[2:]) for side, x in zip(sides, (k, v), strict=True)], (k, v))
+        if arrived is None:
+            arrived = k.new_empty((self.received, *sent.shape[1:]))
         wire = on_wire(group)
         if self.gathers:
             return Flight(gather(wire(arrived), wire(sent), group=group, async_op=True), sent, arrived)

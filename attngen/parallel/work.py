@@ -24,7 +24,7 @@ from attngen.parallel.gathers import Gather, copy
 from attngen.parallel.pieces import Options, Part, Piece, Selection
 from attngen.parallel.routes import Needs
 from attngen.parallel.segments import Segments
-from attngen.parallel.streams import TwoStreams
+from attngen.parallel.streams import Streams
 from attngen.parallel.transfers import Flight, Transfer, head_start
 
 #: Most segments of a forward that run as calls of their own, and the least rows of each; more or shorter ones are
@@ -58,7 +58,8 @@ class Work:
 
     def kept_shapes(self, q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> list[tuple[int, ...]]:
         """Shapes of what ``forward`` keeps."""
-        return [(k[0], self.assembly.rows, k[2] * k[3] + v[2] * v[3])] if self.keeps else []
+        count = self._groups(q[2], k[2])[0].kv_heads[1]
+        return [(k[0], self.assembly.rows, count * (k[3] + v[3]))] if self.keeps else []
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: Options, *, lse: bool, keep: bool
@@ -67,37 +68,38 @@ class Work:
         batch, held, heads, _ = q.shape
         out = q.new_empty((batch, held, heads, v.shape[3]))
         sums = torch.empty((batch, heads, held), dtype=_sums_dtype(q), device=q.device) if lse else None
-        parts = _parts(heads, k.shape[2], (1, -1) if self.by_heads else (-1,))
-        flights = [self._start(k, v, part) for part in parts]
-        head_start(q.device) if self.exchanges else None
+        groups = self._groups(heads, k.shape[2])
+        keys = [self._start(k, v, group) for group in groups]
         # Calls alternate between two streams, so that one starts while the last blocks of another still run. The packed
         # call of ``here`` may also write zeros to rows of ``rest`` that lie between its own. These are then stored
         # after it: if they are one run of rows, which the kernel of ``rest`` writes in place, by running it on the same
         # stream, else by copying its result at the end.
         clears = self.here is not None and self.here.covers_others
         number = int(self.here is not None and not (clears and self.rest is not None and self.rest.rows.is_run))
-        every: list[Tensor] = []
         copies: list[Callable[[], None]] = []
-        with TwoStreams(q.device) as streams:
+        with Streams(q.device) as streams:
+            with streams.copying():
+                for each in keys:
+                    each.put_own()
+            head_start(q.device) if self.exchanges else None
             if self.here is not None:
                 own_k, own_v = (x.narrow(1, *self.here_keys) for x in (k, v))
                 self.here.forward(q, own_k, own_v, out, sums, _all(heads, k.shape[2]), values, options)()
-            for part, flight in zip(parts, flights, strict=True):
-                with streams.on(number):
-                    every.append(streams.handed(self._keys(k, v, part, flight)))
+            for group, each in zip(groups, keys, strict=True):
+                with streams.copying():
+                    each.put_received()
                     assembled = streams.event()
-                part_k, part_v = _split(every[-1], k, v, part)
+                group_k, group_v = _split(each.room, k, v, group)
                 for piece, start, count in self.forwards:
                     with streams.on(number):
                         streams.wait(assembled)
-                        piece_k, piece_v = (x.narrow(1, start, count) for x in (part_k, part_v))
-                        copy_rows = piece.forward(q, piece_k, piece_v, out, sums, part, values, options)
+                        piece_k, piece_v = (x.narrow(1, start, count) for x in (group_k, group_v))
+                        copy_rows = piece.forward(q, piece_k, piece_v, out, sums, group, values, options)
                         copies.append(copy_rows) if clears else copy_rows()
                     number += 1
         for copy_rows in copies:
             copy_rows()
-        kept = every if keep and self.keeps else []
-        return out, sums, kept
+        return out, sums, [keys[0].room] if keep and self.keeps else []
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
@@ -106,81 +108,85 @@ class Work:
         """Gradients of q, k and v, and of the tensors ``asked``, in float32."""
         heads, kv_heads = q.shape[2], k.shape[2]
         parts = _parts(heads, kv_heads, (1, -1, 1) if self.by_heads else (-1,))
-        arriving = _parts(heads, kv_heads, (1, -1) if self.by_heads else (-1,))
         # Keys travel in two collectives, also for three groups of gradients: behind a third one, which may still wait
         # for other ranks, the first collective of gradients would start only after the next kernel.
-        flights = [] if kept else [self._start(k, v, group) for group in arriving]
+        groups = self._groups(heads, kv_heads)
+        sent = [self._start(k, v, group) for group in groups[len(kept) :]]
+        rooms = [*kept, *(each.room for each in sent)]
         own: dict[str, Tensor] = {
             name: torch.zeros_like(values[name], dtype=_sums_dtype(q), memory_format=torch.contiguous_format)
             for name in asked
         }
-        of_rows: list[tuple[Part, Tensor]] = []
-        of_keys: list[tuple[Tensor, Tensor, Flight]] = []
-        if flights:
-            head_start(q.device)
-        groups = zip(arriving, flights, strict=True)
-        keys, group = (kept[0], arriving[0]) if kept else (None, None)
-        for part in parts:
-            if group is None or part.kv_heads[0] >= sum(group.kv_heads):
-                group, flight = next(groups)
-                keys = self._keys(k, v, group, flight)
-            assert keys is not None
-            part_k, part_v = (part.among(x, group) for x in _split(keys, k, v, group))
-            if self.rest is not None:
-                d_rows, dk, dv, d_own = self.rest.backward(
-                    q, part_k, part_v, out, lse, dout, dlse, part, values, asked, options
-                )
-                part.add(self.rest.variant, own, d_own)
-                of_rows.append((part, d_rows))
-            else:
-                dk, dv = torch.zeros_like(part_k), torch.zeros_like(part_v)
-            of_keys.append((dk, dv, self.transfer.start_back(self.assembly.back(dk, dv), self.group)))
-            if self.exchanges and (part is not parts[-1] or self.here is not None):
-                head_start(q.device)
-        rows_here = keys_here = None
-        if self.here is not None:
-            own_k, own_v = (x.narrow(1, *self.here_keys) for x in (k, v))
-            every = _all(heads, kv_heads)
-            rows_here, *keys_here, d_own = self.here.backward(
-                q, own_k, own_v, out, lse, dout, dlse, every, values, asked, options
-            )
-            every.add(self.here.variant, own, d_own)
-        dk, dv = self._gradients_of_keys(k, v, parts, of_keys, keys_here)
-        return self._gradient_of_rows(q, of_rows, rows_here), dk, dv, own
-
-    def _gradient_of_rows(self, q: Tensor, rest: list[tuple[Part, Tensor]], here: Tensor | None) -> Tensor:
-        """The gradient of q: rows of ``rest``, by groups of heads, and rows of ``here``."""
-        whole = here if here is not None and self.here is not None and self.here.rows.whole else None
-        if whole is None and len(rest) == 1 and self.rest is not None and self.rest.rows.whole:
-            return rest[0][1]
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format) if whole is None else whole
-        if here is not None and whole is None and self.here is not None:
-            self.here.rows.put(dq, here, 1)
-        for part, rows in rest:
-            if self.rest is not None:
-                self.rest.rows.put(part.of(dq), rows, 1)
-        return dq
-
-    def _gradients_of_keys(
-        self, k: Tensor, v: Tensor, parts: Sequence[Part], rest: Sequence[tuple[Tensor, Tensor, Flight]],
-        here: Sequence[Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The gradients of the rank's own k and v: sums of those of ``here``, of ``rest``, and of other ranks."""
+        at_once = len(parts) == 1 and self.here is None and self.rest is not None and self.rest.rows.whole
+        dq = None if at_once else torch.empty_like(q, memory_format=torch.contiguous_format)
         whole = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
-        if here is not None:
-            whole = self._of_own_rows(whole, here)
-        for part, (dk, dv, flight) in zip(parts, rest, strict=True):
-            places = [part.of_keys(x).transpose(0, 1) for x in whole]
-            widths = [x.shape[2] * x.shape[3] for x in places]
-            came = flight.wait()
-            if self.transfer.gathers:  # own rows are among those that come back
-                for place, total in zip(places, self.transfer.summed(came).split(widths, dim=2), strict=True):
-                    copy(place, total.unflatten(2, place.shape[2:]))
-                continue
-            for place, gradient, back in zip(places, (dk, dv), came.split(widths, dim=2), strict=True):
-                sources = gradient.transpose(0, 1), back.unflatten(2, place.shape[2:])
-                self._sums(place, *sources, *([] if here is None else [place]))
-        return whole[0], whole[1]
+        used: list[Any] = []  # tensors that the stream of copies reads live until the end
+        with Streams(q.device) as streams:
+            with streams.copying():
+                for each in sent:
+                    each.put_own()
+            if sent:
+                head_start(q.device)
+            assembled: list[Any] = [None] * len(kept)
+            for each in sent:
+                with streams.copying():
+                    each.put_received()
+                    assembled.append(streams.event())
+            for part in parts:
+                number = next(n for n, group in enumerate(groups) if part.kv_heads[0] < sum(group.kv_heads))
+                streams.wait(assembled[number])
+                part_k, part_v = (part.among(x, groups[number]) for x in _split(rooms[number], k, v, groups[number]))
+                d_rows = None
+                if self.rest is not None:
+                    d_rows, dk, dv, d_own = self.rest.backward(
+                        q, part_k, part_v, out, lse, dout, dlse, part, values, asked, options
+                    )
+                    part.add(self.rest.variant, own, d_own)
+                else:
+                    dk, dv = torch.zeros_like(part_k), torch.zeros_like(part_v)
+                flight = self.transfer.start_back(self.assembly.back(dk, dv), self.group)
+                used.append((d_rows, dk, dv, flight))
+                if self.here is None:
+                    with streams.copying(streams.event()):
+                        if dq is not None and d_rows is not None and self.rest is not None:
+                            self.rest.rows.put(part.of(dq), d_rows, 1)
+                        self._add_gradients(whole, part, dk, dv, flight)
+                if self.exchanges and (part is not parts[-1] or self.here is not None):
+                    head_start(q.device)
+            if self.here is not None:
+                own_k, own_v = (x.narrow(1, *self.here_keys) for x in (k, v))
+                every = _all(heads, kv_heads)
+                rows_here, *keys_here, d_own = self.here.backward(
+                    q, own_k, own_v, out, lse, dout, dlse, every, values, asked, options
+                )
+                every.add(self.here.variant, own, d_own)
+                whole = self._of_own_rows(whole, keys_here)
+                self._add_gradients(whole, part, dk, dv, flight)
+                if self.here.rows.whole:
+                    dq = rows_here
+                elif dq is not None:
+                    self.here.rows.put(dq, rows_here, 1)
+                if dq is not None and d_rows is not None and self.rest is not None:
+                    self.rest.rows.put(dq, d_rows, 1)
+        return d_rows if dq is None else dq, whole[0], whole[1], own
+
+    def _groups(self, heads: int, kv_heads: int) -> list[Part]:
+        """The heads whose keys travel together."""
+        return _parts(heads, kv_heads, (1, -1) if self.by_heads else (-1,))
+
+    def _add_gradients(self, whole: Sequence[Tensor], part: Part, dk: Tensor, dv: Tensor, flight: Flight) -> None:
+        """Add up the gradients of the rank's own k and v, of some heads: ``dk`` and ``dv`` of ``rest``, those that come
+        back from other ranks, and with ``here`` what ``whole`` holds already."""
+        places = [part.of_keys(x).transpose(0, 1) for x in whole]
+        widths = [x.shape[2] * x.shape[3] for x in places]
+        came = flight.wait()
+        if self.transfer.gathers:  # own rows are among those that come back
+            for place, total in zip(places, self.transfer.summed(came).split(widths, dim=2), strict=True):
+                copy(place, total.unflatten(2, place.shape[2:]))
+            return
+        of_rest = dk.transpose(0, 1), dv.transpose(0, 1)
+        back = [x.unflatten(2, place.shape[2:]) for x, place in zip(came.split(widths, dim=2), places, strict=True)]
+        self._sums(places, of_rest, back, *([] if self.here is None else [places]))
 
     def _of_own_rows(self, whole: list[Tensor], here: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of ``here`` among those of all own keys, (batch, rows, heads, head_dim), which else are 0."""
@@ -206,17 +212,36 @@ class Work:
         of_added = [np.arange(len(added)), *(np.searchsorted(added, each) for each in (rows, sent))]
         return Gather(len(added), np.concatenate(of_added), np.concatenate([second + added, *listed]), added)
 
-    def _start(self, k: Tensor, v: Tensor, part: Part) -> Flight:
-        """The exchange of the keys of some heads."""
-        return self.transfer.start(*_rows_first(k, v, part), self.group)
+    def _start(self, k: Tensor, v: Tensor, part: Part) -> _Keys:
+        """The keys of some heads, whose exchange is started."""
+        k, v = (x.transpose(0, 1) for x in (part.of_keys(k), part.of_keys(v)))
+        room = self.assembly.room(k, v)
+        place = self.assembly.place(room)
+        return _Keys(self.assembly, k, v, room, place is not None, self.transfer.start(k, v, self.group, place))
 
-    def _keys(self, k: Tensor, v: Tensor, part: Part, flight: Flight) -> Tensor:
-        """The keys of some heads, K and V side by side, once they have arrived."""
-        return self.assembly.keys(*_rows_first(k, v, part), flight.wait())
 
+@dataclass
+class _Keys:
+    """Keys of some heads that are put together in ``room``, (batch, keys, width), K and V side by side: own rows of k
+    and v, (rows, batch, heads, head_dim), and those that arrive, which may be ``in_place``."""
 
-def _rows_first(k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    return part.of_keys(k).transpose(0, 1), part.of_keys(v).transpose(0, 1)
+    assembly: Assembly
+    k: Tensor
+    v: Tensor
+    room: Tensor
+    in_place: bool
+    flight: Flight
+
+    def put_own(self) -> None:
+        """Put own rows there, if those that arrive are received in their place."""
+        if self.in_place:
+            self.assembly.put_own(self.room, self.k, self.v)
+
+    def put_received(self) -> None:
+        """Wait for the rows that arrive, and put them there, and own rows, unless they are there."""
+        received = self.flight.wait()
+        if not self.in_place:
+            self.assembly.put_all(self.room, self.k, self.v, received)
 
 
 def _sums_dtype(q: Tensor) -> torch.dtype:

@@ -187,4 +187,6 @@ def _check(case: Case, plan: Plan, device: torch.device) -> None:
     for name, one, wanted, plain in zip(("out", "dq", "dk", "dv"), ours, *results, strict=True):
         error = (one.double() - plan.shard(wanted, axis)).abs().max()
         allowed = (plain - wanted).abs().max() * _FACTOR + 1e-3  # over all ranks: a rank may have few rows
+        if name in ("dk", "dv"):  # a sum of one term of each rank, which is rounded before it travels
+            allowed += plan.ranks * torch.finfo(torch.bfloat16).eps / 2 * wanted.abs().max()
         assert error <= allowed, f"{case.name}, {plan.seqlen} tokens: {name} is off by {error:.2e} of {allowed:.2e}"
