@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -34,7 +34,7 @@ from attngen.runtime.registry.binding import find
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 #: Calls of a sample, which follow one another without a wait.
-_ROW = 4
+_ROW = 6
 
 
 @dataclass(frozen=True)
@@ -139,17 +139,19 @@ def run(
     return all(row.reason is None for row in rows if row.contender.startswith(("attngen", "one")))
 
 
-#: A function that calls all layers, and the tensors whose gradients are taken.
-Made = tuple[Callable[[], list[Tensor]], list[Tensor]]
+#: A function that calls all layers, the tensors whose gradients are taken, and in which context calls are made.
+Made = tuple[Callable[[], list[Tensor]], list[Tensor], AbstractContextManager[Any]]
 
 
 def _contenders(mask: Mask, seqlen: int, ranks: int) -> dict[str, Callable[[torch.device], Made]]:
     ways: dict[str, Callable[[torch.device], Made]] = {"one GPU": partial(_one, mask, seqlen)}
     for method in ("exchange", "gather", "heads"):
         if method != "heads" or KV_HEADS % ranks == 0:
-            ways[f"attngen {method}"] = partial(_by_plan, mask, seqlen, method)
+            ways[f"attngen {method}"] = partial(_by_plan, mask, seqlen, method, KV_HEADS)
     if mask.name == "causal":
-        ways["torch context_parallel"] = partial(_torchs, seqlen)
+        ways[f"attngen exchange, {HEADS} KV heads"] = partial(_by_plan, mask, seqlen, "exchange", HEADS)
+        for backend in ("cudnn", "flash"):
+            ways[f"torch context_parallel, {backend}, {HEADS} KV heads"] = partial(_torchs, seqlen, backend)
         if HEADS % ranks == 0:
             ways["Ulysses with SDPA"] = partial(_ulysses, seqlen)
     if len(mask.layers) == 1:
@@ -165,12 +167,13 @@ def _measured(
     torch.manual_seed(0)
     reason, forward, both = None, None, None
     try:
-        call, leaves = contender(device)
-        weights = [torch.randn_like(out) for out in call()]
-        with torch.no_grad():
-            forward = _timed(call, rounds)
-        both = _timed(lambda: torch.autograd.grad(call(), leaves, weights), rounds)
-    except (AttngenError, RuntimeError, ValueError, TypeError, ImportError) as error:
+        call, leaves, context = contender(device)
+        with context:
+            weights = [torch.randn_like(out) for out in call()]
+            with torch.no_grad():
+                forward = _timed(call, rounds)
+            both = _timed(lambda: torch.autograd.grad(call(), leaves, weights), rounds)
+    except (AttngenError, RuntimeError, ValueError, TypeError, ImportError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     torch.cuda.empty_cache()
     reasons: list[Any] = [None] * dist.get_world_size()
@@ -213,12 +216,14 @@ def _one(mask: Mask, seqlen: int, device: torch.device) -> Made:
     q, k, v = leaves = _random(device, *((*lead, seqlen, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)))
     values = {variant: mask.values_of(variant, device) for variant in mask.layers}
     if not mask.documents:
-        return _layers(mask, lambda variant: attngen.attention(q, k, v, variant=variant, **values[variant])), leaves
+        call = _layers(mask, lambda variant: attngen.attention(q, k, v, variant=variant, **values[variant]))
+        return call, leaves, nullcontext()
     offsets = torch.tensor([0, *accumulate(mask.documents)], dtype=torch.int32, device=device)
     longest = max(mask.documents)
-    return _layers(mask, lambda variant: attngen.attention_varlen(
+    call = _layers(mask, lambda variant: attngen.attention_varlen(
         q, k, v, offsets, offsets, longest, longest, variant=variant, **values[variant]
-    )), leaves  # fmt: skip
+    ))  # fmt: skip
+    return call, leaves, nullcontext()
 
 
 def _layers(mask: Mask, call: Callable[[str], Tensor]) -> Callable[[], list[Tensor]]:
@@ -227,8 +232,8 @@ def _layers(mask: Mask, call: Callable[[str], Tensor]) -> Callable[[], list[Tens
     return lambda: [call(variant) for variant in variants]
 
 
-def _by_plan(mask: Mask, seqlen: int, method: str, device: torch.device) -> Made:
-    cost = Cost(HEADS, KV_HEADS, HEAD_DIM)
+def _by_plan(mask: Mask, seqlen: int, method: str, kv_heads: int, device: torch.device) -> Made:
+    cost = Cost(HEADS, kv_heads, HEAD_DIM)
     offsets = [0, *accumulate(mask.documents)] if mask.documents else None
     plan: Plan = attngen.parallel.plan(
         {variant: float(count) for variant, count in mask.layers.items()},
@@ -239,12 +244,12 @@ def _by_plan(mask: Mask, seqlen: int, method: str, device: torch.device) -> Made
         **mask.values,
     )
     lead = () if mask.documents else (1,)
-    shapes = ((*lead, plan.tokens(), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    shapes = ((*lead, plan.tokens(), heads, HEAD_DIM) for heads in (HEADS, kv_heads, kv_heads))
     q, k, v = leaves = _random(device, *shapes)
-    return _layers(mask, lambda variant: plan.attention(q, k, v, variant=variant)), leaves
+    return _layers(mask, lambda variant: plan.attention(q, k, v, variant=variant)), leaves, nullcontext()
 
 
-def _torchs(seqlen: int, device: torch.device) -> Made:
+def _torchs(seqlen: int, backend: str, device: torch.device) -> Made:
     """torch's own ring, which takes as many KV heads as heads."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -252,20 +257,20 @@ def _torchs(seqlen: int, device: torch.device) -> Made:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh("cuda", (ranks,))
-    leaves = _random(device, *[(1, HEADS, seqlen // ranks, HEAD_DIM)] * 3)
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    q, k, v = whole = [torch.randn(1, HEADS, seqlen, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(3)]
 
     @contextmanager
     def inside() -> Iterator[None]:
-        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]), context_parallel(mesh):
+        kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[backend]
+        with sdpa_kernel(kernels), context_parallel(mesh, buffers=whole, buffer_seq_dims=[2] * 3):
+            for each in whole:
+                each.requires_grad_()
             yield
+            for each in whole:
+                each.requires_grad_(False)
 
-    def call() -> list[Tensor]:
-        with inside():
-            return [scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)]
-
-    return call, leaves
+    return lambda: [scaled_dot_product_attention(q, k, v, is_causal=True)], whole, inside()
 
 
 def _ulysses(seqlen: int, device: torch.device) -> Made:
@@ -290,7 +295,7 @@ def _ulysses(seqlen: int, device: torch.device) -> Made:
         back = all_to_all_single_autograd(sent.flatten(), None, None, group)
         return [back.view(ranks, seqlen // ranks, HEADS // ranks, HEAD_DIM).transpose(0, 1).flatten(1, 2)]
 
-    return call, leaves
+    return call, leaves, nullcontext()
 
 
 def _flex(mask: Mask, seqlen: int, device: torch.device) -> Made:
@@ -318,7 +323,7 @@ def _flex(mask: Mask, seqlen: int, device: torch.device) -> Made:
         k, v = (all_gather_tensor_autograd(x, 2, dist.group.WORLD) for x in leaves[1:])
         return [compiled(leaves[0], k, v, block_mask=blocks, enable_gqa=True)]
 
-    return call, leaves
+    return call, leaves, nullcontext()
 
 
 # --- reports ------------------------------------------------------------------------------------------------

@@ -38,7 +38,9 @@ def _search(node: Search, names: Mapping[str, Any], tensors: Mapping[str, Any]) 
         return torch.zeros_like(value)
     indices = [evaluate(i, names, tensors, checked=False) for i in node.indices]
     # one value for all tiles: indices of other axes never vary over a box
-    place: list[Any] = [i.reshape(-1)[:1].clamp(0, n - 1) for i, n in zip(indices, tensor.shape, strict=True)]
-    place[node.axis] = torch.arange(min(max(length, 0), tensor.shape[node.axis]))
-    row = tensor[tuple(torch.broadcast_tensors(*place))].broadcast_to(place[node.axis].shape)
+    place: list[Any] = [
+        slice(max(length, 0)) if axis == node.axis else int(i.reshape(-1)[0].clamp(0, n - 1))
+        for axis, (i, n) in enumerate(zip(indices, tensor.shape, strict=True))
+    ]
+    row = tensor[tuple(place)]
     return torch.searchsorted(row.contiguous().to(torch.int64), value.contiguous(), right=node.strict)

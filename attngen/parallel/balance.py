@@ -27,6 +27,9 @@ _PARTNERS = 12
 #: A finer cut has to be better by this share.
 _GAIN = 0.99
 
+#: Packed documents are good enough at so many times the time of equal work without an exchange: no cut is tried.
+_ENOUGH = 1.3
+
 #: The search ends after so many finer cuts in a row that are no better than the best one so far.
 _WORSE = 3
 
@@ -77,29 +80,37 @@ def deal(
     ``chunks`` fixes how many each rank gets. With ``whole`` all keys are sent anyway.
     """
     sums = np.concatenate([[0.0], np.cumsum(sum(one.visits.tiles * one.layers for one in each))])
+    fair = cost.of_tiles(sums[-1] / ranks, tile)  # no cut takes less
+    packed = _packed(each, tiles, ranks) if chunks is None and ranks > 1 and not whole else None
+    if packed is not None:
+        of_packed = Dealt(packed, _overlapped(each, packed, ranks, tile, cost), _runs_of_a_rank(packed, ranks))
+        if of_packed.seconds <= _ENOUGH * fair:
+            return of_packed
     most = max(tiles // ranks, 1)
     tried = [chunks] if chunks is not None else [n for n in CHUNKS if n <= most]
     best: Dealt | None = None
     worse = 0
     for number in tried:
         owner = _dealt(sums, tiles, ranks, number)
-        if best is not None and cost.of_tiles(_computing(each, owner, ranks), tile) > best.seconds * _GAIN:
+        computing = cost.of_tiles(_computing(each, owner, ranks), tile)
+        if best is not None and computing > best.seconds * _GAIN:
             seconds = np.inf  # whatever it sends
         else:
             seconds = sum(one.seconds(owner, ranks, tile, cost, whole=whole) for one in each)
         worse += 1
         if best is None or seconds < best.seconds * _GAIN:
             best, worse = Dealt(owner, seconds, number), 0
-        if worse == _WORSE:
+        if worse == _WORSE or computing <= _BALANCED * fair:  # finer cuts send more
             break
     assert best is not None
-    packed = _packed(each, tiles, ranks) if chunks is None and ranks > 1 and not whole else None
-    if packed is not None and _overlapped(each, packed, ranks, tile, cost) < _overlapped(
-        each, best.owner, ranks, tile, cost
-    ):
-        runs = np.count_nonzero(np.diff(packed)) + 1
-        best = Dealt(packed, best.seconds, -(-int(runs) // ranks))
+    if packed is not None and of_packed.seconds < _overlapped(each, best.owner, ranks, tile, cost):
+        return of_packed
     return best
+
+
+def _runs_of_a_rank(owner: np.ndarray, ranks: int) -> int:
+    """Runs of tiles that a rank has in the mean, rounded up."""
+    return -(-int(np.count_nonzero(np.diff(owner)) + 1) // ranks)
 
 
 def _overlapped(each: Sequence[Weighed], owner: np.ndarray, ranks: int, tile: int, cost: Cost) -> float:
@@ -124,7 +135,7 @@ def _packed(each: Sequence[Weighed], tiles: int, ranks: int) -> np.ndarray | Non
     if len(starts) < 2 or tiles < ranks:
         return None
     work = sum(one.visits.tiles * one.layers for one in each)
-    sizes = np.diff(np.append(starts, tiles))
+    sizes: np.ndarray = np.diff(np.append(starts, tiles))
     heaviest = np.argsort(-np.add.reduceat(work, starts) / sizes, kind="stable")
     ends, counts = (starts + sizes)[heaviest], sizes[heaviest]
     order = np.repeat(ends - 1 + np.cumsum(counts) - counts, counts) - np.arange(tiles)

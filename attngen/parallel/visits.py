@@ -61,10 +61,10 @@ class Visits:
     def needs(self, owner: np.ndarray, ranks: int) -> np.ndarray:
         """Which tiles of keys each rank visits, if ``owner`` says whose each tile is: bools (ranks, tiles)."""
         begins, ends = _Union.of(self, owner).runs()
-        steps: np.ndarray = np.zeros(ranks * len(owner) + 1, dtype=np.int8)
-        steps[begins] += 1  # runs are disjoint, but one may begin where another ends
-        steps[ends] -= 1
-        return np.cumsum(steps[:-1], dtype=np.int8).view(bool).reshape(ranks, len(owner))
+        places = np.concatenate([[0], np.stack([begins, ends], axis=1).ravel(), [ranks * len(owner)]])
+        visited = np.zeros(len(places) - 1, dtype=bool)
+        visited[1::2] = True
+        return np.repeat(visited, np.diff(places)).reshape(ranks, len(owner))
 
     def in_documents(self, offsets: Sequence[int], tile: int, seqlen: int, *, positions: bool) -> Visits:
         """The visits of packed documents, from those of one sequence, for a variant that sees the same distances in
