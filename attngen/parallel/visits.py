@@ -62,7 +62,7 @@ class Visits:
         """Which tiles of keys each rank visits, if ``owner`` says whose each tile is: bools (ranks, tiles)."""
         begins, ends = _Union.of(self, owner).runs()
         places = np.concatenate([[0], np.stack([begins, ends], axis=1).ravel(), [ranks * len(owner)]])
-        visited = np.zeros(len(places) - 1, dtype=bool)
+        visited: np.ndarray = np.zeros(len(places) - 1, dtype=bool)
         visited[1::2] = True
         return np.repeat(visited, np.diff(places)).reshape(ranks, len(owner))
 

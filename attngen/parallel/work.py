@@ -119,6 +119,8 @@ class Work:
         }
         at_once = len(parts) == 1 and self.here is None and self.rest is not None and self.rest.rows.whole
         dq = None if at_once else torch.empty_like(q, memory_format=torch.contiguous_format)
+        # The rows of ``here`` may have those of ``rest`` between them, which are then copied after it.
+        last = self.here is not None and (self.here.rows.whole or self.here.covers_others)
         whole = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
         used: list[Any] = []  # tensors that the stream of copies reads live until the end
         with Streams(q.device) as streams:
@@ -146,10 +148,10 @@ class Work:
                     dk, dv = torch.zeros_like(part_k), torch.zeros_like(part_v)
                 flight = self.transfer.start_back(self.assembly.back(dk, dv), self.group)
                 used.append((d_rows, dk, dv, flight))
-                if self.here is None:
-                    with streams.copying(streams.event()):
-                        if dq is not None and d_rows is not None and self.rest is not None:
-                            self.rest.rows.put(part.of(dq), d_rows, 1)
+                with streams.copying(streams.event()):
+                    if not last and dq is not None and d_rows is not None and self.rest is not None:
+                        self.rest.rows.put(part.of(dq), d_rows, 1)
+                    if self.here is None:
                         self._add_gradients(whole, part, dk, dv, flight)
                 if self.exchanges and (part is not parts[-1] or self.here is not None):
                     head_start(q.device)
@@ -166,7 +168,7 @@ class Work:
                     dq = rows_here
                 elif dq is not None:
                     self.here.rows.put(dq, rows_here, 1)
-                if dq is not None and d_rows is not None and self.rest is not None:
+                if last and dq is not None and d_rows is not None and self.rest is not None:
                     self.rest.rows.put(dq, d_rows, 1)
         return d_rows if dq is None else dq, whole[0], whole[1], own
 
