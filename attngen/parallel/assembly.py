@@ -1,4 +1,4 @@
-"""Keys of one call, put together of a rank's own rows and of those that arrived, and the way back of their gradients.
+"""Keys of one call, gathered from a rank's own rows and from received ones, and the way back of their gradients.
 
 Where a key is there twice, since two segments see it, its gradients are added up.
 """

@@ -38,7 +38,7 @@ _COPIED = 0.25
 
 
 @dataclass(frozen=True)
-class Dealt:
+class Assignment:
     """The rank of each tile, the predicted seconds, and the chunks that each rank has."""
 
     owner: np.ndarray
@@ -47,7 +47,7 @@ class Dealt:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class VariantLoad:
     """The visits of a variant, how many layers have it, and whether ranks call it over segments, so that rows which see
     only keys of their own run need not wait for others. Where heads are alike, they can be computed in groups."""
 
@@ -71,10 +71,10 @@ class Weighed:
         return float((work * tile_seconds + exposed).max() * self.layers)
 
 
-def deal(
-    each: Sequence[Weighed], tiles: int, ranks: int, tile: int, cost: Cost, *,
+def assign(
+    each: Sequence[VariantLoad], tiles: int, ranks: int, tile: int, cost: Cost, *,
     chunks: int | None = None, whole: bool = False,
-) -> Dealt:  # fmt: skip
+) -> Assignment:  # fmt: skip
     """Deal ``tiles`` to ``ranks``, balanced for all variants together.
 
     ``chunks`` fixes how many each rank gets. With ``whole`` all keys are sent anyway.
@@ -83,12 +83,12 @@ def deal(
     fair = cost.of_tiles(sums[-1] / ranks, tile)  # no cut takes less
     packed = _packed(each, tiles, ranks) if chunks is None and ranks > 1 and not whole else None
     if packed is not None:
-        of_packed = Dealt(packed, _overlapped(each, packed, ranks, tile, cost), _runs_of_a_rank(packed, ranks))
+        of_packed = Assignment(packed, _overlapped(each, packed, ranks, tile, cost), _runs_of_a_rank(packed, ranks))
         if of_packed.seconds <= _ENOUGH * fair:
             return of_packed
     most = max(tiles // ranks, 1)
     tried = [chunks] if chunks is not None else [n for n in CHUNKS if n <= most]
-    best: Dealt | None = None
+    best: Assignment | None = None
     worse = 0
     for number in tried:
         owner = _dealt(sums, tiles, ranks, number)
@@ -99,7 +99,7 @@ def deal(
             seconds = sum(one.seconds(owner, ranks, tile, cost, whole=whole) for one in each)
         worse += 1
         if best is None or seconds < best.seconds * _GAIN:
-            best, worse = Dealt(owner, seconds, number), 0
+            best, worse = Assignment(owner, seconds, number), 0
         if worse == _WORSE or computing <= _BALANCED * fair:  # finer cuts send more
             break
     assert best is not None
@@ -113,7 +113,7 @@ def _runs_of_a_rank(owner: np.ndarray, ranks: int) -> int:
     return -(-int(np.count_nonzero(np.diff(owner)) + 1) // ranks)
 
 
-def _overlapped(each: Sequence[Weighed], owner: np.ndarray, ranks: int, tile: int, cost: Cost) -> float:
+def _overlapped(each: Sequence[VariantLoad], owner: np.ndarray, ranks: int, tile: int, cost: Cost) -> float:
     """Predicted seconds of all variants, if each overlaps as is best for it."""
     return sum(
         one.layers
@@ -125,7 +125,7 @@ def _overlapped(each: Sequence[Weighed], owner: np.ndarray, ranks: int, tile: in
     )  # fmt: skip
 
 
-def _packed(each: Sequence[Weighed], tiles: int, ranks: int) -> np.ndarray | None:
+def _packed(each: Sequence[VariantLoad], tiles: int, ranks: int) -> np.ndarray | None:
     """The rank of each tile if whole documents are packed into ranks, and few are cut; None without documents.
 
     Documents are ordered from the heaviest tiles to the lightest, the tiles of each from its last one to its first. A
@@ -153,7 +153,7 @@ def _packed(each: Sequence[Weighed], tiles: int, ranks: int) -> np.ndarray | Non
     return owner
 
 
-def _independent(each: Sequence[Weighed], tiles: int) -> np.ndarray:
+def _independent(each: Sequence[VariantLoad], tiles: int) -> np.ndarray:
     """The first tile of each run of tiles that sees itself alone, as a document does, but for a tile at its edge."""
     place: np.ndarray = np.arange(tiles)
     starts = place >= 0
@@ -165,7 +165,7 @@ def _independent(each: Sequence[Weighed], tiles: int) -> np.ndarray:
     return np.flatnonzero(starts)
 
 
-def _computing(each: Sequence[Weighed], owner: np.ndarray, ranks: int) -> float:
+def _computing(each: Sequence[VariantLoad], owner: np.ndarray, ranks: int) -> float:
     """Tiles of the busiest rank, added up over the variants and their layers."""
     return sum(float(np.bincount(owner, weights=one.visits.tiles, minlength=ranks).max()) * one.layers for one in each)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attngen.parallel.pieces import Options
+from attngen.parallel.stages import Options
 
 #: All plans by their numbers, by which compiled programs name them.
 plans_by_number: WeakValueDictionary[str, Any] = WeakValueDictionary()
@@ -35,7 +35,7 @@ class Call:
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], *, lse: bool, keep: bool
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Output, log-sum-exp, and what the backward gets beside them."""
-        work = self.plan.work(self.layer)
+        work = self.plan.rank_attention(self.layer)
         arguments = self.plan.arguments(self.layer, q, self.values(tensors))
         return work.forward(q, k, v, arguments, self.options, lse=lse, keep=keep)
 
@@ -44,7 +44,7 @@ class Call:
         kept: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, learned: Sequence[bool],
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
         """Gradients of q, k, v, and of the tensors that are ``learned``."""
-        work = self.plan.work(self.layer)
+        work = self.plan.rank_attention(self.layer)
         with torch.enable_grad(), recording():
             leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(tensors, learned, strict=True)]
             arguments = self.plan.arguments(self.layer, q, self.values(leaves))

@@ -39,10 +39,10 @@ class _Exchange(torch.autograd.Function):
         tails = ctx.tails = [part.shape[2:] for part in parts]
         take, put = route.on(parts[0].device)
         if route.gathers:
-            arrived = _all_gather(_packed(parts, tails, None), sum(route.receive_counts), group)
+            received = _all_gather(_packed(parts, tails, None), sum(route.receive_counts), group)
         else:
-            arrived = all_to_all(_packed(parts, tails, take), route.send_counts, route.receive_counts, group)
-        return _split(put(arrived), tails)
+            received = all_to_all(_packed(parts, tails, take), route.send_counts, route.receive_counts, group)
+        return _split(put(received), tails)
 
     @staticmethod
     @once_differentiable
@@ -94,19 +94,19 @@ def all_to_all(sent: Tensor, send: Sequence[int], receive: Sequence[int], group:
     """Send rows to each rank, as many as ``send`` says, and return those that arrive, in the order of the ranks."""
     if group is None:
         return sent
-    arrived = sent.new_empty((sum(receive), *sent.shape[1:]))
+    received = sent.new_empty((sum(receive), *sent.shape[1:]))
     wire = on_wire(group)
-    dist.all_to_all_single(wire(arrived), wire(sent), list(receive), list(send), group=group)
-    return arrived
+    dist.all_to_all_single(wire(received), wire(sent), list(receive), list(send), group=group)
+    return received
 
 
 def _all_gather(rows: Tensor, count: int, group: Group | None) -> Tensor:
     if group is None:
         return rows
-    arrived = rows.new_empty((count, *rows.shape[1:]))
+    received = rows.new_empty((count, *rows.shape[1:]))
     wire = on_wire(group)
-    gather(wire(arrived), wire(rows), group=group)
-    return arrived
+    gather(wire(received), wire(rows), group=group)
+    return received
 
 
 def on_wire(group: Group) -> Callable[[Tensor], Tensor]:

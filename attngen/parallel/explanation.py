@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Shares:
+class VariantSummary:
     """One variant in a plan, by rank: tiles that its rows visit, and rows of K and V that it receives.
 
     ``least`` counts the rows that each rank sees and does not hold: no method that leaves keys where they are sends
@@ -38,7 +38,7 @@ class Explanation:
     tokens: tuple[int, ...]
     row_bytes: int
     seconds: float  # predicted, of attention in all layers
-    variants: tuple[Shares, ...]
+    variants: tuple[VariantSummary, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as plain JSON."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attngen.lang.variant import Variant
 from attngen.parallel.exchange import Group, all_to_all
-from attngen.parallel.pieces import Options, given_of, local_gradients
 from attngen.parallel.routes import Route
+from attngen.parallel.stages import Options, given_of, local_gradients
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.autograd.transforms import HEADS, stand_alone
 from attngen.runtime.calls.dispatch import run
@@ -37,7 +37,7 @@ def against(heads: int, kv_heads: int, ranks: int) -> str | None:
 
 
 @dataclass(frozen=True, eq=False)
-class WorkByHeads:
+class HeadParallelAttention:
     """The work of one rank in a call by heads: the call of one GPU, for all rows of its heads. ``offsets`` are those of
     packed documents; ``route`` brings all rows."""
 
@@ -124,9 +124,9 @@ def _to_rows(route: Route, group: Group, parts: Sequence[Tensor]) -> Tensor:
     for part, tail, width, end in zip(parts, tails, widths, accumulate(widths), strict=True):
         by_rank = part.unflatten(2, (ranks, tail[0])).movedim(2, 0)
         sent.narrow(3, end - width, width).unflatten(3, tail).copy_(by_rank)
-    arrived = all_to_all(sent.flatten(0, 1), [rows] * ranks, route.receive_counts, group)
-    _, put = route.on(arrived.device)
-    return put(arrived)
+    received = all_to_all(sent.flatten(0, 1), [rows] * ranks, route.receive_counts, group)
+    _, put = route.on(received.device)
+    return put(received)
 
 
 def _side_by_side(whole: Tensor, of_heads: Sequence[tuple[int, ...]], ranks: int) -> list[Tensor]:
@@ -149,9 +149,9 @@ def _to_heads(route: Route, group: Group, parts: Sequence[Tensor]) -> tuple[Tens
     sent = parts[0].new_empty((len(put.take.index), batch, sum(widths)))
     for part, tail, width, end in zip(parts, tails, widths, accumulate(widths), strict=True):
         sent.narrow(2, end - width, width).unflatten(2, tail).copy_(put.take(part))
-    arrived = all_to_all(sent, route.receive_counts, [rows] * ranks, group).unflatten(0, (ranks, rows))
+    received = all_to_all(sent, route.receive_counts, [rows] * ranks, group).unflatten(0, (ranks, rows))
     return tuple(
-        arrived.narrow(3, end - width, width).unflatten(3, tail).movedim(0, 2).flatten(2, 3)
+        received.narrow(3, end - width, width).unflatten(3, tail).movedim(0, 2).flatten(2, 3)
         for tail, width, end in zip(tails, widths, accumulate(widths), strict=True)
     )
 

@@ -14,14 +14,14 @@ from attngen.errors import CallError, suggest
 from attngen.lang.ir import Type
 from attngen.lang.runs import TILE
 from attngen.lang.variant import Variant
-from attngen.parallel.balance import Weighed, deal
+from attngen.parallel.balance import VariantLoad, assign
 from attngen.parallel.cost import Cost
 from attngen.parallel.groups import group_of
 from attngen.parallel.heads import heads_are_alike
 from attngen.parallel.one_row import as_one_row, documents
 from attngen.parallel.overlap import overlap
 from attngen.parallel.plans import Layer, Plan
-from attngen.parallel.routes import Needs, Tokens
+from attngen.parallel.routes import Needs, Sharding
 from attngen.parallel.segments import is_relative, reads_no_positions
 from attngen.parallel.values import passed, refuse_unknown, values_of_mask
 from attngen.parallel.visits import Visits, runs_of_tiles, visits
@@ -91,19 +91,19 @@ def plan(
         return known[1]
     counted = [_counted(each, sizes, seqlen, offsets, tile, cost, values, tensors) for _, each, _ in stated]
     tiles = -(-seqlen // tile)
-    dealt = deal(
-        [Weighed(counts[0], layers, _over_segments(each, values), _in_groups(each))
+    assignment = assign(
+        [VariantLoad(counts[0], layers, _over_segments(each, values), _in_groups(each))
          for counts, (_, each, layers) in zip(counted, stated, strict=True)], tiles, ranks, tile, cost,
         chunks=1 if method == "heads" and chunks is None else chunks, whole=method == "gather",
     )  # fmt: skip
-    tokens = Tokens(dealt.owner, ranks, seqlen, tile)
+    sharding = Sharding(assignment.owner, ranks, seqlen, tile)
     made = Plan(
-        seqlen, ranks, rank, group, tile, dealt.chunks, cost,
+        seqlen, ranks, rank, group, tile, assignment.chunks, cost,
         tuple(
-            _layer(source, each, layers, counts, tokens, method, offsets, values, cost)
+            _layer(source, each, layers, counts, sharding, method, offsets, values, cost)
             for (source, each, layers), counts in zip(stated, counted, strict=True)
         ),
-        tokens, offsets, also,
+        sharding, offsets, also,
     )  # fmt: skip
     _keep(_plans, key, ((tensors, group), made))
     return made
@@ -120,9 +120,9 @@ def also(made: Plan, variant: str | Variant, values: Mapping[str, Any]) -> Plan:
         _plans.move_to_end(key)
         return known[1]
     counted = _counted(each, sizes, made.seqlen, made.cu_seqlens, made.tile, made.cost, values, tensors)
-    layer = _layer(source, each, layers, counted, made.dealt, "exchange", made.cu_seqlens, values, made.cost)
+    layer = _layer(source, each, layers, counted, made.sharding, "exchange", made.cu_seqlens, values, made.cost)
     other = Plan(
-        made.seqlen, made.ranks, made.rank, made.group, made.tile, made.chunks, made.cost, (layer,), made.dealt,
+        made.seqlen, made.ranks, made.rank, made.group, made.tile, made.chunks, made.cost, (layer,), made.sharding,
         made.cu_seqlens, also,
     )  # fmt: skip
     _keep(_plans, key, ((tensors, made), other))
@@ -143,24 +143,24 @@ def _identities(values: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _layer(
-    source: str | Variant, variant: Variant, layers: float, counted: _Counted, tokens: Tokens,
+    source: str | Variant, variant: Variant, layers: float, counted: _Counted, sharding: Sharding,
     method: str, offsets: tuple[int, ...] | None, values: Mapping[str, Any], cost: Cost,
 ) -> Layer:  # fmt: skip
     visited, of_documents = counted
     if variant.dropout:
-        _check_dropout(variant, tokens, method, offsets)
+        _check_dropout(variant, sharding, method, offsets)
     if method == "heads" and not heads_are_alike(variant):
         raise CallError(
             f"method heads: {variant.name} reads the number of a head, or of all of them, other than to index tensors "
             "that have something for each head; allowed: gather, exchange"
         )
-    seen = Needs.of(tokens, visited.needs(tokens.owner, tokens.ranks))
-    everything = Needs.of_all(tokens)
+    seen = Needs.of(sharding, visited.needs(sharding.owner, sharding.ranks))
+    everything = Needs.of_all(sharding)
     method = "exchange" if method == "auto" else method
     sent = seen if method == "exchange" and not variant.dropout else everything
     positions = not reads_no_positions(variant)
-    segments = method != "heads" and tokens.ranks > 1 and _over_segments(variant, values)
-    segments = segments and not variant.dropout and _few_copies(visited, tokens, sent, positions=positions)
+    segments = method != "heads" and sharding.ranks > 1 and _over_segments(variant, values)
+    segments = segments and not variant.dropout and _few_copies(visited, sharding, sent, positions=positions)
     own = {name: values[name] for name in passed(variant) if name in values}
     one_row = offsets is not None and not segments
     if offsets is not None and one_row:
@@ -169,21 +169,21 @@ def _layer(
         variant.name, source, variant, as_one_row(variant) if one_row else variant, layers, method,
         own, visited, sent, seen, segments, positions,
         overlap(
-            visited, tokens.owner, sent.received, tokens.tile, cost, segments=segments and not sent.tiles.all(),
+            visited, sharding.owner, sent.received, sharding.tile, cost, segments=segments and not sent.tiles.all(),
             heads_alike=_in_groups(variant),
         )[0],
     )  # fmt: skip
 
 
-def _check_dropout(variant: Variant, tokens: Tokens, method: str, offsets: tuple[int, ...] | None) -> None:
+def _check_dropout(variant: Variant, sharding: Sharding, method: str, offsets: tuple[int, ...] | None) -> None:
     """Raise CallError where a rank's call would drop other pairs than one call over the whole sequence."""
     reason = (
         "method heads: random numbers are drawn by the number of a head; allowed: gather, exchange"
         if method == "heads"
         else "cu_seqlens: random numbers are drawn by the number of a sequence; allowed: sequences of one length"
         if offsets is not None
-        else f"tile {tokens.tile}: random numbers follow rows by tiles of {TILE}; allowed: multiples of {TILE}"
-        if tokens.ranks > 1 and tokens.tile % TILE
+        else f"tile {sharding.tile}: random numbers follow rows by tiles of {TILE}; allowed: multiples of {TILE}"
+        if sharding.ranks > 1 and sharding.tile % TILE
         else None
     )
     if reason is not None:
@@ -202,16 +202,16 @@ def _in_groups(variant: Variant) -> bool:
     return heads_are_alike(variant) and not variant.dropout
 
 
-def _few_copies(visited: Visits, tokens: Tokens, sent: Needs, *, positions: bool) -> bool:
+def _few_copies(visited: Visits, sharding: Sharding, sent: Needs, *, positions: bool) -> bool:
     """Whether segments of no rank have many times the keys that it gets."""
     if not positions:
         return True
-    start, _ = runs_of_tiles(tokens.owner)
+    start, _ = runs_of_tiles(sharding.owner)
     last: np.ndarray = np.arange(1, len(start) + 1)
     # The last tile of a run counts: the run sees back to the first key of its first tile.
     ends: np.ndarray = np.append(start[1:] != start[:-1], True)
-    keys = np.bincount(tokens.owner[ends], weights=(last - np.minimum(visited.first, start)[start])[ends],
-                       minlength=tokens.ranks)  # fmt: skip
+    keys = np.bincount(sharding.owner[ends], weights=(last - np.minimum(visited.first, start)[start])[ends],
+                       minlength=sharding.ranks)  # fmt: skip
     return bool((keys <= _COPIES * sent.tiles.sum(axis=1)).all())
 
 

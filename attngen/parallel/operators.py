@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from attngen.errors import CallError
 from attngen.parallel.calls import Call, plans_by_number
-from attngen.parallel.pieces import Options
+from attngen.parallel.stages import Options
 
 _calls: list[Call] = []
 _numbers: dict[Any, int] = {}
@@ -48,7 +48,7 @@ def _number(
             for name, value in layer.values.items():
                 if isinstance(value, Tensor) and value.requires_grad and name not in names:
                     raise CallError(f"'{name}' requires a gradient; allowed in a compiled program: pass it to the call")
-            of.work(layer)
+            of.rank_attention(layer)
         _numbers[key] = len(_calls)
         _calls.append(Call(of, layer, Options(*options), dict(numbers), names))
     return _numbers[key]
@@ -68,7 +68,7 @@ def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], number: int
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     call = _calls[number]
-    shapes = call.plan.work(call.layer).kept_shapes(q.shape, k.shape, v.shape)
+    shapes = call.plan.rank_attention(call.layer).kept_shapes(q.shape, k.shape, v.shape)
     batch, rows, heads, _ = q.shape
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     kept = [q.new_empty(shape, dtype=sums if i == 2 else q.dtype) for i, shape in enumerate(shapes)]

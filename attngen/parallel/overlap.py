@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from attngen.parallel.cost import Cost
-from attngen.parallel.routes import Tokens
+from attngen.parallel.routes import Sharding
 from attngen.parallel.segments import Segments
 from attngen.parallel.visits import Visits, runs_of_tiles
 
@@ -30,7 +30,7 @@ _LATENCY = 30e-6
 _COPIES = 1.2e12
 
 
-def tiles_here(visits: Visits, owner: np.ndarray) -> np.ndarray:
+def local_tiles(visits: Visits, owner: np.ndarray) -> np.ndarray:
     """Whether each tile of rows sees only keys of the run of tiles of its rank that it lies in."""
     start, end = runs_of_tiles(owner)
     return (visits.first >= start) & (visits.last <= end)
@@ -54,7 +54,7 @@ def overlap(
         late = np.maximum(sent * others - work * (1 - others), 0)
         choices["heads"] = float((work + sent * (1 - others) + late).max()) + _LATENCY + _GROUP
     if segments and sent.max() > 0:
-        alone = tiles_here(visits, owner)
+        alone = local_tiles(visits, owner)
         here = np.bincount(owner, weights=np.where(alone, visits.tiles, 0.0), minlength=ranks) * tile_seconds
         exposed = np.maximum(sent - here, sent * _COPIED)
         row_seconds = 2 * cost.heads * cost.head_dim * cost.itemsize / _COPIES
@@ -74,12 +74,12 @@ def _tiles_in_parts(alone: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndar
     return np.where(runs > 1, np.bincount(owner[~alone], minlength=ranks), 0)
 
 
-def cut(segments: Segments, visits: Visits, tokens: Tokens, *, positions: bool) -> tuple[Segments, Segments]:
+def cut(segments: Segments, visits: Visits, sharding: Sharding, *, positions: bool) -> tuple[Segments, Segments]:
     """The segments of one rank in two: those whose keys lie in their own run of rows, and the others."""
-    start, end = runs_of_tiles(tokens.owner)
-    tile = tokens.tile
+    start, end = runs_of_tiles(sharding.owner)
+    tile = sharding.tile
     run: np.ndarray = segments.begin // tile
-    low, high = start[run] * tile, np.minimum(end[run] * tile, tokens.seqlen)
+    low, high = start[run] * tile, np.minimum(end[run] * tile, sharding.seqlen)
     at = np.where((segments.lo >= low) & (segments.hi <= high), segments.begin, segments.end)
     first = segments.lo.copy()
     if positions:

@@ -24,16 +24,16 @@ from attngen.parallel.called import called
 from attngen.parallel.calls import Call, attend, plans_by_number
 from attngen.parallel.cost import Cost
 from attngen.parallel.exchange import exchange
-from attngen.parallel.explanation import Explanation, Shares
-from attngen.parallel.heads import WorkByHeads, against, of_own_heads
+from attngen.parallel.explanation import Explanation, VariantSummary
+from attngen.parallel.heads import HeadParallelAttention, against, of_own_heads
 from attngen.parallel.local import OF_TOKENS, Local, Positions, local_variant, own_values
 from attngen.parallel.overlap import Overlap, cut
-from attngen.parallel.pieces import Options
-from attngen.parallel.routes import Needs, Route, Tokens
+from attngen.parallel.rank_attention import RankAttention, by_positions, by_segments
+from attngen.parallel.routes import Needs, Route, Sharding
 from attngen.parallel.segments import Segments
+from attngen.parallel.stages import Options
 from attngen.parallel.values import Cutter, passed, read_by_mask, refuse_unknown
 from attngen.parallel.visits import Visits
-from attngen.parallel.work import Work, by_positions, by_segments
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.calls.entry import attention
 from attngen.runtime.registry.binding import find
@@ -116,7 +116,7 @@ class Plan:
     chunks: int
     cost: Cost
     layers: tuple[Layer, ...]
-    dealt: Tokens
+    sharding: Sharding
     cu_seqlens: tuple[int, ...] | None
     make: Callable[[Plan, str | Variant, Mapping[str, Any]], Plan]  # a plan of another variant for the same tokens
     #: By which compiled programs name the plan: a text is a constant of a trace.
@@ -137,13 +137,13 @@ class Plan:
 
     def tokens(self, rank: int | None = None) -> int:
         """How many tokens a rank holds, by default this one."""
-        return int(self.dealt.counts[self._rank(rank)])
+        return int(self.sharding.counts[self._rank(rank)])
 
     def rows(self, rank: int | None = None, *, device: torch.device | str | None = None) -> Tensor:
         """Place of each token of a rank in the whole tensor, ascending: int64."""
         key = (self._rank(rank), torch.device(device or "cpu"))
         if key not in self._rows_on:
-            self._rows_on[key] = torch.from_numpy(self.dealt.positions(key[0])).to(key[1])
+            self._rows_on[key] = torch.from_numpy(self.sharding.positions(key[0])).to(key[1])
         return self._rows_on[key]
 
     def positions(self, rank: int | None = None, *, device: torch.device | str | None = None) -> Tensor:
@@ -243,7 +243,7 @@ class Plan:
     def explain(self) -> Explanation:
         """Work and bytes of each rank, beside the least of both."""
         variants = tuple(
-            Shares(
+            VariantSummary(
                 layer.name,
                 layer.layers,
                 layer.method,
@@ -253,19 +253,19 @@ class Plan:
             )
             for layer in self.layers
         )
-        tokens = tuple(map(int, self.dealt.counts))
+        tokens = tuple(map(int, self.sharding.counts))
         return Explanation(self.seqlen, self.tile, self.chunks, tokens, self.cost.token_bytes(), self.seconds, variants)
 
     def _tiles(self, layer: Layer) -> np.ndarray:
         """Tiles of all heads that each rank visits, in tiles of one head."""
         if layer.method == "heads":
             return np.full(self.ranks, layer.visits.tiles.sum() / self.ranks)
-        return np.bincount(self.dealt.owner, weights=layer.visits.tiles, minlength=self.ranks)
+        return np.bincount(self.sharding.owner, weights=layer.visits.tiles, minlength=self.ranks)
 
     def _received(self, layer: Layer) -> np.ndarray:
         """Rows of K and V that each rank receives, or by heads as many bytes."""
         if layer.method == "heads":
-            return self.cost.rows_of_heads(self.dealt.counts, self.ranks)
+            return self.cost.rows_of_heads(self.sharding.counts, self.ranks)
         return layer.sent.received
 
     @cached_property
@@ -283,7 +283,7 @@ class Plan:
         """What two plans have in common only if they send the same rows and call the same variants."""
         digest = hashlib.sha256()
         digest.update(repr((self.seqlen, self.ranks, self.tile, self.cu_seqlens)).encode())
-        digest.update(self.dealt.owner.astype("<i8").tobytes())
+        digest.update(self.sharding.owner.astype("<i8").tobytes())
         for layer in self.layers:
             text = [
                 canonical(e) for e in (layer.variant.mask, layer.variant.score, layer.variant.sink) if e is not None
@@ -312,34 +312,36 @@ class Plan:
         result: Any = attention(q, k, v, variant=self._called(layer), **options, **arguments)
         return result if options["return_lse"] else (result, None)
 
-    def work(self, layer: Layer) -> Work | WorkByHeads:
+    def rank_attention(self, layer: Layer) -> RankAttention | HeadParallelAttention:
         """What this rank computes and exchanges in a call."""
-        if "work" not in layer.kept:
+        if "rank_attention" not in layer.kept:
             rank = self._in_group()
             exchanges = bool(layer.sent.received.any())
             by_heads = layer.overlap == "heads"
             keeps = by_heads or int(layer.sent.received.max()) * self.ranks <= _KEPT * self.seqlen
             if layer.method == "heads":
-                layer.kept["work"] = WorkByHeads(self.group, self._route_of_all(rank), layer.source, self.cu_seqlens)
+                layer.kept["rank_attention"] = HeadParallelAttention(
+                    self.group, self._route_of_all(rank), layer.source, self.cu_seqlens
+                )
             elif layer.in_segments:
                 segments = self._segments(layer, rank)
-                here = None
+                stages = None
                 if layer.overlap == "rows":
-                    here = cut(segments, layer.visits, self.dealt, positions=layer.positions)
-                layer.kept["work"] = by_segments(
-                    layer.sent, rank, self.group, layer.source, layer.stated, segments, here,
+                    stages = cut(segments, layer.visits, self.sharding, positions=layer.positions)
+                layer.kept["rank_attention"] = by_segments(
+                    layer.sent, rank, self.group, layer.source, layer.stated, segments, stages,
                     positions=layer.positions, by_heads=by_heads, exchanges=exchanges, keeps=keeps,
                 )  # fmt: skip
             else:
-                layer.kept["work"] = by_positions(
+                layer.kept["rank_attention"] = by_positions(
                     layer.sent, rank, self.group, self._called(layer), self._local(layer).variant, by_heads=by_heads,
                     exchanges=exchanges, keeps=keeps,
                 )  # fmt: skip
-        return layer.kept["work"]
+        return layer.kept["rank_attention"]
 
     def _segments(self, layer: Layer, rank: int) -> Segments:
         """The segments of a rank's rows."""
-        tile, owner = self.tile, self.dealt.owner
+        tile, owner = self.tile, self.sharding.owner
         breaks = np.concatenate([[0], np.flatnonzero(np.diff(owner)) + 1, [len(owner)]])
         mine = owner[breaks[:-1]] == rank
         runs = np.minimum(np.stack([breaks[:-1][mine], breaks[1:][mine]], axis=1) * tile, self.seqlen)
@@ -355,13 +357,13 @@ class Plan:
     @cached_property
     def _whole(self) -> Needs:
         """All tokens on every rank."""
-        return Needs.of_all(self.dealt)
+        return Needs.of_all(self.sharding)
 
     @cached_property
     def _row_kind(self) -> Positions:
         if self.ranks == 1:
             return "all"
-        owner = self.dealt.owner
+        owner = self.sharding.owner
         first = np.concatenate([[True], owner[1:] != owner[:-1]])
         runs = int(np.bincount(owner[first]).max())
         if runs > 2 and self.tile % TILE == 0:

@@ -15,7 +15,7 @@ _HOLES = 0.875
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Sharding:
     """Which rows of a sequence each rank holds: tiles of ``tile`` rows, the last one ragged."""
 
     owner: np.ndarray
@@ -58,54 +58,54 @@ class Tokens:
 class Needs:
     """Which tiles of keys each rank gets, and how they lie there: ``tiles`` is bool (ranks, tiles)."""
 
-    tokens: Tokens
+    sharding: Sharding
     tiles: np.ndarray
     keys: Positions
 
     @classmethod
-    def of(cls, tokens: Tokens, tiles: np.ndarray) -> Needs:
+    def of(cls, sharding: Sharding, tiles: np.ndarray) -> Needs:
         """Needs that lie as a run where that has few holes on every rank, else by a table."""
         if tiles.all():
-            return cls(tokens, tiles, "all")
+            return cls(sharding, tiles, "all")
         some = tiles.any(axis=1)
         first, last = tiles.argmax(axis=1), tiles.shape[1] - tiles[:, ::-1].argmax(axis=1)
         length, held = np.where(some, last - first, 0), tiles.sum(axis=1)
-        return cls(tokens, tiles, "run" if (held >= length * (1 - _HOLES)).all() else "table")
+        return cls(sharding, tiles, "run" if (held >= length * (1 - _HOLES)).all() else "table")
 
     @classmethod
-    def of_all(cls, tokens: Tokens) -> Needs:
+    def of_all(cls, sharding: Sharding) -> Needs:
         """All tiles on every rank."""
-        return cls(tokens, np.broadcast_to(np.True_, (tokens.ranks, len(tokens.owner))), "all")
+        return cls(sharding, np.broadcast_to(np.True_, (sharding.ranks, len(sharding.owner))), "all")
 
     def place(self, rank: int) -> tuple[np.ndarray, int, int]:
         """Where each tile of keys begins on a rank (−1: it is not there), the first key's position, and the rows."""
-        tokens, need = self.tokens, self.tiles[rank]
+        sharding, need = self.sharding, self.tiles[rank]
         held = np.flatnonzero(need)
         places: np.ndarray = np.full(len(need), -1, dtype=np.int64)
         if not len(held):
             return places, 0, 0
         if self.keys == "table":
-            sizes = tokens.sizes[held]
+            sizes = sharding.sizes[held]
             places[held] = np.cumsum(sizes) - sizes
-            return places, int(held[0]) * tokens.tile, int(sizes.sum())
-        begin = 0 if self.keys == "all" else int(held[0]) * tokens.tile
-        end = tokens.seqlen if self.keys == "all" else int(held[-1]) * tokens.tile + int(tokens.sizes[held[-1]])
-        places[held] = held * tokens.tile - begin
+            return places, int(held[0]) * sharding.tile, int(sizes.sum())
+        begin = 0 if self.keys == "all" else int(held[0]) * sharding.tile
+        end = sharding.seqlen if self.keys == "all" else int(held[-1]) * sharding.tile + int(sharding.sizes[held[-1]])
+        places[held] = held * sharding.tile - begin
         return places, begin, end - begin
 
     def route(self, rank: int) -> Route:
         """What ``rank`` sends and receives."""
-        tokens, owner = self.tokens, self.tokens.owner
+        sharding, owner = self.sharding, self.sharding.owner
         places, begin, rows = self.place(rank)
         mine = owner == rank
-        sent = [np.flatnonzero(mine & self.tiles[other]) for other in range(tokens.ranks)]
-        come = [np.flatnonzero((owner == other) & self.tiles[rank]) for other in range(tokens.ranks)]
-        send = [tokens.spread(tiles, tokens.offsets[tiles]) for tiles in sent]
-        receive = [tokens.spread(tiles, places[tiles]) for tiles in come]
-        equal = int(tokens.counts.min()) == int(tokens.counts.max())
+        sent = [np.flatnonzero(mine & self.tiles[other]) for other in range(sharding.ranks)]
+        come = [np.flatnonzero((owner == other) & self.tiles[rank]) for other in range(sharding.ranks)]
+        send = [sharding.spread(tiles, sharding.offsets[tiles]) for tiles in sent]
+        receive = [sharding.spread(tiles, places[tiles]) for tiles in come]
+        equal = int(sharding.counts.min()) == int(sharding.counts.max())
         return Route(
             rank,
-            int(tokens.counts[rank]),
+            int(sharding.counts[rank]),
             rows,
             begin,
             self.keys == "all" and equal,
@@ -118,7 +118,7 @@ class Needs:
     def key_positions(self, rank: int) -> np.ndarray:
         """Positions in the sequence of the keys on a rank, holes too."""
         if self.keys == "table":
-            return self.tokens.spread(np.flatnonzero(self.tiles[rank]))
+            return self.sharding.spread(np.flatnonzero(self.tiles[rank]))
         _, begin, rows = self.place(rank)
         return np.arange(begin, begin + rows)
 
@@ -126,11 +126,11 @@ class Needs:
     def received(self) -> np.ndarray:
         """Rows that each rank receives from others."""
         if self.keys == "all":
-            return self.tokens.seqlen - self.tokens.counts
-        missing = self.tokens.tile - int(self.tokens.sizes[-1])
-        rows = np.count_nonzero(self.tiles, axis=1) * self.tokens.tile - self.tiles[:, -1] * missing
-        own = np.where(self.tiles[self.tokens.owner, np.arange(len(self.tokens.owner))], self.tokens.sizes, 0)
-        kept = np.bincount(self.tokens.owner, weights=own, minlength=self.tokens.ranks)
+            return self.sharding.seqlen - self.sharding.counts
+        missing = self.sharding.tile - int(self.sharding.sizes[-1])
+        rows = np.count_nonzero(self.tiles, axis=1) * self.sharding.tile - self.tiles[:, -1] * missing
+        own = np.where(self.tiles[self.sharding.owner, np.arange(len(self.sharding.owner))], self.sharding.sizes, 0)
+        kept = np.bincount(self.sharding.owner, weights=own, minlength=self.sharding.ranks)
         return (rows - kept).astype(np.int64)
 
 

@@ -16,8 +16,8 @@ from attngen.errors import CallError
 from attngen.lang.variant import Variant
 from attngen.parallel.cost import Cost
 from attngen.parallel.making import plan
+from attngen.parallel.overlap import local_tiles
 from attngen.parallel.plans import Layer, Plan
-from attngen.parallel.visits import runs_of_tiles
 
 #: FLOPs of a backward over those of a forward.
 _BACKWARD = 2.5
@@ -114,12 +114,12 @@ def _seconds(made: Plan, layer: Layer, links: Links, *, backward: bool) -> tuple
     of_tile = 4.0 * made.tile**2 * cost.head_dim * cost.heads / (speed * 1e12)
     if layer.method == "heads":
         work = np.full(ranks, float(layer.visits.tiles.sum()) / ranks) * of_tile
-        rows = cost.rows_of_heads(made.dealt.counts, ranks)
+        rows = cost.rows_of_heads(made.sharding.counts, ranks)
         sending = _travel(rows, np.full((ranks, ranks), 1.0), cost, links) * (2.0 if backward else 1.0)
         hidden = np.zeros(ranks)
         copied = rows
     else:
-        work = np.bincount(made.dealt.owner, weights=layer.visits.tiles, minlength=ranks) * of_tile
+        work = np.bincount(made.sharding.owner, weights=layer.visits.tiles, minlength=ranks) * of_tile
         rows = layer.sent.received.astype(float)
         sending = _travel(rows, _sources(made, layer), cost, links)
         if backward and layer.overlap == "heads":
@@ -136,10 +136,10 @@ def _seconds(made: Plan, layer: Layer, links: Links, *, backward: bool) -> tuple
 def _hidden(made: Plan, layer: Layer, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
     """Seconds of what travels that kernels hide."""
     if layer.overlap == "rows":
-        start, end = runs_of_tiles(made.dealt.owner)
-        here = (layer.visits.first >= start) & (layer.visits.last <= end)
-        tiles = np.bincount(made.dealt.owner, weights=np.where(here, layer.visits.tiles, 0.0), minlength=made.ranks)
-        share = tiles / np.maximum(np.bincount(made.dealt.owner, weights=layer.visits.tiles, minlength=made.ranks), 1.0)
+        owner, visited = made.sharding.owner, layer.visits.tiles
+        alone = np.where(local_tiles(layer.visits, owner), visited, 0.0)
+        local, every = (np.bincount(owner, weights=tiles, minlength=made.ranks) for tiles in (alone, visited))
+        share = local / np.maximum(every, 1.0)
         return np.minimum(sending, work * share)
     if layer.overlap == "heads":
         first = sending / made.cost.kv_heads
@@ -149,7 +149,7 @@ def _hidden(made: Plan, layer: Layer, work: np.ndarray, sending: np.ndarray) -> 
 
 def _sources(made: Plan, layer: Layer) -> np.ndarray:
     """Rows that each rank gets of each other one."""
-    sizes, owner = made.dealt.sizes, made.dealt.owner
+    sizes, owner = made.sharding.sizes, made.sharding.owner
     rows = np.stack([
         np.bincount(owner, weights=np.where(layer.sent.tiles[rank], sizes, 0), minlength=made.ranks)
         for rank in range(made.ranks)

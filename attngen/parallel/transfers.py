@@ -1,7 +1,7 @@
 """Transfers: the rows that one rank sends to the others and gets from them, and collectives that are under way.
 
 A collective is started, other work is enqueued, and what arrives is waited for: on a GPU by the stream alone. The way
-back carries gradients of the rows that arrived, which are added up in float32.
+back carries gradients of the received rows, which are added up in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Transfer:
     """What one rank sends and gets. Rows lie in two tensors: its own, and those that arrive, in the order of ranks.
 
     ``places`` says where each tile begins in both together, its own rows first, and is −1 for one that is in neither.
-    Where all ranks get all rows, own rows arrive too, and those that arrived count.
+    Where all ranks get all rows, own rows arrive too, and those that are received count.
     """
 
     held: int
@@ -42,25 +42,25 @@ class Transfer:
     @classmethod
     def of(cls, needs: Needs, rank: int) -> Transfer:
         """The transfer that meets the needs of all ranks."""
-        tokens, owner = needs.tokens, needs.tokens.owner
-        counts, ranks = tokens.counts, range(tokens.ranks)
+        sharding, owner = needs.sharding, needs.sharding.owner
+        counts, ranks = sharding.counts, range(sharding.ranks)
         mine = owner == rank
         gathers = bool(needs.tiles.all()) and int(counts.min()) == int(counts.max())
         others = [other for other in ranks if gathers or other != rank]
         sent = {other: np.flatnonzero(mine & needs.tiles[other]) for other in others}
         come = {other: np.flatnonzero((owner == other) & needs.tiles[rank]) for other in others}
         none: np.ndarray = np.empty(0, dtype=np.int64)
-        send = [tokens.spread(tiles, tokens.offsets[tiles]) for tiles in sent.values()]
-        places = np.where(mine, tokens.offsets, -1)
+        send = [sharding.spread(tiles, sharding.offsets[tiles]) for tiles in sent.values()]
+        places = np.where(mine, sharding.offsets, -1)
         order = np.concatenate([none, *come.values()])
-        sizes = tokens.sizes[order]
-        arrived = int(counts[rank]) + np.cumsum(sizes) - sizes
-        places[order] = arrived
+        sizes = sharding.sizes[order]
+        starts = int(counts[rank]) + np.cumsum(sizes) - sizes
+        places[order] = starts
         return cls(
             int(counts[rank]),
             gathers,
-            tuple(int(tokens.sizes[sent.get(other, none)].sum()) for other in ranks),
-            tuple(int(tokens.sizes[come.get(other, none)].sum()) for other in ranks),
+            tuple(int(sharding.sizes[sent.get(other, none)].sum()) for other in ranks),
+            tuple(int(sharding.sizes[come.get(other, none)].sum()) for other in ranks),
             np.concatenate([none, *send]),
             places,
         )
@@ -81,32 +81,32 @@ class Transfer:
         """Rows that are sent."""
         return self.held if self.gathers else len(self.send)
 
-    def start(self, k: Tensor, v: Tensor, group: Group, arrived: Tensor | None = None) -> Flight:
+    def start(self, k: Tensor, v: Tensor, group: Group, received: Tensor | None = None) -> PendingTransfer:
         """Start to send own rows, (rows, batch, heads, head_dim), to the ranks that need them, K and V side by side.
-        ``arrived`` is where received rows go, if the caller has a place for them."""
+        ``received`` is where received rows go, if the caller has a place for them."""
         widths = [x.shape[2] * x.shape[3] for x in (k, v)]
         sent = k.new_empty((self.sent, k.shape[1], sum(widths)))
         sides = sent.split(widths, dim=2)
         self._sends([side.unflatten(2, x.shape[2:]) for side, x in zip(sides, (k, v), strict=True)], (k, v))
-        if arrived is None:
-            arrived = k.new_empty((self.received, *sent.shape[1:]))
+        if received is None:
+            received = k.new_empty((self.received, *sent.shape[1:]))
         wire = on_wire(group)
         if self.gathers:
-            return Flight(gather(wire(arrived), wire(sent), group=group, async_op=True), sent, arrived)
-        work = self._exchanged(wire(arrived), wire(sent), self.receive_counts, self.send_counts, group)
-        return Flight(work, sent, arrived)
+            return PendingTransfer(gather(wire(received), wire(sent), group=group, async_op=True), sent, received)
+        handle = self._exchanged(wire(received), wire(sent), self.receive_counts, self.send_counts, group)
+        return PendingTransfer(handle, sent, received)
 
-    def start_back(self, gradients: Tensor, group: Group) -> Flight:
-        """Start to send gradients of the rows that arrived, contiguous, to where they came from."""
-        arrived = gradients.new_empty((len(self.send), *gradients.shape[1:]))
+    def start_back(self, gradients: Tensor, group: Group) -> PendingTransfer:
+        """Start to send gradients of the received rows, contiguous, to the ranks that sent them."""
+        received = gradients.new_empty((len(self.send), *gradients.shape[1:]))
         wire = on_wire(group)
-        work = self._exchanged(wire(arrived), wire(gradients), self.send_counts, self.receive_counts, group)
-        return Flight(work, gradients, arrived)
+        handle = self._exchanged(wire(received), wire(gradients), self.send_counts, self.receive_counts, group)
+        return PendingTransfer(handle, gradients, received)
 
     def _exchanged(
-        self, arrived: Tensor, sent: Tensor, receive: Sequence[int], send: Sequence[int], group: Group
+        self, received: Tensor, sent: Tensor, receive: Sequence[int], send: Sequence[int], group: Group
     ) -> Any:
-        return dist.all_to_all_single(arrived, sent, list(receive), list(send), group=group, async_op=True)
+        return dist.all_to_all_single(received, sent, list(receive), list(send), group=group, async_op=True)
 
     def summed(self, back: Tensor) -> Tensor:
         """The sum over the ranks of gradients that came back where all ranks get all rows, in float32 and rounded."""
@@ -114,19 +114,19 @@ class Transfer:
 
 
 @dataclass
-class Flight:
+class PendingTransfer:
     """A collective that was started, with what is sent, which has to live until it is done."""
 
-    work: Any
+    handle: Any  # of torch.distributed
     sent: Tensor
-    arrived: Tensor
+    received: Tensor
 
     def wait(self) -> Tensor:
-        """What arrived. On a GPU the current stream waits, not the host."""
-        if self.work is not None:
-            self.work.wait()
-        self.work = None
-        return self.arrived
+        """The received rows. On a GPU the current stream waits, not the host."""
+        if self.handle is not None:
+            self.handle.wait()
+        self.handle = None
+        return self.received
 
 
 def head_start(device: torch.device) -> None:

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.parallel import Cost
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 8
+
+#: Slow kernels and links: with them plans overlap by heads where they can.
+SLOW = Cost(64, 32, HEAD_DIM, tflops=1e-9, gigabytes=1e-6)
 
 _BY_TOKEN = {"dtype": "int32", "shape": ["b", "seqlen_k"]}
 _SORTED = {**_BY_TOKEN, "monotone": {"axis": 1}}

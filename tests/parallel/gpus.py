@@ -18,13 +18,13 @@ from attngen.parallel import Cost, Plan
 from attngen.schema.writing import spec_text
 from attngen.variants import PythonVariant
 from tests.parallel import programs
-from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
+from tests.parallel.cases import HEADS, KV_HEADS, SLOW, Case, cases
 from tests.parallel.ranks import alone, tensors
 
 HEAD_DIM = 64
 
-#: Cases by name, with the number of tokens, the method, the chunks of each rank, and whether links are slow, so that
-#: calls overlap by heads.
+#: Cases by name, with the number of tokens, the method, the chunks of each rank, and whether kernels and links
+#: are slow, so that calls overlap by heads.
 CALLS = (
     ("causal", 2048, "gather", None, False),
     ("causal", 2048, "exchange", 2, True),
@@ -57,7 +57,7 @@ def planned(group: Any, ranks: int) -> Iterator[tuple[Case, Plan]]:
             continue
         yield case, attngen.parallel.plan(
             case.variant, seqlen, group, method=method, chunks=chunks, cu_seqlens=case.cu_seqlens(seqlen),
-            cost=Cost(HEADS, KV_HEADS, HEAD_DIM, gigabytes=1e-6 if slow else 1e6), **case.fixed(seqlen),
+            cost=SLOW if slow else Cost(HEADS, KV_HEADS, HEAD_DIM, gigabytes=1e6), **case.fixed(seqlen),
         )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def _check_random_plans(device: torch.device, count: int) -> None:
         offsets = None if n % 2 else sorted({0, seqlen, *(number(0, seqlen) for _ in range(number(0, 9)))})
         method = ("exchange", "exchange", "gather")[number(0, 2)]
         chunks = (None, 1, 2, 3, 5)[number(0, 4)]
-        cost = Cost(HEADS, KV_HEADS, HEAD_DIM, gigabytes=(1e-6, 1e6)[number(0, 1)])
+        cost = (SLOW, Cost(HEADS, KV_HEADS, HEAD_DIM, gigabytes=1e6))[number(0, 1)]
         plan = attngen.parallel.plan(
             variant, seqlen, method=method, chunks=chunks, cu_seqlens=offsets, cost=cost, **values
         )

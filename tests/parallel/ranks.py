@@ -20,8 +20,8 @@ import attngen
 from attngen.errors import CallError
 from attngen.integrations.context_parallel import context_parallel
 from attngen.integrations.flash_attn import flash_attn_func
-from attngen.parallel import Cost, work
-from tests.parallel.cases import BATCH, HEAD_DIM, HEADS, KV_HEADS, Case, cases
+from attngen.parallel import Cost, rank_attention
+from tests.parallel.cases import BATCH, HEAD_DIM, HEADS, KV_HEADS, SLOW, Case, cases
 
 #: Numbers of tokens: one that all ranks share evenly, and one that leaves a ragged tile.
 EVEN, RAGGED = 192, 203
@@ -33,7 +33,7 @@ def run(rank: int, world: int, meeting: str, part: str) -> None:
     """Make the checks of a ``part`` as process ``rank`` of ``world``. Raises AssertionError."""
     torch.set_num_threads(1)
     if world == 2:
-        work._LONG = 8  # rows of segments that are calls of their own
+        rank_attention._LONG = 8  # rows of segments that are calls of their own
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     try:
         if part == "exhaustive":
@@ -348,7 +348,7 @@ def check(case: Case, seqlen: int, method: str, chunks: int | None, *, slow: boo
     """Compare output, log-sum-exp and gradients of a plan's call with those of one process. With ``slow`` links plans
     overlap by heads."""
     where = f"{case.name}, {seqlen} tokens, {method}, chunks {chunks}, {'slow' if slow else 'fast'} links"
-    cost = Cost(HEADS, KV_HEADS, HEAD_DIM, gigabytes=1e-6 if slow else 1e6)
+    cost = SLOW if slow else Cost(HEADS, KV_HEADS, HEAD_DIM, gigabytes=1e6)
     fixed, passed = case.fixed(seqlen), case.passed(seqlen)
     plan = attngen.parallel.plan(
         case.variant, seqlen, tile=TILE, method=method, chunks=chunks, cu_seqlens=case.cu_seqlens(seqlen),

@@ -83,7 +83,7 @@ def test_every_visible_pair_is_visited(case: Case) -> None:
     if case.name in ("causal", "window", "documents", "document_starts", "prefix_lm", "varlen_causal", "chunked"):
         assert (visited == seen).all()  # exact, where bands are
     for rank in range(3):
-        assert (layer.sent.tiles[rank] == visited[plan.dealt.owner == rank].any(axis=0)).all()
+        assert (layer.sent.tiles[rank] == visited[plan.sharding.owner == rank].any(axis=0)).all()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -163,7 +163,7 @@ def test_kernels_of_one_gpu_serve_relative_variants() -> None:
         assert (attngen.parallel.plan(mine, 4096, 2).called() == mine) == ("seqlen" in mask)
     packed = attngen.parallel.plan("causal", 4096, 2, cu_seqlens=[0, 1000, 4096], chunks=4)
     assert packed.called() == "causal"
-    runs = int((np.diff(packed.dealt.owner) != 0).sum()) + 1
+    runs = int((np.diff(packed.sharding.owner) != 0).sum()) + 1
     segments = [len(packed._segments(packed.layers[0], rank)) for rank in range(2)]
     assert sum(segments) == runs + 1  # one run is in two documents
 

@@ -1,6 +1,6 @@
-"""Pieces of a rank's attention: some of its rows and the keys that these see, in one call and one backward.
+"""Stages of a rank's attention: some of its rows and the keys that these see, in one call and one backward.
 
-A piece is dense, or packed: segments of rows, each with its own keys. Packed sequences may be without rows, or without
+A stage is dense, or packed: segments of rows, each with its own keys. Packed sequences may be without rows, or without
 keys: so the rows and keys of all segments may stay where they lie in larger tensors.
 """
 
@@ -33,7 +33,7 @@ class Options(NamedTuple):
     deterministic: bool = False
 
 
-class Part(NamedTuple):
+class HeadGroup(NamedTuple):
     """The query heads and the KV heads of a call: of each, the first and the number."""
 
     heads: tuple[int, int]
@@ -47,7 +47,7 @@ class Part(NamedTuple):
         """The KV heads of (batch, keys, heads, …)."""
         return k if k.shape[2] == self.kv_heads[1] else k.narrow(2, *self.kv_heads)
 
-    def among(self, k: Tensor, group: Part) -> Tensor:
+    def among(self, k: Tensor, group: HeadGroup) -> Tensor:
         """The KV heads of k, (batch, keys, heads, …), which has only the heads of ``group``."""
         return (
             k
@@ -126,6 +126,11 @@ class Selection:
         self._rows, self._start = rows, int(rows[0]) if len(rows) else 0
         self._indices: dict[torch.device, Tensor] = {}
 
+    @property
+    def numbers(self) -> Tensor:
+        """The numbers of the rows."""
+        return torch.from_numpy(self._rows)
+
     def view(self, x: Tensor, dim: int) -> Tensor | None:
         """The rows as a view, if they follow one another."""
         if self.whole:
@@ -168,7 +173,7 @@ class Selection:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Stage:
     """Some rows of a rank and their keys, in one call.
 
     ``lengths`` of rows and keys of each packed sequence are None for a dense call.
@@ -185,19 +190,26 @@ class Piece:
         """Whether a forward also writes zeros between its own rows: they are packed as sequences without keys."""
         return self.lengths is not None and bool(((self.lengths[0] > 0) & (self.lengths[1] == 0)).any())
 
+    @cached_property
+    def _gaps(self) -> Tensor:
+        """The rank's rows in sequences without keys."""
+        assert self.lengths is not None
+        rows, keys = self.lengths
+        return self.rows.numbers[torch.from_numpy(np.repeat(keys == 0, rows))]
+
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, part: Part, values: Mapping[str, Any],
-        options: Options,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, group: HeadGroup,
+        values: Mapping[str, Any], options: Options,
     ) -> Callable[[], None]:  # fmt: skip
         """Compute the rows of ``out``, (batch, rows, heads, head_dim), and of ``lse``, (batch, heads, rows).
 
         The kernel writes ``out`` itself if the rows are one run. Everything else is copied when the result is called.
         """
         place = self.rows.view(out, 1)
-        rows = None if place is None else self._packed(part.of(place))
-        given = self._given(self._packed(part.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), part, values,
+        rows = None if place is None else self._packed(group.of(place))
+        given = self._given(self._packed(group.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), group, values,
                             options, q.shape[0], q.shape[2], rows)  # fmt: skip
-        if rows is not None and place is not None and rows.data_ptr() != part.of(place).data_ptr():
+        if rows is not None and place is not None and rows.data_ptr() != group.of(place).data_ptr():
             given, rows = given._replace(out=None), None  # a copy: rows of several sequences do not lie together
         given = given._replace(return_lse=lse is not None)
         result = run(given)
@@ -205,24 +217,27 @@ class Piece:
 
         def copy_rows() -> None:
             if rows is None:
-                whole = out if out.shape[2] == part.heads[1] else out.narrow(2, *part.heads)
+                whole = out if out.shape[2] == group.heads[1] else out.narrow(2, *group.heads)
                 self.rows.put(whole, self._dense(computed, q.shape[0]), 1)
             if lse is not None and sums is not None:
                 by_batch = sums if self.lengths is None else sums.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
-                self.rows.put(lse.narrow(1, *part.heads), by_batch, 2)
+                self.rows.put(lse.narrow(1, *group.heads), by_batch, 2)
 
         return copy_rows
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
-        part: Part, values: Mapping[str, Any], asked: Sequence[str], options: Options,
+        group: HeadGroup, values: Mapping[str, Any], asked: Sequence[str], options: Options,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of the rows of q, of k and of v, all (batch, …, heads, head_dim), and of the tensors ``asked``."""
         batch = q.shape[0]
-        given = self._given(self._packed(part.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), part, values,
+        given = self._given(self._packed(group.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), group, values,
                             options, batch, q.shape[2], None)._replace(return_lse=True)  # fmt: skip
-        o, do = (None if x is None else self._packed(part.of(self.rows.of(x, 1))) for x in (out, dout))
-        sums, dsums = (None if x is None else self._sums(x.narrow(1, *part.heads)) for x in (lse, dlse))
+        if asked and self.covers_others:  # a row has a sink also without keys, and would count twice
+            dout = None if dout is None else dout.index_fill(1, self._gaps.to(q.device), 0)
+            dlse = None if dlse is None else dlse.index_fill(2, self._gaps.to(q.device), 0)
+        o, do = (None if x is None else self._packed(group.of(self.rows.of(x, 1))) for x in (out, dout))
+        sums, dsums = (None if x is None else self._sums(x.narrow(1, *group.heads)) for x in (lse, dlse))
         assert o is not None
         assert sums is not None
         dq, dk, dv, own = local_gradients(given, o, sums, do, dsums, asked)
@@ -230,11 +245,11 @@ class Piece:
         return dq, dk, dv, own
 
     def _given(
-        self, q: Tensor, k: Tensor, v: Tensor, part: Part, values: Mapping[str, Any], options: Options, batch: int,
-        heads: int, out: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, group: HeadGroup, values: Mapping[str, Any], options: Options,
+        batch: int, heads: int, out: Tensor | None,
     ) -> Given:  # fmt: skip
         packing = None if self.lengths is None else self._packing(batch, q.device)
-        return given_of((q, k, v), part.arguments(self.variant, values, heads), self.source, options, packing, out)
+        return given_of((q, k, v), group.arguments(self.variant, values, heads), self.source, options, packing, out)
 
     def _packing(self, batch: int, device: torch.device) -> Packing:
         """Offsets of the rows and keys of each sequence, and the longest lengths."""
