@@ -42,10 +42,10 @@ class Assembly:
         return int(places[0]) if in_order and int(places[-1]) - int(places[0]) + 1 == len(places) else None
 
     @cached_property
-    def _all(self) -> Gather:
-        """The keys, of own rows and received ones."""
-        there = np.flatnonzero(self.source >= 0)
-        return Gather(self.rows, there, self.source[there])
+    def _received(self) -> Gather:
+        """The keys that are received rows."""
+        places = np.flatnonzero(self.source >= self.held)
+        return Gather(len(places), np.arange(len(places)), self.source[places] - self.held, places)
 
     @cached_property
     def _own(self) -> Gather:
@@ -72,19 +72,19 @@ class Assembly:
         return k.new_empty((k.shape[1], self.rows, k.shape[2] * k.shape[3] + v.shape[2] * v.shape[3]))
 
     def place(self, keys: Tensor) -> Tensor | None:
-        """The part of the keys that received rows are, (rows, batch, width), if rows that arrive can be written there;
-        all other keys are then put there by ``put_own``."""
+        """The part of the keys that received rows are, (rows, batch, width), if rows that arrive can be written
+        there."""
         if self.received_at is None or len(keys) != 1:
             return None
         return keys.narrow(1, self.received_at, self.received).transpose(0, 1)
 
     def put_own(self, keys: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put own rows among the keys."""
+        """Put own rows, and zeros for holes, among the keys."""
         self._own(_sides(keys.transpose(0, 1), k, v), (k, v))
 
-    def put_all(self, keys: Tensor, k: Tensor, v: Tensor, received: Tensor) -> None:
-        """Put own rows and received ones, (rows, batch, width), among the keys."""
-        self._all(_sides(keys.transpose(0, 1), k, v), (k, v), _sides(received, k, v))
+    def put_received(self, keys: Tensor, k: Tensor, v: Tensor, received: Tensor) -> None:
+        """Put received rows, (rows, batch, width), among the keys."""
+        self._received(_sides(keys.transpose(0, 1), k, v), _sides(received, k, v))
 
     def back(self, dk: Tensor, dv: Tensor) -> Tensor:
         """Gradients of the received rows, (rows, batch, width), from those of keys, (batch, keys, heads, head_dim)."""

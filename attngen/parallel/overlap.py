@@ -14,8 +14,8 @@ from attngen.parallel.visits import Visits, runs_of_tiles
 #: By rows, by heads, or not at all.
 Overlap = Literal["rows", "heads", "none"]
 
-#: Seconds that a second group of heads costs: smaller calls, and more launches.
-_GROUP = 60e-6
+#: Seconds that groups of heads cost: more launches, and small calls, whose last blocks leave multiprocessors idle.
+_GROUP = 200e-6
 
 #: Least seconds of an exchange that is cut into groups of heads.
 _WORTH = 40e-6

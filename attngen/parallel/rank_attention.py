@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,7 @@ class RankAttention:
             head_start(q.device) if self.exchanges else None
             if self.local is not None:
                 own_k, own_v = (x.narrow(1, *self.local_keys) for x in (k, v))
-                self.local.forward(q, own_k, own_v, out, sums, _all(heads, k.shape[2]), values, options)()
+                copies.append(self.local.forward(q, own_k, own_v, out, sums, _all(heads, k.shape[2]), values, options))
             for key_group, each in zip(key_groups, keys, strict=True):
                 with streams.copying():
                     each.put_received()
@@ -94,9 +94,9 @@ class RankAttention:
                     with streams.on(number):
                         streams.wait(assembled)
                         stage_k, stage_v = (x.narrow(1, start, count) for x in (group_k, group_v))
-                        copy_rows = stage.forward(q, stage_k, stage_v, out, sums, key_group, values, options)
-                        copies.append(copy_rows) if clears else copy_rows()
+                        copies.append(stage.forward(q, stage_k, stage_v, out, sums, key_group, values, options))
                     number += 1
+        # Copies come last: one before a kernel would wait until the kernel of the other stream leaves a multiprocessor.
         for copy_rows in copies:
             copy_rows()
         return out, sums, [keys[0].room] if keep and self.keeps else []
@@ -123,6 +123,8 @@ class RankAttention:
         last = self.local is not None and (self.local.rows.whole or self.local.covers_others)
         whole = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
         used: list[Any] = []  # tensors that the stream of copies reads live until the end
+        # Copies and sums are enqueued after the next kernel, so that they run while its last blocks do.
+        later: Callable[[], None] = _nothing
         with Streams(q.device) as streams:
             with streams.copying():
                 for each in sent:
@@ -148,13 +150,11 @@ class RankAttention:
                     head_group.add(self.remote.variant, own, d_own)
                 else:
                     dk, dv = torch.zeros_like(head_k), torch.zeros_like(head_v)
+                later()
                 pending = self.transfer.start_back(self.assembly.back(dk, dv), self.group)
                 used.append((d_remote, dk, dv, pending))
-                with streams.copying(streams.event()):
-                    if not last and dq is not None and d_remote is not None and self.remote is not None:
-                        self.remote.rows.put(head_group.of(dq), d_remote, 1)
-                    if self.local is None:
-                        self._add_gradients(whole, head_group, dk, dv, pending)
+                put = None if last or dq is None or d_remote is None else (head_group.of(dq), d_remote)
+                later = partial(self._copy_and_add, streams, streams.event(), put, whole, head_group, dk, dv, pending)
                 if self.exchanges and (head_group is not head_groups[-1] or self.local is not None):
                     head_start(q.device)
             if self.local is not None:
@@ -164,6 +164,7 @@ class RankAttention:
                     q, own_k, own_v, out, lse, dout, dlse, every, values, asked, options
                 )
                 every.add(self.local.variant, own, d_own)
+                later()
                 whole = self._of_own_rows(whole, d_keys)
                 self._add_gradients(whole, head_group, dk, dv, pending)
                 if self.local.rows.whole:
@@ -172,11 +173,24 @@ class RankAttention:
                     self.local.rows.put(dq, d_local, 1)
                 if last and dq is not None and d_remote is not None and self.remote is not None:
                     self.remote.rows.put(dq, d_remote, 1)
+            else:
+                later()
         return d_remote if dq is None else dq, whole[0], whole[1], own
 
     def _key_groups(self, heads: int, kv_heads: int) -> list[HeadGroup]:
         """The heads whose keys travel together."""
         return _head_groups(heads, kv_heads, (1, -1) if self.by_heads else (-1,))
+
+    def _copy_and_add(
+        self, streams: Streams, after: Any, put: tuple[Tensor, Tensor] | None, whole: Sequence[Tensor],
+        head_group: HeadGroup, dk: Tensor, dv: Tensor, pending: PendingTransfer,
+    ) -> None:  # fmt: skip
+        """Copy the gradients of rows of ``remote`` to their places, and without ``local`` add up those of keys."""
+        with streams.copying(after):
+            if put is not None and self.remote is not None:
+                self.remote.rows.put(*put, 1)
+            if self.local is None:
+                self._add_gradients(whole, head_group, dk, dv, pending)
 
     def _add_gradients(
         self, whole: Sequence[Tensor], head_group: HeadGroup, dk: Tensor, dv: Tensor, pending: PendingTransfer
@@ -239,15 +253,18 @@ class _Keys:
     pending: PendingTransfer
 
     def put_own(self) -> None:
-        """Put own rows there, if those that arrive are received in their place."""
-        if self.in_place:
-            self.assembly.put_own(self.room, self.k, self.v)
+        """Put own rows there."""
+        self.assembly.put_own(self.room, self.k, self.v)
 
     def put_received(self) -> None:
-        """Wait for the rows that arrive, and put them there, and own rows, unless they are there."""
+        """Wait for the rows that arrive, and put them there, unless they are received in their place."""
         received = self.pending.wait()
         if not self.in_place:
-            self.assembly.put_all(self.room, self.k, self.v, received)
+            self.assembly.put_received(self.room, self.k, self.v, received)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _sums_dtype(q: Tensor) -> torch.dtype:
