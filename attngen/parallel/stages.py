@@ -127,8 +127,8 @@ class Selection:
         self._indices: dict[torch.device, Tensor] = {}
 
     @property
-    def numbers(self) -> Tensor:
-        """The numbers of the rows."""
+    def indices(self) -> Tensor:
+        """Indices of the rows among those of the rank."""
         return torch.from_numpy(self._rows)
 
     def view(self, x: Tensor, dim: int) -> Tensor | None:
@@ -195,7 +195,7 @@ class Stage:
         """The rank's rows in sequences without keys."""
         assert self.lengths is not None
         rows, keys = self.lengths
-        return self.rows.numbers[torch.from_numpy(np.repeat(keys == 0, rows))]
+        return self.rows.indices[torch.from_numpy(np.repeat(keys == 0, rows))]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, group: HeadGroup,

@@ -1,4 +1,4 @@
-"""Plans in programs on GPUs, as one of several processes: compiled, checkpointed, with dropout, in
+"""Plans in programs on GPUs, as one of several processes: compiled, checkpointed, in CUDA graphs, with dropout, in
 ``context_parallel``, and decode over a cache that is spread over the ranks."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check(device: torch.device, rank: int, world: int) -> None:
     attngen.jit()  # kernels that the spec of the test has not
     x = torch.randn(3, 1, SEQLEN, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(5))
     q, k, v = (each.to(device, torch.bfloat16)[:, :, :heads] for each, heads in zip(x, _HEADS, strict=True))
-    for program in (_compiled, _dropped, _in_context):
+    for program in (_compiled, _captured, _dropped, _in_context):
         program(q.contiguous(), k.contiguous(), v.contiguous())
     _decoded(q, k.contiguous(), v.contiguous(), rank, world)
 
@@ -75,6 +75,28 @@ def _compiled(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.float().sum(), leaves)]
+
+
+def _captured(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """A call and its backward in a CUDA graph, with other inputs at its replay."""
+    for name, values in (("causal", {}), ("sliding_window", _WINDOW)):
+        plan: Plan = attngen.parallel.plan(name, SEQLEN, **values)
+        leaves = [plan.shard(x).requires_grad_() for x in (q, k, v)]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                _gradients(plan.attention(leaves[0], leaves[1], leaves[2]), leaves)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = _gradients(plan.attention(leaves[0], leaves[1], leaves[2]), leaves)
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.mul_(0.5)
+        graph.replay()
+        _compare(f"{name}, captured", captured, _gradients(plan.attention(leaves[0], leaves[1], leaves[2]), leaves))
+        del graph
 
 
 def _dropped(q: Tensor, k: Tensor, v: Tensor) -> None:
