@@ -132,7 +132,7 @@ def _packed(each: Sequence[VariantLoad], tiles: int, ranks: int) -> np.ndarray |
     rank takes tiles from both ends, as many of the first as make its work a fair share of what is left.
     """
     starts = _independent(each, tiles)
-    if len(starts) < 2 or tiles < ranks:
+    if not 2 <= len(starts) <= tiles // 2 or tiles < ranks:  # others are so short that any cut is as good
         return None
     work = sum(one.visits.tiles * one.layers for one in each)
     sizes: np.ndarray = np.diff(np.append(starts, tiles))

@@ -121,6 +121,19 @@ def test_causal_is_balanced_and_a_window_sends_little() -> None:
         assert sum(shares.received) <= 1.15 * sum(shares.least)
 
 
+def test_documents_are_packed_whole_but_for_few() -> None:
+    lengths = [13918, 2222, 337, 5262, 1007, 736, 4461, 6891, 1452, 1991, 1641, 3576, 1265, 8960, 1021, 10796]
+    offsets = [0, *np.cumsum(lengths).tolist()]
+    packed = attngen.parallel.plan("causal", 65536, 4, cu_seqlens=offsets)
+    (shares,) = packed.explain().variants
+    (in_chunks,) = attngen.parallel.plan("causal", 65536, 4, cu_seqlens=offsets, chunks=5).explain().variants
+    assert {packed.tokens(rank) for rank in range(4)} == {16384}
+    assert shares.balance < 1.02
+    assert 2 * sum(shares.received) < sum(in_chunks.received)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(torch.int32)[None]
+    assert attngen.parallel.plan("packed_documents", 65536, 4, doc=ids).explain().variants[0].balance < 1.02
+
+
 def test_several_variants_are_balanced_together() -> None:
     shares = attngen.parallel.plan({"causal": 1, "sliding_window": 5}, 65536, 4, window=1024).explain().variants
     assert [share.balance < 1.05 for share in shares] == [True, True]
