@@ -88,6 +88,8 @@ class RankAttention:
             for key_group, each in zip(key_groups, keys, strict=True):
                 with streams.copying():
                     each.put_received()
+                    if each is not keys[-1]:  # the next exchange starts when this one ends
+                        head_start(q.device)
                     assembled = streams.event()
                 group_k, group_v = _split(each.room, k, v, key_group)
                 for stage, start, count in self.forwards:
