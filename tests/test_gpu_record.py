@@ -87,7 +87,7 @@ def names(tests: dict[str, record.Test], outcome: str) -> list[str]:
 
 
 def test_a_crash_a_hang_and_a_lost_context_cost_one_test_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "TEST_SECONDS", 8)
+    monkeypatch.setattr(record, "TEST_SECONDS", 5)
     suite, said = run([suite_in(tmp_path / "suite", SUITE)], workers=2, limit=None, folder=tmp_path, prebuild=False)
     tests = suite.tests
     assert names(tests, "failed") == [
@@ -115,7 +115,7 @@ def test_tests_that_the_limit_cuts_off_are_named(tmp_path: Path) -> None:
         def test_slow(number):
             time.sleep(0.25)
     """
-    suite, _ = run([suite_in(tmp_path / "suite", text)], workers=2, limit=20, folder=tmp_path, prebuild=False)
+    suite, _ = run([suite_in(tmp_path / "suite", text)], workers=2, limit=12, folder=tmp_path, prebuild=False)
     assert len(suite.tests) == 400
     passed, rest = names(suite.tests, "passed"), names(suite.tests, "not run")
     assert len(passed) + len(rest) == 400

@@ -200,9 +200,9 @@ def pytest_command(tests: Sequence[str], marks: str, workers: int) -> list[str]:
     """Return the command that runs tests in workers that are replaced when they end."""
     return [
         sys.executable, "-m", "pytest", *tests, "-m", marks, "-n", str(workers), "--dist", "worksteal",
-        "--max-worker-restart", "100000", "-p", "tests.gpu.events", "-p", "no:cacheprovider", "-q", "--tb", "short",
-        "--continue-on-collection-errors", "-o", f"faulthandler_timeout={TEST_SECONDS}",
-        "-o", "faulthandler_exit_on_timeout=true",
+        "--max-worker-restart", "100000", "-p", "tests.gpu.events", "-p", "no:cacheprovider",
+        "-p", "no:hypothesispytest", "-q", "--tb", "short", "--continue-on-collection-errors",
+        "-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true",
     ]  # fmt: skip
 
 
