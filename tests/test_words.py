@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-_INDIRECT = re.compile(r"(Return|Yield)s? (what|how|which|whether|where|when|who|whose)\b")
+_INDIRECT = re.compile(r"(Return|Yield)s? (what|how|why|which|whether|where|when|who|whose)\b")
 
 #: Files by folder: those of ``attngen`` and ``tests`` themselves, and of each folder in them with all below it.
 FILES: dict[str, list[Path]] = {}

@@ -458,7 +458,7 @@ def _dq_columns(qk: int) -> int:
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
-    """Return why the schedule cannot serve a spec at all, or None."""
+    """Reason why the schedule cannot serve a spec at all, or None."""
     if not arch.wgmma:
         return refuse(spec, "backward", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
     if spec.dtype not in _DTYPES:

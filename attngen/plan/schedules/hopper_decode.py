@@ -203,7 +203,7 @@ def _memory(spec: KernelSpec, arch: Arch, qk: Columns, v: Columns, by_lanes: boo
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
-    """Return why the schedule cannot serve a spec, or None."""
+    """Reason why the schedule cannot serve a spec, or None."""
     if not arch.wgmma:
         return refuse(spec, "split_kv", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: false")
     if spec.dtype not in _DTYPES:
@@ -221,7 +221,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
 
 
 def split_kv_refusal(spec: KernelSpec) -> PlanError | None:
-    """Return why no kernel whose blocks split the keys of a sequence can serve a spec, or None."""
+    """Reason why no kernel whose blocks split the keys of a sequence can serve a spec, or None."""
     if spec.softmax_scale is not None:
         return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if spec.tile_map == "always":

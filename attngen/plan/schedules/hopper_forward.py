@@ -208,7 +208,7 @@ def _products(planned: Plan, roles: HopperForward) -> int:
 
 
 def refusal(spec: KernelSpec, arch: Arch, numbers: Mapping[str, Probabilities]) -> PlanError | None:
-    """Return why a schedule cannot serve a spec at all, or None."""
+    """Reason why a schedule cannot serve a spec at all, or None."""
     if not arch.wgmma:
         return refuse(spec, "backend", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
     if spec.dtype not in numbers:

@@ -232,7 +232,7 @@ def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
-    """Return why the schedule cannot serve a spec at all, or None."""
+    """Reason why the schedule cannot serve a spec at all, or None."""
     if arch.tensor_memory:
         return refuse(spec, "backward", f"mma.sync is slow on {arch.name}, which has tcgen05; allowed: triton")
     if positions(spec.variant) is not None:

@@ -25,7 +25,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
-    """Return why the schedule cannot serve a spec, or None."""
+    """Reason why the schedule cannot serve a spec, or None."""
     quantized = {spec.dtype, spec.kv_dtype or spec.dtype} & set(QUANTIZED_DTYPES)
     if spec.dtype not in (*BESIDE_CACHES, *CACHE_DTYPES):
         return refuse(

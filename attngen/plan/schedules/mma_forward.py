@@ -258,7 +258,7 @@ def _memory(tile: _Tile, spec: KernelSpec) -> int:
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
-    """Return why the schedule cannot serve a spec at all, or None."""
+    """Reason why the schedule cannot serve a spec at all, or None."""
     if arch.tensor_memory:
         return refuse(spec, "backend", f"mma.sync is slow on {arch.name}, which has tcgen05; allowed: triton")
     if positions(spec.variant) is not None:

@@ -24,7 +24,7 @@ _TOKENS = count()
 
 
 def reason_against(name: str, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> str | None:
-    """Return why a tensor cannot be described by a TMA descriptor, or None if it can; the address is not looked at.
+    """Reason why a tensor cannot be described by a TMA descriptor, or None if it can; the address is not looked at.
 
     ``strides`` in elements. An axis of extent 1 is never stepped along, so its stride does not matter.
     """

@@ -334,7 +334,7 @@ def _driver_remedy(kernel: Kernel, version: int) -> str:
 
 
 def _against_group(kernel: Kernel, call: Call) -> str | None:
-    """Return why a kernel that packs the heads of a group cannot pack those of the call."""
+    """Reason why a kernel that packs the heads of a group cannot pack those of the call."""
     group = group_of(call)
     if not kernel.pack_gqa:
         return None
@@ -395,7 +395,7 @@ def against_own_map(name: str, tensor: Tensor, address: int) -> str | None:
 
 
 def _against_out(out: View, request: Request, size: int) -> str | None:
-    """Return why kernels cannot write a result that the caller allocated: they do so in pieces of 16 bytes."""
+    """Reason why kernels cannot write a result that the caller allocated: they do so in pieces of 16 bytes."""
     if request.addresses.get("out", 0) % tensormap.ADDRESS_ALIGNMENT:
         return "out does not start at a multiple of 16 B"
     for axis, extent, stride in zip(out.axes[:-1], out.shape[:-1], out.strides[:-1], strict=True):
@@ -429,7 +429,7 @@ def _against_own_tensors(kernel: Kernel, call: Call) -> str | None:
 
 
 def _against_promise(parameter: Argument, request: Request, views: Mapping[str, View], kernel: Kernel) -> str | None:
-    """Return why an address or a stride is not a multiple of what the compiler was promised, or None."""
+    """Reason why an address or a stride is not a multiple of what the compiler was promised, or None."""
     promised, of = parameter.divisibility, parameter.of or parameter.name
     if parameter.kind == "pointer" and of in request.addresses and request.addresses[of] % promised:
         return f"{of.removeprefix('tensor:')} does not start at a multiple of {promised} B"
@@ -468,7 +468,7 @@ def no_kernel(kernels: Sequence[Kernel], request: Request, driver: Driver) -> No
 
 
 def no_spec_adds(request: Request, capability: int) -> str | None:
-    """Return why no spec can add a kernel for a call, and what helps instead, or None."""
+    """Reason why no spec can add a kernel for a call, and what helps instead, or None."""
     listed = request.call.variant.keys is not None
     key_values = (request.direction == "forward" or listed) and takes_key_values(request, capability)
     return _beyond_all_kernels(request.call, capability, key_values) or _beyond_cuda(request.call, capability, request)
@@ -510,7 +510,7 @@ def takes_key_values(request: Request, capability: int) -> bool:
 
 
 def _beyond_all_kernels(call: Call, capability: int, key_values: bool = False) -> str | None:
-    """Return why no spec can add a kernel for a call, and what helps instead, or None."""
+    """Reason why no spec can add a kernel for a call, and what helps instead, or None."""
     if call.dtype not in ATTENTION_DTYPES:
         return (
             f"No kernel can be built for {call.dtype}, only for {', '.join(ATTENTION_DTYPES)}; the reference takes it"
@@ -539,7 +539,7 @@ def _beyond_all_kernels(call: Call, capability: int, key_values: bool = False) -
 
 
 def _beyond_head_dims(call: Call, arch: Arch | None) -> str | None:
-    """Return why no kernel can be built for the head dims of a call, and what helps instead, or None."""
+    """Reason why no kernel can be built for the head dims of a call, and what helps instead, or None."""
     wide = arch is not None and arch.wgmma and {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
     allowed = (*HEAD_DIMS, *WIDE_HEAD_DIMS) if wide else HEAD_DIMS
     for dim in (call.head_dim_qk, call.head_dim_v):
@@ -594,7 +594,7 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
 
 
 def _beyond_cuda(call: Call, capability: int, request: Request) -> str | None:
-    """Return why no CUDA kernel can be built for a call that asks for one, or None."""
+    """Reason why no CUDA kernel can be built for a call that asks for one, or None."""
     arch = arch_of(capability)
     if request.backend != "cuda" or request.direction == "backward" or arch is None:
         return None
