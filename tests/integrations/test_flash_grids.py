@@ -23,7 +23,8 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import registry
 from tests.gpu.flash_grid_runs import run_all, summary, unexpected
-from tests.integrations import flash_grids
+from tests.integrations import flash_families, flash_grids
+from tests.integrations.flash_reference import Wanted
 from tests.runtime.support import FakeDriver
 
 
@@ -39,7 +40,7 @@ def test_the_grids_have_as_many_cases_as_the_file() -> None:
     "case", flash_grids.draw(60, seed=3, longest=130), ids=lambda case: f"{case.family}-{case.seed}"
 )
 def test_a_sample_by_the_reference(case: flash_grids.Case) -> None:
-    actual = flash_grids.run(case, "cpu")
+    actual = flash_families.run(case, "cpu")
     if case.get("qv"):
         assert (actual.verdict, "qv is not supported" in actual.reason) == ("refused", True)
     else:
@@ -81,9 +82,9 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
     monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
     monkeypatch.setattr(choice, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(attngen.jit._maker, "_compile", compile_)
-    monkeypatch.setattr(flash_grids._Wanted, "add", lambda *_: None)
-    for name in ("_judge", "_judge_cache", "_judge_rows", "_beyond"):
-        monkeypatch.setattr(flash_grids, name, lambda *_: None)
+    monkeypatch.setattr(Wanted, "add", lambda *_: None)
+    for name in ("_judge", "_judge_cache", "_judge_rows", "beyond"):
+        monkeypatch.setattr(flash_families, name, lambda *_: None)
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     registry.clear()
     dispatch._PREPARED.clear()
@@ -98,7 +99,7 @@ def test_every_call_has_a_kernel_that_can_be_planned(planned: list[Any]) -> None
     for case in flash_grids.draw(250, seed=1, longest=260):
         if case.family not in ("forward", "varlen", "cache"):
             continue
-        actual = flash_grids.run(case, "cpu")
+        actual = flash_families.run(case, "cpu")
         verdicts[actual.verdict] += 1
         assert (actual.verdict == "refused") == bool(case.get("qv")), f"{case}: {actual.reason}"
     assert verdicts["right"] > 180

@@ -14,7 +14,8 @@ import transformers
 from torch import Tensor
 
 import attngen.integrations.transformers as attngen_transformers
-from tests.integrations.model_sweep import PAGE, Result, check, classes, page, sweep
+from tests.integrations.model_sweep import PAGE, page, sweep
+from tests.integrations.sweep_checks import Result, check, classes
 
 #: A few of each verdict: compressed keys, indexed keys, hybrid layers, an encoder and a decoder, images, sound.
 SAMPLE = {

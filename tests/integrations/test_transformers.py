@@ -23,8 +23,8 @@ from attngen.integrations.mask_structure import StructuredMask
 from attngen.integrations.transformers_versions import cache_name
 from tests.integrations import families
 from tests.integrations.families import GENERATORS, MAKERS, PADDINGS, WINDOW, batch, gradients, logits
-from tests.integrations.model_sweep import spread
 from tests.integrations.shipped import known
+from tests.integrations.sweep_checks import spread
 from tests.integrations.tiny_configs import tiny
 from tests.sampling import sampled
 
