@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from attngen.lang.listed import LISTS
 from tests.docs.blocks import DOCUMENTS, ROOT, code_spans, prose, tables
 
 FOLDERS = ("attngen", "tests", "templates", "specs", "docs", "generated")
@@ -64,12 +65,12 @@ def files() -> frozenset[str]:
 
 @cache
 def words() -> frozenset[str]:
-    """Return every word of the code: names, fields of specs, texts."""
+    """Every word of the code: names, fields of specs, texts; and the composed names of lists of keys."""
     folders = ("attngen/", "templates/", "specs/", "docs/examples/")
     sources = [ROOT / path for path in files() if path.startswith(folders)]
     sources.append(ROOT / "pyproject.toml")
     texts = [path.read_text() for path in sources if path.suffix.lstrip(".") in (*ENDINGS, "toml")]
-    return frozenset(word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text))
+    return frozenset(word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)) | LISTS.keys()
 
 
 @cache
