@@ -140,12 +140,16 @@ def check_map(words: Tensor, shape: Any, tiles: tuple[int, int], call: Call, *, 
 
 
 def check_order(order: Tensor, tiles: Tensor) -> None:
-    """Compare an order with that of rows as they are, and with one that begins with the rows of many more tiles."""
-    for own, counts in zip(order.view(tiles.shape).tolist(), tiles.tolist(), strict=True):
+    """Compare an order with that of rows as they are, and with one that begins with the rows of many more tiles, whose
+    number follows."""
+    orders, most = order[:-1].view(tiles.shape).tolist(), int(order[-1])
+    wanted, numbers = [], []
+    for counts in tiles.tolist():
         long = sorted((-n, row) for row, n in enumerate(counts) if n * len(counts) > 2 * sum(counts))
         first = [row for _, row in long]
-        rows = list(range(len(counts)))
-        assert own in (rows, first + [row for row in rows if row not in first])
+        wanted.append(first + [row for row in range(len(counts)) if row not in first])
+        numbers.append(len(first))
+    assert (orders, most) in ((wanted, max(numbers)), ([sorted(own) for own in wanted], 0))
 
 
 def pairs_of(words: Tensor, width: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.lang.bands import Bands
 from attngen.lang.declared import Scalar
-from attngen.lang.host import KEYS_OF_SCALAR, evaluate, written
+from attngen.lang.host import KEYS_OF_SCALAR, KEYS_OF_SMALL, evaluate, written
 from attngen.plan.traits import bands_of
 from attngen.schema.expand import KernelSpec
 
@@ -125,9 +125,9 @@ def first_see_most(spec: KernelSpec) -> bool:
 
 def first_seen_most(spec: KernelSpec) -> bool:
     """Whether many more queries of a long sequence see its first keys than see those in its middle; False if bounds do
-    not decide. Scalars are assumed as above."""
+    not decide. Scalars are assumed as above, but small ones: a window beside a few first keys."""
     names: dict[str, Any] = {"seqlen_q": _LONG, "seqlen_k": _LONG, "kv_lo": [0, _LONG // 2]}
-    names |= {scalar.name: _assumed(scalar) for scalar in spec.variant.scalars}
+    names |= {scalar.name: _assumed(scalar, KEYS_OF_SMALL) for scalar in spec.variant.scalars}
     names["kv_hi"] = [at + _TILE - 1 for at in names["kv_lo"]]
     first, middle = 0, 0
     for interval in bands_of(spec, "q").visible:
@@ -139,12 +139,12 @@ def first_seen_most(spec: KernelSpec) -> bool:
     return first > _MANY * middle
 
 
-def _assumed(scalar: Scalar) -> Any:
+def _assumed(scalar: Scalar, keys: int = KEYS_OF_SCALAR) -> Any:
     value = scalar.default if scalar.const is None else scalar.const
     if value is not None:
         return value
     low, high = (end if isinstance(end, int) else none for end, none in ((scalar.min, 0), (scalar.max, _LONG)))
-    return min(max(_LONG // KEYS_OF_SCALAR, low), high)
+    return min(max(_LONG // keys, low), high)
 
 
 def visible_queries(spec: KernelSpec) -> tuple[tuple[Any, Any], ...]:

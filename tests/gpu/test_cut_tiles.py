@@ -12,8 +12,10 @@ from torch import Tensor
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.geometry import sizes as geometry
 from attngen.runtime.geometry.cuts import NONE, Cut
+from attngen.runtime.launch import tile_map
 from attngen.runtime.launch.gradients import GradientBuffers
 from attngen.runtime.launch.pinned import PinnedGradients
+from attngen.runtime.launch.tile_map import _KEPT, kept_maps
 from attngen.tools.cases import Case
 from attngen.tools.verify.gpu import try_pinned
 from attngen.tools.verify.gradient_contract import expected_gradients
@@ -21,7 +23,7 @@ from attngen.tools.verify.inputs import Element, make_inputs
 from attngen.tools.verify.poison import poisoned_gradients
 from tests.gpu.family import bits
 from tests.gpu.gradient_runs import gradient_run
-from tests.gpu.test_backward import ALL, kernels
+from tests.gpu.test_backward import ALL, attention, kernels
 
 #: Kernels of one of each loop, and of each way in which consumers share the tensor cores.
 CUT = [
@@ -81,6 +83,43 @@ def test_dk_and_dv_have_the_same_bits_on_every_run(name: str, cut: int) -> None:
         dq, *others = launch()
         close((dq,), first[:1])
         assert all(torch.equal(bits(one), bits(other)) for one, other in zip(first[1:], others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "batch", "kv_heads"), [(64, 2100, 2, 2), (128, 1100, 1, 4), (128, 1999, 2, 1)]
+)
+def test_long_rows_of_maps_are_cut(
+    head_dim: int, seqlen: int, batch: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A map with its visible pairs says how many of its rows are long, which parts share then."""
+    kernels()
+    generator = torch.Generator("cuda").manual_seed(seqlen)
+    at = torch.arange(seqlen, device="cuda")
+    allowed = (at[:, None] // 150 == at // 150).repeat(batch, 1, 1)
+    allowed[0, :, 300:400] = torch.rand(seqlen, 100, device="cuda", generator=generator) < 0.9
+    allowed[-1, :, -200:] = True
+    shapes = ((batch, seqlen, 4, head_dim), *[(batch, seqlen, kv_heads, head_dim)] * 2)
+    q, k, v = (torch.randn(shape, device="cuda", generator=generator).bfloat16().requires_grad_() for shape in shapes)
+    above = torch.randn(shapes[0], device="cuda", generator=generator).bfloat16()
+    _KEPT.clear()
+    for _ in range(3):  # the second use of a map completes it
+        out = attention(q, k, v, variant="allowed", allowed=allowed)
+        cut = torch.autograd.grad(out, (q, k, v), above)
+    (entry,) = (entry for (sizes, *_), entry in kept_maps().items() if sizes[1] == "dqkv")
+    assert entry.words is not None
+    assert int(entry.words[entry.shape.map_words - 1]) >= 2
+    seen = allowed[:, None]
+    exact = [one.detach().double().transpose(1, 2).requires_grad_() for one in (q, k, v)]
+    scores = exact[0] @ exact[1].repeat_interleave(4 // kv_heads, 1).transpose(2, 3) / head_dim**0.5
+    wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ exact[2].repeat_interleave(4 // kv_heads, 1)
+    expected = torch.autograd.grad(wanted, exact, above.double().transpose(1, 2))
+    for one, other in zip(cut, expected, strict=True):
+        assert float((one.double() - other.transpose(1, 2)).norm() / other.norm()) < 6e-3
+    monkeypatch.setattr(tile_map, "_LONG", 1e9)
+    _KEPT.clear()
+    for _ in range(3):
+        whole = torch.autograd.grad(attention(q, k, v, variant="allowed", allowed=allowed), (q, k, v), above)
+    close(cut, whole)
 
 
 def test_the_rule_cuts_a_call_of_few_tiles_and_graphs_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,11 +354,11 @@ def test_a_map_of_a_single_row_waits_for_nothing(calls: Calls, read: Variant, mo
 
 
 def test_long_rows_are_the_first_of_each_batch_entry() -> None:
-    shape = SimpleNamespace(batch=2, heads=2, rows=6, words=1, row_words=48, map_words=60)
+    shape = SimpleNamespace(batch=2, heads=2, rows=6, words=1, row_words=48, map_words=61)
     tiles = torch.tensor([[1, 2, 1, 20, 1, 30], [-1, 5, 5, 5, 5, 5]])  # 32 bits of -1
     full = torch.where(tiles < 0, -1, (1 << tiles.clamp(min=0)) - 1).int()
     words = torch.stack((full, torch.zeros_like(full)), -1)[:, None].expand(2, 2, 6, 2).flatten()
-    order = tile_map._long_rows_first(torch.cat((words, words.new_zeros(12))), shape)  # type: ignore[arg-type]
+    order = tile_map._long_rows_first(torch.cat((words, words.new_zeros(13))), shape)  # type: ignore[arg-type]
     assert order.dtype == torch.int32
-    assert order.view(2, 6).tolist() == [[5, 3, 0, 1, 2, 4], [0, 1, 2, 3, 4, 5]]
+    assert order.tolist() == [5, 3, 0, 1, 2, 4, 0, 1, 2, 3, 4, 5, 2]
     check_order(order, torch.where(tiles < 0, 32, tiles))

@@ -20,8 +20,8 @@ from attngen.plan.symbols import gradient_pointer, stored_name
 #: Size arguments of kernels that split the last tiles of keys: the number of whole tiles, the splits of each other
 #: tile, the numbers of both that blocks take, and the states of dQ, after which the counters of splits stand.
 _CUT_SIZES = ("uncut_tiles", "parts", "work_items", "sum_tiles")
-#: The same where the first tiles of each KV head are split: the number of these instead of that of the whole tiles.
-_CUT_FIRST_SIZES = ("cut_rows", *_CUT_SIZES[1:])
+#: The same where the first tiles of each KV head are split: the number of these, or the most where a tile map has it.
+_CUT_FIRST_SIZES = ("cut_rows", "parts", "sum_tiles")
 
 #: Query rows of a block of ``preprocess``, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4

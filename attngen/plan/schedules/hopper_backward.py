@@ -307,8 +307,10 @@ def _tile(
     by_rows = choice.tile_m == _KEYS
     own_spans = _has_own_spans(spec, choice, iteration) and not relief.lean
     cuts = not relief.lean and _cuts(
-        spec, crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk)
-    )
+        spec,
+        crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk)
+        or (iteration == "tile_map" and brought.bias_bytes > 0 and not narrow),
+    )  # fmt: skip
     draft = HopperBackward(
         consumers=_CONSUMERS,
         warp_roles=backward_roles(_CONSUMERS, *registers, reads_ds=reads_ds),
@@ -329,7 +331,7 @@ def _tile(
         else 0,
         distance_values=brought.by_distance,
         cuts=cuts,
-        cuts_first=cuts and iteration == "ranges" and first_seen_most(spec),
+        cuts_first=cuts and (iteration == "tile_map" or first_seen_most(spec)),
         uneven=_by_data(spec, iteration),
         query_chunk=_QUERY_CHUNK if cuts and not own_spans and _goes_by_chunks(spec, choice, iteration) else 0,
         slots=iteration == "tile_map" and not wide,

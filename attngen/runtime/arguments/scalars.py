@@ -55,12 +55,12 @@ class ScalarRule:
         return number
 
 
-def assumed(rule: ScalarRule, seqlen_k: int) -> Number | None:
+def assumed(rule: ScalarRule, seqlen_k: int, keys: int = KEYS_OF_SCALAR) -> Number | None:
     """Return the value that a scalar is taken to have: what the variant fixes, or its default; of what only the call
-    knows, such as a window, a part of the keys, if it may be that."""
+    knows, such as a window, one key of so many ``keys``, if it may be that."""
     if rule.const is not None or rule.default is not None:
         return rule.default if rule.const is None else rule.const
-    return min(max(seqlen_k // KEYS_OF_SCALAR, rule.low), rule.high)
+    return min(max(seqlen_k // keys, rule.low), rule.high)
 
 
 def _as_number(value: Any, dtype: str) -> Number | None:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from heapq import heapreplace
 from typing import Any
 
-from attngen.lang.host import evaluate
+from attngen.lang.host import KEYS_OF_SCALAR, KEYS_OF_SMALL, evaluate
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.scalars import assumed
 from attngen.runtime.kernels.module import Launch
@@ -32,6 +32,9 @@ _MANY = 24
 
 #: First tiles of a unit that are cut, at most, unless all are.
 _ROWS = 4
+
+#: Parts of a long row of a tile map, and the steps of one that are worth it.
+_PARTS_OF_ROW, _LONG_STEPS = 4, 16
 
 #: What a cut has to gain.
 _GAIN = 0.01
@@ -66,14 +69,15 @@ def steps_of(launch: Launch, call: Call) -> tuple[int, ...]:
     """Number of tiles of queries that probably see each tile of keys, the first keys first.
 
     Sequences are taken to be as long as the longest one, and a scalar of the call and what data decide to be a part of
-    what they may be: calls of the same shapes are cut alike.
+    what they may be, a smaller one where first tiles may be cut: calls of the same shapes are cut alike.
     """
     m, n, seqlen_q, seqlen_k = launch.tile_m, launch.tile_n, call.seqlen_q, call.seqlen_k
     count, every = -(-seqlen_k // n), -(-seqlen_q // m)
     seen = [0 if launch.visible else every] * count
     starts = range(0, seqlen_k, n)
     names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    names |= {rule.name: assumed(rule, seqlen_k) for rule in call.rules}
+    keys = KEYS_OF_SMALL if launch.cuts_first else KEYS_OF_SCALAR
+    names |= {rule.name: assumed(rule, seqlen_k, keys) for rule in call.rules}
     names |= {"kv_lo": list(starts), "kv_hi": [min(start + n, seqlen_k) - 1 for start in starts]}
     for lo, hi in launch.visible:
         low = [max(at, 0) // m for at in evaluate(lo, names, count) or [0] * count]
@@ -134,6 +138,13 @@ def best_first_cut(steps: tuple[int, ...], group: int, units: int, section: int,
             if end < ended:
                 best, ended = Cut(rows * units, parts), end
     return best
+
+
+def long_rows_cut(rows: int, steps: int, units: int, blocks: int) -> Cut:
+    """Most first rows of tile maps that are cut, and their parts: a map itself says how many of its rows are long, and a
+    row has at most so many ``steps``. With more units long rows leave no block idle."""
+    cut = min(blocks // (2 * units), rows // 2) if units else 0
+    return Cut(cut * units, _PARTS_OF_ROW) if cut and steps >= _LONG_STEPS else NONE
 
 
 def _end_of_lines(lines: Sequence[float], widths: Sequence[int], blocks: int) -> float:

@@ -12,7 +12,7 @@ from attngen.manifest import GRID, LISTS, MERGED, SHARES, Argument, TileMapAxes
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.device.tensormap import usable_strides, windowed
-from attngen.runtime.geometry.cuts import NONE, Cut, alike, best_cut, best_first_cut, may_pay, steps_of
+from attngen.runtime.geometry.cuts import NONE, Cut, alike, best_cut, best_first_cut, long_rows_cut, may_pay, steps_of
 from attngen.runtime.geometry.splits import Capacity, split_sizes
 from attngen.runtime.kernels.module import Kernel, Launch
 
@@ -26,7 +26,7 @@ class MapShape:
     A row is a tile of queries and its bits are those of the tiles of keys, or the other way round (``by_keys``). A map
     with slots is flat: these words, a slot for each tile of a word, and ``tile_words`` for each slot that is used, the
     visible pairs of its tile. If rows are tiles of keys, its words end with the ``order`` in which blocks take them,
-    for each batch entry.
+    for each batch entry, and with the number of long rows that each order begins with, at most.
     """
 
     __slots__ = ("batch", "heads", "order", "owner", "rows", "slots", "tile_words", "tiles", "words")
@@ -41,7 +41,7 @@ class MapShape:
         self.rows, listed = (kv_tiles, q_tiles) if launch.by_keys else (q_tiles, kv_tiles)
         self.words = -(-listed // 32)
         self.tiles = self.batch * self.heads * self.rows * listed
-        self.order = self.rows * self.batch if axes.slots and launch.by_keys else 0
+        self.order = self.rows * self.batch + 1 if axes.slots and launch.by_keys else 0
         self.slots = SLOTS_OF_WORD * self.map_words if axes.slots else 0
         consumers = (launch.tile_n if launch.by_keys else launch.tile_m) // 64
         self.tile_words = 128 * consumers * axes.bits
@@ -137,6 +137,10 @@ def cut_of(launch: Launch, call: Call, section: int, capacity: Capacity) -> Cut:
     units = call.batch * call.kv_heads
     if not alike(call) or capacity.blocks < 2:
         return NONE
+    if launch.tile_map is not None and launch.cuts_first:
+        return long_rows_cut(
+            -(-call.seqlen_k // launch.tile_n), -(-call.seqlen_q // launch.tile_m), units, capacity.blocks
+        )
     if launch.cuts_first:
         return best_first_cut(steps_of(launch, call), group_of(call), units, section, capacity.blocks)
     if not may_pay(-(-call.seqlen_k // launch.tile_n) * units, capacity.blocks):

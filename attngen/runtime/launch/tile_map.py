@@ -210,12 +210,13 @@ class MapMaker:
 
 
 def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
-    """Return the row indices of each batch entry as a flat tensor: those of long rows first, the longest ahead, then
-    the others in their order."""
+    """Return the row indices of each batch entry: those of long rows first, the longest ahead, then the others in their
+    order; and after all of them the most long rows that an entry has."""
     rows = words[: shape.row_words].view(shape.batch, shape.heads, shape.rows, 2 * shape.words)
     tiles = _set_bits(rows).sum((1, 3), dtype=torch.int32)
     long = tiles * shape.rows > _LONG * tiles.sum(1, keepdim=True)
-    return torch.where(long, tiles, 0).sort(dim=1, descending=True, stable=True).indices.int().flatten()
+    order = torch.where(long, tiles, 0).sort(dim=1, descending=True, stable=True).indices
+    return torch.cat((order.flatten(), long.sum(1).max()[None])).int()
 
 
 def _set_bits(words: Tensor) -> Tensor:
