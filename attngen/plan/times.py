@@ -110,6 +110,12 @@ def first_see_most(spec: KernelSpec) -> bool:
 
     A scalar without a default is assumed to be a fixed share of the keys, as in predictions.
     """
+    seen = _seen_by_ends(spec)
+    return seen is not None and seen[0] > seen[1]
+
+
+def _seen_by_ends(spec: KernelSpec) -> tuple[int, int] | None:
+    """Keys that the first and the last queries of a long sequence see; None if bounds do not decide."""
     names: dict[str, Any] = {"seqlen_q": _LONG, "seqlen_k": _LONG}
     names |= {name: [0, _LONG - 1] for name in ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi")}
     names |= {scalar.name: _assumed(scalar) for scalar in spec.variant.scalars}
@@ -117,10 +123,17 @@ def first_see_most(spec: KernelSpec) -> bool:
     for interval in bands_of(spec).visible:
         lo, hi = (evaluate(written(end), names, 2) for end in (interval.lo, interval.hi))
         if (lo is None and interval.lo is not None) or (hi is None and interval.hi is not None):
-            return False
+            return None
         seen = [max(min(to, _LONG) - max(at, 0), 0) for at, to in zip(lo or [0, 0], hi or [_LONG] * 2, strict=True)]
         first, last = first + seen[0], last + seen[1]
-    return first > last
+    return first, last
+
+
+def last_see_most(spec: KernelSpec) -> bool:
+    """Whether the last queries of a long sequence see many more keys than the first ones; False if bounds do not
+    decide. Scalars are assumed as in ``first_see_most``."""
+    seen = _seen_by_ends(spec)
+    return seen is not None and seen[1] > _MANY * seen[0]
 
 
 def first_seen_most(spec: KernelSpec) -> bool:

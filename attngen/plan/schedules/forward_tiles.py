@@ -33,7 +33,7 @@ from attngen.plan.schedules.forward_pipes import forward_roles
 from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, register_refusal, registers_of, searches
 from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_row_max
 from attngen.plan.schedules.structures import HopperForward
-from attngen.plan.times import first_see_most
+from attngen.plan.times import first_see_most, last_see_most
 from attngen.plan.traits import (
     NO_KEY_VALUES,
     bands_of,
@@ -77,6 +77,9 @@ _BIAS_STAGES, _FEW_CONSUMERS = (3, 2), 2
 
 #: The most blocks of a cluster that every Hopper card takes.
 _MOST_BLOCKS = 8
+
+#: Consumers of a block from which on tiles have so many rows that few calls end evenly.
+_FEW_TILES = 3
 
 #: Keys of a tile, stages, and orders of consumers, among which the fastest are looked for.
 _TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
@@ -279,6 +282,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     )  # fmt: skip
     if is_paged(spec):
         values = NO_KEY_VALUES
+    from_first = ranges and spec.order != "natural" and first_see_most(spec)
     draft = HopperForward(
         consumers=consumers,
         warp_roles=warp_roles,
@@ -287,7 +291,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         overlap=roles.overlap is not False,
         persistent=spec.persistent is not False and not spec.split_tiles,
         longest_first=spec.order != "natural",
-        from_first=ranges and spec.order != "natural" and first_see_most(spec),
+        from_first=from_first,
+        short_early=iteration == "ranges" and consumers >= _FEW_TILES and _takes_short_early(spec),
         staged=staged,
         boxes_out=staged and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
         skips=skips,
@@ -363,6 +368,14 @@ def _one_interval(spec: KernelSpec) -> bool:
 def place_bits(step: int) -> int:
     """Bits of the first key of any tile, in multiples of ``step`` keys."""
     return ((MAX_SEQLEN - 1) // step).bit_length()
+
+
+def _takes_short_early(spec: KernelSpec) -> bool:
+    """Whether a call may take its shortest tiles after some of the longest. Mask-only kernels keep to the longest ones
+    first: they take tiles of fewer rows, which end more evenly."""
+    dense = spec.layout == "dense" and not spec.pack_gqa and spec.dtype not in QUANTIZED_DTYPES
+    ordered = spec.order != "natural" and spec.persistent is not False and not spec.split_tiles
+    return dense and ordered and spec.variant.score is not None and last_see_most(spec)
 
 
 def _can_be_end_aligned(spec: KernelSpec, iteration: str) -> bool:

@@ -192,7 +192,8 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     )  # fmt: skip
     return arguments.signature(
         plan, operands, tiles="q_tiles", strided=("out",), promised=False, counted=roles.persistent,
-        max_seqlen_k=True, present=("lse", "seqused_k"),
+        max_seqlen_k=True, more_sizes=("long_tiles", "short_tiles") if roles.short_early else (),
+        present=("lse", "seqused_k"),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Blocks that a device runs at once, for kernels whose blocks share keys or parts of tiles."""
+"""Blocks that a device runs at once, for kernels whose blocks share keys or parts of tiles, or end together."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from attngen.runtime.kernels.module import Kernel, Launch
 
 
 def capacity_for(kernel: Kernel, call: Call, driver: Callable[[], Driver], device: int) -> Capacity:
-    """Blocks that a device runs at once of a kernel whose blocks share keys or parts of tiles, and how many of them
-    share the keys of a tile in this call.
+    """Blocks that a device runs at once of a kernel whose blocks share keys or parts of tiles, or whose order depends
+    on their number; and how many of them share the keys of a tile in this call.
 
     Loads a kernel that shares keys, to ask the driver; asks nothing about others.
     """
     for launch in kernel.launches:
         if launch.grid in (GRID, SHARES):
             return _capacity(kernel, launch, call, driver(), device)
-        if launch.cuts:
+        if launch.cuts or launch.short_early:
             return Capacity(driver().multiprocessors(device))
     return Capacity()
 

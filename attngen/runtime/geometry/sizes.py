@@ -13,6 +13,7 @@ from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.device.tensormap import usable_strides, windowed
 from attngen.runtime.geometry.cuts import NONE, Cut, alike, best_cut, best_first_cut, long_rows_cut, may_pay, steps_of
+from attngen.runtime.geometry.orders import Order, order_of
 from attngen.runtime.geometry.splits import Capacity, split_sizes
 from attngen.runtime.kernels.module import Kernel, Launch
 
@@ -191,6 +192,11 @@ class Geometry:
         """Tiles of keys that are cut into parts."""
         return cut_of(self.launch, self.call, self.sizes["section"], self.capacity) if self.launch.cuts else NONE
 
+    @cached_property
+    def order(self) -> Order:
+        """The order in which blocks take tiles of queries."""
+        return order_of(self.launch, self.call, self.units, self.sizes["section"], self.capacity.blocks)
+
     @property
     def tiles(self) -> int:
         """Tiles of work, whatever they are, each for a split of the keys if there are splits. LoadError for a grid that
@@ -360,6 +366,8 @@ _LATER: Mapping[str, Callable[[Geometry], int]] = {
     "cut_rows": lambda g: g.cut.tiles // max(g.call.batch * g.call.kv_heads, 1),
     "parts": lambda g: g.cut.parts,
     "cut_parts": lambda g: g.cut.tiles * g.cut.parts,
+    "long_tiles": lambda g: g.order.long,
+    "short_tiles": lambda g: g.order.short,
     "uncut_tiles": lambda g: _key_tiles(g) - g.cut.tiles,
     "work_items": lambda g: _key_tiles(g) + g.cut.tiles * (g.cut.parts - 1),
     "map_batch": lambda g: _of_map(g).batch,

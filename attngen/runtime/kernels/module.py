@@ -94,6 +94,8 @@ class Launch(LaunchFields):
         self.counted = any(one.of == "tile_counter" for one in entry.parameters)  # tiles are taken from it
         self.cuts = any(one.of == "parts" for one in entry.parameters)  # the last tiles, into parts
         self.cuts_first = any(one.of == "cut_rows" for one in entry.parameters)  # or the first ones of each KV head
+        self.short_early = any(one.of == "short_tiles" for one in entry.parameters)  # after some of the longest
+        self.times = kernel.times
         self.visible, self.uneven = kernel.visible, kernel.structure.uneven
         shared_memory = entry.resources.shared_memory if entry.resources else 0
         how = COOPERATIVE if self.cooperative else DEPENDENT if self.pdl else PLAIN

@@ -46,13 +46,26 @@ __device__ __forceinline__ float sum_of_row(uint32_t tile, int row) {
   return sum.x + sum.y;
 }
 
-// The sum of all of it, in all lanes.
+// The sum of all of it, in all lanes: of 512 bytes after the other, in whatever order, while the next ones are on their way.
 template <typename Element, int kRows>
 __device__ __forceinline__ float sum_of_tile(uint32_t tile, int lane) {
-  float sum = 0.0f;
+  constexpr int kLoads = kRows / 2;
+  tile += 16 * lane;
+  float2 sum = {};
+  const auto add = [&](const uint4& eight) {
+    const float2 a = unpack<Element>(eight.x), b = unpack<Element>(eight.y), c = unpack<Element>(eight.z), d = unpack<Element>(eight.w);
+    sum.x += (a.x + b.x) + (c.x + d.x);
+    sum.y += (a.y + b.y) + (c.y + d.y);
+  };
+  uint4 first = load_eight(tile);
 #pragma unroll 1
-  for (int row = lane; row < kRows; row += 32) sum += sum_of_row<Element, kRows>(tile, row);
-  return sum_of_warp(sum);
+  for (int i = 0; i < kLoads; i += 2) {
+    const uint4 second = load_eight(tile + 512 * (i + 1));
+    add(first);
+    first = load_eight(tile + 512 * ((i + 2) % kLoads));
+    add(second);
+  }
+  return sum_of_warp(sum.x + sum.y);
 }
 
 // D (16 x 8, float32) += A (16 x 16) * B (16 x 8), where all elements of A are 1 (PTX ISA, "mma.m16n8k16"): all rows of D
