@@ -71,6 +71,10 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
         constant = [factor for factor in constant if "h" not in names(factor)]
     if constant and _holds(constant) and bounds(_product(constant), ranges)[0] >= 0:
         return Logit(_product(varying), _product([*constant, LOG2E]), scaled)
+    others = [factor for factor in varying if factor != PRODUCT]
+    if constant and others and not any(PRODUCT.name in names(factor) for factor in others):
+        # constants go to the factor of a key or a distance, which is computed once for many pairs
+        return Logit(mul(PRODUCT, _product([*others, *constant, LOG2E])), ONE, scaled)
     if isinstance(grouped, Op) and grouped.op in ("add", "sub") and not _adds_elements(grouped):
         return Logit(_scale_terms(grouped), ONE, scaled)
     return Logit(grouped, LOG2E, scaled)
