@@ -114,11 +114,22 @@ def first_see_most(spec: KernelSpec) -> bool:
     return seen is not None and seen[0] > seen[1]
 
 
+def first_see_many_more(spec: KernelSpec) -> bool:
+    """Whether the first queries of a long sequence see many more keys than those in its middle; False if bounds do not
+    decide. Scalars are assumed to be small."""
+    seen = _seen_at(spec, (0, _LONG // 2), KEYS_OF_SMALL)
+    return seen is not None and seen[0] > _MANY * seen[1]
+
+
 def _seen_by_ends(spec: KernelSpec) -> tuple[int, int] | None:
-    """Keys that the first and the last queries of a long sequence see; None if bounds do not decide."""
+    return _seen_at(spec, (0, _LONG - 1), KEYS_OF_SCALAR)
+
+
+def _seen_at(spec: KernelSpec, queries: tuple[int, int], keys: int) -> tuple[int, int] | None:
+    """Keys that two queries of a long sequence see; None if bounds do not decide. ``keys``: as of ``_assumed``."""
     names: dict[str, Any] = {"seqlen_q": _LONG, "seqlen_k": _LONG}
-    names |= {name: [0, _LONG - 1] for name in ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi")}
-    names |= {scalar.name: _assumed(scalar) for scalar in spec.variant.scalars}
+    names |= {name: list(queries) for name in ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi")}
+    names |= {scalar.name: _assumed(scalar, keys) for scalar in spec.variant.scalars}
     first, last = 0, 0
     for interval in bands_of(spec).visible:
         lo, hi = (evaluate(written(end), names, 2) for end in (interval.lo, interval.hi))

@@ -33,7 +33,7 @@ from attngen.plan.schedules.forward_pipes import forward_roles
 from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, register_refusal, registers_of, searches
 from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_row_max
 from attngen.plan.schedules.structures import HopperForward
-from attngen.plan.times import first_see_most, last_see_most
+from attngen.plan.times import first_see_many_more, first_see_most, last_see_most
 from attngen.plan.traits import (
     NO_KEY_VALUES,
     bands_of,
@@ -186,8 +186,11 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
         families = _families(replace(spec, variant=per_pair), iteration)
         if tiled and "window" not in families and not ("gather" in families and reads_integers(spec.variant, tiled)):
             families |= {"biased" if tiled > 1 else "narrow_bias"}
-        rows = (row for row in form.table if row.family in families and max(qk, v) <= row.head_dim)
+        rows = [row for row in form.table if row.family in families and max(qk, v) <= row.head_dim]
         choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
+        if iteration == "ranges" and not form.transposes and first_see_many_more(spec):
+            # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
+            choice = next((row for row in rows if row.consumers < _FEW_TILES), choice)
         step = _key_step(operands_of(spec), form.transposes, spec.transposed_v)
         step = max(step, _bias_keys(spec, tiled) if tiled else 0)
         usual = choice.tile_n // step * step

@@ -57,7 +57,7 @@ def best_order(steps: tuple[int, ...], units: int, blocks: int, start: float) ->
     best, ended = LONGEST_FIRST, (1 - _GAIN) * _end(steps, units, blocks, start)
     for order in _orders(tiles, units, blocks):
         short = tiles - order.short
-        end = _end((*steps[: order.long], *steps[:short - 1 : -1], *steps[order.long : short]), units, blocks, start)
+        end = _end((*steps[: order.long], *steps[: short - 1 : -1], *steps[order.long : short]), units, blocks, start)
         if end < ended:
             best, ended = order, end
     return best
