@@ -12,7 +12,7 @@ from attngen.plan import plan
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.checked import Packing
 from attngen.runtime.arguments.shapes import bind
-from attngen.runtime.geometry.cuts import MOST_PARTS, NONE, Cut, best_cut, best_first_cut
+from attngen.runtime.geometry.cuts import MOST_PARTS, NONE, Cut, best_cut, best_first_cut, long_rows_cut
 from attngen.runtime.geometry.sizes import Geometry, geometries, workspace_sizes
 from attngen.runtime.geometry.splits import Capacity
 from attngen.runtime.kernels.module import Kernel
@@ -205,6 +205,25 @@ def test_masks_decide_which_tiles_are_cut() -> None:
     assert sizes["cut_rows"] == 1
     assert sizes["cut_tiles"] == 8
     assert sizes["work_items"] == 8 * (64 + sizes["parts"] - 1)
+
+
+def test_a_map_says_how_many_of_its_rows_are_cut() -> None:
+    """Of few units, so many that their parts keep half of the blocks busy twice."""
+    assert long_rows_cut(64, 128, 8, BLOCKS) == Cut(64, 4)
+    assert long_rows_cut(64, 128, 66, BLOCKS) == Cut(66, 4)
+    assert long_rows_cut(64, 128, 67, BLOCKS) == NONE
+    assert long_rows_cut(64, 8, 8, BLOCKS) == NONE  # short steps
+    assert long_rows_cut(2, 128, 8, BLOCKS) == Cut(8, 4)
+    assert long_rows_cut(0, 0, 0, BLOCKS) == NONE
+    text = (
+        "schema: 1\npackage: mine\narch: [sm90a]\nvariants:\n  own:\n    mask: 'seen[q, kv]'\n"
+        "    tensors: {seen: {dtype: bool, shape: [seqlen_q, seqlen_k]}}\nkernels:\n"
+        "  - {variant: own, passes: backward, head_dim: 128, backward: {backend: cuda}}\n"
+    )
+    (spec,) = expand(load_spec_text(text))
+    own = kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
+    assert own.launches[-1].cuts_first
+    assert own.launches[-1].tile_map
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,10 @@ def best_first_cut(steps: tuple[int, ...], group: int, units: int, section: int,
 
 
 def long_rows_cut(rows: int, steps: int, units: int, blocks: int) -> Cut:
-    """Most first rows of tile maps that are cut, and their parts: a map itself says how many of its rows are long, and a
-    row has at most so many ``steps``. With more units long rows leave no block idle."""
+    """The most first rows of tile maps that are cut, and their parts; a row has at most so many ``steps``.
+
+    The map itself says how many of its rows are long. Long rows of many units leave no block idle.
+    """
     cut = min(blocks // (2 * units), rows // 2) if units else 0
     return Cut(cut * units, _PARTS_OF_ROW) if cut and steps >= _LONG_STEPS else NONE
 

@@ -1,8 +1,9 @@
-"""The order in which blocks of a forward take tiles of queries whose numbers of KV tiles differ, as under causal masks.
+"""The order in which blocks of a forward take tiles of queries that see different numbers of keys, as under causal
+masks.
 
-A block takes the longest tile that is left when it is done with one. Where blocks take two or three tiles each, the sums
+A block that is done with a tile takes the longest one that is left. Where blocks take two or three tiles each, the sums
 of two are alike, and many blocks then wait for the third tiles of some. So the shortest tiles may come earlier, after
-some of the longest. What blocks do is played through here for a few such orders, and the best is taken.
+some of the longest. This module simulates a few such orders and takes the best.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapreplace
+from itertools import pairwise
 from typing import Any
 
 from attngen.lang.host import evaluate
@@ -38,7 +40,7 @@ LONGEST_FIRST = Order()
 
 
 def order_of(launch: Launch, call: Call, units: int, section: int, blocks: int) -> Order:
-    """The order of a call whose ``units`` all run side by side, else longest first."""
+    """Order of a call whose ``units`` all run side by side, else longest first."""
     if units > section or not launch.times:
         return LONGEST_FIRST
     _, tile, step = launch.times
@@ -47,12 +49,12 @@ def order_of(launch: Launch, call: Call, units: int, section: int, blocks: int) 
 
 @lru_cache(maxsize=256)
 def best_order(steps: tuple[int, ...], units: int, blocks: int, start: float) -> Order:
-    """The order in which ``units`` of tiles of these ``steps``, which do not ascend, end first on ``blocks`` blocks.
+    """Order in which ``units`` of tiles of these ``steps``, which do not ascend, end first on ``blocks`` blocks.
 
     ``start``: what a tile takes beside its steps, in steps.
     """
     tiles = len(steps)
-    if not blocks < tiles * units <= _MOST_WAVES * blocks or any(a < b for a, b in zip(steps, steps[1:], strict=False)):
+    if not blocks < tiles * units <= _MOST_WAVES * blocks or any(a < b for a, b in pairwise(steps)):
         return LONGEST_FIRST
     best, ended = LONGEST_FIRST, (1 - _GAIN) * _end(steps, units, blocks, start)
     for order in _orders(tiles, units, blocks):
@@ -82,7 +84,7 @@ def _end(steps: tuple[int, ...], units: int, blocks: int, start: float) -> float
 
 
 def _steps_of(launch: Launch, call: Call) -> tuple[int, ...]:
-    """KV tiles that each tile of queries probably sees, the last queries first."""
+    """Number of KV tiles that each tile of queries probably sees, the last queries first."""
     m, n, seqlen_q, seqlen_k = launch.tile_m, launch.tile_n, call.seqlen_q, call.seqlen_k
     count, every = -(-seqlen_q // m), -(-seqlen_k // n)
     first = list(range(0, seqlen_q, m))
