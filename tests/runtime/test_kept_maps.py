@@ -354,7 +354,7 @@ def test_a_map_of_a_single_row_waits_for_nothing(calls: Calls, read: Variant, mo
 
 
 def test_long_rows_are_the_first_of_each_batch_entry() -> None:
-    shape = SimpleNamespace(batch=2, heads=2, rows=6, words=1, row_words=48, map_words=61)
+    shape = SimpleNamespace(by_keys=True, batch=2, heads=2, rows=6, words=1, row_words=48, map_words=61)
     tiles = torch.tensor([[1, 2, 1, 20, 1, 30], [-1, 5, 5, 5, 5, 5]])  # 32 bits of -1
     full = torch.where(tiles < 0, -1, (1 << tiles.clamp(min=0)) - 1).int()
     words = torch.stack((full, torch.zeros_like(full)), -1)[:, None].expand(2, 2, 6, 2).flatten()
@@ -362,3 +362,7 @@ def test_long_rows_are_the_first_of_each_batch_entry() -> None:
     assert order.dtype == torch.int32
     assert order.tolist() == [5, 3, 0, 1, 2, 4, 0, 1, 2, 3, 4, 5, 2]
     check_order(order, torch.where(tiles < 0, 32, tiles))
+    shape.by_keys = False
+    order = tile_map._long_rows_first(torch.cat((words, words.new_zeros(13))), shape)  # type: ignore[arg-type]
+    assert order.tolist() == [5, 3, 4, 2, 1, 0, 0, 5, 4, 3, 2, 1, 2]
+    check_order(order, torch.where(tiles < 0, 32, tiles), by_keys=False)

@@ -26,11 +26,11 @@ class MapShape:
 
     A row is a tile of queries and its bits are those of the tiles of keys, or the other way round (``by_keys``). A map
     with slots is flat: these words, a slot for each tile of a word, and ``tile_words`` for each slot that is used, the
-    visible pairs of its tile. If rows are tiles of keys, its words end with the ``order`` in which blocks take them,
-    for each batch entry, and with the number of long rows that each order begins with, at most.
+    visible pairs of its tile. Its words end with the ``order`` in which blocks take rows, for each batch entry, and
+    with the number of long rows that each order begins with, at most.
     """
 
-    __slots__ = ("batch", "heads", "order", "owner", "rows", "slots", "tile_words", "tiles", "words")
+    __slots__ = ("batch", "by_keys", "heads", "order", "owner", "rows", "slots", "tile_words", "tiles", "words")
 
     def __init__(self, launch: Launch, axes: TileMapAxes, call: Call) -> None:
         self.owner = axes.owner
@@ -42,7 +42,8 @@ class MapShape:
         self.rows, listed = (kv_tiles, q_tiles) if launch.by_keys else (q_tiles, kv_tiles)
         self.words = -(-listed // 32)
         self.tiles = self.batch * self.heads * self.rows * listed
-        self.order = self.rows * self.batch + 1 if axes.slots and launch.by_keys else 0
+        self.by_keys = launch.by_keys
+        self.order = self.rows * self.batch + 1 if axes.slots else 0
         self.slots = SLOTS_OF_WORD * self.map_words if axes.slots else 0
         consumers = (launch.tile_n if launch.by_keys else launch.tile_m) // 64
         self.tile_words = 128 * consumers * axes.bits

@@ -210,12 +210,16 @@ class MapMaker:
 
 
 def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
-    """Return the row indices of each batch entry: those of long rows first, the longest ahead, then the others in their
-    order; and after all of them the most long rows that an entry has."""
+    """Return the row indices of each batch entry: those of long rows first, the longest ahead, then the others, tiles
+    of queries from the last to the first; and after all of them the most long rows that an entry has."""
     rows = words[: shape.row_words].view(shape.batch, shape.heads, shape.rows, 2 * shape.words)
     tiles = _set_bits(rows).sum((1, 3), dtype=torch.int32)
     long = tiles * shape.rows > _LONG * tiles.sum(1, keepdim=True)
-    order = torch.where(long, tiles, 0).sort(dim=1, descending=True, stable=True).indices
+    lengths = torch.where(long, tiles, 0)
+    if shape.by_keys:
+        order = lengths.sort(dim=1, descending=True, stable=True).indices
+    else:
+        order = shape.rows - 1 - lengths.flip(1).sort(dim=1, descending=True, stable=True).indices
     return torch.cat((order.flatten(), long.sum(1).max()[None])).int()
 
 

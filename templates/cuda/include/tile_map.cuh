@@ -1,6 +1,6 @@
-// A tile map, in its order: for each row of tiles the words of full tiles, then those of partial ones, a bit for each tile; if
-// rows are tiles of keys, the order in which blocks take them, and how many of its first rows are long; a slot for each tile, which says where the bits of its visible
-// pairs are (-1: nowhere); and these bits.
+// A tile map, in its order: for each row of tiles the words of full tiles, then those of partial ones, a bit for each tile; the
+// order in which blocks take rows, and how many of its first ones are long; a slot for each tile, which says where the bits of
+// its visible pairs are (-1: nowhere); and these bits.
 #pragma once
 
 #include "types.cuh"
