@@ -110,7 +110,7 @@ def first_see_most(spec: KernelSpec) -> bool:
 
     A scalar without a default is assumed to be a fixed share of the keys, as in predictions.
     """
-    seen = _seen_by_ends(spec)
+    seen = _seen_at(spec, (0, _LONG - 1), KEYS_OF_SCALAR)
     return seen is not None and seen[0] > seen[1]
 
 
@@ -119,10 +119,6 @@ def first_see_many_more(spec: KernelSpec) -> bool:
     decide. Scalars are assumed to be small."""
     seen = _seen_at(spec, (0, _LONG // 2), KEYS_OF_SMALL)
     return seen is not None and seen[0] > _MANY * seen[1]
-
-
-def _seen_by_ends(spec: KernelSpec) -> tuple[int, int] | None:
-    return _seen_at(spec, (0, _LONG - 1), KEYS_OF_SCALAR)
 
 
 def _seen_at(spec: KernelSpec, queries: tuple[int, int], keys: int) -> tuple[int, int] | None:
@@ -141,10 +137,10 @@ def _seen_at(spec: KernelSpec, queries: tuple[int, int], keys: int) -> tuple[int
 
 
 def last_see_most(spec: KernelSpec) -> bool:
-    """Whether the last queries of a long sequence see many more keys than the first ones; False if bounds do not
-    decide. Scalars are assumed as in ``first_see_most``."""
-    seen = _seen_by_ends(spec)
-    return seen is not None and seen[1] > _MANY * seen[0]
+    """Whether the last queries of a long sequence see more keys than those in its middle, by half at least; False if
+    bounds do not decide. Scalars are assumed as in ``first_see_most``."""
+    seen = _seen_at(spec, (_LONG // 2, _LONG - 1), KEYS_OF_SCALAR)
+    return seen is not None and 2 * seen[1] >= 3 * seen[0] > 0
 
 
 def first_seen_most(spec: KernelSpec) -> bool:

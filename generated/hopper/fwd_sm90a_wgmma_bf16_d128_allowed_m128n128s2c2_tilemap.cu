@@ -164,6 +164,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         if (index < q_tiles_of_all) {
           int unit, q_tile;
           place_tile(index, q_tiles, units, section, unit, q_tile);
+          // in the order of the map, which may begin with the tiles of queries that see most keys
+          q_tile = tile_map_ptr[map_words - q_tiles * (stride_tile_map_b > 0 ? batch - unit / heads : 1) - 2 + q_tiles - q_tile];
           const int b = unit / heads, h = unit % heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
@@ -725,5 +727,9 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
   if (threadIdx.x == 0) {
     map_row[word] = full_word;
     map_row[words + word] = partial_tiles;
+    // the order in which blocks take rows, first without long ones (`_long_rows_first` may change it)
+    const int tile = own_row % q_tiles, unit = own_row / q_tiles, place = q_tiles - 1 - tile;
+    if (word == 0 && unit % map_heads == 0) tile_map_ptr[2LL * gridDim.x + unit / map_heads * q_tiles + place] = tile;
+    if (blockIdx.x == 0) tile_map_ptr[map_words - 1] = 0;
   }
 }

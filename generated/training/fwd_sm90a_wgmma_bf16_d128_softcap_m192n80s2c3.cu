@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
-    int total_q, int total_k,
+    int total_q, int total_k, int long_tiles, int short_tiles,
     float softmax_scale,
     float u_cap,
     int write_lse, int has_seqused_k
@@ -168,6 +168,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         if (index < q_tiles_of_all) {
           int unit, q_tile;
           place_tile(index, q_tiles, units, section, unit, q_tile);
+          // The shortest tiles come after the longest ones, so that blocks end together.
+          const int after_long = q_tiles - 1 - q_tile - long_tiles;
+          if (after_long >= 0) q_tile = after_long < short_tiles ? after_long : q_tile + short_tiles;
           const int b = unit / heads, h = unit % heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
