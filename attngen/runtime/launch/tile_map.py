@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,22 +107,51 @@ class KeptMap:
         )
 
 
+class _Last(NamedTuple):
+    """The map of the last call of a kind, with all that has to be the same in the next one. Shapes and strides are."""
+
+    words: Tensor
+    changes: int  # of the kept maps
+    stream: int
+    numbers: list[Number]
+    tensors: list[tuple[weakref.ref[Tensor], int, int]]  # those that decide it, their versions and addresses
+
+    def serves(self, given: Given, names: Sequence[str], numbers: list[Number], stream: int) -> bool:
+        """Whether it is the map of a call whose mask reads the tensors of these ``names``."""
+        if self.changes != _KEPT.changes or self.stream != stream or self.numbers != numbers or debug.active():
+            return False
+        if given.seqused_k is not None or given.cu_seqlens_q is not None or given.cu_seqlens_k is not None:
+            return False
+        for name, (tensor, version, address) in zip(names, self.tensors, strict=True):
+            one = given.arguments[name]
+            if tensor() is not one or one._version != version or one.data_ptr() != address:
+                return False
+        return True
+
+
 class MapMaker:
     """Makes the tile maps of one prepared call, and keeps them while the mask's tensors and scalars stay the same."""
 
-    __slots__ = ("_device", "_launches", "_of", "_scalars", "_tensors")
+    __slots__ = ("_device", "_last", "_launches", "_of", "_scalars", "_tensors")
 
     def __init__(self, launches: Launches, kernel: Kernel, call: Call, device: torch.device) -> None:
         self._launches, self._device = launches, device
         self._of = _served(kernel, call)
         self._tensors = _tensors_of(call)
         self._scalars = tuple(place for place, rule in enumerate(call.rules) if rule.name in names(call.variant.mask))
+        self._last: _Last | None = None
 
     def append(self, given: Given, addresses: list[int], scale: float, scalars: Sequence[Number]) -> list[Tensor]:
         """Append the addresses of all maps, and return these; they must live until the launches are enqueued."""
         launches = self._launches
         addresses += [0] * (len(launches.names) - len(addresses))
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        last, stream = self._last, launches.stream()
+        numbers = [scalars[place] for place in self._scalars]
+        fresh = not capturing and not _in_graph_pool(self._device, stream)
+        if last is not None and fresh and last.serves(given, self._tensors, numbers, stream):
+            addresses[launches.first_map] = last.words.data_ptr()
+            return [last.words]
         decide = self._decisive(given)
         appended = []
         for number, (owner, shape) in enumerate(launches.maps.items()):
@@ -135,16 +164,17 @@ class MapMaker:
 
             words: Tensor | None = None
             if decide is not None:
-                sizes = (id(launches), owner, *(scalars[place] for place in self._scalars))
-                stream = launches.stream()
+                sizes = (id(launches), owner, *numbers)
                 words = _KEPT.lasting(sizes, stream, capturing) if not decide else None
-                if words is None and not capturing and not _in_graph_pool(self._device, stream):
+                if words is None and fresh:
                     key = (sizes, stream, *_places(decide))
                     words = _KEPT.get(key, decide, make, partial(_Entry, launches, shape, self._of, self._device))
             if words is None:
                 words = make(False)
             addresses[place] = words.data_ptr()
             appended.append(words)
+        if fresh and decide is not None and len(decide) == len(self._tensors) and len(appended) == 1:
+            self._last = _KEPT.last(appended[0], stream, numbers, decide)
         return appended
 
     def made(self, addresses: list[int], scale: float, scalars: Sequence[Number]) -> Tensor:
@@ -369,6 +399,17 @@ class _KeptMaps:
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Any, _Entry] = OrderedDict()
+        self.changes = 0  # of the maps that are kept
+
+    def last(self, words: Tensor, stream: int, numbers: list[Number], decide: Sequence[Tensor]) -> _Last | None:
+        """Return a complete map that was used last as such; None for any other."""
+        for key in reversed(self._entries):
+            entry = self._entries[key]
+            if entry.words is words and entry.complete:
+                tensors = [(weakref.ref(one), one._version, one.data_ptr()) for one in decide]
+                return _Last(words, self.changes, stream, numbers, tensors)
+            return None
+        return None
 
     def lasting(self, sizes: tuple[Any, ...], stream: int, capturing: bool) -> Tensor | None:
         """Return the complete map of a mask that reads no tensor, for any stream; None if there is none yet.
@@ -395,6 +436,7 @@ class _KeptMaps:
         if entry is not None and entry.words is not None and entry.is_of(decide, versions):
             if not entry.complete:
                 entry.words, entry.complete = entry.timed(make, True, entry.words), True
+                self.changes += 1
                 if not decide:
                     if entry.words.is_cuda:
                         torch.cuda.current_stream(entry.words.device).synchronize()  # for other streams
@@ -412,10 +454,12 @@ class _KeptMaps:
         entry = new()
 
         def drop(_: object) -> None:
+            self.changes += 1
             self._entries.pop(key, None)
 
         entry.owners = tuple(weakref.ref(_base(one), drop) for one in decide)
         entry.versions, entry.words, entry.complete = versions, entry.timed(make, False), not entry.shape.keeps_pairs
+        self.changes += 1  # maps that are still in use are looked up again, and so stay the last ones to be dropped
         self._entries[key] = entry
         self._touch(key)
         self._shrink()
@@ -423,6 +467,7 @@ class _KeptMaps:
 
     def clear(self) -> None:
         """Forget all maps."""
+        self.changes += 1
         self._entries.clear()
 
     def _touch(self, key: Any) -> None:
