@@ -10,6 +10,7 @@ import ctypes
 import gc
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -340,6 +341,32 @@ def test_a_capture_before_the_second_use_makes_its_map(calls: Calls, monkeypatch
     capturing[0] = True
     assert of_positions(seen) is not first
     assert of_positions.launches.calls == ["classify", "classify"]
+
+
+@pytest.mark.parametrize("read", [SEEN, DIAGONAL])
+def test_the_last_map_is_taken_while_nothing_changes(
+    calls: Calls, read: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, seen, looked = Calls(read), content(19), []
+    words = [own(seen) for _ in range(3)][-1]
+    for name in ("get", "lasting"):
+        monkeypatch.setattr(tile_map._KEPT, name, partial(_counted, looked, getattr(tile_map._KEPT, name)))
+    assert own(seen) is words
+    assert not looked
+    assert own(seen, least=1) is not words
+    assert looked
+    own(seen)
+    looked.clear()
+    seen += 1
+    assert (own(seen) is words) == (read is DIAGONAL)
+    assert bool(looked) == (read is SEEN)
+    tile_map._KEPT.clear()
+    assert own(seen) is not words
+
+
+def _counted(looked: list[str], own: Any, *given: Any) -> Any:
+    looked.append("looked")
+    return own(*given)
 
 
 @pytest.mark.parametrize("read", [SEEN, DIAGONAL])
