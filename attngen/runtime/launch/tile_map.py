@@ -123,8 +123,10 @@ class _Last(NamedTuple):
         if given.seqused_k is not None or given.cu_seqlens_q is not None or given.cu_seqlens_k is not None:
             return False
         for name, (tensor, version, address) in zip(names, self.tensors, strict=True):
-            one = given.arguments[name]
-            if tensor() is not one or one._version != version or one.data_ptr() != address:
+            one = tensor()
+            if one is None or one is not given.arguments[name]:
+                return False
+            if one._version != version or one.data_ptr() != address:
                 return False
         return True
 
