@@ -22,4 +22,5 @@ SUPPORT = {
     "sm90a": Support("H100, H200", "verified and measured"),
     "sm100a": Support("B200", "Triton alone: compiled, not run"),
     "sm120a": Support("RTX 50, RTX PRO", _RETARGETED),
+    "ptx80": Support("later GPUs", "PTX: compiled by the driver there; run on an H100"),
 }

@@ -8,7 +8,7 @@ _OF_MAJOR = {11: 11000, 12: 12000, 13: 13000}
 _OF_CAPABILITY = {89: 11080, 90: 11080, 100: 12080, 120: 12080}
 
 #: Driver branch that came with a CUDA release. Source: CUDA Toolkit release notes, table of driver versions.
-_BRANCHES = {11000: "r450", 11080: "r520", 12000: "r525", 12080: "r570", 13000: "r580"}
+_BRANCHES = {11000: "r450", 11080: "r520", 12000: "r525", 12080: "r570", 12090: "r575", 13000: "r580"}
 
 #: Command that installs the NVRTC whose cubins load on most drivers, and the newest capability that CUDA 12 serves.
 INSTALL_NVRTC_12 = "pip install 'nvidia-cuda-nvrtc-cu12>=12.9,<13'"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.argument("kernel")
 @click.option("--source", "form", flag_value="source", help="The rendered source: Triton or CUDA.")
 @click.option("--ttgir", "form", flag_value="ttgir", help="Triton's GPU dialect: layouts and pipelining.")
-@click.option("--ptx", "form", flag_value="ptx", help="The PTX, of kernels in Triton.")
+@click.option("--ptx", "form", flag_value="ptx", help="The PTX, of kernels in Triton and of those for ptx80.")
 @click.option("--sass", "form", flag_value="sass", help="The machine code, disassembled by nvdisasm.")
 @click.option("--json", "form", flag_value="json", help="The whole manifest.")
 def command(kernel: str, form: str | None) -> None:
@@ -34,6 +34,10 @@ def command(kernel: str, form: str | None) -> None:
         print_json(built.manifest)
     elif form == "source":
         click.echo(_source(folder), nl=False)
+    elif form == "ptx" and built.arch.portable:
+        click.echo(_images(folder)[CUBIN].rstrip(b"\0"), nl=False)
+    elif form == "sass" and built.arch.portable:
+        raise CallError(f"{built.full_name} is PTX, which the driver compiles: it has no machine code; --ptx shows it")
     elif form == "sass":
         click.echo(_machine_code(folder), nl=False)
     elif built.backend == "cuda":
@@ -118,10 +122,15 @@ def _machine_code(folder: Path) -> str:
     """Return the machine code of all cubins of a kernel: its own, and those of its other launches."""
     from attngen.compile.inspect import disassemble
 
+    return "".join(f"// {name}\n{disassemble(image)}" for name, image in _images(folder).items())
+
+
+def _images(folder: Path) -> dict[str, bytes]:
+    """The images of a kernel by file name, its own first. StoreError if there is none."""
     cubins = sorted(folder.glob("*.cubin"), key=lambda path: (path.name != CUBIN, path.name))
     if not cubins:
         raise StoreError(f"{folder} has no {CUBIN}; 'attngen build' makes the kernel again")
-    return "".join(f"// {path.name}\n{disassemble(_read(path))}" for path in cubins)
+    return {path.name: _read(path) for path in cubins}
 
 
 def _text(folder: Path, name: str) -> str:

@@ -15,6 +15,7 @@ from attngen.compile.machine import count_products
 from attngen.compile.nvrtc import NVRTCError, broken, load
 from attngen.compile.options import nvrtc_options
 from attngen.compile.parameters import placed_parameters
+from attngen.compile.ptx import driver_of_ptx, image_of
 from attngen.compile.speed import require_fast
 from attngen.compile.toolchain import Nvrtc, missing, nvrtc_for, toolchain
 from attngen.errors import ChoiceError, CompileError, ToolchainError
@@ -37,11 +38,13 @@ def compile_cuda(plan: Plan, source: Source) -> Artifact:
     """
     start = time.perf_counter()
     cubin, log = compile_text(plan.name, source.text, source.headers, plan.arch.name)
+    ptx = _compiled(plan.name, source.text, source.headers, plan.arch.name)[2] if plan.arch.portable else None
+    image = cubin if ptx is None else image_of(ptx)
     resources = {launch.name: _resources_of(launch.symbol, log) for launch in plan.launches}
     main = resources[plan.main]
     _check(plan, cubin, resources)
     manifest = dict(plan.to_dict())
-    manifest["sha256"] = sha256(cubin).hexdigest()
+    manifest["sha256"] = sha256(image).hexdigest()
     manifest["launches"] = [
         {
             **launch.to_dict(),
@@ -54,17 +57,17 @@ def compile_cuda(plan: Plan, source: Source) -> Artifact:
     nvrtc = _nvrtc(plan.arch.name)
     manifest["toolchain"] = toolchain("cuda", plan.arch.name)
     manifest["cuda_major"] = nvrtc.release[0]
-    manifest["min_driver"] = nvrtc.min_driver(plan.arch.name)
+    manifest["min_driver"] = driver_of_ptx(ptx) if ptx is not None else nvrtc.min_driver(plan.arch.name)
     manifest["resources"] = {
         "registers": main.registers,
         "spills": main.spills,
         "shared_memory": max(launch.shared_bytes for launch in plan.launches),
-        "cubin_bytes": len(cubin),
+        "cubin_bytes": len(image),
         "wgmma": count_products(cubin),
         "serialized_wgmma": main.serialized_wgmma,
         "compile_seconds": round(time.perf_counter() - start, 3),
     }
-    return Artifact(cubin=cubin, manifest=manifest, texts={"source.cu": source.text})
+    return Artifact(cubin=image, manifest=manifest, texts={"source.cu": source.text})
 
 
 def compile_text(name: str, text: str, headers: Mapping[str, str], arch: str) -> tuple[bytes, str]:
@@ -72,13 +75,19 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], arch: str) ->
 
     Raises ChoiceError for a source that NVRTC rejects, and ToolchainError if NVRTC is missing or does not work.
     """
+    cubin, log, _ = _compiled(name, text, headers, arch)
+    return cubin, log
+
+
+def _compiled(name: str, text: str, headers: Mapping[str, str], arch: str) -> tuple[bytes, str, str]:
+    """The cubin, the log and the PTX of a source, as ``compile_text`` makes them."""
     nvrtc = _nvrtc(arch)
     library = load(nvrtc)
     included = {file.encode(): body.encode() for file, body in headers.items()}
     program = library.createProgram(text, f"{name}.cu", list(included.values()), list(included))
     try:
         library.compileProgram(program, nvrtc_options(arch))
-        return library.getCUBIN(program), library.getProgramLog(program)
+        return library.getCUBIN(program), library.getProgramLog(program), library.getPTX(program)
     except NVRTCError as error:
         said = f"{error}\n{library.getProgramLog(program)}".rstrip()
         if error.of_source:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from attngen.arch import ARCHES
+
 
 def triton_options(
     num_warps: int, stages: int, max_registers: int | None = None, *, fast_math: bool = True
@@ -36,7 +38,7 @@ def triton_options(
 def nvrtc_options(arch: str) -> list[str]:
     """The options of NVRTC for an arch such as ``sm90a``; hashed into the cache key."""
     return [
-        f"-arch={arch.replace('sm', 'sm_')}",
+        f"-arch={ARCHES[arch].target.replace('sm', 'sm_')}",
         "-std=c++20",
         "-default-device",
         "--ptxas-options=-v",  # registers, spills and warnings of ptxas go into the log

@@ -54,11 +54,31 @@ def cuda_major(ptx: str, cubin: bytes = b"") -> int:
     name load on the drivers of the PTX's release.
     Source: PTX ISA, "Release Notes", table of the release history.
     """
-    match = re.search(r"^\.version\s+(\d+)\.\d+", ptx, re.MULTILINE)
+    major, _ = _isa_version(ptx)
+    assembler = re.search(rb"Cuda compilation tools, release (\d+)\.", cubin)
+    return max(major + 4, int(assembler[1]) if assembler else 0)
+
+
+def driver_of_ptx(ptx: str) -> int:
+    """The oldest driver that compiles a PTX text, as cuDriverGetVersion gives it: that of the CUDA release of its ISA.
+
+    PTX ISA 8.0 to 8.5 are CUDA 12.0 to 12.5, 8.6 to 8.8 are 12.7 to 12.9, and 9.x is 13.x.
+    Source: PTX ISA, "Release Notes", table of the release history.
+    """
+    major, minor = _isa_version(ptx)
+    return 1000 * (major + 4) + 10 * (minor + 1 if major == 8 and minor > 5 else minor)
+
+
+def image_of(ptx: str) -> bytes:
+    """A PTX text as the driver takes it."""
+    return ptx.encode() + b"\0"
+
+
+def _isa_version(ptx: str) -> tuple[int, int]:
+    match = re.search(r"^\.version\s+(\d+)\.(\d+)", ptx, re.MULTILINE)
     if match is None:
         raise CompileError("PTX without a .version line")
-    assembler = re.search(rb"Cuda compilation tools, release (\d+)\.", cubin)
-    return max(int(match[1]) + 4, int(assembler[1]) if assembler else 0)
+    return int(match[1]), int(match[2])
 
 
 def without_register_limit(ptx: str) -> str:

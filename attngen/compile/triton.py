@@ -24,7 +24,7 @@ from attngen.compile.inspect import Resources, parameter_places, resources_of_lo
 from attngen.compile.layouts import repeated_operands
 from attngen.compile.options import triton_options
 from attngen.compile.parameters import check_parameters, placed_parameters, triton_parameters
-from attngen.compile.ptx import cuda_major, without_register_limit
+from attngen.compile.ptx import cuda_major, driver_of_ptx, image_of, without_register_limit
 from attngen.compile.speed import require_fast
 from attngen.compile.toolchain import missing, toolchain
 from attngen.drivers import min_driver
@@ -49,9 +49,11 @@ _PRODUCTS = ("dkdv", "dk", "dv", "dq")
 
 @dataclass(frozen=True, slots=True)
 class CompiledFunction:
-    """One compiled function: the cubin, the texts, and its parameters and resources."""
+    """One compiled function: the cubin, the texts, and its parameters and resources. ``image`` is what is kept: the
+    cubin, or the PTX for a portable arch."""
 
     cubin: bytes
+    image: bytes
     ptx: str
     ttgir: str
     parameters: tuple[Argument, ...]
@@ -66,7 +68,7 @@ class CompiledFunction:
             "registers": self.registers_and_spills.registers,
             "spills": self.registers_and_spills.spills,
             "shared_memory": self.shared_memory,
-            "cubin_bytes": len(self.cubin),
+            "cubin_bytes": len(self.image),
         }
 
 
@@ -87,7 +89,7 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
     manifest |= _toolchain_and_driver(plan, main)
     manifest["num_warps"], manifest["threads"] = main.num_warps, 32 * main.num_warps
     manifest["max_registers"] = main.max_registers
-    manifest["sha256"] = sha256(main.cubin).hexdigest()
+    manifest["sha256"] = sha256(main.image).hexdigest()
     manifest["launches"] = [_row(launch, compiled[launch.name]) for launch in plan.launches]
     # The maximum of each, since launches run one after the other, but the sum of their bytes.
     resources = [function.resources() for function in compiled.values()]
@@ -97,9 +99,9 @@ def compile_triton(plan: Plan, source: Source) -> Artifact:
         "compile_seconds": round(time.perf_counter() - start, 3),
     }
     return Artifact(
-        cubin=main.cubin,
+        cubin=main.image,
         manifest=manifest,
-        others={name: function.cubin for name, function in compiled.items() if name != plan.main},
+        others={name: function.image for name, function in compiled.items() if name != plan.main},
         texts={"source.py": source.text, **{name: _texts(plan, compiled, name) for name in ("ptx", "ttgir")}},
     )
 
@@ -113,7 +115,7 @@ def _row(launch: Launch, compiled: CompiledFunction) -> dict[str, Any]:
         "threads": 32 * compiled.num_warps,
         "max_registers": compiled.max_registers,
         "resources": compiled.resources(),
-        "sha256": sha256(compiled.cubin).hexdigest(),
+        "sha256": sha256(compiled.image).hexdigest(),
     }
 
 
@@ -130,7 +132,7 @@ def _toolchain_and_driver(plan: Plan, kernel: CompiledFunction) -> dict[str, Any
     return {
         "toolchain": toolchain("triton", plan.arch.name),
         "cuda_major": major,
-        "min_driver": min_driver(major, plan.arch.capability),
+        "min_driver": driver_of_ptx(kernel.ptx) if plan.arch.portable else min_driver(major, plan.arch.capability),
     }
 
 
@@ -269,6 +271,7 @@ def _compile(
     _check_memory(name, metadata, arch)
     return CompiledFunction(
         cubin=cubin,
+        image=image_of(ptx) if arch.portable else cubin,
         ptx=ptx,
         ttgir=kernel.asm["ttgir"],
         parameters=placed_parameters(name, parameters, parameter_places(cubin)),

@@ -182,10 +182,18 @@ _UNSPLIT = ("tile", "stages", "warps", "persistent", "order", "epilogue", "pack_
 _UNSPLIT_TILES = ("persistent", "order", "epilogue")
 
 
+#: Fields that say how a kernel is cut for its GPU, which one of the fallback leaves to the plan.
+_CUTS = (
+    "backend", "tile", "stages", "warps", "loads", "tile_map", "softmax", "persistent", "order", "epilogue", "pack_gqa",
+    "transposed_v",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class _Value:
     value: Any
     location: Location
+    fallback: bool = False  # an arch that the spec's fallback names
 
 
 def expand(spec: Spec) -> tuple[KernelSpec, ...]:
@@ -349,6 +357,10 @@ def _is_redundant(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> 
     forward, a split-KV forward in fields of the ordinary one."""
     chosen = dict(zip(axes, choice, strict=True))
     others = _FORWARDS if chosen["passes"].value != "forward" else _left_to_the_plan(chosen["split_kv"].value)
+    if chosen["arch"].fallback:
+        if chosen["split_kv"].value == SPLIT_TILES:
+            return True
+        others = (*others, *_CUTS)
     return any(chosen[name] is not axes[name][0] for name in others)
 
 
@@ -374,6 +386,7 @@ def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]
     lists["stages"] = (entry.pipeline and entry.pipeline.stages) or (None,)
     paths["stages"] = ("kernels", index, "pipeline", "stages")
     lists["split_kv"] = (False, *filter(None, entry.split_kv))
+    fallback = spec.model.fallback
     if entry.arch is None:
         lists["arch"], paths["arch"] = spec.model.arch or (), ("arch",)
         if not spec.model.arch:
@@ -394,6 +407,8 @@ def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]
                     location=axes[name][i].location,
                     field=field_path(path),
                 )
+    if entry.arch is None and fallback is not None and fallback not in lists["arch"]:
+        axes["arch"].append(_Value(fallback, spec.tree.locate(("fallback",)), fallback=True))
     return axes
 
 
@@ -433,6 +448,8 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
             field=f"kernels[{index}].split_kv",
         )
     values |= dict.fromkeys(_left_to_the_plan(values["split_kv"]))
+    if left_open := chosen["arch"].fallback:
+        values |= dict.fromkeys(_CUTS)
     beyond_256 = max(values["head_dim"].qk, values["head_dim"].v) > HEAD_DIMS[-1]  # such forwards always share keys
     tile, warps = values["tile"] or TileModel(), values["warps"] or WarpsModel()
     alignment = values["alignment"]
@@ -453,12 +470,12 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         stages=values["stages"],
         num_warps=warps.count,
         roles=roles_of(warps),
-        backward=gradients_of(entry.backward) if backward else None,
+        backward=gradients_of(None if left_open else entry.backward) if backward else None,
         loads=values["loads"],
         tile_map=values["tile_map"],
         alignment=DTYPES[values["dtype"]].bytes if alignment == "element" else alignment,
         fast_math=values["fast_math"],
-        softmax=None if backward else values["softmax"] or declared.model.softmax,
+        softmax=None if backward or left_open else values["softmax"] or declared.model.softmax,
         softmax_scale=_first(entry.softmax_scale, declared.model.softmax_scale),
         deterministic=values["deterministic"],
         persistent=values["persistent"],

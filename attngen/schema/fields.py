@@ -103,6 +103,7 @@ def fields_of_dtypes(given: dict[Any, Any]) -> str:
 
 
 ArchName = Annotated[str, Choice(tuple(arch.ARCHES))]
+FallbackName = Annotated[str, Choice(tuple(name for name, row in arch.ARCHES.items() if row.portable))]
 AttentionDType = Annotated[str, _dtype_choice(dtypes.ATTENTION_DTYPES)]
 OutDType = Annotated[str, _dtype_choice(dtypes.OUT_DTYPES)]
 TensorDType = Annotated[str, _dtype_choice(dtypes.TENSOR_DTYPES)]

@@ -31,6 +31,7 @@ from attngen.schema.fields import (
     Descale,
     Expression,
     Extent,
+    FallbackName,
     LetName,
     Limit,
     Literal,
@@ -307,6 +308,9 @@ class SpecModel(Model):
     version: Annotated[int, WithJsonSchema({"const": SCHEMA})] = Field(alias="schema")
     package: PackageName | None = Field(default=None, description="name when shipped; left out: the file's name")
     arch: OneOrMany[ArchName] | None = Field(default=None, description="targets of every kernel that names none")
+    fallback: FallbackName | None = Field(
+        default=None, description="one more target of these, for GPUs that are none of 'arch', without tuned fields"
+    )
     include: OneOrMany[Annotated[str, Field(min_length=1, max_length=255)]] | None = Field(
         default=None, description="spec files, relative to this one, whose variants may be used here"
     )

@@ -167,7 +167,7 @@ def test_readme_gives_the_commands_on_lines_of_their_own() -> None:
 
 def test_readme_lists_what_there_is() -> None:
     table = {row[0]: row[1] for rows in tables(README, "", "") for row in rows}
-    assert set(arch.ARCHES) <= {*re.findall(r"sm\d+a?", README.read_text())}
+    assert set(arch.ARCHES) <= {*re.findall(r"sm\d+a?|ptx\d+", README.read_text())}
     hopper = expand(load_spec(resources.specs_dir() / "hopper.yaml"))
     assert f"{len(hopper)} kernels" in table["the shipped kernels for Hopper"]
 

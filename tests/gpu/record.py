@@ -54,7 +54,7 @@ FAMILIES = {
     "forward": (
         "accuracy", "hidden", "memory", "stress", "narrow", "attempts", "constants", "divisions", "divisors", "bounds",
         "looking", "calls", "waves", "shared_tiles", "mask_bits", "tile_maps", "biases", "outside", "transforms",
-        "columns", "score_values", "cards",
+        "columns", "score_values", "cards", "fallback",
     ),
     "backward": ("backward", "backward_stress", "cut_tiles"),
     "decode": ("decode", "mla", "indexed", "decode_stress", "dependent_launches"),

@@ -109,12 +109,13 @@ def in_order(kernels: Sequence[Kernel], call: Call | None, card: Card) -> Iterat
 def _by_rank(kernels: Sequence[Kernel], splits: bool) -> list[list[Kernel]]:
     """Candidates in groups of equal rank, the best group first. ``splits``: blocks should share the call's keys."""
 
-    def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, int, bool]:
-        # Whether keys are shared as the call wants it, the closest architecture first, then the hand-written schedules,
-        # then TMA
+    def rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, bool, int, bool]:
+        # Whether keys are shared as the call wants it, the closest architecture first and PTX last, then the
+        # hand-written schedules, then TMA
         by_hand = kernel.backend == "cuda"
         return (
             kernel.split_kv != splits,
+            kernel.arch.portable,
             not kernel.arch.specific,
             not by_hand,
             kernel.loads != "descriptor",
@@ -309,7 +310,8 @@ def against_device(kernel: Kernel, device: int, driver: Driver) -> str | None:
     """Return the one reason why a kernel does not run on a device, or None if it does."""
     capability = driver.capability(device)
     if not kernel.arch.runs_on(capability):
-        only = "only" if kernel.arch.specific else "and later of its generation"
+        later = "and later" if kernel.arch.portable else "and later of its generation"
+        only = "only" if kernel.arch.specific else later
         return f"it is built for {kernel.arch.name} {only}, device {device} is sm{capability}"
     needed, version = kernel.min_driver, driver.version()
     if version < needed:
