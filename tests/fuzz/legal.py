@@ -60,8 +60,8 @@ def legal(seed: int, *, arch: str = "sm90a") -> Legal:
     """Return the spec of a seed."""
     chance = random.Random(seed)
     layout = chance.choice(("dense", "dense", "varlen"))
-    variant = _variant(chance, layout)
-    kernel = {"variant": f"legal_{seed}", "layout": layout, **_element(chance)}
+    variant = variant_of(chance, layout)
+    kernel = {"variant": f"legal_{seed}", "layout": layout, **element(chance)}
     passes = ["forward", "backward"] if chance.random() < 0.7 else ["forward"]
     bits = random.Random(f"{seed} in 8 bits")  # of its own: other specs stay what they were
     if arch == "sm90a" and "dropout" not in variant and bits.random() < _IN_8_BITS:
@@ -70,13 +70,13 @@ def legal(seed: int, *, arch: str = "sm90a") -> Legal:
     if arch == "sm90a" and "dropout" not in variant and shared.random() < _SHARED:
         return _with_shared_keys(shared, seed, variant, kernel)
     if chance.random() < 0.5:
-        return _written(seed, arch, variant, kernel | {"passes": passes}, ())
+        return written(seed, arch, variant, kernel | {"passes": passes}, ())
     for _ in range(_DRAWS):
         fields = _fields(chance, variant, kernel, passes)
-        candidate = _written(seed, arch, variant, kernel | {"passes": passes} | fields, tuple(fields))
-        if _fits(candidate):
+        candidate = written(seed, arch, variant, kernel | {"passes": passes} | fields, tuple(fields))
+        if fits(candidate):
             return candidate
-    return _written(seed, arch, variant, kernel | {"passes": passes}, ())
+    return written(seed, arch, variant, kernel | {"passes": passes}, ())
 
 
 def _in_8_bits(chance: random.Random, seed: int, variant: Fields, kernel: Fields) -> Legal:
@@ -89,25 +89,25 @@ def _in_8_bits(chance: random.Random, seed: int, variant: Fields, kernel: Fields
         "passes": ["forward"],
     }
     fields: Fields = {
-        "kv_dtype": _some(chance, 0.3, *names),
-        "out_dtype": _some(chance, 0.3, "bf16", "fp16"),
-        "descale": _some(chance, 0.6, "head", 64, 128, "token", "token"),
-        "softmax": _some(chance, 0.4, "exact_max", "lazy", "fixed_reference"),
-        "epilogue": _some(chance, 0.3, "staged", "direct"),
-        "persistent": _some(chance, 0.3, False, True),
-        "order": _some(chance, 0.3, "longest_first", "natural"),
-        "fast_math": _some(chance, 0.2, True),
-        "pack_gqa": _some(chance, 0.2, True),
-        "tile": _some(chance, 0.3, {"n": 64}, {"n": 128}, {"n": 192}),
-        "warps": _some(chance, 0.3, {"consumer": 1}, {"consumer": 2}, {"consumer": 3}, {"overlap": False}),
+        "kv_dtype": some(chance, 0.3, *names),
+        "out_dtype": some(chance, 0.3, "bf16", "fp16"),
+        "descale": some(chance, 0.6, "head", 64, 128, "token", "token"),
+        "softmax": some(chance, 0.4, "exact_max", "lazy", "fixed_reference"),
+        "epilogue": some(chance, 0.3, "staged", "direct"),
+        "persistent": some(chance, 0.3, False, True),
+        "order": some(chance, 0.3, "longest_first", "natural"),
+        "fast_math": some(chance, 0.2, True),
+        "pack_gqa": some(chance, 0.2, True),
+        "tile": some(chance, 0.3, {"n": 64}, {"n": 128}, {"n": 192}),
+        "warps": some(chance, 0.3, {"consumer": 1}, {"consumer": 2}, {"consumer": 3}, {"overlap": False}),
     }
     if fields["descale"] not in (None, "head"):
         fields["pack_gqa"] = None
         if fields["tile"] is not None:
             fields["tile"] = {"n": 64}
     given = {name: value for name, value in fields.items() if value is not None}
-    candidate = _written(seed, "sm90a", variant, kernel | given, tuple(given))
-    return candidate if _fits(candidate) else _written(seed, "sm90a", variant, kernel, ())
+    candidate = written(seed, "sm90a", variant, kernel | given, tuple(given))
+    return candidate if fits(candidate) else written(seed, "sm90a", variant, kernel, ())
 
 
 def _with_shared_keys(chance: random.Random, seed: int, variant: Fields, kernel: Fields) -> Legal:
@@ -117,10 +117,10 @@ def _with_shared_keys(chance: random.Random, seed: int, variant: Fields, kernel:
     for _ in range(_DRAWS):
         fields = _of_splits(chance, kernel["dtype"], "tiles" if kind == "tiles" else True)
         given = {name: value for name, value in fields.items() if value is not None}
-        candidate = _written(seed, "sm90a", variant, kernel | given, tuple(given))
-        if _fits(candidate):
+        candidate = written(seed, "sm90a", variant, kernel | given, tuple(given))
+        if fits(candidate):
             return candidate
-    return _written(seed, "sm90a", variant, kernel, ())
+    return written(seed, "sm90a", variant, kernel, ())
 
 
 def _of_splits(chance: random.Random, dtype: str, split_kv: bool | str) -> Fields:
@@ -132,15 +132,15 @@ def _of_splits(chance: random.Random, dtype: str, split_kv: bool | str) -> Field
         "head_dim": chance.choice((64, 128, 128, 256, 32, 96, 80, 192)) if cached else None,
         "split_kv": split_kv,
         "kv_dtype": "fp8_e4m3" if cached else None,
-        "descale": _some(chance, 0.7, "page") if cached and layout == "paged" else None,
-        "pack_gqa": _some(chance, 0.25, True),
-        "tile": _some(chance, 0.4, {"n": 16}, {"n": 64}, {"n": 128}, {"m": 64}, {"m": 64, "n": 16}),
-        "pipeline": _some(chance, 0.2, {"stages": 2}, {"stages": 3}),
-        "softmax": _some(chance, 0.3, "exact_max", "lazy", "fixed_reference"),
+        "descale": some(chance, 0.7, "page") if cached and layout == "paged" else None,
+        "pack_gqa": some(chance, 0.25, True),
+        "tile": some(chance, 0.4, {"n": 16}, {"n": 64}, {"n": 128}, {"m": 64}, {"m": 64, "n": 16}),
+        "pipeline": some(chance, 0.2, {"stages": 2}, {"stages": 3}),
+        "softmax": some(chance, 0.3, "exact_max", "lazy", "fixed_reference"),
     }
 
 
-def _fits(candidate: Legal) -> bool:
+def fits(candidate: Legal) -> bool:
     """Whether no field that the spec fixes is beyond a budget; any other refusal is for who asked to see."""
     from attngen.plan import plan
     from attngen.schema import expand
@@ -155,7 +155,7 @@ def _fits(candidate: Legal) -> bool:
     return True
 
 
-def _written(seed: int, arch: str, variant: Fields, kernel: Fields, fixed: tuple[str, ...]) -> Legal:
+def written(seed: int, arch: str, variant: Fields, kernel: Fields, fixed: tuple[str, ...]) -> Legal:
     spec = {
         "schema": 1,
         "package": "legal",
@@ -166,7 +166,7 @@ def _written(seed: int, arch: str, variant: Fields, kernel: Fields, fixed: tuple
     return Legal(seed, yaml.safe_dump(spec, sort_keys=False), fixed)
 
 
-def _variant(chance: random.Random, layout: str) -> Fields:
+def variant_of(chance: random.Random, layout: str) -> Fields:
     """Return a variant as a spec declares it."""
     declared = Declared(chance)
     masks = Masks(declared, layout)
@@ -191,7 +191,7 @@ def _variant(chance: random.Random, layout: str) -> Fields:
     return variant
 
 
-def _element(chance: random.Random) -> Fields:
+def element(chance: random.Random) -> Fields:
     """Return head dims and dtype."""
     usual = (64, 64, 64, 128, 128, 128, 96, 192, 256, 32)
     dims = [chance.choice(usual if chance.random() < 0.5 else HEAD_DIMS) for _ in ("qk", "v")]
@@ -218,7 +218,7 @@ def _fields(chance: random.Random, variant: Fields, kernel: Fields, passes: list
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _some(chance: random.Random, share: float, *values: Any) -> Any:
+def some(chance: random.Random, share: float, *values: Any) -> Any:
     return chance.choice(values) if chance.random() < share else None
 
 
@@ -226,10 +226,10 @@ def _cuda_fields(chance: random.Random, variant: Fields) -> Fields:
     consumers = chance.choice((1, 2, 3))
     warps: Fields = {"consumer": consumers}
     fields: Fields = {
-        "softmax": _some(chance, 0.4, "exact_max", "lazy", "fixed_reference"),
-        "epilogue": _some(chance, 0.3, "staged", "direct"),
-        "order": _some(chance, 0.3, "longest_first", "natural"),
-        "fast_math": _some(chance, 0.2, False, True),
+        "softmax": some(chance, 0.4, "exact_max", "lazy", "fixed_reference"),
+        "epilogue": some(chance, 0.3, "staged", "direct"),
+        "order": some(chance, 0.3, "longest_first", "natural"),
+        "fast_math": some(chance, 0.2, False, True),
     }
     if chance.random() < 0.4:
         fields["tile"] = {"n": chance.choice((16, 32, 48, 64, 80, 96, 112, 128, 160, 176))}
@@ -243,9 +243,9 @@ def _cuda_fields(chance: random.Random, variant: Fields) -> Fields:
         warps["registers"] = dict(
             zip(("producer", "consumer"), {1: (56, 256), 2: (40, 232), 3: (32, 160)}[consumers], strict=True)
         )
-    fields["persistent"] = _some(chance, 0.3, False, True)
+    fields["persistent"] = some(chance, 0.3, False, True)
     if "dropout" not in variant:
-        fields["pack_gqa"] = _some(chance, 0.25, True)
+        fields["pack_gqa"] = some(chance, 0.25, True)
     if chance.random() < 0.3:
         warps["overlap"] = chance.choice((True, False))
     if chance.random() < 0.6:
@@ -257,11 +257,11 @@ def _cuda_fields(chance: random.Random, variant: Fields) -> Fields:
 
 def _triton_fields(chance: random.Random) -> Fields:
     fields: Fields = {
-        "loads": _some(chance, 0.5, "descriptor", "pointer"),
-        "tile_map": _some(chance, 0.3, "auto", "always", "never"),
-        "fast_math": _some(chance, 0.3, False, True),
-        "epilogue": _some(chance, 0.1, "direct"),
-        "softmax": _some(chance, 0.1, "exact_max"),
+        "loads": some(chance, 0.5, "descriptor", "pointer"),
+        "tile_map": some(chance, 0.3, "auto", "always", "never"),
+        "fast_math": some(chance, 0.3, False, True),
+        "epilogue": some(chance, 0.1, "direct"),
+        "softmax": some(chance, 0.1, "exact_max"),
     }
     if fields["loads"] == "pointer" and chance.random() < 0.5:
         fields["alignment"] = "element"
@@ -277,7 +277,7 @@ def _triton_fields(chance: random.Random) -> Fields:
 def _backward_fields(chance: random.Random, variant: Fields, backend: str) -> Fields:
     # Gradients of a variant's own tensors are added in no fixed order.
     learns = any(declared.get("grad") for kind in ("scalars", "tensors") for declared in variant.get(kind, {}).values())
-    fields: Fields = {"deterministic": _some(chance, 0.25, *((False,) if learns else (True, False)))}
+    fields: Fields = {"deterministic": some(chance, 0.25, *((False,) if learns else (True, False)))}
     if chance.random() < 0.2 and backend == "cuda":
         fields["backward"] = {"backend": "triton"}
     elif chance.random() < 0.15 and backend == "triton":

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from attngen.arch import Arch, arch_of
 from attngen.errors import AttngenError
 from attngen.store import worker
 from attngen.tools.build.pipeline import Prepared
-from tests.fuzz.legal import legal
+from attngen.tools.verify.retarget import retarget
+from tests.fuzz.legal import Legal, legal
+from tests.fuzz.legal_cards import legal_for_card
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,24 @@ def asked_for(fixed: Sequence[str], error: AttngenError) -> bool:
 
 def plan_one(seed: int, last: bool) -> Planned:
     """Plan and render the kernels of a seed."""
-    spec = legal(seed)
+    return _planned(legal(seed))
+
+
+def plan_for_card(seed: int, last: bool) -> Planned:
+    """Plan and render the kernels of a seed for a card without wgmma, and again for the GPU that is here, or sm90a."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    return _planned(legal_for_card(seed), arch_of(10 * major + minor))
+
+
+def _planned(spec: Legal, here: Arch | None = None) -> Planned:
+    """Plan and render the kernels of a spec; with ``here``, also those for this arch."""
+    seed = spec.seed
     try:
-        return Planned(seed, spec.fixed, tuple(spec.prepare()))
+        kernels = spec.prepare()
+        moved = [retarget(kernel, here) for kernel in kernels] if here else []
+        return Planned(seed, spec.fixed, (*kernels, *moved))
     except AttngenError as error:
         return Planned(seed, spec.fixed, verdict="plan refuses", problem=str(error))
     except Exception as error:

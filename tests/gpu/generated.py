@@ -1,5 +1,8 @@
 """Generated specs on this machine's GPUs: ``python -m tests.gpu.generated 0:1000``, and ``--memcheck 0:200``.
 
+``--cards`` takes specs for cards without wgmma instead. Their kernels are compiled for these cards, and for the GPU
+that is here, which runs them.
+
 All cores compile, then as many processes run what was compiled, forward and backward, against the float64 reference.
 A kernel that crashes costs its process and is named. The summary counts verdicts; the failures, with their seeds,
 are printed and written as JSON to ``$OUT/generated.json`` where OUT is set.
@@ -23,9 +26,11 @@ from attngen.store.jobs import Job, run_jobs
 from attngen.store.limits import available_cores
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import compile_kernels
+from tests.fuzz.legal_cards import CARDS
 from tests.fuzz.trials import Planned, asked_for
 
-#: The function that tries a kernel, by name, since it runs in other processes.
+#: The functions that plan a spec and that try a kernel, by name, since they run in other processes.
+PLANNER, CARD_PLANNER = "tests.fuzz.trials:plan_one", "tests.fuzz.trials:plan_for_card"
 TRIER = "tests.fuzz.trials:try_one"
 
 #: Seconds that one kernel may take on its cases; one that waits for itself forever is stopped.
@@ -41,7 +46,7 @@ class Row:
 
     seed: int
     name: str
-    verdict: str  # passed | wrong | crashed | plan refuses | compile refuses | traceback | no legal call
+    verdict: str  # passed | wrong | crashed | plan refuses | compile refuses | traceback | no legal call | elsewhere
     problem: str = ""
     fixed: tuple[str, ...] = ()
     folder: str = ""
@@ -49,14 +54,15 @@ class Row:
     @property
     def failed(self) -> bool:
         """Whether it is a defect; of a spec without a legal call nothing is known."""
-        return self.verdict not in ("passed", "no legal call", "slow as fixed", "compiled")
+        return self.verdict not in ("passed", "no legal call", "slow as fixed", "compiled", "elsewhere")
 
 
-def compiled(seeds: Sequence[int], jobs: int) -> list[Row]:
-    """Plan and compile the specs of some seeds; what compiled has the verdict ``compiled``, and its folder."""
+def compiled(seeds: Sequence[int], jobs: int, planner: str = PLANNER) -> list[Row]:
+    """Plan and compile the specs of some seeds; what compiled has the verdict ``compiled``, or ``elsewhere`` if it is
+    for another card, and its folder."""
     rows: list[Row] = []
     todo: list[Planned] = []
-    for result in run_jobs([Job(f"legal_{seed}", "tests.fuzz.trials:plan_one", (seed,)) for seed in seeds], jobs):
+    for result in run_jobs([Job(f"legal_{seed}", planner, (seed,)) for seed in seeds], jobs):
         seed = seeds[result.index]
         if result.error is not None:
             rows.append(Row(seed, f"legal_{seed}", "traceback", str(result.error)))
@@ -71,7 +77,8 @@ def compiled(seeds: Sequence[int], jobs: int) -> list[Row]:
     specs = {f"legal_{spec.seed}": spec for spec in todo}
     for kernel in built.values():
         spec = specs[kernel.manifest["variant"]["name"]]
-        rows.append(Row(spec.seed, kernel.name, "compiled", fixed=spec.fixed, folder=str(store.path(kernel.key))))
+        verdict = "elsewhere" if kernel.manifest["arch"] in CARDS else "compiled"
+        rows.append(Row(spec.seed, kernel.name, verdict, fixed=spec.fixed, folder=str(store.path(kernel.key))))
     for failure in failures:
         spec, text = kernels[failure.name], str(failure.error)
         crashed = isinstance(failure.error, InternalError) or "its compiler process" in text
@@ -96,7 +103,9 @@ def tried(rows: Sequence[Row], jobs: int) -> Iterator[Row]:
             yield Row(row.seed, row.name, verdict, problem, row.fixed)
 
 
-def run(seeds: Sequence[int], *, jobs: int | None = None, deadline: float | None = None) -> list[Row]:
+def run(
+    seeds: Sequence[int], *, jobs: int | None = None, deadline: float | None = None, planner: str = PLANNER
+) -> list[Row]:
     """Compile and run the specs of some seeds; after ``deadline`` seconds no further ones are begun."""
     jobs, start = jobs or available_cores(), time.monotonic()
     rows: list[Row] = []
@@ -104,15 +113,15 @@ def run(seeds: Sequence[int], *, jobs: int | None = None, deadline: float | None
         if deadline is not None and time.monotonic() - start > deadline:
             break
         chunk = seeds[first : first + _CHUNK]
-        rows += tried(compiled(chunk, jobs), jobs)
+        rows += tried(compiled(chunk, jobs, planner), jobs)
         report(rows, f"{min(first + _CHUNK, len(seeds))} specs after {time.monotonic() - start:.0f} s")
     return rows
 
 
-def memchecked(seeds: Sequence[int], sanitizer: str, *, jobs: int | None = None) -> list[Row]:
+def memchecked(seeds: Sequence[int], sanitizer: str, *, jobs: int | None = None, planner: str = PLANNER) -> list[Row]:
     """Compile the specs of some seeds and run them under compute-sanitizer's memcheck, some processes at once."""
     jobs = jobs or available_cores()
-    outcomes = compiled(seeds, jobs)
+    outcomes = compiled(seeds, jobs, planner)
     rows = [row for row in outcomes if row.verdict != "compiled"]
     todo = [row for row in outcomes if row.verdict == "compiled"]
     shards = [todo[shard::jobs] for shard in range(min(jobs, len(todo)))]
@@ -187,13 +196,14 @@ def main() -> None:
     parser.add_argument("seeds", nargs="?", default=os.environ.get("ATTNGEN_FUZZ_SEEDS", "0:1000"))
     parser.add_argument("--jobs", type=int, help="processes at once; left out: as many as cores")
     parser.add_argument("--deadline", type=float, help="seconds after which no further specs are begun")
+    parser.add_argument("--cards", action="store_true", help="specs for cards without wgmma")
     parser.add_argument("--memcheck", metavar="SANITIZER", nargs="?", const="compute-sanitizer")
     chosen = parser.parse_args()
-    seeds = seeds_of(chosen.seeds)
+    seeds, planner = seeds_of(chosen.seeds), CARD_PLANNER if chosen.cards else PLANNER
     if chosen.memcheck:
-        rows = memchecked(seeds, chosen.memcheck, jobs=chosen.jobs)
+        rows = memchecked(seeds, chosen.memcheck, jobs=chosen.jobs, planner=planner)
     else:
-        rows = run(seeds, jobs=chosen.jobs, deadline=chosen.deadline)
+        rows = run(seeds, jobs=chosen.jobs, deadline=chosen.deadline, planner=planner)
     lines = describe(rows)
     print("\n".join(lines))
     sys.exit(1 if lines else 0)

@@ -14,14 +14,28 @@ from attngen.schema import load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
 from attngen.tools.verify.gpu import try_pinned
+from tests.fuzz.trials import plan_for_card
 from tests.gpu.family import for_this_gpu
+from tests.gpu.generated import CARD_PLANNER, describe, run
+from tests.gpu.test_memory import sanitize
+from tests.sampling import some
 
 SPEC = Path(__file__).with_name("cards.yaml")
 SCHEDULES = ("mma_forward", "mma_decode", "mma_backward")
 
 
-@cache
+#: Seeds of generated specs, a few for each run.
+SEEDS, _AT_ONCE = range(500), 8
+
+
 def to_build() -> list[Prepared]:
+    generated = [kernel for seed in SEEDS[:_AT_ONCE] for kernel in plan_for_card(seed, True).kernels]
+    return [*cards(), *generated]
+
+
+@cache
+def cards() -> list[Prepared]:
+    """Return the kernels of the spec, planned for the GPU that is here."""
     kernels = [for_this_gpu(kernel) for kernel in prepare(load_spec(SPEC))]
     return [kernel for kernel in kernels if kernel.plan.schedule in SCHEDULES]
 
@@ -29,14 +43,14 @@ def to_build() -> list[Prepared]:
 @cache
 def built() -> dict[str, Path]:
     """Folder of each kernel in the cache, by name."""
-    kernels, failures = compile_kernels(to_build(), store=Store())
+    kernels, failures = compile_kernels(cards(), store=Store())
     assert not failures, "\n".join(f"{failure.name}: {failure.error}" for failure in failures)
     return {name: Store().path(kernel.key) for name, kernel in kernels.items()}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_kernels_of_other_cards(schedule: str) -> None:
-    names = [kernel.plan.name for kernel in to_build() if kernel.plan.schedule == schedule]
+    names = [kernel.plan.name for kernel in cards() if kernel.plan.schedule == schedule]
     assert len(names) >= 3
     problems = []
     for name in names:
@@ -45,3 +59,18 @@ def test_kernels_of_other_cards(schedule: str) -> None:
         assert not trial.broken, "\n".join(problems)
         assert trial.results
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("tool", some(["memcheck", "racecheck", "synccheck"], ["memcheck"]))
+def test_under_the_sanitizer(tool: str) -> None:
+    built()  # compiled before, so that the sanitizer sees no compiler
+    sanitize(tool, program="tests.gpu.sanitized_cards", count=len(cards()), kernels=("fwd_", "bwd_", "classify_"))
+
+
+@pytest.mark.parametrize("first", some(SEEDS[::_AT_ONCE], SEEDS[:1]))
+def test_generated_specs_for_cards(first: int) -> None:
+    """They compile for their cards, and their kernels, planned again for this GPU, are right."""
+    seeds = SEEDS[first : first + _AT_ONCE]
+    rows = run(seeds, planner=CARD_PLANNER)
+    assert {row.seed for row in rows} == set(seeds)
+    assert describe(rows) == []
