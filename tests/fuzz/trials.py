@@ -40,7 +40,7 @@ def asked_for(fixed: Sequence[str], error: AttngenError) -> bool:
 
 def plan_one(seed: int, last: bool) -> Planned:
     """Plan and render the kernels of a seed."""
-    return _planned(legal(seed))
+    return _planned(seed, legal(seed))
 
 
 def plan_for_card(seed: int, last: bool) -> Planned:
@@ -48,12 +48,11 @@ def plan_for_card(seed: int, last: bool) -> Planned:
     import torch
 
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    return _planned(legal_for_card(seed), arch_of(10 * major + minor))
+    return _planned(seed, legal_for_card(seed), arch_of(10 * major + minor))
 
 
-def _planned(spec: Legal, here: Arch | None = None) -> Planned:
+def _planned(seed: int, spec: Legal, here: Arch | None = None) -> Planned:
     """Plan and render the kernels of a spec; with ``here``, also those for this arch."""
-    seed = spec.seed
     try:
         kernels = spec.prepare()
         moved = [retarget(kernel, here) for kernel in kernels] if here else []
