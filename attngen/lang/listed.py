@@ -8,7 +8,7 @@ instead, and each KV head may have a list of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from attngen.lang.variant import Tensor
 
@@ -36,7 +36,8 @@ class KeyLists:
         return (indices, length) if self.counted else (indices,)
 
 
-_UNCOUNTED = {
+#: Lists by the value of a variant's field ``keys``.
+LISTS = {
     "index": KeyLists(per_head=False, block=1),
     "blocks_of_16": KeyLists(per_head=False, block=16),
     "blocks_of_32": KeyLists(per_head=False, block=32),
@@ -47,10 +48,17 @@ _UNCOUNTED = {
     "head_blocks_of_32": KeyLists(per_head=True, block=32),
     "head_blocks_of_64": KeyLists(per_head=True, block=64),
     "head_blocks_of_128": KeyLists(per_head=True, block=128),
+    "counted_index": KeyLists(per_head=False, block=1, counted=True),
+    "counted_blocks_of_16": KeyLists(per_head=False, block=16, counted=True),
+    "counted_blocks_of_32": KeyLists(per_head=False, block=32, counted=True),
+    "counted_blocks_of_64": KeyLists(per_head=False, block=64, counted=True),
+    "counted_blocks_of_128": KeyLists(per_head=False, block=128, counted=True),
+    "counted_head_index": KeyLists(per_head=True, block=1, counted=True),
+    "counted_head_blocks_of_16": KeyLists(per_head=True, block=16, counted=True),
+    "counted_head_blocks_of_32": KeyLists(per_head=True, block=32, counted=True),
+    "counted_head_blocks_of_64": KeyLists(per_head=True, block=64, counted=True),
+    "counted_head_blocks_of_128": KeyLists(per_head=True, block=128, counted=True),
 }
-
-#: Lists by the value of a variant's field ``keys``.
-LISTS = _UNCOUNTED | {f"counted_{name}": replace(lists, counted=True) for name, lists in _UNCOUNTED.items()}
 
 #: Tensors that a variant adds to those of a call, by the value of its field ``keys``.
 KEYS = {name: lists.tensors for name, lists in LISTS.items()}

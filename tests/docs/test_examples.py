@@ -20,6 +20,7 @@ EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
 #: Arguments of those that would take long.
 TINY = ["--tiny", "--layers", "2", "--heads", "4", "--requests", "4", "--prompt", "70", "--new-tokens", "6"]
 ARGUMENTS = {
+    "native_sparse_attention": ["--steps", "2"],
     "port_flex_attention": ["--steps", "2"],
     "train_gpt": ["--tiny", "--steps", "2"],
     "train_on_ranks": ["--steps", "2"],

@@ -177,3 +177,21 @@ def test_work_items_have_heads_of_one_query(heads: int, bits: int, units: int, r
     sizes = split_sizes(launch, call, Capacity(132, 66))
     assert (sizes["row_bits"], sizes["row_units"], sizes["query_rows"]) == (bits, 7 * units, rows)
     assert sizes["split_blocks"] == min(132 >> bits, 2 * 7 * units * 3 // 2) << bits
+
+
+def test_debug_names_entries_that_are_wrong() -> None:
+    """An entry of -1 names none on purpose; others that name none, and counts that no row has, are told."""
+    q, k = inputs()
+    good = INDICES.clamp(-1, 8)[None]
+    with attngen.debug():
+        attngen.attention(q, k, k, variant=LISTED, indices=good)
+        with pytest.raises(CallError, match=r"indices\[0, 1, 3\] is 100, but sequence 0 has 9 keys"):
+            attngen.attention(q, k, k, variant=LISTED, indices=INDICES[None])
+        short = torch.tensor([[4, 3, 4, 4, 2]], dtype=torch.int32)
+        with pytest.raises(CallError, match=r"indices\[0, 4, 0\] is -5"):
+            attngen.attention(q, k, k, variant=COUNTED, indices=INDICES[None], topk_length=short)
+        with pytest.raises(CallError, match=r"topk_length\[0, 4\] is 5, but a row of indices has 4 entries"):
+            attngen.attention(q, k, k, variant=COUNTED, indices=good, topk_length=torch.tensor([[4, 4, 4, 0, 5]]).int())
+        blocks = variant("blocks", None, keys="blocks_of_16")
+        with pytest.raises(CallError, match="has 1 blocks of 16 keys"):
+            attngen.attention(q, k, k, variant=blocks, indices=good)

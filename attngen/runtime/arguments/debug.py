@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 
 from attngen.errors import CallError
+from attngen.lang.listed import INDICES, LISTS, TOPK_LENGTH
 from attngen.lang.variant import Bound
 from attngen.lang.variant import Tensor as DeclaredTensor
 from attngen.runtime.arguments.checked import Call
@@ -27,7 +28,8 @@ def active() -> bool:
 
 @contextmanager
 def debug() -> Iterator[None]:
-    """Check the contents of every call inside: cu_seqlens, seqused_k, declared ranges and monotone axes.
+    """Check the contents of every call inside: cu_seqlens, seqused_k, lists of keys, declared ranges and monotone
+    axes.
 
     A fact that does not hold raises CallError before anything is launched.
     """
@@ -74,6 +76,42 @@ def _pages(call: Call) -> None:
         raise CallError(
             f"page_table[{b}, {place}] is {call.page_table[b, place].item()}, but the cache has pages 0 to "
             f"{call.num_pages - 1}; sequence {b} uses its first {used[b].item()} pages"
+        )
+
+
+def check_lists(call: Call) -> None:
+    """Raise CallError for entries of lists of keys that name none and are not -1, and for counts that no row has."""
+    if call.variant.keys is None:
+        return
+    lists, entries = LISTS[call.variant.keys], call.tensors[INDICES.name]
+    ones = [1] * (entries.dim() - 1)
+    places = torch.arange(entries.shape[-1], device=entries.device)
+    read = torch.ones_like(entries, dtype=torch.bool)
+    if call.cu_seqlens_q is not None:
+        queries = torch.arange(entries.shape[1], device=entries.device).view(1, -1, *ones[1:])
+        read &= queries < call.cu_seqlens_q.diff().view(-1, *ones)
+    length = call.tensors.get(TOPK_LENGTH.name)
+    if length is not None:
+        odd = (read.any(-1) & ((length < 0) | (length > entries.shape[-1]))).nonzero()
+        if odd.numel():
+            where = odd[0].tolist()
+            raise CallError(
+                f"{TOPK_LENGTH.name}{where} is {length[tuple(where)].item()}, but a row of {INDICES.name} has "
+                f"{entries.shape[-1]} entries"
+            )
+        read &= places < length[..., None]
+    keys = call.seqused_k
+    if keys is None and call.cu_seqlens_k is not None:
+        keys = call.cu_seqlens_k.diff()
+    held = torch.full((call.batch,), call.seqlen_k, device=entries.device) if keys is None else keys.to(entries.device)
+    named = -(-held // lists.block)
+    wrong = (read & (entries != -1) & ((entries < 0) | (entries >= named.view(-1, *ones)))).nonzero()
+    if wrong.numel():
+        where = wrong[0].tolist()
+        each = "keys" if lists.block == 1 else f"blocks of {lists.block} keys"
+        raise CallError(
+            f"{INDICES.name}{where} is {entries[tuple(where)].item()}, but sequence {where[0]} has "
+            f"{named[where[0]].item()} {each}; -1 names none"
         )
 
 
@@ -162,5 +200,6 @@ def _limit(call: Call, bound: Bound) -> int | float | None:
 def check(call: Call) -> None:
     """Run every check of a call's contents."""
     check_lengths(call)
+    check_lists(call)
     check_scales(call)
     check_facts(call)
