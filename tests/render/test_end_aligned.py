@@ -66,7 +66,7 @@ def test_tiles_that_end_with_what_is_seen_hold_all_of_it(dtype: str, tile: str, 
             consumers=plan.structure.consumers,
             anchor=ANCHOR,
             lines="\n  ".join(map(str, view.span_lines)),
-            values=view.span_values,
+            values=", ".join([*map(str, view.span_values), "offset"]),
         )
     )
     assert COMPILER is not None
