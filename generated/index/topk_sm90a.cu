@@ -9,11 +9,10 @@
 #include "pdl.cuh"
 #include "topk.cuh"
 
-constexpr int kVectors = 1;  // of four scores, that a thread loads at once
+constexpr int kVectors = 2;  // of four scores, that a thread loads at once
 constexpr int kChunk = 4 * kVectors * kThreads;
-constexpr int kSteps = 2;  // chunks from a barrier to the next
-constexpr int kSampled = 4 * kThreads, kLeastSampled = 8 * kSampled;  // scores of a sample, and of a row that has one
-static_assert(kThreads == 512 && kBins == 2048 && kSteps * kChunk == 4096);
+constexpr int kSampled = 4 * kThreads, kLeastSampled = 4 * kSampled;  // scores of a sample, and of a row that has one
+static_assert(kThreads == 512 && kBins == 2048 && kChunk == 4096);
 static_assert(sizeof(Selection) == 8352);
 
 extern __shared__ char shared_memory[];
@@ -50,7 +49,7 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
   // A row is read with a threshold that a sample of it suggests; again without one, if too few scores exceed that.
   int count = 0;
   float threshold = minus_infinity();  // which is never selected
-  const bool samples = length >= kLeastSampled && k <= length / 8;
+  const bool samples = length >= kLeastSampled && k <= length / 4;
   __syncthreads();
   if (samples) {
     const int place = static_cast<int>(static_cast<long long>(thread) / 8 * (length - 32) / (kThreads / 8)) + thread % 8 * 4;
@@ -68,10 +67,10 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
   }
   for (bool suggested = samples;; suggested = false) {
     load(-before);
-    int turn = 0, step = 0;
+    int turn = 0;
     for (int first = -before; first < length; first += kChunk) {
-      if (count > kCapacity - kSteps * kChunk) {
-        const uint32_t bound = cut_candidates(shared, keys, indices, count, k, (k + kCapacity - kSteps * kChunk) / 2);
+      if (count > kCapacity - kChunk) {
+        const uint32_t bound = cut_candidates(shared, keys, indices, count, k, (k + kCapacity - kChunk) / 2);
         threshold = score_of(max(bound, kKeyOfMinusInfinity));
       }
       float now[4 * kVectors];
@@ -83,7 +82,7 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
       uint32_t passing = 0;
 #pragma unroll
       for (int i = 0; i < 4 * kVectors; ++i) passing |= static_cast<uint32_t>(!(now[i] <= threshold)) << i;  // NaN, too
-      if (thread == 0 && step == 0) shared.appended[turn == 2 ? 0 : turn + 1] = 0;
+      if (thread == 0) shared.appended[turn == 2 ? 0 : turn + 1] = 0;
       if (__any_sync(~0u, passing)) {
         int to = count + reserve(shared.appended[turn], __popc(passing));
 #pragma unroll
@@ -94,9 +93,7 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
           }
         }
       }
-      if (++step < kSteps && first + kChunk < length) continue;
       __syncthreads();
-      step = 0;
       count += shared.appended[turn];
       turn = turn == 2 ? 0 : turn + 1;
     }
