@@ -110,7 +110,12 @@ def build(
     if known is not None:
         kernels = known[1]
         return BuildReport(known[0], str(path), kernels, time.perf_counter() - start, up_to_date=True)
-    return _build(path, arches, chosen, jobs, store, observer or Silent(), compiler or COMPILER, start)
+    from attngen.store.jobs import worker_processes
+
+    with worker_processes(LOAD) as workers:
+        workers.prepare()  # compilers are loaded while kernels are planned
+        outcome = Compiles(store, observer or Silent(), compiler or COMPILER)
+        return _build(path, arches, chosen, outcome, jobs, workers, start)
 
 
 def _known(
@@ -135,28 +140,9 @@ def _build(
     path: Path,
     arches: Sequence[str],
     tuned: Sequence[Path],
+    outcome: Compiles,
     jobs: int | None,
-    store: Store,
-    observer: Observer,
-    compiler: str,
-    start: float,
-) -> BuildReport:
-    from attngen.store.jobs import worker_processes
-
-    with worker_processes(LOAD) as workers:
-        workers.prepare()  # compilers are loaded while kernels are planned
-        return _build_by(workers, path, arches, tuned, jobs, store, observer, compiler, start)
-
-
-def _build_by(
     workers: Workers,
-    path: Path,
-    arches: Sequence[str],
-    tuned: Sequence[Path],
-    jobs: int | None,
-    store: Store,
-    observer: Observer,
-    compiler: str,
     start: float,
 ) -> BuildReport:
     from attngen.schema import load_spec, spec_hash
@@ -168,7 +154,7 @@ def _build_by(
     prepared, failures = prepare_each(loaded, arches, tuned=choices)
     if failures and not prepared:
         raise together([failure.error for failure in failures])
-    outcome = Compiles(store, observer, compiler)
+    store = outcome.store
     outcome.run(prepared, jobs, workers)
     order = [kernel.plan.name for kernel in prepared]
     failures += sorted(outcome.failures, key=lambda failure: order.index(failure.name))
