@@ -11,17 +11,29 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES, DType, dtype
 from attngen.errors import PlanError
-from attngen.lang.biases import biases, rooms, without_biases
-from attngen.lang.ir import Op, names, walk
-from attngen.lang.simplify import TRUE
-from attngen.lang.variant import Variant
+from attngen.lang.biases import biases, rooms
 from attngen.plan.allowances import ALL_OF_DQ, left_to_others
 from attngen.plan.choices import check_head_dims, iteration_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.model import Plan
 from attngen.plan.operands import Operands, operands_of
-from attngen.plan.own_gradients import derivative, differentiable_of, gradients_of
+from attngen.plan.own_gradients import differentiable_of, gradients_of
 from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.backward_families import (
+    BLOCK_HEAD_DIM,
+    NARROW,
+    NOTHING,
+    Brought,
+    by_head,
+    families_from,
+    family_of,
+    is_wide,
+    per_pair_of,
+    query_values_of,
+    row_family_of,
+    traits_of,
+    varies,
+)
 from attngen.plan.schedules.backward_launches import launches, workspaces
 from attngen.plan.schedules.backward_pipes import backward_pipes, backward_pipes_of, backward_roles
 from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
@@ -32,14 +44,8 @@ from attngen.plan.traits import (
     bands_of,
     costly_query_values,
     distance_values_of_score,
-    divides,
     is_light,
-    query_loads,
-    query_values_of_score,
-    reads_data_per_key,
     reads_positions,
-    scores_keys,
-    without_distance_values,
 )
 from attngen.schema.expand import Backward, KernelSpec
 
@@ -47,8 +53,7 @@ from attngen.schema.expand import Backward, KernelSpec
 _DTYPES = tuple(name for name in ATTENTION_DTYPES if dtype(name).mma is not None and dtype(name).register_elements == 2)
 _CONSUMERS = 2
 _KEYS = 64 * _CONSUMERS
-#: Registers of a thread of the producer and of a consumer, up to this head dim and beyond: dK and dV take most.
-_NARROW = 96
+#: Registers of a thread of the producer and of a consumer, up to head dim ``NARROW`` and beyond: dK and dV take most.
 _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 
 #: Q, dO and the dQ accumulator of the heads that run side by side: about half of the H200's L2, measured best on it.
@@ -64,8 +69,6 @@ _LABELS = {
     "dv": ("dvoverlap",),
 }  # fmt: skip
 
-#: Most values of each query that the loader stores beside a tile of Q: no more fit in shared memory at head dim 128.
-_QUERY_VALUES = 1
 #: Most values of each distance of a query from a key that the loader stores beside a tile of Q.
 _DISTANCE_VALUES = 2
 #: Most values of each query for which the mask divides; the loader stores them, too, if shared memory has room.
@@ -91,9 +94,9 @@ class _Choice:
     rows_ahead: int = 0
 
 
-#: First match wins; ``_family`` says what the families are, ``_row_family`` what "ordered" is for. Measured on an H200
-#: where docs/performance.md says so; the rest follows from registers: with "dk" the softmax takes those of dQ, which is
-#: finished by then.
+#: First match wins; ``family_of`` says what the families are, ``row_family_of`` what "ordered" is for. Measured on an
+#: H200 where docs/performance.md says so; the rest follows from registers: with "dk" the softmax takes those of dQ,
+#: which is finished by then.
 _TABLE = (
     _Choice("tight", 64, 128, overlap="nothing", packed=True, q_stages=2),
     _Choice("tight", 128, 64, overlap="nothing", packed=True, q_stages=2),
@@ -123,12 +126,8 @@ _TABLE = (
     _Choice("reading", 256, 64, overlap="roles", packed=False, q_stages=3),
 )
 
-#: The families, those whose masks and scores take the fewest registers first.
-_FAMILIES = ("plain", "light", "divided", "biased", "derived", "valued", "reading", "tight")
-
-#: Head dims beyond this are computed by clusters of two blocks, in which warpgroups have roles: dK and dV of 64 keys
-#: take the registers of one each.
-_BLOCK_HEAD_DIM = 128
+#: Blocks of a cluster, which computes wide heads, and in which warpgroups have roles: dK and dV of 64 keys take the
+#: registers of one each.
 _CLUSTER = 2
 #: Registers per thread of the four warpgroups of such a block, 512 in all: the producer, either one that keeps dK or
 #: dV, and the one that multiplies dQ. The latter multiplies all columns of dQ at once up to head dim ``ALL_OF_DQ``, and
@@ -155,17 +154,6 @@ class Relief:
     def labels(self) -> tuple[str, ...]:
         """Its labels in kernel names."""
         return tuple(name for name in ("lean", "gathers", "divides") if getattr(self, name))
-
-
-@dataclass(frozen=True, slots=True)
-class _Brought:
-    """What the loader stores beside a tile of Q, so that consumers do not load or compute it for each pair."""
-
-    bias_bytes: int  # of tiles of biases, for each pair
-    by_distance: int  # values of each distance of a query from a key
-
-
-_NOTHING = _Brought(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +257,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
     return planned.with_launches(*launches(planned, roles), workspaces=tuple(workspaces(planned, roles)))
 
 
-def _offers(spec: KernelSpec, relief: Relief) -> Iterator[_Brought]:
+def _offers(spec: KernelSpec, relief: Relief) -> Iterator[Brought]:
     """Yield the values that the loader may store beside a tile of Q, the most first; in a cluster none.
 
     It computes values of a distance only if they are few and the derivative of the logit is the same for all pairs.
@@ -277,10 +265,10 @@ def _offers(spec: KernelSpec, relief: Relief) -> Iterator[_Brought]:
     brings = not (relief.gathers or is_wide(spec))
     tiled = rooms(spec.variant) if brings else ()
     values = 0
-    if brings and spec.variant.score is not None and not _varies(spec):
+    if brings and spec.variant.score is not None and not varies(spec):
         values = len(distance_values_of_score(spec.variant, fast_math=spec.fast_math))
     for counts in dict.fromkeys(product((*tiled, 0), (values if values <= _DISTANCE_VALUES else 0, 0))):
-        yield _Brought(*counts)
+        yield Brought(*counts)
 
 
 def _parts_of_dout(spec: KernelSpec, v: int) -> int:
@@ -288,21 +276,19 @@ def _parts_of_dout(spec: KernelSpec, v: int) -> int:
     return HopperBackward.parts_of(v) if is_wide(spec) else 1
 
 
-def _tile(
-    spec: KernelSpec, relief: Relief, brought: _Brought, iteration: str, qk: int, v: int, element: DType
-) -> _Tile:
+def _tile(spec: KernelSpec, relief: Relief, brought: Brought, iteration: str, qk: int, v: int, element: DType) -> _Tile:
     """Return the tile and the roles for what the loader stores; ``_with_memory`` decides the stages of Q and biases."""
     wide = is_wide(spec)
-    per_pair = _per_pair(spec, brought)
-    family = relief.family or _family(spec, per_pair, brought)
-    row_family = _row_family(spec, family, qk, v)
+    per_pair = per_pair_of(spec, brought)
+    family = relief.family or family_of(spec, per_pair, brought)
+    row_family = row_family_of(spec, family, qk, v)
     choice = next(row for row in _TABLE if row.family == row_family and max(qk, v) <= row.head_dim)
     stages = (spec.backward or Backward()).dkdv.stages or _parts_of_dout(spec, v) + 1
     varlen = spec.layout == "varlen"  # its loader and its consumers hold more values
     reads_ds = not all(each.in_registers for each in gradients_of(spec.variant, fast_math=spec.fast_math))
     # consumers need 240 registers
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
-    narrow = max(qk, v) <= _NARROW and (brought.bias_bytes > 0 or reads_ds or not crowded)
+    narrow = max(qk, v) <= NARROW and (brought.bias_bytes > 0 or reads_ds or not crowded)
     registers = _NARROW_REGISTERS if narrow else _WIDE_REGISTERS
     by_rows = choice.tile_m == _KEYS
     own_spans = _has_own_spans(spec, choice, iteration) and not relief.lean
@@ -326,7 +312,7 @@ def _tile(
         dq_by_rows=by_rows,
         ordered=spec.deterministic,
         own_spans=own_spans,
-        query_values=_query_values(spec, per_pair, brought, bits=iteration == "tile_map")
+        query_values=query_values_of(spec, per_pair, brought, bits=iteration == "tile_map")
         if family == "valued" and not wide
         else 0,
         distance_values=brought.by_distance,
@@ -363,29 +349,15 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
     same with consumers that gather, if the loader of the ``first`` plan stores anything for them.
     """
     assert isinstance(first.structure, HopperBackward)
-    brought = _Brought(first.structure.bias_bytes, first.structure.distance_values)
+    brought = Brought(first.structure.bias_bytes, first.structure.distance_values)
     if first.structure.query_values and costly_query_values(spec.variant):
         yield Relief(divides=True)
-    of_tiles = _families_from(_family(spec, _per_pair(spec, brought), brought), brought.bias_bytes)
+    of_tiles = families_from(family_of(spec, per_pair_of(spec, brought), brought), brought.bias_bytes)
     others = [*(Relief(each) for each in of_tiles[1:]), *(Relief(each, lean=True) for each in of_tiles)]
-    if brought != _NOTHING:
-        of_elements = _families_from(_family(spec, spec.variant, _NOTHING), 0)
+    if brought != NOTHING:
+        of_elements = families_from(family_of(spec, spec.variant, NOTHING), 0)
         others += [Relief(each, lean, gathers=True) for lean in (False, True) for each in of_elements]
     yield from (each for each in others if not (each.lean and is_wide(spec)))
-
-
-def _families_from(family: str, tiled: int) -> tuple[str, ...]:
-    """Return a family and those after it; "biased" only if ``tiled`` bytes of biases come as tiles."""
-    return tuple(each for each in _FAMILIES[_FAMILIES.index(family) :] if tiled or each != "biased")
-
-
-def _row_family(spec: KernelSpec, family: str, qk: int, v: int) -> str:
-    """The family whose row of the table is taken. In a fixed order of dQ, ping-pong was not measured beyond head dim
-    96, so that "plain" becomes "ordered" there, whose softmax overlaps gradients. Packed sequences of a head dim that
-    is padded to 128 have too few registers for that, and become "light"."""
-    if family != "plain" or is_wide(spec) or max(qk, v) <= _NARROW or not spec.deterministic:
-        return family
-    return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == _BLOCK_HEAD_DIM else "ordered"
 
 
 def _has_own_spans(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
@@ -395,19 +367,6 @@ def _has_own_spans(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
     few = len(visible) == 1 and (spec.layout == "varlen" or visible[0].hi is not None)
     halves = choice.overlap == "pingpong" and choice.tile_m < _KEYS and choice.family != "derived"
     return few and halves and iteration == "ranges" and not spec.deterministic
-
-
-def _query_values(spec: KernelSpec, variant: Variant, brought: _Brought, *, bits: bool) -> int:
-    """Number of values of each query that the loader stores beside its tile: those that the mask reads, else those that
-    the score does; 0 if they are too many. ``variant`` is what consumers compute for each pair; with ``bits``, a tile
-    map has the mask."""
-    count = 0 if bits else query_loads(variant)
-    if not (count or brought.bias_bytes or is_wide(spec)):
-        values = query_values_of_score(
-            spec.variant, fast_math=spec.fast_math, bits=bits, by_distance=brought.by_distance > 0
-        )
-        count = len(values)
-    return count if count <= _QUERY_VALUES else 0
 
 
 def _cuts(spec: KernelSpec, *, crowded: bool) -> bool:
@@ -430,11 +389,6 @@ def _by_data(spec: KernelSpec, iteration: str) -> bool:
 def _is_uneven(spec: KernelSpec, iteration: str) -> bool:
     """Whether data decide how many steps each tile of keys of a sequence takes, in a kernel whose blocks take tiles."""
     return iteration == "ranges" and _by_data(spec, iteration) and spec.layout == "dense" and not is_wide(spec)
-
-
-def is_wide(spec: KernelSpec) -> bool:
-    """Whether dK and dV take more registers than the consumers of one block have."""
-    return max(spec.head_dim_qk, spec.head_dim_v) > _BLOCK_HEAD_DIM
 
 
 def _clustered(draft: HopperBackward, qk: int, v: int, element: DType, *, divides: bool) -> HopperBackward:
@@ -480,7 +434,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "fast_math",
             "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
         )
-    for row in left_to_others("CUDA backward kernels", max(spec.head_dim_qk, spec.head_dim_v), _traits(spec)):
+    for row in left_to_others("CUDA backward kernels", max(spec.head_dim_qk, spec.head_dim_v), traits_of(spec)):
         return refuse(spec, "backward", f"{row.says}; allowed: triton")
     given = spec.backward or Backward()
     if given.dq != type(given.dq)():
@@ -493,75 +447,10 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
 def _why_no_tensor_gradients(spec: KernelSpec) -> str | None:
     """Say why a backward does not compute the gradients of a variant's tensors, or None if it does."""
     if is_wide(spec):
-        return f"beyond head dim {_BLOCK_HEAD_DIM}"
+        return f"beyond head dim {BLOCK_HEAD_DIM}"
     if spec.deterministic:
         return "in a fixed order (deterministic: true)"
     return None
-
-
-def _traits(spec: KernelSpec) -> frozenset[str]:
-    """Traits of a spec that the table of refusals names: those that take registers beside accumulators."""
-    variant = spec.variant
-    several = any(isinstance(node, Op) and node.op in ("and", "or") for node in walk(variant.mask))
-    of_score = replace(variant, mask=TRUE)
-    holds_by_trait = {
-        "dropout": variant.dropout,
-        "ordered": spec.deterministic,
-        "varying_derivative": _varies(spec),
-        "positions_or_comparisons": several or reads_positions(variant),
-        "both_read": reads_data_per_key(variant) and reads_positions(of_score),
-    }
-    return frozenset(name for name, holds in holds_by_trait.items() if holds)
-
-
-def _varies(spec: KernelSpec) -> bool:
-    """Whether the derivative of the logit differs from pair to pair, or from head to head."""
-    return derivative(spec.variant, fast_math=spec.fast_math).varying is not None
-
-
-def _per_pair(spec: KernelSpec, brought: _Brought) -> Variant:
-    """The variant without what the loader stores: what consumers load and compute for each pair."""
-    variant = without_biases(spec.variant, brought.bias_bytes) if brought.bias_bytes else spec.variant
-    return without_distance_values(variant, fast_math=spec.fast_math) if brought.by_distance else variant
-
-
-def _family(spec: KernelSpec, variant: Variant, brought: _Brought) -> str:
-    """Family of mask and score, by what consumers compute for each pair (``variant``). Its registers decide which
-    products the softmax can overlap.
-
-    - "plain": no score, and a mask made of comparisons of positions and scalars
-    - "light": a score whose derivative is the same for all pairs, or tensors read by sequence and head alone
-    - "divided": "light" with divisions
-    - "biased": "light" or "divided" with biases that come as tiles
-    - "derived": a score whose derivative differs from pair to pair
-    - "valued": mask or score read values of keys, and at most one value of each query, stored beside its tile
-    - "reading": other tensors are read by position
-    - "tight": dropout, since dV takes probabilities after it and dS those before; or a tile map with a fixed order of
-      dQ, which takes registers of the loader
-    """
-    mapped = not is_wide(spec) and iteration_of(spec, "q", by_bits=True) == "tile_map"
-    if variant.dropout or (spec.deterministic and mapped):
-        return "tight"
-    if mapped:  # the mask comes as bits, whatever its expression reads
-        variant = replace(variant, mask=TRUE)
-    if is_light(variant):
-        return "plain"
-    kept = any(each.of_product for each in gradients_of(spec.variant, fast_math=spec.fast_math))
-    if kept and not reads_positions(variant):  # beyond, ping-pong leaves too few registers for P times a derivative
-        return "derived" if max(spec.head_dim_qk, spec.head_dim_v) <= _NARROW else "reading"
-    if reads_positions(variant):
-        valued = _query_values(spec, variant, brought, bits=mapped) or (scores_keys(variant) and not _varies(spec))
-        return "valued" if valued and not is_wide(spec) else "reading"
-    if _varies(spec):
-        return "derived"
-    if brought.bias_bytes:
-        return "biased"
-    return "divided" if divides(variant) else "light"
-
-
-def by_head(variant: Variant) -> bool:
-    """Whether the queries that see a tile of keys differ from head to head."""
-    return "h" in names(variant.mask)
 
 
 def _with_memory(

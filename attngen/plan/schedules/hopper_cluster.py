@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from attngen.plan.schedule import Schedule
+from attngen.plan.schedules.backward_families import is_wide
 from attngen.plan.schedules.cluster_pipes import cluster_pipes_of
-from attngen.plan.schedules.hopper_backward import alternatives, is_wide, plan_backward
+from attngen.plan.schedules.hopper_backward import alternatives, plan_backward
 
 SCHEDULE = Schedule(
     name="hopper_cluster",

@@ -9,10 +9,10 @@ from attngen.dtypes import DType
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.statements import Code, Statement, reads
 from attngen.plan.model import Launch, Plan
+from attngen.plan.schedules.backward_families import by_head
 from attngen.plan.schedules.backward_launches import first_stored, row_lanes
 from attngen.plan.schedules.backward_pipes import DQ_BLOCK_BYTES, backward_pipes_of
 from attngen.plan.schedules.cluster_pipes import cluster_pipes_of
-from attngen.plan.schedules.hopper_backward import by_head
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.traits import reads_positions
 from attngen.render.biases import Bias, biases_of

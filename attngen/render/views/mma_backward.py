@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from attngen.lang.statements import Code, Statement, reads
 from attngen.plan.model import Launch, Plan
+from attngen.plan.schedules.backward_families import by_head
 from attngen.plan.schedules.backward_launches import row_lanes
-from attngen.plan.schedules.hopper_backward import by_head
 from attngen.plan.schedules.structures import MmaBackward
 from attngen.render.biases import Bias
 from attngen.render.classifier import ClassifierView, classifier_view
