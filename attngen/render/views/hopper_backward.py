@@ -1,4 +1,4 @@
-"""Plan → what the template of the CUDA backward is filled with: lines of code under names, no decision of its own."""
+"""Plan → what the template of the CUDA backward names: facts, and lines of the user's mathematics."""
 
 from __future__ import annotations
 

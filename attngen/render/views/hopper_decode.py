@@ -1,4 +1,4 @@
-"""Plan → what the template of the CUDA split-KV forward is filled with: lines of code, no decision of its own."""
+"""Plan → what the templates of split-KV forwards name: facts, and lines of the user's mathematics."""
 
 from __future__ import annotations
 

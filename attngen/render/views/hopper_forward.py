@@ -1,4 +1,4 @@
-"""Plan → what the CUDA templates are filled with: lines of code under names, no decision of its own."""
+"""Plan → what the templates of the CUDA forward name: facts, and lines of the user's mathematics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan → what the templates of the backward by mma.sync are filled with: lines of code, no decision of its own."""
+"""Plan → what the templates of the backward by mma.sync name: facts, and lines of the user's mathematics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan → what the template of the forward by mma.sync is filled with: lines of code, no decision of its own."""
+"""Plan → what the templates of the forward by mma.sync name: facts, and lines of the user's mathematics."""
 
 from __future__ import annotations
 
