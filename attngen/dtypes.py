@@ -58,6 +58,8 @@ _ROWS = (
     DType("int16", "int16", "i16", "int16", "short", 2, "int", None, "UINT16"),
     DType("int32", "int32", "i32", "int32", "int", 4, "int", None, "INT32"),
     DType("int64", "int64", "i64", "int64", "long long", 8, "int"),
+    DType("fp8_mla_656", "uint8", "u8", "uint8", "unsigned char", 1, "float"),
+    DType("fp8_mla_584", "uint8", "u8", "uint8", "unsigned char", 1, "float"),
 )
 
 DTYPES: dict[str, DType] = {row.name: row for row in _ROWS}
@@ -90,6 +92,61 @@ BESIDE_CACHES: tuple[str, ...] = ("bf16", "fp16")
 #: The scales that dequantize q, k and v, as arguments of calls and kernels name them.
 DESCALES = ("q_descale", "k_descale", "v_descale")
 
+
+@dataclass(frozen=True, slots=True)
+class LatentRow:
+    """A row of a cache of latents: ``latents`` columns of e4m3, with a scale for each ``group`` of them, then
+    ``rotary`` columns of bf16.
+
+    Scales are float32 and lie between both; or they are powers of two, of which a byte holds the biased exponent, and
+    those of all rows of a block follow its rows.
+    """
+
+    latents: int
+    rotary: int
+    group: int
+    scales_after_rows: bool
+
+    @property
+    def columns(self) -> int:
+        """Columns of the row: the head dim of q and k."""
+        return self.latents + self.rotary
+
+    @property
+    def scales(self) -> int:
+        """Scales of the row."""
+        return self.latents // self.group
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of a row; exponents are padded to 8."""
+        return 8 if self.scales_after_rows else 4 * self.scales
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a token: the last extent of a cache."""
+        return self.latents + self.scale_bytes + 2 * self.rotary
+
+    @property
+    def row_step(self) -> int:
+        """Bytes from a row to the next one of its block."""
+        return self.bytes - self.scale_bytes * self.scales_after_rows
+
+    @property
+    def rotary_at(self) -> int:
+        """Bytes of a row before its rotary columns."""
+        return self.row_step - 2 * self.rotary
+
+
+#: Caches of bytes that kernels with ``v: key`` read beside q in bf16.
+LATENT_ROWS: dict[str, LatentRow] = {
+    "fp8_mla_656": LatentRow(512, 64, 128, scales_after_rows=False),
+    "fp8_mla_584": LatentRow(448, 64, 64, scales_after_rows=True),
+}
+
+#: Dtype of q beside these, and of their rotary columns.
+BESIDE_LATENT_ROWS = "bf16"
+
 #: Placeholder for the number of tokens of a cache page.
 PAGE_BLOCK = -1
 
@@ -102,6 +159,9 @@ PLAIN_DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
 #: Element types of q, k and v.
 ATTENTION_DTYPES: tuple[str, ...] = (*PLAIN_DTYPES, *QUANTIZED_DTYPES)
+
+#: Element types of k and v.
+KV_DTYPES: tuple[str, ...] = (*ATTENTION_DTYPES, *LATENT_ROWS)
 
 #: Head dimensions that kernels are made for; a schedule may take fewer. Rows of 8 elements of 16 bits are the 16 bytes
 #: that descriptors and wide loads step by.
@@ -119,7 +179,7 @@ KEY_VALUE_DTYPES = ("bf16", "fp16")
 MERGED_ROWS = 4
 
 #: Element types of a variant's tensors.
-TENSOR_DTYPES: tuple[str, ...] = tuple(name for name in DTYPES if name not in QUANTIZED_DTYPES)
+TENSOR_DTYPES: tuple[str, ...] = tuple(name for name in DTYPES if name not in (*QUANTIZED_DTYPES, *LATENT_ROWS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""FlashMLA's dense decoding and sparse prefill, argument for argument, on attngen's kernels: replace one import.
+"""FlashMLA's decoding and sparse prefill, argument for argument, on attngen's kernels: replace one import.
 
 The forms are those of https://github.com/deepseek-ai/FlashMLA. Values are the first ``head_dim_v`` columns of the
 cache, which kernels of specs with ``v: key`` read once. Blocks share the keys of sequences by the lengths on the GPU,
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError
 from attngen.integrations.choice import Candidate, Pages, attend
 from attngen.integrations.flash_arguments import contiguous_rows, refuse, tensor
@@ -24,15 +25,26 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"
 #: The shipped spec that builds what these functions ask for.
 SPEC = "flash_mla"
 
-_QUANTIZED = "kernels of latent caches in 8 bits do not exist"
-_SLOTS = (
-    "flash_mla_sparse_fwd takes indices, over the rows of a cache in 16 bits as one tensor: k_cache.view(-1, 1, 576)"
-)
+_DENSE_8_BITS = "kernels of latent caches in 8 bits take indices alone"
+_SECOND_CACHE = "kernels of keys by index read one cache"
+_WITH_INDICES = "it belongs to indices, which are missing"
 _REASONS = {
-    "is_fp8_kvcache": _QUANTIZED, "descale_q": _QUANTIZED, "descale_k": _QUANTIZED, "kv_format": _QUANTIZED,
-    "indices": _SLOTS, "extra_indices_in_kvcache": _SLOTS, "extra_k_cache": _SLOTS, "topk_length": _SLOTS,
-    "extra_topk_length": _SLOTS, "attn_sink": _SLOTS,
+    "is_fp8_kvcache": _DENSE_8_BITS, "descale_q": _DENSE_8_BITS, "descale_k": _DENSE_8_BITS,
+    "kv_format": "the bytes of a token say the format", "extra_indices_in_kvcache": _SECOND_CACHE,
+    "extra_k_cache": _SECOND_CACHE, "extra_topk_length": _SECOND_CACHE, "topk_length": _WITH_INDICES,
+    "attn_sink": _WITH_INDICES, "causal": "entries of indices are slots of the cache, which have no order",
 }  # fmt: skip
+
+#: Bytes of a token of caches whose scales follow the rows of a block.
+_SCALES_AFTER_ROWS = [row.bytes for row in LATENT_ROWS.values() if row.scales_after_rows]
+
+#: Dtypes of caches in 8 bits: rows of bytes, whatever they are called.
+_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+
+
+#: Largest sink that is passed to a kernel: in units of log2 it is still finite in float32, and no logit counts beside
+#: it.
+_LARGEST_SINK = 1e38
 
 
 @dataclass
@@ -56,7 +68,7 @@ def flash_mla_with_kvcache(
     num_splits: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    is_fp8_kvcache: bool | None = False,
+    is_fp8_kvcache: bool | None = None,
     indices: Tensor | None = None,
     attn_sink: Tensor | None = None,
     extra_k_cache: Tensor | None = None,
@@ -78,18 +90,36 @@ def flash_mla_with_kvcache(
     16. ``tile_scheduler_metadata``, ``num_splits`` and ``use_legacy`` change no result; with
     ``enable_batch_invariant`` one block takes a sequence, and the bits of a row depend on that alone.
 
-    Indices, and caches in 8 bits, are refused with NoKernelError. Raises CallError for arguments that disagree.
+    With ``indices`` (b, sq, topk) int32 each query sees the rows that it lists, ``block * block_size + row``, wherever
+    they are; others than those of the cache, such as −1, are ignored. ``block_table`` and ``cache_seqlens`` are not
+    read then. ``topk_length`` (b,) int32 counts the entries of a sequence's queries that matter, and ``attn_sink`` (h,)
+    float32 is a logit without a value, which the log-sum-exp leaves out. The cache then holds 576 or 512 numbers of 16
+    bits a token, or, in 8 bits, 656 bytes (head dims 576/512) or 584 (512/512): see ``attngen.append_kv``.
+
+    A second cache, and caches in 8 bits without indices, are refused with NoKernelError. Raises CallError for arguments
+    that disagree.
     """
     del tile_scheduler_metadata, num_splits, use_legacy
     refuse(
-        _REASONS, is_fp8_kvcache=is_fp8_kvcache, indices=indices, attn_sink=attn_sink, extra_k_cache=extra_k_cache,
-        extra_indices_in_kvcache=extra_indices_in_kvcache, topk_length=topk_length, extra_topk_length=extra_topk_length,
-        kv_format=kv_format, descale_q=descale_q, descale_k=descale_k,
+        _REASONS, extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
+        extra_topk_length=extra_topk_length, kv_format=kv_format, descale_q=descale_q, descale_k=descale_k,
+    )  # fmt: skip
+    if tensor("k_cache", k_cache).dim() != 4:
+        raise CallError(f"k_cache must have shape (blocks, block_size, 1, head_dim), got {tuple(k_cache.shape)}")
+    in_8_bits = k_cache.dtype in _BYTES
+    if indices is not None:
+        refuse(_REASONS, causal=causal)
+        if is_fp8_kvcache not in (None, in_8_bits):
+            raise CallError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has {k_cache.dtype}")
+        return _listed_in_cache(
+            q, k_cache.view(torch.uint8) if in_8_bits else k_cache, indices, head_dim_v, softmax_scale, attn_sink,
+            topk_length, one_block=enable_batch_invariant,
+        )  # fmt: skip
+    refuse(
+        _REASONS, is_fp8_kvcache=is_fp8_kvcache or in_8_bits, topk_length=topk_length, attn_sink=attn_sink
     )  # fmt: skip
     if block_table is None or cache_seqlens is None:
         raise CallError("block_table and cache_seqlens are needed: they say where the keys of a sequence are")
-    if tensor("k_cache", k_cache).dim() != 4:
-        raise CallError(f"k_cache must have shape (blocks, block_size, 1, head_dim), got {tuple(k_cache.shape)}")
     if not 0 < head_dim_v <= k_cache.shape[-1]:
         raise CallError(f"head_dim_v is {head_dim_v}, but k_cache has {k_cache.shape[-1]} columns")
     (q,) = contiguous_rows(q=tensor("q", q))
@@ -99,11 +129,6 @@ def flash_mla_with_kvcache(
         softmax_scale=softmax_scale, seqused_k=tensor("cache_seqlens", cache_seqlens), return_lse=True,
     )  # fmt: skip
     return out, lse
-
-
-#: Largest sink that is passed to a kernel: in units of log2 it is still finite in float32, and no logit counts beside
-#: it.
-_LARGEST_SINK = 1e38
 
 
 def flash_mla_sparse_fwd(
@@ -139,20 +164,71 @@ def flash_mla_sparse_fwd(
         raise CallError(f"kv and indices must have one KV head, got {kv.shape[1]} and {indices.shape[1]}")
     if not 0 < d_v <= kv.shape[-1]:
         raise CallError(f"d_v is {d_v}, but kv has {kv.shape[-1]} columns")
-    queries, heads = q.shape[0], q.shape[1]
+    queries = q.shape[0]
     if topk_length is None:
         topk_length = torch.full((queries,), indices.shape[-1], dtype=torch.int32, device=q.device)
     q, kv, indices = contiguous_rows(q=q, kv=kv, indices=indices)
     own = {"indices": indices[:, 0][None], "topk_length": tensor("topk_length", topk_length)[None]}
+    out, lse = _listed(q[None], kv[None], kv[None, ..., :d_v], own, attn_sink, softmax_scale=sm_scale)
+    return out[0], None, lse[0].T
+
+
+def _listed_in_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    head_dim_v: int,
+    softmax_scale: float | None,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    *,
+    one_block: bool,
+) -> tuple[Tensor, Tensor]:
+    """``flash_mla_with_kvcache`` with indices: all queries are of one sequence, whose keys are the whole cache."""
+    if tensor("q", q).dim() != 4 or tensor("indices", indices).dim() != 3 or q.shape[:2] != indices.shape[:2]:
+        raise CallError(
+            f"q and indices must have shape (b, sq, h, head_dim) and (b, sq, topk), got {tuple(q.shape)} and "
+            f"{tuple(indices.shape)}"
+        )
+    (batch, queries, heads), topk = q.shape[:3], indices.shape[-1]
+    blocks, block_size = k_cache.shape[:2]
+    if topk_length is None:
+        topk_length = torch.full((1, batch * queries), topk, dtype=torch.int32, device=q.device)
+    elif tensor("topk_length", topk_length).shape != (batch,):
+        raise CallError(f"topk_length must have shape ({batch},), got {tuple(topk_length.shape)}")
+    else:
+        topk_length = topk_length.repeat_interleave(queries, output_size=batch * queries)[None]
+    q, k_cache, indices = contiguous_rows(q=q, k_cache=k_cache, indices=indices)
+    own = {"indices": indices.reshape(1, batch * queries, topk), "topk_length": topk_length}
+    as_one = q.reshape(1, batch * queries, heads, q.shape[-1])
+    scales_after_rows = k_cache.dtype == torch.uint8 and k_cache.shape[-1] in _SCALES_AFTER_ROWS
+    options: dict[str, Any] = {"softmax_scale": softmax_scale}
+    if scales_after_rows or one_block or k_cache.stride(0) != block_size * k_cache.stride(1):
+        options["pages"] = Pages(
+            torch.arange(blocks, dtype=torch.int32, device=q.device)[None], num_splits=1 if one_block else None
+        )
+        options["seqused_k"] = torch.full((1,), blocks * block_size, dtype=torch.int32, device=q.device)
+        keys = k_cache
+    else:
+        keys = k_cache.flatten(0, 1)[None]
+    values = keys if k_cache.dtype == torch.uint8 else keys[..., :head_dim_v]
+    out, lse = _listed(as_one, keys, values, own, attn_sink, **options)
+    if out.shape[-1] != head_dim_v:
+        raise CallError(f"head_dim_v is {head_dim_v}, but values of the cache have {out.shape[-1]} columns")
+    return out.view(batch, queries, heads, head_dim_v), lse[0].unflatten(-1, (batch, queries)).transpose(0, 1)
+
+
+def _listed(
+    q: Tensor, k: Tensor, v: Tensor, own: dict[str, Tensor], attn_sink: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention to listed keys, and the log-sum-exp (b, h, sq) without the sink."""
     if attn_sink is not None:
-        if tensor("attn_sink", attn_sink).shape != (heads,):
-            raise CallError(f"attn_sink must have shape ({heads},), got {tuple(attn_sink.shape)}")
+        if tensor("attn_sink", attn_sink).shape != (q.shape[-2],):
+            raise CallError(f"attn_sink must have shape ({q.shape[-2]},), got {tuple(attn_sink.shape)}")
         own["sinks"] = attn_sink.clamp(max=_LARGEST_SINK)
-    out, lse = attend(
-        [Candidate("listed_keys" if attn_sink is None else "listed_keys_sink", own)], q[None], kv[None],
-        kv[None, ..., :d_v], spec=SPEC, softmax_scale=sm_scale, return_lse=True,
-    )  # fmt: skip
+    name = "listed_keys" if attn_sink is None else "listed_keys_sink"
+    out, lse = attend([Candidate(name, own)], q, k, v, spec=SPEC, return_lse=True, **options)
     if attn_sink is not None:  # take the sink out of the sum
         without_sink = -torch.expm1((own["sinks"][:, None] - lse).clamp(max=0.0))
         lse = torch.where(lse == -math.inf, lse, lse + torch.log(without_sink))
-    return out[0], None, lse[0].T
+    return out, lse

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from attngen.arch import ARCHES, Arch
-from attngen.dtypes import QUANTIZED_DTYPES
+from attngen.dtypes import LATENT_ROWS, QUANTIZED_DTYPES, LatentRow
 from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.bands import Heads
 from attngen.lang.divisors import Divisor, divisors
@@ -214,6 +214,11 @@ class Plan(KernelFields):
     def descaled(self) -> bool:
         """Whether k and v, and maybe q, come with scales."""
         return self.operands.k.name in QUANTIZED_DTYPES
+
+    @property
+    def latent_row(self) -> LatentRow | None:
+        """The form of rows of k that hold latents in 8 bits and their scales; None for ordinary ones."""
+        return LATENT_ROWS.get(self.operands.k.name)
 
     @property
     def block_scales(self) -> bool:

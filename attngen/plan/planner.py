@@ -6,8 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attngen.arch import ARCHES, Arch
-from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, HEAD_DIMS, OUT_DTYPES, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import (
+    BESIDE_CACHES,
+    BESIDE_LATENT_ROWS,
+    CACHE_DTYPES,
+    HEAD_DIMS,
+    KEY_VALUE_DIMS,
+    LATENT_ROWS,
+    OUT_DTYPES,
+    PAGE_BLOCK,
+    QUANTIZED_DTYPES,
+)
 from attngen.errors import PlanError
+from attngen.formats import APPEND
 from attngen.lang.constant_conditions import fold_conditions
 from attngen.plan.choices import is_beyond_256, refuse
 from attngen.plan.layouts import LAYOUTS
@@ -24,7 +35,9 @@ def plan(spec: KernelSpec) -> Plan:
     kv_dtype = spec.kv_dtype or spec.dtype
     quantized = spec.dtype in QUANTIZED_DTYPES
     beside = QUANTIZED_DTYPES if quantized else CACHE_DTYPES if spec.dtype in BESIDE_CACHES else ()
-    if spec.kv_dtype is not None and kv_dtype not in beside:
+    if spec.kv_dtype in LATENT_ROWS:
+        _check_latent_rows(spec)
+    elif spec.kv_dtype is not None and kv_dtype not in beside:
         raise refuse(
             spec, "kv_dtype", f"no kernel mixes q of {spec.dtype} with k and v of {kv_dtype}; allowed: "
             f"{' or '.join(beside) or f'{CACHE_DTYPES[0]} with dtype {BESIDE_CACHES[0]}'}, or leave it out"
@@ -48,7 +61,8 @@ def plan(spec: KernelSpec) -> Plan:
             )  # fmt: skip
         if spec.out_dtype is not None:
             raise refuse(spec, "out_dtype", f"over caches the output of {spec.dtype} is {QUANTIZED_DTYPES[spec.dtype]}")
-    if spec.kv_dtype is not None and not quantized and not spec.split_kv and spec.direction == "forward":
+    in_fewer_bits = spec.kv_dtype not in (None, *LATENT_ROWS) and not quantized
+    if in_fewer_bits and not spec.split_kv and spec.direction == "forward":
         raise refuse(
             spec, "kv_dtype", "only split-KV kernels read k and v in fewer bits than q; allowed: "
             "split_kv: true"
@@ -67,6 +81,23 @@ def plan(spec: KernelSpec) -> Plan:
     if spec.backend is None:
         return _fastest(spec, arch)
     return replace(_of_backend(spec, arch), backend_reason="the spec names it")
+
+
+def _check_latent_rows(spec: KernelSpec) -> None:
+    """Raise PlanError for a kernel that cannot read its cache of latents."""
+    name = str(spec.kv_dtype)
+    row = LATENT_ROWS[name]
+    if spec.dtype != BESIDE_LATENT_ROWS:
+        raise refuse(spec, "dtype", f"{name} holds rotary columns in bf16; allowed: {BESIDE_LATENT_ROWS}")
+    if spec.direction == APPEND:
+        return
+    if not spec.v_of_key:
+        raise refuse(spec, "kv_dtype", f"{name} is a cache of latents, whose first columns are v; allowed: v: key")
+    dims = next(dims for dims in KEY_VALUE_DIMS if dims[0] == row.columns)
+    if (spec.head_dim_qk, spec.head_dim_v) != dims:
+        raise refuse(spec, "head_dim", f"{name} has rows of head_dim {{qk: {dims[0]}, v: {dims[1]}}}")
+    if row.scales_after_rows and spec.layout != "paged":
+        raise refuse(spec, "layout", f"scales of {name} follow the rows of each page; allowed: paged")
 
 
 def _fastest(spec: KernelSpec, arch: Arch) -> Plan:

@@ -25,7 +25,7 @@ from math import prod
 from typing import Any
 
 from attngen.arch import ARCHES
-from attngen.dtypes import DESCALE_BLOCKS, DTYPES, HEAD_DIMS, QUANTIZED_DTYPES
+from attngen.dtypes import DESCALE_BLOCKS, DTYPES, HEAD_DIMS, LATENT_ROWS, QUANTIZED_DTYPES
 from attngen.errors import Gathered, Location, SpecError, suggest
 from attngen.formats import (
     APPEND,
@@ -275,7 +275,9 @@ def wideners(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     }  # fmt: skip
     by_key: dict[tuple[str, str], KernelSpec] = {}
     for kernel in kernels:
-        if kernel.kv_dtype is None or kernel.dtype in QUANTIZED_DTYPES or serves(kernel) not in ordinary:
+        if kernel.kv_dtype in (None, *LATENT_ROWS) or kernel.dtype in QUANTIZED_DTYPES:
+            continue
+        if serves(kernel) not in ordinary:
             continue
         first = by_key.get((kernel.arch, kernel.dtype)) or KernelSpec(
             package=kernel.package, variant=Variant(WIDEN_VARIANT), arch=kernel.arch, head_dim_qk=0, head_dim_v=0,
@@ -375,7 +377,8 @@ def _needs_split_kv(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -
     chosen = {name: item.value for name, item in zip(axes, choice, strict=True)}
     if chosen["split_kv"] or chosen["passes"] != "forward":
         return False
-    other = chosen["kv_dtype"] not in (None, chosen["dtype"]) and chosen["dtype"] not in QUANTIZED_DTYPES
+    read_whole = (None, chosen["dtype"], *LATENT_ROWS)
+    other = chosen["kv_dtype"] not in read_whole and chosen["dtype"] not in QUANTIZED_DTYPES
     return other or chosen["descale"] == "page"
 
 

@@ -105,6 +105,7 @@ def fields_of_dtypes(given: dict[Any, Any]) -> str:
 ArchName = Annotated[str, Choice(tuple(arch.ARCHES))]
 FallbackName = Annotated[str, Choice(tuple(name for name, row in arch.ARCHES.items() if row.portable))]
 AttentionDType = Annotated[str, _dtype_choice(dtypes.ATTENTION_DTYPES)]
+KeyDType = Annotated[str, _dtype_choice(dtypes.KV_DTYPES)]
 OutDType = Annotated[str, _dtype_choice(dtypes.OUT_DTYPES)]
 TensorDType = Annotated[str, _dtype_choice(dtypes.TENSOR_DTYPES)]
 ScalarDType = Annotated[str, _dtype_choice(dtypes.SCALAR_DTYPES)]

@@ -32,6 +32,7 @@ from attngen.schema.fields import (
     Expression,
     Extent,
     FallbackName,
+    KeyDType,
     LetName,
     Limit,
     Literal,
@@ -240,7 +241,7 @@ class KernelModel(Model):
     head_dim: OneOrMany[Annotated[HeadDimModel, Shorthand("qk", "v")]]
     arch: OneOrMany[ArchName] | None = Field(default=None, description="instead of the spec's own")
     dtype: OneOrMany[AttentionDType] = ("bf16",)
-    kv_dtype: OneOrMany[AttentionDType] | None = Field(
+    kv_dtype: OneOrMany[KeyDType] | None = Field(
         default=None,
         description="of k and v, if not q's: the other 8-bit type, or a cache in fewer bits than q",
     )

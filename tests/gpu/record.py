@@ -57,7 +57,7 @@ FAMILIES = {
         "columns", "score_values", "cards", "fallback",
     ),
     "backward": ("backward", "backward_stress", "cut_tiles"),
-    "decode": ("decode", "mla", "wide", "indexed", "listed", "decode_stress", "dependent_launches"),
+    "decode": ("decode", "mla", "mla_8_bits", "wide", "indexed", "listed", "decode_stress", "dependent_launches"),
     "pages and caches": ("append", "cached", "paged", "pages", "serving_loop", "widen", "transformers_paged"),
     "8 bits": ("fp8", "quantize", "caches_8_bits"),
     "packed heads": ("packed_heads",),

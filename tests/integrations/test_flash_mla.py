@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import attngen
+from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from tests.runtime.latent_caches import latent_cache
 from tests.runtime.pages import cache
 
 HEADS, DIM = 3, 24  # of the reference, which takes any
@@ -42,11 +44,11 @@ def test_against_plain_torch(causal: bool) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"indices": torch.zeros(3, 2, 4, dtype=torch.int32)}, {"is_fp8_kvcache": True},
+        {"extra_k_cache": torch.zeros(1)}, {"is_fp8_kvcache": True},
         {"attn_sink": torch.zeros(HEADS)}, {"descale_k": torch.ones(1)},
     ],
 )  # fmt: skip
-def test_sparse_forms_and_8_bits_are_refused_by_name(changed: dict[str, Any]) -> None:
+def test_what_has_no_kernel_is_refused_by_name(changed: dict[str, Any]) -> None:
     c, q = given()
     with pytest.raises(NoKernelError, match=f"{next(iter(changed))} is not supported"):
         flash_mla_with_kvcache(q, c.k_pages, c.page_table, c.seqused_k, DIM_V, None, **changed)
@@ -122,3 +124,45 @@ def test_latents_and_rotary_columns_are_appended_as_values_and_keys() -> None:
             turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten()
             torch.testing.assert_close(row[DIM_V:], turned)
     assert (pages != 0).any(-1).sum() == 6
+
+
+@pytest.mark.parametrize("name", LATENT_ROWS)
+@pytest.mark.parametrize("lists", ["all", "counted", "with sinks"])
+def test_indices_into_caches_in_8_bits(name: str, lists: str) -> None:
+    """Slots of the whole cache, of any dtype of one byte; lists may name no key."""
+    torch.manual_seed(5)
+    pages, columns = latent_cache(name, pages=7, page_size=16)
+    q = torch.randn(2, 3, HEADS, columns.shape[-1], dtype=torch.bfloat16)
+    indices = torch.randint(-20, 7 * 16 + 20, (2, 3, 24), dtype=torch.int32)
+    indices[1, 1] = -1
+    lengths = torch.tensor([24, 9], dtype=torch.int32) if lists == "counted" else None
+    sinks = torch.tensor([0.5, -torch.inf, torch.inf]) if lists == "with sinks" else None
+    given = [pages.view(dtype) for dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn)]
+    out, lse = flash_mla_with_kvcache(
+        q, given[len(lists) % 3], None, None, 512, get_mla_metadata()[0], indices=indices, topk_length=lengths,
+        attn_sink=sinks, is_fp8_kvcache=True,
+    )  # fmt: skip
+    assert (out.shape, lse.shape) == ((2, 3, HEADS, 512), (2, HEADS, 3))
+    for b in range(2):
+        for i in range(3):
+            entries = indices[b, i, : 24 if lengths is None else int(lengths[b])].long()
+            keys = columns.flatten(0, 1)[entries[(entries >= 0) & (entries < 7 * 16)]].double()
+            logits = q[b, i].double() @ keys.T / columns.shape[-1] ** 0.5
+            wanted_lse = logits.logsumexp(-1)
+            weights = torch.exp(logits - (wanted_lse if sinks is None else torch.logaddexp(wanted_lse, sinks))[:, None])
+            wanted = weights.nan_to_num(0.0) @ keys[:, :512]
+            torch.testing.assert_close(out[b, i].double(), wanted, atol=2e-2, rtol=2e-2)
+            if sinks is None or torch.isfinite(sinks).all():
+                torch.testing.assert_close(lse[b, :, i].double(), wanted_lse, atol=1e-3, rtol=1e-3)
+
+
+def test_caches_and_flags_that_disagree() -> None:
+    pages, columns = latent_cache("fp8_mla_656", pages=2, page_size=16)
+    q = torch.randn(1, 1, HEADS, columns.shape[-1], dtype=torch.bfloat16)
+    indices = torch.zeros(1, 1, 4, dtype=torch.int32)
+    with pytest.raises(CallError, match="is_fp8_kvcache is False, but k_cache has torch.uint8"):
+        flash_mla_with_kvcache(q, pages, None, None, 512, indices=indices, is_fp8_kvcache=False)
+    with pytest.raises(NoKernelError, match="causal is not supported"):
+        flash_mla_with_kvcache(q, pages, None, None, 512, indices=indices, causal=True)
+    with pytest.raises(CallError, match="head_dim_v is 256, but values of the cache have 512"):
+        flash_mla_with_kvcache(q, pages, None, None, 256, indices=indices)

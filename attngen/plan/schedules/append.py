@@ -62,7 +62,8 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
     given, cached = plan.operands.q, plan.operands.k
     for name in ELEMENTS:
         element = cached if name in CACHES else given
-        whole = CHUNK_BYTES // given.bytes * element.bytes  # what a thread reads or writes of a row at once
+        # what a thread reads or writes of a row at once
+        whole = CHUNK_BYTES // given.bytes * (given if plan.latent_row else element).bytes
         yield Argument(f"{name}_ptr", "pointer", f"*{element.triton}", of=name, divisibility=whole)
     for name in _INDICES:
         yield Argument(f"{name}_ptr", "pointer", "*i32", of=name, divisibility=4)

@@ -6,16 +6,18 @@ producer's warps gather. Consumers, work distribution and merging are those of `
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from attngen.arch import Arch
+from attngen.dtypes import LATENT_ROWS
 from attngen.errors import PlanError
 from attngen.manifest import Argument
 from attngen.plan import arguments
 from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
-from attngen.plan.operands import operands_of
+from attngen.plan.operands import Operands, operands_of
 from attngen.plan.pipes import Pipes
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import hopper_mla
@@ -24,15 +26,15 @@ from attngen.plan.schedules.indexed_pipes import indexed_pipes
 from attngen.schema.expand import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
+_WIDENING_REGISTERS = 88, 208  # the same where loaders convert rows from 8 bits, and hold the next ones meanwhile
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
-    element = operands_of(spec).k
     return hopper_mla.plan_latent(
         spec,
-        _pipes(spec.head_dim_qk, spec.head_dim_v, element.bytes),
+        _pipes(spec.head_dim_qk, spec.head_dim_v, operands_of(spec)),
         schedule="hopper_indexed",
         label="indexed",
         loads="pointer",
@@ -56,7 +58,7 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
         *arguments.lengths(plan),
         *arguments.tensor_pointers(plan.variant),
-        *arguments.strides_of(plan, ("q", "k")),
+        *_strides(plan),
         *arguments.strides_of(plan, ("out",), promised=False),
         *arguments.tensor_shapes(plan.variant),
         *map(arguments.size, ("batch", "heads", "kv_heads", "group", "query_rows", "row_bits", "row_units")),
@@ -73,20 +75,32 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
     )
 
 
-def _pipes(head_dim_qk: int, head_dim_v: int, element_bytes: int) -> Pipes:
-    return indexed_pipes(qk=head_dim_qk, v=head_dim_v, element=element_bytes, registers=_REGISTERS)
+def _strides(plan: Plan) -> Iterator[Argument]:
+    """Strides of q and k; rows of pages with their scales at the end have none of their own."""
+    row = plan.latent_row
+    for argument in arguments.strides_of(plan, ("q", "k")):
+        if argument.of == "q" or row is None or not row.scales_after_rows or argument.axis == "page":
+            yield argument
+
+
+def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands) -> Pipes:
+    row = LATENT_ROWS.get(operands.k.name)
+    return indexed_pipes(
+        qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, latent_row=row,
+        registers=_REGISTERS if row is None else _WIDENING_REGISTERS,
+    )  # fmt: skip
 
 
 def indexed_pipes_of(plan: Plan) -> Pipes:
     """Return the pipes of a planned kernel."""
-    return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands.k.bytes)
+    return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands)
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
     if spec.loads == "descriptor":
         return refuse(spec, "loads", "keys by index are gathered by address; allowed: pointer")
-    return hopper_mla.refusal(replace(spec, loads=None), arch)
+    return hopper_mla.refusal(replace(spec, loads=None, kv_dtype=None), arch)
 
 
 SCHEDULE = Schedule(

@@ -78,7 +78,7 @@ def plan_latent(
     and of v, with padding.
     """
     iteration = iteration_of(replace(spec, pack_gqa=True))
-    element = operands_of(spec).shared("q", "k", "v", "p")
+    element = operands_of(spec).shared("q", "p")
     width_qk, width_v = widths or (spec.head_dim_qk, spec.head_dim_v)
     structure = (structure_of or HopperMla)(
         persistent=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attngen.dtypes import LatentRow
 from attngen.plan.pipes import BARRIER_BYTES, WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.decode_pipes import COUNT_BYTES, WALK_BYTES
 from attngen.plan.schedules.mla_pipes import BOX_COLUMNS, CONSUMERS, HALF_BOXES, KEYS, ROWS, TILES
@@ -11,12 +12,16 @@ _ORDER = ("q", "values", "more", "p", "row_max", "sums", "keys", "barriers", "be
 _WARPS = WARPGROUP * (CONSUMERS + 1)
 _WORD = 4
 _GATHERED = "each thread of the loaders, when its copies have landed"
+_WIDENED = "each thread of the loaders, when it has stored what it has converted, and when its copies have landed"
 
 
-def indexed_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) -> Pipes:
+def indexed_pipes(
+    *, qk: int, v: int, element: int, registers: tuple[int, int], latent_row: LatentRow | None = None
+) -> Pipes:
     """Pipes of a kernel with rows of ``qk`` columns, the first ``v`` of them values, of ``element`` bytes.
 
-    ``registers`` are those of a thread of the loaders, and of a consumer.
+    ``registers`` are those of a thread of the loaders, and of a consumer. ``latent_row``: how rows lie in memory, if
+    loaders convert them.
     """
     box = KEYS * BOX_COLUMNS * element
     threads = 32 * WARPGROUP
@@ -30,11 +35,14 @@ def indexed_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) 
         "counts": _WARPS * COUNT_BYTES,
     }
 
-    def ring(name: str, stages: int, boxes: int, what: str, readers: str) -> Ring:
+    gathered = Signal(threads, _GATHERED, "rows of the listed keys have landed")
+    values = gathered if latent_row is None else Signal(2 * threads, _WIDENED, "rows of the listed keys are there")
+
+    def ring(name: str, stages: int, boxes: int, what: str, readers: str, full: Signal) -> Ring:
         return Ring(
             name, stages, "the loaders", readers,
             guards=f"{what} of a tile stay until their consumer has multiplied them",
-            full=Signal(threads, _GATHERED, "rows of the listed keys have landed"),
+            full=full,
             empty=Signal(WARPGROUP, "each warp of a consumer", "the consumer has multiplied them for the last time"),
             stored=((name, boxes * box),),
         )  # fmt: skip
@@ -51,8 +59,19 @@ def indexed_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) 
                 empty=Signal(CONSUMERS * WARPGROUP, "each warp of both consumers", "the last S of an item is computed"),
                 stored=(("q", ROWS * qk * element),),
             ),
-            ring("values", CONSUMERS * TILES, HALF_BOXES, "the columns of a half of the values", "both consumers"),
-            *([ring("more", TILES, more, "columns that are no values", "the consumer of the tile")] if more else []),
+            ring(
+                "values",
+                CONSUMERS * TILES,
+                HALF_BOXES,
+                "the columns of a half of the values",
+                "both consumers",
+                values,
+            ),
+            *(
+                [ring("more", TILES, more, "columns that are no values", "the consumer of the tile", gathered)]
+                if more
+                else []
+            ),
         ),
         named=(
             NamedBarrier("consumers", 1, 1, CONSUMERS * threads, "row sums are there, or have been read"),

@@ -28,7 +28,7 @@ class HelperView:
 
 def append_view(plan: Plan, template: str) -> HelperView:
     """Return the view of a plan that appends to caches."""
-    bits = " in 8 bits" if plan.descaled else ""
+    bits = " in 8 bits" if plan.descaled or plan.latent_row else ""
     summary = f"New keys and values go into a cache{bits}; keys and queries are rotated on the way."
     return _view(plan, template, summary, {"q_out", *CACHES})
 

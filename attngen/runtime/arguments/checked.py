@@ -25,6 +25,9 @@ ATTENTION_DTYPES: dict[torch.dtype, str] = {
 #: The same the other way round.
 TORCH_DTYPES: dict[str, torch.dtype] = {name: torch_dtype for torch_dtype, name in ATTENTION_DTYPES.items()}
 
+#: That of caches whose rows hold latents in 8 bits, their scales and rotary columns (``latent_rows``).
+LATENT_DTYPE = torch.uint8
+
 LAYOUTS = ("bshd", "bhsd")
 #: Orders of the axes of a cache: (pages, page_size, kv_heads, head_dim) or (pages, kv_heads, page_size, head_dim).
 PAGE_LAYOUTS = ("NHD", "HND")
@@ -32,9 +35,11 @@ DIRECTIONS = ("forward", "backward")
 
 
 def mixes(q: torch.dtype, kv: torch.dtype) -> bool:
-    """Whether k and v of a dtype may stand beside q of another one: other 8 bits, or a cache of them, which products
+    """Whether k and v of a dtype may stand beside q of another one: other 8 bits, or a cache of them, which kernels
     convert."""
     name, of_q = ATTENTION_DTYPES.get(kv), ATTENTION_DTYPES.get(q)
+    if kv == LATENT_DTYPE:
+        return of_q is not None and of_q not in QUANTIZED_DTYPES
     beside = QUANTIZED_DTYPES if of_q in QUANTIZED_DTYPES else CACHE_DTYPES
     return q != kv and name in beside and of_q is not None
 

@@ -15,13 +15,23 @@ from typing import Any
 
 import torch
 
-from attngen.dtypes import QUANTIZED_DTYPES
+from attngen.dtypes import KEY_VALUE_DIMS, LATENT_ROWS, QUANTIZED_DTYPES
 from attngen.errors import CallError, suggest
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments.checked import ATTENTION_DTYPES, LAYOUTS, Call, Packing, View, mixes, view
+from attngen.runtime.arguments.checked import (
+    ATTENTION_DTYPES,
+    LATENT_DTYPE,
+    LAYOUTS,
+    Call,
+    Packing,
+    View,
+    mixes,
+    view,
+)
 from attngen.runtime.arguments.declared import bind_declared
 from attngen.runtime.arguments.given import Given
+from attngen.runtime.arguments.latent_rows import check_latent_rows, latent_name
 from attngen.runtime.arguments.scalars import FLOAT32_MAX
 
 #: Letter of an order of axes → the axis, in messages.
@@ -155,6 +165,9 @@ def common(
     heads, head_dim_qk = views["q"].shape[-2:]
     kv_heads, head_dim_k = views["k"].shape[-2:]
     kv_heads_v, head_dim_v = views["v"].shape[-2:]
+    kv_dtype = ATTENTION_DTYPES.get(k.dtype)
+    if k.dtype == LATENT_DTYPE:
+        kv_dtype, head_dim_k, head_dim_v = _packed(k, views)
     if head_dim_k != head_dim_qk:
         raise CallError(f"q has head_dim {head_dim_qk}, but k has {head_dim_k}")
     if kv_heads_v != kv_heads:
@@ -165,10 +178,22 @@ def common(
         )
     return Call(
         variant=variant, layout=layout, order=order, dtype=ATTENTION_DTYPES[q.dtype], device=q.device,
-        kv_dtype=ATTENTION_DTYPES[k.dtype],
+        kv_dtype=kv_dtype or "",
         heads=heads, kv_heads=kv_heads, head_dim_qk=head_dim_qk, head_dim_v=head_dim_v,
         q=views["q"], k=views["k"], v=views["v"],
     )  # fmt: skip
+
+
+def _packed(k: torch.Tensor, views: Mapping[str, View]) -> tuple[str, int, int]:
+    """Name of a cache of packed rows, and the head dims of its keys and values."""
+    name = latent_name(k)
+    if name is None:
+        sizes = " or ".join(str(row.bytes) for row in LATENT_ROWS.values())
+        raise CallError(f"k has {k.shape[-1]} bytes a token, in {k.dtype}; a cache of latents has {sizes}")
+    if views["k"] != views["v"]:
+        raise CallError(f"values are columns of the same rows: pass the cache of {k.shape[-1]} bytes a token as v, too")
+    row = check_latent_rows(name, k, views["k"].shape[-2])
+    return name, row.columns, next(v for qk, v in KEY_VALUE_DIMS if qk == row.columns)
 
 
 def softmax_scale_of(value: Any) -> float:

@@ -8,9 +8,18 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attngen.dtypes import BESIDE_LATENT_ROWS, LATENT_ROWS
 from attngen.errors import CallError, suggest
-from attngen.runtime.arguments.checked import PAGE_LAYOUTS, mixes, refuse_unreadable
+from attngen.runtime.arguments.checked import (
+    LATENT_DTYPE,
+    PAGE_LAYOUTS,
+    TORCH_DTYPES,
+    mixes,
+    refuse_unreadable,
+)
+from attngen.runtime.arguments.latent_rows import check_latent_rows, latent_name
 from attngen.runtime.arguments.shapes import check_rank, check_written, index_vector
+from attngen.runtime.arguments.torch_state import is_traced
 from attngen.runtime.helpers.operands import check_rotary
 from attngen.runtime.helpers.records import Fields, Flag, OptionalTensor, TensorArgument, Text
 
@@ -124,7 +133,7 @@ def _check_scales(call: Append, batch: int, entries: int) -> bool:
     """Check the scales of a cache in 8 bits; True if they are of pages. Raises CallError, too, for scales of another
     cache."""
     given = {name: getattr(call, name) for name in DESCALES}
-    if call.k_cache.dtype == call.k.dtype:
+    if call.k_cache.dtype in (call.k.dtype, LATENT_DTYPE):
         for name, scale in given.items():
             if scale is not None:
                 raise CallError(f"{name} is for a cache in 8 bits, but {name[0]}_cache has {call.k_cache.dtype}")
@@ -157,6 +166,9 @@ def _check_caches(k: Tensor, v: Tensor, k_cache: Any, v_cache: Any, page_layout:
     middle = "rows x kv_heads" if page_layout == "NHD" else "kv_heads x rows"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_rank(name, cache, 4, f"pages x {middle} x head_dim")
+    latent = latent_name(k_cache)
+    if latent is not None:
+        _check_latent_rows(latent, k, v, k_cache, v_cache, page_layout)
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if (
             cache.dtype != new.dtype
@@ -172,7 +184,7 @@ def _check_caches(k: Tensor, v: Tensor, k_cache: Any, v_cache: Any, page_layout:
             )
         check_written(f"{name}_cache", cache)
         heads = cache.shape[2 if page_layout == "NHD" else 1]
-        if (heads, cache.shape[-1]) != tuple(new.shape[-2:]):
+        if latent is None and (heads, cache.shape[-1]) != tuple(new.shape[-2:]):
             raise CallError(
                 f"{name} has {new.shape[-2]} heads of {new.shape[-1]} numbers, but {name}_cache has {heads} of "
                 f"{cache.shape[-1]}"
@@ -182,6 +194,29 @@ def _check_caches(k: Tensor, v: Tensor, k_cache: Any, v_cache: Any, page_layout:
     if of_k != of_v:
         raise CallError(f"k_cache has {of_k[0]} pages of {of_k[1]} rows, but v_cache has {of_v[0]} of {of_v[1]}")
     return of_k
+
+
+def _check_latent_rows(name: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_layout: str) -> None:
+    """Check new latents and rotary columns, and the cache of rows of both."""
+    row = LATENT_ROWS[name]
+    if (k_cache.shape, k_cache.stride()) != (v_cache.shape, v_cache.stride()) or (
+        not is_traced(k_cache) and k_cache.data_ptr() != v_cache.data_ptr()
+    ):
+        raise CallError(f"a cache of {row.bytes} bytes a token is one tensor: pass it as k_cache and as v_cache")
+    if k.dtype != TORCH_DTYPES[BESIDE_LATENT_ROWS]:
+        raise CallError(
+            f"k has {k.dtype}; a cache of {row.bytes} bytes a token takes {TORCH_DTYPES[BESIDE_LATENT_ROWS]}"
+        )
+    if (k.shape[-1], v.shape[-1]) != (row.rotary, row.latents):
+        raise CallError(
+            f"a cache of {row.bytes} bytes a token takes rotary columns as k and latents as v, of head_dim "
+            f"{row.rotary} and {row.latents}, got {k.shape[-1]} and {v.shape[-1]}"
+        )
+    order = (0, 1, 2, 3) if page_layout == "NHD" else (0, 2, 1, 3)
+    cache = k_cache.permute(order)
+    check_latent_rows(name, cache, cache.shape[2])
+    if cache.shape[2] != k.shape[-2]:
+        raise CallError(f"k has {k.shape[-2]} heads, but k_cache has {cache.shape[2]}")
 
 
 def _check_vectors(batch: int, device: torch.device, **vectors: Any) -> None:

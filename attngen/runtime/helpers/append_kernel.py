@@ -11,6 +11,7 @@ from torch import Tensor
 from attngen.dtypes import CHUNK_BYTES
 from attngen.formats import APPEND, APPEND_VARIANT
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES, contiguous_view
+from attngen.runtime.arguments.latent_rows import latent_name
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, scales_of
 from attngen.runtime.helpers.launches import Changes, Grid, HelperLaunches, Operands, Resized
@@ -64,7 +65,7 @@ def prepare(call: Append, sizes: Sizes, driver: Driver) -> PreparedAppend | str:
     names = [str(dtype).removeprefix("torch.") for dtype in (call.k_cache.dtype, call.k.dtype)]
     missing = f"no package that is found has a kernel that appends to caches of {names[0]}"
     missing += "" if names[0] == names[1] else f" from {names[1]}"
-    cached = ATTENTION_DTYPES.get(call.k_cache.dtype)
+    cached = latent_name(call.k_cache) or ATTENTION_DTYPES.get(call.k_cache.dtype)
     kernels = (one for one in kernels_of(APPEND, APPEND_VARIANT, call.k.dtype) if one.dtype_of("k").name == cached)
     return first_that_takes(
         kernels, call.k.device.index or 0, driver, lambda kernel: prepare_on(kernel, call, sizes, driver), missing

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.runtime.arguments import debug as debugging
+from attngen.runtime.arguments.latent_rows import latent_name, packed, views_of
 from attngen.runtime.helpers.append_arguments import DESCALES, Append, Sizes, scales_of
 
 
@@ -53,6 +54,12 @@ def append(call: Append, sizes: Sizes) -> Tensor | None:
                 _rounded(new, scales[name][of], call.k_cache.dtype)
                 for name, new in zip(DESCALES, (new_k, new_v), strict=True)
             )
+        name = latent_name(call.k_cache)
+        if name is not None:
+            cache = call.k_cache if call.page_layout == "NHD" else call.k_cache.transpose(1, 2)
+            for view, rows in zip(views_of(name, cache), packed(name, new_v, new_k), strict=True):
+                _write(view, rows, place, "NHD")
+            return new_q if call.q_out is None or new_q is None else _into(call.q_out, new_q)
         _write(call.k_cache, new_k, place, call.page_layout)
         _write(call.v_cache, new_v, place, call.page_layout)
         if call.q_out is None or new_q is None:

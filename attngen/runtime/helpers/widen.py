@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen.dtypes import CHUNK_BYTES, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import CHUNK_BYTES, LATENT_ROWS, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.formats import WIDEN, WIDEN_VARIANT
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, contiguous_view
 from attngen.runtime.arguments.given import Given
@@ -54,7 +54,7 @@ class Route:
 
 def mixes_widths(call: Call) -> bool:
     """Whether k and v are a cache in 8 bits beside a wider q."""
-    return call.kv_dtype != call.dtype and call.dtype not in QUANTIZED_DTYPES
+    return call.kv_dtype not in (call.dtype, *LATENT_ROWS) and call.dtype not in QUANTIZED_DTYPES
 
 
 def route_of(request: Request, kernels: Sequence[Kernel], driver: Driver) -> Route | None:

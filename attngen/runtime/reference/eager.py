@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from attngen.dtypes import LATENT_ROWS
 from attngen.lang.eager import evaluate
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.descales import dequantized
 from attngen.runtime.arguments.dropout import kept, rate_of
+from attngen.runtime.arguments.latent_rows import unpacked
 from attngen.runtime.reference.anchor import with_zero_gradients
 from attngen.runtime.reference.listed import listed
 from attngen.runtime.reference.sinks import sinks
@@ -146,12 +148,24 @@ def one_sequence(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: int, place: tuple[int, int, int, int]
 ) -> OneSequence:
     """Return a sequence of a call; ``place`` is its entry of ``lengths``."""
+    sequence = _rows_of(call, q, k, v, b, place)
+    if call.kv_dtype in LATENT_ROWS and call.layout != "paged":
+        k = unpacked(call.kv_dtype, sequence.k[None])[0]
+        return replace(sequence, k=k, v=k[..., : call.head_dim_v])
+    return sequence
+
+
+def _rows_of(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: int, place: tuple[int, int, int, int]
+) -> OneSequence:
+    """A sequence as its tensors have it, but with keys of pages of packed rows as numbers."""
     rows, keys, q_offset, k_offset = place
     if call.order == "bhsd":
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     if call.layout == "paged":
         q = q if call.cu_seqlens_q is not None else q.flatten(0, 1)
         own_k, own_v = (_in_order(call, pages, b, keys) for pages in (k, v))
+        own_v = own_v[..., : call.head_dim_v]  # of packed rows k and v are the same
         return OneSequence(q[q_offset : q_offset + rows], own_k, own_v, b, q_offset, k_offset)
     if call.layout == "dense":
         return OneSequence(q[b], k[b, :keys], v[b, :keys], b, q_offset, k_offset)
@@ -167,10 +181,11 @@ def _in_order(call: Call, pages: torch.Tensor, b: int, keys: int) -> torch.Tenso
     assert call.page_table is not None
     if call.page_layout == "HND":
         pages = pages.transpose(1, 2)
+    packed = call.kv_dtype in LATENT_ROWS
     if not keys:
-        return pages.new_zeros((0, *pages.shape[2:]))
-    listed = call.page_table[b, : -(-keys // call.page_size)].long()
-    return pages[listed].flatten(0, 1)[:keys]
+        return pages.new_zeros((0, pages.shape[2], call.head_dim_qk if packed else pages.shape[3]))
+    own = pages[call.page_table[b, : -(-keys // call.page_size)].long()]
+    return (unpacked(call.kv_dtype, own) if packed else own).flatten(0, 1)[:keys]
 
 
 def joined(

@@ -14,11 +14,13 @@ from attngen.drivers import INSTALL_NVRTC_12, MOST_FOR_CUDA_12, cuda_release, dr
 from attngen.dtypes import (
     ATTENTION_DTYPES,
     BESIDE_CACHES,
+    BESIDE_LATENT_ROWS,
     DESCALE_BLOCKS,
     HEAD_DIM_STEP,
     HEAD_DIMS,
     KEY_VALUE_DIMS,
     KEY_VALUE_DTYPES,
+    LATENT_ROWS,
     PAGE_BLOCK,
     QUANTIZED_DTYPES,
     WIDE_HEAD_DIMS,
@@ -507,12 +509,20 @@ def takes_key_values(request: Request, capability: int) -> bool:
     """Whether a kernel that takes the values from k could be built for a call; none with a v of its own has such head
     dims."""
     call, arch = request.call, arch_of(capability)
-    fits = (call.head_dim_qk, call.head_dim_v) in KEY_VALUE_DIMS and {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
+    fits = (call.head_dim_qk, call.head_dim_v) in KEY_VALUE_DIMS and (
+        {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
+        or (call.kv_dtype in LATENT_ROWS and call.dtype == BESIDE_LATENT_ROWS and call.variant.keys is not None)
+    )
     return fits and arch is not None and arch.wgmma and _v_of_key(request)
 
 
 def _beyond_all_kernels(call: Call, capability: int, key_values: bool = False) -> str | None:
     """Reason why no spec can add a kernel for a call, and what helps instead, or None."""
+    if call.kv_dtype in LATENT_ROWS and (call.dtype != BESIDE_LATENT_ROWS or call.variant.keys is None):
+        return (
+            f"No kernel can be built for q of {call.dtype} with a cache in {call.kv_dtype}, only for keys by index "
+            f"('keys: index') and q of {BESIDE_LATENT_ROWS}; the reference takes others"
+        )
     if call.dtype not in ATTENTION_DTYPES:
         return (
             f"No kernel can be built for {call.dtype}, only for {', '.join(ATTENTION_DTYPES)}; the reference takes it"

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
+from attngen.dtypes import DESCALES, LATENT_ROWS, QUANTIZED_DTYPES
 from attngen.errors import CallError, suggest
 from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.checked import TORCH_DTYPES
+from attngen.runtime.arguments.latent_rows import cache_of
 from attngen.runtime.calls.dispatch import explain, tile_map
 from attngen.runtime.calls.entry import attention
 from attngen.runtime.kernels.module import Kernel, read_kernel
@@ -168,7 +169,11 @@ def _keywords(kernel: Kernel, package: str, work: Workload, one: Tensors) -> dic
 
 def _as_read(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs as a kernel reads them: some want the keys of v side by side, or k and v in other 8 bits than q."""
-    kv_dtype = TORCH_DTYPES[kernel.dtype_of("k").name]
+    name = kernel.dtype_of("k").name
+    if name in LATENT_ROWS:
+        cache = cache_of(name, k)
+        return q, cache, cache
+    kv_dtype = TORCH_DTYPES[name]
     k, v = (tensor if tensor.dtype == kv_dtype else tensor.float().to(kv_dtype) for tensor in (k, v))
     if kernel.v_of_key:
         return q, k, k[..., : kernel.head_dim_v]

@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from attngen.dtypes import CHUNK_BYTES
+from attngen.dtypes import CHUNK_BYTES, LATENT_ROWS
 from attngen.errors import LoadError
 from attngen.runtime.arguments.checked import PAGE_LAYOUTS, TORCH_DTYPES
 from attngen.runtime.device import driver as drivers
@@ -60,7 +60,9 @@ def try_append(kernel: Kernel, device: torch.device | str, seed: int, *, small: 
 
 def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:
     call = _call(kernel, case, device, seed)
-    plain = call._replace(k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone(), q_out=_like(call.q))
+    copy = call.k_cache.clone()
+    one = call.v_cache is call.k_cache
+    plain = call._replace(k_cache=copy, v_cache=copy if one else call.v_cache.clone(), q_out=_like(call.q))
     sizes = check(call)
     prepared = prepare_on(kernel, call, sizes, drivers.current())
     if not isinstance(prepared, PreparedAppend):
@@ -97,11 +99,20 @@ def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Appen
     news = whole(2 * new, batch) if case.packed else torch.full((batch,), new, device=device)
     tokens = int(news.sum()) + (4 if case.packed else 0)  # rows of no sequence
     shape = (tokens,) if case.packed else (batch, new)
+    cached_name = kernel.dtype_of("k").name
+    packed = LATENT_ROWS.get(cached_name)
+    kv_heads = _KV_HEADS if packed is None else 1
     widths = [-(-width // chunk) * chunk for width in (kernel.head_dim_qk, kernel.head_dim_v)]
+    if packed is not None:
+        widths = [packed.rotary, packed.latents]
     entries, rows = (batch, _ROWS) if case.place == "dense" else (_PAGES * (1 + 3 * case.long), _PAGE_SIZE)
-    axes = (rows, _KV_HEADS) if case.page_layout == "NHD" else (_KV_HEADS, rows)
-    cached = TORCH_DTYPES[kernel.dtype_of("k").name]
-    caches = [torch.full((entries, *axes, width), math.nan, dtype=cached, device=device) for width in widths]
+    axes = (rows, kv_heads) if case.page_layout == "NHD" else (kv_heads, rows)
+    if packed is not None:
+        cached = dtype
+        caches = [torch.full((entries, *axes, packed.bytes), 0x7F, dtype=torch.uint8, device=device)] * 2
+    else:
+        cached = TORCH_DTYPES[cached_name]
+        caches = [torch.full((entries, *axes, width), math.nan, dtype=cached, device=device) for width in widths]
     lengths = whole(_ROWS - 2 * new, batch)
     table = slots = starts = cos = sin = q = None
     if case.packed:
@@ -121,7 +132,7 @@ def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Appen
         angles = torch.randn(_POSITIONS, half, generator=generator).to(device)
         cos, sin = angles.cos(), angles.sin()
         q = real(*shape, _HEADS, widths[0])
-    k, v = (real(*shape, _KV_HEADS, width) for width in widths)
+    k, v = (real(*shape, kv_heads, width) for width in widths)
     offsets = whole(_POSITIONS, batch) if case.share == 1.0 else None
     scales: list[Tensor] = []
     if cached != dtype:  # of pages, of heads, or one for all

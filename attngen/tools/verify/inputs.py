@@ -9,17 +9,18 @@ cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngen.dtypes import CHUNK_BYTES, DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import CHUNK_BYTES, DESCALES, LATENT_ROWS, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call, Packing
 from attngen.runtime.arguments.descales import check_descales
+from attngen.runtime.arguments.latent_rows import cache_of, representable
 from attngen.runtime.arguments.paging import Paging, bind_paged
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.launch.expanded import biases_in_whole_rows
@@ -51,7 +52,8 @@ class Inputs:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     paging: Paging | None = None
     page_layout: str = "NHD"
-    packed: Inputs | None = None  # of a call over pages: the same sequences, one after the other
+    #: Of a call over pages, the same sequences one after the other; of a cache of latents in bytes, its columns.
+    packed: Inputs | None = None
     descales: Mapping[str, Tensor] = field(default_factory=dict)  # of quantized q, k and v
     out_dtype: torch.dtype | None = None  # of their output
     by_token: bool = False  # of keys and values alike, which no call has: those of pages, token by token
@@ -103,9 +105,14 @@ class Element:
         """The dtype as torch knows it."""
         return torch_dtype(self.dtype)
 
+    @property
+    def latent_rows(self) -> bool:
+        """Whether rows of k hold 8-bit columns and their scales. Its columns are drawn in the dtype of q."""
+        return self.kv_dtype in LATENT_ROWS
+
     def of(self, name: str) -> str:
-        """Return the dtype of q, k or v."""
-        return self.dtype if name == "q" else self.kv_dtype or self.dtype
+        """Return the dtype of the numbers of q, k or v."""
+        return self.dtype if name == "q" or self.latent_rows else self.kv_dtype or self.dtype
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -140,6 +147,8 @@ def make_inputs(
     }
     fill = _packed if layout == "varlen" else _padded
     filled = {name: fill(*rows[name], shapes[name], generator) for name in shapes}
+    if element.latent_rows:
+        filled["k"] = representable(element.kv_dtype, filled["k"])
     tensors = {name: element.rounded(name, tensor).to(device) for name, tensor in filled.items()}
     cut = {name: _cut(tensors[name], rows[name][0], layout) for name in tensors}
     if element.transposed_v:
@@ -152,7 +161,7 @@ def make_inputs(
     }
     own = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     arguments |= biases_in_whole_rows(variant, own)  # as calls pass them on
-    return Inputs(
+    inputs = Inputs(
         **cut,
         packing=_packing(case, device) if layout == "varlen" else None,
         seqused_k=None if case.used is None else torch.tensor(case.used, dtype=torch.int32, device=device),
@@ -160,6 +169,10 @@ def make_inputs(
         descales=_descales(case, element, generator, device),
         out_dtype=torch_dtype(element.out_dtype) if element.out_dtype else None,
     )
+    if not element.latent_rows:
+        return inputs
+    cache = cache_of(element.kv_dtype, cut["k"])
+    return replace(inputs, k=cache, v=cache, packed=inputs)
 
 
 def by_columns(v: Tensor) -> Tensor:
@@ -224,6 +237,8 @@ def _in_pages(
     shapes = {"q": (case.heads, element.head_dim_qk), "k": (case.kv_heads, element.head_dim_qk)}
     shapes["v"] = (case.kv_heads, element.head_dim_v)
     flat = {name: _cut(_packed(rows[name], rows[name], shapes[name], generator), rows[name], "varlen") for name in rows}
+    if element.latent_rows:
+        flat["k"] = representable(element.kv_dtype, flat["k"])
     table, pages = _paged(case, starts_k, flat["k"], flat["v"], generator)
     equal = len(set(case.q_lengths)) == 1
     page_layout = "HND" if seed % 2 else "NHD"
@@ -232,7 +247,12 @@ def _in_pages(
     flat = {name: element.rounded(name, tensor).to(device) for name, tensor in flat.items()}
     of_keys = element.rounded("k", pages[0]).to(device)
     of_values = element.rounded("v", pages[1]).to(device)
-    if element.v_of_key:
+    if element.latent_rows:
+        flat["v"] = flat["k"][..., : element.head_dim_v]
+        in_order = of_keys.transpose(1, 2) if page_layout == "HND" else of_keys
+        of_keys = cache_of(element.kv_dtype, in_order)
+        of_keys = of_values = of_keys.transpose(1, 2) if page_layout == "HND" else of_keys
+    elif element.v_of_key:
         flat["v"], of_values = flat["k"][..., : element.head_dim_v], of_keys[..., : element.head_dim_v]
     starts_q, starts_k, table = (tensor.to(device) for tensor in (starts_q, starts_k, table))
     longest = case.max_pages * case.page_size  # what shapes of the variant's tensors mean by seqlen_k

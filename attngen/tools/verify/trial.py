@@ -197,6 +197,8 @@ def prepare_case(kernel: Kernel, case: Case, device: torch.device | str, seed: i
     element = element_of(kernel)
     if kernel.transposed_v:
         case = replace(case, used=None)
+    if element.latent_rows:
+        case = replace(case, kv_heads=1)
     kv_dtype, p = kernel.dtype_of("k"), kernel.dtype_of("p")
     probabilities = TORCH_DTYPES[p.name] if p.bytes > kv_dtype.bytes else None  # products widen k and v
     raised: IndexError | None = None

@@ -1,0 +1,279 @@
+"""Caches of latents in 8 bits, of 656 and 584 bytes a token, against float64: keys by index, and appending."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngen
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import Package, package_of_kernels
+from attngen.schema import load_spec
+from attngen.tools.build.pipeline import Prepared, prepare_each
+from tests.gpu.family import compiled_kernels, known
+from tests.gpu.test_decode import on_gpu
+from tests.gpu.test_indexed import lists
+from tests.runtime.latent_caches import FORMS, ROTARY, empty_cache, latent_cache
+
+PACKAGE = "mla_8_bits_tests"
+NAN_BYTE = 0x7F  # NaN in e4m3, in a float32 scale and in bf16
+
+
+def to_build() -> list[Prepared]:
+    return list(prepare_each(load_spec(Path(__file__).with_name("mla_8_bits.yaml")))[0])
+
+
+@known
+def kernels() -> tuple[list[Kernel], Package]:
+    """Compile the kernels of the spec, which alone are known as the package: no other takes a call."""
+    built = compiled_kernels(to_build())
+    return built, package_of_kernels(built, "tests/gpu/test_mla_8_bits")
+
+
+@pytest.fixture(autouse=True)
+def _known() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("kernels whose values are keys are for Hopper")
+    kernels()
+
+
+def close(actual: Any, wanted: Any) -> None:
+    """Assert that output and log-sum-exp are those of float64, up to the rounding of results, of probabilities, and of
+    keys to bf16."""
+    out, lse = actual[0].cpu().double(), actual[1].cpu().double()
+    torch.testing.assert_close(out, wanted[0].double(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse, wanted[1].double(), rtol=1e-3, atol=8e-3)
+    assert not out.isnan().any()
+
+
+def large_cache(name: str, pages: int, page_size: int) -> tuple[Tensor, Tensor]:
+    """A cache of random rows, drawn by whole tensors, and its columns in float64."""
+    latents, group, after = FORMS[name]
+    cache = empty_cache(name, pages, page_size)
+    shape = (pages, page_size, 1)
+    eights = torch.randn(*shape, latents).to(torch.float8_e4m3fn)
+    rotary = torch.randn(*shape, ROTARY).bfloat16()
+    if after:
+        exponents = torch.randint(124, 129, (*shape, 8), dtype=torch.uint8)
+        scales = 2.0 ** (exponents[..., :7].double() - 127)
+        step, begin = cache.stride(0), page_size * 576
+        cache.as_strided((*shape, 576), (step, 576, 576, 1)).copy_(
+            torch.cat((eights.view(torch.uint8), rotary.view(torch.uint8)), -1)
+        )
+        cache.as_strided((*shape, 8), (step, 8, 8, 1), begin).copy_(exponents)
+    else:
+        scales = torch.rand(*shape, 4) + 0.01
+        cache.copy_(torch.cat([part.view(torch.uint8) for part in (eights, scales, rotary)], -1))
+        scales = scales.double()
+    return cache, torch.cat((eights.double() * scales.repeat_interleave(group, -1), rotary.double()), -1)
+
+
+def own_of(variant: str, entries: Tensor, heads: int) -> dict[str, Tensor]:
+    own = {"indices": entries}
+    if variant == "counted_sinks":
+        length = torch.randint(0, entries.shape[-1] + 2, entries.shape[:2], dtype=torch.int32)
+        length[..., 0] = 0
+        own |= {"topk_length": length, "sinks": torch.randn(heads)}
+    return own
+
+
+def dense(
+    variant: str, *, batch: int = 2, queries: int = 3, keys: int = 700, topk: int = 200, heads: int = 16,
+    wrong: float = 0.2,
+) -> None:  # fmt: skip
+    """Compare a dense call over 656 bytes a token. Rows that no list names are NaN."""
+    torch.manual_seed(heads + topk)
+    cache, columns = large_cache("fp8_mla_656", batch, keys)
+    q = torch.randn(batch, queries, heads, 576).bfloat16()
+    block = 16 if variant == "blocks" else 1
+    own = own_of(variant, lists(batch, queries, topk, -(-keys // block), wrong=wrong), heads)
+    named = torch.zeros(batch, keys + block, dtype=torch.bool)
+    for b in range(batch):
+        entries = own["indices"][b].flatten().long()
+        first = entries[(entries >= 0) & (entries <= keys // block)] * block
+        named[b, (first[:, None] + torch.arange(block)).flatten()] = True
+    named = named[:, :keys]
+    cache[~named] = NAN_BYTE
+    call = {"variant": variant, "return_lse": True}
+    exact = torch.where(named[..., None, None], columns, 0.0)
+    wanted = attngen.attention(q.double(), exact, exact[..., :512], backend="reference", **call, **own)
+    on_card = cache.cuda()
+    actual = attngen.attention(q.cuda(), on_card, on_card, package=PACKAGE, **call, **on_gpu(own))
+    close(actual, wanted)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 64, 65, 128, 200])
+@pytest.mark.parametrize("variant", ["listed", "counted_sinks"])
+def test_heads(variant: str, heads: int) -> None:
+    dense(variant, heads=heads, queries=5)
+
+
+@pytest.mark.parametrize("topk", [1, 63, 64, 65, 128, 129, 1000])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_lengths_of_lists(topk: int, heads: int) -> None:
+    dense("listed", topk=topk, heads=heads)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_lists_of_blocks(heads: int) -> None:
+    dense("blocks", topk=30, heads=heads)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0])
+def test_lists_without_wrong_entries_and_of_nothing_else(wrong: float) -> None:
+    dense("listed", wrong=wrong, topk=192, heads=128)
+
+
+@pytest.mark.parametrize(("queries", "heads"), [(1, 32), (1, 128), (70, 128), (300, 32)])
+def test_more_items_than_blocks_and_fewer(queries: int, heads: int) -> None:
+    dense("listed", batch=1, queries=queries, keys=1000, topk=700, heads=heads)
+
+
+def paged(
+    name: str, lengths: list[int], *, heads: int, page_size: int = 64, queries: int = 3, topk: int = 150
+) -> None:  # fmt: skip
+    """Compare a call over pages with float64. Other rows are NaN, and entries of the table beyond lengths are wrong."""
+    torch.manual_seed(page_size + heads)
+    of_sequence = [-(-keys // page_size) for keys in lengths]
+    pages = sum(of_sequence) + 3
+    cache, columns = large_cache(name, pages, page_size)
+    order = torch.randperm(pages).int()
+    table = torch.full((len(lengths), max(of_sequence) + 1), 2**30, dtype=torch.int32)
+    used = torch.zeros(pages, page_size, dtype=torch.bool)
+    for b, (count, keys) in enumerate(zip(of_sequence, lengths, strict=True)):
+        table[b, :count] = order[sum(of_sequence[:b]) :][:count]
+        for key in range(keys):
+            used[table[b, key // page_size], key % page_size] = True
+    columns = torch.where(used[..., None, None], columns, 0.0)
+    if name == "fp8_mla_656":
+        cache[~used] = NAN_BYTE
+    q = torch.randn(len(lengths), queries, heads, columns.shape[-1]).bfloat16()
+    own = {"indices": torch.cat([lists(1, queries, topk, keys) for keys in lengths])}
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    call: dict[str, Any] = {"variant": "listed", "return_lse": True}
+    wanted = attngen.attention_paged(
+        q.double(), columns, columns[..., :512], table, counts, backend="reference", **call, **own
+    )
+    on_card = cache.as_strided((pages * cache.stride(0),), (1,)).cuda().as_strided(cache.shape, cache.stride())
+    for splits in ({}, {"num_splits": 2}, {"split_size": 64}):
+        actual = attngen.attention_paged(
+            q.cuda(), on_card, on_card, table.cuda(), counts.cuda(), package=PACKAGE, **call, **on_gpu(own), **splits
+        )
+        close(actual, wanted)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64])
+def test_listed_keys_in_pages(name: str, heads: int, page_size: int) -> None:
+    paged(name, [0, 5, 100, 900], heads=heads, page_size=page_size)
+
+
+@pytest.mark.parametrize("heads", [8, 128])
+def test_packed_sequences(heads: int) -> None:
+    of_q, of_k = [70, 1, 0, 12], [70, 300, 5, 4]
+    torch.manual_seed(9)
+    starts = [torch.tensor([0, *torch.tensor(of).cumsum(0).tolist()], dtype=torch.int32) for of in (of_q, of_k)]
+    cache, columns = large_cache("fp8_mla_656", 1, sum(of_k))
+    q = torch.randn(sum(of_q), heads, 576).bfloat16()
+    entries = torch.cat([lists(1, 70, 100, keys + 20) for keys in of_k])
+    call = {"max_seqlen_q": 70, "max_seqlen_k": 300, "variant": "listed", "return_lse": True}
+    wanted = attngen.attention_varlen(
+        q.double(), columns[0], columns[0, ..., :512], *starts, backend="reference", indices=entries, **call
+    )
+    on_card = cache[0].cuda()
+    actual = attngen.attention_varlen(
+        q.cuda(), on_card, on_card, *(start.cuda() for start in starts), package=PACKAGE, indices=entries.cuda(), **call
+    )
+    close(actual, wanted)
+
+
+def test_every_byte() -> None:
+    """One key a query: O is its first 512 columns, each rounded once, from the smallest scale to large ones."""
+    torch.manual_seed(2)
+    keys = 256
+    cache, _ = large_cache("fp8_mla_656", 1, keys)
+    eights = torch.arange(256, dtype=torch.int32).to(torch.uint8)[:, None].expand(256, 512).clone()
+    eights[(eights & 0x7F) == NAN_BYTE] = 0x7E
+    scales = torch.tensor([2.0**-100, 3e-30, 0.0123, 1.0, 7.7, 127.9, 255.0]).repeat(147)[: 4 * 256].view(256, 4)
+    cache[0, :, 0, :512] = eights
+    cache[0, :, 0, 512:528] = scales.contiguous().view(torch.uint8)
+    q = torch.randn(1, keys, 16, 576).bfloat16()
+    entries = torch.arange(keys, dtype=torch.int32).view(1, keys, 1)
+    on_card = cache.cuda()
+    out = attngen.attention(
+        (q * 1e-30).cuda(), on_card, on_card, variant="listed", package=PACKAGE, indices=entries.cuda()
+    )
+    assert isinstance(out, Tensor)
+    numbers = eights.view(torch.float8_e4m3fn).double() * scales.double().repeat_interleave(128, -1)
+    wanted = numbers.bfloat16()
+    torch.testing.assert_close(out[0, :, 0].cpu(), wanted, rtol=2**-7, atol=0.0)
+    assert (out[0, :, 0].cpu() == wanted).double().mean() > 0.98
+
+
+def appended(name: str, device: str, **given: Any) -> Tensor:
+    """A cache after new tokens: with NaN, infinity and zeros among them."""
+    torch.manual_seed(4)
+    latents, rotary = torch.randn(3, 7, 1, FORMS[name][0]).bfloat16(), torch.randn(3, 7, 1, ROTARY).bfloat16()
+    latents[0, 0, 0, 64:192] = 0.0
+    latents[1, 2, 0, 130], latents[2, 3, 0, 5] = torch.nan, torch.inf
+    latents *= torch.logspace(-30, 4, 21).view(3, 7, 1, 1)
+    angles = torch.randn(200, ROTARY // 2)
+    table = torch.arange(24, dtype=torch.int32).flip(0).view(3, 8)
+    lengths = torch.tensor([0, 30, 61], dtype=torch.int32)
+    cache = empty_cache(name, 24, 16, fill=9, device=device)
+    attngen.append_kv(
+        rotary.to(device), latents.to(device), cache, cache, lengths.to(device), page_table=table.to(device),
+        rotary_cos=angles.cos().to(device), rotary_sin=angles.sin().to(device), **given,
+    )  # fmt: skip
+    return cache.as_strided((24 * cache.stride(0),), (1,)).cpu()
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_appended_bits_are_those_of_torch(name: str, interleaved: bool) -> None:
+    on_card, on_host = (appended(name, device, rotary_interleaved=interleaved) for device in ("cuda", "cpu"))
+    assert torch.equal(on_card, on_host)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_small_caches_by_hand(name: str) -> None:
+    """The decoding of other tests is that of bytes, one by one."""
+    cache, columns = latent_cache(name, 3, 16)
+    q = torch.randn(1, 2, 16, columns.shape[-1]).bfloat16()
+    table, counts = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.tensor([45], dtype=torch.int32)
+    call = {"variant": "listed", "return_lse": True, "indices": lists(1, 2, 30, 45)}
+    wanted = attngen.attention_paged(
+        q.double(), columns[:, :, None], columns[:, :, None, :512], table, counts, backend="reference", **call
+    )
+    on_card = cache.as_strided((3 * cache.stride(0),), (1,)).cuda().as_strided(cache.shape, cache.stride())
+    call["indices"] = call["indices"].cuda()
+    close(
+        attngen.attention_paged(q.cuda(), on_card, on_card, table.cuda(), counts.cuda(), package=PACKAGE, **call),
+        wanted,
+    )
+
+
+def test_bits_repeat_and_graphs() -> None:
+    torch.manual_seed(1)
+    cache, _ = large_cache("fp8_mla_656", 1, 4096)
+    q, k, entries = torch.randn(1, 77, 128, 576).bfloat16().cuda(), cache.cuda(), lists(1, 77, 2048, 4096).cuda()
+
+    def call() -> tuple[Tensor, Tensor]:
+        out = attngen.attention(q, k, k, variant="listed", indices=entries, return_lse=True, package=PACKAGE)
+        assert isinstance(out, tuple)
+        return out
+
+    first = call()
+    assert all(torch.equal(a, b) for _ in range(10) for a, b in zip(call(), first, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    entries.copy_(lists(1, 77, 2048, 4096))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(call(), captured, strict=True))
