@@ -2,7 +2,7 @@
 
 They overlap in one of two ways. By rows: rows whose keys all lie on the rank are computed first, the others once their
 keys have arrived; in the backward the others come first, and the gradients of their keys return meanwhile. By heads:
-the keys of one KV head are exchanged first, and those of the others arrive while that head is computed. All ranks
+the keys of few KV heads are exchanged first, and those of the others arrive while these are computed. All ranks
 overlap in the same way, since they enter the same collectives.
 """
 
@@ -109,7 +109,8 @@ class RankAttention:
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of q, k and v, and of the tensors ``asked``, in float32."""
         heads, kv_heads = q.shape[2], k.shape[2]
-        head_groups = _head_groups(heads, kv_heads, (1, -1, 1) if self.by_heads else (-1,))
+        first = _first_group(heads, kv_heads)
+        head_groups = _head_groups(heads, kv_heads, (first, -1, first) if self.by_heads else (-1,))
         # Keys travel in two collectives, also for three groups of gradients: behind a third one, which may still wait
         # for other ranks, the first collective of gradients would start only after the next kernel.
         key_groups = self._key_groups(heads, kv_heads)
@@ -181,7 +182,7 @@ class RankAttention:
 
     def _key_groups(self, heads: int, kv_heads: int) -> list[HeadGroup]:
         """The heads whose keys travel together."""
-        return _head_groups(heads, kv_heads, (1, -1) if self.by_heads else (-1,))
+        return _head_groups(heads, kv_heads, (_first_group(heads, kv_heads), -1) if self.by_heads else (-1,))
 
     def _copy_and_add(
         self, streams: Streams, after: Any, put: tuple[Tensor, Tensor] | None, whole: Sequence[Tensor],
@@ -275,6 +276,12 @@ def _sums_dtype(q: Tensor) -> torch.dtype:
 
 def _all(heads: int, kv_heads: int) -> HeadGroup:
     return HeadGroup((0, heads), (0, kv_heads))
+
+
+def _first_group(heads: int, kv_heads: int) -> int:
+    """KV heads that travel first: those of four heads, fewer of which would leave multiprocessors idle, but at most a
+    quarter."""
+    return max(min(-(-4 * kv_heads // max(heads, 1)), kv_heads // 4), 1)
 
 
 def _head_groups(heads: int, kv_heads: int, sizes: tuple[int, ...]) -> list[HeadGroup]:
