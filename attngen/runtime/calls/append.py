@@ -6,12 +6,10 @@ torch, with the same results (``append_torch``).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from attngen.errors import CallError
 from attngen.runtime.arguments.torch_state import is_traced, watching
-from attngen.runtime.helpers.append_arguments import Append, check
+from attngen.runtime.helpers.append_arguments import Append, check, refuse_gradients
 from attngen.runtime.helpers.append_helper import APPEND
 
 
@@ -39,7 +37,8 @@ def append_kv(
     """Append new keys and values to a cache, in place, and return the rotated queries, if there are any.
 
     k is (batch, seqlen_new, kv_heads, head_dim), v the same with its own head_dim; or (total_new, kv_heads, head_dim)
-    with ``cu_seqlens`` (batch + 1,) int32, of which rows after the last sequence are not written. ``cache_seqlens``
+    with ``cu_seqlens`` (batch + 1,) int32, of which rows after the last sequence are not written, or with ``slots``
+    alone, as the tokens of one sequence. ``cache_seqlens``
     (batch,) int32 counts the keys that each sequence had before: new token j of sequence b is at position
     cache_seqlens[b] + j. It is not changed.
 
@@ -77,10 +76,6 @@ def append_kv(
         k, v, k_cache, v_cache, cache_seqlens, page_table, slots, batch_index, cu_seqlens, page_layout, q, q_out,
         rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets, k_descale, v_descale,
     ))  # fmt: skip
-    if torch.is_grad_enabled():
-        for tensor in (k, v, q):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                raise CallError("append_kv is not differentiable; call it under torch.no_grad()")
     rotated: Tensor | None = _traced(call) if is_traced(k) or watching() else APPEND.run(call)
     return rotated
 
@@ -89,6 +84,7 @@ def _traced(call: Append) -> Tensor | None:
     """Call the operator; what is traced is this function and nothing below it."""
     from attngen.runtime.calls import append_operator
 
+    refuse_gradients(call)
     check(call)
     if call.q is not None and call.q_out is None:
         call = call._replace(q_out=call.q.new_empty(call.q.shape))

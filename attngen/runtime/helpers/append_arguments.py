@@ -49,6 +49,14 @@ class Append(NamedTuple):
     k_descale: OptionalTensor = None
     v_descale: OptionalTensor = None
 
+    @property
+    def packed(self) -> bool:
+        """Whether tensors of tokens have no axis of sequences: ``cu_seqlens`` says where each begins, or there is one,
+        whose tokens all have slots."""
+        if self.cu_seqlens is not None:
+            return True
+        return self.slots is not None and isinstance(self.k, Tensor) and self.k.dim() == 3
+
 
 FIELDS = Fields(Append)
 
@@ -77,7 +85,7 @@ def check(call: Append) -> Sizes:
             f"{suggest(str(call.page_layout), PAGE_LAYOUTS)}"
         )
     refuse_unreadable({name: getattr(call, name) for name in FIELDS.tensors})
-    packed = call.cu_seqlens is not None
+    packed = call.packed
     form = "total_new x heads x head_dim with cu_seqlens" if packed else "batch x seqlen_new x heads x head_dim"
     rank = 3 if packed else 4
     for name, tensor in (("k", k), ("v", v), *((("q", q),) if q is not None else ())):
@@ -93,7 +101,9 @@ def check(call: Append) -> Sizes:
         raise CallError("page_table and slots both say where tokens go; pass only one of them")
     if call.batch_index is not None and (table is not None or slots is not None):
         raise CallError("batch_index is for a dense cache; leave it out, or page_table and slots")
-    batch = (index_vector("cu_seqlens", call.cu_seqlens, k.device).shape[0] - 1) if packed else k.shape[0]
+    batch = 1 if packed else k.shape[0]
+    if call.cu_seqlens is not None:
+        batch = index_vector("cu_seqlens", call.cu_seqlens, k.device).shape[0] - 1
     if batch < 0:
         raise CallError("cu_seqlens must have shape (batch + 1,), got (0,)")
     _check_vectors(
@@ -116,6 +126,14 @@ def check(call: Append) -> Sizes:
         raise CallError("a rotation needs positions: give cache_seqlens or rotary_offsets")
     tokens = k.shape[:-2].numel() if batch else 0
     return Sizes(tokens, batch, entries, rows, _check_scales(call, batch, entries))
+
+
+def refuse_gradients(call: Append) -> None:
+    """Raise CallError if something of a call is to be differentiated."""
+    if torch.is_grad_enabled():
+        for tensor in (call.k, call.v, call.q):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise CallError("append_kv is not differentiable; call it under torch.no_grad()")
 
 
 def scales_of(call: Append, sizes: Sizes) -> dict[str, Tensor]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from attngen.runtime.arguments.seen import SeenTensors
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.helpers import append_torch
-from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, check
+from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, check, refuse_gradients
 from attngen.runtime.helpers.append_kernel import PreparedAppend, prepare
 from attngen.runtime.helpers.append_kinds import AppendCalls, kind_of, seen_key, seen_tensors, sizes_of
 from attngen.runtime.helpers.path import Helper, Kind, Prepared
@@ -33,14 +30,12 @@ class AppendHelper(Helper[Append, Sizes]):
     def kind_of(self, call: Append) -> Kind | None:
         return kind_of(call)
 
-    def seen_key(self, call: Append) -> tuple[Any, ...] | None:
-        return seen_key(call)
+    seen_key = staticmethod(seen_key)
+    seen = staticmethod(seen_tensors)
+    sizes_of = staticmethod(sizes_of)
 
-    def seen(self, call: Append) -> SeenTensors | None:
-        return seen_tensors(call)
-
-    def sizes_of(self, call: Append) -> tuple[Any, ...]:
-        return sizes_of(call)
+    def refuse(self, call: Append) -> None:
+        refuse_gradients(call)
 
     def of_kind(self, call: Append, prepared: Prepared) -> AppendCalls:
         assert isinstance(prepared, PreparedAppend)

@@ -35,8 +35,9 @@ _TOKENS = (_K, _V, _Q, _Q_OUT, _SLOTS)
 
 
 def _token_axis(call: Append) -> int:
-    """The axis that counts tokens: the first, or the second if there is a single sequence that is not packed."""
-    return 1 if call.cu_seqlens is None and call.k.shape[0] == 1 else 0
+    """The axis that counts tokens: the first, or the second if there is a single sequence with an axis of its own."""
+    shape = call.k.shape
+    return 1 if shape[0] == 1 and len(shape) == 4 and call.cu_seqlens is None else 0
 
 
 def seen_tensors(call: Append) -> SeenTensors | None:
@@ -59,18 +60,21 @@ def seen_key(call: Append) -> tuple[Any, ...] | None:
     if type(k) not in PLAIN:
         return None
     try:
-        axis = _token_axis(call)
-        many = k.shape[axis] > 1
+        axis, shape = _token_axis(call), k.shape
+        many = shape[axis] > 1
     except (IndexError, RuntimeError):
         return None
-    return registry.generation, axis, many, call.page_layout, interleaved, type(interleaved)
+    return registry.generation, len(shape), axis, many, call.page_layout, interleaved, type(interleaved)
 
 
 def sizes_of(call: Append) -> tuple[Any, ...]:
     """Sizes, as ``kind_of`` has them, of a call whose tensors are like those of an earlier call of its kind."""
     k, v, k_cache, _, lengths, table, slots, index, starts, _, q, q_out, _, _, _, turned, k_descale, v_descale = call
     axis = _token_axis(call)
-    tokens = tuple([one.shape[axis] for one in (k, v, q, q_out, slots) if one is not None])
+    tokens: tuple[int, ...] = (k.shape[axis], v.shape[axis])
+    for rows_of in (q, q_out, slots):
+        if rows_of is not None:
+            tokens += (rows_of.shape[axis],)
     width = stride = -1
     sequences: tuple[int, ...] = () if lengths is None else (lengths.shape[0],)
     if table is not None:
@@ -101,8 +105,7 @@ def kind_of(call: Append) -> Kind | None:
     addresses = [0] * len(FIELDS.tensors)
     try:
         device = k.get_device()
-        # of tokens of one sequence, the second axis counts
-        axis = 1 if starts is None and k.shape[0] == 1 else 0
+        axis = _token_axis(call)
         key: list[Any] = [
             registry.generation, device, axis, page_layout, interleaved, type(interleaved), lengths is None,
             table is None, slots is None, index is None, starts is None, q is None, q_out is None, cos is None,
@@ -157,7 +160,8 @@ class AppendCalls:
         #: The launches of sizes that calls had before.
         self.kept: RecentCache[Resized] = RecentCache(_KEPT_SIZES)
         self._packed = call.cu_seqlens is not None
-        self._one = not self._packed and call.k.shape[0] == 1
+        #: Whether there is a single sequence, of all tokens.
+        self._one = not self._packed and (call.packed or call.k.shape[0] == 1)
         self._seqlen = call.k.shape[-3]
         #: Rows of all heads for each token.
         self._of_token = 2 * call.k.shape[-2] + (0 if call.q is None else call.q.shape[-2])

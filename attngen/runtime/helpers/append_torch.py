@@ -82,7 +82,7 @@ def tokens_of(call: Append, sizes: Sizes) -> Tokens:
     """The new tokens of a call."""
     k, starts = call.k, call.cu_seqlens
     if starts is None:
-        length = k.shape[1]
+        length = k.shape[-3]
         token = torch.arange(sizes.batch * length, device=k.device)
         sequence = token // max(length, 1)
         return Tokens(sequence, token % max(length, 1), torch.ones_like(token, dtype=torch.bool))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from struct import Struct
 from typing import Any
 
 from attngen.errors import LoadError
@@ -11,7 +12,7 @@ from attngen.manifest import Argument
 from attngen.runtime.device.driver import Driver, Frame, Launch
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.kernels.module import Entry, Kernel
-from attngen.runtime.kernels.packing import DESCRIPTOR_BYTES, NUMBERS
+from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, NUMBERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,7 @@ class HelperLaunches:
         if block.resized is not resized:
             block.resize(resized)
         for launch, frame in zip(self._launches, block.frames):  # noqa: B905
-            words = frame.words
-            for place, tensor in launch.pointers:
-                words[place] = addresses[tensor]
+            launch.addresses.pack_into(frame.bytes, 0, *addresses)
             for offset, tensor, tensor_map in launch.descriptors:
                 frame.bytes[offset : offset + DESCRIPTOR_BYTES] = tensor_map.at(addresses[tensor])
         self._driver.launch(block.launches, self._device)
@@ -85,9 +84,10 @@ class HelperLaunches:
 class _Block:
     """The parameters of all launches of a call, which keep their values until the next one."""
 
-    __slots__ = ("_functions", "_pointers", "frames", "launches", "resized")
+    __slots__ = ("_functions", "_pointers", "_start", "frames", "launches", "resized")
 
     def __init__(self, launches: Sequence[_PackedLaunch]) -> None:
+        self._start = launches[0].addresses.size
         self.frames = [Frame(launch.size) for launch in launches]
         self._functions = [launch.function for launch in launches]
         self._pointers = [frame.pointers(launch.offsets) for launch, frame in zip(launches, self.frames, strict=True)]
@@ -95,9 +95,10 @@ class _Block:
         self.resized: Resized | None = None
 
     def resize(self, resized: Resized) -> None:
-        """Enter the numbers of a call of other sizes; all addresses have to be written again."""
+        """Enter the numbers of a call of other sizes; descriptors have to be written again."""
         for frame, (_, numbers) in zip(self.frames, resized):  # noqa: B905
-            frame.bytes[: len(numbers)] = numbers
+            start = self._start
+            frame.bytes[start : start + len(numbers)] = numbers
         self.launches = [
             (function, blocks, *how, pointers)
             for (function, *how), (blocks, _), pointers in zip(self._functions, resized, self._pointers)  # noqa: B905
@@ -106,24 +107,26 @@ class _Block:
 
 
 class _PackedLaunch:
-    """One launch: its function, its numbers, and the places of addresses among its parameters."""
+    """One launch: its function, its numbers, and where its parameters lie: behind the addresses of all tensors."""
 
-    __slots__ = ("_pack", "_places", "_values", "descriptors", "function", "offsets", "pointers", "size")
+    __slots__ = ("_pack", "_places", "_values", "addresses", "descriptors", "function", "offsets", "size")
 
     def __init__(self, direction: str, operands: Operands, grid: Grid, driver: Driver, device: int) -> None:
         layout, tensors = grid.entry.layout, operands.tensors
-        #: Index of 8 bytes and of a tensor for each address; byte and tensor of each descriptor, with its maker.
-        self.pointers: list[tuple[int, int]] = []
+        #: What packs the addresses of all tensors.
+        self.addresses = Struct(f"{len(tensors)}Q{-8 * len(tensors) % DESCRIPTOR_ALIGNMENT}x")
+        self.offsets = [self.addresses.size + offset for offset in layout.offsets]
+        #: Byte and tensor of each descriptor, with its maker.
         self.descriptors: list[tuple[int, int, TensorMap]] = []
         sizes = {**operands.sizes, **grid.sizes}
-        for parameter in layout.parameters:
+        for place, parameter in enumerate(layout.parameters):
             of = parameter.of or ""
             if parameter.kind == "pointer":
                 if of not in tensors:
                     raise LoadError(f"parameter '{parameter.name}': no tensor is called '{parameter.of}'")
-                self.pointers.append((parameter.offset // 8, tensors.index(of)))
+                self.offsets[place] = 8 * tensors.index(of)
             elif parameter.kind == "descriptor" and of in operands.maps:
-                self.descriptors.append((parameter.offset, tensors.index(of), operands.maps[of](parameter)))
+                self.descriptors.append((self.offsets[place], tensors.index(of), operands.maps[of](parameter)))
             elif parameter.kind not in NUMBERS:
                 raise LoadError(f"parameter '{parameter.name}': {direction} has no such number")
         self._pack = grid.entry.packer
@@ -136,7 +139,7 @@ class _PackedLaunch:
                 raise LoadError(f"parameter '{parameter.name}': {direction} has no such number")
             self._places[(of, parameter.axis) if parameter.kind == "stride" else of] = len(self._values)
             self._values.append(number)
-        self.offsets, self.size = layout.offsets, self._pack.size
+        self.size = self.addresses.size + self._pack.size
         function, _, threads, shared, how = grid.entry.launch_on(driver, device, grid.blocks)
         #: What the driver takes of a launch, without blocks and parameters.
         self.function = function, grid.threads or threads, shared, how

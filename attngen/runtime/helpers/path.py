@@ -88,6 +88,9 @@ class Helper(ABC, Generic[Record, Sizes]):
     def prepare(self, call: Record, sizes: Sizes, driver: Driver) -> Prepared | str:
         """Launches of a checked call, or the reason why no kernel takes it."""
 
+    def refuse(self, call: Record) -> None:
+        """Raise CallError for what a call may not have, whatever its sizes; not asked of calls that are recognized."""
+
     def kind_of(self, call: Record) -> Kind | None:
         """Kind of a call; None if it is prepared with its sizes."""
         return None
@@ -120,6 +123,7 @@ class Helper(ABC, Generic[Record, Sizes]):
                 resized = alike[1].kept[numbers] or alike[1].resized(numbers)
                 if resized is not None:
                     return alike[1].prepared.run(call, addresses, resized)
+        self.refuse(call)
         tensors = self.fields.tensors_of(call)
         if not plain:
             refuse(self.name, tensors)
