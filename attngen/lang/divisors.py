@@ -56,6 +56,7 @@ class Divisor:
 
 
 @lru_cache(maxsize=4096)
+@lru_cache(4096)  # calls of new sizes divide by the same few numbers
 def reciprocal(divisor: int) -> int:
     """The reciprocal in a kernel's ``Divisor``, as a signed number of 32 bits; 0 for a divisor below 1 (unused).
 

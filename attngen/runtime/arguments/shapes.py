@@ -198,6 +198,8 @@ def _packed(k: torch.Tensor, views: Mapping[str, View]) -> tuple[str, int, int]:
 
 def softmax_scale_of(value: Any) -> float:
     """Return a softmax_scale as a float, or raise CallError."""
+    if type(value) is float and 0.0 < value <= FLOAT32_MAX:  # as most calls have it
+        return value
     if (
         isinstance(value, bool | torch.Tensor)
         or not isinstance(value, numbers.Real)

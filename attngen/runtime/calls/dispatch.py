@@ -79,8 +79,12 @@ def run(given: Given) -> Any:
     everything (``_PREPARED``). If it is new, it is checked, and a kernel is selected and prepared for it.
     """
     lookup = _seen_key(given)  # None from where on the call is not to be remembered
-    if lookup is not None and (alike := _known(_SEEN, lookup[0])):
-        addresses = alike[0].addresses(given, lookup[1])
+    if lookup is not None:
+        try:
+            alike: Any = _SEEN[lookup[0]]
+        except TypeError:  # see _known
+            alike = None
+        addresses = alike[0].addresses(given, lookup[1]) if alike else None
         if addresses is not None and not (debugging.active() or is_tracing() or transforms_active()):
             prepared, sized = alike[1], None
             if isinstance(prepared, RaggedCalls):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import gcd
 
 from attngen.errors import LoadError
@@ -117,6 +117,7 @@ def _section(launch: Launch, call: Call, units: int, *, by_keys: bool) -> int:
     return max(min(kv_heads * (1 if launch.pack_gqa else group_of(call)), units), 1)
 
 
+@lru_cache(1024)
 def balanced(wanted: int, every: int, most: int) -> int:
     """Units of a section, out of ``every`` unit: between 5/8 of the wanted number and ``most``, the largest number that
     fills the last section best.

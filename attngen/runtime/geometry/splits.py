@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attngen.dtypes import MERGED_ROWS
@@ -67,13 +68,10 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
     """
     group = call.heads // max(call.kv_heads, 1)
     listed = call.variant.keys is not None
-    blocks_of_rows = max(-(-(group if listed else call.seqlen_q * group) // launch.tile_m), 1)
-    together = blocks_of_rows
-    if call.split_size and launch.row_blocks == 1:
-        together = max(-(-group // launch.tile_m), _FIXED_ROW_WARPS)
-    row_bits = min((together - 1).bit_length(), launch.row_warps.bit_length() - 1)
-    row_units = -(-blocks_of_rows // (1 << row_bits))
-    query_rows = row_units * launch.tile_m << row_bits
+    shared = launch.row_blocks == 1  # the blocks of a cluster share the keys of a unit, or its rows
+    rows = group if listed else call.seqlen_q * group
+    together = max(-(-group // launch.tile_m), _FIXED_ROW_WARPS) if call.split_size and shared else 0
+    row_bits, row_units, query_rows = _rows_of_units(rows, launch.tile_m, launch.row_warps, together)
     if listed:
         row_units *= call.seqlen_q
     units = call.batch * call.kv_heads * row_units
@@ -87,7 +85,6 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
     elif call.num_splits:
         split_tiles = -(-kv_tiles // call.num_splits)
     max_splits = -(-kv_tiles // split_tiles) if split_tiles else 1
-    shared = launch.row_blocks == 1  # the blocks of a cluster share the keys of a unit, or its rows
     if shared:
         clustered = not split_tiles and _clustered(units, kv_tiles, launch.cluster, capacity)
         size, least = launch.cluster, _LEAST_TILES_OF_BLOCK * (launch.cluster if clustered else 1)
@@ -97,7 +94,7 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
     useful = max(-(-units * kv_tiles // least), units, 1)
     blocks = cluster * min(at_once, useful)
     merged = not shared and not split_tiles  # by a launch, so that nobody has to find out who comes last
-    sizes = {
+    return {
         "row_bits": row_bits,
         "row_warps": 1 << row_bits,
         "row_units": row_units,
@@ -109,11 +106,21 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
         "split_slots": units * max_splits if split_tiles else 2 * blocks // (1 if shared else cluster),
         "split_counters": units * (1 if shared else cluster) if split_tiles else 0 if merged else blocks,
         "merge_blocks": blocks // cluster * (launch.tile_m << row_bits) // MERGED_ROWS if merged else 0,
+        "batch_reciprocal": reciprocal(call.batch),
+        "row_units_reciprocal": reciprocal(row_units),
+        "query_rows_reciprocal": reciprocal(query_rows),
+        "split_tiles_reciprocal": reciprocal(split_tiles),
     }
-    divisors = {"batch": call.batch, "row_units": row_units, "query_rows": query_rows, "split_tiles": split_tiles}
-    for name, divisor in divisors.items():
-        sizes[f"{name}_reciprocal"] = reciprocal(divisor)
-    return sizes
+
+
+@lru_cache(1024)
+def _rows_of_units(rows: int, tile_m: int, row_warps: int, together: int) -> tuple[int, int, int]:
+    """Bits of the number of warps with rows of their own, units of a KV head's ``rows``, and the rows of all of them.
+    ``together``: so many warps as a call fixes; 0: what the rows fill."""
+    blocks = max(-(-rows // tile_m), 1)
+    row_bits = min(((together or blocks) - 1).bit_length(), row_warps.bit_length() - 1)
+    row_units = -(-blocks // (1 << row_bits))
+    return row_bits, row_units, row_units * tile_m << row_bits
 
 
 def _clustered(units: int, kv_tiles: int, cluster: int, capacity: Capacity) -> bool:

@@ -67,7 +67,7 @@ class Sized:
     grids and numbers."""
 
     __slots__ = (
-        "functions", "lse_shape", "lse_strides", "out_shape", "rows", "split_counters", "template", "token",
+        "functions", "launches", "lse_shape", "lse_strides", "out_shape", "rows", "split_counters", "template", "token",
         "words", "workspaces",
     )  # fmt: skip
 
@@ -88,6 +88,8 @@ class Sized:
         self.template = b""
         #: Rows of the tensor of each descriptor; 0: as many as it was made for.
         self.rows: Sequence[int] = ()
+        #: The block that was last launched with these sizes, and its launches.
+        self.launches: tuple[_Block, list[Launch]] | None = None
         self.token = next(_TOKENS)
 
 
@@ -400,7 +402,11 @@ class _Block:
     def resize(self, sized: Sized) -> None:
         """Enter the numbers of a call of other sizes."""
         self.bytes[self._moving : self._moving + len(sized.template)] = sized.template
-        self.launches = [(*function, at) for function, at in zip(sized.functions, self._pointers)]  # noqa: B905
+        made = sized.launches
+        if made is None or made[0] is not self:
+            launches = [(*function, at) for function, at in zip(sized.functions, self._pointers)]  # noqa: B905
+            made = sized.launches = self, launches
+        self.launches = made[1]
         self.sized, self.divided_by = sized, ()
 
 

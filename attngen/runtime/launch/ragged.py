@@ -15,7 +15,7 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.launches import Sized
 from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.registry.binding import bind_call
-from attngen.runtime.registry.select import card_of, fastest, first_choices, splits_keys, typical_sizes
+from attngen.runtime.registry.select import card_of, fastest, first_choices, splits_keys, typical_sizes, usual_queries
 
 #: Sizes that are kept for each kind of call, of about a kilobyte each.
 _KEPT_SIZES = 1024
@@ -81,11 +81,19 @@ class RaggedCalls:
         if len(kernels) == 1:
             return kernels[0]
         sizes = typical_sizes(call)
+        return self._chosen[sizes] or self._choose(kernels, sizes)
+
+    def _choose(self, kernels: Sequence[Kernel], sizes: tuple[int, int, int]) -> Kernel:
+        """The kernel for typical sizes. Those for other numbers of queries of as many sequences are chosen, too: a
+        server's next call has another mean."""
+        call = self._call
+        call.extents = extents_of(call)
+        batch, _, keys = sizes
+        for queries in {sizes[1], *usual_queries(call)}:
+            alike = batch, queries, keys
+            self._chosen.put(alike, fastest(kernels, call, self._card, alike))
         kernel = self._chosen[sizes]
-        if kernel is None:
-            call.extents = extents_of(call)
-            kernel = fastest(kernels, call, self._card)
-            self._chosen.put(sizes, kernel)
+        assert kernel is not None
         return kernel
 
     def _prepare(self, kernel: Kernel, given: Given) -> PreparedCall:

@@ -105,7 +105,7 @@ def in_order(kernels: Sequence[Kernel], call: Call | None, card: Card) -> Iterat
     """Yield the candidates as ``preferred`` lists them; times are predicted where they decide, when that is asked."""
     for alike in _by_rank(kernels, call is not None and splits_keys(call)):
         fit = alike if call is None else [kernel for kernel in alike if _against_form(kernel, call) is None]
-        yield from _by_time(alike, fit, call, card)
+        yield from _by_time(alike, fit, _typical(call), card)
 
 
 def _by_rank(kernels: Sequence[Kernel], splits: bool) -> list[list[Kernel]]:
@@ -133,20 +133,26 @@ def first_choices(kernels: Sequence[Kernel], splits: bool) -> Sequence[Kernel]:
     return _by_rank(kernels, splits)[0]
 
 
-def fastest(kernels: Sequence[Kernel], call: Call, card: Card) -> Kernel:
-    """The one of the ``first_choices`` that is predicted to be the fastest for a call."""
-    return _by_time(kernels, kernels, call, card)[0]
+def fastest(kernels: Sequence[Kernel], call: Call, card: Card, sizes: tuple[int, int, int]) -> Kernel:
+    """The one of the ``first_choices`` that is predicted to be the fastest for calls of typical sizes; ``call``: one of
+    their kind."""
+    return _by_time(kernels, kernels, _of_sizes(call, sizes), card)[0]
+
+
+def _typical(call: Call | None) -> Call | None:
+    """A ragged call with its typical sizes; any other call as it is."""
+    return _of_sizes(call, typical_sizes(call)) if call is not None and call.ragged else call
 
 
 def _by_time(kernels: Sequence[Kernel], fit: Sequence[Kernel], call: Call | None, card: Card) -> Sequence[Kernel]:
-    """Candidates of one rank, the fastest by prediction first. ``fit``: those that take calls of this form."""
+    """Candidates of one rank, the fastest by prediction first. ``fit``: those that take calls of this form; ``call``:
+    of typical sizes, if it is ragged."""
     if len(kernels) == 1:
         return kernels
     rivals = [kernel for kernel in fit if kernel.times]
     times: dict[Kernel, float] = {}
     if len(rivals) > 1:
-        alike = _typical(call) if call is not None and call.ragged else call
-        times = {kernel: _time(kernel, alike, card) for kernel in rivals}
+        times = {kernel: _time(kernel, call, card) for kernel in rivals}
 
     def rank(kernel: Kernel) -> tuple[float, int, bool, bool]:
         # The time, then what was measured to be faster on this card; sums in a fixed order, which take longer, last.
@@ -160,15 +166,39 @@ def _by_time(kernels: Sequence[Kernel], fit: Sequence[Kernel], call: Call | None
     return sorted(kernels, key=rank)
 
 
+#: Tiles of a sequence that batches of decoding and prompts have in the mean.
+_USUAL_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+#: Rows of the smallest tile of queries, which is as full for any fewer.
+_TILE_ROWS = 64
+
+#: Sequences times KV heads from which on more of them only take more turns.
+_MANY_UNITS = 1024
+
+
 def typical_sizes(call: Call) -> tuple[int, int, int]:
-    """Sequences of a ragged call, and queries and keys of each, rounded up to powers of two; of queries, which decide
-    how full tiles are, also to halves between them.
+    """Sequences of a ragged call, and queries and keys of each, rounded up: keys and sequences to powers of two, keys
+    in pages to powers of four, and queries, which decide how full tiles are, to tiles of their rows.
 
     They decide between kernels for all calls that are about alike: lengths of ragged calls never repeat, and the host
     does not know those of each sequence anyway.
     """
     seqlen_q, seqlen_k = lengths(call)
-    return rounded(call.batch, 1), rounded(seqlen_q, 2), rounded(seqlen_k, 1)
+    many = -(-_MANY_UNITS // call.kv_heads)
+    keys = rounded(seqlen_k, 1)
+    if call.page_size:
+        keys <<= keys.bit_length() % 2 == 0
+    return rounded(min(call.batch, many), 1), tile_queries(-(-seqlen_q * group_of(call) // _TILE_ROWS), call), keys
+
+
+def tile_queries(tiles: int, call: Call) -> int:
+    """Queries of a sequence that fill so many of the smallest tiles, rounded up to two binary digits."""
+    return -(-rounded(tiles, 2) * _TILE_ROWS // group_of(call))
+
+
+def usual_queries(call: Call) -> list[int]:
+    """The queries of a sequence, among typical sizes, of calls of a server."""
+    return [tile_queries(tiles, call) for tiles in _USUAL_TILES]
 
 
 def rounded(number: int, digits: int) -> int:
@@ -177,9 +207,9 @@ def rounded(number: int, digits: int) -> int:
     return -(-number >> zeros) << zeros
 
 
-def _typical(call: Call) -> Call:
-    """The same ragged call with its typical sizes."""
-    batch, seqlen_q, seqlen_k = typical_sizes(call)
+def _of_sizes(call: Call, sizes: tuple[int, int, int]) -> Call:
+    """The same ragged call with other sequences, and queries and keys of each."""
+    batch, seqlen_q, seqlen_k = sizes
     total_k = seqlen_k if call.page_size else batch * seqlen_k
     return replace(call, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, total_q=batch * seqlen_q, total_k=total_k)
 
