@@ -30,7 +30,7 @@ from vllm.v1.attention.ops import dcp
 
 from attngen.integrations import engines
 from attngen.integrations.engines import Choice, Layer, Mask, Step
-from attngen.integrations.vllm import NAME
+from attngen.integrations.vllm import MLA_NAME, NAME
 from attngen.runtime.calls.append import append_kv
 from attngen.runtime.calls.entry import attention_paged, attention_varlen
 from attngen.runtime.calls.merge import merge
@@ -119,7 +119,7 @@ class AttngenBackend(AttentionBackend):
             "dtype not supported": f"dtype {given['dtype']} is not torch.float16 or torch.bfloat16",
             "kv_cache_dtype not supported": f"a cache in {given.get('kv_cache_dtype')}; there are "
             f"{', '.join(cls.supported_kv_cache_dtypes)}",
-            "MLA not supported": "MLA: no kernel of attngen reads latent keys from pages",
+            "MLA not supported": f"MLA: --attention-backend {MLA_NAME} serves it",
             "sparse not supported": "sparse attention: no kernel of attngen takes a list of keys from vLLM",
             "compute capability not supported": capability and engines.card_reason(capability.major, capability.minor),
         }
@@ -186,7 +186,7 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         scheduler = vllm_config.scheduler_config
         parallel = vllm_config.parallel_config
-        self._mask = _configured_mask(vllm_config)
+        self._mask = configured_mask(vllm_config)
         self._rswa = vllm_config.model_config.rswa_window is not None
         self._prompts: Tensor | None = None
         if self._rswa:
@@ -310,7 +310,7 @@ class AttngenImpl(AttentionImpl):
         self._window, self._softcap = sliding_window, float(logits_soft_cap or 0.0)
         config = get_current_vllm_config_or_none()
         self._split_size = engines.INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else None
-        self._mask = None if attn_type != AttentionType.DECODER or config is None else _configured_mask(config)
+        self._mask = None if attn_type != AttentionType.DECODER or config is None else configured_mask(config)
         if self._mask is not None and not self._mask.for_window(sliding_window):
             self._mask = None
         self._rswa = None if config is None or config.model_config is None else config.model_config.rswa_window
@@ -381,9 +381,8 @@ class AttngenImpl(AttentionImpl):
                 "v_descale": engines.scale_of_tokens(layer._v_scale, self.num_kv_heads),
             }
         append_kv(
-            key[None, :tokens], value[None, :tokens], self._keys, self._values, slots=slot_mapping[None],
-            page_layout="HND", **scales,
-        )  # fmt: skip
+            key[:tokens], value[:tokens], self._keys, self._values, slots=slot_mapping, page_layout="HND", **scales
+        )
 
     def _bind(self, device: torch.device) -> _Bound:
         """Make the layer's variants, now that tensors have a device."""
@@ -472,7 +471,7 @@ class _Bound(NamedTuple):
     both_ways: Choice
 
 
-def _configured_mask(config: VllmConfig) -> Mask | None:
+def configured_mask(config: VllmConfig) -> Mask | None:
     """The user's mask: ``{"attngen": …}`` of ``--additional-config``, else the environment's."""
     more = config.additional_config
     return engines.configured(more.get("attngen") if isinstance(more, Mapping) else None)

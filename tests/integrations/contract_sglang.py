@@ -64,5 +64,5 @@ def test_mla_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_backend, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=None))
     runner = runner_of(ENGINE, Case(), None, torch.empty(0))
     runner.model_config.attention_arch = AttentionArch.MLA
-    with pytest.raises(ValueError, match="does not serve MLA: no kernel of attngen reads latent keys from pages"):
+    with pytest.raises(ValueError, match="does not serve MLA: it does not know the pools of latent rows"):
         sglang_backend.AttngenAttnBackend(runner)

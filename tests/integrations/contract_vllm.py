@@ -28,18 +28,20 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, mla_attention
 from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend
 from vllm.model_executor.layers.attention.encoder_only_attention import create_encoder_only_attention_backend
 from vllm.utils import torch_utils
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
 
 from attngen.integrations import vllm as plugin
-from tests.integrations import engine_batches, vllm_cases
+from tests.integrations import engine_batches, vllm_cases, vllm_mla_cases
 from tests.integrations.vllm_cases import CASES, Case, Engine, check
 
 TINY = {
@@ -127,7 +129,7 @@ def test_configurations() -> None:
     assert validate(**{**given, "kv_cache_dtype": "fp8_e5m2"}) == [
         "a cache in fp8_e5m2; there are auto, float16, bfloat16, fp8, fp8_e4m3"
     ]
-    assert "MLA: no kernel of attngen reads latent keys from pages" in validate(**{**given, "use_mla": True})
+    assert "MLA: --attention-backend ATTNGEN_MLA serves it" in validate(**{**given, "use_mla": True})
     assert validate(**{**given, "dtype": torch.float32}) == [
         "dtype torch.float32 is not torch.float16 or torch.bfloat16"
     ]
@@ -241,3 +243,70 @@ def test_chunks_by_their_wrapper(engine: Engine) -> None:
     torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
     again = builder.update_block_table(built, made.table, made.slots)
     assert torch.equal(again.block_table, built.block_table)
+
+
+def mla(name: str) -> Any:
+    plugin.register()
+    if name == "prefill":
+        return MLAPrefillBackendEnum["ATTNGEN"].get_class()
+    return AttentionBackendEnum["ATTNGEN_MLA"].get_class()
+
+
+def test_latent_attention_is_configured() -> None:
+    hopper = SimpleNamespace(major=9, minor=0)
+    given: dict[str, Any] = {
+        "head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64, "use_mla": True,
+        "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+        "device_capability": hopper, "attn_type": "decoder", "use_batch_invariant": True,
+    }  # fmt: skip
+    backend = mla("decode")
+    assert backend.is_mla()
+    assert backend.validate_configuration(**given) == []
+    for changed in (
+        {"head_size": 320}, {"kv_cache_dtype": "fp8"}, {"use_mla": False}, {"use_sparse": True}, {"block_size": 8},
+        {"device_capability": SimpleNamespace(major=8, minor=0)},
+    ):  # fmt: skip
+        assert len(backend.validate_configuration(**{**given, **changed})) == 1, changed
+    assert AttentionConfig(mla_prefill_backend="ATTNGEN").mla_prefill_backend is MLAPrefillBackendEnum["ATTNGEN"]
+    dimensions = SimpleNamespace(dtype=torch.bfloat16, mla_dimensions=MLADimensions(
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    ))  # fmt: skip
+    assert mla("prefill").validate_configuration(hopper, dimensions) == []
+
+
+@pytest.mark.parametrize("queries", [(1, 1, 1), (1, 5, 3)])
+def test_latent_attention_of_few_queries(engine: Engine, queries: tuple[int, ...]) -> None:
+    """vLLM's own builder and base classes; the layer, its projections and the cache update are not needed for this."""
+    config, backend, made = engine.config(), mla("decode"), vllm_mla_cases.decode(queries, (40, 33, 7))
+    latent = {
+        "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128
+    }  # fmt: skip
+    prefill = mla("prefill")(
+        num_heads=3, scale=vllm_mla_cases.SCALE, vllm_config=config,
+        **{name: size for name, size in latent.items() if name != "q_lora_rank"},
+    )  # fmt: skip
+    layer = SimpleNamespace(**latent, prefill_backend=prefill, num_heads=3)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    with (
+        engine.current(config),
+        mock.patch.object(mla_attention, "get_num_attention_heads_from_layers", return_value=3),
+        mock.patch.object(ModelConfig, "get_head_size", return_value=576),
+    ):
+        config.compilation_config.static_forward_context["layer"] = layer
+        impl = backend.get_impl_cls()(
+            3, 576, vllm_mla_cases.SCALE, 1, None, None, "auto", None, AttentionType.DECODER, None, **latent,
+            qk_head_dim=192, kv_b_proj=None,
+        )  # fmt: skip
+        builder = backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
+        built = builder.build(0, made.common(CommonAttentionMetadata))
+    assert (built.num_decodes, built.num_prefills) == (3, 0)
+    made.check(impl, built, in_two_parts=True)
+
+
+def test_prompts_of_latent_attention(engine: Engine) -> None:
+    vllm_mla_cases.check_prompts(
+        mla("prefill")(
+            num_heads=3, scale=vllm_mla_cases.SCALE, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+            v_head_dim=128, vllm_config=engine.config(),
+        )
+    )  # fmt: skip

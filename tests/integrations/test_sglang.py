@@ -45,6 +45,18 @@ def test_results(cases: Any, name: str) -> None:
     cases.check(engine(cases), cases.CASES[name])
 
 
+@pytest.mark.parametrize(
+    ("mode", "extents", "decodes"),
+    [
+        ("EXTEND", [5, 7, 1, 1], -2), ("EXTEND", [1, 5], 1), ("EXTEND", [1, 1, 5, 1], 2), ("EXTEND", [5, 1, 7], None),
+        ("EXTEND", [1, 1], None), ("EXTEND", None, None), ("DECODE", [5, 1], None), ("TARGET_VERIFY", [4, 1], None),
+    ],
+)  # fmt: skip
+def test_requests_that_decode_beside_prompts(cases: Any, mode: str, extents: Any, decodes: int | None) -> None:
+    batch = SimpleNamespace(forward_mode=sglang_stub.ForwardMode[mode], extend_seq_lens_cpu=extents)
+    assert cases.sglang_backend._decodes(batch) == decodes
+
+
 def test_a_mask_of_ones_own(cases: Any) -> None:
     mask = engines.Mask(attngen.variant("q_pos >= kv and (q_pos - kv < 4 or kv % 8 == 0)", name="landmarks"))
     case = cases.Case(mask=mask, seen=lambda b, q, kv: (q >= kv) & ((q - kv < 4) | (kv % 8 == 0)))
@@ -56,7 +68,7 @@ def test_a_mask_of_ones_own(cases: Any) -> None:
     [
         (
             lambda runner: setattr(runner.model_config, "attention_arch", sglang_stub.AttentionArch.MLA),
-            "MLA: no kernel",
+            "MLA: it does not know",
         ),
         (lambda runner: setattr(runner, "is_draft_worker", True), "draft models"),
         (lambda runner: setattr(runner.kv_index_translator, "is_translating", True), "--enable-unified-memory"),

@@ -151,7 +151,7 @@ def test_what_is_not_served_is_said_in_words(cases: Any) -> None:
     assert validate(**{**given, "head_size": 512}, kv_cache_dtype="fp8") == [
         "head size 512 over a cache in fp8 is not a multiple of 8 from 8 to 256"
     ]
-    assert "MLA: no kernel of attngen reads latent keys from pages" in validate(**{**given, "use_mla": True})
+    assert "MLA: --attention-backend ATTNGEN_MLA serves it" in validate(**{**given, "use_mla": True})
     assert any("the card is sm89" in reason for reason in validate(**{**given, "device_capability": ada}))
     apart = validate(**given, use_dcp=True, has_sliding_window=True)
     assert apart == ["a sliding window with decode context parallelism: a rank's keys are not consecutive"]
@@ -227,15 +227,30 @@ def test_parts_of_ranks_are_joined(cases: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_registering_twice_is_the_same_as_once(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from attngen.integrations import vllm
 
-    calls = []
-    registry = sys.modules["vllm.v1.attention.backends.registry"]
-    members: dict[str, Any] = {}
-    monkeypatch.setattr(registry, "AttentionBackendEnum", SimpleNamespace(__members__=members))
-    monkeypatch.setattr(registry, "register_backend", lambda key, path: calls.append((key, path)))
+    paths: dict[Any, str] = {}
+    members: dict[str, dict[str, Any]] = {}
+    for module, enum, register in (
+        ("vllm.v1.attention.backends.registry", "AttentionBackendEnum", "register_backend"),
+        ("vllm.v1.attention.backends.mla.prefill.registry", "MLAPrefillBackendEnum", "register_mla_prefill_backend"),
+    ):
+        known = members[enum] = {}
+
+        def note(key: Any, path: str, known: dict[str, Any] = known, enum: str = enum) -> None:
+            if isinstance(key, str):
+                assert key not in known
+                known[key] = (enum, key)
+                key = known[key]
+            paths[key] = path
+
+        monkeypatch.setattr(sys.modules[module], enum, SimpleNamespace(__members__=known))
+        monkeypatch.setattr(sys.modules[module], register, note)
     vllm.register()
-    members["ATTNGEN"] = member = object()
+    once = dict(paths)
     vllm.register()
-    path = "attngen.integrations.vllm_backend.AttngenBackend"
-    assert calls == [("ATTNGEN", path), (member, path)]
-    module, _, name = path.rpartition(".")
-    assert getattr(importlib.import_module(module), name).get_name() == "ATTNGEN"
+    assert paths == once
+    assert {enum: set(known) for enum, known in members.items()} == {
+        "AttentionBackendEnum": {"ATTNGEN", "ATTNGEN_MLA"}, "MLAPrefillBackendEnum": {"ATTNGEN"}
+    }  # fmt: skip
+    for (_, name), path in paths.items():
+        module, _, of = path.rpartition(".")
+        assert getattr(importlib.import_module(module), of).get_name() == name

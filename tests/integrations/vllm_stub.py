@@ -10,12 +10,14 @@ import sys
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from tests.integrations.stubs import module_tree
+
+Decode = TypeVar("Decode")
 
 
 class AttentionType(str, Enum):
@@ -103,6 +105,74 @@ class Registry(Enum):
     FLASH_ATTN = "flash"
 
 
+class QueryLenSupport(Enum):
+    SINGLE_ONLY = "single_only"
+    UNIFORM = "uniform"
+    VARLEN = "varlen"
+
+
+class MLACommonBackend(AttentionBackend):
+    pass
+
+
+@dataclass
+class MLACommonDecodeMetadata:
+    block_table: Tensor
+    seq_lens: Tensor
+    dcp_tot_seq_lens: Tensor | None
+
+
+@dataclass
+class MLACommonMetadata(Generic[Decode]):
+    num_decode_tokens: int
+    slot_mapping: Tensor
+    decode: Decode | None = None
+
+
+class MLACommonMetadataBuilder(AttentionMetadataBuilder):
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, metadata_cls: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.metadata_cls = metadata_cls
+
+    def build(self, common_prefix_len: int, common: CommonAttentionMetadata) -> Any:
+        """Metadata of a batch without long prompts."""
+        del common_prefix_len
+        decode = self._build_decode(  # type: ignore[attr-defined]
+            block_table_tensor=common.block_table_tensor, seq_lens_device=common.seq_lens,
+            max_seq_len=common.max_seq_len, query_start_loc_cpu=common.query_start_loc_cpu,
+            query_start_loc_device=common.query_start_loc, num_decode_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len, dcp_tot_seq_lens_device=None,
+        )  # fmt: skip
+        return self.metadata_cls(common.num_actual_tokens, common.slot_mapping, decode)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        return self.build(0, common_attn_metadata)
+
+
+class MLACommonImpl(AttentionImpl):
+    need_to_return_lse_for_decode = False
+
+    def __class_getitem__(cls, _: Any) -> Any:
+        return cls
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, *others: Any, kv_lora_rank: int) -> None:
+        self.num_heads, self.head_size, self.scale, self.kv_lora_rank = num_heads, head_size, scale, kv_lora_rank
+
+
+class MLAPrefillBackend:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def prepare_metadata(self, prefill_metadata: Any) -> None:
+        self._prefill_metadata = prefill_metadata
+
+
+class PrefillRegistry(Enum):
+    FLASH_ATTN = "flash"
+
+
 #: The configuration that ``get_current_vllm_config_or_none`` returns.
 CURRENT: list[Any] = [None]
 
@@ -132,6 +202,20 @@ def modules() -> dict[str, ModuleType]:
         "vllm.v1.attention.backends": {},
         "vllm.v1.attention.backends.utils": {"get_dcp_local_seq_lens": _local_lengths},
         "vllm.v1.attention.backends.registry": {"AttentionBackendEnum": Registry, "register_backend": None},
+        "vllm.v1.attention.backends.mla": {},
+        "vllm.v1.attention.backends.mla.prefill": {},
+        "vllm.v1.attention.backends.mla.prefill.base": {"MLAPrefillBackend": MLAPrefillBackend},
+        "vllm.v1.attention.backends.mla.prefill.registry": {
+            "MLAPrefillBackendEnum": PrefillRegistry, "register_mla_prefill_backend": None
+        },
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.attention": {},
+        "vllm.model_executor.layers.attention.mla_attention": {
+            each.__name__: each
+            for each in (MLACommonBackend, MLACommonDecodeMetadata, MLACommonImpl, MLACommonMetadata,
+                         MLACommonMetadataBuilder, QueryLenSupport)
+        },
         "vllm.v1.attention.ops": {},
         "vllm.v1.attention.ops.dcp": {"dcp_a2a_lse_reduce": None, "cp_lse_ag_out_rs": None},
     }  # fmt: skip

@@ -1,0 +1,114 @@
+"""Batches of latent attention as vLLM makes them, and what they mean in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HEADS, COLUMNS, RANK, BLOCK = 3, 576, 512, 16
+SCALE = 192**-0.5
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, offset: int | None) -> tuple[Tensor, Tensor]:
+    """Attention of (tokens, heads, columns) in float64 and its log-sum-exp (tokens, heads); query i sees keys up to
+    i + ``offset``, or all."""
+    s = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * SCALE
+    if offset is not None:
+        s = s.masked_fill(torch.ones(s.shape[1:], dtype=torch.bool).triu(offset + 1), -torch.inf)
+    return torch.einsum("hqk,khd->qhd", s.softmax(-1), v.double()), s.logsumexp(-1).T
+
+
+@dataclass
+class Decode:
+    """Requests with few queries over a cache of latent rows (blocks, block size, columns)."""
+
+    queries: tuple[int, ...]
+    lengths: tuple[int, ...]
+    q: Tensor
+    cache: Tensor
+    table: Tensor
+
+    def common(self, make: Any) -> Any:
+        """vLLM's metadata of the batch."""
+        starts = torch.tensor([0, *accumulate(self.queries)], dtype=torch.int32)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        device = self.q.device
+        return make(
+            query_start_loc=starts.to(device), query_start_loc_cpu=starts, seq_lens=lengths.to(device),
+            num_reqs=len(self.queries), num_actual_tokens=int(starts[-1]), max_query_len=max(self.queries),
+            max_seq_len=max(self.lengths),
+            block_table_tensor=self.table, slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+            seq_lens_cpu_upper_bound=lengths,
+        )  # fmt: skip
+
+    def on_gpu(self) -> Decode:
+        """The batch in bf16 on the GPU."""
+        q, cache = (tensor.bfloat16().cuda() for tensor in (self.q, self.cache))
+        return replace(self, q=q, cache=cache, table=self.table.cuda())
+
+    def check(
+        self, impl: Any, metadata: Any, *, in_two_parts: bool = False, lse: bool = False, tolerance: float = 1e-5
+    ) -> None:
+        """Assert that a layer gives what the batch means."""
+        q = self.q.split([RANK, COLUMNS - RANK], dim=-1) if in_two_parts else self.q
+        out, sums = impl.forward_mqa(q, self.cache, metadata, None)
+        assert (sums is not None) == lse
+        first = 0
+        for b, (count, length) in enumerate(zip(self.queries, self.lengths, strict=True)):
+            rows = self.cache[self.table[b].long()].flatten(0, 1)[:length, None].expand(-1, HEADS, -1).cpu()
+            part = slice(first, first + count)
+            wanted, wanted_sums = attend(self.q[part].cpu(), rows, rows[..., :RANK], length - count)
+            torch.testing.assert_close(out[part].double().cpu(), wanted, atol=tolerance, rtol=tolerance)
+            if lse:
+                torch.testing.assert_close(sums[part].double().cpu(), wanted_sums, atol=tolerance, rtol=tolerance)
+            first += count
+
+
+def decode(queries: tuple[int, ...], lengths: tuple[int, ...]) -> Decode:
+    """A batch of random rows; blocks that no request has hold NaN."""
+    pages = [-(-length // BLOCK) for length in lengths]
+    cache = torch.full((sum(pages) + 2, BLOCK, COLUMNS), torch.nan)
+    table = torch.zeros(len(lengths), max(pages) + 3, dtype=torch.int32)
+    free = (torch.randperm(sum(pages)) + 1).tolist()
+    for b, (count, length) in enumerate(zip(pages, lengths, strict=True)):
+        own = [free.pop() for _ in range(count)]
+        table[b, :count] = torch.tensor(own, dtype=torch.int32)
+        rows = torch.full((count * BLOCK, COLUMNS), torch.nan)
+        rows[:length] = torch.randn(length, COLUMNS)
+        cache[own] = rows.view(count, BLOCK, COLUMNS)
+    return Decode(queries, lengths, torch.randn(sum(queries), HEADS, COLUMNS), cache, table)
+
+
+def check_prompts(prefill: Any) -> None:
+    """Assert that prompts see their own tokens, and all of the earlier ones that vLLM passes."""
+    counts, earlier = (5, 9), (7, 0)
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    prefill.prepare_metadata(SimpleNamespace(query_start_loc=starts, max_query_len=max(counts)))
+    q, k = (torch.randn(sum(counts), HEADS, 192) for _ in range(2))
+    v = torch.randn(sum(counts), HEADS, 256)[..., 128:]
+    alone = prefill.run_prefill_new_tokens(q, k, v, return_softmax_lse=False)
+    out, lse = prefill.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
+    torch.testing.assert_close(alone, out, atol=0, rtol=0)
+    chunk = SimpleNamespace(
+        query_start_loc=starts, cu_seq_lens=torch.tensor([0, *accumulate(earlier)], dtype=torch.int32),
+        max_query_len=max(counts), max_seq_len=max(earlier),
+    )  # fmt: skip
+    old_k, old_v = torch.randn(sum(earlier), HEADS, 192), torch.randn(sum(earlier), HEADS, 128)
+    before, before_lse = prefill.run_prefill_context_chunk(chunk, q, old_k, old_v)
+    for b, count in enumerate(counts):
+        part = slice(int(starts[b]), int(starts[b]) + count)
+        for ours, sums, keys, values, offset in (
+            (out, lse, k[part], v[part], 0), (before, before_lse, old_k, old_v, None)
+        ):  # fmt: skip
+            if offset is None and not earlier[b]:
+                assert not ours[part].any()
+                assert bool((sums[:, part] == -torch.inf).all())
+                continue
+            wanted, wanted_sums = attend(q[part], keys, values, offset)
+            torch.testing.assert_close(ours[part].double(), wanted, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(sums[:, part].T.double(), wanted_sums, atol=1e-5, rtol=1e-5)
