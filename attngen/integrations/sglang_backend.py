@@ -44,6 +44,7 @@ class AttngenMetadata:
     longest_query: int
     own: Tables
     longest: int  # keys that any request may have
+    num_decodes: int | None = None  # requests at an end that have one query each, if others have more; see _decodes
     window: Tables | None = None  # of layers with a sliding window, where they have a pool of their own
     encoder: Tables | None = None  # of cross attention
     window_slots: Tensor | None = None  # where new tokens go in the pool of windows
@@ -98,8 +99,9 @@ class AttngenAttnBackend(AttentionBackend):
             encoder = Tables(self._gathered(indices, None, width), offset.to(torch.int32))
         tokens = self._gathered(indices, offset, most * self.page_size)
         self.forward_metadata = AttngenMetadata(
-            starts, longest_query, Tables(self._as_pages(tokens), lengths), longest, encoder=encoder
-        )
+            starts, longest_query, Tables(self._as_pages(tokens), lengths), longest, _decodes(forward_batch),
+            encoder=encoder,
+        )  # fmt: skip
         self._set_window(self.forward_metadata, tokens, forward_batch)
         self._set_arguments(self.forward_metadata, forward_batch)
 
@@ -262,8 +264,9 @@ class AttngenAttnBackend(AttentionBackend):
             }
         result = attention_paged(
             queries, keys, values, tables.pages, tables.lengths, cu_seqlens_q=metadata.starts,
-            max_seqlen_q=metadata.longest_query, variant=choice.variant, softmax_scale=layer.scaling, out=out,
-            split_size=self._split_size, return_lse=return_lse, **scales, **choice.arguments,
+            max_seqlen_q=metadata.longest_query, num_decodes=metadata.num_decodes, variant=choice.variant,
+            softmax_scale=layer.scaling, out=out, split_size=self._split_size, return_lse=return_lse,
+            **scales, **choice.arguments,
         )  # fmt: skip
         if return_lse:
             return out, result[1].transpose(0, 1).contiguous()
@@ -324,11 +327,23 @@ class AttngenAttnBackend(AttentionBackend):
         return engines.scale_of_requests(torch.as_tensor(scale, dtype=torch.float32, device=device), requests, kv_heads)
 
 
+def _decodes(forward_batch: Any) -> int | None:
+    """Requests with one query at one end of a batch with prompts, as ``num_decodes`` counts them: SGLang puts those
+    that decode behind the prompts. None where all are alike, or where the host does not know."""
+    mode, extents = forward_batch.forward_mode, forward_batch.extend_seq_lens_cpu
+    if mode.is_decode_or_idle() or mode.is_target_verify() or not extents or max(extents) < 2:
+        return None
+    ahead, behind = (
+        next(place for place, count in enumerate(order) if count > 1) for order in (extents, reversed(extents))
+    )
+    return (-behind if behind >= ahead else ahead) or None
+
+
 def _refusal(runner: Any) -> str | None:
     """What of a runner is not served, or None."""
     model, spec = runner.model_config, get_spec()
     if model.attention_arch == AttentionArch.MLA:
-        return "MLA: no kernel of attngen reads latent keys from pages"
+        return "MLA: it does not know the pools of latent rows"
     if runner.is_draft_worker:
         return "draft models; --speculative-draft-attention-backend takes another backend"
     if (spec.speculative_eagle_topk or 0) > 1:

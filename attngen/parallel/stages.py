@@ -102,7 +102,7 @@ def given_of(
     return make(Given, (
         q, k, v, None, None, None, None, cu_q, cu_k, None, out, values, None, source,
         options.softmax_scale, False, options.deterministic, form, layout, options.backend, options.package,
-        longest_q, longest_k, None, None, None,
+        longest_q, longest_k, None, None, None, 0,
     ))  # fmt: skip
 
 

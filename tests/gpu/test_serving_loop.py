@@ -71,7 +71,9 @@ def test_steps_whose_sizes_never_repeat(kernels: None) -> None:
         torch.testing.assert_close(ours.float(), wanted.float(), rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
         step_of |= {"return_lse": False, "num_decodes": next((b for b, n in enumerate(rows) if n > 1), len(rows))}
-        for _ in range(3):  # the last is recognized by its tensors
+        behind = next((b for b, n in enumerate(reversed(rows)) if n > 1), len(rows))
+        for decodes in (*[step_of["num_decodes"]] * 3, -behind):  # the third is recognized by its tensors
             out = torch.full_like(q, torch.nan)
+            step_of["num_decodes"] = decodes
             assert attngen.attention_paged(q, k, v, table, lengths, out=out, **step_of) is out
             torch.testing.assert_close(out.float(), wanted.float(), rtol=2e-2, atol=2e-2)

@@ -473,8 +473,9 @@ def call_of_pages(
     table = at(values["page_table_ptr"], [batch, values["seqlen_k"] // values["page_size"]], [stride, 1], "int32")
     if starts is None:
         q = q.unflatten(0, (batch, values["seqlen_q"]))
-    elif first := first_row(values):
-        q, starts = q[first:], starts - first
+    elif not values.get("has_lse"):  # rows of no sequence may be those of another launch
+        first, last = int(starts[0]), int(starts[-1])
+        q, starts = q[first:last], starts - first
     paging = Paging(table, starts, values["seqlen_q"])
     call = bind_paged(
         chosen, q, k, v, paging, softmax_scale=values.get("softmax_scale"), seqused_k=used,

@@ -59,7 +59,7 @@ def test_each_keyword_arrives_under_its_name(form: str, monkeypatch: pytest.Monk
     fields = {FIELDS.get(name, name): value for name, value in values.items()}
     for name, value in given._asdict().items():
         if name not in ("form", "arguments"):
-            constant = {"layout": "varlen", "deterministic": False}.get(name)
+            constant = {"layout": "varlen", "deterministic": False, "sm_margin": 0}.get(name)
             assert value == fields.pop(name, constant), name
     assert not fields
 

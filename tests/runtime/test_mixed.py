@@ -67,6 +67,28 @@ def test_one_launch(gpu: FakeDriver, changed: dict[str, Any]) -> None:
     assert launched(gpu, mixed(**changed)) == [(5, 12)]
 
 
+def test_decodes_at_the_end(gpu: FakeDriver) -> None:
+    rows = [12, 3, 1, 1, 0]
+    given = mixed(cu_seqlens_q=starts_of(rows), num_decodes=-3)
+    for _ in range(3):
+        assert launched(gpu, given) == [(3, 1), (2, 12)]
+    with attngen.debug(), pytest.raises(CallError, match="num_decodes is -4, but sequence 1 has 3 queries"):
+        attngen.attention_paged(**given | {"num_decodes": -4})
+
+
+def test_vectors_of_another_batch_are_divided_anew(gpu: FakeDriver) -> None:
+    given = mixed()
+    assert launched(gpu, given) == [(3, 1), (2, 12)]
+    given["seqused_k"].copy_(given["seqused_k"].flip(0))  # in place: another batch in the same memory
+    given["page_table"].copy_(given["page_table"].flip(0))
+    assert launched(gpu, given) == [(3, 1), (2, 12)]
+    lengths = given["seqused_k"].clamp(max=7)
+    shared = torch.stack([lengths, lengths // 2], dim=1)
+    launched(gpu, given | {"seqused_k": shared.flatten()[:5]})
+    with pytest.raises(CallError, match="contiguous"):  # at the same address
+        attngen.attention_paged(**given | {"seqused_k": shared[:, 0]})
+
+
 def test_all_decode(gpu: FakeDriver) -> None:
     rows = [1] * 5
     given = mixed(q=torch.randn(5, 4, 64).bfloat16(), cu_seqlens_q=starts_of(rows), max_seqlen_q=1, num_decodes=5)
@@ -77,7 +99,7 @@ def test_all_decode(gpu: FakeDriver) -> None:
     ("changed", "message"),
     [
         ({"num_decodes": 6}, "num_decodes is 6, but page_table has 5 rows"),
-        ({"num_decodes": -1}, "num_decodes must not be negative"),
+        ({"num_decodes": -6}, "num_decodes is -6, but page_table has 5 rows"),
         ({"num_decodes": True}, "num_decodes must be a Python integer"),
         ({"cu_seqlens_q": None}, "num_decodes goes with cu_seqlens_q"),
         ({"page_table": None}, "page_table must be a torch.Tensor"),

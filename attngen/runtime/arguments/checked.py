@@ -130,6 +130,7 @@ class Call:
     num_pages: int = 0
     num_splits: int = 0  # blocks that share the keys of a sequence; 0: the kernel's choice
     split_size: int = 0  # keys of each; 0: the kernel's choice
+    sm_margin: int = 0  # multiprocessors that a split-KV launch leaves to another launch
     out: View | None = None  # of a result that the caller allocated
     asked_out: torch.dtype | None = None  # dtype of the output, where q is quantized and the caller names one
     #: Of quantized q, k and v: (batch, kv_heads), or (batch, heads of q, blocks) and (batch, kv_heads, blocks), or

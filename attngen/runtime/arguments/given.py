@@ -48,6 +48,7 @@ class Given(NamedTuple):
     num_splits: Any = None
     split_size: Any = None
     out_dtype: Any = None  # of the output, where q is quantized
+    sm_margin: int = 0  # multiprocessors that a split-KV launch leaves to another launch
 
 
 _PLACES = {name: place for place, name in enumerate(Given._fields)}
@@ -71,7 +72,10 @@ keyed_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["form"],
 
 #: The settings of a call that all calls of its kind have in common: all fields without a tensor, lengths aside.
 kind_settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(
-    *(_PLACES[name] for name in ("form", "layout", "backend", "package", "num_splits", "split_size", "out_dtype"))
+    *(
+        _PLACES[name]
+        for name in ("form", "layout", "backend", "package", "num_splits", "split_size", "out_dtype", "sm_margin")
+    )
 )
 
 #: Makes a call of its fields in their order: with names it takes several times as long.

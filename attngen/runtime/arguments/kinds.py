@@ -121,9 +121,9 @@ def kind_of(
             return None
         key: list[Any] = [
             common, given.form, given.layout, given.backend, given.package, given.num_splits, given.split_size,
-            given.out_dtype, device, rows > 1, q.dtype, shape[1:], strides, k.dtype, k.stride(), v.dtype, v.stride(),
-            addresses[0] & 15, addresses[1] & 15, addresses[2] & 15, addresses[1] == addresses[2], used is None,
-            cu_q is None, out is None,
+            given.out_dtype, given.sm_margin, device, rows > 1, q.dtype, shape[1:], strides, k.dtype, k.stride(),
+            v.dtype, v.stride(), addresses[0] & 15, addresses[1] & 15, addresses[2] & 15,
+            addresses[1] == addresses[2], used is None, cu_q is None, out is None,
         ]  # fmt: skip
         if given.form == "paged":
             key += (k_shape, v_shape)
@@ -162,15 +162,15 @@ def kind_of(
 
 def sizes_of(given: Given) -> Sizes:
     """Sizes of a call whose tensors are like those of an earlier call of its kind."""
-    k, used, cu_q, table, out = given.k, given.seqused_k, given.cu_seqlens_q, given.page_table, given.out
+    used, cu_q, table, out = given.seqused_k, given.cu_seqlens_q, given.page_table, given.out
     keys = values = cu_k_of = table_of = width = table_stride = -1
-    pages = None
     if table is not None:
-        (table_of, width), table_stride, pages = table.shape, table.stride()[0], k.shape[0]
+        (table_of, width), table_stride = table.shape, table.stride()[0]
     else:
-        keys, values, cu_k_of = k.shape[0], given.v.shape[0], given.cu_seqlens_k.shape[0]
+        keys, values, cu_k_of = given.k.shape[0], given.v.shape[0], given.cu_seqlens_k.shape[0]
     scales: tuple[tuple[bool, int], ...] = ()
     if given.k_descale is not None or given.q_descale is not None or given.v_descale is not None:
+        pages = None if table is None else given.k.shape[0]
         for scale in (given.q_descale, given.k_descale, given.v_descale):
             if scale is not None and scale.dim() == 2:
                 scales += ((scale.shape[0] != pages, scale.shape[0]),)

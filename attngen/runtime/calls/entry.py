@@ -87,7 +87,7 @@ def attention(
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, None, None, None, None, arguments, tile_map, variant,
         softmax_scale, return_lse, deterministic, "dense", layout, backend, package, None, None, None, None,
-        out_dtype,
+        out_dtype, 0,
     ))  # fmt: skip
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)
@@ -129,7 +129,7 @@ def attention_varlen(
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments,
         tile_map, variant, softmax_scale, return_lse, deterministic, "varlen", "varlen", backend, package, max_seqlen_q,
-        max_seqlen_k, None, None, out_dtype,
+        max_seqlen_k, None, None, out_dtype, 0,
     ))  # fmt: skip
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)
@@ -208,9 +208,9 @@ def attention_paged(
     The output is written to ``out``, if given, and returned. With ``return_lse`` the log-sum-exp is returned, too:
     float32, (heads, total_q) with ``cu_seqlens_q``, else (batch, heads, seqlen_q).
 
-    With ``num_decodes`` the first so many sequences have at most one query each, as batches of servers have them that
-    decode beside prompts: such a batch runs as two launches, on the kernels that suit the two. The result is the same
-    without.
+    With ``num_decodes`` the first so many sequences have at most one query each, or, if it is negative, the last so
+    many, as batches of servers have them that decode beside prompts: such a batch runs as two launches, on the kernels
+    that suit the two, side by side. The result is the same without.
 
     ``num_splits`` is how many blocks share the keys of a sequence, ``split_size`` how many keys each of them takes; by
     default the call chooses. With a ``split_size`` the bits of a row depend only on its own sequence.
@@ -223,18 +223,20 @@ def attention_paged(
     ``attngen.debug()`` only, since reading it would wait for the GPU. Raises CallError and NoKernelError as
     ``attention`` does, and CallError if a gradient is needed and a kernel would run; the reference is differentiable.
     """
-    if num_decodes is not None:
-        return mixed.attend(
-            attention_paged, num_decodes, q, k_pages, v_pages, page_table, seqused_k, cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q, variant=variant, softmax_scale=softmax_scale, page_layout=page_layout,
-            num_splits=num_splits, split_size=split_size, out=out, return_lse=return_lse, backend=backend,
-            package=package, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, **arguments,
-        )  # fmt: skip
     given = make(Given, (
         q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, None, page_table, out, arguments,
         None, variant, softmax_scale, return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None,
-        num_splits, split_size, None,
+        num_splits, split_size, None, 0,
     ))  # fmt: skip
+    if num_decodes is not None:
+        return mixed.attend(_run_or_trace, num_decodes, given)
+    if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
+        return _by_operator(given)
+    return run(given)
+
+
+def _run_or_trace(given: Given) -> Any:
+    q = given.q
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)
     return run(given)

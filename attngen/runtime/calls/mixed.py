@@ -1,13 +1,17 @@
 """Paged batches that decode some sequences beside whole prompts: two calls, each on the kernel that suits it.
 
-In a single call, a sequence that decodes would have a tile for many queries, and only one query in it.
+In a single call, a sequence that decodes would have a tile for many queries, and only one query in it. The two calls
+run at the same time, on two streams: decoding waits for memory, and reads as fast from fewer multiprocessors; prompts,
+which wait for the tensor cores, take the others, and all of them once decoding is done.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from attngen.dtypes import DESCALES
@@ -15,67 +19,179 @@ from attngen.errors import CallError
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
+from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.kinds import has_kinds
 from attngen.runtime.arguments.shapes import length_of
 from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.device import driver as drivers
 from attngen.runtime.registry.binding import find
 from attngen.runtime.registry.lookup import registry
+
+#: Operations per nanosecond that prompts reach on Hopper, and the part of a card's bandwidth that decoding does.
+_OPERATIONS, _OF_BANDWIDTH = 600e3, 0.85
+
+#: The part of the multiprocessors that decoding leaves to prompts, from which ratio on of the time that prompts take to
+#: that of decoding. An even half costs decoding 9 %, since two multiprocessors share a port to memory; measured.
+_LEFT = ((5.0, 0.0), (0.45, 0.5), (0.2, 0.2))
+
+#: Rows of a tile of prompts, which takes a multiprocessor.
+_TILE_ROWS = 128
 
 #: Whether a batch may be divided for a variant (``_divisible``). The values keep variants alive, whose identity is in
 #: the key.
 _DIVISIBLE: RecentCache[tuple[bool, Any]] = RecentCache(256)
 
+#: The index vectors of the two parts of a batch: all layers of a step divide the same ones. The key has their
+#: addresses, whose memory the values keep alive.
+_DIVIDED: RecentCache[tuple[Vectors, Vectors]] = RecentCache(8)
 
-def attend(
-    call: Callable[..., Any], num_decodes: int, q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor,
-    seqused_k: Tensor, *, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, out: Tensor | None, **others: Any,
-) -> Any:  # fmt: skip
-    """Result of a paged ``call`` whose first ``num_decodes`` sequences have at most one query each. Raises
+#: Places of what differs between the parts of a call.
+_OF_PARTS = tuple(map(Given._fields.index, ("page_table", "seqused_k", "cu_seqlens_q", "max_seqlen_q")))
+_SCALES = tuple(map(Given._fields.index, DESCALES))
+_OUT, _MARGIN = Given._fields.index("out"), Given._fields.index("sm_margin")
+
+
+class Vectors(NamedTuple):
+    """The index vectors of a part of a batch, and its sequences."""
+
+    page_table: Tensor
+    seqused_k: Tensor
+    cu_seqlens_q: Tensor
+    sequences: slice
+
+
+def attend(run: Callable[[Given], Any], num_decodes: int, given: Given) -> Any:
+    """Result of a paged call whose first, or last, ``num_decodes`` sequences have at most one query each. Raises
     CallError."""
-    tensors = (q, k_pages, v_pages, page_table, seqused_k)
-    options = {"max_seqlen_q": max_seqlen_q, "out": out, **others}
-    first = length_of("num_decodes", num_decodes)
-    if cu_seqlens_q is None:
+    last = type(num_decodes) is int and num_decodes < 0
+    count = length_of("num_decodes", -num_decodes if last else num_decodes)
+    if given.cu_seqlens_q is None:
         raise CallError("num_decodes goes with cu_seqlens_q: without, all sequences have as many queries")
-    if not _apart(first, *tensors, cu_seqlens_q, others):
-        return call(*tensors, cu_seqlens_q=cu_seqlens_q, **options)
-    batch, scales = page_table.shape[0], {name: others.pop(name) for name in DESCALES}
-    for part, longest in ((slice(0, first), 1), (slice(first, batch), max_seqlen_q)):
-        of_part = {name: _of_sequences(scale, batch, part) for name, scale in scales.items()}
-        starts = cu_seqlens_q[part.start : part.stop + 1]
-        out = call(
-            q, k_pages, v_pages, page_table[part], seqused_k[part], cu_seqlens_q=starts, max_seqlen_q=longest, out=out,
-            **of_part, **others,
-        )  # fmt: skip
-    return out
+    if not _apart(count, last, given):
+        return run(given)
+    few, many = _divided(count, last, given)
+    decodes, prompts = _part(given, few, 1), _part(given, many, given.max_seqlen_q)
+    q = given.q
+    if not q.is_cuda or torch.cuda.is_current_stream_capturing():
+        prompts[_OUT] = run(_given(decodes))
+        return run(_given(prompts))
+    decodes[_MARGIN] = _left_to_prompts(given, count)
+    with _Beside(q.get_device()) as beside:
+        prompts[_OUT] = run(_given(decodes))
+        beside.switch()
+        return run(_given(prompts))
 
 
-def _apart(
-    first: int, q: Any, k: Any, v: Any, table: Any, used: Any, starts: Any, others: dict[str, Any]
-) -> bool:  # fmt: skip
+def _left_to_prompts(given: Given, decodes: int) -> int:
+    """Multiprocessors that decoding leaves to prompts, so that both are done at about the same time.
+
+    The host knows no length of keys, and takes all sequences to have as many.
+    """
+    q, k, driver = given.q, given.k, drivers.current()
+    device, rows = q.get_device(), q.shape[0] - decodes
+    group = q.shape[1] // max(k.shape[2 if given.layout == "NHD" else 1], 1)
+    bandwidth = _OF_BANDWIDTH * driver.bandwidth(device)
+    ratio = 2 * rows * group * bandwidth / (decodes * k.element_size() * _OPERATIONS)
+    part = next((part for least, part in _LEFT if ratio >= least), 0.0)
+    return min(int(part * driver.multiprocessors(device)), -(-rows * q.shape[1] // _TILE_ROWS))
+
+
+def _given(fields: list[Any]) -> Given:
+    return make(Given, tuple(fields))
+
+
+def _divided(count: int, last: bool, given: Given) -> tuple[Vectors, Vectors]:
+    """The index vectors of the sequences that decode, and of the others."""
+    table, used, starts = given.page_table, given.seqused_k, given.cu_seqlens_q
+    key = (
+        count, last, table.shape, table.stride(), used.stride(), starts.stride(), table.data_ptr(), used.data_ptr(),
+        starts.data_ptr(), table.dtype, used.dtype, starts.dtype, table.get_device(),
+    )  # fmt: skip
+    known = _DIVIDED[key]
+    if known is None:
+        batch = table.shape[0]
+        border = batch - count if last else count
+        parts = [
+            Vectors(table[of], used[of], starts[of.start : of.stop + 1], of)
+            for of in (slice(0, border), slice(border, batch))
+        ]
+        known = (parts[1], parts[0]) if last else (parts[0], parts[1])
+        _DIVIDED.put(key, known)
+    return known
+
+
+def _part(given: Given, vectors: Vectors, longest: Any) -> list[Any]:
+    """The fields of the call of a part of a batch; rows of q and of the output stay where they are."""
+    fields, batch = list(given), given.page_table.shape[0]
+    for place, value in zip(_OF_PARTS, (*vectors[:3], longest)):  # noqa: B905
+        fields[place] = value
+    for place in _SCALES:
+        if fields[place] is not None:
+            fields[place] = _of_sequences(fields[place], batch, vectors.sequences)
+    return fields
+
+
+class _Beside:
+    """Launches on a second stream beside those of the current one.
+
+    What is enqueued before ``switch`` goes to the current stream, and what comes then to the other one, which waits for
+    nothing but what came before all of this. At the end, the current stream waits for both.
+    """
+
+    _KEPT = threading.local()
+
+    def __init__(self, device: int) -> None:
+        kept, key = self._KEPT.__dict__, f"{device} {drivers.current().stream(device)}"
+        if key not in kept:
+            streams = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+            kept[key] = (*streams, torch.cuda.Event(), torch.cuda.Event())
+        self._main, self._side, self._begun, self._done = kept[key]
+
+    def __enter__(self) -> _Beside:
+        self._begun.record(self._main)
+        return self
+
+    def switch(self) -> None:
+        """Go to the other stream."""
+        self._side.wait_event(self._begun)
+        torch.cuda.set_stream(self._side)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._main)
+        self._done.record(self._side)
+        self._main.wait_event(self._done)
+
+
+def _apart(count: int, last: bool, given: Given) -> bool:
     """Whether to make two calls. If not, the single call reports all errors of its arguments but those of
     ``num_decodes``, which raise here."""
-    if not all(isinstance(tensor, Tensor) for tensor in (q, k, v, table, used, starts)) or table.dim() != 2:
+    q, table, used, starts = given.q, given.page_table, given.seqused_k, given.cu_seqlens_q
+    for tensor in (q, given.k, given.v, table, used, starts):
+        if not isinstance(tensor, Tensor):
+            return False
+    if table.dim() != 2 or q.dim() != 3 or given.k.dim() != 4:
         return False
     batch = table.shape[0]
-    if first > batch:
-        raise CallError(f"num_decodes is {first}, but page_table has {batch} rows")
+    if count > batch:
+        raise CallError(f"num_decodes is {-count if last else count}, but page_table has {batch} rows")
     if not torch_state.on_gpu(q) or debugging.active() or is_traced(q) or watching():
         if q.device.type == "cpu" or debugging.active():
-            _check(first, starts)
+            _check(count, last, starts)
         return False
-    if not 0 < first < batch != k.shape[0] or used.shape != (batch,) or starts.shape != (batch + 1,):
+    if not 0 < count < batch != given.k.shape[0] or used.shape != (batch,) or starts.shape != (batch + 1,):
         return False
-    fixed = others["num_splits"] or others["split_size"] or others["return_lse"] or others["backend"] == "reference"
-    return not fixed and _divisible(others["variant"], others["package"])
+    fixed = given.num_splits or given.split_size or given.return_lse or given.backend == "reference"
+    return not fixed and _divisible(given.variant, given.package)
 
 
-def _check(first: int, starts: Tensor) -> None:
-    """Raise CallError unless the ``first`` sequences have at most one query each."""
-    for b, count in enumerate(starts[: first + 1].diff().tolist()):
-        if count > 1:
-            raise CallError(f"num_decodes is {first}, but sequence {b} has {count} queries")
+def _check(count: int, last: bool, starts: Tensor) -> None:
+    """Raise CallError unless the first, or the last, ``count`` sequences have at most one query each."""
+    rows = starts.diff().tolist()
+    first = len(rows) - count if last else 0
+    for b in range(first, min(first + count, len(rows))):
+        if rows[b] > 1:
+            raise CallError(f"num_decodes is {-count if last else count}, but sequence {b} has {rows[b]} queries")
 
 
 def _divisible(variant: Any, package: Any) -> bool:
@@ -93,6 +209,6 @@ def _divisible(variant: Any, package: Any) -> bool:
     return known[0]
 
 
-def _of_sequences(scale: Tensor | None, batch: int, part: slice) -> Tensor | None:
+def _of_sequences(scale: Any, batch: int, part: slice) -> Any:
     """Scales for a part of the sequences: a slice if each sequence has its own, else all."""
-    return scale[part] if scale is not None and scale.dim() == 2 and scale.shape[0] == batch else scale
+    return scale[part] if isinstance(scale, Tensor) and scale.dim() == 2 and scale.shape[0] == batch else scale

@@ -33,7 +33,8 @@ def _capacity(kernel: Kernel, launch: Launch, call: Call, driver: Driver, device
         return entry.clusters(driver, device, size) if size > 1 else blocks
 
     if launch.grid == GRID:
-        return Capacity(blocks, clusters(launch.cluster))
+        left = max(blocks - call.sm_margin, 1)
+        return Capacity(left, max(clusters(launch.cluster) * left // blocks, 1))
     if not may_share(kernel, call, clusters(2)):
         return Capacity(blocks)
     card = Card(blocks, driver.name(device), driver.bandwidth(device))

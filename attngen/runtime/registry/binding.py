@@ -91,6 +91,7 @@ def bind_call(given: Given) -> tuple[Call, Resolved]:
     q, k, v = given.q, given.k, given.v
     if given.form == "paged":
         call = bind_paged(resolved.variant, q, k, v, given, page_layout=given.layout, **settings)
+        call.sm_margin = given.sm_margin
     else:
         packing = given if given.form == "varlen" else None
         call = bind(resolved.variant, q, k, v, packing, layout=given.layout, **settings)
