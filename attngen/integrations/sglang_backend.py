@@ -340,7 +340,7 @@ def _decodes(forward_batch: Any) -> int | None:
 
 
 def _refusal(runner: Any) -> str | None:
-    """What of a runner is not served, or None."""
+    """First feature of a runner that is not supported, or None."""
     model, spec = runner.model_config, get_spec()
     if model.attention_arch == AttentionArch.MLA:
         return "MLA: it does not know the pools of latent rows"

@@ -43,7 +43,7 @@ _FP8 = ("fp8", "fp8_e4m3")
 
 
 class AttngenBackend(AttentionBackend):
-    """What vLLM asks before it builds a model."""
+    """Capabilities that vLLM queries before it builds a model."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_FP8]
@@ -215,7 +215,7 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
         return self._build(common_attn_metadata, bounded=not fast_build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> AttngenMetadata:
-        """Metadata whose table has all columns: the graph is for batches of any length."""
+        """Metadata for a graph, which must serve batches of any length: its table keeps all columns."""
         metadata = self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
         metadata.longest, metadata.num_decodes = 0, None
         if self._prompts is not None:  # the graph's mask reads it
@@ -326,7 +326,7 @@ class AttngenImpl(AttentionImpl):
             raise NotImplementedError(f"{NAME} does not serve {reason}")
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Sinks have their values now."""
+        """Read the sinks, whose values are loaded now."""
         del act_dtype
         self._bound = None
 

@@ -1,11 +1,12 @@
 """The Hopper kernel that scores keys for an index: sums over heads of w relu(q k), in float32.
 
-Keys are the rows of products and (query, head) pairs the columns, so that the heads of a query lie in a thread's
-accumulators: the sum over heads is in registers but for two exchanges within four lanes. Queries and their weights
-stay, and keys pass by. Of 8 bits the tensor cores bind: a product takes twice as long as its relu and its sum.
+Keys are the rows of the products and (query, head) pairs their columns, so that a thread's accumulators hold all heads
+of a query: the sum over heads stays in registers, but for two exchanges within four lanes. Queries and their weights
+stay in place while keys stream past. With operands of 8 bits the tensor cores are the bottleneck: a product takes twice
+as long as its relu and its sum.
 
-There are launches for some numbers of heads, which take fewer, too, and for many and for few queries: the latter have
-small tiles, so that several blocks of a multiprocessor read keys as fast as memory has them.
+Launches differ in the number of heads, which is a maximum, and in whether there are many or few queries. Those for few
+queries have small tiles, so that several blocks on a multiprocessor read keys at the bandwidth of memory.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class IndexScores(NamedTuple):
 
 
 class _FieldsOfVariant(Fields):
-    """The arguments of a call, with those of its variant behind them."""
+    """Arguments of a call, followed by its variant's."""
 
     def __init__(self) -> None:
         super().__init__(IndexScores)
@@ -76,7 +76,7 @@ FIELDS = _FieldsOfVariant()
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A checked call: as one of attention, whose values are its keys, and the variant with its kernels."""
+    """A checked call, bound to its variant and kernels: an attention call whose values are its keys."""
 
     call: Call
     resolved: Resolved
@@ -116,7 +116,7 @@ def check(given: IndexScores) -> Bound:
 
 
 def _check_variant(variant: Variant) -> None:
-    """Raise CallError for a variant of which index scores would leave something out."""
+    """Raise CallError for a variant with parts that index scores would ignore."""
     if variant.score is not None or variant.sink is not None or variant.dropout:
         part = "score" if variant.score is not None else "sink" if variant.sink is not None else "dropout"
         raise CallError(f"{variant.name}: index scores take a mask alone, but it has a {part}")
@@ -168,7 +168,7 @@ def _row_ranges(call: Call, keys: int) -> Iterator[slice]:
 
 
 def _visible(call: Call, sequence: OneSequence, rows: slice, compute: torch.dtype) -> Tensor:
-    """Which keys some queries of a sequence see, (rows, keys)."""
+    """Keys that some queries of a sequence see, (rows, keys)."""
     queries, keys = sequence.q.shape[0], sequence.k.shape[0]
     known = names_of(call, sequence.index, rows, queries, keys, sequence.q_offset, sequence.k_offset)
     shown = evaluate(call.variant.mask, known, call.tensors, float_dtype=compute, checked=True)

@@ -145,7 +145,7 @@ def _heads_of(launch: Launch) -> int:
 
 
 def _launch_for(kernel: Kernel, call: Call) -> Launch:
-    """The launch that takes the least time: with as few heads as do, for many or for few queries."""
+    """The fastest launch: the fewest heads that suffice, and tiles for many or for few queries."""
     heads = min(count for count in map(_heads_of, kernel.launches) if count >= call.heads)
     few, many = sorted((one for one in kernel.launches if _heads_of(one) == heads), key=lambda one: one.tile_m)
     of_few, of_many = (-(-call.seqlen_q // one.tile_m) * one.tile_m for one in (few, many))
@@ -153,7 +153,7 @@ def _launch_for(kernel: Kernel, call: Call) -> Launch:
 
 
 def _chunk(launch: Launch, call: Call, query_tiles: int, multiprocessors: int) -> int:
-    """Keys of a block: so many that there are some rounds of blocks, of which the last one may be incomplete."""
+    """Keys of a block, few enough that blocks run in several rounds, so that a partial last round costs little."""
     resident = multiprocessors * (1 if launch.entry.threads > 256 else _FEW_RESIDENT)
     tiles = -(-call.seqlen_k // launch.tile_n)
     chunks = max(-(-_ROUNDS * resident // (call.batch * query_tiles)), 1)
