@@ -246,7 +246,8 @@ def _asked(request: Request, capability: int) -> KernelSpec:
 
     variant = request.call.variant
     lines = "\n".join(line.removeprefix("  ") for line in yaml_lines(request.call, capability, request))
-    placeholder = f"schema: 1\npackage: {PACKAGE}\nvariants:\n  {variant.name}: {{mask: true}}\n{lines}\n"
+    keys = "" if variant.keys is None else f", keys: {variant.keys}"  # which decides what kernels there are
+    placeholder = f"schema: 1\npackage: {PACKAGE}\nvariants:\n  {variant.name}: {{mask: true{keys}}}\n{lines}\n"
     kernels = [
         kernel for kernel in expand(load_spec_text(placeholder, "call.yaml")) if kernel.direction == request.direction
     ]

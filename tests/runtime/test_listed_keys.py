@@ -11,10 +11,13 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError, NoKernelError, SpecError
+from attngen.first_call import _asked
 from attngen.lang.check import restore_variant
 from attngen.lang.variant import Variant
+from attngen.plan import plan
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.geometry.splits import Capacity, split_sizes
+from attngen.runtime.registry.select import Request
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.support import FakeDriver, variant
 
@@ -195,3 +198,16 @@ def test_debug_names_entries_that_are_wrong() -> None:
         blocks = variant("blocks", None, keys="blocks_of_16")
         with pytest.raises(CallError, match="has 1 blocks of 16 keys"):
             attngen.attention(q, k, k, variant=blocks, indices=good)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("keys", "dims"), [("head_blocks_of_16", (64, 64)), ("index", (576, 512))])
+def test_a_first_call_asks_for_a_kernel_that_takes_lists(keys: str, dims: tuple[int, int], direction: str) -> None:
+    q, k = (torch.zeros(1, 4, heads, dims[0], dtype=torch.bfloat16) for heads in (4, 1))
+    v = k[..., : dims[1]]
+    shape = (1, 4, 1, 3) if keys.startswith("head") else (1, 4, 3)
+    call = bind(variant("own", keys=keys), q, k, v, None, arguments={"indices": torch.zeros(shape, dtype=torch.int32)})
+    addresses = {name: tensor.data_ptr() for name, tensor in (("q", q), ("k", k), ("v", v))}
+    asked = _asked(Request(call, 0, addresses, {}, direction=direction), 90)
+    planned = plan(asked)
+    assert (planned.direction, planned.variant.keys, planned.v_of_key) == (direction, keys, dims[0] == 576)
