@@ -28,6 +28,17 @@ ARGUMENTS = {
 }
 
 
+#: Starts the ranks of an example as forks, which need not import torch again.
+FORKED = """
+import runpy, sys
+from functools import partial
+from torch import multiprocessing
+
+multiprocessing.spawn = partial(multiprocessing.start_processes, start_method="fork")
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 #: Those that tests/integrations/test_examples.py runs in its own process, which holds what they import already.
 ELSEWHERE = ("route_sdpa", "serve_llama", "transformers_model", "use_flash_attn")
 
@@ -42,7 +53,8 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "ATTNGEN_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""
     }  # fmt: skip
-    command = [sys.executable, str(path), *ARGUMENTS.get(path.stem, [])]
+    forks = ["-c", FORKED] if path.stem == "train_on_ranks" else []
+    command = [sys.executable, *forks, str(path), *ARGUMENTS.get(path.stem, [])]
     done = forked.preload().run(command, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout
