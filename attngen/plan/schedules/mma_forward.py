@@ -50,6 +50,9 @@ _8_BITS, _MULTIPLIES_8_BITS = "fp8_e4m3", 89
 #: Shared memory that the system takes of each block on a multiprocessor.
 _RESERVED = 1024
 
+#: Most columns of O with which a thread has registers for exponentials among the products with V.
+_MIXED_COLUMNS = 192
+
 #: Warps of a multiprocessor that have registers for products.
 _MOST_WARPS = 16
 
@@ -70,14 +73,15 @@ class _Tile:
     q_operand: str = "shared"
 
 
-#: (family, largest head_dim) -> tile, first match wins. "gather" loads a value for each pair of query and key; "large"
-#: cards have 163 KB of shared memory, others 99 KB. Measured on Hopper cards, with their shared memory
-#: (docs/notebook/mma_forward.md).
+#: (family, largest head_dim) -> tile, first match wins. "gather" loads a value for each pair of query and key;
+#: "unmasked" attends to all keys; "large" cards have 163 KB of shared memory, others 99 KB. Measured on Hopper cards,
+#: with their shared memory (docs/notebook/mma.md).
 _TABLE: tuple[tuple[str, int, _Tile], ...] = (
     ("gather", 64, _Tile(64, 64, 3, 4, 2)),
     ("gather", 128, _Tile(64, 32, 3, 4, 2)),
     ("gather", 256, _Tile(64, 16, 3, 4, 1)),
-    ("large", 64, _Tile(128, 64, 4, 4, 3)),
+    ("unmasked", 64, _Tile(128, 64, 2, 4, 2, "registers")),
+    ("large", 64, _Tile(128, 64, 2, 4, 3)),
     ("large", 128, _Tile(128, 64, 3, 4, 2)),
     ("large", 192, _Tile(64, 64, 3, 4, 2, "registers")),
     ("large", 256, _Tile(64, 64, 2, 4, 2, "registers")),
@@ -123,6 +127,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         row_blocks=row_blocks,
         blocks=tile.blocks,
         q_in_ring=_q_in_ring(tile),
+        mixes=multiplied_v <= _MIXED_COLUMNS,
         columns_qk=multiplied_qk,
         columns_v=multiplied_v,
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
@@ -202,13 +207,16 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
     families = {"any"}
     if arch.shared_memory >= _LARGE:
         families.add("large")
+    if spec.variant.mask == TRUE:
+        families.add("unmasked")
     if gathers(spec.variant):
         families.add("gather")
     fixed = (spec.tile_m, spec.tile_n, spec.stages, spec.num_warps)
     rows_of_width = [(name, tile) for name, largest, tile in _TABLE if width <= largest]
     table = next(tile for name, tile in rows_of_width if name in families)
     # the tile of a kernel for another card, which is verified on this one, brings its order of products
-    table = next((tile for _, tile in rows_of_width if (tile.m, tile.n, tile.stages, tile.warps) == fixed), table)
+    alike = (tile for name, tile in rows_of_width if name in families | {"large"})
+    table = next((tile for tile in alike if (tile.m, tile.n, tile.stages, tile.warps) == fixed), table)
     check_sizes(
         spec,
         (

@@ -134,6 +134,7 @@ class MmaForward(Structure):
     row_blocks: int  # of 16 rows, of a warp
     blocks: int  # that a multiprocessor runs at once
     q_in_ring: bool  # Q lies in the last stage of the ring until registers hold it
+    mixes: bool  # the compiler may put exponentials among the products with V
     columns_qk: int  # that are multiplied: multiples of 16; rows in shared memory may be longer
     columns_v: int
     box_bytes: int  # of a row, over which it is swizzled
