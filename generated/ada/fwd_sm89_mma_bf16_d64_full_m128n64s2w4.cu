@@ -47,16 +47,18 @@ struct Work {
 extern __shared__ __align__(1024) char shared_memory[];
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
-// column.
+// column. Rows can be copied in `parts`, each in a call.
 template <int kRows, int kColumns, typename RowAt>
-__device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows) {
+__device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows, int part = 0, int parts = 1) {
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
   static_assert(kRowsAtOnce % 8 == 0);
   const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
   const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
+  constexpr int kTimes = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
 #pragma unroll
-  for (int first = 0; first < kRows; first += kRowsAtOnce) {
+  for (int time = part * kTimes / parts; time < (part + 1) * kTimes / parts; ++time) {
+    const int first = time * kRowsAtOnce;
     const int row = first + own;
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
@@ -69,7 +71,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm89_mma_bf16_d64_full_m128n64s2w4(
+extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm89_mma_bf16_d64_full_m128n64s2w4(
     const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, bf16* out_ptr, float* lse_ptr,
     const int* seqused_k_ptr,
     long long stride_q_b, long long stride_q_s, long long stride_q_h,
@@ -113,15 +115,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm89_mma_bf16_d64_
   const Element* const v_start = v_ptr + b * stride_v_b + hk * stride_v_h;
   const auto k_at = [&](int key) { return k_start + key * stride_k_s; };
   const auto v_at = [&](int key) { return v_start + key * stride_v_s; };
-  const auto load_k = [&](int listed, uint32_t to) {
-    if (listed < 0) return;
-    const int start = listed * kBlockN;
-    load_rows<kBlockN, kHeadDimQk>(shared + to, [&](int row) { return k_at(start + row); }, seqlen_k - start);
+  // Copies K of a tile, whole or in parts. A tile of -1 has no rows.
+  const auto load_k = [&](int listed, uint32_t to, int part = 0, int parts = 1) {
+    const int start = max(listed, 0) * kBlockN;
+    load_rows<kBlockN, kHeadDimQk>(shared + to, [&](int row) { return k_at(start + row); }, listed < 0 ? 0 : seqlen_k - start, part, parts);
   };
-  const auto load_v = [&](int listed, uint32_t to) {
-    if (listed < 0) return;
-    const int start = listed * kBlockN;
-    load_rows<kBlockN, kHeadDimV>(shared + to, [&](int row) { return v_at(start + row); }, seqlen_k - start);
+  // Copies V of a tile, whole or in parts. A tile of -1 has no rows.
+  const auto load_v = [&](int listed, uint32_t to, int part = 0, int parts = 1) {
+    const int start = max(listed, 0) * kBlockN;
+    load_rows<kBlockN, kHeadDimV>(shared + to, [&](int row) { return v_at(start + row); }, listed < 0 ? 0 : seqlen_k - start, part, parts);
   };
   load_rows<kBlockM, kHeadDimQk>(shared + kQ, [&](int row) {
     const int q = work.q_start + row;
@@ -131,13 +133,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm89_mma_bf16_d64_
   constexpr int kAhead = kStages / 2;  // steps ahead for which there are copies under way
   uint32_t fill = kRing;
   const auto next_stage = [](uint32_t stage) { return stage == kRing + (kStages - 1) * kStageBytes ? kRing : stage + kStageBytes; };
-  const auto fill_k = [&](int listed) {
-    load_k(listed, fill);
-    fill = next_stage(fill);
-    commit_copies();
-  };
-  const auto fill_v = [&](int listed) {
-    load_v(listed, fill);
+  const auto finish_copies = [&] {
     fill = next_stage(fill);
     commit_copies();
   };
@@ -147,10 +143,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm89_mma_bf16_d64_
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     if (i % 2 == 0) {
-      fill_k(listed[i / 2]);
+      load_k(listed[i / 2], fill);
     } else {
-      fill_v(listed[i / 2]);
+      load_v(listed[i / 2], fill);
     }
+    finish_copies();
   }
 
   // Where a lane reads rows of Q, K and V by ldmatrix: columns that are multiples of 16 are added by XOR.
@@ -169,8 +166,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm89_mma_bf16_d64_
   float row_maxima[kRowBlocks][2], row_sums[kRowBlocks][2] = {};
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) row_maxima[block][0] = row_maxima[block][1] = kUnseen;
-  // S = Q K^T
-  const auto multiply_k = [&](uint32_t tile) {
+  uint32_t q_values[kRowBlocks][kColumnsQk / kProductK * 4];
+  // Issues the part of some copies that stands at a place among products: in the first quarter of these.
+  const auto copy_at = [](int place, int places, const auto& copy) {
+    if (4 * place < places) copy(place, (places + 3) / 4);
+  };
+  // S = Q K^T, and copies among the products
+  const auto multiply_k = [&](uint32_t tile, const auto& copy) {
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
 #pragma unroll
@@ -178,24 +180,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm89_mma_bf16_d64_
     }
 #pragma unroll
     for (int column = 0; column < kColumnsQk; column += kProductK) {
-      uint32_t q[kRowBlocks][4];
-#pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block) load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
 #pragma unroll
       for (int key = 0; key < kBlockN; key += 2 * kMmaN) {
         uint32_t keys[4];
         load_blocks(keys, place(k_lane + tile, kBlockN, key, column));
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) {
-          const uint32_t* const a = q[block];
+          const uint32_t* const a = q_values[block] + column / kProductK * 4;
           multiply<Element>(s[block] + key / 2, a, keys[0], keys[1]);
           multiply<Element>(s[block] + key / 2 + 4, a, keys[2], keys[3]);
         }
+        copy_at(column / kProductK * (kBlockN / 16) + key / 16, kColumnsQk / kProductK * (kBlockN / 16), copy);
       }
     }
   };
-  // O += P V
-  const auto multiply_v = [&](uint32_t tile) {
+  // O += P V, and copies among the products
+  const auto multiply_v = [&](uint32_t tile, const auto& copy) {
 #pragma unroll
     for (int key = 0; key < kBlockN; key += kMmaK) {
 #pragma unroll
@@ -207,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm89_mma_bf16_d64_
           multiply<Element>(acc[block] + column / 2, p[block] + key / 4, values[0], values[1]);
           multiply<Element>(acc[block] + column / 2 + 4, p[block] + key / 4, values[2], values[3]);
         }
+        copy_at(key / kMmaK * (kColumnsV / 16) + column / 16, kBlockN / kMmaK * (kColumnsV / 16), copy);
       }
     }
   };
@@ -217,11 +218,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm89_mma_bf16_d64_
     wait_copies<kStages - 2>();
     __syncthreads();
   };
+  bool q_is_read = false;
   while (__any_sync(~0u, listed[0] >= 0)) {
     const int tile = listed[0];
     const bool partial = !(tile >= all.full_lo && tile < all.full_hi);
     wait_tile();
-    fill_v(listed[kAhead - 1]);
+    if (!q_is_read) {
+      q_is_read = true;
+#pragma unroll
+      for (int column = 0; column < kColumnsQk; column += kProductK) {
+#pragma unroll
+        for (int block = 0; block < kRowBlocks; ++block) {
+          uint32_t blocks[4];
+          load_blocks(blocks, place(q_place, kBlockM, 16 * block, column));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) q_values[block][column / kProductK * 4 + i] = blocks[i];
+        }
+      }
+    }
+    const auto copy_beside_k = [&](int part, int parts) { load_v(listed[kAhead - 1], fill, part, parts); };
     // S becomes logits.
     const auto finish_logits = [&, &scores = s] {
 #pragma unroll
@@ -243,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm89_mma_bf16_d64_
         }
       }
     };
-    multiply_k(stage);
+    multiply_k(stage, copy_beside_k);
     finish_logits();
     float maxima[kRowBlocks][2];
     bool raises = false;
@@ -271,11 +286,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm89_mma_bf16_d64_
     for (int block = 0; block < kRowBlocks; ++block) {
       exponentiate<Element>(s[block], scale_log2e, row_maxima[block], p[block], row_sums[block]);
     }
+    finish_copies();
     stage = next_stage(stage);
 
     wait_tile();
-    fill_k(listed[kAhead]);
-    multiply_v(stage);
+    const auto copy_beside_v = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
+    multiply_v(stage, copy_beside_v);
+    finish_copies();
     stage = next_stage(stage);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) listed[i] = listed[i + 1];

@@ -71,16 +71,18 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 }
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
-// column.
+// column. Rows can be copied in `parts`, each in a call.
 template <int kRows, int kColumns, typename RowAt>
-__device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows) {
+__device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows, int part = 0, int parts = 1) {
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
   static_assert(kRowsAtOnce % 8 == 0);
   const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
   const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
+  constexpr int kTimes = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
 #pragma unroll
-  for (int first = 0; first < kRows; first += kRowsAtOnce) {
+  for (int time = part * kTimes / parts; time < (part + 1) * kTimes / parts; ++time) {
+    const int first = time * kRowsAtOnce;
     const int row = first + own;
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
@@ -192,25 +194,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
     return Step{-1, 0};
   };
 
-  const auto load_step = [&](const Step& step, uint32_t stage) {
-    if (step.tile >= 0) {
-      const int h = step.h, q_start = (step.tile & kPartial - 1) * kBlockM, rows = seqlen_q - q_start;
-      load_rows<kBlockM, kHeadDimQk>(shared + kQ + stage * kQBytes, [&](int row) { return q_ptr + b * stride_q_b + h * stride_q_h + (q_start + row) * stride_q_s; }, rows);
-      load_rows<kBlockM, kHeadDimV>(shared + kDout + stage * kDoutBytes, [&](int row) { return dout_ptr + b * stride_dout_b + h * stride_dout_h + (q_start + row) * stride_dout_s; }, rows);
-      if (threadIdx.x < kBlockM) {
-        const int q = q_start + threadIdx.x;
-        const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
-        const uint32_t place = shared + stage * kRowBytes + 4 * threadIdx.x;
-        if (q < seqlen_q) {
-          copy_number_async(place + kLse, lse_log2_ptr + entry);
-          copy_number_async(place + kDelta, delta_ptr + entry);
-        } else {  // each of its probabilities is 0
-          reinterpret_cast<float*>(shared_memory + kLse + stage * kRowBytes)[threadIdx.x] = -kMasked;
-          reinterpret_cast<float*>(shared_memory + kDelta + stage * kRowBytes)[threadIdx.x] = 0.0f;
-        }
+  // They may be issued in parts. A tile of -1 has no rows.
+  const auto load_step = [&](const Step& step, uint32_t stage, int part = 0, int parts = 1) {
+    const int h = step.h, q_start = (max(step.tile, 0) & kPartial - 1) * kBlockM, rows = step.tile < 0 ? 0 : seqlen_q - q_start;
+    load_rows<kBlockM, kHeadDimQk>(shared + kQ + stage * kQBytes, [&](int row) { return q_ptr + b * stride_q_b + h * stride_q_h + (q_start + row) * stride_q_s; }, rows, part, parts);
+    load_rows<kBlockM, kHeadDimV>(shared + kDout + stage * kDoutBytes, [&](int row) { return dout_ptr + b * stride_dout_b + h * stride_dout_h + (q_start + row) * stride_dout_s; }, rows, part, parts);
+    if (part == parts - 1 && threadIdx.x < kBlockM) {
+      const int q = q_start + threadIdx.x;
+      const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
+      const uint32_t place = stage * kRowBytes + 4 * threadIdx.x;
+      if (static_cast<int>(threadIdx.x) < rows) {
+        copy_number_async(shared + kLse + place, lse_log2_ptr + entry);
+        copy_number_async(shared + kDelta + place, delta_ptr + entry);
+      } else {  // each of its probabilities is 0
+        shared_at<float>(kLse + place) = -kMasked;
+        shared_at<float>(kDelta + place) = 0.0f;
       }
     }
-    commit_copies();
+    if (part == parts - 1) commit_copies();
   };
 
   load_rows<kBlockN, kHeadDimQk>(shared + kK, [&](int row) { return k_ptr + b * stride_k_b + hk * stride_k_h + (kv_start + row) * stride_k_s; }, seqlen_k - kv_start);
@@ -236,8 +237,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
   float dk[2][kWarpQk / 2] = {}, dv[2][kWarpV / 2] = {};
   float logits[2][kWarpM / 2], dp[2][kWarpM / 2];  // S^T, then P^T; dP^T
   uint32_t probabilities[2][kWarpM / 4], ds[2][kWarpM / 4];  // in pairs of 16 bits
-  // The keys of the warp, in K or V, by its queries of a step, in Q or dO.
-  const auto multiply_rows = [&]<int kColumns>(float (&to)[2][kWarpM / 2], uint32_t keys, uint32_t queries, Number<kColumns>) {
+  // What may stand among products, at one of so many places: work for groups of elements, a block of keys by 8 queries, or
+  // copies, in the first quarter.
+  const auto for_elements = [](const auto& work) {
+    return [=](int place, int places) {
+      constexpr int kGroups = kWarpM / 4;
+#pragma unroll
+      for (int group = place * kGroups / places; group < (place + 1) * kGroups / places; ++group) work(group % 2, group / 2);
+    };
+  };
+  const auto for_copies = [](const auto& copy) {
+    return [=](int place, int places) {
+      if (4 * place < places) copy(place, (places + 3) / 4);
+    };
+  };
+  const auto nothing = [](int, int) {};
+  // The keys of the warp, in K or V, by its queries of a step, in Q or dO; other work stands among the products.
+  const auto multiply_rows = [&]<int kColumns>(float (&to)[2][kWarpM / 2], uint32_t keys, uint32_t queries, Number<kColumns>, const auto& work) {
 #pragma unroll
     for (int i = 0; i < kWarpM; ++i) to[i % 2][i / 2] = 0.0f;
 #pragma unroll
@@ -254,38 +270,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
           multiply<Element>(to[block] + q / 2, a[block], rows[0], rows[1]);
           multiply<Element>(to[block] + q / 2 + 4, a[block], rows[2], rows[3]);
         }
+        work(column / kMmaK * (kWarpM / 16) + q / 16, kColumns / kMmaK * (kWarpM / 16));
       }
     }
   };
-  // dV += P^T dO, or dK += dS^T Q. The warp has P^T or dS^T of its own queries in registers; shared memory has all.
-  const auto add_columns = [&]<int kColumns>(float (&to)[2][kColumns / 2], const uint32_t (&own)[2][kWarpM / 4], uint32_t all, uint32_t queries, Number<kColumns>) {
+  // Adds the columns of the warp of P^T dO, or of dS^T Q, over 16 queries, given those of P^T or dS^T.
+  const auto add_product = [&]<int kColumns>(float (&to)[2][kColumns / 2], const uint32_t (&a)[2][4], uint32_t queries, int query, int column, Number<kColumns>) {
+    const int place = query_warp * kColumns + column;
+    uint32_t columns[4];
+    load_blocks_transposed(columns, (queries + a_lane ^ 2 * (place % kBoxColumns)) + (place / kBoxColumns * kBlockM + query) * kBoxBytes);
 #pragma unroll
-    for (int part = 0; part < kQueryWarps; ++part) {
-      const int first = (query_warp + part) % kQueryWarps * kWarpM;
+    for (int block = 0; block < 2; ++block) {
+      multiply<Element>(to[block] + column / 2, a[block], columns[0], columns[1]);
+      multiply<Element>(to[block] + column / 2 + 4, a[block], columns[2], columns[3]);
+    }
+  };
+  // dV += P^T dO, or dK += dS^T Q, of the warp's own queries, whose P^T or dS^T are in registers; other work stands among the
+  // products.
+  const auto add_own = [&]<int kColumns>(float (&to)[2][kColumns / 2], const uint32_t (&own)[2][kWarpM / 4], uint32_t queries, Number<kColumns>, const auto& work) {
+#pragma unroll
+    for (int q = 0; q < kWarpM; q += kMmaK) {
+      uint32_t a[2][4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = own[i / 4][q / 4 + i % 4];
+#pragma unroll
+      for (int column = 0; column < kColumns; column += 2 * kMmaN) {
+        add_product(to, a, queries, query_warp * kWarpM + q, column, Number<kColumns>());
+        work(q / kMmaK * (kColumns / 16) + column / 16, kWarpM / kMmaK * (kColumns / 16));
+      }
+    }
+  };
+  // The same of the queries of other warps, whose P^T or dS^T are in shared memory.
+  const auto add_others = [&]<int kColumns>(float (&to)[2][kColumns / 2], uint32_t all, uint32_t queries, Number<kColumns>) {
+#pragma unroll
+    for (int part = 1; part < kQueryWarps; ++part) {
 #pragma unroll
       for (int q = 0; q < kWarpM; q += kMmaK) {
+        const int query = (query_warp + part) % kQueryWarps * kWarpM + q;
         uint32_t a[2][4];
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
-          if (part == 0) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) a[block][i] = own[block][q / 4 + i];
-          } else {
-            const int query = first + q;
-            load_blocks(a[block], (all + p_lane ^ 2 * (query % kPairQueries)) + (query / kPairQueries * kBlockN + 32 * key_warp + 16 * block) * kPairBytes);
-          }
+          load_blocks(a[block], (all + p_lane ^ 2 * (query % kPairQueries)) + (query / kPairQueries * kBlockN + 32 * key_warp + 16 * block) * kPairBytes);
         }
 #pragma unroll
-        for (int column = 0; column < kColumns; column += 2 * kMmaN) {
-          const int place = query_warp * kColumns + column;
-          uint32_t columns[4];
-          load_blocks_transposed(columns, (queries + a_lane ^ 2 * (place % kBoxColumns)) + (place / kBoxColumns * kBlockM + first + q) * kBoxBytes);
-#pragma unroll
-          for (int block = 0; block < 2; ++block) {
-            multiply<Element>(to[block] + column / 2, a[block], columns[0], columns[1]);
-            multiply<Element>(to[block] + column / 2 + 4, a[block], columns[2], columns[3]);
-          }
-        }
+        for (int column = 0; column < kColumns; column += 2 * kMmaN) add_product(to, a, queries, query, column, Number<kColumns>());
       }
     }
   };
@@ -303,23 +331,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
     const Step step = steps[0];
     wait_copies<kSteps - 2>();
     __syncthreads();  // all have read the stage that is filled again, P and dS
-    load_step(steps[kSteps - 1], fill);
-    fill = next_stage(fill);
     const uint32_t q_tile = shared + kQ + stage * kQBytes, dout_tile = shared + kDout + stage * kDoutBytes;
 
-    multiply_rows(logits, k_rows, q_tile, Number<kColumnsQk>());
+    multiply_rows(logits, k_rows, q_tile, Number<kColumnsQk>(), for_copies([&](int part, int parts) { load_step(steps[kSteps - 1], fill, part, parts); }));
+    fill = next_stage(fill);
     // P = exp2(logit - LSE).
     const uint32_t lse_numbers = kLse + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4);
     const int h = step.h;
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       float (&s)[kWarpM / 2] = logits[block];
-      uint32_t (&p)[kWarpM / 4] = probabilities[block];
       const int kv_first = kv_start + 32 * key_warp + 16 * block + lane / 4;
       if (__any_sync(~0u, step.tile & kPartial)) {
 #pragma unroll
         for (int i = 0; i < kWarpM / 8; ++i) {
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int visible_to = seqlen_k - kv_first;
@@ -327,52 +352,45 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * i + 2 * row + j];
               if (8 * row >= visible_to) x = kMasked;
-              x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
             }
           }
-          p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
-          p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kWarpM / 8; ++i) {
-          const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * i + 2 * row + j];
-              x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
-            }
-          }
-          p[2 * i] = pack<Element>(s[4 * i], s[4 * i + 1]);
-          p[2 * i + 1] = pack<Element>(s[4 * i + 2], s[4 * i + 3]);
         }
       }
-#pragma unroll
-      for (int pair = 0; pair < kWarpM / 4; ++pair) share(kP, block, pair, p[pair]);
     }
-
-    multiply_rows(dp, v_rows, dout_tile, Number<kColumnsV>());
-    // dS = P (dP - D), to registers and to shared memory.
+    multiply_rows(dp, v_rows, dout_tile, Number<kColumnsV>(), for_elements([&](int block, int i) {
+      float (&s)[kWarpM / 2] = logits[block];
+      const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
 #pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      const uint32_t (&p)[kWarpM / 4] = probabilities[block];
-#pragma unroll
-      for (int i = 0; i < kWarpM / 8; ++i) {
-        const float2 delta = shared_at<float2>(kDelta + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4) + 32 * i);
+      for (int j = 0; j < 2; ++j) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-          const int pair = 2 * i + row;
-          const float2 both = unpack<Element>(p[pair]);
-          ds[block][pair] = pack<Element>(both.x * (dp[block][2 * pair] - delta.x), both.y * (dp[block][2 * pair + 1] - delta.y));
-          share(kDs, block, pair, ds[block][pair]);
+          float& x = s[4 * i + 2 * row + j];
+          x = exp2_approx(fmaf(x, scale_log2e, -(j == 0 ? lse.x : lse.y)));
         }
       }
-    }
+#pragma unroll
+      for (int pair = 2 * i; pair < 2 * i + 2; ++pair) {
+        probabilities[block][pair] = pack<Element>(s[2 * pair], s[2 * pair + 1]);
+        share(kP, block, pair, probabilities[block][pair]);
+      }
+    }));
+    // dV of the own queries; among its products dS = P (dP - D), to registers and to shared memory.
+    add_own(dv, probabilities, dout_tile, Number<kWarpV>(), for_elements([&](int block, int i) {
+      const uint32_t (&p)[kWarpM / 4] = probabilities[block];
+      const float2 delta = shared_at<float2>(kDelta + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4) + 32 * i);
+#pragma unroll
+      for (int pair = 2 * i; pair < 2 * i + 2; ++pair) {
+        const float2 both = unpack<Element>(p[pair]);
+        ds[block][pair] = pack<Element>(both.x * (dp[block][2 * pair] - delta.x), both.y * (dp[block][2 * pair + 1] - delta.y));
+        share(kDs, block, pair, ds[block][pair]);
+      }
+    }));
     __syncthreads();
 
-    add_columns(dv, probabilities, shared + kP, dout_tile, Number<kWarpV>());
+    // dK += dS^T Q, and dV of the other queries; P and dS of these come from shared memory.
+    add_own(dk, ds, q_tile, Number<kWarpQk>(), nothing);
+    add_others(dv, shared + kP, dout_tile, Number<kWarpV>());
+    add_others(dk, shared + kDs, q_tile, Number<kWarpQk>());
     // dQ of 32 queries and some of the columns, from all keys.
     if (dq_column < kColumnsQk) {
       float dq[2][kWarpDq / 2] = {};
@@ -411,7 +429,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
         }
       }
     }
-    add_columns(dk, ds, shared + kDs, q_tile, Number<kWarpQk>());
     stage = next_stage(stage);
 #pragma unroll
     for (int i = 0; i < kSteps - 1; ++i) steps[i] = steps[i + 1];
@@ -419,38 +436,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
   }
   wait_copies<0>();
 
-  const auto store_rows = [&]<int kColumns>(const float (&sums)[2][kColumns / 2], float factor, GradElement* rows, long long stride, int columns, Number<kColumns>) {
+  {
+    const auto store_rows = [&]<int kColumns>(const float (&sums)[2][kColumns / 2], float factor, GradElement* rows, long long stride, int columns, Number<kColumns>) {
 #pragma unroll
-    for (int row = 0; row < 4; ++row) {
-      const int key = 32 * key_warp + 8 * row + lane / 4;
-      const float* const of_row = sums[row / 2] + row % 2 * 2;
+      for (int row = 0; row < 4; ++row) {
+        const int key = 32 * key_warp + 8 * row + lane / 4;
+        const float* const of_row = sums[row / 2] + row % 2 * 2;
 #pragma unroll
-      for (int column = 0; column < kColumns; column += 32) {
-        const int place = query_warp * kColumns + column;
-        GradElement* const to = rows + key * stride + place;
-        uint32_t pairs[4];
+        for (int column = 0; column < kColumns; column += 32) {
+          const int place = query_warp * kColumns + column;
+          GradElement* const to = rows + key * stride + place;
+          uint32_t pairs[4];
 #pragma unroll
-        for (int i = 0; i < 4 && column + 8 * i < kColumns; ++i) {
-          const float* const two = of_row + column / 2 + 4 * i;
-          pairs[i] = pack<GradElement>(two[0] * factor, two[1] * factor);
-        }
-        if (column + 32 <= kColumns) {
-          gather_block(pairs);
-          if (kv_start + key < keys && place + 8 * (lane % 4) < columns) {
-            *reinterpret_cast<uint4*>(to + 8 * (lane % 4)) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+          for (int i = 0; i < 4 && column + 8 * i < kColumns; ++i) {
+            const float* const two = of_row + column / 2 + 4 * i;
+            pairs[i] = pack<GradElement>(two[0] * factor, two[1] * factor);
           }
-        } else {  // 16 columns are left
+          if (column + 32 <= kColumns) {
+            gather_block(pairs);
+            if (kv_start + key < keys && place + 8 * (lane % 4) < columns) {
+              *reinterpret_cast<uint4*>(to + 8 * (lane % 4)) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+            }
+          } else {  // 16 columns are left
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            if (kv_start + key < keys && place + 8 * i < columns) *reinterpret_cast<uint32_t*>(to + 8 * i + 2 * (lane % 4)) = pairs[i];
+            for (int i = 0; i < 2; ++i) {
+              if (kv_start + key < keys && place + 8 * i < columns) *reinterpret_cast<uint32_t*>(to + 8 * i + 2 * (lane % 4)) = pairs[i];
+            }
           }
         }
       }
-    }
-  };
-  const int first_key = kv_start;
-  store_rows(dk, softmax_scale, dk_ptr + b * stride_dk_b + hk * stride_dk_h + first_key * stride_dk_s, stride_dk_s, kHeadDimQk, Number<kWarpQk>());
-  store_rows(dv, 1.0f, dv_ptr + b * stride_dv_b + hk * stride_dv_h + first_key * stride_dv_s, stride_dv_s, kHeadDimV, Number<kWarpV>());
+    };
+    const int first_key = kv_start;
+    store_rows(dk, softmax_scale, dk_ptr + b * stride_dk_b + hk * stride_dk_h + first_key * stride_dk_s, stride_dk_s, kHeadDimQk, Number<kWarpQk>());
+    store_rows(dv, 1.0f, dv_ptr + b * stride_dv_b + hk * stride_dv_h + first_key * stride_dv_s, stride_dv_s, kHeadDimV, Number<kWarpV>());
+  }
 }
 
 // Scales and rounds dQ of a tile of queries. Its sums lie in the dQ accumulator in the order of registers.

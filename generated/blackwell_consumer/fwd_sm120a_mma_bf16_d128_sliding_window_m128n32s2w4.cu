@@ -48,16 +48,18 @@ struct Work {
 extern __shared__ __align__(1024) char shared_memory[];
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
-// column.
+// column. Rows can be copied in `parts`, each in a call.
 template <int kRows, int kColumns, typename RowAt>
-__device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows) {
+__device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows, int part = 0, int parts = 1) {
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
   static_assert(kRowsAtOnce % 8 == 0);
   const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
   const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
+  constexpr int kTimes = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
 #pragma unroll
-  for (int first = 0; first < kRows; first += kRowsAtOnce) {
+  for (int time = part * kTimes / parts; time < (part + 1) * kTimes / parts; ++time) {
+    const int first = time * kRowsAtOnce;
     const int row = first + own;
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
@@ -123,15 +125,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm120a_mma_bf16_d1
   const Element* const v_start = v_ptr + b * stride_v_b + hk * stride_v_h;
   const auto k_at = [&](int key) { return k_start + key * stride_k_s; };
   const auto v_at = [&](int key) { return v_start + key * stride_v_s; };
-  const auto load_k = [&](int listed, uint32_t to) {
-    if (listed < 0) return;
-    const int start = listed * kBlockN;
-    load_rows<kBlockN, kHeadDimQk>(shared + to, [&](int row) { return k_at(start + row); }, seqlen_k - start);
+  // Copies K of a tile, whole or in parts. A tile of -1 has no rows.
+  const auto load_k = [&](int listed, uint32_t to, int part = 0, int parts = 1) {
+    const int start = max(listed, 0) * kBlockN;
+    load_rows<kBlockN, kHeadDimQk>(shared + to, [&](int row) { return k_at(start + row); }, listed < 0 ? 0 : seqlen_k - start, part, parts);
   };
-  const auto load_v = [&](int listed, uint32_t to) {
-    if (listed < 0) return;
-    const int start = listed * kBlockN;
-    load_rows<kBlockN, kHeadDimV>(shared + to, [&](int row) { return v_at(start + row); }, seqlen_k - start);
+  // Copies V of a tile, whole or in parts. A tile of -1 has no rows.
+  const auto load_v = [&](int listed, uint32_t to, int part = 0, int parts = 1) {
+    const int start = max(listed, 0) * kBlockN;
+    load_rows<kBlockN, kHeadDimV>(shared + to, [&](int row) { return v_at(start + row); }, listed < 0 ? 0 : seqlen_k - start, part, parts);
   };
   load_rows<kBlockM, kHeadDimQk>(shared + kQ, [&](int row) {
     const int q = work.q_start + row;
@@ -141,13 +143,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm120a_mma_bf16_d1
   constexpr int kAhead = kStages / 2;  // steps ahead for which there are copies under way
   uint32_t fill = kRing;
   const auto next_stage = [](uint32_t stage) { return stage == kRing + (kStages - 1) * kStageBytes ? kRing : stage + kStageBytes; };
-  const auto fill_k = [&](int listed) {
-    load_k(listed, fill);
-    fill = next_stage(fill);
-    commit_copies();
-  };
-  const auto fill_v = [&](int listed) {
-    load_v(listed, fill);
+  const auto finish_copies = [&] {
     fill = next_stage(fill);
     commit_copies();
   };
@@ -157,10 +153,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm120a_mma_bf16_d1
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     if (i % 2 == 0) {
-      fill_k(listed[i / 2]);
+      load_k(listed[i / 2], fill);
     } else {
-      fill_v(listed[i / 2]);
+      load_v(listed[i / 2], fill);
     }
+    finish_copies();
   }
 
   // Where a lane reads rows of Q, K and V by ldmatrix: columns that are multiples of 16 are added by XOR.
@@ -179,8 +176,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm120a_mma_bf16_d1
   float row_maxima[kRowBlocks][2], row_sums[kRowBlocks][2] = {};
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) row_maxima[block][0] = row_maxima[block][1] = kUnseen;
-  // S = Q K^T
-  const auto multiply_k = [&](uint32_t tile) {
+  // Issues the part of some copies that stands at a place among products: in the first quarter of these.
+  const auto copy_at = [](int place, int places, const auto& copy) {
+    if (4 * place < places) copy(place, (places + 3) / 4);
+  };
+  // S = Q K^T, and copies among the products
+  const auto multiply_k = [&](uint32_t tile, const auto& copy) {
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
 #pragma unroll
@@ -201,11 +202,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm120a_mma_bf16_d1
           multiply<Element>(s[block] + key / 2, a, keys[0], keys[1]);
           multiply<Element>(s[block] + key / 2 + 4, a, keys[2], keys[3]);
         }
+        copy_at(column / kProductK * (kBlockN / 16) + key / 16, kColumnsQk / kProductK * (kBlockN / 16), copy);
       }
     }
   };
-  // O += P V
-  const auto multiply_v = [&](uint32_t tile) {
+  // O += P V, and copies among the products
+  const auto multiply_v = [&](uint32_t tile, const auto& copy) {
 #pragma unroll
     for (int key = 0; key < kBlockN; key += kMmaK) {
 #pragma unroll
@@ -217,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm120a_mma_bf16_d1
           multiply<Element>(acc[block] + column / 2, p[block] + key / 4, values[0], values[1]);
           multiply<Element>(acc[block] + column / 2 + 4, p[block] + key / 4, values[2], values[3]);
         }
+        copy_at(key / kMmaK * (kColumnsV / 16) + column / 16, kBlockN / kMmaK * (kColumnsV / 16), copy);
       }
     }
   };
@@ -232,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm120a_mma_bf16_d1
     const bool partial = !(tile >= mine.full_lo && tile < mine.full_hi);
     const bool seen = tile >= mine.visible_lo && tile < mine.visible_hi;  // by some row of the warp
     wait_tile();
-    fill_v(listed[kAhead - 1]);
+    const auto copy_beside_k = [&](int part, int parts) { load_v(listed[kAhead - 1], fill, part, parts); };
     // S becomes logits; pairs that are not visible get -inf.
     const auto finish_logits = [&, &scores = s] {
 #pragma unroll
@@ -269,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm120a_mma_bf16_d1
       }
     };
     if (__any_sync(~0u, seen)) {
-      multiply_k(stage);
+      multiply_k(stage, copy_beside_k);
       finish_logits();
       float maxima[kRowBlocks][2];
       bool raises = false;
@@ -297,12 +300,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm120a_mma_bf16_d1
       for (int block = 0; block < kRowBlocks; ++block) {
         exponentiate<Element>(s[block], scale_log2e, row_maxima[block], p[block], row_sums[block]);
       }
+    } else {
+      copy_beside_k(0, 1);
     }
+    finish_copies();
     stage = next_stage(stage);
 
     wait_tile();
-    fill_k(listed[kAhead]);
-    if (__any_sync(~0u, seen)) multiply_v(stage);
+    const auto copy_beside_v = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
+    if (__any_sync(~0u, seen)) {
+      multiply_v(stage, copy_beside_v);
+    } else {
+      copy_beside_v(0, 1);
+    }
+    finish_copies();
     stage = next_stage(stage);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) listed[i] = listed[i + 1];

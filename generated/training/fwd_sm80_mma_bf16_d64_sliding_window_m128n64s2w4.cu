@@ -1,11 +1,11 @@
-// fwd_sm80_mma_bf16_d64_prefix_lm_m128n64s4w4
+// fwd_sm80_mma_bf16_d64_sliding_window_m128n64s2w4
 //
-// Attention forward, variant prefix_lm: mask `kv < prefix[b] or q_pos >= kv`.
+// Attention forward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
 // Rendered from templates/cuda/mma/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
 // A block of 4 warps computes O of 128 query rows: S = Q K^T, P = exp2(S), O += P V, tile by tile of keys from the last
 // to the first. Each warp has 32 rows, and keeps their S, P and O in registers. Tiles of K and V alternate in a ring
-// of 4 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
+// of 2 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
 #include "copy.cuh"
 #include "expression.cuh"
 #include "mma.cuh"
@@ -23,7 +23,7 @@ constexpr int kColumnsQk = 64, kColumnsV = 64;  // that are multiplied
 constexpr int kThreads = 128;
 constexpr int kRowBlocks = 2;  // of 16 rows, of a warp
 constexpr int kWarpRows = 16 * kRowBlocks;
-constexpr int kStages = 4;  // of the ring of K and V
+constexpr int kStages = 2;  // of the ring of K and V
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 constexpr int kProductK = 32 / sizeof(Element);  // columns of Q and K, or keys, that one product sums over
@@ -31,7 +31,7 @@ static_assert(kBlockM == kWarpRows * kThreads / 32);
 constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must grow before the row max follows
 // Shared memory, from its start.
 constexpr uint32_t kQ = 0;  // 16384 B: Q
-constexpr uint32_t kRing = 16384;  // 32768 B: tiles of K and V in turn
+constexpr uint32_t kRing = 16384;  // 16384 B: tiles of K and V in turn
 constexpr uint32_t kStageBytes = 8192;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
@@ -48,16 +48,18 @@ struct Work {
 extern __shared__ __align__(1024) char shared_memory[];
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
-// column.
+// column. Rows can be copied in `parts`, each in a call.
 template <int kRows, int kColumns, typename RowAt>
-__device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows) {
+__device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows, int part = 0, int parts = 1) {
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
   static_assert(kRowsAtOnce % 8 == 0);
   const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
   const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
+  constexpr int kTimes = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
 #pragma unroll
-  for (int first = 0; first < kRows; first += kRowsAtOnce) {
+  for (int time = part * kTimes / parts; time < (part + 1) * kTimes / parts; ++time) {
+    const int first = time * kRowsAtOnce;
     const int row = first + own;
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
@@ -70,17 +72,17 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_prefix_lm_m128n64s4w4(
+extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_sliding_window_m128n64s2w4(
     const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, bf16* out_ptr, float* lse_ptr,
-    const int* seqused_k_ptr, const int* u_prefix,
+    const int* seqused_k_ptr,
     long long stride_q_b, long long stride_q_s, long long stride_q_h,
     long long stride_k_b, long long stride_k_s, long long stride_k_h,
     long long stride_v_b, long long stride_v_s, long long stride_v_h,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int extent_u_prefix_0,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
+    int u_window,
     int write_lse, int has_seqused_k
 ) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
@@ -100,10 +102,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     const int q_hi = min(work.q_start + (first_row + rows - 1), seqlen_q - 1);
     const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
     const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-    const int u_prefix_b = u_prefix[static_cast<long long>(b)];
-    const int visible_hi = max(min(max(u_prefix_b, q_pos_hi + 1), seqlen_k) + kBlockN - 1, 0) / kBlockN;
-    const int full_hi = min(max(max(u_prefix_b, q_pos_lo + 1), 0) / kBlockN, whole_tiles);
-    return q_start < seqlen_q ? Spans{0, visible_hi, 0, full_hi} : Spans{};
+    const int u_window_min_1073741823 = min(u_window, 1073741823);
+    const int visible_lo = max(q_pos_lo - u_window_min_1073741823 + 1, 0) / kBlockN;
+    const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
+    const int full_lo = (max(q_pos_hi - u_window_min_1073741823 + 1, 0) + kBlockN - 1) / kBlockN;
+    const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
+    return q_start < seqlen_q ? Spans{visible_lo, visible_hi, full_lo, full_hi} : Spans{};
   };
   const Spans all = spans_of(0, kBlockM);
   const Spans mine = spans_of(kWarpRows * warp, kWarpRows);
@@ -121,15 +125,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   const Element* const v_start = v_ptr + b * stride_v_b + hk * stride_v_h;
   const auto k_at = [&](int key) { return k_start + key * stride_k_s; };
   const auto v_at = [&](int key) { return v_start + key * stride_v_s; };
-  const auto load_k = [&](int listed, uint32_t to) {
-    if (listed < 0) return;
-    const int start = listed * kBlockN;
-    load_rows<kBlockN, kHeadDimQk>(shared + to, [&](int row) { return k_at(start + row); }, seqlen_k - start);
+  // Copies K of a tile, whole or in parts. A tile of -1 has no rows.
+  const auto load_k = [&](int listed, uint32_t to, int part = 0, int parts = 1) {
+    const int start = max(listed, 0) * kBlockN;
+    load_rows<kBlockN, kHeadDimQk>(shared + to, [&](int row) { return k_at(start + row); }, listed < 0 ? 0 : seqlen_k - start, part, parts);
   };
-  const auto load_v = [&](int listed, uint32_t to) {
-    if (listed < 0) return;
-    const int start = listed * kBlockN;
-    load_rows<kBlockN, kHeadDimV>(shared + to, [&](int row) { return v_at(start + row); }, seqlen_k - start);
+  // Copies V of a tile, whole or in parts. A tile of -1 has no rows.
+  const auto load_v = [&](int listed, uint32_t to, int part = 0, int parts = 1) {
+    const int start = max(listed, 0) * kBlockN;
+    load_rows<kBlockN, kHeadDimV>(shared + to, [&](int row) { return v_at(start + row); }, listed < 0 ? 0 : seqlen_k - start, part, parts);
   };
   load_rows<kBlockM, kHeadDimQk>(shared + kQ, [&](int row) {
     const int q = work.q_start + row;
@@ -139,13 +143,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   constexpr int kAhead = kStages / 2;  // steps ahead for which there are copies under way
   uint32_t fill = kRing;
   const auto next_stage = [](uint32_t stage) { return stage == kRing + (kStages - 1) * kStageBytes ? kRing : stage + kStageBytes; };
-  const auto fill_k = [&](int listed) {
-    load_k(listed, fill);
-    fill = next_stage(fill);
-    commit_copies();
-  };
-  const auto fill_v = [&](int listed) {
-    load_v(listed, fill);
+  const auto finish_copies = [&] {
     fill = next_stage(fill);
     commit_copies();
   };
@@ -155,10 +153,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     if (i % 2 == 0) {
-      fill_k(listed[i / 2]);
+      load_k(listed[i / 2], fill);
     } else {
-      fill_v(listed[i / 2]);
+      load_v(listed[i / 2], fill);
     }
+    finish_copies();
   }
 
   // Where a lane reads rows of Q, K and V by ldmatrix: columns that are multiples of 16 are added by XOR.
@@ -171,15 +170,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     return (lane_place ^ static_cast<int>(sizeof(Element)) * (column % kBoxColumns)) + (column / kBoxColumns * rows + row) * kBoxBytes;
   };
   const float scale_log2e = softmax_scale * kLog2e;
-  const int u_prefix_b = u_prefix[static_cast<long long>(b)];
   float acc[kRowBlocks][kColumnsV / 2] = {};  // O, not yet divided by the row sum
   float s[kRowBlocks][kBlockN / 2];           // S, then the logits
   uint32_t p[kRowBlocks][kBlockN * sizeof(Element) / 8];  // P, packed
   float row_maxima[kRowBlocks][2], row_sums[kRowBlocks][2] = {};
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) row_maxima[block][0] = row_maxima[block][1] = kUnseen;
-  // S = Q K^T
-  const auto multiply_k = [&](uint32_t tile) {
+  // Issues the part of some copies that stands at a place among products: in the first quarter of these.
+  const auto copy_at = [](int place, int places, const auto& copy) {
+    if (4 * place < places) copy(place, (places + 3) / 4);
+  };
+  // S = Q K^T, and copies among the products
+  const auto multiply_k = [&](uint32_t tile, const auto& copy) {
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
 #pragma unroll
@@ -200,11 +202,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
           multiply<Element>(s[block] + key / 2, a, keys[0], keys[1]);
           multiply<Element>(s[block] + key / 2 + 4, a, keys[2], keys[3]);
         }
+        copy_at(column / kProductK * (kBlockN / 16) + key / 16, kColumnsQk / kProductK * (kBlockN / 16), copy);
       }
     }
   };
-  // O += P V
-  const auto multiply_v = [&](uint32_t tile) {
+  // O += P V, and copies among the products
+  const auto multiply_v = [&](uint32_t tile, const auto& copy) {
 #pragma unroll
     for (int key = 0; key < kBlockN; key += kMmaK) {
 #pragma unroll
@@ -216,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
           multiply<Element>(acc[block] + column / 2, p[block] + key / 4, values[0], values[1]);
           multiply<Element>(acc[block] + column / 2 + 4, p[block] + key / 4, values[2], values[3]);
         }
+        copy_at(key / kMmaK * (kColumnsV / 16) + column / 16, kBlockN / kMmaK * (kColumnsV / 16), copy);
       }
     }
   };
@@ -231,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     const bool partial = !(tile >= mine.full_lo && tile < mine.full_hi);
     const bool seen = tile >= mine.visible_lo && tile < mine.visible_hi;  // by some row of the warp
     wait_tile();
-    fill_v(listed[kAhead - 1]);
+    const auto copy_beside_k = [&](int part, int parts) { load_v(listed[kAhead - 1], fill, part, parts); };
     // S becomes logits; pairs that are not visible get -inf.
     const auto finish_logits = [&, &scores = s] {
 #pragma unroll
@@ -242,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
         const int kv_first = tile * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, partial)) {
           struct Row {
+            int visible_from;
             int visible_to;
           };
           Row rows[2];
@@ -249,8 +254,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
           for (int row = 0; row < 2; ++row) {
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_to = min(max(u_prefix_b, q_pos + 1), seqlen_k) - kv_first;
-            rows[row] = {visible_to};
+            const int visible_from = max(q_pos - min(u_window, 1073741823) + 1, 0) - kv_first;
+            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+            rows[row] = {visible_from, visible_to};
           }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
@@ -258,15 +264,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
-              if (key >= visible_to) x = kMasked;
+              const auto [visible_from, visible_to] = rows[row];
+              if (key < visible_from || key >= visible_to) x = kMasked;
             }
           }
         }
       }
     };
     if (__any_sync(~0u, seen)) {
-      multiply_k(stage);
+      multiply_k(stage, copy_beside_k);
       finish_logits();
       float maxima[kRowBlocks][2];
       bool raises = false;
@@ -294,12 +300,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
       for (int block = 0; block < kRowBlocks; ++block) {
         exponentiate<Element>(s[block], scale_log2e, row_maxima[block], p[block], row_sums[block]);
       }
+    } else {
+      copy_beside_k(0, 1);
     }
+    finish_copies();
     stage = next_stage(stage);
 
     wait_tile();
-    fill_k(listed[kAhead]);
-    if (__any_sync(~0u, seen)) multiply_v(stage);
+    const auto copy_beside_v = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
+    if (__any_sync(~0u, seen)) {
+      multiply_v(stage, copy_beside_v);
+    } else {
+      copy_beside_v(0, 1);
+    }
+    finish_copies();
     stage = next_stage(stage);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) listed[i] = listed[i + 1];

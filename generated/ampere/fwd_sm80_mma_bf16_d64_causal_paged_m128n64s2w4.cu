@@ -1,14 +1,15 @@
-// fwd_sm80_mma_bf16_d64_causal_m128n64s4w4
+// fwd_sm80_mma_bf16_d64_causal_paged_m128n64s2w4
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/mma/kernel.cu.j2 by `attngen build specs/ampere.yaml`.
 //
 // A block of 4 warps computes O of 128 query rows: S = Q K^T, P = exp2(S), O += P V, tile by tile of keys from the last
 // to the first. Each warp has 32 rows, and keeps their S, P and O in registers. Tiles of K and V alternate in a ring
-// of 4 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
+// of 2 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
 #include "copy.cuh"
 #include "expression.cuh"
 #include "mma.cuh"
+#include "pages.cuh"
 #include "quad.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -23,7 +24,7 @@ constexpr int kColumnsQk = 64, kColumnsV = 64;  // that are multiplied
 constexpr int kThreads = 128;
 constexpr int kRowBlocks = 2;  // of 16 rows, of a warp
 constexpr int kWarpRows = 16 * kRowBlocks;
-constexpr int kStages = 4;  // of the ring of K and V
+constexpr int kStages = 2;  // of the ring of K and V
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 constexpr int kProductK = 32 / sizeof(Element);  // columns of Q and K, or keys, that one product sums over
@@ -31,7 +32,7 @@ static_assert(kBlockM == kWarpRows * kThreads / 32);
 constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must grow before the row max follows
 // Shared memory, from its start.
 constexpr uint32_t kQ = 0;  // 16384 B: Q
-constexpr uint32_t kRing = 16384;  // 32768 B: tiles of K and V in turn
+constexpr uint32_t kRing = 16384;  // 16384 B: tiles of K and V in turn
 constexpr uint32_t kStageBytes = 8192;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
@@ -48,20 +49,22 @@ struct Work {
 extern __shared__ __align__(1024) char shared_memory[];
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
-// column.
+// column. Rows can be copied in `parts`, each in a call.
 template <int kRows, int kColumns, typename RowAt>
-__device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows) {
+__device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows, int part = 0, int parts = 1) {
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
   static_assert(kRowsAtOnce % 8 == 0);
   const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
   const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
+  constexpr int kTimes = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
 #pragma unroll
-  for (int first = 0; first < kRows; first += kRowsAtOnce) {
+  for (int time = part * kTimes / parts; time < (part + 1) * kTimes / parts; ++time) {
+    const int first = time * kRowsAtOnce;
     const int row = first + own;
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
-    const bool row_exists = row < rows;
+    const bool row_exists = row < rows && from != nullptr;
 #pragma unroll
     for (int column = 0; column < kColumns; column += kBoxColumns) {
       const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
@@ -70,17 +73,19 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_causal_m128n64s4w4(
+extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_causal_paged_m128n64s2w4(
     const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, bf16* out_ptr, float* lse_ptr,
-    const int* seqused_k_ptr,
-    long long stride_q_b, long long stride_q_s, long long stride_q_h,
-    long long stride_k_b, long long stride_k_s, long long stride_k_h,
-    long long stride_v_b, long long stride_v_s, long long stride_v_h,
-    long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    const int* cu_seqlens_q_ptr, const int* page_table_ptr, const int* seqused_k_ptr,
+    long long stride_q_s, long long stride_q_h,
+    long long stride_k_page, long long stride_k_s, long long stride_k_h,
+    long long stride_v_page, long long stride_v_s, long long stride_v_h,
+    long long stride_out_s, long long stride_out_h,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int max_seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
+    long long page_table_stride,
+    int page_size, int num_pages, int box_rows,
     float softmax_scale,
-    int write_lse, int has_seqused_k
+    int write_lse, int has_cu_seqlens_q
 ) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
@@ -89,9 +94,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   place_tile(blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
   const int b = unit / heads, h = unit % heads;
   const int hk = h / group;
-  const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
-  const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
+  const int q_begin = has_cu_seqlens_q ? cu_seqlens_q_ptr[b] : b * max_seqlen_q, k_begin = 0;
+  const int seqlen_q = has_cu_seqlens_q ? cu_seqlens_q_ptr[b + 1] - q_begin : max_seqlen_q;
+  const int seqlen_k = min(seqused_k_ptr[b], max_seqlen_k);
   const Work work = {b, h, q_tile * kBlockM, q_begin, k_begin, seqlen_q, seqlen_k};
+  if (work.q_start >= seqlen_q) return;  // a shorter sequence than the longest
 
   const auto spans_of = [&](int first_row, int rows) {
     const int whole_tiles = seqlen_k / kBlockN;
@@ -115,35 +122,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     return tile;
   };
 
-  const Element* const k_start = k_ptr + b * stride_k_b + hk * stride_k_h;
-  const Element* const v_start = v_ptr + b * stride_v_b + hk * stride_v_h;
-  const auto k_at = [&](int key) { return k_start + key * stride_k_s; };
-  const auto v_at = [&](int key) { return v_start + key * stride_v_s; };
-  const auto load_k = [&](int listed, uint32_t to) {
-    if (listed < 0) return;
-    const int start = listed * kBlockN;
-    load_rows<kBlockN, kHeadDimQk>(shared + to, [&](int row) { return k_at(start + row); }, seqlen_k - start);
+  const Pages pages = {page_table_ptr + b * page_table_stride, page_size, num_pages, seqlen_k, ~0u / page_size};
+  // Where a key is; null: in no page of the cache.
+  const auto k_at = [&](int key) -> const Element* {
+    const PageBox at = pages.at(key);
+    if (at.page >= num_pages) return nullptr;
+    return k_ptr + at.page * stride_k_page + at.row * stride_k_s + hk * stride_k_h;
   };
-  const auto load_v = [&](int listed, uint32_t to) {
-    if (listed < 0) return;
-    const int start = listed * kBlockN;
-    load_rows<kBlockN, kHeadDimV>(shared + to, [&](int row) { return v_at(start + row); }, seqlen_k - start);
+  const auto v_at = [&](int key) -> const Element* {
+    const PageBox at = pages.at(key);
+    if (at.page >= num_pages) return nullptr;
+    return v_ptr + at.page * stride_v_page + at.row * stride_v_s + hk * stride_v_h;
+  };
+  // Copies K of a tile, whole or in parts. A tile of -1 has no rows.
+  const auto load_k = [&](int listed, uint32_t to, int part = 0, int parts = 1) {
+    if (listed < 0) return;  // its pages are not looked up
+    const int start = max(listed, 0) * kBlockN;
+    load_rows<kBlockN, kHeadDimQk>(shared + to, [&](int row) { return k_at(start + row); }, listed < 0 ? 0 : seqlen_k - start, part, parts);
+  };
+  // Copies V of a tile, whole or in parts. A tile of -1 has no rows.
+  const auto load_v = [&](int listed, uint32_t to, int part = 0, int parts = 1) {
+    if (listed < 0) return;  // its pages are not looked up
+    const int start = max(listed, 0) * kBlockN;
+    load_rows<kBlockN, kHeadDimV>(shared + to, [&](int row) { return v_at(start + row); }, listed < 0 ? 0 : seqlen_k - start, part, parts);
   };
   load_rows<kBlockM, kHeadDimQk>(shared + kQ, [&](int row) {
     const int q = work.q_start + row;
-    return q_ptr + work.b * stride_q_b + q * stride_q_s + work.h * stride_q_h;
+    return q_ptr + (work.q_begin + q) * stride_q_s + work.h * stride_q_h;
   }, work.seqlen_q - work.q_start);
   // Half-step 2 i takes K of the i-th tile, half-step 2 i + 1 its V. Stages are filled in turn.
   constexpr int kAhead = kStages / 2;  // steps ahead for which there are copies under way
   uint32_t fill = kRing;
   const auto next_stage = [](uint32_t stage) { return stage == kRing + (kStages - 1) * kStageBytes ? kRing : stage + kStageBytes; };
-  const auto fill_k = [&](int listed) {
-    load_k(listed, fill);
-    fill = next_stage(fill);
-    commit_copies();
-  };
-  const auto fill_v = [&](int listed) {
-    load_v(listed, fill);
+  const auto finish_copies = [&] {
     fill = next_stage(fill);
     commit_copies();
   };
@@ -153,10 +164,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     if (i % 2 == 0) {
-      fill_k(listed[i / 2]);
+      load_k(listed[i / 2], fill);
     } else {
-      fill_v(listed[i / 2]);
+      load_v(listed[i / 2], fill);
     }
+    finish_copies();
   }
 
   // Where a lane reads rows of Q, K and V by ldmatrix: columns that are multiples of 16 are added by XOR.
@@ -175,8 +187,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   float row_maxima[kRowBlocks][2], row_sums[kRowBlocks][2] = {};
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) row_maxima[block][0] = row_maxima[block][1] = kUnseen;
-  // S = Q K^T
-  const auto multiply_k = [&](uint32_t tile) {
+  // Issues the part of some copies that stands at a place among products: in the first quarter of these.
+  const auto copy_at = [](int place, int places, const auto& copy) {
+    if (4 * place < places) copy(place, (places + 3) / 4);
+  };
+  // S = Q K^T, and copies among the products
+  const auto multiply_k = [&](uint32_t tile, const auto& copy) {
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
 #pragma unroll
@@ -197,11 +213,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
           multiply<Element>(s[block] + key / 2, a, keys[0], keys[1]);
           multiply<Element>(s[block] + key / 2 + 4, a, keys[2], keys[3]);
         }
+        copy_at(column / kProductK * (kBlockN / 16) + key / 16, kColumnsQk / kProductK * (kBlockN / 16), copy);
       }
     }
   };
-  // O += P V
-  const auto multiply_v = [&](uint32_t tile) {
+  // O += P V, and copies among the products
+  const auto multiply_v = [&](uint32_t tile, const auto& copy) {
 #pragma unroll
     for (int key = 0; key < kBlockN; key += kMmaK) {
 #pragma unroll
@@ -213,6 +230,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
           multiply<Element>(acc[block] + column / 2, p[block] + key / 4, values[0], values[1]);
           multiply<Element>(acc[block] + column / 2 + 4, p[block] + key / 4, values[2], values[3]);
         }
+        copy_at(key / kMmaK * (kColumnsV / 16) + column / 16, kBlockN / kMmaK * (kColumnsV / 16), copy);
       }
     }
   };
@@ -228,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     const bool partial = !(tile >= mine.full_lo && tile < mine.full_hi);
     const bool seen = tile >= mine.visible_lo && tile < mine.visible_hi;  // by some row of the warp
     wait_tile();
-    fill_v(listed[kAhead - 1]);
+    const auto copy_beside_k = [&](int part, int parts) { load_v(listed[kAhead - 1], fill, part, parts); };
     // S becomes logits; pairs that are not visible get -inf.
     const auto finish_logits = [&, &scores = s] {
 #pragma unroll
@@ -263,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
       }
     };
     if (__any_sync(~0u, seen)) {
-      multiply_k(stage);
+      multiply_k(stage, copy_beside_k);
       finish_logits();
       float maxima[kRowBlocks][2];
       bool raises = false;
@@ -291,12 +309,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
       for (int block = 0; block < kRowBlocks; ++block) {
         exponentiate<Element>(s[block], scale_log2e, row_maxima[block], p[block], row_sums[block]);
       }
+    } else {
+      copy_beside_k(0, 1);
     }
+    finish_copies();
     stage = next_stage(stage);
 
     wait_tile();
-    fill_k(listed[kAhead]);
-    if (__any_sync(~0u, seen)) multiply_v(stage);
+    const auto copy_beside_v = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
+    if (__any_sync(~0u, seen)) {
+      multiply_v(stage, copy_beside_v);
+    } else {
+      copy_beside_v(0, 1);
+    }
+    finish_copies();
     stage = next_stage(stage);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) listed[i] = listed[i + 1];
@@ -314,8 +340,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int q = work.q_start + row_in_group + 8 * row;
-      if (write_lse && lane % 4 == 0 && q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(row_max[row], row_sum[row]);
-      OutElement* const to = (out_ptr + work.b * stride_out_b + q * stride_out_s + work.h * stride_out_h) + 8 * (lane % 4);
+      if (write_lse && lane % 4 == 0 && q < work.seqlen_q) lse_ptr[work.h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(row_max[row], row_sum[row]);
+      OutElement* const to = (out_ptr + (work.q_begin + q) * stride_out_s + work.h * stride_out_h) + 8 * (lane % 4);
 #pragma unroll
       for (int column = 0; column < kHeadDimV; column += 32) {
         uint32_t two_columns[4] = {};
@@ -325,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
           two_columns[i] = pack<OutElement>(two[0], two[1]);
         }
         gather_block(two_columns);
-        if (q < seqlen_q) {
+        if (q < work.seqlen_q) {
           *reinterpret_cast<uint4*>(to + column) = {two_columns[0], two_columns[1], two_columns[2], two_columns[3]};
         }
       }
