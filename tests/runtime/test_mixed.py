@@ -11,6 +11,9 @@ import attngen
 from attngen.errors import CallError
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments import debug
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.calls import mixed as mixed_calls
+from attngen.runtime.device import driver as drivers
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.support import FakeDriver, kernel, variant, window_variant
@@ -87,6 +90,24 @@ def test_vectors_of_another_batch_are_divided_anew(gpu: FakeDriver) -> None:
     launched(gpu, given | {"seqused_k": shared.flatten()[:5]})
     with pytest.raises(CallError, match="contiguous"):  # at the same address
         attngen.attention_paged(**given | {"seqused_k": shared[:, 0]})
+
+
+@pytest.mark.parametrize(
+    ("decodes", "tokens", "part"),
+    [(256, 1024, 0), (128, 2048, 5), (40, 2048, 2), (64, 8192, 2), (16, 4096, 0), (4, 8, 0)],
+)
+def test_what_decoding_leaves_to_prompts(decodes: int, tokens: int, part: int) -> None:
+    class Hopper(FakeDriver):
+        def multiprocessors(self, device: int) -> int:
+            return 132
+
+        def bandwidth(self, device: int) -> float:
+            return 4800.0
+
+    q, k = torch.empty(decodes + tokens, 32, 128, device="meta"), torch.empty(9, 16, 8, 128, device="meta")
+    with drivers.use(Hopper()):
+        given = Given(q.bfloat16(), k.bfloat16(), k, layout="NHD")
+        assert mixed_calls._left_to_prompts(given, decodes) == (132 // part if part else 0)
 
 
 def test_all_decode(gpu: FakeDriver) -> None:

@@ -1,8 +1,8 @@
 """Paged batches that decode some sequences beside whole prompts: two calls, each on the kernel that suits it.
 
 In a single call, a sequence that decodes would have a tile for many queries, and only one query in it. The two calls
-run at the same time, on two streams: decoding waits for memory, and reads as fast from fewer multiprocessors; prompts,
-which wait for the tensor cores, take the others, and all of them once decoding is done.
+run at the same time, on two streams. Decoding waits for memory, and may leave multiprocessors to prompts; these wait for
+the tensor cores, and take all multiprocessors once decoding is done.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def attend(run: Callable[[Given], Any], num_decodes: int, given: Given) -> Any:
 def _left_to_prompts(given: Given, decodes: int) -> int:
     """Multiprocessors that decoding leaves to prompts, so that both are done at about the same time.
 
-    The host knows no length of keys, and takes all sequences to have as many.
+    The host knows no length of keys, and takes all sequences to have as many. There are few values, since calls that
+    leave another number are of another kind.
     """
     q, k, driver = given.q, given.k, drivers.current()
     device, rows = q.get_device(), q.shape[0] - decodes
@@ -94,7 +95,8 @@ def _left_to_prompts(given: Given, decodes: int) -> int:
     bandwidth = _OF_BANDWIDTH * driver.bandwidth(device)
     ratio = 2 * rows * group * bandwidth / (decodes * k.element_size() * _OPERATIONS)
     part = next((part for least, part in _LEFT if ratio >= least), 0.0)
-    return min(int(part * driver.multiprocessors(device)), -(-rows * q.shape[1] // _TILE_ROWS))
+    left = int(part * driver.multiprocessors(device))
+    return left if left * _TILE_ROWS <= rows * q.shape[1] else 0
 
 
 def _given(fields: list[Any]) -> Given:
