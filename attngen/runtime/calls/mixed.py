@@ -1,8 +1,8 @@
 """Paged batches that decode some sequences beside whole prompts: two calls, each on the kernel that suits it.
 
 In a single call, a sequence that decodes would have a tile for many queries, and only one query in it. The two calls
-run at the same time, on two streams. Decoding waits for memory, and may leave multiprocessors to prompts; these wait for
-the tensor cores, and take all multiprocessors once decoding is done.
+run at the same time, on two streams. Decoding waits for memory, and may leave multiprocessors to prompts. These wait
+for the tensor cores, and take all multiprocessors once decoding is done.
 """
 
 from __future__ import annotations
