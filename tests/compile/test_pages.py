@@ -199,8 +199,8 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     (folder / "pages.cuh").write_text(HEADER.read_text())
     (folder / "types.cuh").write_text("#include <cstdint>\nusing std::uint32_t;\n")
     view = SimpleNamespace(from_here="")  # of a block without a cluster
-    plan = SimpleNamespace(pack_gqa=False, ragged_queries=False)
-    given = {"view": view, "plan": plan, "structure": SimpleNamespace(shares=False)}
+    plan = SimpleNamespace(pack_gqa=False, ragged_queries=False, split_kv=False)
+    given = {"view": view, "plan": plan, "structure": SimpleNamespace(shares=False, end_aligned=False)}
     part: Any = environment("cuda").get_template("cuda/forward/keys/paged.cu.j2").make_module(given)
     text = PROGRAM
     for name, width in WIDTHS.items():
