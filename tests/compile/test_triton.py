@@ -129,7 +129,7 @@ def test_parameters_are_those_of_the_ptx() -> None:
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_arch_compiles_without_a_gpu(arch: str) -> None:
     artifact = compiled(replace(POINTER, arch_name=arch))
-    assert f".target sm_{arch.removeprefix('sm')}" in artifact.texts["ptx"]
+    assert f".target sm_{arch.removeprefix('sm').removeprefix('ptx')}" in artifact.texts["ptx"]
 
 
 def test_a_classifier_is_a_cubin_of_its_own() -> None:

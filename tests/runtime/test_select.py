@@ -120,7 +120,8 @@ def test_sums_in_a_fixed_order_where_they_are_asked_for(gpu: FakeDriver, tile_m:
          "make 64 (softmax_scale stays 0.129099)"),
         (320, torch.float32, 90, "head_dim 320, only for multiples of 8 from 8 to 256; the reference takes it"),
         (64, torch.float64, 90, "fp64, only for bf16, fp16, fp32, fp8_e4m3, fp8_e5m2; the reference takes it"),
-        (64, torch.bfloat16, 75, "sm75, only for sm80, sm86, sm89, sm90a, sm100a, sm120a, ptx80; the reference runs there"),
+        (64, torch.bfloat16, 75,
+         "sm75, only for sm80, sm86, sm89, sm90a, sm100a, sm120a, ptx80; the reference runs there"),
     ],
 )  # fmt: skip
 def test_no_spec_is_proposed_that_would_be_refused(

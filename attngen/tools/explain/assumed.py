@@ -45,8 +45,12 @@ class Assumed:
     limits: Range
     seed: int
 
-    def __getitem__(self, indices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the elements at broadcast indices: int64, float32 or bool."""
+    def __getitem__(self, places: Sequence[torch.Tensor | slice | int]) -> torch.Tensor:
+        """The elements at broadcast indices, or of a slice along one axis: int64, float32 or bool."""
+        indices = [
+            torch.arange(extent)[place] if isinstance(place, slice) else torch.as_tensor(place)
+            for place, extent in zip(places, self.shape, strict=True)
+        ]
         if self.declared.dtype == "bool":
             return self._bools(indices)
         if self.declared.monotone is not None and self.declared.monotone.runs is not None:
