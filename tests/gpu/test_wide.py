@@ -99,7 +99,7 @@ def test_splits_that_the_call_fixes(given: dict[str, int], queries: int) -> None
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 1)])
-@pytest.mark.parametrize("shape", [(1, 1, 700), (2, 3, 333), (1, 130, 130), (2, 40, 20), (1, 700, 1000)])
+@pytest.mark.parametrize("shape", [(1, 1, 700), (2, 3, 333), (1, 130, 130), (2, 40, 20), (1, 700, 1000), (8, 900, 300)])
 @pytest.mark.parametrize("variant", ["causal", "full"])
 def test_dense(variant: str, shape: tuple[int, int, int], heads: int, kv_heads: int) -> None:
     batch, queries, keys = shape

@@ -3,6 +3,12 @@
 
 #include "kernel.inc"
 
+#ifdef MERGE  // a launch that adds up partial results
+constexpr int MERGES = 1;
+#else
+constexpr int MERGES = 0;
+#endif
+
 Thread* current;
 int blocks_of_grid;
 bool moved;
@@ -178,11 +184,14 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
 #else
 #define MAPS k_map
 #endif
-  const TensorMap k_map = map_of(k);
-  const int row_bits = cluster > 1 ? 1 : 0;  // the rows of a unit are those of the blocks of a cluster
 #else
 #define MAPS k_map, v_map
-  const TensorMap k_map = map_of(k), v_map = map_of(v);
+  const TensorMap v_map = map_of(v);
+#endif
+  const TensorMap k_map = map_of(k);
+#ifdef MERGE
+  const int row_bits = cluster > 1 ? 1 : 0;  // the rows of a unit are those of the blocks of a cluster
+#else
   int row_bits = 0;
   while ((2 << row_bits) < kWarps && (kRows << row_bits) < rows * group) ++row_bits;
 #endif
@@ -191,10 +200,10 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
   const size_t slots = static_cast<size_t>(split_tiles ? units * max_splits : 2 * grid) << row_bits;
   std::vector<float> partials(slots * kRows * Partial::kFloats, NAN);
   std::vector<int> begun(2 * grid, -7);
-  std::vector<uint32_t> counters((split_tiles ? units << VALUES_OF_KEYS * row_bits : grid), 0);
+  std::vector<uint32_t> counters((split_tiles ? units << MERGES * row_bits : grid), 0);
   const float scale = 1.0f / std::sqrt(static_cast<float>(width));
 
-#if VALUES_OF_KEYS
+#ifdef MERGE
 #define WRITTEN partials.data(), begun.data(), counters.data()
 #else
 #define WRITTEN partials.data(), counters.data()
@@ -221,7 +230,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
   kernel = [&] { KERNEL(ARGUMENTS); };
   const auto launch_all = [&] {
     launch(grid, cluster);
-#if VALUES_OF_KEYS
+#ifdef MERGE
     if (split_tiles > 0) return;
     const auto forward = kernel;
     kernel = [&] { MERGE(ARGUMENTS); };
@@ -265,7 +274,7 @@ int main(int count, char** arguments) {
   for (int i = 1; i < count; ++i) {
     std::vector<int> numbers;
     for (char* word = std::strtok(arguments[i], ","); word; word = std::strtok(nullptr, ",")) numbers.push_back(std::atoi(word));
-#if VALUES_OF_KEYS
+#ifdef MERGE
     constexpr int kCluster = 2;
     const bool single = numbers[2] * numbers[0] / numbers[1] <= kRows;  // one block has all rows of a unit
 #else

@@ -127,6 +127,10 @@ KEY_VALUE_CASES = [
 ]  # fmt: skip
 
 
+#: The same with several KV heads. In the last case blocks take whole items before their ranges.
+WIDE_CASES = ["16,2,1,4,0,64,64,1,200", "4,1,1,3,0,16,500", "48,1,3,4,2,16,300,0", "4,4,70,2,0,64,100"]
+
+
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize(
     "fields",
@@ -141,6 +145,20 @@ def test_one_whose_values_are_keys_is_right(fields: dict[str, object], tmp_path:
     run({"v": "key", **fields}, KEY_VALUE_CASES, tmp_path)
 
 
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"head_dim": 320, "layout": "dense"},
+        seldom({"head_dim": 512, "layout": "paged", "dtype": "fp16"}),
+        seldom({"head_dim": 512, "layout": "dense"}),
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+def test_one_beyond_head_dim_256_is_right(fields: dict[str, object], tmp_path: Path) -> None:
+    run(fields, WIDE_CASES, tmp_path)
+
+
 def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:
     """Compile the kernel of a spec with these fields, and run it."""
     split = {} if "v" in fields else {"split_kv": "true"}
@@ -152,7 +170,8 @@ def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:
         (folder / name).write_text(on_host(name, headers()[name].replace("#ifdef __CUDA_ARCH__", "#if 1")))
     program = folder / "program"
     defined = {
-        "KERNEL": source.name, "MERGE": f"{source.name}_merge", "VALUES_OF_KEYS": int(plan.v_of_key),
+        "KERNEL": source.name, "VALUES_OF_KEYS": int(plan.v_of_key),
+        **({"MERGE": f"{source.name}_merge"} if plan.has_launch("merge") else {}),
         "HEAD_DIM": plan.head_dim_qk, "HEAD_DIM_V": plan.head_dim_v, "PAGED": int(plan.layout == "paged"),
         "SCALED": plan.descaled + (plan.operands.q.bytes == 1), "PAGE_SCALES": int(fields.get("descale") == "page"),
     }  # fmt: skip
