@@ -102,6 +102,15 @@ def _deepseek() -> tuple[Any, Any]:
     return transformers.DeepseekV3ForCausalLM, config
 
 
+def _gemma4() -> tuple[Any, Any]:
+    """Its layers without a window have head dim 512."""
+    config = transformers.Gemma4TextConfig(
+        **_COMMON, head_dim=DIM, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY,
+    )  # fmt: skip
+    return transformers.Gemma4ForCausalLM, config
+
+
 def _bert() -> tuple[Any, Any]:
     return transformers.BertForMaskedLM, transformers.BertConfig(**_ENCODER)
 
@@ -177,6 +186,7 @@ FAMILIES: dict[str, Family] = {
     "cohere2": Family(_causal("Cohere2", sliding_window=WINDOW, sliding_window_pattern=2), generates, decodes=True),
     "granite": Family(_causal("Granite", head_dim=False), generates, decodes=True),
     "deepseek_v3": Family(_deepseek, generates, decodes=True),
+    "gemma4": Family(_gemma4, generates, decodes=True),
     "bert": Family(_bert, prompts),
     "bart": Family(_bart, pairs("t5")),
     "vit": Family(_vit, pictures),

@@ -148,6 +148,19 @@ def test_a_spec_serves_its_model(family: str, tmp_path: Path, calls: set[Call]) 
     assert unused(kernels, calls) == []
 
 
+def test_gemma_4_has_kernels_of_head_dim_512(tmp_path: Path, calls: set[Call]) -> None:
+    spec, _ = written(FAMILIES["gemma4"].make()[1], tmp_path, "--backward")
+    kernels = kernels_in(spec)
+    model = made("gemma4")
+    with torch.no_grad():
+        FAMILIES["gemma4"].run(model)
+    model.train()
+    model(**batch("llama", "right").inputs).logits.sum().backward()
+    assert missing(kernels, calls) == []
+    wide = [(kernel.variant.name, kernel.direction) for kernel in kernels if kernel.head_dim_v == 512]
+    assert sorted(wide) == [(name, passes) for name in ("causal", "span") for passes in ("backward", "forward")]
+
+
 TRAINED = ("llama", "gpt2", "bert", "t5", "bart", "gemma2", "gpt_oss", "llama4", "vit", "deepseek_v3", "mistral")
 
 

@@ -29,7 +29,6 @@ from attngen.schema.expand import KernelSpec
 _REGISTERS = 160, 152, 40  # of a thread of the consumers, of the scorer, and of the loaders
 #: Boxes of columns of Q that registers hold at most; one at least is in shared memory.
 _REGISTER_BOXES = 5
-_LEAST_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,6 @@ class HopperWide(HopperMla):
     """Roles and memory of a kernel of head dims beyond 256."""
 
     register_boxes: int  # boxes of columns of Q that are in registers
-    least_rounds: int  # of whole work items that each block takes
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -54,9 +52,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         arguments_of=partial(arguments_of_maps, mapped="kv"),
         products=(1, 2),
         widths=(_width_qk(spec.head_dim_qk), WIDE_HEAD_DIMS[-1]),
-        structure_of=partial(
-            HopperWide, register_boxes=_register_boxes(spec.head_dim_qk), least_rounds=_LEAST_ROUNDS
-        ),
+        structure_of=partial(HopperWide, register_boxes=_register_boxes(spec.head_dim_qk)),
         spills=WIDE_SPILLS,
     )
 

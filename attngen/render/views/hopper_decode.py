@@ -70,6 +70,7 @@ class DecodeView:
     page_scales: bool
     head_scales: bool  # all values of a KV head share a scale
     unit_scales: tuple[str, ...]  # tensors with the scales of Q and K that all rows of a work item share
+    alternates: bool = False  # items with the last and the first rows of a sequence take turns
     biases: tuple[Bias, ...] = ()  # whose tiles come with those of K: none here
     items: str = "cuda/decode/_items.cu.j2"  # templates: how work items are numbered,
     places: str = "cuda/decode/_places.cu.j2"  # and which rows and tiles they have

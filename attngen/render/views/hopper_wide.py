@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attngen.plan.model import Plan
 from attngen.plan.schedules.hopper_wide import wide_pipes_of
 from attngen.render.pipes import pipes_view
@@ -19,4 +21,5 @@ _REGION_TEXTS = {
 
 def wide_view(plan: Plan, template: str) -> DecodeView:
     """View of a plan."""
-    return split_view(plan, template, pipes_view(wide_pipes_of(plan)), _REGION_TEXTS)
+    view = split_view(plan, template, pipes_view(wide_pipes_of(plan)), _REGION_TEXTS)
+    return replace(view, alternates=True)
