@@ -186,7 +186,7 @@ FAMILIES: dict[str, Family] = {
     "cohere2": Family(_causal("Cohere2", sliding_window=WINDOW, sliding_window_pattern=2), generates, decodes=True),
     "granite": Family(_causal("Granite", head_dim=False), generates, decodes=True),
     "deepseek_v3": Family(_deepseek, generates, decodes=True),
-    "gemma4": Family(_gemma4, generates, decodes=True),
+    **({"gemma4": Family(_gemma4, generates, decodes=True)} if hasattr(transformers, "Gemma4TextConfig") else {}),
     "bert": Family(_bert, prompts),
     "bart": Family(_bart, pairs("t5")),
     "vit": Family(_vit, pictures),

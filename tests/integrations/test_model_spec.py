@@ -148,6 +148,7 @@ def test_a_spec_serves_its_model(family: str, tmp_path: Path, calls: set[Call]) 
     assert unused(kernels, calls) == []
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this release has no Gemma 4")
 def test_gemma_4_has_kernels_of_head_dim_512(tmp_path: Path, calls: set[Call]) -> None:
     spec, _ = written(FAMILIES["gemma4"].make()[1], tmp_path, "--backward")
     kernels = kernels_in(spec)

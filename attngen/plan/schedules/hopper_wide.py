@@ -111,4 +111,5 @@ SCHEDULE = Schedule(
     pipes=wide_pipes_of,
     layouts=tuple(LAYOUTS),
     split_kv=True,
+    explanation="attngen.tools.explain.ranges:RangesExplanation",
 )

@@ -239,9 +239,16 @@ def _numbers(tile: Tile) -> tuple[int, int, int, int]:
 
 
 def _tile(
-    spec: KernelSpec, arch: Arch, kind: _Kind, given: Gradient, family: str, widths: tuple[int, int], operands: Operands,
-    *, descriptors: bool,
-) -> Tile:  # fmt: skip
+    spec: KernelSpec,
+    arch: Arch,
+    kind: _Kind,
+    given: Gradient,
+    family: str,
+    widths: tuple[int, int],
+    operands: Operands,
+    *,
+    descriptors: bool,
+) -> Tile:
     """Return the spec's tile of one kernel, completed from the table, and within the shared memory of the arch."""
     rows = depth_sizes(operands.ds)  # products sum over queries and over keys
     check_sizes(
@@ -351,8 +358,8 @@ def results_of(launch: Launch) -> tuple[str, ...]:
 
 
 def through_descriptor(plan: Plan, name: str, grid: str) -> bool:
-    """Whether a kernel with this grid loads q, k, v or dout through a tensor descriptor: what it loads in its loops, and
-    what it keeps in registers."""
+    """Whether a kernel with this grid loads q, k, v or dout through a tensor descriptor: what it loads in its loops
+    or keeps in registers."""
     return plan.loads == "descriptor" and (name not in _KEPT[grid] or _in_registers(plan, name, grid))
 
 
@@ -361,7 +368,7 @@ def _in_registers(plan: Plan, name: str, grid: str) -> bool:
 
 
 def keeps_in_registers(plan: Plan) -> bool:
-    """Whether kernels keep K, or Q, in registers, where a descriptor brings it: beyond head dim 256, for two stages."""
+    """Whether K, or Q, stays in registers, where a descriptor brings it: beyond head dim 256, for two stages."""
     return plan.main == _DK.name and plan.loads == "descriptor"
 
 
