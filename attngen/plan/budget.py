@@ -65,18 +65,14 @@ def gradient_memory(
     width_v: int,
     operands: Operands,
     by_keys: bool,
-    in_registers: bool = False,
 ) -> GradientMemory:
-    """Shared memory of a tile of a backward kernel, which keeps K and V if it is ``by_keys``, else Q and dO.
-
-    ``in_registers``: the first of these is in registers.
-    """
+    """Shared memory of a tile of a backward kernel, which keeps K and V if it is ``by_keys``, else Q and dO."""
     keys = ("K", width_qk * operands.k.bytes), ("V", width_v * operands.v.bytes)
     queries = ("Q", width_qk * operands.q.bytes), ("dO", width_v * operands.dout.bytes)
     kept, moved = (keys, queries) if by_keys else (queries, keys)
     (a, a_row), (b, b_row), (c, c_row), (d, d_row) = *kept, *moved
     return GradientMemory(
-        kept=(0 if in_registers else kept_rows * a_row, kept_rows * b_row),
+        kept=(kept_rows * a_row, kept_rows * b_row),
         moved=(moved_rows * c_row, moved_rows * d_row),
         stages=stages,
         names=(a, b, c, d),

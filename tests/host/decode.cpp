@@ -170,13 +170,13 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
 #define SCALES
 #endif
   const long long step = static_cast<long long>(kv_heads) * width;
-  const auto map_of = [&](const std::vector<Element>& of) -> TensorMap {
+  const auto map_of = [&](const std::vector<Element>& of, int keys) -> TensorMap {
     const void* base = of.data();
     if (PAGED) {
       return {base, sizeof(Element), 4, kBoxBytes, {width, page_size, kv_heads, pages}, {1, step, width, page_size * step},
-              {kBoxColumns, std::__gcd(page_size, kBlockN), 1, 1}};
+              {kBoxColumns, std::__gcd(page_size, keys), 1, 1}};
     }
-    return {base, sizeof(Element), 4, kBoxBytes, {width, kv_heads, longest, batch}, {1, width, step, longest * step}, {kBoxColumns, 1, kBlockN, 1}};
+    return {base, sizeof(Element), 4, kBoxBytes, {width, kv_heads, longest, batch}, {1, width, step, longest * step}, {kBoxColumns, 1, keys, 1}};
   };
 #if VALUES_OF_KEYS
 #if PAGED && HEAD_DIM > HEAD_DIM_V
@@ -186,9 +186,9 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
 #endif
 #else
 #define MAPS k_map, v_map
-  const TensorMap v_map = map_of(v);
+  const TensorMap v_map = map_of(v, V_KEYS);
 #endif
-  const TensorMap k_map = map_of(k);
+  const TensorMap k_map = map_of(k, kBlockN);
 #ifdef MERGE
   const int row_bits = cluster > 1 ? 1 : 0;  // the rows of a unit are those of the blocks of a cluster
 #else

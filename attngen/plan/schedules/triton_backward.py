@@ -80,7 +80,7 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("fp32", 128, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
     ("fp32", 256, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
     # three kernels, one for each gradient
-    ("any", 512, Tile(32, 64, 2, 8), Tile(64, 32, 2, 8)),
+    ("any", 512, Tile(32, 64, 1, 8), Tile(64, 32, 1, 8)),
 )
 
 #: The same for the two kernels of a backward: tile of "dkdv", tile of "dq".
@@ -161,12 +161,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         rows = "gather_dropped"
     widths = padded_width(columns_qk), padded_width(columns_v)
     given = spec.backward or Backward()
-    tiles = {
-        kind: _tile(
-            spec, arch, kind, getattr(given, kind.field), rows, widths, operands, descriptors=loads == "descriptor"
-        )
-        for kind in iterations
-    }
+    tiles = {kind: _tile(spec, arch, kind, getattr(given, kind.field), rows, widths, operands) for kind in iterations}
     main = tiles[by_keys[-1]]
     planned = drafted(
         spec,
@@ -239,15 +234,7 @@ def _numbers(tile: Tile) -> tuple[int, int, int, int]:
 
 
 def _tile(
-    spec: KernelSpec,
-    arch: Arch,
-    kind: _Kind,
-    given: Gradient,
-    family: str,
-    widths: tuple[int, int],
-    operands: Operands,
-    *,
-    descriptors: bool,
+    spec: KernelSpec, arch: Arch, kind: _Kind, given: Gradient, family: str, widths: tuple[int, int], operands: Operands
 ) -> Tile:
     """Return the spec's tile of one kernel, completed from the table, and within the shared memory of the arch."""
     rows = depth_sizes(operands.ds)  # products sum over queries and over keys
@@ -277,7 +264,6 @@ def _tile(
             width_v=widths[1],
             operands=operands,
             by_keys=kind.by_keys,
-            in_registers=is_beyond_256(spec) and descriptors,
         )
         if needed.total <= arch.shared_memory:
             return tile
@@ -358,18 +344,8 @@ def results_of(launch: Launch) -> tuple[str, ...]:
 
 
 def through_descriptor(plan: Plan, name: str, grid: str) -> bool:
-    """Whether a kernel with this grid loads q, k, v or dout through a tensor descriptor: what it loads in its loops
-    or keeps in registers."""
-    return plan.loads == "descriptor" and (name not in _KEPT[grid] or _in_registers(plan, name, grid))
-
-
-def _in_registers(plan: Plan, name: str, grid: str) -> bool:
-    return keeps_in_registers(plan) and name == _KEPT[grid][0]
-
-
-def keeps_in_registers(plan: Plan) -> bool:
-    """Whether K, or Q, stays in registers, where a descriptor brings it: beyond head dim 256, for two stages."""
-    return plan.main == _DK.name and plan.loads == "descriptor"
+    """Whether a kernel with this grid loads q, k, v or dout through a tensor descriptor: what it loads in its loops."""
+    return plan.loads == "descriptor" and name not in _KEPT[grid]
 
 
 def has_window(plan: Plan, grid: str) -> bool:
@@ -405,7 +381,7 @@ def _arguments(plan: Plan, kind: _Kind) -> tuple[Argument, ...]:
     operands: list[Argument] = []
     for name, (blocks, rows) in tiles.items():
         if name not in pointers:
-            window = rows if has_window(plan, kind.grid) and name not in _KEPT[kind.grid] else None
+            window = rows if has_window(plan, kind.grid) else None
             for index, block in enumerate(blocks):
                 label = f"{name}_desc{arguments.block_suffix(blocks, index)}"
                 operands.append(arguments.descriptor(plan, name, label, rows, block, window=window))

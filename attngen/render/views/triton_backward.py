@@ -222,16 +222,8 @@ def _keep(plan: Plan, form: Form, written: tuple[str, ...]) -> tuple[str, ...]:
         if form is BY_KEYS
         else (("q", "dout"), "h", "q_index", "seqlen_q", "q_begin")
     )
-    grid, start, count = ("keys", "kv_start", "BLOCK_N") if form is BY_KEYS else ("queries", "q_start", "BLOCK_M")
     for name in names:
         blocks, head_dim = _blocks(plan, name)
-        if through_descriptor(plan, name, grid):  # it stays in registers; rows after the end have no results
-            corner = f"{begin} + {start}, {head}" if plan.varlen else f"b, {start}, {head}"
-            for number, block in enumerate(blocks):
-                suffix = block_suffix(blocks, number)
-                load = f"{name}_desc{suffix}.load([{corner}, {block.start}])"
-                lines.append(f"{name}{suffix} = tl.reshape({load}, [{count}, {block.width}])")
-            continue
         row = f"({begin} + {index})" if plan.varlen else index
         lines.append(f"{name}_rows = {head_address(plan, name, head)} + {row}[:, None] * stride_{name}_s")
         for number, block in enumerate(blocks):

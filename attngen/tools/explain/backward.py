@@ -10,7 +10,6 @@ from attngen.lang.printing import canonical
 from attngen.plan.budget import GradientMemory, gradient_memory
 from attngen.plan.model import Launch, Plan
 from attngen.plan.own_gradients import differentiable
-from attngen.plan.schedules.triton_backward import keeps_in_registers
 from attngen.plan.tiles import padded_width
 from attngen.tools.explain.schedule import ScheduleExplanation
 
@@ -38,7 +37,6 @@ def memory_of(plan: Plan, launch: Launch) -> GradientMemory:
         width_v=padded_width(plan.columns_v),
         operands=plan.operands,
         by_keys=by_keys,
-        in_registers=keeps_in_registers(plan),
     )
 
 
