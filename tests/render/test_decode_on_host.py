@@ -171,7 +171,7 @@ def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:
     program = folder / "program"
     defined = {
         "KERNEL": source.name, "VALUES_OF_KEYS": int(plan.v_of_key),
-        "V_KEYS": next((each.box[-2] if each.paged else each.box[-3] for each in plan.arguments if each.name == "v_map"), 0),
+        "V_KEYS": getattr(plan.structure, "value_keys", plan.tile_n),
         **({"MERGE": f"{source.name}_merge"} if plan.has_launch("merge") else {}),
         "HEAD_DIM": plan.head_dim_qk, "HEAD_DIM_V": plan.head_dim_v, "PAGED": int(plan.layout == "paged"),
         "SCALED": plan.descaled + (plan.operands.q.bytes == 1), "PAGE_SCALES": int(fields.get("descale") == "page"),

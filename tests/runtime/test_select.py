@@ -134,6 +134,17 @@ def test_no_spec_is_proposed_that_would_be_refused(
     assert str(caught.value).splitlines()[-1] == f"No kernel can be built for {message}"
 
 
+def test_wide_heads_need_strides_that_copies_take(gpu: FakeDriver) -> None:
+    install(kernel(variant()))
+    gpu.compute_capability = 90
+    q, k, v = tensors(512)
+    with pytest.raises(NoKernelError, match="head_dim: 512"):
+        attngen.attention(q, k, v, variant="causal")
+    apart = torch.randn(2, 40, 2, 515).bfloat16()[..., :512]
+    with pytest.raises(NoKernelError, match=r"No kernel beyond head_dim 256 .* since it copies 16 bytes at a time"):
+        attngen.attention(apart, k, v, variant="causal")
+
+
 def test_an_old_driver_is_named(gpu: FakeDriver) -> None:
     install(kernel(variant()))
     gpu.cuda_version = 12080

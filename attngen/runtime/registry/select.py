@@ -505,7 +505,11 @@ def no_spec_adds(request: Request, capability: int) -> str | None:
     """Reason why no spec can add a kernel for a call, and what helps instead, or None."""
     listed = request.call.variant.keys is not None
     key_values = (request.direction == "forward" or listed) and takes_key_values(request, capability)
-    return _beyond_all_kernels(request.call, capability, key_values) or _beyond_cuda(request.call, capability, request)
+    return (
+        _beyond_all_kernels(request.call, capability, key_values)
+        or _beyond_copies(request.call, request)
+        or _beyond_cuda(request.call, capability, request)
+    )
 
 
 def _for_another_machine(kernel: Kernel, capability: int, driver: Driver) -> bool:
@@ -580,9 +584,21 @@ def _beyond_all_kernels(call: Call, capability: int, key_values: bool = False) -
     return None
 
 
+def _beyond_copies(call: Call, request: Request) -> str | None:
+    """Reason why no kernel of head dims beyond those of most kernels takes a call's strides and addresses, or None."""
+    wide = max(call.head_dim_qk, call.head_dim_v) > HEAD_DIMS[-1] and not _v_of_key(request)
+    if not wide or request.direction != "forward" or not _access_lines(call, request):
+        return None
+    return (
+        f"No kernel beyond head_dim {HEAD_DIMS[-1]} can be built for these strides and addresses, since it copies 16 "
+        "bytes at a time; .contiguous() tensors have one"
+    )
+
+
 def _beyond_head_dims(call: Call, arch: Arch | None) -> str | None:
     """Reason why no kernel can be built for the head dims of a call, and what helps instead, or None."""
     wide = arch is not None and arch.wgmma and {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
+    wide = wide and call.variant.keys is None and not call.variant.dropout
     allowed = (*HEAD_DIMS, *WIDE_HEAD_DIMS) if wide else HEAD_DIMS
     for dim in (call.head_dim_qk, call.head_dim_v):
         if dim not in allowed:
