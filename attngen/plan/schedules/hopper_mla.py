@@ -6,7 +6,7 @@ Blocks share the keys of sequences, as in ``hopper_decode``, whether few queries
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
@@ -138,16 +138,16 @@ def plan_latent(
 
 def _arguments(plan: Plan) -> tuple[Argument, ...]:
     """Arguments of the kernel: those of a split-KV forward without v, and the address of keys in pages."""
-    return arguments_of_maps(plan, {"k": plan.tile_n}, prefetched=_prefetches(plan))
+    return arguments_of_maps(plan, "k", prefetched=_prefetches(plan))
 
 
-def arguments_of_maps(plan: Plan, mapped: Mapping[str, int], *, prefetched: bool = False) -> tuple[Argument, ...]:
-    """Arguments of a kernel that loads the ``mapped`` operands by tensor maps, so many keys at a time. ``prefetched``:
-    it has the address of k, too."""
+def arguments_of_maps(plan: Plan, mapped: str, *, prefetched: bool = False) -> tuple[Argument, ...]:
+    """Arguments of a kernel that loads the ``mapped`` operands by tensor maps. ``prefetched``: it has the address of k,
+    too."""
     ragged = plan.ragged_queries
     return (
         arguments.pointer(plan, "q"),
-        *(arguments.tensor_map(plan, name, keys, BOX_BYTES[0]) for name, keys in mapped.items()),
+        *(arguments.tensor_map(plan, name, plan.tile_n, BOX_BYTES[0]) for name in mapped),
         *((arguments.pointer(plan, "k"),) if prefetched else ()),
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"),

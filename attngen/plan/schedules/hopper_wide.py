@@ -23,7 +23,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import hopper_mla
 from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
 from attngen.plan.schedules.hopper_mla import HopperMla, arguments_of_maps, plan_latent
-from attngen.plan.schedules.wide_pipes import BOX_COLUMNS, KEYS, VALUE_KEYS, VALUE_STAGES, wide_pipes
+from attngen.plan.schedules.wide_pipes import BOX_COLUMNS, wide_pipes
 from attngen.schema.expand import KernelSpec
 
 _REGISTERS = 160, 152, 40  # of a thread of the consumers, of the scorer, and of the loaders
@@ -36,8 +36,6 @@ class HopperWide(HopperMla):
     """Roles and memory of a kernel of head dims beyond 256."""
 
     register_boxes: int  # boxes of columns of Q that are in registers
-    value_keys: int  # keys of a stage of V
-    value_stages: int
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -51,15 +49,10 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         loads="descriptor",
         softmax="lazy",
         raise_above=PROBABILITIES[spec.dtype].raise_above,
-        arguments_of=partial(arguments_of_maps, mapped={"k": KEYS, "v": VALUE_KEYS}),
+        arguments_of=partial(arguments_of_maps, mapped="kv"),
         products=(1, 2),
         widths=(_width_qk(spec.head_dim_qk), WIDE_HEAD_DIMS[-1]),
-        structure_of=partial(
-            HopperWide,
-            register_boxes=_register_boxes(spec.head_dim_qk),
-            value_keys=VALUE_KEYS,
-            value_stages=VALUE_STAGES,
-        ),
+        structure_of=partial(HopperWide, register_boxes=_register_boxes(spec.head_dim_qk)),
         spills=WIDE_SPILLS,
     )
 

@@ -6,9 +6,8 @@ from attngen.plan.pipes import BARRIER_BYTES, WARPGROUP, NamedBarrier, Pipes, Ri
 from attngen.plan.schedules.decode_pipes import COUNT_BYTES, WALK_BYTES
 from attngen.plan.schedules.mla_pipes import BOX_COLUMNS, CONSUMERS, HALF_BOXES, KEYS, ROWS
 
-#: Keys of a stage of V, of which a tile has two, and stages in flight; of K there is one tile. Tiles of P in flight.
-VALUE_KEYS, VALUE_STAGES = KEYS // 2, 3
-PROBABILITIES = 2
+#: Tiles of V in flight; of K there is one.
+TILES = 2
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = ("q", "keys", "values", "p", "alpha", "row_max", "sums", "barriers", "begin", "last", "counts")
@@ -21,20 +20,20 @@ def wide_pipes(*, width_qk: int, element: int, register_boxes: int, registers: t
 
     ``registers`` are those of a thread of the consumers, of the scorer, and of the loaders.
     """
-    box, half_box = (rows * BOX_COLUMNS * element for rows in (KEYS, VALUE_KEYS))
+    box = KEYS * BOX_COLUMNS * element
     boxes = width_qk // BOX_COLUMNS
     others = {
         "q": (boxes - register_boxes) * box,
-        "p": PROBABILITIES * box,
-        "alpha": PROBABILITIES * ROWS * _FLOAT,
-        "row_max": PROBABILITIES * ROWS * _FLOAT,
-        "sums": PROBABILITIES * ROWS * _FLOAT,
+        "p": box,
+        "alpha": ROWS * _FLOAT,
+        "row_max": ROWS * _FLOAT,
+        "sums": ROWS * _FLOAT,
         "begin": WALK_BYTES,
         "last": BARRIER_BYTES,
         "counts": _WARPS * COUNT_BYTES,
     }
 
-    def ring(name: str, stages: int, size: int, readers: str, guards: str) -> Ring:
+    def ring(name: str, stages: int, readers: str, guards: str) -> Ring:
         return Ring(
             name, stages, "a loader", readers,
             guards=guards,
@@ -44,7 +43,7 @@ def wide_pipes(*, width_qk: int, element: int, register_boxes: int, registers: t
                 "each warp of the readers, of both blocks of a cluster, or twice of a single block",
                 "the product of its tile is complete",
             ),
-            stored=((name, size),),
+            stored=((name, box),),
         )  # fmt: skip
 
     threads = 32 * WARPGROUP
@@ -52,11 +51,10 @@ def wide_pipes(*, width_qk: int, element: int, register_boxes: int, registers: t
     consumer, scorer, loader = registers
     return Pipes(
         (
-            ring("keys", boxes, box, "the scorer", "a box of columns of K stays until the scorer has multiplied it"),
+            ring("keys", boxes, "the scorer", "a box of columns of K stays until the scorer has multiplied it"),
             ring(
                 "values",
-                VALUE_STAGES * CONSUMERS * HALF_BOXES,
-                half_box,
+                TILES * CONSUMERS * HALF_BOXES,
                 "a consumer",
                 "a box of columns of V stays until the consumer of these columns has multiplied it",
             ),
@@ -64,9 +62,9 @@ def wide_pipes(*, width_qk: int, element: int, register_boxes: int, registers: t
         named=(
             NamedBarrier("consumers", 1, 1, CONSUMERS * threads, "partial results are stored, or have been merged"),
             NamedBarrier("queries", 2, 1, threads, "columns of Q are in shared memory, or have been multiplied"),
-            NamedBarrier("published", 3, PROBABILITIES, handed, "P and alpha of a tile are in shared memory"),
-            NamedBarrier("multiplied", 5, PROBABILITIES, handed, "both consumers have multiplied P"),
-            NamedBarrier("zeroed", 7, 2, threads, "a consumer has cleared the values after the last key"),
+            NamedBarrier("published", 3, 1, handed, "P and alpha of a tile are in shared memory"),
+            NamedBarrier("multiplied", 4, 1, handed, "both consumers have multiplied P"),
+            NamedBarrier("zeroed", 5, 2, threads, "a consumer has cleared the values after the last key"),
         ),
         roles=(
             Role("consumers", 0, WARPGROUP * CONSUMERS, consumer),

@@ -11,7 +11,7 @@ from attngen.render.views.hopper_decode import DecodeView, split_view
 
 _REGION_TEXTS = {
     "q": "the columns of Q that are not in registers", "keys": "a tile of K, a box of columns per stage",
-    "values": "stages of V, a box of columns each", "p": "P of two tiles",
+    "values": "two tiles of V, a box of columns per stage", "p": "P of a tile",
     "alpha": "what its row max rescales O by", "row_max": "the row max after all tiles", "sums": "row sums",
     "keys_full": "barriers", "keys_empty": "barriers", "values_full": "barriers", "values_empty": "barriers",
     "begin": "where the worker's range of the list begins", "last": "whether this block is the last of its item",
