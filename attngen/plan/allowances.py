@@ -96,7 +96,7 @@ CACHE_SPILLS = Spills(
 )
 
 MLA_SPILLS = Spills(
-    "kernels whose values are the head of their keys", 1536, "stored before the loop over keys and read after it", None
+    "kernels whose values are the head of their keys", 2048, "stored before the loop over keys and read after it", None
 )
 
 WIDE_SPILLS = Spills(

@@ -134,7 +134,8 @@ def test_more_items_than_blocks_and_fewer(queries: int, heads: int) -> None:
 
 
 def paged(
-    name: str, lengths: list[int], *, heads: int, page_size: int = 64, queries: int = 3, topk: int = 150
+    name: str, variant: str, lengths: list[int], *, heads: int, page_size: int = 64, queries: int = 3, topk: int = 150,
+    **given: Any,
 ) -> None:  # fmt: skip
     """Compare a call over pages with float64. Other rows are NaN, and entries of the table beyond lengths are wrong."""
     torch.manual_seed(page_size + heads)
@@ -152,9 +153,9 @@ def paged(
     if name == "fp8_mla_656":
         cache[~used] = NAN_BYTE
     q = torch.randn(len(lengths), queries, heads, columns.shape[-1]).bfloat16()
-    own = {"indices": torch.cat([lists(1, queries, topk, keys) for keys in lengths])}
+    own = {"indices": torch.cat([lists(1, queries, topk, keys) for keys in lengths])} if variant == "listed" else {}
     counts = torch.tensor(lengths, dtype=torch.int32)
-    call: dict[str, Any] = {"variant": "listed", "return_lse": True}
+    call: dict[str, Any] = {"variant": variant, "return_lse": True}
     wanted = attngen.attention_paged(
         q.double(), columns, columns[..., :512], table, counts, backend="reference", **call, **own
     )
@@ -170,24 +171,51 @@ def paged(
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("page_size", [1, 16, 48, 64])
 def test_listed_keys_in_pages(name: str, heads: int, page_size: int) -> None:
-    paged(name, [0, 5, 100, 900], heads=heads, page_size=page_size)
+    paged(name, "listed", [0, 5, 100, 900], heads=heads, page_size=page_size)
 
 
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("heads", "queries", "page_size"), [(16, 1, 64), (128, 1, 64), (128, 3, 16), (64, 2, 1), (8, 70, 48), (200, 1, 64)]
+)
+def test_whole_sequences(name: str, heads: int, queries: int, page_size: int) -> None:
+    paged(name, "causal", [0, 5, 100, 63, 64, 65, 900], heads=heads, queries=queries, page_size=page_size)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_many_sequences(heads: int) -> None:
+    """Ranges of blocks end inside of sequences."""
+    paged("fp8_mla_656", "causal", [100 * i % 1111 for i in range(90)], heads=heads, queries=1)
+
+
+def test_whole_dense_sequences() -> None:
+    torch.manual_seed(3)
+    cache, columns = large_cache("fp8_mla_656", 3, 333)
+    q = torch.randn(3, 5, 128, 576).bfloat16()
+    used = torch.tensor([333, 7, 200], dtype=torch.int32)
+    call = {"variant": "causal", "return_lse": True}
+    wanted = attngen.attention(q.double(), columns, columns[..., :512], seqused_k=used, backend="reference", **call)
+    on_card = cache.cuda()
+    close(attngen.attention(q.cuda(), on_card, on_card, seqused_k=used.cuda(), package=PACKAGE, **call), wanted)
+
+
+@pytest.mark.parametrize("variant", ["listed", "causal"])
 @pytest.mark.parametrize("heads", [8, 128])
-def test_packed_sequences(heads: int) -> None:
+def test_packed_sequences(heads: int, variant: str) -> None:
     of_q, of_k = [70, 1, 0, 12], [70, 300, 5, 4]
     torch.manual_seed(9)
     starts = [torch.tensor([0, *torch.tensor(of).cumsum(0).tolist()], dtype=torch.int32) for of in (of_q, of_k)]
     cache, columns = large_cache("fp8_mla_656", 1, sum(of_k))
     q = torch.randn(sum(of_q), heads, 576).bfloat16()
     entries = torch.cat([lists(1, 70, 100, keys + 20) for keys in of_k])
-    call = {"max_seqlen_q": 70, "max_seqlen_k": 300, "variant": "listed", "return_lse": True}
+    own = {"indices": entries} if variant == "listed" else {}
+    call = {"max_seqlen_q": 70, "max_seqlen_k": 300, "variant": variant, "return_lse": True}
     wanted = attngen.attention_varlen(
-        q.double(), columns[0], columns[0, ..., :512], *starts, backend="reference", indices=entries, **call
+        q.double(), columns[0], columns[0, ..., :512], *starts, backend="reference", **own, **call
     )
     on_card = cache[0].cuda()
     actual = attngen.attention_varlen(
-        q.cuda(), on_card, on_card, *(start.cuda() for start in starts), package=PACKAGE, indices=entries.cuda(), **call
+        q.cuda(), on_card, on_card, *(start.cuda() for start in starts), package=PACKAGE, **on_gpu(own), **call
     )
     close(actual, wanted)
 

@@ -150,7 +150,6 @@ kernels: [{{{}}}]
         ("head_dim: 512, v: key, kv_dtype: fp8_mla_584, layout: dense", "follow the rows of each page"),
         ("head_dim: {qk: 576, v: 512}, v: key, dtype: fp16, kv_dtype: fp8_mla_656", "rotary columns in bf16"),
         ("head_dim: 128, kv_dtype: fp8_mla_656", "a cache of latents"),
-        ("variant: causal, head_dim: {qk: 576, v: 512}, v: key, kv_dtype: fp8_mla_656", "with a cache in fp8_mla_656"),
     ],
 )
 def test_what_specs_refuse(fields: str, message: str) -> None:

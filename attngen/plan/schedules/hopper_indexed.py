@@ -6,7 +6,6 @@ producer's warps gather. Consumers, work distribution and merging are those of `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from attngen.arch import Arch
@@ -26,7 +25,6 @@ from attngen.plan.schedules.indexed_pipes import indexed_pipes
 from attngen.schema.expand import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
-_WIDENING_REGISTERS = 88, 208  # the same where loaders convert rows from 8 bits, and hold the next ones meanwhile
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -58,7 +56,7 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
         *arguments.lengths(plan),
         *arguments.tensor_pointers(plan.variant),
-        *_strides(plan),
+        *hopper_mla.strides_of_q_and_k(plan),
         *arguments.strides_of(plan, ("out",), promised=False),
         *arguments.tensor_shapes(plan.variant),
         *map(arguments.size, ("batch", "heads", "kv_heads", "group", "query_rows", "row_bits", "row_units")),
@@ -75,19 +73,11 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
     )
 
 
-def _strides(plan: Plan) -> Iterator[Argument]:
-    """Strides of q and k; rows of pages with their scales at the end have none of their own."""
-    row = plan.latent_row
-    for argument in arguments.strides_of(plan, ("q", "k")):
-        if argument.of == "q" or row is None or not row.scales_after_rows or argument.axis == "page":
-            yield argument
-
-
 def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands) -> Pipes:
     row = LATENT_ROWS.get(operands.k.name)
     return indexed_pipes(
         qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, latent_row=row,
-        registers=_REGISTERS if row is None else _WIDENING_REGISTERS,
+        registers=_REGISTERS if row is None else hopper_mla.WIDENING_REGISTERS,
     )  # fmt: skip
 
 
@@ -100,7 +90,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
     if spec.loads == "descriptor":
         return refuse(spec, "loads", "keys by index are gathered by address; allowed: pointer")
-    return hopper_mla.refusal(replace(spec, loads=None, kv_dtype=None), arch)
+    return hopper_mla.refusal(replace(spec, loads=None), arch)
 
 
 SCHEDULE = Schedule(

@@ -6,11 +6,11 @@ Blocks share the keys of sequences, as in ``hopper_decode``, whether few queries
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
-from attngen.dtypes import KEY_VALUE_DIMS, KEY_VALUE_DTYPES, MERGED_ROWS
+from attngen.dtypes import KEY_VALUE_DIMS, KEY_VALUE_DTYPES, LATENT_ROWS, MERGED_ROWS
 from attngen.errors import PlanError
 from attngen.manifest import GRID, MERGED, Argument, Workspace
 from attngen.plan import arguments, naming
@@ -19,7 +19,7 @@ from attngen.plan.choices import SECTION_BYTES, iteration_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Columns, Launch, Plan
-from attngen.plan.operands import operands_of
+from attngen.plan.operands import Operands, operands_of
 from attngen.plan.pipes import ROW_PADDING, WARPGROUP, Pipes
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_memory import BOX_BYTES
@@ -29,6 +29,8 @@ from attngen.plan.schedules.mla_pipes import CONSUMERS, KEYS, ROWS, TILES, mla_p
 from attngen.schema.expand import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the producer, and of a consumer
+#: The same where loaders convert rows from 8 bits, and hold the next ones meanwhile.
+WIDENING_REGISTERS = 88, 208
 _PAIR = 2  # blocks of a cluster at most; a cluster has the rows of one work item
 
 
@@ -43,13 +45,13 @@ class HopperMla(HopperDecode):
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := refusal(spec, arch):
         raise refused
-    element = operands_of(spec).k
+    operands = operands_of(spec)
     return plan_latent(
         spec,
-        _pipes(spec.head_dim_qk, spec.head_dim_v, element.bytes),
+        _pipes(spec.head_dim_qk, spec.head_dim_v, operands),
         schedule="hopper_mla",
         label="mla",
-        loads="descriptor",
+        loads="pointer" if operands.k.name in LATENT_ROWS else "descriptor",
         softmax="lazy",
         raise_above=PROBABILITIES[spec.dtype].raise_above,
         arguments_of=_arguments,
@@ -138,17 +140,19 @@ def plan_latent(
 
 def _arguments(plan: Plan) -> tuple[Argument, ...]:
     """Arguments of the kernel: those of a split-KV forward without v, and the address of keys in pages."""
-    return arguments_of_maps(plan, "k", prefetched=_prefetches(plan))
+    if plan.latent_row is not None:
+        return arguments_of_maps(plan, "", addressed=True)
+    return arguments_of_maps(plan, "k", addressed=_prefetches(plan))
 
 
-def arguments_of_maps(plan: Plan, mapped: str, *, prefetched: bool = False) -> tuple[Argument, ...]:
-    """Arguments of a kernel that loads the ``mapped`` operands by tensor maps. ``prefetched``: it has the address of k,
+def arguments_of_maps(plan: Plan, mapped: str, *, addressed: bool = False) -> tuple[Argument, ...]:
+    """Arguments of a kernel that loads the ``mapped`` operands by tensor maps. ``addressed``: it has the address of k,
     too."""
     ragged = plan.ragged_queries
     return (
         arguments.pointer(plan, "q"),
         *(arguments.tensor_map(plan, name, plan.tile_n, BOX_BYTES[0]) for name in mapped),
-        *((arguments.pointer(plan, "k"),) if prefetched else ()),
+        *((arguments.pointer(plan, "k"),) if addressed else ()),
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"),
         Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
@@ -156,7 +160,7 @@ def arguments_of_maps(plan: Plan, mapped: str, *, prefetched: bool = False) -> t
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
         *arguments.lengths(plan),
         *arguments.tensor_pointers(plan.variant),
-        *arguments.strides_of(plan, ("q", "k") if prefetched else ("q",)),
+        *strides_of_q_and_k(plan, keys=addressed),
         *arguments.strides_of(plan, ("out",), promised=False),
         *arguments.tensor_shapes(plan.variant),
         *map(arguments.size, ("batch", "heads", "kv_heads", "group", "row_bits", "row_units")),
@@ -178,13 +182,23 @@ def _prefetches(plan: Plan) -> bool:
     return plan.key_access == "paged" and plan.head_dim_qk > plan.head_dim_v
 
 
-def _pipes(head_dim_qk: int, head_dim_v: int, element_bytes: int) -> Pipes:
-    return mla_pipes(qk=head_dim_qk, v=head_dim_v, element=element_bytes, registers=_REGISTERS)
+def strides_of_q_and_k(plan: Plan, *, keys: bool = True) -> Iterator[Argument]:
+    """Strides of q and, if asked for, k; rows of pages with their scales at the end have no stride of their own."""
+    row = plan.latent_row
+    for argument in arguments.strides_of(plan, ("q", "k") if keys else ("q",)):
+        if argument.of == "q" or row is None or not row.scales_after_rows or argument.axis == "page":
+            yield argument
+
+
+def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands) -> Pipes:
+    row = LATENT_ROWS.get(operands.k.name)
+    registers = _REGISTERS if row is None else WIDENING_REGISTERS
+    return mla_pipes(qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, registers=registers, latent_row=row)
 
 
 def mla_pipes_of(plan: Plan) -> Pipes:
     """Return the pipes of a planned kernel."""
-    return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands.k.bytes)
+    return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands)
 
 
 def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
@@ -207,7 +221,7 @@ def latent_refusal(spec: KernelSpec, which: str, reason: str) -> PlanError | Non
 
     ``which`` says of which kernels that holds, and ``reason`` is the field that makes them such.
     """
-    if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype is not None:
+    if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype not in (None, *LATENT_ROWS):
         dtypes = f"{spec.dtype} with a cache in {spec.kv_dtype}" if spec.kv_dtype else spec.dtype
         return refuse(spec, "dtype", f"{which} kernels take {' and '.join(KEY_VALUE_DTYPES)}, not {dtypes}")
     if spec.fixes_choices:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from attngen.dtypes import LatentRow
 from attngen.plan.pipes import BARRIER_BYTES, WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.decode_pipes import COUNT_BYTES, WALK_BYTES
-from attngen.plan.schedules.mla_pipes import BOX_COLUMNS, CONSUMERS, HALF_BOXES, KEYS, ROWS, TILES
+from attngen.plan.schedules.mla_pipes import (
+    BOX_COLUMNS,
+    CONSUMERS,
+    GATHERED,
+    HALF_BOXES,
+    KEYS,
+    ROWS,
+    TILES,
+    values_of_latents,
+)
 
 #: Order of the regions of shared memory: matrices first, which need the most alignment.
 _ORDER = ("q", "values", "more", "p", "row_max", "sums", "keys", "barriers", "begin", "last", "counts")
 _WARPS = WARPGROUP * (CONSUMERS + 1)
 _WORD = 4
-_GATHERED = "each thread of the loaders, when its copies have landed"
-_WIDENED = "each thread of the loaders, when it has stored what it has converted, and when its copies have landed"
 
 
 def indexed_pipes(
@@ -35,8 +42,8 @@ def indexed_pipes(
         "counts": _WARPS * COUNT_BYTES,
     }
 
-    gathered = Signal(threads, _GATHERED, "rows of the listed keys have landed")
-    values = gathered if latent_row is None else Signal(2 * threads, _WIDENED, "rows of the listed keys are there")
+    gathered = Signal(threads, GATHERED, "rows of the listed keys have landed")
+    values = gathered if latent_row is None else values_of_latents()
 
     def ring(name: str, stages: int, boxes: int, what: str, readers: str, full: Signal) -> Ring:
         return Ring(
@@ -55,7 +62,7 @@ def indexed_pipes(
             Ring(
                 "q", 1, "the loaders", "both consumers",
                 guards="Q of a work item stays until both consumers have multiplied it with their last tile",
-                full=Signal(threads, _GATHERED, "Q of a work item has landed"),
+                full=Signal(threads, GATHERED, "Q of a work item has landed"),
                 empty=Signal(CONSUMERS * WARPGROUP, "each warp of both consumers", "the last S of an item is computed"),
                 stored=(("q", ROWS * qk * element),),
             ),

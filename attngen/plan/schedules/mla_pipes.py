@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attngen.dtypes import LatentRow
 from attngen.plan.pipes import BARRIER_BYTES, WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.decode_pipes import COUNT_BYTES, WALK_BYTES
 
@@ -18,10 +19,23 @@ _WARPS = WARPGROUP * (CONSUMERS + 1)
 _FLOAT = 4
 
 
-def mla_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) -> Pipes:
+#: What full barriers of rows that loaders copy by threads expect.
+GATHERED = "each thread of the loaders, when its copies have landed"
+
+
+def values_of_latents() -> Signal:
+    """What says that columns of a tile are converted, and what is copied beside them is there."""
+    stored = "each thread of the loaders, when it has stored what it has converted, and when its copies have landed"
+    return Signal(2 * 32 * WARPGROUP, stored, "rows of a tile are there")
+
+
+def mla_pipes(
+    *, qk: int, v: int, element: int, registers: tuple[int, int], latent_row: LatentRow | None = None
+) -> Pipes:
     """Pipes of a kernel with rows of ``qk`` columns, the first ``v`` of them values, of ``element`` bytes.
 
-    ``registers`` are those of a thread of the producer, and of a consumer.
+    ``registers`` are those of a thread of the producer, and of a consumer. ``latent_row``: how rows lie in memory, if
+    loaders convert them.
     """
     box = KEYS * BOX_COLUMNS * element
     others = {
@@ -34,11 +48,17 @@ def mla_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) -> P
         "counts": _WARPS * COUNT_BYTES,
     }
 
-    def ring(name: str, boxes: int, readers: str, guards: str) -> Ring:
+    threads = 32 * WARPGROUP
+    copied = values = Signal(1, "a loader", "a box has landed", bytes=True)
+    if latent_row is not None:
+        copied = Signal(threads, GATHERED, "rows of a tile have landed")
+        values = values_of_latents()
+
+    def ring(name: str, boxes: int, readers: str, guards: str, full: Signal) -> Ring:
         return Ring(
-            name, TILES * boxes, "a loader", readers,
+            name, TILES * boxes, "a loader" if latent_row is None else "the loaders", readers,
             guards=guards,
-            full=Signal(1, "a loader", "a box has landed", bytes=True),
+            full=full,
             empty=Signal(
                 2 * WARPGROUP,
                 "each warp of a consumer, of both blocks of a cluster, or twice of a single block",
@@ -50,7 +70,6 @@ def mla_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) -> P
     more = (qk - v) // BOX_COLUMNS
     producer, consumer = registers
     first = WARPGROUP * CONSUMERS
-    threads = 32 * WARPGROUP
     return Pipes(
         (
             ring(
@@ -58,6 +77,7 @@ def mla_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) -> P
                 CONSUMERS * HALF_BOXES,
                 "both consumers",
                 "a box of the columns of K that are values stays until both consumers have multiplied it",
+                values,
             ),
             *(
                 [
@@ -66,6 +86,7 @@ def mla_pipes(*, qk: int, v: int, element: int, registers: tuple[int, int]) -> P
                         more,
                         "the consumer of the tile",
                         "the columns of K that are no values stay until the consumer of the tile has multiplied them",
+                        copied,
                     )
                 ]
                 if more

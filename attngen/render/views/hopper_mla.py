@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attngen.plan.model import Plan
 from attngen.plan.schedules.hopper_mla import mla_pipes_of
 from attngen.render.pipes import pipes_view
@@ -19,4 +21,5 @@ _REGION_TEXTS = {
 
 def mla_view(plan: Plan, template: str) -> DecodeView:
     """View of a plan."""
-    return split_view(plan, template, pipes_view(mla_pipes_of(plan)), _REGION_TEXTS)
+    view = split_view(plan, template, pipes_view(mla_pipes_of(plan)), _REGION_TEXTS)
+    return replace(view, loader=f"cuda/mla/{'_loader' if plan.latent_row is None else '_widening_loader'}.cu.j2")

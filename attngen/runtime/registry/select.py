@@ -545,17 +545,17 @@ def takes_key_values(request: Request, capability: int) -> bool:
     call, arch = request.call, arch_of(capability)
     fits = (call.head_dim_qk, call.head_dim_v) in KEY_VALUE_DIMS and (
         {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
-        or (call.kv_dtype in LATENT_ROWS and call.dtype == BESIDE_LATENT_ROWS and call.variant.keys is not None)
+        or (call.kv_dtype in LATENT_ROWS and call.dtype == BESIDE_LATENT_ROWS)
     )
     return fits and arch is not None and arch.wgmma and _v_of_key(request)
 
 
 def _beyond_all_kernels(call: Call, capability: int, key_values: bool = False) -> str | None:
     """Reason why no spec can add a kernel for a call, and what helps instead, or None."""
-    if call.kv_dtype in LATENT_ROWS and (call.dtype != BESIDE_LATENT_ROWS or call.variant.keys is None):
+    if call.kv_dtype in LATENT_ROWS and call.dtype != BESIDE_LATENT_ROWS:
         return (
-            f"No kernel can be built for q of {call.dtype} with a cache in {call.kv_dtype}, only for keys by index "
-            f"('keys: index') and q of {BESIDE_LATENT_ROWS}; the reference takes others"
+            f"No kernel can be built for q of {call.dtype} with a cache in {call.kv_dtype}, only of "
+            f"{BESIDE_LATENT_ROWS}; the reference takes it"
         )
     if call.dtype not in ATTENTION_DTYPES:
         return (
