@@ -8,7 +8,7 @@ from attngen import resources
 from attngen.plan.times import LAUNCH, MERGE, TABLE, is_measured, times_of
 from attngen.runtime.geometry.prediction import Card
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.registry.select import preferred
+from attngen.runtime.registry.order import preferred
 from attngen.schema import load_spec
 from attngen.tools.bench.small.inputs import call_of
 from attngen.tools.bench.small.shapes import Shape

@@ -14,7 +14,8 @@ from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.geometry.sizes import Geometry
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from attngen.runtime.registry.select import MAX_ROWS, preferred
+from attngen.runtime.registry.order import preferred
+from attngen.runtime.registry.select import MAX_ROWS
 from tests.runtime.support import FakeDriver, kernel_of, manifest_of, variant
 
 

@@ -16,7 +16,7 @@ from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.calls import dispatch
 from attngen.runtime.calls.operators import operators_of
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from attngen.runtime.registry.select import BUSY_UNITS, FEW_ROWS, SPLIT_ROWS, splits_keys
+from attngen.runtime.registry.order import BUSY_UNITS, FEW_ROWS, SPLIT_ROWS, splits_keys
 from tests.runtime.pages import Cache, cache, starts_of
 from tests.runtime.support import FakeDriver, bias_variant, kernel, kernel_of, manifest_of, variant, window_variant
 

@@ -14,7 +14,7 @@ from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.geometry import prediction
 from attngen.runtime.geometry.prediction import Card, predict
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.registry.select import preferred
+from attngen.runtime.registry.order import preferred
 from tests.runtime.support import kernel_of, manifest_of, variant, window_variant
 
 BLOCKS, TIMES = 13, (1000.0, 300.0, 100.0)

@@ -52,16 +52,8 @@ from attngen.runtime.reference.sinks import without_keys
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.binding import bind_call, check_form, find, require_reference
 from attngen.runtime.registry.lookup import Resolved, registry
-from attngen.runtime.registry.select import (
-    Request,
-    card_of,
-    first_that_fits,
-    foreseen,
-    no_kernel,
-    preferred,
-    reason_against,
-    select,
-)
+from attngen.runtime.registry.order import card_of, preferred
+from attngen.runtime.registry.select import Request, first_that_fits, foreseen, no_kernel, reason_against, select
 
 #: What runs a call, by the key of its kind (packed and paged calls), or by the key of everything, sizes included. False
 #: for a kind: its calls are prepared one by one, under the latter.

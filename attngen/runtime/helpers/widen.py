@@ -25,7 +25,8 @@ from attngen.runtime.helpers.launches import Grid, HelperLaunches, Operands
 from attngen.runtime.helpers.path import first_that_takes, kernels_of
 from attngen.runtime.helpers.records import addresses_of
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.registry.select import Request, Selection, card_of, reason_against, select
+from attngen.runtime.registry.order import card_of
+from attngen.runtime.registry.select import Request, Selection, reason_against, select
 
 #: Numbers of 8 bits that a thread reads at once.
 _NUMBERS = CHUNK_BYTES // 2

@@ -15,7 +15,7 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.launches import Sized
 from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.registry.binding import bind_call
-from attngen.runtime.registry.select import card_of, fastest, first_choices, splits_keys, typical_sizes, usual_queries
+from attngen.runtime.registry.order import card_of, fastest, first_choices, splits_keys, typical_sizes, usual_queries
 
 #: Sizes that are kept for each kind of call, of about a kilobyte each.
 _KEPT_SIZES = 1024

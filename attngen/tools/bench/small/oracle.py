@@ -16,7 +16,8 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.geometry.prediction import Card, predict
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import Package, registry
-from attngen.runtime.registry.select import Request, card_of, select
+from attngen.runtime.registry.order import card_of
+from attngen.runtime.registry.select import Request, select
 from attngen.schema import load_spec, preset
 from attngen.tools.bench.check import TOLERANCE
 from attngen.tools.bench.graphs import Replays
