@@ -73,7 +73,7 @@ def spec(ranks: int, arch: str) -> str:
     entry = {"arch": arch, "head_dim": HEAD_DIM, "dtype": "bf16", "passes": ["forward", "backward"]}
     plain = ["full", "causal", "sliding_window", "alibi", "sliding_window_sink", "softcap"]
     kernels = [{"variant": list(made), **entry}, {"variant": plain, "layout": ["dense", "varlen"], **entry}]
-    return spec_text({name: one.fields for name, one in made.items()}, kernels)
+    return spec_text({name: one.fields for name, one in made.items()}, kernels, package=f"parallel_{ranks}")
 
 
 def run(rank: int, world: int, meeting: str) -> None:

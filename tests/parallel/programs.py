@@ -45,7 +45,7 @@ def spec(ranks: int, arch: str) -> str:
     entry = {"arch": arch, "head_dim": HEAD_DIM, "dtype": "bf16", "passes": ["forward", "backward"]}
     plain = ["causal", "sliding_window", "sink_window"]
     kernels = [{"variant": list(made), **entry}, {"variant": plain, "layout": ["dense", "varlen"], **entry}]
-    return spec_text({name: one.fields for name, one in made.items()}, kernels)
+    return spec_text({name: one.fields for name, one in made.items()}, kernels, package="parallel_programs")
 
 
 def check(device: torch.device, rank: int, world: int) -> None:

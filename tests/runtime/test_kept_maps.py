@@ -23,7 +23,7 @@ from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.launch import tile_map
-from attngen.runtime.launch.tile_map import MapMaker, kept_maps
+from attngen.runtime.launch.tile_map import MapMaker, kept_maps, same_words
 from tests.map_oracle import check_order
 from tests.runtime.support import variant
 
@@ -393,3 +393,18 @@ def test_long_rows_are_the_first_of_each_batch_entry() -> None:
     order = tile_map._long_rows_first(torch.cat((words, words.new_zeros(13))), shape)  # type: ignore[arg-type]
     assert order.tolist() == [5, 3, 4, 2, 1, 0, 0, 5, 4, 3, 2, 1, 2]
     check_order(order, torch.where(tiles < 0, 32, tiles), by_keys=False)
+
+
+def test_slots_of_the_order_are_not_compared() -> None:
+    shape: Any = SimpleNamespace(slots=16 * 5, map_words=5, row_words=4)
+    words = torch.arange(5 + 16 * 5 + 8)
+
+    def changed(place: int) -> torch.Tensor:
+        other = words.clone()
+        other[place] = -2
+        return other
+
+    assert same_words(words, changed(5 + 16 * 4), shape)
+    assert same_words(words, changed(5 + 16 * 5 - 1), shape)
+    for place in (4, 5 + 16 * 4 - 1, 5 + 16 * 5):
+        assert not same_words(words, changed(place), shape)

@@ -34,7 +34,7 @@ from attngen.runtime.arguments import debug
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.scalars import Number
-from attngen.runtime.geometry.sizes import MapShape
+from attngen.runtime.geometry.sizes import SLOTS_OF_WORD, MapShape
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.launches import Launches
 
@@ -241,6 +241,14 @@ class MapMaker:
         return complete
 
 
+def same_words(words: Tensor, other: Tensor, shape: MapShape) -> bool:
+    """Whether two maps are equal. The words of the order have slots, too, which nothing writes or reads."""
+    if not shape.slots or words.shape != other.shape:
+        return torch.equal(words, other)
+    written, after = shape.map_words + SLOTS_OF_WORD * shape.row_words, shape.map_words + shape.slots
+    return torch.equal(words[:written], other[:written]) and torch.equal(words[after:], other[after:])
+
+
 def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
     """Return the row indices of each batch entry: those of long rows first, the longest ahead, then the others, tiles
     of queries from the last to the first; and after all of them the most long rows that an entry has."""
@@ -445,7 +453,7 @@ class _KeptMaps:
                     self._entries.pop(key, None)
                     key = key[:1]
                     self._entries.setdefault(key, entry)  # a graph may already read that of another stream
-            elif debug.active() and not torch.equal(entry.words, make(entry.shape.keeps_pairs)):
+            elif debug.active() and not same_words(entry.words, make(entry.shape.keeps_pairs), entry.shape):
                 raise CallError(
                     "a tensor of the mask was written without torch counting it (through .data, DLPack or another "
                     "library's kernel), so that calls take the tile map of its old values; write through torch, or "
