@@ -110,17 +110,13 @@ def test_structs_in_shared_memory_are_as_large_as_planned(kernel: Plan) -> None:
 
 
 def test_templates_have_no_barrier_but_through_rings() -> None:
-    """A stage is advanced, and an address of a barrier made of it, in ring.cuh alone.
-
-    The backward of keys by index has no ring, and two named barriers, whose numbers are constants.
-    """
+    """A stage is advanced, and an address of a barrier made of it, in ring.cuh alone."""
     paths = list((templates_dir() / "cuda").rglob("*.j2"))
     assert paths
     for path in paths:
         text = path.read_text("utf-8")
         assert not re.search(r"k\w*(Full|Empty)\b(?!>)", text), path
-        named = r"kAll\b|kOfP\b" if path.parent.name == "indexed_backward" else "Named::"
-        assert not re.search(rf"named_(sync|arrive)\((?!{named})", text), path
+        assert not re.search(r"named_(sync|arrive)\((?!Named::)", text), path
         assert not re.search(r"\+\+\w+ == k\w*Stages", text), path
 
 
