@@ -19,7 +19,7 @@ KERNELS = (
     ("sm86", {"head_dim": 96, **BACKWARD}),
     ("sm86", {"head_dim": 72, "layout": "paged"}),
     ("sm89", {"head_dim": 128}),
-    ("sm120a", {"head_dim": 256, "dtype": "fp16", "layout": "varlen"}),
+    ("sm120a", {"head_dim": 224, "dtype": "fp16", "layout": "varlen"}),
 )
 
 

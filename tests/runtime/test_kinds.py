@@ -19,7 +19,7 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.launches import Chain
 from attngen.runtime.launch.ragged import RaggedCalls
-from attngen.runtime.registry import binding, select
+from attngen.runtime.registry import binding, order
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from tests.runtime.manifests import with_parameters
@@ -213,8 +213,8 @@ def test_each_call_takes_the_kernel_for_its_sizes(gpu: FakeDriver, few: bool) ->
 
 def test_typical_sizes_are_rounded_up() -> None:
     numbers = (0, 1, 2, 3, 4, 5, 6, 7, 9, 13, 100, 129)
-    assert [select.rounded(n, 1) for n in numbers] == [0, 1, 2, 4, 4, 8, 8, 8, 16, 16, 128, 256]
-    assert [select.rounded(n, 2) for n in numbers] == [0, 1, 2, 3, 4, 6, 6, 8, 12, 16, 128, 192]
+    assert [order.rounded(n, 1) for n in numbers] == [0, 1, 2, 4, 4, 8, 8, 8, 16, 16, 128, 256]
+    assert [order.rounded(n, 2) for n in numbers] == [0, 1, 2, 3, 4, 6, 6, 8, 12, 16, 128, 192]
 
 
 SERVING = """
