@@ -25,6 +25,8 @@ _REGION_TEXTS = {
     "p": "P of a step",
     "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
 }  # fmt: skip
+#: P among the products of dP; before them, where a pair needs more than its logit: a derivative, or what dropout keeps.
+_AMONG, _BEFORE = (f"cuda/mma_backward/softmax/{name}_products.cu.j2" for name in ("among", "before"))
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),
     "dqkv": frozenset({"dk", "dv", "dq_sum"}),
@@ -58,6 +60,7 @@ class MmaBackwardView:
     block_lines: tuple[Statement, ...]
     uses_q_first: bool
     uses_kv_first: bool
+    softmax: str  # the part that computes P
     partial: Steps
     full: Steps
     exponent: Code
@@ -114,6 +117,7 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
         block_lines=code.block,
         uses_q_first="q_first" in steps,
         uses_kv_first="kv_first" in steps,
+        softmax=_BEFORE if code.weighted is not None or plan.variant.dropout else _AMONG,
         partial=code.partial,
         full=code.full,
         exponent=code.exponent,
