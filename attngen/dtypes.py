@@ -168,7 +168,7 @@ KV_DTYPES: tuple[str, ...] = (*ATTENTION_DTYPES, *LATENT_ROWS)
 HEAD_DIM_STEP = 8
 HEAD_DIMS: tuple[int, ...] = tuple(range(HEAD_DIM_STEP, 257, HEAD_DIM_STEP))
 
-#: Greater ones, of kernels of their own on Hopper.
+#: Head dims beyond these, which have kernels of their own on Hopper.
 WIDE_HEAD_DIMS: tuple[int, ...] = tuple(range(HEAD_DIMS[-1] + HEAD_DIM_STEP, 513, HEAD_DIM_STEP))
 
 #: Head dimensions of kernels whose values are the first columns of the keys: those of q and k, and that of v.

@@ -19,7 +19,8 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
 #: How many operands they have; the others have two.
 _OPERANDS = {"neg": 1, "abs": 1, "not": 1, "select": 3}
 
-#: Of the keys, what a scalar that only the call knows is taken to be: one part of so many. And the same of a small one.
+#: A scalar that only the call knows is assumed to be the number of keys over the first number, a small one over the
+#: second.
 KEYS_OF_SCALAR, KEYS_OF_SMALL = 4, 32
 
 #: Lists within lists, and the largest number.

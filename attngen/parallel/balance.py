@@ -27,7 +27,7 @@ _PARTNERS = 12
 #: A finer cut has to be better by this share.
 _GAIN = 0.99
 
-#: Packed documents are good enough at so many times the time of equal work without an exchange: no cut is tried.
+#: No cut is tried if packed documents take at most so many times as long as equal work without an exchange.
 _ENOUGH = 1.3
 
 #: The search ends after so many finer cuts in a row that are no better than the best one so far.
@@ -109,7 +109,7 @@ def assign(
 
 
 def _runs_of_a_rank(owner: np.ndarray, ranks: int) -> int:
-    """Runs of tiles that a rank has in the mean, rounded up."""
+    """Mean number of runs of tiles of a rank, rounded up."""
     return -(-int(np.count_nonzero(np.diff(owner)) + 1) // ranks)
 
 

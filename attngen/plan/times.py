@@ -51,7 +51,7 @@ TABLE = (
 #: Tokens of the long sequence by which ``first_see_most`` compares first and last queries.
 _LONG = 16384
 
-#: Keys of a tile, and how many times as many queries are many more.
+#: Keys of a tile, and the factor from which on queries count as many more.
 _TILE, _MANY = 128, 4
 
 #: Time that the blocks of a cluster add to a tile of work whose keys they split: they wait and merge results.

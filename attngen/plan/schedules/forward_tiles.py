@@ -78,7 +78,7 @@ _BIAS_STAGES, _FEW_CONSUMERS = (3, 2), 2
 #: The most blocks of a cluster that every Hopper card takes.
 _MOST_BLOCKS = 8
 
-#: Consumers of a block from which on tiles have so many rows that few calls end evenly.
+#: With this many consumers or more, tiles have so many rows that few calls end evenly.
 _FEW_TILES = 3
 
 #: Keys of a tile, stages, and orders of consumers, among which the fastest are looked for.

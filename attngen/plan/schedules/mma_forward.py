@@ -50,7 +50,7 @@ _8_BITS, _MULTIPLIES_8_BITS = "fp8_e4m3", 89
 #: Shared memory that the system takes of each block on a multiprocessor.
 _RESERVED = 1024
 
-#: Most columns of O with which a thread has registers for exponentials among the products with V.
+#: Most columns of O that leave a thread registers for exponentials among the products with V.
 _MIXED_COLUMNS = 192
 
 #: Warps of a multiprocessor that have registers for products.
