@@ -31,8 +31,8 @@ from attngen.runtime.registry.lookup import registry
 #: Operations per nanosecond that prompts reach on Hopper, and the part of a card's bandwidth that decoding does.
 _OPERATIONS, _OF_BANDWIDTH = 600e3, 0.85
 
-#: The part of the multiprocessors that decoding leaves to prompts, from which ratio on of the time that prompts take to
-#: that of decoding. An even half costs decoding 9 %, since two multiprocessors share a port to memory; measured.
+#: The time of prompts over that of decoding, at least, and the share of multiprocessors that decoding then leaves to
+#: prompts. Half of them cost decoding 9 %, as measured: two multiprocessors seem to share a path to memory.
 _LEFT = ((5.0, 0.0), (0.45, 0.5), (0.2, 0.2))
 
 #: Rows of a tile of prompts, which takes a multiprocessor.

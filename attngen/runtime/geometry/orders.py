@@ -23,7 +23,7 @@ from attngen.runtime.kernels.module import Launch
 #: Tiles of work, as a multiple of the blocks, beyond which the order hardly matters.
 _MOST_WAVES = 4
 
-#: What an order has to gain.
+#: Least share of the time that another order has to save.
 _GAIN = 0.01
 
 

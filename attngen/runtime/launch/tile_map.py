@@ -412,7 +412,7 @@ class _KeptMaps:
         self.changes = 0  # of the maps that are kept
 
     def last(self, words: Tensor, stream: int, numbers: list[Number], decide: Sequence[Tensor]) -> _Last | None:
-        """Return a complete map that was used last as such; None for any other."""
+        """What a call needs to know the map that was used last, if that is ``words`` and complete; else None."""
         for key in reversed(self._entries):
             entry = self._entries[key]
             if entry.words is words and entry.complete:

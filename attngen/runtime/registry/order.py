@@ -18,10 +18,10 @@ from attngen.runtime.kernels.module import Kernel
 #: those of a warpgroup where sequences times KV heads are fewer than the busy units, about half of a Hopper card.
 FEW_ROWS, SPLIT_ROWS, BUSY_UNITS = 16, 64, 64
 
-#: Of preferences without a call.
+#: Stands for the card where kernels are ordered without a call.
 ONE_BLOCK = Card(1)
 
-#: Tiles of a sequence that batches of decoding and prompts have in the mean.
+#: Mean tiles of a sequence, in batches that decode beside prompts.
 _USUAL_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 #: Rows of the smallest tile of queries, which is as full for any fewer.
