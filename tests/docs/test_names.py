@@ -33,6 +33,7 @@ OTHERS = {
     "causal_upper_left": "torch's",
     "causal_lower_right": "torch's",
     "make_fx": "torch's",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "torch's",
     "DistributedDataParallel": "torch's",
     "FakeTensorMode": "torch's",
     "FlopCounterMode": "torch's",
