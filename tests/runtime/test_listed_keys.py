@@ -183,7 +183,7 @@ def test_work_items_have_heads_of_one_query(heads: int, bits: int, units: int, r
 
 
 def test_debug_names_entries_that_are_wrong() -> None:
-    """An entry of -1 names none on purpose; others that name none, and counts that no row has, are told."""
+    """An entry of -1 names no key on purpose; others that name none, and counts that no row has, raise errors."""
     q, k = inputs()
     good = INDICES.clamp(-1, 8)[None]
     with attngen.debug():
