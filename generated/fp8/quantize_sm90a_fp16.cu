@@ -42,8 +42,8 @@ struct Part {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16(
     const fp16* q_ptr, const fp16* k_ptr, const fp16* v_ptr, unsigned char* q_out_ptr, unsigned char* k_out_ptr,
     unsigned char* v_out_ptr, float* q_descale_ptr, float* k_descale_ptr, float* v_descale_ptr,
-    const float* signs_ptr, uint32_t* maxima_ptr, const void* rotary_cos_ptr, const void* rotary_sin_ptr,
-    const int* rotary_offsets_ptr,
+    const float* signs_ptr, const fp16* k_mean_ptr, uint32_t* maxima_ptr, const void* rotary_cos_ptr,
+    const void* rotary_sin_ptr, const int* rotary_offsets_ptr,
     long long stride_q_b, long long stride_q_s, long long stride_q_h,
     long long stride_k_b, long long stride_k_s, long long stride_k_h,
     long long stride_v_b, long long stride_v_s, long long stride_v_h,
@@ -175,6 +175,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16(
     const Part& part = parts[unit.part];
     const Share share = share_of(part);
     const bool of_v = unit.part == 2, transforms = hadamard && !of_v, rotates = rotary_half > 0 && !of_v;
+
+    if (unit.part == 1 && k_mean_ptr != nullptr) {  // keys less their mean
+      const Element* const mean = k_mean_ptr + (unit.b * static_cast<long long>(kv_heads) + unit.h) * kNumbers * part.vectors;
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot) {
+        const int vector = vector_of(part, share, slot / 2) + slot % 2;
+        if (vector < part.vectors) subtract<Element>(words[slot], Words::load(mean + kNumbers * vector));
+      }
+    }
 
     // The numbers of the thread, rotated and transformed.
     float x[kSlots][kNumbers];

@@ -377,6 +377,18 @@ __device__ __forceinline__ uint32_t largest_of_group(const uint32_t (&largest)[4
   return max(max(largest[0][head], largest[1][head]), max(largest[2][head], largest[3][head]));
 }
 
+// Keys less the mean of their head, in shared memory. Rows beyond the sequence stay 0, so that they raise no maximum.
+__device__ __forceinline__ void subtract_mean(char* tile, const Element* mean, int rows, int heads) {
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const int row = row_of_piece(slot / 2), box = slot / 4, vector = 2 * (threadIdx.x % 4) + slot % 2;
+    if (row >= rows || kHeads > 1 && box >= heads) continue;
+    Words* const at = reinterpret_cast<Words*>(tile + box * kBox + row * 128 + (vector ^ row % 8) * 16);
+    subtract<Element>(*at, Words::load(mean + box * 64 + kNumbers * vector));
+  }
+  fence_async_proxy();  // before wgmma reads them, and TMA writes the next tile
+}
+
 // What threads exchange through shared memory.
 struct KeptShared {
   uint64_t full[kGroups * kStages];  // barriers: a tile is there
@@ -391,7 +403,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map,
     unsigned char* q_out_ptr, unsigned char* k_out_ptr, unsigned char* v_out_ptr, float* q_descale_ptr,
-    float* k_descale_ptr, float* v_descale_ptr, const float* signs_ptr, uint32_t* maxima_ptr,
+    float* k_descale_ptr, float* v_descale_ptr, const float* signs_ptr, const bf16* k_mean_ptr,
+    uint32_t* maxima_ptr,
     long long stride_q_out_b, long long stride_q_out_s, long long stride_q_out_h,
     long long stride_k_out_b, long long stride_k_out_s, long long stride_k_out_h,
     long long stride_v_out_b, long long stride_v_out_s, long long stride_v_out_h,
@@ -476,6 +489,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
     const bool multiplies = __all_sync(~0u, hadamard && task.x < 2), of_tokens = first + turn * all < units_of_tokens;
     uint32_t(&largest)[4][kHeads] = shared.largest[uses & 1][of_block];
 
+    if (task.x == 1 && k_mean_ptr != nullptr && (finds || again)) {
+      const Element* const mean = k_mean_ptr + (b * static_cast<long long>(kv_heads) + first_head) * kHeadDim;
+      subtract_mean(memory + tile, mean, seqlen_k - first_token, kv_heads - first_head);
+      named_sync(Named::kTile, of_block, 128);
+    }
     if (finds) {
       uint32_t of_warp[kHeads];
       if (multiplies) {

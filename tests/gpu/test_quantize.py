@@ -29,7 +29,7 @@ from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import arch_here, compiled_kernels
 from tests.runtime import quantized
 from tests.runtime.host_kernels import prepared_quantizers
-from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_call, in_torch
+from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_call, in_torch, less_their_mean
 
 TRIALS = 200
 
@@ -102,6 +102,19 @@ def test_every_granularity(dtype: torch.dtype, granularity: str | int, layout: s
 def test_every_width(dims: tuple[int, int], granularity: str | int) -> None:
     for hadamard in (True, False):
         both(on_gpu(a_call(torch.bfloat16, dims=dims, granularity=granularity, lengths=(300, 200), hadamard=hadamard)))
+    assert launched()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("length", [300, 4100, 70000])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 64)], ids=str)
+def test_keys_less_their_mean(dims: tuple[int, int], length: int, layout: str) -> None:
+    """By the general kernel, in tiles that stay in shared memory, and in those that are read again."""
+    given = a_call(
+        torch.bfloat16, dims=dims, lengths=(length // 2, length), heads=6, kv_heads=3, layout=layout, batch=1
+    )
+    for ours, theirs in zip(*less_their_mean(on_gpu(given)), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     assert launched()
 
 

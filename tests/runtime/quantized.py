@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.calls.quantize import Quantized
+from attngen.runtime.calls.quantize import Quantized, quantize_centered
 from attngen.runtime.helpers import quantize_torch
 from attngen.runtime.helpers.quantize_arguments import Quantize, check
 
@@ -51,6 +51,15 @@ def in_torch(given: dict[str, Any]) -> Quantized:
     """Result of a call in plain torch."""
     call = Quantize(**{name: given.get(name, DEFAULTS.get(name)) for name in Quantize._fields})
     return Quantized(*quantize_torch.quantize(call, check(call)))
+
+
+def less_their_mean(given: dict[str, Any]) -> tuple[Quantized, Quantized]:
+    """Keys less the mean of their head, by the call for them, and subtracted first: the same bits."""
+    q, k, v, layout = (given[name] for name in ("q", "k", "v", "layout"))
+    tokens = 1 if layout == "bshd" else 2
+    mean = (k + 3).mean(dim=tokens, keepdim=True)
+    centered = quantize_centered(q, k, v, layout=layout, k_mean=mean.squeeze(tokens))
+    return centered, attngen.quantize(q, k - mean, v, layout=layout)
 
 
 def both(given: dict[str, Any]) -> None:

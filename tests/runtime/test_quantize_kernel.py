@@ -22,7 +22,7 @@ from attngen.runtime.helpers import quantize_helper, quantize_torch
 from attngen.runtime.helpers.quantize_arguments import GRANULARITIES
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.host_kernels import COMPILER, HostDriver, quantizing_kernels
-from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_call, both
+from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_call, both, less_their_mean
 
 
 @pytest.fixture
@@ -57,6 +57,14 @@ def test_every_width(host: HostDriver, dims: tuple[int, int], granularity: str |
     both(a_call(torch.bfloat16, dims=dims, granularity=granularity, batch=1, seed=5))
     both(a_call(torch.bfloat16, dims=dims, granularity=granularity, batch=1, heads=3, kv_heads=1, hadamard=False))
     assert len(host.launches) == (2 if granularity == 64 else 4)
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_keys_less_their_mean(host: HostDriver, dims: tuple[int, int]) -> None:
+    given = a_call(torch.bfloat16, dims=dims, lengths=(20, 131), layout="bshd")
+    for ours, theirs in zip(*less_their_mean(given), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    assert len(host.launches) == 4
 
 
 @pytest.mark.parametrize("rounded", ROUNDED, ids=str)

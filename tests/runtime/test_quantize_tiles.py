@@ -24,7 +24,7 @@ from attngen.runtime.helpers.quantize_sizes import PreparedQuantize
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.tools.verify.gpu import try_pinned
 from tests.runtime.host_kernels import COMPILER, HostDriver, quantizing_kernels
-from tests.runtime.quantized import DEFAULTS, DTYPES, a_call, alike, in_torch
+from tests.runtime.quantized import DEFAULTS, DTYPES, a_call, alike, in_torch, less_their_mean
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -81,6 +81,16 @@ def test_sets_that_share_a_scale(host: HostDriver, dim: int, granularity: str) -
     both(host, call(heads=3, kv_heads=1, lengths=(130, 1), layout="bhsd", dtype=torch.float8_e5m2, batch=1), "kept")
     both(host, call(heads=9, kv_heads=3, lengths=(1, 400), hadamard=False, batch=1), "kept")
     both(host, call(heads=4, kv_heads=2, lengths=(330, 600), batch=1), "kept")
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_keys_less_their_mean(host: HostDriver, dim: int) -> None:
+    """In tiles that stay and in those that are read again; the last rows and heads of tiles have no key."""
+    call = partial(a_call, torch.bfloat16, dims=(dim, dim), batch=1, kv_heads=3)
+    for given in (call(heads=3, lengths=(70, 190), layout="bhsd"), call(heads=6, lengths=(64, 600), layout="bshd")):
+        for ours, theirs in zip(*less_their_mean(given), strict=True):
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    assert {name for name, _ in host.launches} == {f"quantize_sm90a_bf16_d{dim}_kept"}
 
 
 @pytest.mark.parametrize("granularity", ["head", "token"])

@@ -64,6 +64,11 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     return plan.with_launches(row)
 
 
+def mean_of_keys(plan: Plan) -> Argument:
+    """The vector of each KV head that is subtracted from its keys, or a null pointer."""
+    return Argument("k_mean_ptr", "pointer", f"*{plan.operands.k.triton}", of="k_mean", divisibility=CHUNK_BYTES)
+
+
 def _arguments(plan: Plan) -> Iterator[Argument]:
     for name in _ELEMENTS:
         yield Argument(f"{name}_ptr", "pointer", f"*{plan.operands.of(name).triton}", of=name, divisibility=CHUNK_BYTES)
@@ -71,6 +76,7 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
         yield Argument(f"{name}_ptr", "pointer", "*u8", of=name, divisibility=CHUNK_BYTES)
     for name in _SCALES:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
+    yield mean_of_keys(plan)
     yield Argument("maxima_ptr", "pointer", "*u32", of="maxima", divisibility=4)
     for name in _UNTYPED:
         yield Argument(f"{name}_ptr", "pointer", "*void", of=name)

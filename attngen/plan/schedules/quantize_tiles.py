@@ -132,6 +132,8 @@ def _arguments(plan: Plan, launch: str) -> Iterator[Argument]:
         yield Argument(f"{name}_ptr", "pointer", "*u8", of=name, divisibility=CHUNK_BYTES)
     for name in _SCALES:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
+    if launch == KEPT:
+        yield quantize.mean_of_keys(plan)
     if launch != QUANTIZE:
         yield Argument("maxima_ptr", "pointer", "*u32", of="maxima", divisibility=4)
     if launch == ROTATED:

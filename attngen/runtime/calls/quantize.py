@@ -95,7 +95,18 @@ def quantize(
         q, k, v, granularity, hadamard, signs, seed, layout, rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets,
         dtype,
     )  # fmt: skip
-    return Quantized(*(_traced(call) if is_traced(q) or watching() else QUANTIZE.run(call)))
+    return _run(call)
+
+
+def quantize_centered(q: Tensor, k: Tensor, v: Tensor, *, layout: str, k_mean: Tensor | None) -> Quantized:
+    """q, k less ``k_mean`` (batch, kv_heads, head_dim), of k's dtype, and v as ``quantize`` makes them by default."""
+    return _run(Quantize(
+        q, k, v, "head", True, None, 0, layout, None, None, False, None, torch.float8_e4m3fn, k_mean,
+    ))  # fmt: skip
+
+
+def _run(call: Quantize) -> Quantized:
+    return Quantized(*(_traced(call) if is_traced(call.q) or watching() else QUANTIZE.run(call)))
 
 
 def _traced(call: Quantize) -> tuple[Tensor, ...]:

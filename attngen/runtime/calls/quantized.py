@@ -20,7 +20,7 @@ from attngen.errors import CallError, suggest
 from attngen.lang.shifts import shifts_with_logits
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.torch_state import is_compiling
-from attngen.runtime.calls.quantize import quantize
+from attngen.runtime.calls.quantize import quantize_centered
 from attngen.runtime.registry.binding import find
 
 #: What ``quantize=`` of a call may say. "fp8": e4m3, a scale for each KV head of a batch entry.
@@ -47,8 +47,7 @@ def attend(
             k, v = torch.where(used, k, 0), torch.where(used, v, 0)
         if k.shape[tokens] and _may_shift(variant, package):
             mean = _mean(k, tokens, seqused_k)
-            k = k - mean
-        eight = quantize(q, k, v, layout=layout)
+        eight = quantize_centered(q, k, v, layout=layout, k_mean=None if mean is None else mean.squeeze(tokens))
     result = call(
         eight.q, eight.k, eight.v, variant=variant, package=package, layout=layout,
         softmax_scale=softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5, seqused_k=seqused_k,

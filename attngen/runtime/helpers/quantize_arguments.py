@@ -27,7 +27,11 @@ LEAST_SCALE = 2.0**-126
 
 
 class Quantize(NamedTuple):
-    """A call as its caller made it: see ``quantize``. Its operator takes a granularity as text."""
+    """A call as its caller made it: see ``quantize``. Its operator takes a granularity as text.
+
+    ``k_mean`` (batch, kv_heads, head_dim), of k's dtype and contiguous: what is subtracted from each key first. Only
+    ``quantized`` gives it.
+    """
 
     q: TensorArgument
     k: TensorArgument
@@ -42,6 +46,7 @@ class Quantize(NamedTuple):
     rotary_interleaved: Flag
     rotary_offsets: OptionalTensor
     dtype: Annotated[Any, "ScalarType"]
+    k_mean: OptionalTensor = None
 
 
 FIELDS = Fields(Quantize)

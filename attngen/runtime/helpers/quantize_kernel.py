@@ -63,6 +63,8 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
     """Launches of a checked call on one kernel of its dtype and device, or the reason against it."""
     if kernel.loads == "descriptor":
         return quantize_tiles.prepare_on(kernel, call, sizes, driver)
+    if call.k_mean is not None and call.rotary_cos is not None:
+        return "keys less their mean are not rotated"
     reason = _against_rows(call) or against_rotary(call.rotary_cos, call.rotary_sin)
     if reason is not None:
         return reason

@@ -240,6 +240,8 @@ def _against(kernel: Kernel, call: Quantize, sizes: Sizes) -> str | None:
         return f"head_dim {sizes.head_dim_qk} and {sizes.head_dim_v}; the kernel has {kernel.head_dim_qk}"
     if call.granularity == "tensor":
         return "a scale for each tensor; the kernel takes scales of blocks, heads and tokens"
+    if call.k_mean is not None and (call.granularity != "head" or call.rotary_cos is not None):
+        return "keys less their mean; the kernel takes them with scales of heads, not rotated"
     if isinstance(call.granularity, int) and not call.hadamard and call.rotary_cos is None:
         return "blocks with neither transform nor rotation, for which the general kernel is as fast"
     for name in "qkv":

@@ -45,7 +45,10 @@ def signs_of(call: Quantize) -> Tensor:
 
 
 def _quantized(call: Quantize, sizes: Sizes, name: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
-    x = in_rows(getattr(call, name), call.layout).float()
+    x = in_rows(getattr(call, name), call.layout)
+    if call.k_mean is not None and name == "k":
+        x = x - call.k_mean[:, None]
+    x = x.float()
     if call.rotary_cos is not None and name != "v":
         x = _rotated(call, x)
     norm = 1.0

@@ -40,6 +40,16 @@ __device__ __forceinline__ void flip(float (&x)[kNumbers], const Words& signs) {
   }
 }
 
+// Differences, rounded to the elements' type.
+template <typename Element>
+__device__ __forceinline__ void subtract(Words& words, const Words& from_each) {
+#pragma unroll
+  for (int i = 0; i < kNumbers / 2; ++i) {
+    const float2 a = unpack<Element>(words.pairs[i]), b = unpack<Element>(from_each.pairs[i]);
+    words.pairs[i] = pack<Element>(a.x - b.x, a.y - b.y);
+  }
+}
+
 template <typename Element>
 __device__ __forceinline__ void to_floats(float (&to)[kNumbers], const Words& words) {
 #pragma unroll
