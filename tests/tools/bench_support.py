@@ -54,6 +54,9 @@ class FakeClock:
     def host_seconds(self) -> float:
         return self.host / 1e3
 
+    def hold(self, milliseconds: float) -> None:
+        self.gpu += milliseconds
+
 
 class TickClock(FakeClock):
     """Every mark is 20 milliseconds after the one before, so that samples are of two calls."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from attngen.tools.bench.timing import Batches, Contender, Timing, interleaved
+from attngen.tools.bench.timing import Batches, Contender, Timing, interleaved, without_pauses
 from tests.tools.bench_support import FakeClock
 
 
@@ -95,6 +95,40 @@ def test_a_call_that_waits_for_the_host_is_marked() -> None:
     free, bound = time(contenders, clock, FakeOutputs(), 1)
     assert (free.host_us, bound.host_us) == pytest.approx((20, 50))
     assert (free.host_bound, bound.host_bound) == (False, True)
+
+
+def test_without_pauses_calls_that_the_host_bounds_wait_in_a_queue() -> None:
+    """A call takes the card 0.05 ms and the host 0.06: the figure is the card's."""
+
+    class Queue(FakeClock):
+        """A call cannot end before it was enqueued."""
+
+        held = 0
+
+        def mark(self) -> float:
+            self.gpu = max(self.gpu, self.host)
+            return self.gpu
+
+        def hold(self, milliseconds: float) -> None:
+            self.held += 1
+            self.gpu = max(self.gpu, self.host) + milliseconds
+
+    clock = Queue()
+
+    def call(cost: float) -> Any:
+        def enqueue() -> str:
+            clock.host += 0.06
+            clock.gpu = max(clock.gpu, clock.host) + cost
+            return "out"
+
+        return enqueue
+
+    samplers = [Batches(Contender("one", [call(cost)]), clock, FakeOutputs()) for cost in (0.05, 0.5)]
+    bound, free = without_pauses(samplers, clock, 3, random.Random(0), 15.0)
+    assert bound.samples == pytest.approx([0.05] * 3, rel=1e-2)
+    assert free.samples == pytest.approx([0.5] * 3, rel=1e-2)
+    assert clock.held == 4
+    assert bound.host_bound
 
 
 def test_outputs_are_poisoned_before_and_looked_at_after_each_sample() -> None:

@@ -1,7 +1,8 @@
 """Times of contenders side by side: samples between two events, in rounds of random order, over rotating inputs.
 
 Without pauses, samples are longer, and the next one is enqueued before the last one is waited for: the card never
-rests, and runs at the clock that its power allows.
+rests, and runs at the clock that its power allows. Calls that take the host longer than the card wait for each other
+in a queue, so that their figure is the card's, too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ _ESTIMATED = 5
 
 #: A call is host-bound when enqueuing it takes this fraction of the time that it takes on the GPU.
 HOST_FRACTION = 0.9
+
+#: The time that a queue is given to fill, over what enqueuing its calls took before.
+_LEAD = 1.5
 
 #: Most sets of inputs; calls so small that this many fit the L2 cache are bound by their launch.
 _MAX_SETS = 64
@@ -81,7 +85,7 @@ class Timing:
 
     @property
     def host_bound(self) -> bool:
-        """Whether the figure is the speed of the host rather than that of the kernel."""
+        """Whether enqueuing a call takes as long as the call; if samples had pauses, the figure is the host's speed."""
         return self.host_us >= HOST_FRACTION * 1e3 * self.milliseconds
 
 
@@ -96,6 +100,9 @@ class Clock(Protocol):
 
     def host_seconds(self) -> float:
         """Read the clock of the host."""
+
+    def hold(self, milliseconds: float) -> None:
+        """Let what is enqueued from now on wait for so long."""
 
 
 class CudaClock:
@@ -115,6 +122,11 @@ class CudaClock:
     def host_seconds(self) -> float:
         """See ``Clock``."""
         return time.monotonic()
+
+    def hold(self, milliseconds: float) -> None:
+        """See ``Clock``."""
+        cycles_of_one = torch.cuda.get_device_properties().clock_rate  # kHz
+        torch.cuda._sleep(int(milliseconds * cycles_of_one))
 
 
 class Outputs(Protocol):
@@ -140,10 +152,11 @@ class UncheckedOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Enqueues some calls, and says how many."""
+    """Enqueues some calls, and says how many. They wait ``lead_ms``, so that the card does not wait for the host."""
 
     enqueue: Callable[[], None]
     calls: int
+    lead_ms: float = 0.0
 
 
 class Sampler(Protocol):
@@ -178,6 +191,7 @@ class Batches:
         for _ in contender.calls:
             self._batch(1)
         estimate, self._host_us = self._batch(_ESTIMATED)
+        self._host_bound = Timing((estimate,), self._host_us, True).host_bound
         self._repeats = max(math.ceil(SAMPLE_MS / max(estimate, 1e-6)), 2)
 
     def output(self) -> Any:
@@ -202,7 +216,7 @@ class Batches:
                 for _ in range(count):
                     next(self._calls)()
 
-        return Work(enqueue, count)
+        return Work(enqueue, count, _LEAD * count * self._host_us / 1e3 if self._host_bound else 0.0)
 
     def _batch(self, count: int) -> tuple[float, float]:
         """Run a number of calls; return the milliseconds of one, and the host's microseconds for one."""
@@ -268,6 +282,8 @@ def sustain(works: Sequence[Work], clock: Clock, rounds: int, order: random.Rand
 
     for number in range(rounds + 1):
         for index in order.sample(range(len(works)), len(works)):
+            if works[index].lead_ms:
+                clock.hold(works[index].lead_ms)
             start = clock.mark()
             works[index].enqueue()
             end = clock.mark()
