@@ -24,7 +24,7 @@ from attngen.lang.eager import evaluate
 from attngen.lang.variant import Tensor as Tensor_
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.launch.gradients import GradientBuffers
-from attngen.runtime.reference.eager import names_of
+from attngen.runtime.reference.eager import names_of, reference
 from attngen.tools.cases import Case
 from attngen.tools.verify.contract import Expected, Tally, deviation
 from attngen.tools.verify.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
@@ -291,3 +291,20 @@ def test_the_arithmetic_of_a_fused_backward_is_right(layout: str, dropout: bool)
     for draw in wanted.fused:
         for name, truth in wanted.truth.items():
             assert (draw[name].double() - truth).abs().max() < 2e-6 * truth.abs().max()
+
+
+def test_keys_that_are_values_have_both_gradients() -> None:
+    """What is expected of k and of v becomes the gradient of k, of which v is a view."""
+    latent = SimpleNamespace(**vars(kernel("s * 0.5", "fp32")) | {"v_of_key": True, "head_dim_v": 16})
+    inputs, call, _ = prepare_case(latent, CASES[0], "cpu", 3)
+    wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(1)).of_keys()
+    q, k = (tensor.double().requires_grad_() for tensor in (inputs.q, inputs.k))
+    out, lse = reference(call, q, k, k[..., :16], compute=torch.float64)
+    seen = ~wanted.dead.transpose(1, 2)[..., None]
+    torch.autograd.backward(
+        (out, torch.where(wanted.dead, 0.0, lse)),
+        (wanted.dout.double() * seen, torch.where(wanted.dead, 0.0, wanted.dlse).double()),
+    )
+    assert set(wanted.truth) == set(wanted.plain) == {"q", "k"}
+    for name, leaf in (("q", q), ("k", k)):
+        torch.testing.assert_close(wanted.truth[name], leaf.grad)
