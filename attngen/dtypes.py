@@ -177,6 +177,9 @@ KEY_VALUE_DIMS: tuple[tuple[int, int], ...] = ((512, 512), (576, 512))
 KEY_VALUE_DTYPES = ("bf16", "fp16")
 #: Rows of a block of theirs that merges partial results.
 MERGED_ROWS = 4
+#: Their backward takes chunks of query rows: query rows and keys of a tile of P, tiles of rows over which a block sums
+#: dK (three times as many tiles keep a Hopper GPU busy), and tiles of keys and columns of such a block.
+CHUNK_TILE, CHUNK_ROW_TILES, CHUNK_KEY_TILES, CHUNK_COLUMNS = 64, 44, 4, 192
 
 #: Element types of a variant's tensors.
 TENSOR_DTYPES: tuple[str, ...] = tuple(name for name in DTYPES if name not in (*QUANTIZED_DTYPES, *LATENT_ROWS))

@@ -23,6 +23,8 @@ from attngen.records import Axis, Count, Kind, MisfitError, Name, Signed, Size, 
 GRID, SHARES, MERGED = "splits", "key_shares", "merged_rows"
 #: Grid of a backward of keys by index: heads of a query.
 LISTS = "lists"
+#: Grids of launches that take turns over chunks of query rows: tiles of these rows, and tiles of keys for each part.
+CHUNK_ROWS, CHUNK_KEYS = "chunk_rows", "chunk_keys"
 
 #: Type of an argument → bytes; alignment is the same. Triton passes a bool as one byte.
 TYPE_BYTES: Mapping[str, int] = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8}
@@ -166,7 +168,8 @@ class LaunchFields:
 
     ``grid`` says what a block is: some ``rows`` of a head, a tile of ``queries`` or of ``keys``, or one word of the
     tile map of either (``query_words``, ``key_words``); or a range of the keys of a tile of queries (``key_shares``),
-    which the blocks of a cluster, at most ``cluster``, divide among themselves.
+    which the blocks of a cluster, at most ``cluster``, divide among themselves. Launches that take turns over chunks of
+    query rows have tiles of these rows, or of keys (``chunk_rows``, ``chunk_keys``), and come once for each chunk.
     """
 
     name: Name

@@ -429,8 +429,6 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
     if backward:
         _refuse_forward_fields(spec, index, entry)
         _refuse_paged(chosen["passes"], index, values["layout"])
-        if declared.variant.keys is None:
-            _refuse_values_of_keys(chosen["passes"], index, entry)
         values |= dict.fromkeys(_FORWARDS) | {"backend": _backend_of_backward(entry), "split_kv": False}
     elif values["passes"] == INDEX_SCORES:
         _refuse_forward_fields(spec, index, entry)
@@ -556,10 +554,12 @@ def _refuse_paged(asked: _Value, index: int, layout: str) -> None:
 
 
 def _refuse_values_of_keys(asked: _Value, index: int, entry: KernelModel) -> None:
-    """Raise SpecError for the backward of kernels whose values are columns of the keys: there is none."""
+    """Raise SpecError for index scores, which have no values, with values that are columns of the keys."""
     if entry.v is not None:
         raise SpecError(
-            "'v: key' has no backward; allowed: forward", location=asked.location, field=f"kernels[{index}].passes"
+            f"'v: key' has no {INDEX_SCORES}; allowed: forward, backward",
+            location=asked.location,
+            field=f"kernels[{index}].passes",
         )
 
 

@@ -7,6 +7,7 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.errors import PlanError, SpecError
 from attngen.plan import Plan, plan
+from attngen.plan.schedules.mla_backward import MlaBackward
 from attngen.plan.schedules.mla_pipes import KEYS, ROWS
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
@@ -96,7 +97,7 @@ def test_other_head_dims_are_refused_with_those_that_exist() -> None:
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ("variant: causal, passes: [forward, backward]", "'v: key' has no backward; allowed: forward"),
+        ("variant: causal, layout: paged, passes: [forward, backward]", "'layout: paged' has no backward"),
         ("variant: causal, split_kv: true", "always share the keys of a sequence"),
     ],
 )
@@ -110,3 +111,46 @@ def test_without_the_field_such_head_dims_have_no_kernel() -> None:
     for kernel in expand(load_spec_text(text)):
         with pytest.raises(PlanError):
             plan(kernel)
+
+
+def backward(entry: str = "variant: causal", **fields: str) -> Plan:
+    _, kernel = specs(f"{entry}, passes: [forward, backward]", **fields)
+    return plan(kernel)
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("variant", ["full", "causal", "sliding_window", "causal_sink", "packed_documents"])
+@pytest.mark.parametrize("head_dim", ["{qk: 576, v: 512}", "512"])
+def test_the_backward_takes_masks_and_sinks(variant: str, layout: str, head_dim: str) -> None:
+    kernel = backward(f"variant: {variant}, layout: {layout}", head_dim=head_dim)
+    assert (kernel.schedule, kernel.main) == ("mla_backward", "dq")
+    assert [(one.name, one.grid) for one in kernel.launches] == [
+        ("preprocess", "rows"), ("dq", "chunk_rows"), ("dkv", "chunk_keys"), ("postprocess", "key_rows"),
+    ]  # fmt: skip
+    assert all(one.shared_bytes <= ARCHES["sm90a"].shared_memory for one in kernel.launches)
+    assert "v_ptr" not in render(kernel).text
+
+
+@pytest.mark.parametrize(
+    ("entry", "field", "reason"),
+    [
+        ("variant: softcap", "variant", "takes masks and sinks, no score"),
+        ("variant: dropped", "variant", "takes no dropout"),
+        ("variant: causal, deterministic: true", "deterministic", "in no fixed order"),
+        ("variant: causal, dtype: fp32", "dtype", "bf16 and fp16, not fp32"),
+    ],
+)
+def test_what_the_backward_does_not_serve_is_refused_by_name(entry: str, field: str, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason) as caught:
+        backward(f"{entry}, backend: cuda")
+    assert caught.value.field == field
+
+
+def test_registers_of_roles_are_those_of_the_block() -> None:
+    """``setmaxnreg.inc`` waits for registers that other warps give back: with more than the block has, for ever."""
+    structure = backward().structure
+    assert isinstance(structure, MlaBackward)
+    for roles in (structure.warp_roles, structure.dkv_roles):
+        threads = sum(32 * role.warps for role in roles)
+        given = 64 * 1024 // threads // 8 * 8
+        assert sum(32 * role.warps * role.registers for role in roles) <= given * threads

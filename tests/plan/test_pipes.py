@@ -14,6 +14,7 @@ from attngen.plan.pipes import Event, Pipes, Ring, Signal
 from attngen.plan.schedules import named
 from attngen.plan.schedules.decode_pipes import decode_pipes
 from attngen.plan.schedules.indexed_pipes import indexed_pipes
+from attngen.plan.schedules.mla_backward_pipes import dkv_pipes, dq_pipes
 from attngen.plan.schedules.mla_pipes import mla_pipes
 from attngen.plan.schedules.wide_pipes import wide_pipes
 from attngen.render import render
@@ -145,6 +146,8 @@ def table(pipes: Pipes) -> str:
             partial(wide_pipes, width_qk=512, element=2, register_boxes=5, registers=(160, 152, 40)), id="wide"
         ),
         pytest.param(partial(indexed_pipes, qk=576, v=512, element=2, registers=(56, 224)), id="indexed"),
+        pytest.param(partial(dq_pipes, qk=576, v=512, element=2), id="mla-dq"),
+        pytest.param(partial(dkv_pipes, element=2), id="mla-dkv"),
     ],
 )
 def test_the_docs_have_the_table_that_is_declared(declare: partial[Pipes]) -> None:

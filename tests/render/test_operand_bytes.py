@@ -230,6 +230,7 @@ def test_every_schedule_and_layout_is_among_them() -> None:
         "hopper_wide",
         "hopper_indexed",
         "indexed_backward",
+        "mla_backward",
         "mma_indexed",
         "mma_indexed_backward",
         "mma_forward",
@@ -248,7 +249,7 @@ _OF_TWO_BYTES = re.compile(
 
 def test_no_line_of_a_template_takes_two_bytes_for_granted() -> None:
     folder = root() / "templates" / "cuda"
-    of_16_bits = ("indexed_backward", "mma_indexed_backward")  # alone, and with steps of 16 columns
+    of_16_bits = ("indexed_backward", "mla_backward", "mma_indexed_backward")  # alone, and with steps of 16 columns
     paths = [path for path in sorted(folder.rglob("*.j2")) if path.parent.name not in of_16_bits]
     assert paths
     for path in paths:

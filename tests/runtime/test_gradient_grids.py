@@ -8,7 +8,7 @@ import torch
 from attngen.plan import plan
 from attngen.runtime.arguments.checked import Packing
 from attngen.runtime.arguments.shapes import bind
-from attngen.runtime.geometry.sizes import geometries, workspace_sizes
+from attngen.runtime.geometry.sizes import CHUNK_BYTES, by_chunks, geometries, workspace_sizes
 from attngen.runtime.kernels.module import Kernel
 from attngen.schema import expand, load_spec_text
 from tests.runtime.support import FakeDriver, kernel_of, variant
@@ -17,11 +17,13 @@ MULTIPROCESSORS = 132
 _RESOURCES = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes": 0, "compile_seconds": 0.0}
 
 
-def _kernel(head_dim: int, layout: str, *, ordered: bool = False, variant: str = "causal") -> Kernel:
+def _kernel(
+    head_dim: int | str, layout: str, *, ordered: bool = False, variant: str = "causal", more: str = ""
+) -> Kernel:
     text = (
         f"schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n  - {{variant: {variant}, passes: backward, "
         f"head_dim: {head_dim}, layout: {layout}, deterministic: {str(ordered).lower()}, "
-        "backward: {backend: cuda}}\n"
+        f"backward: {{backend: cuda}}{more}}}\n"
     )
     (spec,) = expand(load_spec_text(text))
     return kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
@@ -101,3 +103,37 @@ def test_many_heads_run_side_by_side_where_data_decide_how_long_a_tile_of_keys_t
     )
     dqkv = geometries(kernel, call, {})[-1]
     assert (dqkv.launch.name, dqkv.sizes["section"]) == ("dqkv", section)
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize(("batch", "seqlen"), [(1, 64), (3, 1000), (1, 40_000)])
+def test_chunks_of_query_rows_cover_all_parts_once(layout: str, batch: int, seqlen: int) -> None:
+    """Launches that take turns come once for each chunk; the last one has what is left."""
+    kernel = _kernel("{qk: 576, v: 512}", layout, more=", v: key")
+    heads, packing, shapes = 64, None, [(batch, seqlen, count) for count in (64, 1)]
+    if layout == "varlen":
+        starts = torch.arange(batch + 1).int() * seqlen
+        shapes, packing = [(b * s, h) for b, s, h in shapes], Packing(starts, starts, seqlen, seqlen)
+    q, k = (torch.empty(*shape, 576, dtype=torch.bfloat16) for shape in shapes)  # memory that nothing touches
+    call = bind(
+        variant(), q, k, k[..., :512], packing, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd",
+        arguments={},
+    )  # fmt: skip
+    of_kernel = geometries(kernel, call, {})
+    launched = by_chunks(of_kernel)
+    first, *chunks, last = launched
+    assert (first.launch.name, last.launch.name) == ("preprocess", "postprocess")
+    assert [one.launch.name for one in chunks] == ["dq", "dkv"] * (len(chunks) // 2)
+    rows = seqlen * heads
+    parts = batch * -(-rows // (44 * 64)) if layout == "dense" else batch * rows // (44 * 64) + batch
+    sizes = of_kernel[1].sizes
+    assert sizes["row_parts"] == parts
+    key_blocks, begin = -(-seqlen // 256), 0
+    for dq, dkv in zip(chunks[::2], chunks[1::2], strict=True):
+        assert dq.sizes["first_part"] == dkv.sizes["first_part"] == begin
+        own = min(sizes["chunk_parts"], parts - begin)
+        assert (dq.blocks(FakeDriver(), 0), dkv.blocks(FakeDriver(), 0)) == (44 * own, own * key_blocks * 3)
+        begin += own
+    assert begin == parts
+    words = workspace_sizes(kernel, of_kernel)
+    assert sizes["chunk_parts"] <= 3 or 4 * (words["products"] + words["rows"]) <= CHUNK_BYTES

@@ -83,17 +83,17 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 def with_launches(planned: Plan, structure: IndexedBackward, **of_products: Any) -> Plan:
     """The plan with its three launches, and the memory that they share: row statistics, and the sums of dK and dV."""
     launches = (
-        *leading_launches(planned, _preprocess_arguments(planned)),
+        *leading_launches(planned, preprocess_arguments(planned)),
         launch_of(
             planned, "dqkv", LISTS, planned.num_warps, stages=planned.stages, arguments=_dqkv_arguments(planned),
             shared_bytes=structure.shared_bytes, **of_products,
         ),
         launch_of(planned, "postprocess", "key_rows", _ROUND_WARPS, tile_n=_ROUNDED_ROWS,
-                  arguments=_postprocess_arguments(planned)),
+                  arguments=postprocess_arguments(planned)),
     )  # fmt: skip
     widths = (planned.head_dim_qk, *(() if planned.v_of_key else (planned.head_dim_v,)))
-    sums = Workspace("dkv_sum", "fp32", tuple((width, "key_rows") for width in widths), multiple=4)
-    return planned.with_launches(*launches, workspaces=(*row_workspaces(), sums))
+    added = Workspace("dkv_sum", "fp32", tuple((width, "key_rows") for width in widths), multiple=4)
+    return planned.with_launches(*launches, workspaces=(*row_workspaces(), added))
 
 
 def _products(qk: int, v: int, depth: int) -> int:
@@ -114,12 +114,12 @@ def _regions(qk: int, v: int, element: int) -> Iterator[Region]:
     yield Region("entries", offset, _ENTRIES * _KEYS * _WORD)
 
 
-def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
+def preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     """Arguments of the launch that computes the row statistics, and clears the dK accumulator."""
     return (
         arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
         *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
-        _sums(),
+        sums(),
         *arguments.strides_of(plan, ("out", "dout")),
         *map(arguments.size, ("heads", "rows", "row_tiles")),
         arguments.size("sum_chunks", of="dkv_sum_chunks", form="i64"),
@@ -131,7 +131,7 @@ def _dqkv_arguments(plan: Plan) -> tuple[Argument, ...]:
     """Arguments of the launch of all products."""
     keys = ("k",) if plan.v_of_key else ("k", "v")
     return (
-        *(arguments.pointer(plan, name) for name in ("q", *keys, "dout", "dq")), _sums(),
+        *(arguments.pointer(plan, name) for name in ("q", *keys, "dout", "dq")), sums(),
         arguments.row_pointer("lse_log2"), arguments.row_pointer("delta"),
         *arguments.lengths(plan),
         *arguments.tensor_pointers(plan.variant),
@@ -147,18 +147,19 @@ def _dqkv_arguments(plan: Plan) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
-def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
+def postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     """Arguments of the launch that rounds dK and dV."""
     rounded = ("dk",) if plan.v_of_key else ("dk", "dv")
     return (
-        _sums(), *(arguments.pointer(plan, name) for name in rounded),
+        sums(), *(arguments.pointer(plan, name) for name in rounded),
         *arguments.strides_of(plan, rounded),
         *map(arguments.size, ("kv_heads", "key_rows")),
         arguments.size("max_seqlen_k", "seqlen_k"),
     )  # fmt: skip
 
 
-def _sums() -> Argument:
+def sums() -> Argument:
+    """The accumulator of dK, and of dV where that has one of its own."""
     return Argument("dkv_sum_ptr", "pointer", "*fp32", of="dkv_sum", divisibility=16)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cached_property, lru_cache
+from itertools import groupby
 from math import gcd
 
+from attngen.dtypes import CHUNK_COLUMNS, CHUNK_KEY_TILES, CHUNK_ROW_TILES, CHUNK_TILE
 from attngen.errors import LoadError
 from attngen.lang.divisors import reciprocal
-from attngen.manifest import GRID, LISTS, MERGED, SHARES, Argument, TileMapAxes
+from attngen.manifest import CHUNK_KEYS, CHUNK_ROWS, GRID, LISTS, MERGED, SHARES, Argument, TileMapAxes
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.device.tensormap import usable_strides, windowed
@@ -199,6 +202,13 @@ class Geometry:
         """The order in which blocks take tiles of queries."""
         return order_of(self.launch, self.call, self.units, self.sizes["section"], self.capacity.blocks)
 
+    def of_chunk(self, first_part: int) -> Geometry:
+        """The same numbers for a chunk of query rows."""
+        own = copy(self)
+        own.sizes = _Sizes(self.sizes, first_part=first_part)
+        own.sizes.geometry = own
+        return own
+
     @property
     def tiles(self) -> int:
         """Tiles of work, whatever they are, each for a split of the keys if there are splits. LoadError for a grid that
@@ -345,6 +355,34 @@ def _key_tiles(geometry: Geometry) -> int:
     return geometry.sizes["kv_tiles"] * geometry.call.kv_heads * geometry.call.batch
 
 
+#: Bytes that a chunk of query rows should take at most, as long as it keeps a GPU busy.
+CHUNK_BYTES = 1 << 30
+#: Parts of a chunk at least: with fewer, multiprocessors of a Hopper GPU have no rows.
+_CHUNK_PARTS = 3
+
+
+def _row_parts(geometry: Geometry) -> int:
+    """Parts of the query rows of all KV heads, where those of each sequence begin with a part."""
+    call, rows = geometry.call, CHUNK_TILE * CHUNK_ROW_TILES
+    if call.ragged:
+        return call.kv_heads * (call.total_q * group_of(call) // rows + call.batch)
+    return call.kv_heads * call.batch * -(-call.seqlen_q * group_of(call) // rows)
+
+
+def _chunk_parts(geometry: Geometry) -> int:
+    """Parts of a chunk, of which P and dS, Q and dO lie in memory in 16 bits."""
+    call = geometry.call
+    tile = 2 * CHUNK_TILE * (2 * CHUNK_TILE * geometry.sizes["chunk_key_tiles"] + call.head_dim_qk + call.head_dim_v)
+    parts = max(CHUNK_BYTES // (tile * CHUNK_ROW_TILES) // _CHUNK_PARTS, 1) * _CHUNK_PARTS
+    return min(parts, geometry.sizes["row_parts"])
+
+
+def _parts_of_chunk(geometry: Geometry) -> int:
+    """Parts of the launch's own chunk; the last one may have fewer than others."""
+    sizes = geometry.sizes
+    return max(min(sizes["chunk_parts"], sizes["row_parts"] - sizes["first_part"]), 0)
+
+
 _LATER: Mapping[str, Callable[[Geometry], int]] = {
     "group_bits": lambda g: g.sizes["group"].bit_length() - 1,
     "section": lambda g: _section(g.launch, g.call, g.units, by_keys=g.launch.by_keys),
@@ -372,6 +410,11 @@ _LATER: Mapping[str, Callable[[Geometry], int]] = {
     "short_tiles": lambda g: g.order.short,
     "uncut_tiles": lambda g: _key_tiles(g) - g.cut.tiles,
     "work_items": lambda g: _key_tiles(g) + g.cut.tiles * (g.cut.parts - 1),
+    "row_parts": _row_parts,
+    "chunk_parts": _chunk_parts,
+    "chunk_tiles": lambda g: g.sizes["chunk_parts"] * CHUNK_ROW_TILES,
+    "chunk_key_tiles": lambda g: -(-g.call.seqlen_k // (CHUNK_TILE * CHUNK_KEY_TILES)) * CHUNK_KEY_TILES,
+    "first_part": lambda g: 0,
     "map_batch": lambda g: _of_map(g).batch,
     "map_heads": lambda g: _of_map(g).heads,
     "words": lambda g: _of_map(g).words,
@@ -384,6 +427,10 @@ _TILES: Mapping[str, Callable[[Geometry], int]] = {
     "queries": lambda g: g.sizes["q_tiles"] * g.units,
     "keys": lambda g: g.sizes["work_items"],
     "key_rows": lambda g: -(-g.sizes["key_rows"] // g.launch.tile_n),
+    CHUNK_ROWS: lambda g: _parts_of_chunk(g) * CHUNK_ROW_TILES,
+    CHUNK_KEYS: lambda g: (
+        _parts_of_chunk(g) * (g.sizes["chunk_key_tiles"] // CHUNK_KEY_TILES) * -(-g.call.head_dim_qk // CHUNK_COLUMNS)
+    ),
     LISTS: lambda g: g.call.batch * g.call.kv_heads * g.call.seqlen_q * -(-group_of(g.call) // g.launch.tile_m),
     GRID: lambda g: g.sizes["split_blocks"],
     MERGED: lambda g: g.sizes["merge_blocks"],
@@ -409,6 +456,21 @@ def geometries(
         if absent:
             geometry.absent |= absent
     return launches
+
+
+def by_chunks(launches: Sequence[Geometry]) -> list[Geometry]:
+    """The numbers of all launches of a call in their order, from those of the launches of a kernel: launches that take
+    turns over chunks of query rows come once for each chunk."""
+    ordered: list[Geometry] = []
+    for chunked, group in groupby(launches, key=lambda geometry: geometry.launch.chunked):
+        taken = list(group)
+        sizes = taken[0].sizes
+        if not chunked:
+            ordered += taken
+        elif sizes["row_parts"]:
+            firsts = range(0, sizes["row_parts"], sizes["chunk_parts"])
+            ordered += (geometry.of_chunk(first) for first in firsts for geometry in taken)
+    return ordered
 
 
 def workspace_sizes(kernel: Kernel, launches: Sequence[Geometry]) -> dict[str, int]:

@@ -94,6 +94,7 @@ class Launch(LaunchFields):
         self.counted = any(one.of == "tile_counter" for one in entry.parameters)  # tiles are taken from it
         self.cuts = any(one.of == "parts" for one in entry.parameters)  # the last tiles, into parts
         self.cuts_first = any(one.of == "cut_rows" for one in entry.parameters)  # or the first ones of each KV head
+        self.chunked = any(one.of == "first_part" for one in entry.parameters)  # once for each chunk of query rows
         self.short_early = any(one.of == "short_tiles" for one in entry.parameters)  # after some of the longest
         self.times = kernel.times
         self.visible, self.uneven = kernel.visible, kernel.structure.uneven

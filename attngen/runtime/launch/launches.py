@@ -22,7 +22,15 @@ from attngen.runtime.device import counters
 from attngen.runtime.device.driver import Driver, Frame, Launch
 from attngen.runtime.device.tensormap import TensorMap, of_own_tensor
 from attngen.runtime.geometry.capacity import capacity_for
-from attngen.runtime.geometry.sizes import Geometry, MapShape, geometries, group_of, map_shapes, workspace_sizes
+from attngen.runtime.geometry.sizes import (
+    Geometry,
+    MapShape,
+    by_chunks,
+    geometries,
+    group_of,
+    map_shapes,
+    workspace_sizes,
+)
 from attngen.runtime.kernels.module import Entry, Kernel
 from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES
 
@@ -275,6 +283,7 @@ class Launches:
         shapes = geometries(kernel, call, views, absent=absent, capacity=self._capacity)
         #: Elements of 4 bytes of each workspace, and the shape of each tile map by the launch that reads it.
         self.sizes = workspace_sizes(kernel, shapes)
+        shapes = by_chunks(shapes)
         self.maps: Mapping[str, MapShape] = map_shapes(shapes)
         backward = kernel.direction == "backward"
         self.names = (
@@ -287,7 +296,8 @@ class Launches:
         kernels: list[_PackedKernel] = []
         self._launched: list[int] = []  # the places of these kernels among the launches of a call
         classifiers: dict[str, tuple[_PackedKernel, Geometry]] = {}
-        for place, (launch, geometry) in enumerate(zip(kernel.launches, shapes, strict=True)):
+        for place, geometry in enumerate(shapes):
+            launch = geometry.launch
             if geometry.blocks(driver, device):
                 position = {name: i for i, name in enumerate(self.names)}
                 if geometry.map is not None:
