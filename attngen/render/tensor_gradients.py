@@ -110,8 +110,13 @@ class TilesView:
     multiplies: bool
 
 
-def register_sums(plan: Plan) -> SumsView | None:
-    """The sums of consumers; None if no gradient has one."""
+#: The first key of a row of a consumer's accumulators.
+_FIRST_KEY = "{work.kv_start} + 64 * {warpgroup} + 16 * ({warp} % 4) + {lane} / 4 + 8 * {row}"
+
+
+def register_sums(plan: Plan, first_key: str = _FIRST_KEY) -> SumsView | None:
+    """The sums of threads; None if no gradient has one. ``first_key`` is the key of a row of their accumulators, in
+    which ``row`` counts."""
     mine = [each for each in _gradients(plan) if each.in_registers]
     if not mine:
         return None
@@ -134,8 +139,7 @@ def register_sums(plan: Plan) -> SumsView | None:
         else:
             entry = _entry(plan, each, _bindings_of_keys())
         if each.way is Way.KEY:
-            first = "{work.kv_start} + 64 * {warpgroup} + 16 * ({warp} % 4) + {lane} / 4 + 8 * {row}"
-            entry = replace(entry, lines=(*_number_keys(first, entry.reads), *entry.lines))
+            entry = replace(entry, lines=(*_number_keys(first_key, entry.reads), *entry.lines))
         gradient, array = gradient_pointer(each.load.tensor), f"p_weighted_{number}" if kept else ""
         by_key = each.way is not Way.HEAD
         kind = "long long" if is_large(plan.variant, each.load) else "int"
@@ -205,7 +209,8 @@ def tile_sums(plan: Plan) -> TilesView | None:
         for name in _OF_STEP
         if name in read and not (name == "seqlen_q" and not plan.varlen)
     ]
-    return TilesView(sums, tuple(lines), multiplies=plan.structure.registers_of("tensor_adder") >= _OF_PRODUCTS)
+    adders = [role for role in plan.structure.warp_roles if role.name == "tensor_adder"]
+    return TilesView(sums, tuple(lines), multiplies=any(role.registers >= _OF_PRODUCTS for role in adders))
 
 
 def _tile_sum(plan: Plan, each: TensorGradient) -> TileSum:

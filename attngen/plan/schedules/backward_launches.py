@@ -112,7 +112,7 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     )  # fmt: skip
     return arguments.signature(
         plan, operands, tiles="kv_tiles", strided=written, counted=alone or roles.ordered,
-        own_gradients=_tensor_gradient_arguments(plan),
+        own_gradients=tensor_gradient_arguments(plan),
         more_sizes=(*(() if plan.varlen else ("q_tiles",)), *_cut_sizes(roles)),
         max_seqlen_k=True,
     )  # fmt: skip
@@ -132,7 +132,7 @@ def _bias_maps(plan: Plan, roles: HopperBackward) -> Iterator[Argument]:
             yield arguments.bias_map(tensor, plan.tile_m, KEYS_OF_CONSUMER)
 
 
-def _tensor_gradient_arguments(plan: Plan) -> tuple[Argument, ...]:
+def tensor_gradient_arguments(plan: Plan) -> tuple[Argument, ...]:
     """Return the addresses of the gradients of the variant's tensors, and whether those of biases are stored as tiles
     of dS are."""
     pointers = (

@@ -16,7 +16,12 @@ from attngen.plan.model import Argument, Launch, Plan, Region, Workspace
 from attngen.plan.operands import operands_of
 from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule, plans_of
-from attngen.plan.schedules.backward_launches import launch_of, leading_launches, tile_map_axes
+from attngen.plan.schedules.backward_launches import (
+    launch_of,
+    leading_launches,
+    tensor_gradient_arguments,
+    tile_map_axes,
+)
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import MmaBackward
 from attngen.plan.traits import gathers
@@ -87,7 +92,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         columns_v=multiplied_v,
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         shares_p=_query_warps(tile) > 1,
-        shared=_regions(tile, qk.width, v.width, element.bytes),
+        ordered=spec.deterministic,
+        shared=_regions(tile, qk.width, v.width, element.bytes, ordered=spec.deterministic),
     )
     planned = drafted(
         spec,
@@ -95,6 +101,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         width=f"w{tile.warps}",
         tile_map=iteration == "tile_map",
         alignment=16,
+        choices=("deterministic",) if spec.deterministic else (),
         columns_qk=(qk,),
         columns_v=(v,),
         backend="cuda",
@@ -113,11 +120,12 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         structure=structure,
         main="dqkv",
         sum_columns=multiplied_qk,
+        ordered=spec.deterministic,
     )
     sums: tuple[int | str, ...] = (tile.m * multiplied_qk, "sum_tiles")
-    return planned.with_launches(
-        *_launches(planned, structure), workspaces=(*row_workspaces(), Workspace("dq_sum", "fp32", (sums,), multiple=4))
-    )
+    counters: list[tuple[int | str, ...]] = [("kv_units", "kv_tiles")] if spec.deterministic else []
+    accumulator = Workspace("dq_sum", "fp32", (sums, *counters), multiple=4)
+    return planned.with_launches(*_launches(planned, structure), workspaces=(*row_workspaces(), accumulator))
 
 
 def _launches(plan: Plan, structure: MmaBackward) -> Iterator[Launch]:
@@ -125,7 +133,7 @@ def _launches(plan: Plan, structure: MmaBackward) -> Iterator[Launch]:
     yield from leading_launches(plan, _preprocess_arguments(plan))
     yield launch_of(
         plan, "dqkv", "keys", plan.num_warps, stages=plan.stages, iteration=plan.iteration,
-        tile_map=tile_map_axes(plan), arguments=_dqkv_arguments(plan), shared_bytes=structure.shared_bytes,
+        tile_map=tile_map_axes(plan), arguments=_dqkv_arguments(plan, structure), shared_bytes=structure.shared_bytes,
         max_spills=MMA_BACKWARD_SPILLS.bytes,
     )  # fmt: skip
     yield launch_of(plan, "postprocess", "queries", _ROUND_WARPS, arguments=_postprocess_arguments(plan))
@@ -144,8 +152,8 @@ def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
-def _dqkv_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the arguments of the launch of all products."""
+def _dqkv_arguments(plan: Plan, structure: MmaBackward) -> tuple[Argument, ...]:
+    """Return the arguments of the launch of all products. The hardware hands out tiles, if their order need not be known."""
     operands = (
         *(arguments.pointer(plan, name) for name in ("q", "k", "v", "dout")), _sums(),
         *(arguments.pointer(plan, name) for name in ("dk", "dv")),
@@ -153,6 +161,7 @@ def _dqkv_arguments(plan: Plan) -> tuple[Argument, ...]:
     )  # fmt: skip
     return arguments.signature(
         plan, operands, tiles="kv_tiles", strided=("q", "k", "v", "dout", "dk", "dv"),
+        counted=structure.ordered, own_gradients=tensor_gradient_arguments(plan),
         more_sizes=() if plan.varlen else ("q_tiles",), max_seqlen_k=True,
     )  # fmt: skip
 
@@ -180,15 +189,15 @@ def _query_warps(tile: _Tile) -> int:
     return _ROWS * tile.warps // tile.n
 
 
-def _regions(tile: _Tile, width_qk: int, width_v: int, size: int) -> tuple[Region, ...]:
-    """Return the regions of shared memory."""
+def _regions(tile: _Tile, width_qk: int, width_v: int, size: int, *, ordered: bool) -> tuple[Region, ...]:
+    """Return the regions of shared memory. Blocks that add dQ up in an ``ordered`` way take tiles from a counter."""
     keys, regions, at = tile.n, [], 0
     pairs = keys * tile.m * size
     for name, count in (
         ("k", keys * width_qk * size), ("v", keys * width_v * size), ("q", tile.stages * tile.m * width_qk * size),
         ("dout", tile.stages * tile.m * width_v * size), ("ds", pairs),
         *((("p", pairs),) if _query_warps(tile) > 1 else ()), ("lse", tile.stages * tile.m * 4),
-        ("delta", tile.stages * tile.m * 4),
+        ("delta", tile.stages * tile.m * 4), *((("index", 4),) if ordered else ()),
     ):  # fmt: skip
         regions.append(Region(name, at, count))
         at += count
@@ -216,7 +225,7 @@ def _tile(spec: KernelSpec, arch: Arch, qk: int, v: int) -> _Tile:
     ):  # fmt: skip
         if value not in (None, chosen):
             raise refuse(spec, f"backward.dkdv.{name}", f"{value} is not allowed; allowed: {chosen}")
-    regions = _regions(table, qk, v, operands_of(spec).q.bytes)
+    regions = _regions(table, qk, v, operands_of(spec).q.bytes, ordered=spec.deterministic)
     total = regions[-1].offset + regions[-1].bytes
     if total > arch.shared_memory:
         raise refuse(spec, "backward.dkdv", f"Shared memory {total} B exceeds {arch.shared_memory} B on {arch.name}")
@@ -245,11 +254,9 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "alignment", f"cp.async copies 16 bytes, which need alignment 16, not {spec.alignment}")
     if spec.softmax_scale is not None:
         return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
-    if differentiable_of(spec.variant):
+    if spec.deterministic and differentiable_of(spec.variant):
         own = "gradients of a variant's own tensors (grad: true)"
-        return refuse(spec, "backward", f"a backward by mma.sync gives no {own}; allowed: triton")
-    if spec.deterministic:
-        return refuse(spec, "deterministic", "a backward by mma.sync adds dQ up in no fixed order; allowed: triton")
+        return refuse(spec, "deterministic", f"a backward by mma.sync adds {own} up in no fixed order; leave it out")
     most = max(largest for family, largest, _ in _TABLE if family in _families(spec, arch))
     if spec.head_dim_qk + spec.head_dim_v > most:
         return refuse(

@@ -153,6 +153,7 @@ class MmaBackward(Structure):
     columns_v: int
     box_bytes: int  # of a row, over which it is swizzled
     shares_p: bool  # several warps have the same keys, and divide the columns of dV and dK
+    ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator
 
     queries_of_warp: ClassVar[str] = "kWarpM"
     #: P passes to the products in pairs of 16 bits, and rows of LSE and D lie in their order.

@@ -18,18 +18,19 @@ from attngen.render.cuda_tiles import Ends, tiles
 from attngen.render.expressions import QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import constant
+from attngen.render.tensor_gradients import SumsView, TilesView, register_sums, tile_sums
 from attngen.render.views.hopper_forward import RegionView, classifier_lines
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage", "ds": "dS of a step",
-    "p": "P of a step",
+    "p": "P of a step", "index": "which tile of keys the block has taken",
     "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
 }  # fmt: skip
-#: P among the products of dP; before them, where a pair needs more than its logit: a derivative, or what dropout keeps.
+#: P among the products of dP; before them, where a pair needs more than its logit: derivatives, or what dropout keeps.
 _AMONG, _BEFORE = (f"cuda/mma_backward/softmax/{name}_products.cu.j2" for name in ("among", "before"))
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),
-    "dqkv": frozenset({"dk", "dv", "dq_sum"}),
+    "dqkv": frozenset({"dk", "dv", "dq_sum", "tile_counter"}),
     "postprocess": frozenset({"dq"}),
 }
 
@@ -73,7 +74,10 @@ class MmaBackwardView:
     dq_factor: Code
     classifier: ClassifierView | None
     biases: tuple[Bias, ...] = ()
-    kept: tuple[tuple[str, Code], ...] = ()
+    kept: tuple[tuple[str, Code], ...] = ()  # other products of P, by the arrays that hold them until dP is there
+    tensor_sums: SumsView | None = None  # gradients of the variant's tensors that warps add up in registers
+    sums_use_kv_first: bool = False
+    tensor_tiles: TilesView | None = None  # and those that a block adds up from tiles of dS
     waits_for_loads: bool = False
     positions: str | None = None  # no tensor says where rows lie
 
@@ -85,17 +89,19 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
     parts = {part.name: part for part in plan.launches}
     dqkv, postprocess = plan.of_launch(parts["dqkv"]), parts["postprocess"]
     span, code = tiles(dqkv, QUERIES), probabilities(dqkv)
+    tensor_sums, tensor_tiles = register_sums(dqkv, first_key="{kv_first} + 8 * {row}"), tile_sums(dqkv)
     listed = query_word(dqkv) if plan.iteration != "ranges" else ()
     factor_lines, factor_text = factor(dqkv, code.factor)
     dq_factor_lines, dq_factor = factor(plan.of_launch(postprocess), code.factor)
     steps = reads([*code.partial.all, *code.full.all, code.exponent])
+    of_sums = reads(tensor_sums.element) if tensor_sums else frozenset[str]()
     spans = reads([*span.lines, *span.values.values(), *listed])
     out = plan.operands.shared("out", "dout")
     return MmaBackwardView(
         template=template,
         command=command(plan),
         summary=summary(plan),
-        headers=_headers(plan),
+        headers=_headers(plan, tensor_sums, tensor_tiles),
         regions=tuple(
             RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name]}")
             for region in backward.shared
@@ -115,9 +121,9 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
         full_ranges=span.with_values(span.full),
         word_lines=listed,
         block_lines=code.block,
-        uses_q_first="q_first" in steps,
+        uses_q_first="q_first" in steps | of_sums,
         uses_kv_first="kv_first" in steps,
-        softmax=_BEFORE if code.weighted is not None or plan.variant.dropout else _AMONG,
+        softmax=_BEFORE if code.weighted is not None or code.kept or plan.variant.dropout else _AMONG,
         partial=code.partial,
         full=code.full,
         exponent=code.exponent,
@@ -129,29 +135,37 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
         dq_factor_lines=dq_factor_lines,
         dq_factor=dq_factor,
         classifier=_classifier(plan.of_launch(parts["classify_dqkv"])) if "classify_dqkv" in parts else None,
+        kept=code.kept,
+        tensor_sums=tensor_sums,
+        sums_use_kv_first="kv_first" in of_sums,
+        tensor_tiles=tensor_tiles,
     )
 
 
-def _headers(plan: Plan) -> tuple[str, ...]:
+def _headers(plan: Plan, sums: SumsView | None, tiles: TilesView | None) -> tuple[str, ...]:
     """The headers that a kernel needs."""
     variant = plan.variant
     needed = {
         "copy": True,
         "division": bool(plan.divisors),
         "dropout": variant.dropout,
+        "ds_by_keys": tiles is not None,
         "expression": variant.masked or variant.score is not None,
         "gradient": True,
         "mma": True,
+        "order": plan.ordered,
         "quad": True,
         "schedule": True,
         "softmax": True,
+        "tensor_gradient": sums is not None,
         "tile_map": plan.has_launch("classify_dqkv"),
     }
     return tuple(name for name, used in needed.items() if used)
 
 
 def _lines(plan: Plan, part: Launch) -> tuple[str, ...]:
-    return argument_lines(plan, part.arguments, written=_WRITTEN[part.name])
+    own = {argument.of for argument in part.arguments if argument.of and argument.of.startswith("gradient:")}
+    return argument_lines(plan, part.arguments, written=_WRITTEN[part.name] | own)
 
 
 def _classifier(plan: Plan) -> ClassifierView:
