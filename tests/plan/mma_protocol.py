@@ -19,6 +19,7 @@ class Rules:
     begun: bool = True  # and all warps have come so far
     shared: bool = True  # P and dS of other warps are read when all warps have written them
     read: bool = True  # a single stage is filled again when all warps have read it
+    added: bool = True  # where the order of dQ is fixed, others learn of the last step when all warps have added theirs
 
 
 class Block(Simulation):
@@ -30,6 +31,7 @@ class Block(Simulation):
         self.warps, self.stages, self.steps = random.randint(2, 4), random.randint(1, 3), random.randint(1, 7)
         self.rows: list[list[int | None]] = [[None] * self.warps for _ in range(self.stages)]  # Q, dO, LSE and D
         self.pairs: list[int | None] = [None] * self.warps  # P and dS
+        self.added = [-1] * self.warps  # the last step whose dQ a warp has added
         self.barrier = Named(self.warps)
         self.roles = {f"warp {warp}": warp_of(self, warp) for warp in range(self.warps)}
 
@@ -57,6 +59,11 @@ class Block(Simulation):
         if self.pairs != [step] * self.warps:
             raise ProtocolError(f"P or dS of {self.pairs} was read in step {step}")
 
+    def publish(self, step: int) -> None:
+        """Say that dQ of a step is in memory."""
+        if min(self.added) < step:
+            raise ProtocolError(f"dQ of step {step} was published when warps had added that of {self.added}")
+
 
 def warp_of(s: Block, warp: int) -> Role:
     """``mma_backward/_loop.cu.j2``."""
@@ -67,6 +74,8 @@ def warp_of(s: Block, warp: int) -> Role:
         if rules.landed:
             yield all_landed([copies[step]])
         yield from s.sync(rules.begun)
+        if warp == 0:
+            s.publish(step - 1)
         s.read_rows(step)  # S
         if s.stages > 1:
             copies[step + ahead] = s.copy_step(step + ahead, warp)
@@ -84,3 +93,7 @@ def warp_of(s: Block, warp: int) -> Role:
             copies[step + 1] = s.copy_step(step + 1, warp)
         yield now
         s.read_pairs(step)  # dQ
+        s.added[warp] = step
+    yield from s.sync(rules.added)
+    if warp == 0:
+        s.publish(s.steps - 1)

@@ -144,7 +144,7 @@ def own(score: str, *, grad: bool = False, dropout: bool = False) -> dict[str, o
     ("fields", "reason"),
     [
         ({"dtype": "fp32"}, "not fp32"),
-        ({"loads": "pointer", "deterministic": "true"}, "load through tensor descriptors"),
+        ({"loads": "pointer", "backward": "{dq: {warps: 4}}"}, "load through tensor descriptors"),
         ({"alignment": "element"}, "need alignment 16"),
         ({"fast_math": "false"}, "fused in cuda kernels"),
         ({"backward": "{dq: {warps: 4}}"}, "computes dQ, too"),

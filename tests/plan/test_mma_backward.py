@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -15,6 +16,7 @@ from attngen.plan.schedules.structures import MmaBackward
 from attngen.render import render
 from tests.plan.specs import kernel_spec, planned
 from tests.plan.test_mma_forward import CARDS, conflicts, swizzled
+from tests.plan.test_tensor_gradients import DECLARED
 
 BACKWARD: Mapping[str, object] = {"backend": None, "passes": "backward", "backward": "{backend: cuda}"}
 
@@ -73,3 +75,61 @@ def test_other_tiles_need_fewer_registers() -> None:
     assert (first.tile_m, first.tile_n) == (128, 128)
     assert others[0] == (64, 128)
     assert all(m < 128 for m, _ in others)
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize(
+    ("variant", "iteration", "by_head"),
+    [
+        ("causal", "ranges", False),
+        ("own", "ranges", True),
+        ("dilated", "classified", False),
+        ("allowed", "tile_map", True),
+    ],
+)
+def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
+    variant: str, iteration: str, by_head: bool, layout: str
+) -> None:
+    """Turns ascend from step to step of a tile of keys, as the model of the order has them."""
+    fields = {
+        "arch": "sm80", "head_dim": 64, "layout": layout, "tile_map": "never" if variant == "dilated" else "auto",
+        "declared": 'variants:\n  own: {mask: "q_pos >= kv and q_pos - kv < 100 * h + 1"}\n', **BACKWARD,
+    }  # fmt: skip
+    kernel, other = (planned(variant, deterministic=each, **fields) for each in ("true", "false"))  # type: ignore[arg-type]
+    assert kernel.name == f"{other.name}_deterministic"
+    assert kernel.iteration == iteration
+    assert kernel.ordered
+    assert "tile_counter" in [argument.name for argument in kernel.arguments]
+    assert "tile_counter" not in [argument.name for argument in other.arguments]
+    text = render(kernel).text
+    taken, made_of_it = text.index("atomicInc(tile_counter, gridDim.x - 1)"), text.index("place_tile(index, ")
+    assert taken < text.index("__syncthreads();", taken) < made_of_it
+    (turn,) = re.findall(r"return (.*last_tile.*);", text)
+    heads, tiles = range(6, 9), range(4, -1, -1)
+    steps = [(h, t) for h in heads for t in tiles] if by_head else [(h, t) for t in tiles for h in heads]
+    turns = [eval(turn, {"h": h, "hk": 2, "group": 3, "tile": t, "last_tile": 4}) for h, t in steps]
+    assert turns == list(range(15))
+    assert text.index("await_turn(earlier, turn, lane);") < text.index("add_to(own + 32 * i")
+    assert "order.cuh" not in render(other).text
+
+
+@pytest.mark.parametrize(
+    ("score", "lines"),
+    [
+        ("s + gate[h] * (kv - q_pos)", ["tensor_sum_0 += dlogit", "add_tensor_sums(summed_head)"]),
+        ("s * sigmoid(gate[h])", ["p_weighted_0_of_blocks[2][kWarpM / 4]"]),
+        ("s + keys[b, kv]", ["tensor_sum_0[block][j] +="]),
+        ("s + rows[h, q]", ["ds_tile.each_query("]),
+        ("s + table[h, min(abs(q - kv), 256)]", ["ds_tile.sum(", "ds_tile.each_diagonal("]),
+        ("s + table[h, q * kv % 257]", ["tensor_sum_0_entry[block][row]"]),
+        ("s + bias[h, q, kv]", ["ds_tile.each_block(", "store_eight("]),
+    ],
+)
+def test_gradients_of_tensors(score: str, lines: list[str]) -> None:
+    own = DECLARED.format(score=score)
+    kernel = planned("own", **{"arch": "sm86", "head_dim": 64, "declared": own, **BACKWARD})  # type: ignore[arg-type]
+    assert kernel.schedule == "mma_backward"
+    text = render(kernel).text
+    assert all(line in text for line in lines)
+    with pytest.raises(PlanError, match=r"deterministic: gradients .* allowed: false"):
+        planned("own", **{"arch": "sm86", "declared": own, "deterministic": "true", **BACKWARD})  # type: ignore[arg-type]

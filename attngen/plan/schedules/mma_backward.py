@@ -153,7 +153,7 @@ def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
 
 
 def _dqkv_arguments(plan: Plan, structure: MmaBackward) -> tuple[Argument, ...]:
-    """Return the arguments of the launch of all products. The hardware hands out tiles, if their order need not be known."""
+    """Return the arguments of the launch of all products. Blocks take tiles from a counter where their order counts."""
     operands = (
         *(arguments.pointer(plan, name) for name in ("q", "k", "v", "dout")), _sums(),
         *(arguments.pointer(plan, name) for name in ("dk", "dv")),
@@ -255,8 +255,11 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     if spec.softmax_scale is not None:
         return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if spec.deterministic and differentiable_of(spec.variant):
-        own = "gradients of a variant's own tensors (grad: true)"
-        return refuse(spec, "deterministic", f"a backward by mma.sync adds {own} up in no fixed order; leave it out")
+        return refuse(
+            spec,
+            "deterministic",
+            "gradients of a variant's own tensors (grad: true) are added up in no fixed order; allowed: false",
+        )
     most = max(largest for family, largest, _ in _TABLE if family in _families(spec, arch))
     if spec.head_dim_qk + spec.head_dim_v > most:
         return refuse(
