@@ -406,6 +406,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
     add_own(dk, ds, q_tile, Number<kWarpQk>(), nothing);
     add_others(dv, shared + kP, dout_tile, Number<kWarpV>());
     add_others(dk, shared + kDs, q_tile, Number<kWarpQk>());
+    const Step last = next_step();
     // dQ of 32 queries and some of the columns, from all keys.
     if (dq_column < kColumnsQk) {
       float dq[2][kWarpDq / 2] = {};
@@ -447,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
     stage = next_stage(stage);
 #pragma unroll
     for (int i = 0; i < kSteps - 1; ++i) steps[i] = steps[i + 1];
-    steps[kSteps - 1] = next_step();
+    steps[kSteps - 1] = last;
   }
   wait_copies<0>();
 

@@ -28,9 +28,8 @@ def legal_for_card(seed: int) -> Legal:
     for _ in range(_DRAWS):
         fields = {"split": _split, "8 bits": _in_8_bits}.get(kind, _forward)(chance, arch, variant)
         if kind == "trained":
-            fields["backward"] = (
-                some(chance, 0.5, {"backend": "cuda"}) if _has_backward(arch, kernel, variant) else None
-            )
+            fields["backward"] = some(chance, 0.5, {"backend": "cuda"}) if _has_backward(arch, kernel) else None
+            fields["deterministic"] = None if _learns(variant) else some(chance, 0.25, True)
         given = {name: value for name, value in fields.items() if value is not None}
         candidate = written(seed, arch, variant, kernel | given, tuple(given))
         if fits(candidate):
@@ -38,12 +37,16 @@ def legal_for_card(seed: int) -> Legal:
     return written(seed, arch, variant, kernel, ())
 
 
-def _has_backward(arch: str, kernel: Fields, variant: Fields) -> bool:
+def _has_backward(arch: str, kernel: Fields) -> bool:
     """Whether docs/cards.md lists a CUDA backward."""
     dims = kernel["head_dim"]
     columns = sum(dims.values()) if isinstance(dims, dict) else 2 * dims
-    learns = any(declared.get("grad") for kind in ("scalars", "tensors") for declared in variant.get(kind, {}).values())
-    return not learns and (columns <= 320 or ARCHES[arch].shared_memory > 99 * 1024)
+    return bool(columns <= 320 or ARCHES[arch].shared_memory > 99 * 1024)
+
+
+def _learns(variant: Fields) -> bool:
+    """Whether a gradient of the variant is asked for, which has no fixed order."""
+    return any(declared.get("grad") for kind in ("scalars", "tensors") for declared in variant.get(kind, {}).values())
 
 
 def _forward(chance: random.Random, arch: str, variant: Fields) -> Fields:

@@ -386,7 +386,11 @@ def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_shar
         ),
         ("causal", {"head_dim": 272}, r"head_dim: .*from 8 to 256; nearest: 256"),
         ("causal", {"dtype": "fp32"}, r"dtype: .*bf16 and fp16, not fp32"),
-        ("causal", {"loads": "pointer", "backward": "{backend: cuda, dq: {warps: 4}}"}, r"loads: .*allowed: descriptor"),
+        (
+            "causal",
+            {"loads": "pointer", "backward": "{backend: cuda, dq: {warps: 4}}"},
+            r"loads: .*allowed: descriptor",
+        ),
         ("causal", {"arch": "sm100a"}, r"backward: .*wgmma, which sm100a lacks; allowed: triton"),
         ("causal", {"backward": "{backend: cuda, dq: {warps: 4}}"}, r"backward\.dq: .*leave it out"),
         ("causal", {"backward": "{backend: cuda, dkdv: {warps: 4}}"}, r"backward\.dkdv\.warps: .*leave it out"),

@@ -133,3 +133,23 @@ def test_gradients_of_tensors(score: str, lines: list[str]) -> None:
     assert all(line in text for line in lines)
     with pytest.raises(PlanError, match=r"deterministic: gradients .* allowed: false"):
         planned("own", **{"arch": "sm86", "declared": own, "deterministic": "true", **BACKWARD})  # type: ignore[arg-type]
+
+
+def test_padded_columns_count() -> None:
+    with pytest.raises(PlanError, match=r"shared memory for 320 columns of K and V on sm86, not 96 \+ 256"):
+        mma("sm86", "{qk: 72, v: 240}")
+
+
+@pytest.mark.parametrize(
+    ("variant", "tile"),
+    [("causal", (128, 128, 8)), ("sliding_window", (64, 64, 4)), ("packed_documents", (64, 64, 4))],
+)
+def test_narrow_masks_have_smaller_tiles(variant: str, tile: tuple[int, int, int]) -> None:
+    """Two blocks run side by side, also with the shared memory of a smaller card."""
+    made = mma("sm80", 64, variant)
+    assert (made.tile_m, made.tile_n, made.num_warps) == tile
+    other = mma("sm86", 64, variant)
+    assert (other.tile_m, other.tile_n, other.num_warps) == (64, 64, 4)
+    assert isinstance(other.structure, MmaBackward)
+    assert other.structure.blocks == 2
+    assert 2 * (other.structure.shared_bytes + 1024) <= 100 * 1024

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from attngen.arch import ARCHES, Arch
+from attngen.dtypes import dtype
 from attngen.errors import PlanError
 from attngen.lang.runs import positions
 from attngen.plan import arguments
@@ -24,7 +26,7 @@ from attngen.plan.schedules.backward_launches import (
 )
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import MmaBackward
-from attngen.plan.traits import gathers
+from attngen.plan.traits import bands_of, gathers, reads_positions
 from attngen.schema.expand import Backward, Gradient, KernelSpec
 
 _DTYPES = ("bf16", "fp16")
@@ -44,32 +46,43 @@ _LARGE = 163 * 1024
 #: Q, dO and the dQ accumulator of the heads that run side by side.
 _SECTION_BYTES = 24 * 2**20
 
+#: Least number of KV heads that run side by side, up to so many columns of dK and dV: if heads ran one after the other,
+#: the long tiles of the last ones would end alone. Measured on an H200 (docs/notebook/mma.md).
+_SECTION_HEADS = ((256, 8), (512, 1))
+
 #: Warps of a block of ``postprocess``.
 _ROUND_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Queries of a step, keys, stages of Q and dO, warps, and how many blocks a multiprocessor should run at once."""
+    """Queries of a step, keys, stages of Q and dO, warps, and how many blocks a multiprocessor should run at once.
+
+    ``early``: the next step is found before dQ, not after it, which ptxas likes better where this was measured.
+    """
 
     m: int
     n: int
     stages: int
     warps: int
     blocks: int
+    early: bool = False
 
 
-#: (family, largest sum of the columns of dK and dV) -> tile, first match wins; the families are those of the forward.
+#: (family, largest sum of the columns of dK and dV) -> tile, first match wins. The families are those of the forward,
+#: and "narrow": masks that show few queries to a key, so that they hide more of a larger tile.
 _TABLE: tuple[tuple[str, int, _Tile], ...] = (
     ("gather", 128, _Tile(64, 128, 2, 8, 1)),
     ("gather", 192, _Tile(32, 128, 2, 8, 1)),
     ("gather", 256, _Tile(32, 128, 1, 8, 1)),
     ("gather", 320, _Tile(64, 64, 1, 8, 1)),
+    ("narrow", 128, _Tile(64, 64, 1, 4, 2)),
     ("large", 128, _Tile(128, 128, 2, 8, 1)),
-    ("large", 256, _Tile(64, 128, 2, 8, 1)),
+    ("large", 192, _Tile(64, 128, 2, 8, 1)),
+    ("large", 256, _Tile(64, 128, 2, 8, 1, early=True)),
     ("large", 384, _Tile(64, 64, 2, 8, 1)),
     ("large", 512, _Tile(64, 64, 1, 8, 1)),
-    ("any", 128, _Tile(64, 128, 2, 8, 1)),
+    ("any", 128, _Tile(64, 64, 1, 4, 2)),
     ("any", 192, _Tile(32, 128, 2, 8, 1)),
     ("any", 256, _Tile(32, 128, 1, 8, 1)),
     ("any", 320, _Tile(64, 64, 1, 8, 1)),
@@ -92,6 +105,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         columns_v=multiplied_v,
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         shares_p=_query_warps(tile) > 1,
+        early=tile.early,
         ordered=spec.deterministic,
         shared=_regions(tile, qk.width, v.width, element.bytes, ordered=spec.deterministic),
     )
@@ -117,6 +131,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         mask_code="branch",
         softmax="exact_max",
         section_bytes=_SECTION_BYTES,
+        section_heads=next(heads for most, heads in _SECTION_HEADS if qk.width + v.width <= most),
         structure=structure,
         main="dqkv",
         sum_columns=multiplied_qk,
@@ -206,8 +221,18 @@ def _regions(tile: _Tile, width_qk: int, width_v: int, size: int, *, ordered: bo
 
 def _families(spec: KernelSpec, arch: Arch) -> set[str]:
     """Families of the table that serve a spec on a card."""
-    large, gather = arch.shared_memory >= _LARGE, gathers(spec.variant)
-    return {"any"} | ({"large"} if large else set()) | ({"gather"} if gather else set())
+    member = {
+        "large": arch.shared_memory >= _LARGE,
+        "gather": gathers(spec.variant),
+        "narrow": _is_narrow(spec),
+    }
+    return {"any", *(name for name, holds in member.items() if holds)}
+
+
+def _is_narrow(spec: KernelSpec) -> bool:
+    """Whether few queries see a tile of keys: those of a window, or of a document."""
+    visible = bands_of(spec, "q").visible
+    return (len(visible) == 1 and visible[0].hi is not None) or reads_positions(replace(spec.variant, score=None))
 
 
 def _tile(spec: KernelSpec, arch: Arch, qk: int, v: int) -> _Tile:
@@ -215,10 +240,11 @@ def _tile(spec: KernelSpec, arch: Arch, qk: int, v: int) -> _Tile:
     families = _families(spec, arch)
     given = (spec.backward or Backward()).dkdv
     fixed = (given.tile_m, given.tile_n, given.stages)
-    rows = [(name, tile) for name, largest, tile in _TABLE if qk + v <= largest]
-    table = next(tile for name, tile in rows if name in families)
+    rows = [row for row in _TABLE if qk + v <= row[1]]
+    table = next(tile for name, _, tile in rows if name in families)
     # the tile of a kernel for another card, which is verified on this one
-    table = next((tile for _, tile in rows if (tile.m, tile.n, tile.stages) == fixed), table)
+    others = [(largest, tile) for _, largest, tile in rows if (tile.m, tile.n, tile.stages) == fixed]
+    table = table if (table.m, table.n, table.stages) == fixed or not others else min(others, key=itemgetter(0))[1]
     for name, value, chosen in (
         ("tile.m", given.tile_m, table.m), ("tile.n", given.tile_n, table.n),
         ("stages", given.stages, table.stages),
@@ -261,10 +287,11 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             "gradients of a variant's own tensors (grad: true) are added up in no fixed order; allowed: false",
         )
     most = max(largest for family, largest, _ in _TABLE if family in _families(spec, arch))
-    if spec.head_dim_qk + spec.head_dim_v > most:
+    columns = [widths(head_dim, dtype(spec.dtype)).width for head_dim in (spec.head_dim_qk, spec.head_dim_v)]
+    if sum(columns) > most:
         return refuse(
             spec, "head_dim", f"a backward by mma.sync has shared memory for {most} columns of K and V on {arch.name}, "
-            f"not {spec.head_dim_qk} + {spec.head_dim_v}; allowed: triton"
+            f"not {columns[0]} + {columns[1]}; allowed: triton"
         )  # fmt: skip
     if not spec.fast_math:
         return refuse(

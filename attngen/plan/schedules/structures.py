@@ -153,6 +153,7 @@ class MmaBackward(Structure):
     columns_v: int
     box_bytes: int  # of a row, over which it is swizzled
     shares_p: bool  # several warps have the same keys, and divide the columns of dV and dK
+    early: bool  # the next step is found before dQ, not after it
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator
 
     queries_of_warp: ClassVar[str] = "kWarpM"

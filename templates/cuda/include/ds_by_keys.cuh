@@ -30,22 +30,31 @@ struct DsByKeys {
     return sum_of_warp(sum.x + sum.y);
   }
 
-  // Calls `add(query - key, sum)` for each diagonal of the warp, of which a lane follows one from key to key.
+  // Calls `add(query - key, sum)` for each diagonal of the warp's share of the keys. A lane goes along an even diagonal, two keys
+  // and two queries at a time, which have elements of both neighbours.
   template <typename Add>
   __device__ __forceinline__ void each_diagonal(int warp, int lane, const Add& add) const {
+    constexpr int kOwn = kKeys / kWarps;
+    static_assert(kOwn % 2 == 0);
+    const int first = kOwn * warp;
 #pragma unroll 1
-    for (int group = 32 * warp; group < kKeys + kQueries - 1; group += 32 * kWarps) {
-      const int diagonal = group + lane - (kKeys - 1);
-      float sum = 0.0f;
+    for (int group = -kOwn - first; group <= kQueries - first; group += 64) {
+      const int diagonal = group + 2 * lane;
+      float lower = 0.0f, middle = 0.0f, upper = 0.0f;
 #pragma unroll 4
-      for (int key = max(0, kKeys - 1 - (group + 31)); key < min(kKeys, kKeys + kQueries - 1 - group); ++key) {
-        const int query = diagonal + key;
+      for (int key = first; key < first + kOwn; key += 2) {
+        const int query = key + diagonal;
         if (query >= 0 && query < kQueries) {
-          const float2 both = load_pair<Element>(at(key, query) + 4 * (query % 8 / 2));
-          sum += query % 2 ? both.y : both.x;
+          const float2 here = load_pair<Element>(at(key, query) + 4 * (query % 8 / 2));
+          const float2 next = load_pair<Element>(at(key + 1, query) + 4 * (query % 8 / 2));
+          lower += next.x, middle += here.x + next.y, upper += here.y;
         }
       }
-      add(diagonal, sum);
+      const float of_next_lane = __shfl_down_sync(~0u, lower, 1);
+      if (lane < 31) upper += of_next_lane;
+      if (lane == 0) add(diagonal - 1, lower);
+      add(diagonal, middle);
+      add(diagonal + 1, upper);
     }
   }
 

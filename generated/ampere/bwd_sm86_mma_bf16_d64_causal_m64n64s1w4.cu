@@ -1,7 +1,7 @@
-// bwd_sm80_mma_bf16_d64_packed_documents_m128n128s2w8
+// bwd_sm86_mma_bf16_d64_causal_m64n64s1w4
 //
-// Attention backward, variant packed_documents: mask `q_pos >= kv and doc[b, q_pos] == doc[b, kv]`.
-// Rendered from templates/cuda/mma_backward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Attention backward, variant causal: mask `q_pos >= kv`.
+// Rendered from templates/cuda/mma_backward/kernel.cu.j2 by `attngen build specs/ampere.yaml`.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
 // and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels run
@@ -20,12 +20,12 @@ using GradElement = bf16;  // of dQ, dK and dV
 // Columns of each of some warps, which have whole products of 16 columns; the last warp may have fewer.
 constexpr int up_to(int columns, int warps) { return (columns + 16 * warps - 1) / (16 * warps) * 16; }
 
-constexpr int kBlockM = 128;  // query rows of one step
-constexpr int kBlockN = 128;  // keys of a block
+constexpr int kBlockM = 64;  // query rows of one step
+constexpr int kBlockN = 64;  // keys of a block
 constexpr int kHeadDimQk = 64, kHeadDimV = 64;
 constexpr int kColumnsQk = 64, kColumnsV = 64;  // that are multiplied
-constexpr int kThreads = 256;
-constexpr int kStages = 2;  // of the rings of Q and dO
+constexpr int kThreads = 128;
+constexpr int kStages = 1;  // of the rings of Q and dO
 constexpr int kSteps = kStages == 1 ? 2 : kStages;  // that are known: this one, and those that are copied
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
@@ -44,14 +44,14 @@ static_assert(sizeof(Element) == 2 && kWarpM % 16 == 0 && kBlockM % 32 == 0);
 constexpr int kPairBytes = 2 * kBlockM < 128 ? 64 : 128, kPairQueries = kPairBytes / sizeof(Element);
 
 // Shared memory, from its start.
-constexpr uint32_t kK = 0;  // 16384 B: K
-constexpr uint32_t kV = 16384;  // 16384 B: V
-constexpr uint32_t kQ = 32768;  // 32768 B: Q, a tile per stage
-constexpr uint32_t kDout = 65536;  // 32768 B: dO, a tile per stage
-constexpr uint32_t kDs = 98304;  // 32768 B: dS of a step
-constexpr uint32_t kP = 131072;  // 32768 B: P of a step
-constexpr uint32_t kLse = 163840;  // 1024 B: log-sum-exp of the rows of each stage
-constexpr uint32_t kDelta = 164864;  // 1024 B: D of the rows of each stage
+constexpr uint32_t kK = 0;  // 8192 B: K
+constexpr uint32_t kV = 8192;  // 8192 B: V
+constexpr uint32_t kQ = 16384;  // 8192 B: Q, a tile per stage
+constexpr uint32_t kDout = 24576;  // 8192 B: dO, a tile per stage
+constexpr uint32_t kDs = 32768;  // 8192 B: dS of a step
+constexpr uint32_t kP = 40960;  // 8192 B: P of a step
+constexpr uint32_t kLse = 49152;  // 256 B: log-sum-exp of the rows of each stage
+constexpr uint32_t kDelta = 49408;  // 256 B: D of the rows of each stage
 constexpr uint32_t kQBytes = (kDout - kQ) / kStages, kDoutBytes = (kDs - kDout) / kStages, kRowBytes = 4 * kBlockM;  // of a stage
 
 // A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
@@ -97,7 +97,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
 }
 
 // D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the dQ accumulator.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_packed_documents_m128n128s2w8_preprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm86_mma_bf16_d64_causal_m64n64s1w4_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
@@ -139,20 +139,18 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_packed_d
   }
 }
 
-// A block of 8 warps has a tile of keys, and goes through the queries of all heads that share them. A warp computes S^T = K Q^T
+// A block of 4 warps has a tile of keys, and goes through the queries of all heads that share them. A warp computes S^T = K Q^T
 // and dP^T = V dO^T of 32 keys and some queries, and keeps some columns of dK += dS^T Q and dV += P^T dO of these keys in
 // registers. P and dS go through shared memory, since these sum over the queries of other warps, and dQ = dS K over their keys.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_packed_documents_m128n128s2w8_dqkv(
+extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm86_mma_bf16_d64_causal_m64n64s1w4_dqkv(
     const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, const bf16* dout_ptr, float* dq_sum_ptr, bf16* dk_ptr,
-    bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr, const int* seqused_k_ptr, const int* u_doc,
+    bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr, const int* seqused_k_ptr,
     long long stride_q_b, long long stride_q_s, long long stride_q_h,
     long long stride_k_b, long long stride_k_s, long long stride_k_h,
     long long stride_v_b, long long stride_v_s, long long stride_v_h,
     long long stride_dout_b, long long stride_dout_s, long long stride_dout_h,
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
-    long long stride_u_doc_0,
-    int extent_u_doc_0, int extent_u_doc_1,
     int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int q_tiles,
     float softmax_scale,
@@ -181,13 +179,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
       const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
       const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
       const int visible_lo = max(u_seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
-      const int u_doc_kv_hi = (kv_hi < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_hi)] : 0;
-      const int u_doc_after = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_kv_hi, true);
-      const int u_value = u_seqlen_q_minus_seqlen_k + u_doc_after;
+      const int visible_hi = (seqlen_q + kBlockM - 1) / kBlockM;
       const int full_lo = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
-      const int u_doc_kv_lo = (kv_start < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_start)] : 0;
-      const int full_hi = min(max(u_doc_kv_lo == u_doc_kv_hi ? u_value : 0, 0) / kBlockM, whole_tiles);
-      const int visible_hi = static_cast<int>(static_cast<long long>(max(static_cast<long long>(static_cast<long long>(static_cast<long long>(u_value) + kBlockM) - 1), static_cast<long long>(0))) / static_cast<long long>(kBlockM));
       const int tiles = max(visible_hi - visible_lo, 0);
       if (steps_left < 0) {
         steps_left = tiles;
@@ -195,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
       }
       if (steps_left > 0) {
         const int tile = visible_lo + place;
-        const bool partial = ragged || !(tile >= full_lo && tile < full_hi);
+        const bool partial = ragged || !(tile >= full_lo && tile < whole_tiles);
         if (++place == tiles) place = 0;
         --steps_left;
         return Step{tile | (partial ? kPartial : 0), h};
@@ -345,8 +338,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
     __syncthreads();  // all have read the stage that is filled again, P and dS
     const uint32_t q_tile = shared + kQ + stage * kQBytes, dout_tile = shared + kDout + stage * kDoutBytes;
 
-    multiply_rows(logits, k_rows, q_tile, Number<kColumnsQk>(), for_copies([&](int part, int parts) { load_step(steps[kSteps - 1], fill, part, parts); }));
-    fill = next_stage(fill);
+    multiply_rows(logits, k_rows, q_tile, Number<kColumnsQk>(), nothing);
     // P = exp2(logit - LSE); 0 for pairs that are not visible.
     const uint32_t lse_numbers = kLse + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4);
     const int h = step.h;
@@ -356,30 +348,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
       float (&s)[kWarpM / 2] = logits[block];
       const int kv_first = kv_start + 32 * key_warp + 16 * block + lane / 4;
       if (__any_sync(~0u, step.tile & kPartial)) {
-        const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
-        struct Row {
-          int u_doc_kv;
-        };
-        Row rows[2];
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          const int kv = min(kv_first + 8 * row, seqlen_k - 1);  // keys after the end repeat the last one
-          const int u_doc_kv = u_doc_b[static_cast<long long>(kv)];
-          rows[row] = {u_doc_kv};
-        }
 #pragma unroll
         for (int i = 0; i < kWarpM / 8; ++i) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * i + 2 * row + j];
-              const auto [u_doc_kv] = rows[row];
-              if (!(8 * row < visible_to && u_doc_q_pos == u_doc_kv)) x = kMasked;
+              if (8 * row >= visible_to) x = kMasked;
             }
           }
         }
@@ -419,6 +398,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
     add_own(dk, ds, q_tile, Number<kWarpQk>(), nothing);
     add_others(dv, shared + kP, dout_tile, Number<kWarpV>());
     add_others(dk, shared + kDs, q_tile, Number<kWarpQk>());
+    __syncthreads();  // all have read Q and dO
+    const auto beside_dq = for_copies([&](int part, int parts) { load_step(steps[1], 0, part, parts); });
     // dQ of 32 queries and some of the columns, from all keys.
     if (dq_column < kColumnsQk) {
       float dq[2][kWarpDq / 2] = {};
@@ -444,6 +425,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
             multiply<Element>(dq[block] + column / 2, a[block], columns[0], columns[1]);
             multiply<Element>(dq[block] + column / 2 + 4, a[block], columns[2], columns[3]);
           }
+          beside_dq(key / kMmaK * (kWarpDq / 16) + column / 16, kBlockN / kMmaK * (kWarpDq / 16));
         }
       }
       const int tile = step.tile & kPartial - 1;
@@ -457,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
         }
       }
     }
-    stage = next_stage(stage);
+    if (dq_column >= kColumnsQk) load_step(steps[1], 0);
 #pragma unroll
     for (int i = 0; i < kSteps - 1; ++i) steps[i] = steps[i + 1];
     steps[kSteps - 1] = next_step();
@@ -501,11 +483,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
 }
 
 // Scales and rounds dQ of a tile of queries. Its sums lie in the dQ accumulator in the order of registers.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_packed_documents_m128n128s2w8_postprocess(
-    const float* dq_sum_ptr, bf16* dq_ptr, const int* u_doc,
+extern "C" __global__ void __launch_bounds__(128) bwd_sm86_mma_bf16_d64_causal_m64n64s1w4_postprocess(
+    const float* dq_sum_ptr, bf16* dq_ptr,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
-    long long stride_u_doc_0,
-    int extent_u_doc_0, int extent_u_doc_1,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale

@@ -1,4 +1,4 @@
-// bwd_sm120a_mma_bf16_d64_causal_m64n128s2w8
+// bwd_sm120a_mma_bf16_d64_causal_m64n64s1w4
 //
 // Attention backward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/mma_backward/kernel.cu.j2 by `attngen build specs/blackwell_consumer.yaml`.
@@ -21,11 +21,11 @@ using GradElement = bf16;  // of dQ, dK and dV
 constexpr int up_to(int columns, int warps) { return (columns + 16 * warps - 1) / (16 * warps) * 16; }
 
 constexpr int kBlockM = 64;  // query rows of one step
-constexpr int kBlockN = 128;  // keys of a block
+constexpr int kBlockN = 64;  // keys of a block
 constexpr int kHeadDimQk = 64, kHeadDimV = 64;
 constexpr int kColumnsQk = 64, kColumnsV = 64;  // that are multiplied
-constexpr int kThreads = 256;
-constexpr int kStages = 2;  // of the rings of Q and dO
+constexpr int kThreads = 128;
+constexpr int kStages = 1;  // of the rings of Q and dO
 constexpr int kSteps = kStages == 1 ? 2 : kStages;  // that are known: this one, and those that are copied
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
@@ -44,14 +44,14 @@ static_assert(sizeof(Element) == 2 && kWarpM % 16 == 0 && kBlockM % 32 == 0);
 constexpr int kPairBytes = 2 * kBlockM < 128 ? 64 : 128, kPairQueries = kPairBytes / sizeof(Element);
 
 // Shared memory, from its start.
-constexpr uint32_t kK = 0;  // 16384 B: K
-constexpr uint32_t kV = 16384;  // 16384 B: V
-constexpr uint32_t kQ = 32768;  // 16384 B: Q, a tile per stage
-constexpr uint32_t kDout = 49152;  // 16384 B: dO, a tile per stage
-constexpr uint32_t kDs = 65536;  // 16384 B: dS of a step
-constexpr uint32_t kP = 81920;  // 16384 B: P of a step
-constexpr uint32_t kLse = 98304;  // 512 B: log-sum-exp of the rows of each stage
-constexpr uint32_t kDelta = 98816;  // 512 B: D of the rows of each stage
+constexpr uint32_t kK = 0;  // 8192 B: K
+constexpr uint32_t kV = 8192;  // 8192 B: V
+constexpr uint32_t kQ = 16384;  // 8192 B: Q, a tile per stage
+constexpr uint32_t kDout = 24576;  // 8192 B: dO, a tile per stage
+constexpr uint32_t kDs = 32768;  // 8192 B: dS of a step
+constexpr uint32_t kP = 40960;  // 8192 B: P of a step
+constexpr uint32_t kLse = 49152;  // 256 B: log-sum-exp of the rows of each stage
+constexpr uint32_t kDelta = 49408;  // 256 B: D of the rows of each stage
 constexpr uint32_t kQBytes = (kDout - kQ) / kStages, kDoutBytes = (kDs - kDout) / kStages, kRowBytes = 4 * kBlockM;  // of a stage
 
 // A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
@@ -97,7 +97,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
 }
 
 // D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the dQ accumulator.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm120a_mma_bf16_d64_causal_m64n128s2w8_preprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm120a_mma_bf16_d64_causal_m64n64s1w4_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
@@ -139,10 +139,10 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm120a_mma_bf16_d64_causal
   }
 }
 
-// A block of 8 warps has a tile of keys, and goes through the queries of all heads that share them. A warp computes S^T = K Q^T
+// A block of 4 warps has a tile of keys, and goes through the queries of all heads that share them. A warp computes S^T = K Q^T
 // and dP^T = V dO^T of 32 keys and some queries, and keeps some columns of dK += dS^T Q and dV += P^T dO of these keys in
 // registers. P and dS go through shared memory, since these sum over the queries of other warps, and dQ = dS K over their keys.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm120a_mma_bf16_d64_causal_m64n128s2w8_dqkv(
+extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm120a_mma_bf16_d64_causal_m64n64s1w4_dqkv(
     const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, const bf16* dout_ptr, float* dq_sum_ptr, bf16* dk_ptr,
     bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr, const int* seqused_k_ptr,
     long long stride_q_b, long long stride_q_s, long long stride_q_h,
@@ -338,8 +338,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm120a_mma_bf16_d6
     __syncthreads();  // all have read the stage that is filled again, P and dS
     const uint32_t q_tile = shared + kQ + stage * kQBytes, dout_tile = shared + kDout + stage * kDoutBytes;
 
-    multiply_rows(logits, k_rows, q_tile, Number<kColumnsQk>(), for_copies([&](int part, int parts) { load_step(steps[kSteps - 1], fill, part, parts); }));
-    fill = next_stage(fill);
+    multiply_rows(logits, k_rows, q_tile, Number<kColumnsQk>(), nothing);
     // P = exp2(logit - LSE); 0 for pairs that are not visible.
     const uint32_t lse_numbers = kLse + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4);
     const int h = step.h;
@@ -399,6 +398,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm120a_mma_bf16_d6
     add_own(dk, ds, q_tile, Number<kWarpQk>(), nothing);
     add_others(dv, shared + kP, dout_tile, Number<kWarpV>());
     add_others(dk, shared + kDs, q_tile, Number<kWarpQk>());
+    __syncthreads();  // all have read Q and dO
+    const auto beside_dq = for_copies([&](int part, int parts) { load_step(steps[1], 0, part, parts); });
     // dQ of 32 queries and some of the columns, from all keys.
     if (dq_column < kColumnsQk) {
       float dq[2][kWarpDq / 2] = {};
@@ -424,6 +425,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm120a_mma_bf16_d6
             multiply<Element>(dq[block] + column / 2, a[block], columns[0], columns[1]);
             multiply<Element>(dq[block] + column / 2 + 4, a[block], columns[2], columns[3]);
           }
+          beside_dq(key / kMmaK * (kWarpDq / 16) + column / 16, kBlockN / kMmaK * (kWarpDq / 16));
         }
       }
       const int tile = step.tile & kPartial - 1;
@@ -437,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm120a_mma_bf16_d6
         }
       }
     }
-    stage = next_stage(stage);
+    if (dq_column >= kColumnsQk) load_step(steps[1], 0);
 #pragma unroll
     for (int i = 0; i < kSteps - 1; ++i) steps[i] = steps[i + 1];
     steps[kSteps - 1] = next_step();
@@ -481,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm120a_mma_bf16_d6
 }
 
 // Scales and rounds dQ of a tile of queries. Its sums lie in the dQ accumulator in the order of registers.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm120a_mma_bf16_d64_causal_m64n128s2w8_postprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm120a_mma_bf16_d64_causal_m64n64s1w4_postprocess(
     const float* dq_sum_ptr, bf16* dq_ptr,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,

@@ -1,6 +1,6 @@
-// bwd_sm80_mma_bf16_d64_sliding_window_sink_m128n128s2w8
+// bwd_sm80_mma_bf16_d64_packed_documents_m64n64s1w4
 //
-// Attention backward, variant sliding_window_sink: mask `0 <= q_pos - kv and q_pos - kv < window`, sink `sinks[h]`.
+// Attention backward, variant packed_documents: mask `q_pos >= kv and doc[b, q_pos] == doc[b, kv]`.
 // Rendered from templates/cuda/mma_backward/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
@@ -20,12 +20,12 @@ using GradElement = bf16;  // of dQ, dK and dV
 // Columns of each of some warps, which have whole products of 16 columns; the last warp may have fewer.
 constexpr int up_to(int columns, int warps) { return (columns + 16 * warps - 1) / (16 * warps) * 16; }
 
-constexpr int kBlockM = 128;  // query rows of one step
-constexpr int kBlockN = 128;  // keys of a block
+constexpr int kBlockM = 64;  // query rows of one step
+constexpr int kBlockN = 64;  // keys of a block
 constexpr int kHeadDimQk = 64, kHeadDimV = 64;
 constexpr int kColumnsQk = 64, kColumnsV = 64;  // that are multiplied
-constexpr int kThreads = 256;
-constexpr int kStages = 2;  // of the rings of Q and dO
+constexpr int kThreads = 128;
+constexpr int kStages = 1;  // of the rings of Q and dO
 constexpr int kSteps = kStages == 1 ? 2 : kStages;  // that are known: this one, and those that are copied
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
@@ -44,14 +44,14 @@ static_assert(sizeof(Element) == 2 && kWarpM % 16 == 0 && kBlockM % 32 == 0);
 constexpr int kPairBytes = 2 * kBlockM < 128 ? 64 : 128, kPairQueries = kPairBytes / sizeof(Element);
 
 // Shared memory, from its start.
-constexpr uint32_t kK = 0;  // 16384 B: K
-constexpr uint32_t kV = 16384;  // 16384 B: V
-constexpr uint32_t kQ = 32768;  // 32768 B: Q, a tile per stage
-constexpr uint32_t kDout = 65536;  // 32768 B: dO, a tile per stage
-constexpr uint32_t kDs = 98304;  // 32768 B: dS of a step
-constexpr uint32_t kP = 131072;  // 32768 B: P of a step
-constexpr uint32_t kLse = 163840;  // 1024 B: log-sum-exp of the rows of each stage
-constexpr uint32_t kDelta = 164864;  // 1024 B: D of the rows of each stage
+constexpr uint32_t kK = 0;  // 8192 B: K
+constexpr uint32_t kV = 8192;  // 8192 B: V
+constexpr uint32_t kQ = 16384;  // 8192 B: Q, a tile per stage
+constexpr uint32_t kDout = 24576;  // 8192 B: dO, a tile per stage
+constexpr uint32_t kDs = 32768;  // 8192 B: dS of a step
+constexpr uint32_t kP = 40960;  // 8192 B: P of a step
+constexpr uint32_t kLse = 49152;  // 256 B: log-sum-exp of the rows of each stage
+constexpr uint32_t kDelta = 49408;  // 256 B: D of the rows of each stage
 constexpr uint32_t kQBytes = (kDout - kQ) / kStages, kDoutBytes = (kDs - kDout) / kStages, kRowBytes = 4 * kBlockM;  // of a stage
 
 // A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
@@ -97,7 +97,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
 }
 
 // D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the dQ accumulator.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_sliding_window_sink_m128n128s2w8_preprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_packed_documents_m64n64s1w4_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
@@ -139,24 +139,23 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_sliding_
   }
 }
 
-// A block of 8 warps has a tile of keys, and goes through the queries of all heads that share them. A warp computes S^T = K Q^T
+// A block of 4 warps has a tile of keys, and goes through the queries of all heads that share them. A warp computes S^T = K Q^T
 // and dP^T = V dO^T of 32 keys and some queries, and keeps some columns of dK += dS^T Q and dV += P^T dO of these keys in
 // registers. P and dS go through shared memory, since these sum over the queries of other warps, and dQ = dS K over their keys.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_sliding_window_sink_m128n128s2w8_dqkv(
+extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm80_mma_bf16_d64_packed_documents_m64n64s1w4_dqkv(
     const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, const bf16* dout_ptr, float* dq_sum_ptr, bf16* dk_ptr,
-    bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr, const int* seqused_k_ptr,
-    const float* u_sinks,
+    bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr, const int* seqused_k_ptr, const int* u_doc,
     long long stride_q_b, long long stride_q_s, long long stride_q_h,
     long long stride_k_b, long long stride_k_s, long long stride_k_h,
     long long stride_v_b, long long stride_v_s, long long stride_v_h,
     long long stride_dout_b, long long stride_dout_s, long long stride_dout_h,
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
-    int extent_u_sinks_0,
+    long long stride_u_doc_0,
+    int extent_u_doc_0, int extent_u_doc_1,
     int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int q_tiles,
     float softmax_scale,
-    int u_window,
     int has_seqused_k
 ) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
@@ -181,13 +180,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
       const int h = step_head;
       const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
       const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
-      const int u_value = u_seqlen_q_minus_seqlen_k + kv_start;
-      const int visible_lo = max(u_value, 0) / kBlockM;
-      const int u_value_2 = u_seqlen_q_minus_seqlen_k + kv_hi;
-      const int u_window_min_1073741823 = min(u_window, 1073741823);
-      const int visible_hi = max(min(u_value_2 + u_window_min_1073741823, seqlen_q) + kBlockM - 1, 0) / kBlockM;
-      const int full_lo = (max(u_value_2, 0) + kBlockM - 1) / kBlockM;
-      const int full_hi = min(max(u_value + u_window_min_1073741823, 0) / kBlockM, whole_tiles);
+      const int visible_lo = max(u_seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
+      const int u_doc_kv_hi = (kv_hi < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_hi)] : 0;
+      const int u_doc_after = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_kv_hi, true);
+      const int u_value = u_seqlen_q_minus_seqlen_k + u_doc_after;
+      const int full_lo = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
+      const int u_doc_kv_lo = (kv_start < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_start)] : 0;
+      const int full_hi = min(max(u_doc_kv_lo == u_doc_kv_hi ? u_value : 0, 0) / kBlockM, whole_tiles);
+      const int visible_hi = static_cast<int>(static_cast<long long>(max(static_cast<long long>(static_cast<long long>(static_cast<long long>(u_value) + kBlockM) - 1), static_cast<long long>(0))) / static_cast<long long>(kBlockM));
       const int tiles = max(visible_hi - visible_lo, 0);
       if (steps_left < 0) {
         steps_left = tiles;
@@ -246,7 +246,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
   };
   const uint32_t k_rows = shared + kK + a_lane + 32 * key_warp * kBoxBytes, v_rows = shared + kV + a_lane + 32 * key_warp * kBoxBytes;
   const float scale_log2e = softmax_scale * kLog2e;
-  const int u_window_min_1073741823 = min(u_window, 1073741823);
   float dk[2][kWarpQk / 2] = {}, dv[2][kWarpV / 2] = {};
   float logits[2][kWarpM / 2], dp[2][kWarpM / 2];  // S^T, then P^T; dP^T
   uint32_t probabilities[2][kWarpM / 4], ds[2][kWarpM / 4];  // in pairs of 16 bits
@@ -346,8 +345,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
     __syncthreads();  // all have read the stage that is filled again, P and dS
     const uint32_t q_tile = shared + kQ + stage * kQBytes, dout_tile = shared + kDout + stage * kDoutBytes;
 
-    multiply_rows(logits, k_rows, q_tile, Number<kColumnsQk>(), for_copies([&](int part, int parts) { load_step(steps[kSteps - 1], fill, part, parts); }));
-    fill = next_stage(fill);
+    multiply_rows(logits, k_rows, q_tile, Number<kColumnsQk>(), nothing);
     // P = exp2(logit - LSE); 0 for pairs that are not visible.
     const uint32_t lse_numbers = kLse + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4);
     const int h = step.h;
@@ -357,18 +355,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
       float (&s)[kWarpM / 2] = logits[block];
       const int kv_first = kv_start + 32 * key_warp + 16 * block + lane / 4;
       if (__any_sync(~0u, step.tile & kPartial)) {
+        const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
+        struct Row {
+          int u_doc_kv;
+        };
+        Row rows[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int kv = min(kv_first + 8 * row, seqlen_k - 1);  // keys after the end repeat the last one
+          const int u_doc_kv = u_doc_b[static_cast<long long>(kv)];
+          rows[row] = {u_doc_kv};
+        }
 #pragma unroll
         for (int i = 0; i < kWarpM / 8; ++i) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_from = max(q_pos - u_window_min_1073741823 + 1, 0) - kv_first;
+            const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * i + 2 * row + j];
-              if (8 * row < visible_from || 8 * row >= visible_to) x = kMasked;
+              const auto [u_doc_kv] = rows[row];
+              if (!(8 * row < visible_to && u_doc_q_pos == u_doc_kv)) x = kMasked;
             }
           }
         }
@@ -408,6 +418,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
     add_own(dk, ds, q_tile, Number<kWarpQk>(), nothing);
     add_others(dv, shared + kP, dout_tile, Number<kWarpV>());
     add_others(dk, shared + kDs, q_tile, Number<kWarpQk>());
+    __syncthreads();  // all have read Q and dO
+    const auto beside_dq = for_copies([&](int part, int parts) { load_step(steps[1], 0, part, parts); });
     // dQ of 32 queries and some of the columns, from all keys.
     if (dq_column < kColumnsQk) {
       float dq[2][kWarpDq / 2] = {};
@@ -433,6 +445,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
             multiply<Element>(dq[block] + column / 2, a[block], columns[0], columns[1]);
             multiply<Element>(dq[block] + column / 2 + 4, a[block], columns[2], columns[3]);
           }
+          beside_dq(key / kMmaK * (kWarpDq / 16) + column / 16, kBlockN / kMmaK * (kWarpDq / 16));
         }
       }
       const int tile = step.tile & kPartial - 1;
@@ -446,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
         }
       }
     }
-    stage = next_stage(stage);
+    if (dq_column >= kColumnsQk) load_step(steps[1], 0);
 #pragma unroll
     for (int i = 0; i < kSteps - 1; ++i) steps[i] = steps[i + 1];
     steps[kSteps - 1] = next_step();
@@ -490,14 +503,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
 }
 
 // Scales and rounds dQ of a tile of queries. Its sums lie in the dQ accumulator in the order of registers.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_sliding_window_sink_m128n128s2w8_postprocess(
-    const float* dq_sum_ptr, bf16* dq_ptr, const float* u_sinks,
+extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_packed_documents_m64n64s1w4_postprocess(
+    const float* dq_sum_ptr, bf16* dq_ptr, const int* u_doc,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
-    int extent_u_sinks_0,
+    long long stride_u_doc_0,
+    int extent_u_doc_0, int extent_u_doc_1,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
-    float softmax_scale,
-    int u_window
+    float softmax_scale
 ) {
   // What was written last is read first, while L2 holds it.
   int unit, q_tile;
