@@ -45,6 +45,7 @@ class Way(Enum):
 
     HEAD = "head"  # neither query nor key: a register of each consumer thread
     KEY = "key"  # the key: registers, one for each key of a thread
+    COLUMN = "column"  # the key, in a cluster: sums of columns of a tile of dS
     ROW = "row"  # the query: sums of rows of a tile of dS
     DIAGONAL = "diagonal"  # query minus key: sums of diagonals of a tile of dS
     PAIR = "pair"  # both, as [..., q, kv]: the tile of dS itself
@@ -56,7 +57,7 @@ class TensorGradient:
     """The gradient of one element that the score reads.
 
     The derivative of the logit is ``constant``, the same for all pairs of a head, times ``varying``. The indices of a
-    DIAGONAL, and its ``varying``, are functions of ``APART``.
+    DIAGONAL, and its ``varying``, are functions of ``APART``; in a cluster, the indices may be the same for all pairs.
     """
 
     load: Load
@@ -153,6 +154,16 @@ def _shifted(queries: int, at: int) -> Expr:
     return Op("add", (apart, mul(lengths, Const(queries, Type.INT))), Type.INT) if queries else apart
 
 
+def _subtracted_first(node: Expr) -> Expr:
+    """Write a difference of positions that are converted to floats, one by one, as a conversion of their difference."""
+    match node:
+        case Op("sub", (Op("to_float", (a,)), Op("to_float", (b,)) as converted)):
+            return replace(converted, args=(Op("sub", (a, b), Type.INT),))
+        case Op(args=args):
+            return replace(node, args=tuple(map(_subtracted_first, args)))
+    return node
+
+
 def _within(node: Expr) -> Expr:
     match node:
         case Op(args=args):
@@ -171,9 +182,27 @@ def stored(gradients: tuple[TensorGradient, ...], dtypes: dict[str, str], elemen
             yield each
 
 
-def gradients_of(variant: Variant, *, fast_math: bool) -> tuple[TensorGradient, ...]:
-    """The gradients of a variant's own tensors, each with the way in which it is added up."""
-    return tensor_gradients(variant, derivative(variant, fast_math=fast_math), fast_math=fast_math)
+def gradients_of(variant: Variant, *, fast_math: bool, tiles_only: bool = False) -> tuple[TensorGradient, ...]:
+    """The gradients of a variant's own tensors, each with the way in which it is added up; ``tiles_only``: from tiles
+    of dS where possible, as kernels need it whose consumers add up nothing."""
+    slope = derivative(variant, fast_math=fast_math)
+    gradients = tensor_gradients(variant, slope, fast_math=fast_math)
+    if not tiles_only or slope.varying is not None:
+        return gradients
+    return tuple(_from_tiles(variant, each) for each in gradients)
+
+
+def _from_tiles(variant: Variant, gradient: TensorGradient) -> TensorGradient:
+    """The same gradient, summed from tiles of dS if its derivative allows that."""
+    if gradient.of_product:
+        return gradient
+    if gradient.way is Way.KEY and not names(gradient.varying) & _ROWS:
+        return replace(gradient, way=Way.COLUMN)
+    if gradient.way is Way.HEAD and not is_large(variant, gradient.load):
+        varying = _along_diagonal(_subtracted_first(gradient.varying))
+        if not names(varying) & (_ROWS | _KEYS):
+            return replace(gradient, way=Way.DIAGONAL, varying=varying)
+    return gradient
 
 
 def stored_gradients(plan: Plan) -> tuple[TensorGradient, ...]:

@@ -14,6 +14,7 @@ from attngen.lang.simplify import mul
 from attngen.lang.statements import Code, Statement, joined, leaf, reads, written
 from attngen.plan.model import Plan
 from attngen.plan.own_gradients import APART, TensorGradient, Way, derivative, gradients_of, is_large, stored_gradients
+from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.symbols import extent_name, gradient_pointer, stored_name
 from attngen.plan.traits import varies_within_head
 from attngen.render.cuda_statements import int_constant, number_queries
@@ -95,6 +96,7 @@ class TileSum:
     gradient: str
     entry: GradientEntry
     varies: bool = False  # the factor differs from diagonal to diagonal
+    uniform: bool = False  # all diagonals have one entry
     stored: str = ""
     rows: str = ""  # of a bias: its extents
     columns: str = ""
@@ -103,11 +105,12 @@ class TileSum:
 @dataclass(frozen=True, slots=True)
 class TilesView:
     """The sums of the warp that reads dS, and the lines that name what they read of a step. ``multiplies``: it has the
-    registers to sum up a tile by matrix products."""
+    registers to sum up a tile by matrix products. ``reads``: names that the sums read."""
 
     sums: tuple[TileSum, ...]
     step_lines: tuple[str, ...]
     multiplies: bool
+    reads: frozenset[str]
 
 
 #: The first key of a row of a consumer's accumulators.
@@ -202,15 +205,14 @@ def tile_sums(plan: Plan) -> TilesView | None:
     if not mine:
         return None
     sums = tuple(_tile_sum(plan, each) for each in mine)
-    read = frozenset[str]().union(*(each.entry.reads for each in sums))
-    read |= {"seqlen_q", "seqlen_k"} if any(each.way != "diagonal" for each in sums) else set()
-    lines = [
-        f"const int {name} = step.{name};"
-        for name in _OF_STEP
-        if name in read and not (name == "seqlen_q" and not plan.varlen)
-    ]
+    read = frozenset[str]().union(*(each.entry.reads for each in sums)) | {"seqlen_q", "seqlen_k"}
+    if _in_cluster(plan):  # whose one tile of keys the kernel's variables describe
+        lines = ["const int first_key = own_start;", *(["const int h = step.h;"] if "h" in read else [])]
+    else:
+        of_step = (name for name in _OF_STEP if name in read and (plan.varlen or name != "seqlen_q"))
+        lines = ["const int first_key = step.kv_start;", *(f"const int {name} = step.{name};" for name in of_step)]
     adders = [role for role in plan.structure.warp_roles if role.name == "tensor_adder"]
-    return TilesView(sums, tuple(lines), multiplies=any(role.registers >= _OF_PRODUCTS for role in adders))
+    return TilesView(sums, tuple(lines), any(role.registers >= _OF_PRODUCTS for role in adders), read)
 
 
 def _tile_sum(plan: Plan, each: TensorGradient) -> TileSum:
@@ -224,7 +226,12 @@ def _tile_sum(plan: Plan, each: TensorGradient) -> TileSum:
         return TileSum("pair", name, gradient, entry, stored=flag, rows=rows, columns=columns)
     if each.way is Way.DIAGONAL:
         entry = _entry(plan, each, {APART.name: Binding(spelled(APART.name), _TILE)})
-        return TileSum("diagonal", name, gradient, entry, varies=APART.name in names(each.varying))
+        uniform = not any(APART.name in names(index) for index in each.indices)
+        return TileSum("diagonal", name, gradient, entry, varies=APART.name in names(each.varying), uniform=uniform)
+    if each.way is Way.COLUMN:
+        entry = _entry(plan, each, _bindings_of_keys())
+        keys = _number_keys("{first_key} + 2 * {own_lane} + {column}", entry.reads)
+        return TileSum("column", name, gradient, replace(entry, lines=(*keys, *entry.lines)))
     entry = _entry(plan, each, _bindings_of_pairs(plan))
     return TileSum("row", name, gradient, replace(entry, lines=(*number_queries(entry.reads), *entry.lines)))
 
@@ -277,7 +284,11 @@ def _tests(plan: Plan, node: Expr, index: Code, extent: Code, declared: int | st
 
 
 def _gradients(plan: Plan) -> tuple[TensorGradient, ...]:
-    return gradients_of(plan.variant, fast_math=plan.fast_math)
+    return gradients_of(plan.variant, fast_math=plan.fast_math, tiles_only=_in_cluster(plan))
+
+
+def _in_cluster(plan: Plan) -> bool:
+    return isinstance(plan.structure, HopperBackward) and plan.structure.cluster > 1
 
 
 # --- names of pairs -----------------------------------------------------------------------------------------

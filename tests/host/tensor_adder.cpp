@@ -21,7 +21,7 @@ struct DsStep {
 
 #include "given.inc"
 
-constexpr int kBlockN = 128;
+constexpr int kBlockN = 128, kDsKeys = kBlockN, kFirstDs = 1;
 constexpr uint32_t kDsBytes = kBlockM * kBlockN * 2;
 
 template <typename Value>

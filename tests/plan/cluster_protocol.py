@@ -1,10 +1,10 @@
 """A model of the barriers of the clustered CUDA backward, as ``backward_protocol`` has one of a single block.
 
-Roles follow ``_cluster_loader``, ``_cluster_values``, ``_cluster_keys``, ``_cluster_queries`` and ``_cluster_turns``,
-line by line, in two blocks that copy to each other's memory and arrive at each other's barriers. Bytes are counted as
-PTX says: those of a phase may land before its arrivals. A product reads its operands from when all warps of a warpgroup
-have issued it to when it is complete, and both times finds what it should. Who waits for a phase must find it or the
-next one: parity tells no more.
+Roles follow ``_loader``, ``_values``, ``_keys``, ``_queries`` and ``_turns`` of ``cluster``, and ``_tensor_adder`` of
+``backward``, line by line, in two blocks that copy to each other's memory and arrive at each other's barriers. Bytes
+are counted as PTX says: those of a phase may land before its arrivals. A product reads its operands from when all warps
+of a warpgroup have issued it to when it is complete, and both times finds what it should. Who waits for a phase must
+find it or the next one: parity tells no more.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Rules:
     wait_for_rows: bool = True  # a stage of Q is full when the numbers of its rows are there
     end_fills_a_stage: bool = True  # the end takes a stage of Q, and arrives for the numbers of rows, too
     end_waits_its_turn: bool = True  # the end is told where dS was, when that was taken
+    taken_by_reader: bool = True  # nor before the warp of tensor gradients has read dS
     dv_behind_dp: bool = True  # dV goes to the place of dO when nobody multiplies that any more
     sums_are_remembered: bool = True  # more of their places than steps by which a warpgroup may lag
     copies_land: bool = True  # what a block loads for itself is there before it leaves, though it has no step
@@ -59,6 +60,7 @@ class Case:
     stages: int
     overlap: str
     ordered: bool = False  # dQ is added up in a fixed order
+    reads_ds: bool = False  # a warp adds up tiles of dS
 
     @classmethod
     def random(cls, random: Random) -> Case:
@@ -71,6 +73,7 @@ class Case:
             stages=parts + random.randint(0, 2),
             overlap=random.choice(("roles", "dv")),
             ordered=random.random() < 0.5,
+            reads_ds=random.random() < 0.5,
         )
 
 
@@ -160,7 +163,7 @@ class Block:
     def __init__(self, s: Cluster, rank: int) -> None:
         case, rules = s.case, s.rules
         self.rank, self.at_work = rank, 0
-        pipes = declared.cluster(case.q_stages, case.stages, WARPS, ordered=True)
+        pipes = declared.cluster(case.q_stages, case.stages, WARPS, ordered=True, reads_ds=case.reads_ds)
 
         def arrivals(name: str, *, less: int = 0) -> int:
             return pipes.barrier(name).signal.arrivals - less
@@ -181,7 +184,8 @@ class Block:
         self.dout_full, self.dout_empty = of("dout_full"), of("dout_empty", less=to_one)
         self.p_full = of("p_full", less=0 if rules.all_probabilities else WARPS - 1)
         self.ds_full, self.other_ds_full = of("ds_full"), of("other_ds_full")
-        self.ds_empty = of("ds_empty", less=0 if rules.taken_by_both else BLOCKS - 1)
+        unread = case.reads_ds and not rules.taken_by_reader
+        self.ds_empty = of("ds_empty", less=unread + (0 if rules.taken_by_both else BLOCKS - 1))
         (self.turn,), (self.added,) = of("turn"), of("added", less=0 if rules.told_when_added else WARPS - 1)
         self.turns = 0  # that have come
         self.additions = [0] * WARPS
@@ -189,6 +193,7 @@ class Block:
         self.q, self.dout = pieces(case.q_stages, BLOCKS), pieces(case.stages, BLOCKS)  # each block loads a half
         self.steps, self.rows = pieces(case.q_stages, 1), pieces(case.q_stages, 1)
         self.sums = pieces(SUMS if rules.sums_are_remembered else 2, 1)
+        self.ds_steps = pieces(2, 1)
         self.ds, self.other_ds = pieces(2, WARPS), pieces(2, 1)  # a warp reads its own pairs of P, and writes dS there
 
     def check_alive(self, what: str) -> None:
@@ -205,11 +210,13 @@ class Cluster(Simulation):
         self.blocks = [Block(self, rank) for rank in range(BLOCKS)]
         groups = {"values": values, "keys": keys, "queries": queries}
         loaders = (load_q, load_dout, load_rows)
-        self.end = Named(BLOCKS * (len(loaders) + case.ordered + WARPS * len(groups)))
+        self.end = Named(BLOCKS * (len(loaders) + case.ordered + case.reads_ds + WARPS * len(groups)))
         for block in self.blocks:
             own = {f"loader of {role.__name__[5:]}": role(self, block) for role in loaders}
             if case.ordered:
                 own["turns"] = turns(self, block)
+            if case.reads_ds:
+                own["tensor adder"] = tensor_adder(self, block)
             for name, role in groups.items():
                 products = Products(self, f"products of {name} {block.rank}")
                 named = Named(WARPS)
@@ -426,6 +433,7 @@ def keys(s: Cluster, block: Block, w: int, products: Products, named: Named) -> 
         if s.rules.meet_before_ds:
             yield from named.sync()
         if leader:
+            block.ds_steps[buffer.stage][0] = own
             block.ds_full[buffer.stage].arrive()
             source = [(block.ds[buffer.stage], ("dS", own))]
             s.copy(other.other_ds[buffer.stage], 0, own, other.other_ds_full[buffer.stage], source)
@@ -439,6 +447,7 @@ def keys(s: Cluster, block: Block, w: int, products: Products, named: Named) -> 
     if s.rules.end_waits_its_turn:
         yield block.ds_empty[buffer.stage].done(buffer.phase - 1)
     if leader:
+        block.ds_steps[buffer.stage][0] = END
         block.ds_full[buffer.stage].arrive()
     yield from out(block.q[:1], w, named)
 
@@ -485,6 +494,22 @@ def turns(s: Cluster, block: Block) -> Role:
             yield block.added.done(step)
             if min(block.additions) <= step:
                 raise ProtocolError(f"told of step {step} before all was added")
+
+
+def tensor_adder(s: Cluster, block: Block) -> Role:
+    """``backward/_tensor_adder.cu.j2``, of a block."""
+    buffer = Place(2)
+    for step in [*range(s.case.steps), END]:
+        yield block.ds_full[buffer.stage].done(buffer.phase)
+        expect([(block.ds_steps[buffer.stage], step)])
+        if step == END:
+            break
+        for _ in range(s.random.choice((1, 1, 5, 50))):
+            expect([(block.ds_steps[buffer.stage], step), (block.ds[buffer.stage], ("dS", step))])
+            yield lambda: True
+        if s.rules.taken_by_reader:
+            block.ds_empty[buffer.stage].arrive()
+        buffer.advance()
 
 
 def out(region: list[list[object]], w: int, named: Named) -> Role:

@@ -152,7 +152,7 @@ def own(score: str, *, grad: bool = False, dropout: bool = False) -> dict[str, o
         ({"backward": "{dkdv: {tile: {m: 32}}}"}, "32 is not allowed; allowed: 128"),
         ({"backward": "{dkdv: {tile: {n: 64}}}"}, "64 is not allowed; allowed: 128"),
         ({"backward": "{dkdv: {stages: 8}}", "head_dim": 128}, "exceeds 232448 B"),
-        (own("s + t[h]", grad=True) | {"head_dim": 256}, "own tensors (grad: true) beyond head dim 128"),
+        (own("s * t[h]", grad=True) | {"head_dim": 256}, "own tensors (grad: true) beyond head dim 128"),
         (own("s * p[kv] + t[h] * p[kv]", grad=True) | {"head_dim": 256}, "own tensors"),
         (own("s * t[h]", dropout=True), "have no dropout"),
         (own("s * t[h] + p[kv]") | {"head_dim": 208}, "beyond 192 leave no registers"),
@@ -180,6 +180,7 @@ def test_fields_that_only_triton_has_decide_for_a_backward(fields: dict[str, obj
         own("s * t[h] + p[kv]") | {"head_dim": 192},
         own("s + t[h]", dropout=True) | {"deterministic": "true"},
         own("s + t[h]", grad=True) | {"head_dim": 128},
+        own("s + t[h]", grad=True) | {"head_dim": 256},
     ],
 )
 def test_backwards_that_cuda_can_do_are_in_cuda(fields: dict[str, object]) -> None:

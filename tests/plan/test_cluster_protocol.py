@@ -14,12 +14,13 @@ from tests.plan.simulation import ProtocolError
 RUNS = 200
 
 
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(("ordered", "reads_ds"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("overlap", ["roles", "dv"])
-def test_the_rules_of_the_templates_hold(overlap: str, ordered: bool) -> None:
+def test_the_rules_of_the_templates_hold(overlap: str, ordered: bool, reads_ds: bool) -> None:
     random = Random(0)
     for _ in range(RUNS):
-        Cluster(replace(Case.random(random), overlap=overlap, ordered=ordered), Rules(), random).run()
+        case = replace(Case.random(random), overlap=overlap, ordered=ordered, reads_ds=reads_ds)
+        Cluster(case, Rules(), random).run()
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ def test_the_rules_of_the_templates_hold(overlap: str, ordered: bool) -> None:
         ("wait_for_rows", "read"),
         ("end_fills_a_stage", "deadlock"),
         ("end_waits_its_turn", "phase|read"),
+        ("taken_by_reader", "read|phase"),
         ("dv_behind_dp", "read"),
         ("sums_are_remembered", "read"),
         ("copies_land", "has left"),
@@ -48,7 +50,7 @@ def test_the_rules_of_the_templates_hold(overlap: str, ordered: bool) -> None:
 )
 def test_a_rule_that_is_broken_is_found(rule: str, becomes: str) -> None:
     """The model fails when any one of its rules is broken."""
-    random = Random(1)
+    random = Random(2)
     with pytest.raises(ProtocolError, match=becomes):
         for _ in range(RUNS):
             Cluster(Case.random(random), Rules(**{rule: False}), random).run()

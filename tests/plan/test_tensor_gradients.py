@@ -107,10 +107,36 @@ def value_of(node: Expr, values: dict[str, int]) -> int:
     return int(FOLD[node.op](*(value_of(argument, values) for argument in node.args)))
 
 
-def test_wide_heads_are_left_to_triton() -> None:
-    kernel = backward("s + gate[h]", head_dim=192)
-    assert kernel.backend == "triton"
-    assert "own tensors (grad: true) beyond head dim 128" in kernel.backend_reason
+@pytest.mark.parametrize(
+    ("score", "way"),
+    [
+        ("s + gate[h]", Way.DIAGONAL),
+        ("s + gate[h] * (kv - q_pos)", Way.DIAGONAL),
+        ("s - gate[h] * abs(q_pos - kv)", Way.DIAGONAL),
+        ("s + keys[b, kv] * gate[h]", None),
+        ("s + packed[kv_global]", Way.COLUMN),
+        ("s + rows[h, q]", Way.ROW),
+        ("s + table[h, min(abs(q - kv), 256)]", Way.DIAGONAL),
+        ("s + bias[h, q, kv]", Way.PAIR),
+        ("s * sigmoid(gate[h])", None),
+        ("s + gate[h] * kv", None),
+        ("s + table[h, clamp(q + kv, 0, 256)]", None),
+        ("tanh(s + rows[h, q])", None),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_wide_heads_have_what_tiles_of_ds_give(score: str, way: Way | None, head_dim: int) -> None:
+    kernel = backward(score, head_dim=head_dim)
+    if way is None:
+        assert kernel.backend == "triton"
+        assert "own tensors (grad: true) beyond head dim 128" in kernel.backend_reason
+        return
+    assert kernel.backend == "cuda"
+    assert {each.way for each in gradients_of(kernel.variant, fast_math=True, tiles_only=True)} == {way}
+    assert kernel.structure.registers_of("tensor_adder") >= 32
+    text = render(kernel).text
+    assert "tensor_sum_0" not in text
+    assert "const DsRing ds_ring(buffer, phase, here);" in text
 
 
 @pytest.mark.parametrize(("head_dim", "overlap"), [(64, "pingpong"), (96, "pingpong"), (128, "dk")])

@@ -10,7 +10,8 @@ from attngen.plan.schedules.structures import HopperBackward
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = (
-    "k", "v", "other_k", "q", "dout", "ds", "other_ds", "lse", "delta", "step", "barriers", "sum_tile", "index",
+    "k", "v", "other_k", "q", "dout", "ds", "other_ds", "lse", "delta", "step", "ds_step", "barriers", "sum_tile",
+    "index",
 )  # fmt: skip
 
 
@@ -60,8 +61,14 @@ def cluster_pipes(
         "ds", 2, "the warpgroup of keys", "the warpgroups of queries, of both blocks",
         guards="dS of a step, until both blocks have multiplied dQ: this one from here, the other from its copy",
         full=Signal(1, "the warpgroup of keys", "dS of a step is written, or there is no more"),
-        empty=Signal(blocks, "the warpgroup of queries of each block", "P of another step may come"),
-        stored=(("ds", tile_m * keys * operands.ds.bytes),),
+        empty=Signal(
+            blocks + roles.reads_ds,
+            "the warpgroup of queries of each block" + (", the warp of tensor gradients" if roles.reads_ds else ""),
+            "P of another step may come",
+        ),
+        stored=(
+            ("ds", tile_m * keys * operands.ds.bytes), *([("ds_step", STEP_BYTES)] if roles.reads_ds else []),
+        ),
         alternates=True,
     )  # fmt: skip
     other_ds = Ring(
@@ -100,10 +107,13 @@ def cluster_pipes_of(plan: Plan) -> Pipes:
     )  # fmt: skip
 
 
-def cluster_roles(producer: int, consumer: int, queries: int, *, ordered: bool) -> tuple[Role, ...]:
+def cluster_roles(
+    producer: int, consumer: int, queries: int, *, ordered: bool, reads_ds: bool = False
+) -> tuple[Role, ...]:
     """Roles of the warps of a block, with the registers of their threads: a warpgroup for each of values, keys and
-    queries, then the loaders."""
-    first, loaders = 3 * WARPGROUP, ("query_loader", "dout_loader", "row_loader", *(["turns"] if ordered else []))
+    queries, then the loaders. The last warp keeps the order of dQ or ``reads_ds``, for gradients of tensors."""
+    last = ["turns"] if ordered else ["tensor_adder"] if reads_ds else []
+    first, loaders = 3 * WARPGROUP, ("query_loader", "dout_loader", "row_loader", *last)
     return (
         Role("values", 0, WARPGROUP, consumer),
         Role("keys", WARPGROUP, WARPGROUP, consumer),

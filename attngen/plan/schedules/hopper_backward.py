@@ -12,6 +12,7 @@ from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES, DType, dtype
 from attngen.errors import PlanError
 from attngen.lang.biases import biases, rooms
+from attngen.lang.printing import canonical
 from attngen.plan.allowances import ALL_OF_DQ, left_to_others
 from attngen.plan.choices import check_head_dims, iteration_of, refuse
 from attngen.plan.draft import drafted
@@ -285,7 +286,8 @@ def _tile(spec: KernelSpec, relief: Relief, brought: Brought, iteration: str, qk
     choice = next(row for row in _TABLE if row.family == row_family and max(qk, v) <= row.head_dim)
     stages = (spec.backward or Backward()).dkdv.stages or _parts_of_dout(spec, v) + 1
     varlen = spec.layout == "varlen"  # its loader and its consumers hold more values
-    reads_ds = not all(each.in_registers for each in gradients_of(spec.variant, fast_math=spec.fast_math))
+    gradients = gradients_of(spec.variant, fast_math=spec.fast_math, tiles_only=wide)
+    reads_ds = not all(each.in_registers for each in gradients)
     # consumers need 240 registers
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     narrow = max(qk, v) <= NARROW and (brought.bias_bytes > 0 or reads_ds or not crowded)
@@ -400,7 +402,7 @@ def _clustered(draft: HopperBackward, qk: int, v: int, element: DType, *, divide
     return replace(
         draft,
         cluster=_CLUSTER,
-        warp_roles=cluster_roles(*registers, ordered=draft.ordered),
+        warp_roles=cluster_roles(*registers, ordered=draft.ordered, reads_ds=draft.reads_ds),
         box_bytes=widest_box(part * element.bytes),  # of which V has a whole number in any case
         dq_columns=columns,
         dq_part=part,
@@ -446,8 +448,11 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
 
 def _why_no_tensor_gradients(spec: KernelSpec) -> str | None:
     """Say why a backward does not compute the gradients of a variant's tensors, or None if it does."""
-    if is_wide(spec):
-        return f"beyond head dim {BLOCK_HEAD_DIM}"
+    gradients = gradients_of(spec.variant, fast_math=spec.fast_math, tiles_only=True) if is_wide(spec) else ()
+    if left := next((each for each in gradients if each.in_registers), None):
+        return (
+            f"beyond head dim {BLOCK_HEAD_DIM} that need more than tiles of dS, as that of {canonical(left.load)} does"
+        )
     if spec.deterministic:
         return "in a fixed order (deterministic: true)"
     return None

@@ -130,6 +130,8 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     if code.distance_values:
         steps |= {"kv_first", "seqlen_k"}
     spans = reads([*span.lines, *span.values.values(), *listed])
+    tensor_tiles = tile_sums(dqkv)
+    of_tiles = tensor_tiles.reads if tensor_tiles and roles.cluster > 1 else frozenset[str]()
     box = roles.box_bytes // plan.operands.shared("q", "k", "v", "dout").bytes
     end_qk, end_v = (-(-each // box) * box for each in (plan.head_dim_qk, plan.head_dim_v))
     out = plan.operands.shared("out", "dout")
@@ -172,7 +174,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         uses_h="h" in steps,
         uses_q_first="q_first" in steps,
         positions=positions_name(plan),
-        uses_packed=not (steps | spans).isdisjoint(("q_begin", "k_begin")),
+        uses_packed=not (steps | spans | of_tiles).isdisjoint(("q_begin", "k_begin")),
         block_lines=code.block,
         partial=code.partial,
         full=code.full,
@@ -181,7 +183,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         weighted=code.weighted,
         kept=code.kept,
         tensor_sums=register_sums(dqkv),
-        tensor_tiles=tile_sums(dqkv),
+        tensor_tiles=tensor_tiles,
         query_values=code.query_values,
         distance_values=code.distance_values,
         biases=biases_of(plan),

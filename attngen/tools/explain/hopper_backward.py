@@ -29,6 +29,7 @@ _OVERLAPS = {
 _WAYS = {
     Way.HEAD: "in a register of each consumer thread, added once for each head of a tile of keys",
     Way.KEY: "in registers of consumers, added once for each head of a tile of keys",
+    Way.COLUMN: "columns of tiles of dS, summed by a warp of the producer",
     Way.ROW: "rows of tiles of dS, summed by a warp of the producer",
     Way.DIAGONAL: "diagonals of tiles of dS, summed by a warp of the producer",
     Way.PAIR: "tiles of dS, stored or added by a warp of the producer",
@@ -85,7 +86,8 @@ class BlockExplanation(ScheduleExplanation):
         if roles.query_chunk:
             most = f"chunks of at most {roles.query_chunk} query tiles together"
             yield f"heads of a group go through {most}, the last ones first"
-        for each in gradients_of(self.plan.variant, fast_math=self.plan.fast_math):
+        clustered = roles.cluster > 1
+        for each in gradients_of(self.plan.variant, fast_math=self.plan.fast_math, tiles_only=clustered):
             yield f"gradient of {canonical(each.load)}: {_WAYS[each.way]}"
         if roles.cuts:
             which = "first" if roles.cuts_first else "last"
@@ -117,6 +119,7 @@ class ClusterExplanation(BlockExplanation):
         roles = self.roles
         yield f"a cluster of {roles.cluster} blocks of {roles.keys} keys, in each of which 1 warpgroup"
         order = "; a warp of it keeps the order of dQ's sums" if roles.ordered else ""
+        order = "; a warp of it adds up gradients of tensors" if roles.reads_ds else order
         yield f"loads: {self.registers('query_loader')}; a half of Q and dO for both blocks{order}"
         yield f"multiplies S and keeps dV: {self.registers('values')}"
         yield f"multiplies dP and keeps dK: {self.registers('keys')}"

@@ -1,7 +1,7 @@
 // Gradients of tensors that a score reads: sums over a tile of dS in shared memory, and additions to global memory.
 //
-// The tile has rows of queries, in boxes of 64 keys side by side, swizzled over the 128 bytes of a row: chunk c of 8
-// keys of row q lies at place c ^ q % 8.
+// The tile has kRows rows of queries, in one box of 64 keys or two side by side (kKeys), swizzled over the 128 bytes of a
+// row: chunk c of 8 keys of row q lies at place c ^ q % 8.
 #pragma once
 
 #include "types.cuh"
@@ -32,12 +32,12 @@ __device__ __forceinline__ uint4 load_eight(uint32_t from) {
   return eight;
 }
 
-// The sum of a row of a tile of kRows queries and 128 keys.
-template <typename Element, int kRows>
+// The sum of a row.
+template <typename Element, int kRows, int kKeys>
 __device__ __forceinline__ float sum_of_row(uint32_t tile, int row) {
   float2 sum = {};
 #pragma unroll 2
-  for (int chunk = 0; chunk < 16; ++chunk) {
+  for (int chunk = 0; chunk < kKeys / 8; ++chunk) {
     const uint4 eight = load_eight(tile + chunk / 8 * (128 * kRows) + 128 * row + 16 * (chunk % 8 ^ row % 8));
     const float2 a = unpack<Element>(eight.x), b = unpack<Element>(eight.y), c = unpack<Element>(eight.z), d = unpack<Element>(eight.w);
     sum.x += (a.x + b.x) + (c.x + d.x);
@@ -47,9 +47,9 @@ __device__ __forceinline__ float sum_of_row(uint32_t tile, int row) {
 }
 
 // The sum of all of it, in all lanes: of 512 bytes after the other, in whatever order, while the next ones are on their way.
-template <typename Element, int kRows>
+template <typename Element, int kRows, int kKeys>
 __device__ __forceinline__ float sum_of_tile(uint32_t tile, int lane) {
-  constexpr int kLoads = kRows / 2;
+  constexpr int kLoads = kRows * kKeys / 256;
   tile += 16 * lane;
   float2 sum = {};
   const auto add = [&](const uint4& eight) {
@@ -87,11 +87,11 @@ DEFINE_ADD_COLUMNS(bf16, "bf16", 0x3f803f80u)
 DEFINE_ADD_COLUMNS(fp16, "f16", 0x3c003c00u)
 
 // The same sum by matrix products, for which a warp needs more than 24 registers.
-template <typename Element, int kRows>
+template <typename Element, int kRows, int kKeys>
 __device__ __forceinline__ float multiplied_sum_of_tile(uint32_t tile, int lane) {
   float sums[2][4] = {};
 #pragma unroll 4
-  for (int i = 0; i < kRows / 2; ++i) {  // 512 bytes, in whatever order
+  for (int i = 0; i < kRows * kKeys / 256; ++i) {  // 512 bytes, in whatever order
     const uint4 eight = load_eight(tile + 512 * i + 16 * lane);
     add_columns<Element>(sums[0], eight.x, eight.y);
     add_columns<Element>(sums[1], eight.z, eight.w);
@@ -108,15 +108,28 @@ __device__ __forceinline__ float2 load_pair(uint32_t from) {
   return unpack<Element>(both);
 }
 
-// Calls `add(row - key, sum)` for the sum of each diagonal of a tile of kRows queries and 128 keys; those of odd numbers
-// come in two parts. A lane goes along an even diagonal from row to row, and where it leaves the tile goes on with the
-// one that is 128 higher. In 8 rows it passes two chunks of keys.
-template <typename Element, int kRows, typename Add>
+// The sums of the keys 2 * lane and 2 * lane + 1 over all queries, of a tile of one box.
+template <typename Element, int kRows>
+__device__ __forceinline__ float2 sums_of_columns(uint32_t tile, int lane) {
+  const uint32_t from = tile + 4 * (lane % 4), chunk = lane / 4;
+  float2 sums = {};
+#pragma unroll 8
+  for (uint32_t row = 0; row < kRows; ++row) {
+    const float2 both = load_pair<Element>(from + 128 * row + 16 * (chunk ^ row % 8));
+    sums.x += both.x, sums.y += both.y;
+  }
+  return sums;
+}
+
+// Calls `add(row - key, sum)` for the sum of each diagonal; those of odd numbers come in two parts. A lane goes along an
+// even diagonal from row to row, and where it leaves the tile goes on with the one that is kKeys higher. In 8 rows it
+// passes two chunks of keys.
+template <typename Element, int kRows, int kKeys, typename Add>
 __device__ __forceinline__ void add_diagonals(uint32_t tile, int lane, const Add& add) {
-  const auto chunk_at = [&](uint32_t chunk) { return tile + chunk % 16 / 8 * (128 * kRows) + 16 * (chunk % 8); };
+  const auto chunk_at = [&](uint32_t chunk) { return tile + chunk % (kKeys / 8) / 8 * (128 * kRows) + 16 * (chunk % 8); };
 #pragma unroll 1
-  for (uint32_t half = 0; half < 128; half += 64) {
-    const uint32_t diagonal = half + 2 * lane, first = 128 - diagonal;  // the key in row 0
+  for (uint32_t half = 0; half < kKeys; half += 64) {
+    const uint32_t diagonal = half + 2 * lane, first = kKeys - diagonal;  // the key in row 0
     float before[3] = {}, after[3] = {};  // of the lower and of the higher one: of the odd one below, itself, the odd one above
     uint32_t chunk = first / 8, next = chunk_at(chunk);
 #pragma unroll 1
@@ -138,7 +151,7 @@ __device__ __forceinline__ void add_diagonals(uint32_t tile, int lane, const Add
     }
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-      add(static_cast<int>(diagonal) - 128 + i - 1, before[i]);
+      add(static_cast<int>(diagonal) - kKeys + i - 1, before[i]);
       add(static_cast<int>(diagonal) + i - 1, after[i]);
     }
   }
@@ -190,28 +203,30 @@ __device__ __forceinline__ void add_eight(float* to, const uint4& eight, float f
   }
 }
 
-// A whole tile: 16 lanes have a row of 128 keys each.
-template <typename Element, int kRows>
+// A whole tile: so many lanes have the keys of a row, 8 each.
+template <typename Element, int kRows, int kKeys>
 __device__ __forceinline__ void store_tile(Element* to, long long stride, uint32_t tile, int lane) {
-  const uint32_t from = tile + lane % 16 / 8 * (128 * kRows) + lane / 16 * 128, chunk = lane % 8 ^ lane / 16;
-  to += lane / 16 * stride + 8 * (lane % 16);
+  constexpr int kLanes = kKeys / 8, kStep = 32 / kLanes;
+  const uint32_t from = tile + lane % kLanes / 8 * (128 * kRows) + lane / kLanes * 128, chunk = lane % 8 ^ lane / kLanes;
+  to += lane / kLanes * stride + 8 * (lane % kLanes);
 #pragma unroll 4
-  for (int row = 0; row < kRows; row += 2) {
+  for (int row = 0; row < kRows; row += kStep) {
     *reinterpret_cast<uint4*>(to) = load_eight(from + 128 * row + 16 * (chunk ^ row % 8));
-    to += 2 * stride;
+    to += kStep * stride;
   }
 }
 
-template <typename Element, int kRows>
+template <typename Element, int kRows, int kKeys>
 __device__ __forceinline__ void add_tile(float* to, long long stride, uint32_t tile, float factor, int lane) {
-  const uint32_t from = tile + lane % 16 / 8 * (128 * kRows) + lane / 16 * 128, chunk = lane % 8 ^ lane / 16;
-  to += lane / 16 * stride + 8 * (lane % 16);
+  constexpr int kLanes = kKeys / 8, kStep = 32 / kLanes;
+  const uint32_t from = tile + lane % kLanes / 8 * (128 * kRows) + lane / kLanes * 128, chunk = lane % 8 ^ lane / kLanes;
+  to += lane / kLanes * stride + 8 * (lane % kLanes);
 #pragma unroll 1
-  for (int row = 0; row < kRows; row += 2) {
+  for (int row = 0; row < kRows; row += kStep) {
     const uint4 eight = load_eight(from + 128 * row + 16 * (chunk ^ row % 8));
     const float2 a = unpack<Element>(eight.x), b = unpack<Element>(eight.y), c = unpack<Element>(eight.z), d = unpack<Element>(eight.w);
     add_floats(to, make_float4(factor * a.x, factor * a.y, factor * b.x, factor * b.y));
     add_floats(to + 4, make_float4(factor * c.x, factor * c.y, factor * d.x, factor * d.y));
-    to += 2 * stride;
+    to += kStep * stride;
   }
 }
