@@ -101,11 +101,12 @@ def _words(plan: Plan, size: int) -> int:
     return 4 if size == 2 or (size == 1 and plan.direction == "forward") else 8
 
 
-def bias_bindings(plan: Plan, element: str) -> dict[str, Binding]:
-    """The bindings of the symbols of biases; ``element`` is the pattern of an element's number in the row of a lane."""
+def bias_bindings(plan: Plan, element: str, function: str = "element_of") -> dict[str, Binding]:
+    """The bindings of the symbols of biases; ``element`` is the pattern of an element's number in the row of a lane.
+    ``function`` gives its value (``element_of``), or a word whose lowest bits it is (``bits_of``)."""
     return {
         each.symbol.name: Binding(
-            f"element_of<{each.element}>({{{each.pairs}}}, {element}, {{row}})", frozenset({"q", "kv"})
+            f"{function}<{each.element}>({{{each.pairs}}}, {element}, {{row}})", frozenset({"q", "kv"})
         )
         for each in biases_of(plan)
     }
@@ -173,8 +174,9 @@ def with_lookups(plan: Plan, values: Sequence[Expr]) -> tuple[list[Expr], tuple[
 
 def lookup_bindings(plan: Plan, asked: Iterable[Lookup], element: str) -> dict[str, Binding]:
     """The bindings of the symbols of lookups; ``element`` as in ``bias_bindings``."""
-    bound, bindings = bias_bindings(plan, element), {}
+    values, bits, bindings = bias_bindings(plan, element), bias_bindings(plan, element, "bits_of"), {}
     for each in asked:
+        bound = bits if each.sure and not each.more else values
         index = bound[each.index.name].pattern
         index = f"from_end({index}, {each.more})" if each.more else index
         ask = "entry_of_lane" if each.sure else "entry_of_any"

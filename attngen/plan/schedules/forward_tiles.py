@@ -11,7 +11,7 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
-from attngen.lang.biases import biases, element_bytes, reads_integers, rooms, without_biases
+from attngen.lang.biases import biases, element_bytes, lookups, reads_integers, rooms, without_biases
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.runs import TILE, positions
 from attngen.lang.simplify import TRUE
@@ -186,6 +186,8 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
         families = _families(replace(spec, variant=per_pair), iteration)
         if tiled and "window" not in families and not ("gather" in families and reads_integers(spec.variant, tiled)):
             families |= {"biased" if tiled > 1 else "narrow_bias"}
+            if tiled == 1 and iteration == "tile_map" and lookups(spec.variant, tiled):
+                families |= {"held_table"}
         rows = [row for row in form.table if row.family in families and max(qk, v) <= row.head_dim]
         choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
         if iteration == "ranges" and not form.transposes and first_see_many_more(spec):

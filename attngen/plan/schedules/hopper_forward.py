@@ -44,9 +44,10 @@ _ONE_HEAD_COLUMNS = 192
 #: "plain" ones are light, too, and have no such end, and with a "narrow_v" there is room for more keys; for a "biased"
 #: score the tiles of biases come with those of K, and take room beside them, a "narrow_bias" of one byte little; a
 #: "mapped" mask comes as a tile map, whose blocks (documents, images) seldom begin at a multiple of 96 or 192, and the
-#: score does not gather.
+#: score does not gather; beside a map, a "held_table" is read by shuffles, for which two warps a scheduler are too few.
 #: Measured on an H200 or an H100 where docs/performance.md says so; the rest follows from budgets.
 TABLE = (
+    Choice("held_table", 64, 3, 128, "pingpong"),
     Choice("narrow_bias", 128, 2, 128, "pingpong"),
     Choice("biased", 64, 2, 128, "pingpong"),
     Choice("biased", 128, 2, 96, "pingpong"),

@@ -34,22 +34,27 @@ __device__ __forceinline__ int value_of(uint32_t word, const Integer*) {
 }
 
 // Element `i` of the lane's row `row` (0 or 1), from what `read` of a tile returned. With four words, a word holds two
-// neighbouring elements, and i % 2 is one of pair i / 2 % 2; with eight words, each holds one element.
+// neighbouring elements, and i % 2 is one of pair i / 2 % 2; with eight words, each holds one element. `bits_of` returns a
+// word whose lowest bits are the element, whatever the others are.
 template <typename Element>
-__device__ __forceinline__ auto element_of(const uint32_t (&pairs)[4], int i, int row) {
+__device__ __forceinline__ uint32_t bits_of(const uint32_t (&pairs)[4], int i, int row) {
   const uint32_t both = pairs[i / 2 % 2 * 2 + row];
-  return value_of(i % 2 == 0 ? both : both >> 8 * sizeof(Element), static_cast<const Element*>(nullptr));
+  return i % 2 == 0 ? both : both >> 8 * sizeof(Element);
 }
 template <typename Element>
-__device__ __forceinline__ auto element_of(const uint32_t (&elements)[8], int i, int row) {
-  return value_of(elements[2 * (i / 2 % 2 * 2 + row) + i % 2], static_cast<const Element*>(nullptr));
+__device__ __forceinline__ uint32_t bits_of(const uint32_t (&elements)[8], int i, int row) {
+  return elements[2 * (i / 2 % 2 * 2 + row) + i % 2];
+}
+template <typename Element, int kWords>
+__device__ __forceinline__ auto element_of(const uint32_t (&words)[kWords], int i, int row) {
+  return value_of(bits_of<Element>(words, i, row), static_cast<const Element*>(nullptr));
 }
 
 // An index of a table with so many entries; a negative one counts from the end.
 __device__ __forceinline__ int from_end(int index, int entries) { return index < 0 ? index + entries : index; }
 
-// Entry number `lane` of a table of which each lane of the warp holds one entry. `entry_of_any` takes any number, and returns
-// 0 for one that no lane holds.
+// Entry number `lane` of a table of which each lane of the warp holds one entry: shuffles read the five lowest bits of a lane.
+// `entry_of_any` takes any number, and returns 0 for one that no lane holds.
 __device__ __forceinline__ float entry_of_lane(float held, int lane) { return __shfl_sync(~0u, held, lane); }
 __device__ __forceinline__ float entry_of_any(float held, int lane) {
   const float entry = __shfl_sync(~0u, held, lane);
