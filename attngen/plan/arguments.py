@@ -92,6 +92,12 @@ def row_pointer(of: str) -> Argument:
     return Argument(f"{of}_ptr", "pointer", "*fp32", of=of, divisibility=4)
 
 
+def partial_pointers() -> Iterator[Argument]:
+    """Yield the addresses of partial results, and of the counters by which the last block to finish is known."""
+    yield Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16)
+    yield Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4)
+
+
 def descales(plan: Plan) -> Iterator[Argument]:
     """Yield the addresses of the scales of quantized operands, and their strides; nothing for operands without scales.
     There is one for each batch entry and KV head, for each block of tokens of each head, or for each KV head of a

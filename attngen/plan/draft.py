@@ -83,8 +83,9 @@ def axes_of(planned: Plan, owner: str) -> TileMapAxes:
 
 
 def forward_launches(
-    planned: Plan, forward: tuple[Argument, ...], classify: Callable[[], tuple[Argument, ...]], **decided: Any
-) -> Plan:
+    planned: Plan, forward: tuple[Argument, ...], classify: Callable[[], tuple[Argument, ...]], *,
+    workspaces: tuple[Workspace, ...] = (), **decided: Any,
+) -> Plan:  # fmt: skip
     """Return the plan of a forward of one launch, after the one that computes its tile map if it reads one.
 
     ``forward`` and ``classify`` are the arguments of both; ``decided`` says the rest of the first.
@@ -95,9 +96,9 @@ def forward_launches(
         planned.num_warps, planned.iteration, forward, tile_map=axes, max_registers=planned.max_registers, **decided,
     )  # fmt: skip
     if axes is None:
-        return planned.with_launches(own)
+        return planned.with_launches(own, workspaces=workspaces)
     classifier = Launch(
         "classify", naming.classifier_name(planned.name), "query_words", planned.tile_m, planned.tile_n, 1,
         CLASSIFIER_WARPS if planned.backend == "cuda" else 4, "tile_map", classify(), tile_map=axes,
     )  # fmt: skip
-    return planned.with_launches(classifier, own)
+    return planned.with_launches(classifier, own, workspaces=workspaces)

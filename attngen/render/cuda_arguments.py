@@ -16,7 +16,7 @@ _TYPES = {
 
 
 #: What a forward writes.
-_OF_FORWARD = frozenset({"out", "lse", "tile_counter"})
+_OF_FORWARD = frozenset({"out", "lse", "tile_counter", "partials", "split_counters"})
 
 
 def argument_lines(

@@ -1,4 +1,5 @@
-"""Backwards in CUDA whose last or first tiles of keys are cut: right for any cut, and the same bits on every run."""
+"""Backward kernels whose last or first tiles of keys are cut, and forward ones whose first tiles of queries are: right
+for any cut, and the same bits on every run."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from attngen.tools.verify.gpu import try_pinned
 from attngen.tools.verify.gradient_contract import expected_gradients
 from attngen.tools.verify.inputs import Element, make_inputs
 from attngen.tools.verify.poison import poisoned_gradients
-from tests.gpu.family import bits
+from tests.gpu.family import Run, bits
+from tests.gpu.family import kernels as forward_kernels
 from tests.gpu.gradient_runs import gradient_run
 from tests.gpu.test_backward import ALL, attention, kernels
 
@@ -37,6 +39,9 @@ CUT = [
     )
 ]  # fmt: skip
 
+#: The same of forward passes.
+QUERIES = ["first_queries-bf16-d64-dense-wgmma", "first_queries-bf16-d128-dense-wgmma"]
+
 
 def tiles_of(launch: Any, call: Call) -> int:
     return -(-call.seqlen_k // launch.tile_n) * call.batch * call.kv_heads
@@ -48,6 +53,11 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     parts: int = request.param
 
     def any_cut(launch: Any, call: Call, section: int, capacity: Any) -> Cut:
+        if not launch.by_keys:
+            rows = -(-call.seqlen_q // launch.tile_m)
+            return Cut(
+                call.batch * call.heads * random.Random(f"{rows} {parts}").choice([1, -(-rows // 2), rows]), parts
+            )
         tiles = tiles_of(launch, call)
         if launch.cuts_first:
             units = call.batch * call.kv_heads
@@ -83,6 +93,23 @@ def test_dk_and_dv_have_the_same_bits_on_every_run(name: str, cut: int) -> None:
         dq, *others = launch()
         close((dq,), first[:1])
         assert all(torch.equal(bits(one), bits(other)) for one, other in zip(first[1:], others, strict=True))
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_parts_of_query_tiles_keep_the_contract(name: str, cut: int) -> None:
+    kernel = forward_kernels()[name]
+    assert kernel.main.cuts
+
+    attempt = try_pinned(kernel, torch.device("cuda"), 71_000 + cut, small=False)
+    assert attempt.problems == ()
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_outputs_of_parts_have_the_same_bits_on_every_run(name: str, cut: int) -> None:
+    run = Run.of(name, Case("cut", (1500,) * 3, (1500,) * 3, heads=4, kv_heads=2), seed=cut, radius=100, first=150)
+    first = [bits(one) for one in run.results()]
+    for _ in range(20):
+        assert all(torch.equal(bits(one), other) for one, other in zip(run.results(), first, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from attngen.plan import plan
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.checked import Packing
 from attngen.runtime.arguments.shapes import bind
-from attngen.runtime.geometry.cuts import MOST_PARTS, NONE, Cut, best_cut, best_first_cut, long_rows_cut
+from attngen.runtime.geometry.cuts import MOST_PARTS, NONE, Cut, best_cut, best_first_cut, best_query_cut, long_rows_cut
 from attngen.runtime.geometry.sizes import Geometry, geometries, workspace_sizes
 from attngen.runtime.geometry.splits import Capacity
 from attngen.runtime.kernels.module import Kernel
@@ -187,6 +187,42 @@ def test_first_tiles_that_all_queries_see_are_cut() -> None:
     assert best_first_cut((12,) * 640, 1, 8, 8, BLOCKS) == NONE
     assert best_first_cut((128, 12), 1, 4, 2, 1) == NONE
     assert best_first_cut((), 1, 4, 2, BLOCKS) == best_first_cut((5,), 1, 0, 1, BLOCKS) == NONE
+
+
+def test_first_query_tiles_that_see_all_keys_are_cut() -> None:
+    """One tile of 64 steps and 63 of 6 for each of 8 heads: a whole tile of 64 would end last."""
+    cut = best_query_cut((64, *[6] * 63), 8, 8, BLOCKS, 2.64)
+    assert cut.tiles >= 8
+    assert cut.parts >= 2
+    assert best_query_cut((6,) * 640, 8, 8, BLOCKS, 2.64) == NONE
+    assert best_query_cut((), 8, 8, BLOCKS, 2.64) == NONE
+
+
+def forward(mask: str, more: str = "", entry: str = "") -> Kernel:
+    text = (
+        f"schema: 1\npackage: mine\narch: [sm90a]\nvariants:\n  own: {{mask: '{mask}'{more}}}\nkernels:\n"
+        f"  - {{variant: own, head_dim: 128, backend: cuda{entry}}}\n"
+    )
+    (spec,) = expand(load_spec_text(text))
+    return kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
+
+
+def test_masks_decide_which_query_tiles_are_cut() -> None:
+    first = "abs(q - kv) <= 256 or kv < 128 or q < 128"
+    assert not forward("q_pos >= kv").main.cuts
+    assert not forward("q_pos >= kv and (q_pos - kv < 256 or kv < 4)").main.cuts
+    assert not forward(first, ", sink: 'own[h]', tensors: {own: {dtype: float32, shape: [h]}}").main.cuts
+    assert not forward(first, entry=", layout: varlen").main.cuts
+    own = forward(first)
+    assert own.main.cuts
+    sizes = geometry(own, 1, 8192, 8, 8)
+    assert sizes.sizes["cut_rows"] >= 1
+    assert sizes.sizes["cut_tiles"] == 8 * sizes.sizes["cut_rows"]
+    assert sizes.tiles == 8 * 64 + sizes.sizes["cut_tiles"] * (sizes.sizes["parts"] - 1)
+    assert sizes.sizes["split_counters"] == 2 * sizes.sizes["cut_tiles"]  # one for the rows of each consumer
+    assert workspace_sizes(own, [sizes]) == {"partials": sizes.sizes["cut_parts"] * 128 * (128 + 8)}
+    short = geometry(own, 64, 512, 8, 8)
+    assert (short.cut, short.sizes["split_counters"], workspace_sizes(own, [short])) == (NONE, 0, {"partials": 0})
 
 
 def test_masks_decide_which_tiles_are_cut() -> None:

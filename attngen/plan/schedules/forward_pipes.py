@@ -153,7 +153,11 @@ def _others(
 def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
     """Named barriers at which a consumer's warps meet, and those of ping-pong at the tensor cores."""
     threads, consumers = 32 * WARPGROUP, roles.consumers
-    meets = [*(["O"] if roles.staged else []), *(["skipped tiles"] if roles.skips and not roles.pingpong else [])]
+    meets = [
+        *(["O"] if roles.staged else []),
+        *(["parts"] if roles.cuts else []),
+        *(["skipped tiles"] if roles.skips and not roles.pingpong else []),
+    ]
     barriers = []
     if meets:
         who = each.removeprefix("each ")

@@ -288,6 +288,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     if is_paged(spec):
         values = NO_KEY_VALUES
     from_first = ranges and spec.order != "natural" and first_see_most(spec)
+    short_early = iteration == "ranges" and consumers >= _FEW_TILES and _takes_short_early(spec)
+    longest = from_first and not skips and not short_early and first_see_many_more(spec)
     draft = HopperForward(
         consumers=consumers,
         warp_roles=warp_roles,
@@ -297,7 +299,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         persistent=spec.persistent is not False and not spec.split_tiles,
         longest_first=spec.order != "natural",
         from_first=from_first,
-        short_early=iteration == "ranges" and consumers >= _FEW_TILES and _takes_short_early(spec),
+        short_early=short_early,
         staged=staged,
         boxes_out=staged and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
         skips=skips,
@@ -334,6 +336,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         biases=len(biases(spec.variant, tiled)),
         bias_bytes=tiled,
         bias_stages=_BIAS_STAGES[-1] if tiled else 0,
+        cuts=longest and not form.transposes and softmax != "bounded" and _can_be_cut(spec),
     )
 
     for stages in (spec.stages,) if spec.stages else usual:
@@ -381,6 +384,13 @@ def _takes_short_early(spec: KernelSpec) -> bool:
     dense = spec.layout == "dense" and not spec.pack_gqa and spec.dtype not in QUANTIZED_DTYPES
     ordered = spec.order != "natural" and spec.persistent is not False and not spec.split_tiles
     return dense and ordered and spec.variant.score is not None and last_see_most(spec)
+
+
+def _can_be_cut(spec: KernelSpec) -> bool:
+    """Whether query tiles may be cut into parts. Merging them adds no sink, and the host knows no ends of packed
+    sequences."""
+    plain = spec.layout == "dense" and not spec.pack_gqa and not spec.split_tiles and spec.variant.sink is None
+    return plain and spec.persistent is not False and spec.order != "natural"
 
 
 def _can_be_end_aligned(spec: KernelSpec, iteration: str) -> bool:

@@ -14,8 +14,9 @@ from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import ONE_HEAD, SECTION_BYTES, check_head_dims, iteration_of, refuse
 from attngen.plan.draft import drafted, forward_launches
-from attngen.plan.model import Argument, Plan
+from attngen.plan.model import Argument, Plan, Workspace
 from attngen.plan.operands import operands_of
+from attngen.plan.pipes import ROW_PADDING
 from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.schedules.forward_memory import operand_widths, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
@@ -158,7 +159,13 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         shared_bytes=roles.shared_bytes,
         max_spills=SPILLS.bytes,
         products=_products(planned, roles),
+        workspaces=_workspaces(planned) if roles.cuts else (),
     )
+
+
+def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
+    """Return the memory of partial results: O, and row max and row sum for each of the four lanes of a row."""
+    return (Workspace("partials", "fp32", ((plan.tile_m, plan.columns_v[0].width + ROW_PADDING, "cut_parts"),)),)
 
 
 def _section_bytes(spec: KernelSpec, width: int) -> int:
@@ -190,10 +197,15 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
         boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n), v_map, *staged, *of_biases,
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"), *arguments.descales(plan),
+        *(arguments.partial_pointers() if roles.cuts else ()),
     )  # fmt: skip
+    more_sizes = (
+        *(("long_tiles", "short_tiles") if roles.short_early else ()),
+        *(("cut_rows", "parts") if roles.cuts else ()),
+    )
     return arguments.signature(
         plan, operands, tiles="q_tiles", strided=("out",), promised=False, counted=roles.persistent,
-        max_seqlen_k=True, more_sizes=("long_tiles", "short_tiles") if roles.short_early else (),
+        max_seqlen_k=True, more_sizes=more_sizes,
         present=("lse", "seqused_k"),
     )  # fmt: skip
 

@@ -47,6 +47,7 @@ class HopperForward(Structure):
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
     sharing: int = 1  # most blocks of a cluster that split the keys of a work item
     bias_stages: int = 0  # of the ring of these tiles
+    cuts: bool = False  # a call may split the keys of the first query tiles of each unit among several blocks
 
     def __post_init__(self) -> None:
         """Check that a warp has lanes for each consumer: the templates count on it."""
@@ -57,6 +58,11 @@ class HopperForward(Structure):
     def shares(self) -> bool:
         """Whether the blocks of a cluster split the keys of a work item and merge their results."""
         return self.sharing > 1
+
+    @property
+    def splits_keys(self) -> bool:
+        """Whether a block may visit only some of the KV tiles that the rows of its work item see."""
+        return self.shares or self.cuts
 
     @property
     def holds_mask_bits(self) -> bool:

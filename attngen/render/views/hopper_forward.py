@@ -189,6 +189,7 @@ def _headers(plan: Plan, forward: HopperForward) -> tuple[str, ...]:
         "pdl": True,
         "quad": not (forward.staged or forward.transposes or forward.shares),
         "ring": True,
+        "row_parts": forward.cuts,
         "schedule": True,
         "soft_cap": forward.capped,
         "softmax": True,
@@ -260,7 +261,7 @@ def _loader_reads(plan: Plan, listed: Sequence[Statement | Code]) -> tuple[str, 
     if plan.pack_gqa:
         read |= {"hk"}
     assert isinstance(plan.structure, HopperForward)
-    if plan.structure.shares:
+    if plan.structure.splits_keys:
         read |= {"behind"} | ({"every"} if plan.structure.whole_first or plan.iteration != "ranges" else set())
     head = "hk" if plan.pack_gqa else "h"
     names = ("b", head, "q_start", "tiles", "q_begin", "k_begin", "seqlen_q", "seqlen_k", "visible_lo", "visible_hi",

@@ -23,6 +23,9 @@ from attngen.runtime.kernels.module import Launch
 #: and those that it takes for each part of its tile, since the last one reads them all.
 _TILE, _PART, _READ = 2.6, 3.6, 0.5
 
+#: What a part of a query tile takes more than a whole tile, which stores O in float32, and for each part of its tile.
+_PART_OF_QUERIES, _READ_OF_QUERIES = 1.0, 0.3
+
 #: Parts of a tile at most, and of all tiles, as a multiple of the blocks: they take memory.
 MOST_PARTS = 8
 _ITEMS = 4
@@ -125,16 +128,28 @@ def best_cut(steps: tuple[int, ...], group: int, units: int, section: int, block
 @lru_cache(maxsize=256)
 def best_first_cut(steps: tuple[int, ...], group: int, units: int, section: int, blocks: int) -> Cut:
     """The same of the first tiles of each unit, which take many more steps than others: none may outlast the rest."""
-    count = len(steps)
+    return _best_of_first([group * seen for seen in steps], units, section, blocks, (_TILE, _PART, _READ))
+
+
+@lru_cache(maxsize=256)
+def best_query_cut(steps: tuple[int, ...], units: int, section: int, blocks: int, tile: float) -> Cut:
+    """The same of the first query tiles of a forward, which take ``tile`` steps beside their own."""
+    return _best_of_first(steps, units, section, blocks, (tile, tile + _PART_OF_QUERIES, _READ_OF_QUERIES))
+
+
+def _best_of_first(
+    steps: Sequence[int], units: int, section: int, blocks: int, costs: tuple[float, float, float]
+) -> Cut:
+    """``costs``: what a tile takes beside its steps, what a part takes, and that for each part of its tile."""
+    count, (tile, part, read) = len(steps), costs
     if not count * units:
         return NONE
     widths = [min(section, units - begin) for begin in range(0, units, section)]
-    best, ended = NONE, (1 - _GAIN) * _end_of_lines([group * seen + _TILE for seen in steps], widths, blocks)
+    best, ended = NONE, (1 - _GAIN) * _end_of_lines([seen + tile for seen in steps], widths, blocks)
     for rows in sorted({*range(1, min(_ROWS, count) + 1), count}):
         for parts in range(2, min(MOST_PARTS, _ITEMS * blocks // (rows * units)) + 1):
-            more = _PART + _READ * parts
-            lines = [group * seen / parts + more for seen in steps[:rows] for _ in range(parts)]
-            end = _end_of_lines(lines + [group * seen + _TILE for seen in steps[rows:]], widths, blocks)
+            lines = [seen / parts + part + read * parts for seen in steps[:rows] for _ in range(parts)]
+            end = _end_of_lines(lines + [seen + tile for seen in steps[rows:]], widths, blocks)
             if end < ended:
                 best, ended = Cut(rows * units, parts), end
     return best

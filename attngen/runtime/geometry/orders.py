@@ -15,7 +15,7 @@ from heapq import heapreplace
 from itertools import pairwise
 from typing import Any
 
-from attngen.lang.host import evaluate
+from attngen.lang.host import KEYS_OF_SCALAR, KEYS_OF_SMALL, evaluate
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.scalars import assumed
 from attngen.runtime.kernels.module import Launch
@@ -44,7 +44,7 @@ def order_of(launch: Launch, call: Call, units: int, section: int, blocks: int) 
     if units > section or not launch.times:
         return LONGEST_FIRST
     _, tile, step = launch.times
-    return best_order(_steps_of(launch, call), units, blocks, round(tile / step, 2))
+    return best_order(steps_of_queries(launch, call), units, blocks, round(tile / step, 2))
 
 
 @lru_cache(maxsize=256)
@@ -83,8 +83,11 @@ def _end(steps: tuple[int, ...], units: int, blocks: int, start: float) -> float
     return max(free)
 
 
-def _steps_of(launch: Launch, call: Call) -> tuple[int, ...]:
-    """Number of KV tiles that each tile of queries probably sees, the last queries first."""
+def steps_of_queries(launch: Launch, call: Call) -> tuple[int, ...]:
+    """Number of KV tiles that each tile of queries probably sees, the last queries first.
+
+    A scalar of the call is taken to be a part of what it may be, a smaller one where first tiles may be cut.
+    """
     m, n, seqlen_q, seqlen_k = launch.tile_m, launch.tile_n, call.seqlen_q, call.seqlen_k
     count, every = -(-seqlen_q // m), -(-seqlen_k // n)
     first = list(range(0, seqlen_q, m))
@@ -92,7 +95,8 @@ def _steps_of(launch: Launch, call: Call) -> tuple[int, ...]:
     position = seqlen_k - seqlen_q
     names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "q_lo": first, "q_hi": last}
     names |= {"q_pos_lo": [at + position for at in first], "q_pos_hi": [at + position for at in last]}
-    names |= {rule.name: assumed(rule, seqlen_k) for rule in call.rules}
+    keys = KEYS_OF_SMALL if launch.cuts else KEYS_OF_SCALAR
+    names |= {rule.name: assumed(rule, seqlen_k, keys) for rule in call.rules}
     seen = [0 if launch.visible else every] * count
     for lo, hi in launch.visible:
         low = [max(at, 0) // n for at in evaluate(lo, names, count) or [0] * count]

@@ -15,8 +15,18 @@ from attngen.manifest import CHUNK_KEYS, CHUNK_ROWS, GRID, LISTS, MERGED, SHARES
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.device.tensormap import usable_strides, windowed
-from attngen.runtime.geometry.cuts import NONE, Cut, alike, best_cut, best_first_cut, long_rows_cut, may_pay, steps_of
-from attngen.runtime.geometry.orders import Order, order_of
+from attngen.runtime.geometry.cuts import (
+    NONE,
+    Cut,
+    alike,
+    best_cut,
+    best_first_cut,
+    best_query_cut,
+    long_rows_cut,
+    may_pay,
+    steps_of,
+)
+from attngen.runtime.geometry.orders import Order, order_of, steps_of_queries
 from attngen.runtime.geometry.splits import Capacity, split_sizes
 from attngen.runtime.kernels.module import Kernel, Launch
 
@@ -136,13 +146,20 @@ def balanced(wanted: int, every: int, most: int) -> int:
 
 
 def cut_of(launch: Launch, call: Call, section: int, capacity: Capacity) -> Cut:
-    """KV tiles that a backward cuts into parts, where blocks of the call then end more evenly.
+    """KV tiles that a backward cuts into parts, or query tiles of a forward, where blocks of the call then end more
+    evenly.
 
     None where packed sequences differ in length, since the host does not know where they end.
     """
     units = call.batch * call.kv_heads
     if not alike(call) or capacity.blocks < 2:
         return NONE
+    if not launch.by_keys:
+        if not launch.times:
+            return NONE
+        _, tile, step = launch.times
+        steps = steps_of_queries(launch, call)[::-1]
+        return best_query_cut(steps, call.batch * call.heads, section, capacity.blocks, round(tile / step, 2))
     if launch.tile_map is not None and launch.cuts_first:
         return long_rows_cut(
             -(-call.seqlen_k // launch.tile_n), -(-call.seqlen_q // launch.tile_m), units, capacity.blocks
@@ -185,6 +202,8 @@ class Geometry:
             self.sizes["split_cluster"] = capacity.shares
         self.absent: dict[str, bool] = {}  # whether something that a call may leave out is left out
         self.workspaces: Mapping[str, int] = {}  # elements of 4 bytes of each workspace of the call
+        if launch.cuts and not launch.by_keys:  # a counter for the rows of each consumer
+            self.sizes["split_counters"] = self.cut.tiles * (launch.tile_m // 64)
 
     @cached_property
     def views(self) -> dict[str, View]:
@@ -194,7 +213,7 @@ class Geometry:
 
     @cached_property
     def cut(self) -> Cut:
-        """Tiles of keys that are cut into parts."""
+        """Tiles of keys, or of queries, that are cut into parts."""
         return cut_of(self.launch, self.call, self.sizes["section"], self.capacity) if self.launch.cuts else NONE
 
     @cached_property
@@ -403,7 +422,7 @@ _LATER: Mapping[str, Callable[[Geometry], int]] = {
     "lse_rows": lambda g: g.call.heads * g.call.total_q,
     "sum_tiles": _sum_tiles,
     "cut_tiles": lambda g: g.cut.tiles,
-    "cut_rows": lambda g: g.cut.tiles // max(g.call.batch * g.call.kv_heads, 1),
+    "cut_rows": lambda g: g.cut.tiles // max(g.call.batch * (g.call.kv_heads if g.launch.by_keys else g.call.heads), 1),
     "parts": lambda g: g.cut.parts,
     "cut_parts": lambda g: g.cut.tiles * g.cut.parts,
     "long_tiles": lambda g: g.order.long,
@@ -424,7 +443,7 @@ _LATER: Mapping[str, Callable[[Geometry], int]] = {
 #: By the grid of a launch: its tiles of work, without splits.
 _TILES: Mapping[str, Callable[[Geometry], int]] = {
     "rows": lambda g: g.sizes["row_tiles"] * g.call.heads * (1 if g.call.ragged else g.call.batch),
-    "queries": lambda g: g.sizes["q_tiles"] * g.units,
+    "queries": lambda g: g.sizes["q_tiles"] * g.units + g.cut.tiles * (g.cut.parts - 1),
     "keys": lambda g: g.sizes["work_items"],
     "key_rows": lambda g: -(-g.sizes["key_rows"] // g.launch.tile_n),
     CHUNK_ROWS: lambda g: _parts_of_chunk(g) * CHUNK_ROW_TILES,
