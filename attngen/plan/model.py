@@ -150,6 +150,11 @@ class Structure(StructureFields):
         return False
 
     @property
+    def finds_ends(self) -> bool:
+        """Whether consumers find out which ends of what rows see lie in a partial tile, and compare with these only."""
+        return False
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes; 0 where the compiler lays it out."""
         return self.shared[-1].offset + self.shared[-1].bytes if self.shared else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from attngen.lang.emit import Binding
@@ -89,8 +89,9 @@ class Steps:
     """What happens to the elements ``x`` of a tile: lines for the tile, for each row, each key, and each element.
 
     ``row_values`` are the values of a row that its elements use, each with its type. No lines for elements: nothing
-    happens to them. ``of_mask`` are the names that the mask declares, ``costly`` those of values of a key (of a query,
-    in a backward) that it divides for.
+    happens to them. ``cases`` are simpler lines for elements, each with the condition on a lane's two rows under which
+    they do the same; the first whose condition holds for all lanes is taken. ``of_mask`` are the names that the mask
+    declares, ``costly`` those of values of a key (of a query, in a backward) that it divides for.
     """
 
     tile: tuple[Statement, ...]
@@ -98,6 +99,7 @@ class Steps:
     row_values: tuple[tuple[str, str], ...]
     key: tuple[Statement, ...]
     element: tuple[Statement, ...]
+    cases: tuple[tuple[str, tuple[Statement, ...]], ...] = ()
     of_mask: frozenset[str] = frozenset()
     costly: tuple[str, ...] = ()
 
@@ -170,6 +172,7 @@ def logits(plan: Plan) -> Logits:
         hoisted, body = [*entries, *(each for each in scored.hoisted if each not in entries)], list(scored.body)
         of_mask: frozenset[str] = frozenset()
         costly: tuple[str, ...] = ()
+        cases: tuple[tuple[str, tuple[Statement, ...]], ...] = ()
         if slope is not None:
             body.append(statement("{x} = fmaf(float({key}), {}, {});", scored.results[-1], scored.results[0]))
         elif variant.score is not None:
@@ -181,10 +184,13 @@ def logits(plan: Plan) -> Logits:
             hoisted += [each for each in (*mask.hoisted, *mask.ends) if each not in hoisted]
             body += [*mask.body, hide(mask.hidden)]
             of_mask, costly = frozenset(declared([*mask.hoisted, *mask.body])), mask.costly
+            if len(body) == 1:  # elements are masked, and nothing else
+                cases = tuple((condition, (hide(hidden),)) for condition, hidden in mask.cases)
         row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
         held, per_pair = {each.name for each in of_key}, {each.name for each in of_distance}
-        steps.append(replace(_steps(plan, tile, row, body, held, per_pair), of_mask=of_mask, costly=costly))
+        lines = _steps(plan, tile, row, body, held, per_pair)
+        steps.append(replace(lines, cases=cases, of_mask=of_mask, costly=costly))
         if variant.score is not None:
             multiplier = scored.results[1]
     statements = list(work)
@@ -348,12 +354,14 @@ def row_values(row: Sequence[Statement], element: Sequence[Statement]) -> tuple[
 @dataclass(frozen=True, slots=True)
 class Masking:
     """Lines that stand before the loop over keys or queries; those of what it goes along; those that say, by ``ends``,
-    which keys a query sees; and whether an element is hidden. ``costly``: the names of values that it divides for."""
+    which keys a query sees; and whether an element is hidden. ``cases``: simpler tests, each with the condition on both
+    rows of a lane under which it says the same. ``costly``: the names of values that it divides for."""
 
     hoisted: Sequence[Statement]
     body: Sequence[Statement]
     ends: Sequence[Statement]
     hidden: Code
+    cases: tuple[tuple[str, Code], ...]
     costly: tuple[str, ...]
 
 
@@ -405,7 +413,37 @@ def masking(
             open_ended = "|" in condition.text or "?" in condition.text
             seen.append(written("({})", condition) if open_ended else condition)
         test = written("!({})", joined(" && ", seen))
-    return Masking(code.hoisted, code.body, declarations, test, tuple(value.text for value in named))
+    cases = _cases(ends, hidden) if rest == TRUE and _has_cases(plan, along, len(hidden)) else ()
+    return Masking(code.hoisted, code.body, declarations, test, cases, tuple(value.text for value in named))
+
+
+def _has_cases(plan: Plan, along: Along, intervals: int) -> bool:
+    """Whether partial tiles are told apart by the ends in them: where rows see two intervals, whose test costs most."""
+    plain = plan.layout == "dense" and plan.iteration == "ranges" and not (plan.pack_gqa or plan.split_kv)
+    return plain and along == KEYS and plan.structure.finds_ends and intervals > 1
+
+
+def _cases(ends: Collection[str], hidden: Sequence[Code]) -> tuple[tuple[str, Code], ...]:
+    """Tests of fewer ends than the intervals have: of most tiles rows see keys of one interval, and of that one end.
+
+    The keys of a first interval come before those of a second.
+    """
+
+    def of_rows(*conditions: str) -> str:
+        return " && ".join(f"rows[{row}].{each}" for row in (0, 1) for each in conditions)
+
+    last = f"_{len(hidden) - 1}" if len(hidden) > 1 else ""
+    below, above = f"visible_from{last}", f"visible_to{last}"
+    if below not in ends:
+        return ()
+    alone = ("visible_to_0 <= 0",) if len(hidden) > 1 else ()
+    one_end = (
+        (of_rows(*alone, f"{below} <= 0"), written(f"{{key}} >= {{{above}}}")),
+        (of_rows(*alone, f"{above} >= kBlockN"), written(f"{{key}} < {{{below}}}")),
+    )
+    if len(hidden) == 1:
+        return one_end
+    return (*one_end, (of_rows(*alone), hidden[1]), (of_rows(f"{below} >= kBlockN"), hidden[0]))
 
 
 def costly_values_of(plan: Plan, along: Along) -> tuple[Expr, ...]:

@@ -453,14 +453,60 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             const int visible_to_1 = min(u_q_pos_plus_1, seqlen_k) - kv_first;
             rows[row] = {visible_to_0, visible_from_1, visible_to_1};
           }
+          if (__all_sync(~0u, rows[0].visible_to_0 <= 0 && rows[0].visible_from_1 <= 0 && rows[1].visible_to_0 <= 0 && rows[1].visible_from_1 <= 0)) {
 #pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+            for (int i = 0; i < kBlockN / 4; ++i) {
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to_0, visible_from_1, visible_to_1] = rows[row];
-              if (!(key < visible_to_0 || (key >= visible_from_1 && key < visible_to_1))) x = kMasked;
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * (i / 2) + 2 * row + i % 2];
+                const auto [visible_to_0, visible_from_1, visible_to_1] = rows[row];
+                if (key >= visible_to_1) x = kMasked;
+              }
+            }
+          } else if (__all_sync(~0u, rows[0].visible_to_0 <= 0 && rows[0].visible_to_1 >= kBlockN && rows[1].visible_to_0 <= 0 && rows[1].visible_to_1 >= kBlockN)) {
+#pragma unroll
+            for (int i = 0; i < kBlockN / 4; ++i) {
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * (i / 2) + 2 * row + i % 2];
+                const auto [visible_to_0, visible_from_1, visible_to_1] = rows[row];
+                if (key < visible_from_1) x = kMasked;
+              }
+            }
+          } else if (__all_sync(~0u, rows[0].visible_to_0 <= 0 && rows[1].visible_to_0 <= 0)) {
+#pragma unroll
+            for (int i = 0; i < kBlockN / 4; ++i) {
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * (i / 2) + 2 * row + i % 2];
+                const auto [visible_to_0, visible_from_1, visible_to_1] = rows[row];
+                if (key < visible_from_1 || key >= visible_to_1) x = kMasked;
+              }
+            }
+          } else if (__all_sync(~0u, rows[0].visible_from_1 >= kBlockN && rows[1].visible_from_1 >= kBlockN)) {
+#pragma unroll
+            for (int i = 0; i < kBlockN / 4; ++i) {
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * (i / 2) + 2 * row + i % 2];
+                const auto [visible_to_0, visible_from_1, visible_to_1] = rows[row];
+                if (key >= visible_to_0) x = kMasked;
+              }
+            }
+          } else {
+#pragma unroll
+            for (int i = 0; i < kBlockN / 4; ++i) {
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * (i / 2) + 2 * row + i % 2];
+                const auto [visible_to_0, visible_from_1, visible_to_1] = rows[row];
+                if (!(key < visible_to_0 || (key >= visible_from_1 && key < visible_to_1))) x = kMasked;
+              }
             }
           }
         }

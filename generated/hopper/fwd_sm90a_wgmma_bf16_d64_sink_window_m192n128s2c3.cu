@@ -222,7 +222,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         index = next_tile();
       }
     } else if (warp == kLoader) {
-      // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
+      // The loader of K and V: a tile of keys that all rows see, since nothing runs under the first softmax, then the others from
+      // the last to the first. V follows K one step later, as consumers read it.
       WorkRing work_ring;
       KRing k_ring;
       while (true) {
@@ -269,9 +270,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           k_ring.advance();
         };
 
+        const bool any_whole = min(all.full_hi_1, all.visible_hi_1) > max(all.full_lo_1, all.visible_lo_1);
+        // The first tile to visit, counted over both ranges.
+        const int first = any_whole ? max(all.visible_hi_0 - all.visible_lo_0, 0) + min(all.full_hi_1, all.visible_hi_1) - 1 - all.visible_lo_1 : tiles - 1;
         while (__any_sync(~0u, remaining > 0)) {
-          int tile = all.visible_lo_0 + remaining - 1, before = max(all.visible_hi_0 - all.visible_lo_0, 0);
-          if (remaining > before) tile = all.visible_lo_1 + remaining - 1 - before;
+          const int place = remaining == tiles ? first : remaining - 1 + (remaining > first);
+          int tile = all.visible_lo_0 + place, before = max(all.visible_hi_0 - all.visible_lo_0, 0);
+          if (place >= before) tile = all.visible_lo_1 + place - before;
           const uint32_t partial = ~__ballot_sync(~0u, (tile >= mine.full_lo_0 && tile < mine.full_hi_0) || (tile >= mine.full_lo_1 && tile < mine.full_hi_1)) & (1u << kConsumers) - 1;
           load_step(tile, tile | partial << kPartialBit);
         }
@@ -422,14 +427,60 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             const int visible_to_1 = min(u_q_pos_plus_1, seqlen_k) - kv_first;
             rows[row] = {visible_to_0, visible_from_1, visible_to_1};
           }
+          if (__all_sync(~0u, rows[0].visible_to_0 <= 0 && rows[0].visible_from_1 <= 0 && rows[1].visible_to_0 <= 0 && rows[1].visible_from_1 <= 0)) {
 #pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-            const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+            for (int i = 0; i < kBlockN / 4; ++i) {
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to_0, visible_from_1, visible_to_1] = rows[row];
-              if (!(key < visible_to_0 || (key >= visible_from_1 && key < visible_to_1))) x = kMasked;
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * (i / 2) + 2 * row + i % 2];
+                const auto [visible_to_0, visible_from_1, visible_to_1] = rows[row];
+                if (key >= visible_to_1) x = kMasked;
+              }
+            }
+          } else if (__all_sync(~0u, rows[0].visible_to_0 <= 0 && rows[0].visible_to_1 >= kBlockN && rows[1].visible_to_0 <= 0 && rows[1].visible_to_1 >= kBlockN)) {
+#pragma unroll
+            for (int i = 0; i < kBlockN / 4; ++i) {
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * (i / 2) + 2 * row + i % 2];
+                const auto [visible_to_0, visible_from_1, visible_to_1] = rows[row];
+                if (key < visible_from_1) x = kMasked;
+              }
+            }
+          } else if (__all_sync(~0u, rows[0].visible_to_0 <= 0 && rows[1].visible_to_0 <= 0)) {
+#pragma unroll
+            for (int i = 0; i < kBlockN / 4; ++i) {
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * (i / 2) + 2 * row + i % 2];
+                const auto [visible_to_0, visible_from_1, visible_to_1] = rows[row];
+                if (key < visible_from_1 || key >= visible_to_1) x = kMasked;
+              }
+            }
+          } else if (__all_sync(~0u, rows[0].visible_from_1 >= kBlockN && rows[1].visible_from_1 >= kBlockN)) {
+#pragma unroll
+            for (int i = 0; i < kBlockN / 4; ++i) {
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * (i / 2) + 2 * row + i % 2];
+                const auto [visible_to_0, visible_from_1, visible_to_1] = rows[row];
+                if (key >= visible_to_0) x = kMasked;
+              }
+            }
+          } else {
+#pragma unroll
+            for (int i = 0; i < kBlockN / 4; ++i) {
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[4 * (i / 2) + 2 * row + i % 2];
+                const auto [visible_to_0, visible_from_1, visible_to_1] = rows[row];
+                if (!(key < visible_to_0 || (key >= visible_from_1 && key < visible_to_1))) x = kMasked;
+              }
             }
           }
         }

@@ -303,7 +303,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         staged=staged,
         boxes_out=staged and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
         skips=skips,
-        whole_first=ranges and not skips and not numbers.lane_sum_log2 and _one_interval(spec),
+        whole_first=ranges and not skips and not numbers.lane_sum_log2 and _may_begin_whole(spec),
         q_stages=1,
         box_bytes=box,
         out_columns=v,
@@ -367,10 +367,12 @@ def _with_most(
     return least
 
 
-def _one_interval(spec: KernelSpec) -> bool:
-    """Whether the keys that rows see, and those that all rows of a tile see, are an interval each."""
+def _may_begin_whole(spec: KernelSpec) -> bool:
+    """Whether the keys that rows see, and those that all rows of a tile see, are an interval each, or two in a dense
+    sequence."""
     bands = bands_of(spec)
-    return len(bands.visible) == 1 and len(bands.full) == 1
+    dense = spec.layout == "dense" and not spec.pack_gqa and not spec.split_tiles
+    return len(bands.visible) == len(bands.full) and len(bands.visible) in ((1, 2) if dense else (1,))
 
 
 def place_bits(step: int) -> int:

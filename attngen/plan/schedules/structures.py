@@ -70,6 +70,12 @@ class HopperForward(Structure):
         return True
 
     @property
+    def finds_ends(self) -> bool:
+        """Whether consumers find out which ends of what rows see lie in a partial tile: not in 8 bits, nor where blocks
+        share keys."""
+        return not (self.v_by_columns or self.shares)
+
+    @property
     def schedule(self) -> str:
         """Order of the consumers at the tensor cores, as specs name it: pingpong or cooperative."""
         return "pingpong" if self.pingpong else "cooperative"
