@@ -21,9 +21,9 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.integrations import engines
-from attngen.integrations.engines import Choice, Layer, Step
+from attngen.integrations.engines import Choice, Layer, Mask, Step
 from attngen.integrations.sglang import NAME
-from attngen.runtime.calls.entry import attention_paged
+from attngen.runtime.calls.layers import PagedBatch, PagedLayer
 
 _EIGHT_BITS = (torch.float8_e4m3fn,)
 
@@ -34,6 +34,7 @@ class Tables:
 
     pages: Tensor  # (requests, most pages)
     lengths: Tensor  # (requests,)
+    batch: PagedBatch | None = None  # the same as layers take it, made by the first one
 
 
 @dataclass
@@ -82,8 +83,7 @@ class AttngenAttnBackend(AttentionBackend):
         self._split_size = engines.INVARIANT_SPLIT if deterministic else None
         self._mask = engines.configured()
         self._graphs: dict[tuple[int, int], AttngenMetadata] = {}
-        self._layers: dict[tuple[int, int | None], Layer] = {}
-        self._pages: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._layers: dict[tuple[int, int | None], _Layer] = {}
 
     # Metadata
 
@@ -251,28 +251,35 @@ class AttngenAttnBackend(AttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, place, k, v, layer.k_scale, layer.v_scale)
         own = self._layer(layer, sinks)
         tables, choice = self._choice(own, layer, metadata)
-        keys, values = self._views(layer)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         tokens = queries.shape[0]
         out = queries.new_empty(tokens, layer.tp_q_head_num, layer.v_head_dim)
-        scales = {}
-        if keys.dtype in _EIGHT_BITS:
-            requests = tables.lengths.shape[0]
-            scales = {
-                name: self._scale(scale, requests, layer.tp_k_head_num, q.device)
-                for name, scale in (("k_descale", layer.k_scale), ("v_descale", layer.v_scale))
-            }
-        result = attention_paged(
-            queries, keys, values, tables.pages, tables.lengths, cu_seqlens_q=metadata.starts,
-            max_seqlen_q=metadata.longest_query, num_decodes=metadata.num_decodes, variant=choice.variant,
-            softmax_scale=layer.scaling, out=out, split_size=self._split_size, return_lse=return_lse,
-            **scales, **choice.arguments,
-        )  # fmt: skip
-        if return_lse:
-            return out, result[1].transpose(0, 1).contiguous()
-        return out.view(tokens, -1)
+        batch = tables.batch
+        if batch is None or batch.tokens != tokens:
+            batch = tables.batch = PagedBatch(
+                tables.pages, tables.lengths, metadata.starts, metadata.longest_query, tokens, metadata.num_decodes
+            )
+        lse = self._paged(own, layer, choice)(queries, out, batch, return_lse=return_lse)
+        return out.view(tokens, -1) if lse is None else (out, lse.transpose(0, 1).contiguous())
 
-    def _layer(self, layer: Any, sinks: Tensor | None) -> Layer:
+    def _paged(self, own: _Layer, layer: Any, choice: Choice) -> PagedLayer:
+        """The calls of a layer with a variant."""
+        key, value = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        if own.paged is None or own.choice is not choice or own.cache is not key:
+            keys = paged_kv_view(key, self.page_size, layer.tp_k_head_num, layer.head_dim)
+            values = paged_kv_view(value, self.page_size, layer.tp_v_head_num, layer.v_head_dim)
+            scales = {}
+            if keys.dtype in _EIGHT_BITS:
+                given = {"k_descale": layer.k_scale, "v_descale": layer.v_scale}
+                scales = {name: _scale(scale, key.device) for name, scale in given.items()}
+            own.cache, own.choice = key, choice
+            own.paged = PagedLayer(
+                keys, values, variant=choice.variant, softmax_scale=layer.scaling, split_size=self._split_size,
+                arguments=choice.arguments, **scales,
+            )  # fmt: skip
+        return own.paged
+
+    def _layer(self, layer: Any, sinks: Tensor | None) -> _Layer:
         """What a layer is, made when it first runs."""
         key = (layer.layer_id, None if sinks is None else sinks.data_ptr())
         own = self._layers.get(key)
@@ -286,45 +293,56 @@ class AttngenAttnBackend(AttentionBackend):
             inside = layer.sliding_window_size
             window = None if inside is None or inside < 0 or layer.is_cross_attention else inside + 1
             logits = None if sinks is None else engines.float32_on(sinks.device, sinks.detach())
-            own = self._layers[key] = Layer(window, float(layer.logit_cap or 0.0), None, logits)
+            own = self._layers[key] = _Layer(Layer(window, float(layer.logit_cap or 0.0), None, logits))
         return own
 
-    def _choice(self, own: Layer, layer: Any, metadata: AttngenMetadata) -> tuple[Tables, Choice]:
+    def _choice(self, own: _Layer, layer: Any, metadata: AttngenMetadata) -> tuple[Tables, Choice]:
         """Tables and variant of a layer."""
         if layer.is_cross_attention:
             if metadata.encoder is None:
                 raise CallError("cross attention needs the lengths of encoders")
-            return metadata.encoder, own.bidirectional()
-        in_window = own.window is not None and metadata.window is not None
+            return metadata.encoder, own.both_ways
+        window = own.layer.window
+        in_window = window is not None and metadata.window is not None
         tables = metadata.window if in_window and metadata.window is not None else metadata.own
         if layer.attn_type in (AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL):
-            return tables, own.bidirectional()
-        if self._mask is not None and self._mask.for_window(own.window):
-            choice = own.own(self._mask)
-            return tables, choice._replace(arguments={**choice.arguments, **metadata.arguments})
+            return tables, own.both_ways
+        if self._mask is not None and self._mask.for_window(window):
+            masked = own.masked(self._mask)
+            if metadata.arguments:
+                masked = masked._replace(arguments={**masked.arguments, **metadata.arguments})
+            return tables, masked
         if metadata.image_token_ranges is not None:
             if metadata.images is None:
                 metadata.images = metadata.image_token_ranges.t().contiguous()
-            return tables, own.with_images(metadata.images[0], metadata.images[1], clamped=True)
-        return tables, own.causal()
+            return tables, own.layer.with_images(metadata.images[0], metadata.images[1], clamped=True)
+        return tables, own.causal
 
-    def _views(self, layer: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer's pool as (pages, page size, heads, head dim)."""
-        key, value = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        known = self._pages.get(layer.layer_id)
-        if known is None or known[0] is not key:
-            views = (
-                paged_kv_view(key, self.page_size, layer.tp_k_head_num, layer.head_dim),
-                paged_kv_view(value, self.page_size, layer.tp_v_head_num, layer.v_head_dim),
-            )
-            known = self._pages[layer.layer_id] = (key, *views)
-        return known[1], known[2]
 
-    @staticmethod
-    def _scale(scale: Any, requests: int, kv_heads: int, device: torch.device) -> Tensor:
-        if scale is None:
-            return torch.ones((), dtype=torch.float32, device=device)
-        return engines.scale_of_requests(torch.as_tensor(scale, dtype=torch.float32, device=device), requests, kv_heads)
+class _Layer:
+    """A layer, its variants, and the calls that it made last."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self.causal, self.both_ways = layer.causal(), layer.bidirectional()
+        self.choice: Choice | None = None
+        self.cache: Tensor | None = None
+        self.paged: PagedLayer | None = None
+        self._masked: Choice | None = None
+
+    def masked(self, mask: Mask) -> Choice:
+        """The user's mask in the layer's place."""
+        if self._masked is None:
+            self._masked = self.layer.own(mask)
+        return self._masked
+
+
+def _scale(scale: Any, device: torch.device) -> Tensor:
+    """A scale of a cache, () or one for each KV head."""
+    if scale is None:
+        return torch.ones((), dtype=torch.float32, device=device)
+    tensor = torch.as_tensor(scale, dtype=torch.float32, device=device)
+    return tensor.reshape(() if tensor.numel() == 1 else -1)
 
 
 def _decodes(forward_batch: Any) -> int | None:

@@ -31,8 +31,8 @@ from vllm.v1.attention.ops import dcp
 from attngen.integrations import engines
 from attngen.integrations.engines import Choice, Layer, Mask, Step
 from attngen.integrations.vllm import MLA_NAME, NAME
-from attngen.runtime.calls.append import append_kv
 from attngen.runtime.calls.entry import attention_paged, attention_varlen
+from attngen.runtime.calls.layers import PagedBatch, PagedCache, PagedLayer
 from attngen.runtime.calls.merge import merge
 
 #: Attention types whose keys are the tokens of the call, without a cache.
@@ -152,16 +152,20 @@ class AttngenMetadata:
     prompts: Tensor | None = None  # (requests,) int32, keys of the prompt where all of these are seen
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the user's mask
     context_lens: Tensor | None = None  # (requests,) int32, with context parallelism: keys here before the queries
-    tables: dict[int, Tensor] = field(default_factory=dict)
+    batches: dict[int, PagedBatch] = field(default_factory=dict)
 
-    def table(self, block_size: int) -> Tensor:
-        """The block table, without columns that no request reaches."""
-        if not self.longest:
-            return self.block_table
-        table = self.tables.get(block_size)
-        if table is None:
-            table = self.tables[block_size] = self.block_table[:, : max(-(-self.longest // block_size), 1)]
-        return table
+    def batch(self, block_size: int) -> PagedBatch:
+        """The requests, with a block table without columns that no request reaches."""
+        batch = self.batches.get(block_size)
+        if batch is None:
+            table = self.block_table
+            if self.longest:
+                table = table[:, : max(-(-self.longest // block_size), 1)]
+            batch = self.batches[block_size] = PagedBatch(
+                table, self.seq_lens, self.query_start_loc, self.max_query_len, self.num_actual_tokens,
+                self.num_decodes,
+            )  # fmt: skip
+        return batch
 
 
 class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
@@ -224,7 +228,7 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
 
     def update_block_table(self, metadata: AttngenMetadata, blk_table: Tensor, slot_mapping: Tensor) -> AttngenMetadata:
         other = copy.copy(metadata)
-        other.block_table, other.slot_mapping, other.tables = blk_table, slot_mapping, {}
+        other.block_table, other.slot_mapping, other.batches = blk_table, slot_mapping, {}
         return other
 
     def update_draft_decode_metadata(self, metadata: AttngenMetadata) -> None:
@@ -315,7 +319,8 @@ class AttngenImpl(AttentionImpl):
             self._mask = None
         self._rswa = None if config is None or config.model_config is None else config.model_config.rswa_window
         self._bound: _Bound | None = None
-        self._cache: Tensor | None = None
+        self._views: _Views | None = None
+        self._paged: tuple[Choice, PagedLayer] | None = None
         self._exchange = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
         reason = engines.combination_reason(bool(self._softcap), alibi_slopes is not None, sinks is not None)
         if reason is None and self.dcp_world_size > 1 and (alibi_slopes or sliding_window or sinks is not None):
@@ -347,23 +352,24 @@ class AttngenImpl(AttentionImpl):
             raise NotImplementedError(f"{NAME} does not quantize its output")
         if attn_metadata is None:  # a profiling run
             return output.fill_(0)
-        tokens = attn_metadata.num_actual_tokens
         bound = self._bound or self._bind(query.device)
-        q, out = query[:tokens], output[:tokens]
-        if self.attn_type in _WITHOUT_CACHE:
-            self._over_tokens(q, key[:tokens], value[:tokens], attn_metadata, out, bound.both_ways)
+        if self.attn_type in _WITHOUT_CACHE or attn_metadata.context_lens is not None:
+            tokens = attn_metadata.num_actual_tokens
+            q, k, v, out = query[:tokens], key[:tokens], value[:tokens], output[:tokens]
+            if self.attn_type in _WITHOUT_CACHE:
+                self._over_tokens(q, k, v, attn_metadata, out, bound.both_ways)
+            else:
+                self._over_ranks(layer, q, k, v, kv_cache, attn_metadata, out, bound)
             return output
-        self._views(kv_cache)
-        if attn_metadata.context_lens is not None:
-            self._over_ranks(layer, q, key[:tokens], value[:tokens], attn_metadata, out, bound)
-            return output
-        choice = self._choice(layer, attn_metadata, bound)
-        attention_paged(
-            q, self._keys, self._values, attn_metadata.table(self._block_size), attn_metadata.seq_lens,
-            cu_seqlens_q=attn_metadata.query_start_loc, max_seqlen_q=attn_metadata.max_query_len,
-            num_decodes=attn_metadata.num_decodes, variant=choice.variant, softmax_scale=self.scale, page_layout="HND",
-            split_size=self._split_size, out=out, **self._scales(layer, attn_metadata), **choice.arguments,
-        )  # fmt: skip
+        views = self._views_of(layer, kv_cache)
+        choice, paged = self._choice(layer, attn_metadata, bound), self._paged
+        if paged is None or paged[0] is not choice:
+            made = PagedLayer(
+                views.keys, views.values, variant=choice.variant, softmax_scale=self.scale, page_layout="HND",
+                split_size=self._split_size, arguments=choice.arguments, **self._own_scales(layer),
+            )  # fmt: skip
+            paged = self._paged = choice, made
+        paged[1](query, output, attn_metadata.batch(views.block_size))
         return output
 
     def do_kv_cache_update(
@@ -372,17 +378,7 @@ class AttngenImpl(AttentionImpl):
         """Write keys and values to their slots; key and value may have more tokens than there are slots."""
         if self.attn_type in _WITHOUT_CACHE:
             return
-        self._views(kv_cache)
-        tokens = slot_mapping.shape[0]
-        scales = {}
-        if self._fp8:
-            scales = {
-                "k_descale": engines.scale_of_tokens(layer._k_scale, self.num_kv_heads),
-                "v_descale": engines.scale_of_tokens(layer._v_scale, self.num_kv_heads),
-            }
-        append_kv(
-            key[:tokens], value[:tokens], self._keys, self._values, slots=slot_mapping, page_layout="HND", **scales
-        )
+        self._views_of(layer, kv_cache).written.write(key, value, slot_mapping)
 
     def _bind(self, device: torch.device) -> _Bound:
         """Make the layer's variants, now that tensors have a device."""
@@ -392,19 +388,31 @@ class AttngenImpl(AttentionImpl):
         self._bound = _Bound(layer, causal, layer.bidirectional())
         return self._bound
 
-    def _views(self, kv_cache: Tensor) -> None:
-        """Keys and values of a cache, as views; the cache is the same tensor in each step."""
-        if kv_cache is self._cache:
-            return
-        cache = kv_cache.view(torch.float8_e4m3fn) if self._fp8 else kv_cache
-        self._cache = kv_cache
-        self._keys, self._values = cache[..., : self.head_size], cache[..., self.head_size :]
-        self._block_size = kv_cache.shape[2]
+    def _views_of(self, layer: Any, kv_cache: Tensor) -> _Views:
+        """Keys and values of a cache; the cache is the same tensor in each step."""
+        views = self._views
+        if views is None or views.cache is not kv_cache or (self._fp8 and views.k_scale is not layer._k_scale):
+            cache = kv_cache.view(torch.float8_e4m3fn) if self._fp8 else kv_cache
+            keys, values = cache[..., : self.head_size], cache[..., self.head_size :]
+            written = PagedCache(keys, values, page_layout="HND", **self._own_scales(layer))
+            k_scale = layer._k_scale if self._fp8 else None
+            views = self._views = _Views(kv_cache, keys, values, kv_cache.shape[2], k_scale, written)
+            self._paged = None
+        return views
+
+    def _own_scales(self, layer: Any) -> dict[str, Tensor]:
+        """Scales of the cache, () or one for each KV head."""
+        if not self._fp8:
+            return {}
+        scales = {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
+        return {name: scale.reshape(() if scale.numel() == 1 else -1) for name, scale in scales.items()}
 
     def _choice(self, layer: Any, metadata: AttngenMetadata, bound: _Bound) -> Choice:
         """The variant of a step."""
         causal, images = metadata.causal, metadata.mm_prefix_query_range_tensor
         if self._mask is not None:
+            if not callable(self._mask.arguments):
+                return bound.causal
             return bound.causal._replace(arguments={**bound.causal.arguments, **metadata.arguments})
         if self.attn_type == AttentionType.ENCODER_DECODER or causal is False:
             return bound.both_ways
@@ -439,18 +447,19 @@ class AttngenImpl(AttentionImpl):
         return lse
 
     def _over_ranks(
-        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, metadata: AttngenMetadata, out: Tensor, bound: _Bound
-    ) -> None:
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttngenMetadata, out: Tensor,
+        bound: _Bound,
+    ) -> None:  # fmt: skip
         """Attention whose earlier keys lie on all ranks of decode context parallelism.
 
         Each rank attends with the heads of all to the keys that it has; the parts of a head are joined where its
         queries are, together with the step's own keys.
         """
-        group = get_dcp_group()
+        group, views = get_dcp_group(), self._views_of(layer, kv_cache)
         heads = group.all_gather(q.contiguous(), dim=1)
         before = bound.both_ways
         part, lse = attention_paged(
-            heads, self._keys, self._values, metadata.table(self._block_size), metadata.context_lens,
+            heads, views.keys, views.values, metadata.batch(views.block_size).page_table, metadata.context_lens,
             cu_seqlens_q=metadata.query_start_loc, max_seqlen_q=metadata.max_query_len, variant=before.variant,
             softmax_scale=self.scale, page_layout="HND", split_size=self._split_size, return_lse=True,
             **self._scales(layer, metadata), **before.arguments,
@@ -461,6 +470,17 @@ class AttngenImpl(AttentionImpl):
         own_lse = self._over_tokens(q, k, v, metadata, out, own)
         joined, _ = merge([context, out], [context_lse.transpose(0, 1), own_lse])
         out.copy_(joined)
+
+
+class _Views(NamedTuple):
+    """A cache, as keys and values, and what writes to it."""
+
+    cache: Tensor
+    keys: Tensor
+    values: Tensor
+    block_size: int
+    k_scale: Tensor | None
+    written: PagedCache
 
 
 class _Bound(NamedTuple):

@@ -109,6 +109,50 @@ def test_a_graph_serves_another_batch(cases: Any) -> None:
     assert float((output[:3].cpu().double() - wanted).abs().max()) <= 0.02
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_layers_of_many_steps(cases: Any, fp8: bool) -> None:
+    """Layers with caches of their own, whose later ones repeat the launches of the first: decoding, and beside prompts,
+    which run on a stream of their own."""
+    layers, heads, dim = 3, 8, 128
+    scales = [(torch.tensor(0.02 + 0.005 * n), torch.tensor(0.03)) for n in range(layers)]
+    with current(config()):
+        impls = [
+            cases.vllm_backend.AttngenImpl(heads, dim, dim**-0.5, 2, None, None, "fp8" if fp8 else "auto")
+            for _ in range(layers)
+        ]
+    builder = cases.vllm_backend.AttngenMetadataBuilder(SimpleNamespace(), [], config(), torch.device("cuda"))
+    for seed, (queries, lengths) in enumerate((
+        ((1,) * 20, tuple(range(300, 320))), ((1,) * 20, tuple(range(500, 520))),
+        ((1, 1, 1, 700), (900, 40, 2000, 1500)), ((1,) * 7, (30,) * 7), ((1, 1, 200, 90), (1700, 3, 200, 333)),
+        ((1,) * 30 + (2000,), (4000,) * 31),
+    )):  # fmt: skip
+        made = [
+            cases.engine_batches.batch(
+                queries, lengths, heads=heads, dim=dim, dtype=torch.bfloat16, extra_tokens=4, device="cuda",
+                seed=10 * seed, fp8=scales[n] if fp8 else None,
+            )
+            for n in range(layers)
+        ]  # fmt: skip
+        for n, one in enumerate(made if not fp8 else []):  # all have one table, but values of their own
+            for values in (one.v, one.cache[..., dim:], *one.values):
+                values.mul_(0.5**n)
+        case = cases.Case(queries=queries, lengths=lengths, extra_tokens=4)
+        common = cases.metadata(engine(cases), case, made[0])
+        common = common.replace(num_actual_tokens=sum(queries))
+        built, outputs = builder.build(0, common), []
+        for impl, one, (k_scale, v_scale) in zip(impls, made, scales, strict=True):
+            layer = SimpleNamespace(_k_scale=k_scale.cuda(), _v_scale=v_scale.cuda())
+            one.q.copy_(torch.randn_like(one.q))
+            outputs.append(torch.full_like(one.q, torch.nan))
+            impl.do_kv_cache_update(layer, one.k, one.v, one.cache, common.slot_mapping)
+            impl.forward(layer, one.q, one.k, one.v, one.cache, built, outputs[-1])
+        assert fp8 or [one is not None for one in built.batch(16).repeats.values()] == [True]
+        for one, output in zip(made, outputs, strict=True):
+            wanted = one.expected(lambda b, q, kv: kv <= q, dim**-0.5)
+            assert float((output[: sum(queries)].cpu().double() - wanted).abs().max()) <= 0.02
+            assert bool(output[sum(queries) :].isnan().all())
+
+
 def test_bits_of_a_row_do_not_depend_on_its_batch(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases.vllm_backend.envs, "VLLM_BATCH_INVARIANT", True)
     queries, lengths = (1, 300, 1, 1), (9000, 1200, 12000, 50)

@@ -170,11 +170,11 @@ def test_the_table_of_a_graph_has_all_columns(cases: Any) -> None:
     spec = SimpleNamespace(block_size=16)
     builder = cases.vllm_backend.AttngenMetadataBuilder(spec, [], config(), torch.device("cpu"))
     eager, captured = builder.build(0, common), builder.build_for_cudagraph_capture(common)
-    assert eager.table(16).shape[1] == 3 == -(-max(case.lengths) // 16)
-    assert captured.table(16) is made.table
-    assert builder.build(0, common, fast_build=True).table(16) is made.table
+    assert eager.batch(16).page_table.shape[1] == 3 == -(-max(case.lengths) // 16)
+    assert captured.batch(16).page_table is made.table
+    assert builder.build(0, common, fast_build=True).batch(16).page_table is made.table
     other = builder.update_block_table(eager, made.table.flip(0), made.slots)
-    assert other.table(16)[0, 0] == made.table[-1, 0]
+    assert other.batch(16).page_table[0, 0] == made.table[-1, 0]
 
 
 def test_parts_of_ranks_are_joined(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ class HostDriver:
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
         return symbol
 
-    def launch(self, kernels: Sequence[Launch], device: int) -> None:
+    def launch(self, kernels: Sequence[Launch], device: int, stream: int | None = None) -> None:
         for symbol, grid, threads, *_, parameters in kernels:
             self.launches.append((symbol, grid))
             library(symbol).run_blocks(grid, threads, ctypes.c_void_p(parameters))

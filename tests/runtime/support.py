@@ -300,7 +300,7 @@ class FakeDriver:
         assert list(sizes) == [size_of(row) for row in rows]
         return symbol, manifest, rows
 
-    def launch(self, kernels: Sequence[KernelLaunch], device: int) -> None:
+    def launch(self, kernels: Sequence[KernelLaunch], device: int, stream: int | None = None) -> None:
         for kernel in kernels:
             self.launch_one(kernel, device)
 

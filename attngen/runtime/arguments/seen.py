@@ -58,11 +58,7 @@ class SeenTensors:
         self._absent = (None,) * (len(absent) + 1)
         tensors = self._tensors_of(record) + own
         axes = [free.get(place, NONE_FREE) for place in present] + [NONE_FREE] * len(own)
-        self._check: Callable[..., bool] = _TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[_but(one.shape, extents) for one, (extents, _) in zip(tensors, axes, strict=True)],
-            dynamic_dims_strides=[_but(one.stride(), steps) for one, (_, steps) in zip(tensors, axes, strict=True)],
-        ).check
+        self._check = check_of(tensors, axes)
         # places in the addresses of all tensors, which a 0 follows: the address of an absent one
         order = [present.index(place) if place in present else len(tensors) for place in range(count)]
         order += range(len(present), len(tensors))
@@ -85,6 +81,17 @@ class SeenTensors:
             return None
         pointers.append(0)
         return list(self._order(pointers))
+
+
+def check_of(tensors: Sequence[Tensor], axes: Sequence[Free]) -> Callable[..., bool]:
+    """A function that tells whether as many tensors are like these, but for ``axes`` that are free. Raises TypeError
+    where torch has no such check."""
+    check: Callable[..., bool] = _TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[_but(one.shape, extents) for one, (extents, _) in zip(tensors, axes, strict=True)],
+        dynamic_dims_strides=[_but(one.stride(), steps) for one, (_, steps) in zip(tensors, axes, strict=True)],
+    ).check
+    return check
 
 
 def _but(numbers: Sequence[int], free: Sequence[int]) -> list[int | None]:

@@ -76,7 +76,12 @@ def append_kv(
         k, v, k_cache, v_cache, cache_seqlens, page_table, slots, batch_index, cu_seqlens, page_layout, q, q_out,
         rotary_cos, rotary_sin, rotary_interleaved, rotary_offsets, k_descale, v_descale,
     ))  # fmt: skip
-    rotated: Tensor | None = _traced(call) if is_traced(k) or watching() else APPEND.run(call)
+    return append(call)
+
+
+def append(call: Append) -> Tensor | None:
+    """Run a call of ``append_kv`` now, or make it an operator of a trace."""
+    rotated: Tensor | None = _traced(call) if is_traced(call.k) or watching() else APPEND.run(call)
     return rotated
 
 

@@ -45,7 +45,7 @@ from attngen.runtime.launch.expanded import (
     with_copies,
     with_one_head,
 )
-from attngen.runtime.launch.prepared import PREPARED_CALLS, PreparedCall
+from attngen.runtime.launch.prepared import PREPARED_CALLS, PreparedCall, Repeatable
 from attngen.runtime.launch.ragged import RaggedCalls
 from attngen.runtime.launch.tile_map import TileMap, kept_map, where_from
 from attngen.runtime.reference.sinks import without_keys
@@ -177,6 +177,20 @@ def run(given: Given) -> Any:
     if given.form == "dense":  # the keys of packed and paged calls have no lengths
         _note_seen(lookup, given, prepared)
     return prepared(given, addresses)
+
+
+def repeatable(given: Given) -> Repeatable | None:
+    """What makes a paged or packed call, which was made just now, again with other addresses; None for a call that is
+    of no kind, or that allocates its results."""
+    q, k, v, variant = given.q, given.k, given.v, given.variant
+    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), *NO_FORWARD]
+    name = variant if isinstance(variant, str) else id(variant)
+    kind = kind_of(given, addresses, q.shape, q.stride(), (name, given.return_lse, registry.generation))
+    calls = None if kind is None else _known(_PREPARED, kind[0])
+    if kind is None or not isinstance(calls, RaggedCalls):
+        return None
+    ready = calls.kept[kind[1]] or calls.resized(kind[1], given)
+    return None if ready is None else ready[0].repeatable(given, addresses, ready[1])
 
 
 def _seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:

@@ -229,13 +229,13 @@ def attention_paged(
         num_splits, split_size, None, 0,
     ))  # fmt: skip
     if num_decodes is not None:
-        return mixed.attend(_run_or_trace, num_decodes, given)
+        return mixed.attend(run_or_trace, num_decodes, given)
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)
     return run(given)
 
 
-def _run_or_trace(given: Given) -> Any:
+def run_or_trace(given: Given) -> Any:
     q = given.q
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)

@@ -77,7 +77,7 @@ def attend(run: Callable[[Given], Any], num_decodes: int, given: Given) -> Any:
         prompts[_OUT] = run(_given(decodes))
         return run(_given(prompts))
     decodes[_MARGIN] = _left_to_prompts(given, count)
-    with _Beside(q.get_device()) as beside:
+    with Beside(q.get_device()) as beside:
         prompts[_OUT] = run(_given(decodes))
         beside.switch()
         return run(_given(prompts))
@@ -134,7 +134,7 @@ def _part(given: Given, vectors: Vectors, longest: Any) -> list[Any]:
     return fields
 
 
-class _Beside:
+class Beside:
     """Launches on a second stream beside those of the current one.
 
     What is enqueued before ``switch`` goes to the current stream, and what comes then to the other one, which waits for
@@ -150,17 +150,29 @@ class _Beside:
             kept[key] = (*streams, torch.cuda.Event(), torch.cuda.Event())
         self._main, self._side, self._begun, self._done = kept[key]
 
-    def __enter__(self) -> _Beside:
-        self._begun.record(self._main)
+    def __enter__(self) -> Beside:
+        self.begin()
         return self
 
     def switch(self) -> None:
         """Go to the other stream."""
-        self._side.wait_event(self._begun)
+        self.fork()
         torch.cuda.set_stream(self._side)
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_stream(self._main)
+        self.join()
+
+    def begin(self) -> None:
+        """Note what the other stream has to wait for: what the current one has until now."""
+        self._begun.record(self._main)
+
+    def fork(self) -> None:
+        """Make the other stream wait for it."""
+        self._side.wait_event(self._begun)
+
+    def join(self) -> None:
+        """Make the current stream wait for the other one."""
         self._done.record(self._side)
         self._main.wait_event(self._done)
 

@@ -112,8 +112,9 @@ class Driver(Protocol):
         """How many clusters of ``size`` blocks of a loaded kernel run at once: a few blocks less than there are
         multiprocessors, since a cluster lies in one part of the chip; 0 where none fits."""
 
-    def launch(self, kernels: Sequence[Launch], device: int) -> None:
-        """Enqueue kernels, one after the other, on the caller's current stream of a device; never synchronizes."""
+    def launch(self, kernels: Sequence[Launch], device: int, stream: int | None = None) -> None:
+        """Enqueue kernels, one after the other, on a stream of a device, the caller's current one if it is None; never
+        synchronizes."""
 
     def encode_tensor_map(
         self,
@@ -330,14 +331,16 @@ class CudaDriver:
         with self._device(device):
             return int(self._call(cu.cuOccupancyMaxActiveClusters, function, config))
 
-    def launch(self, kernels: Sequence[Launch], device: int) -> None:
+    def launch(self, kernels: Sequence[Launch], device: int, stream: int | None = None) -> None:
         """See ``Driver.launch``."""
         if self._current_device() != device or not getattr(self._bound, "ready", False):
             with self._device(device):  # another device than the current one, or a thread that has not launched before
                 self._bound.ready = True
-                self.launch(kernels, device)
+                self.launch(kernels, device, stream)
             return
-        launch, stream = self._launch, self._raw_stream(device)
+        launch = self._launch
+        if stream is None:
+            stream = self._raw_stream(device)
         for function, grid, threads, shared, how, parameters in kernels:
             if how:
                 (status,) = self._launch_with(self._config(grid, threads, shared, stream, how), function, parameters, 0)

@@ -111,6 +111,16 @@ class Helper(ABC, Generic[Record, Sizes]):
         """Key under which the tensors of a call may have been seen; None if they are not looked for."""
         return None
 
+    def repeatable(self, call: Record) -> tuple[Any, list[int], Any] | None:
+        """What ran a call that was made just now, its addresses and its sizes, to run it again with other addresses;
+        None for a call that is of no kind."""
+        kind = self.kind_of(call)
+        calls = None if kind is None else _kept(self._kinds, kind.key)
+        if kind is None or calls is None:
+            return None
+        resized = calls.kept[kind.sizes]
+        return None if resized is None else (calls.prepared, kind.addresses, resized)
+
     def run(self, call: Record) -> Any:
         """Run a call now, whether it comes from a program or from an operator."""
         lookup = self.seen_key(call)

@@ -220,16 +220,22 @@ class Chain:
         else:
             sized.rows = self._as_made
 
-    def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized) -> None:
-        """Enqueue the kernels. ``scalars`` in order of declaration."""
+    def __call__(
+        self, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized, stream: int | None = None,
+        *, once: bool = False,
+    ) -> None:  # fmt: skip
+        """Enqueue the kernels on a stream, by default the current one. ``scalars`` in order of declaration.
+
+        ``once``: no other call is expected to have the same addresses."""
         try:
             block = self._free.pop()
         except IndexError:
             block = _Block(self._kernels, self._moving)
         if block.sized is not sized:
             block.resize(sized)
-        key = (sized.token, *addresses)
-        if block.key != key:
+        if once:
+            self._enter(block, addresses, sized)
+        elif block.key != (key := (sized.token, *addresses)):
             block.bytes[: self._moving] = _PLACED[key] or self._place(key, addresses, sized)
             block.key = key
         for numbers, index in block.scales:
@@ -240,8 +246,17 @@ class Chain:
             for words, index, divide in block.divisors:
                 words[index], words[index + 1], words[index + 2] = divide(known)
             block.divided_by = known
-        self._driver.launch(block.launches, self._device)
+        self._driver.launch(block.launches, self._device, stream)
         self._free.append(block)
+
+    def _enter(self, block: _Block, addresses: Sequence[int], sized: Sized) -> None:
+        """Write addresses and descriptors to a block."""
+        self._addresses.pack_into(block.bytes, 0, *addresses)
+        start = self._addresses.size
+        for (_, tensor_map, position, _), rows in zip(self._descriptors, sized.rows):  # noqa: B905
+            block.bytes[start : start + DESCRIPTOR_BYTES] = tensor_map.at(addresses[position], rows)
+            start += DESCRIPTOR_BYTES
+        block.key = ()
 
     def _place(self, key: tuple[int, ...], addresses: Sequence[int], sized: Sized) -> bytes:
         """Return the part of a block that addresses decide."""
@@ -344,13 +359,19 @@ class Launches:
         """
         if sized is None:
             sized = self.first
+        chain = self.ready(addresses, sized)
+        if chain is not None:
+            chain(addresses, scale, scalars, sized)
+
+    def ready(self, addresses: list[int], sized: Sized) -> Chain | None:
+        """Enter the addresses of the counters for a launch on the current stream, and return what enqueues it; None if
+        there is nothing to compute."""
         if self._counted:
             addresses[TILE_COUNTER] = counters.address(self._driver.stream(self._device), self._device)
         if sized.split_counters:
             stream = self._driver.stream(self._device)
             addresses[SPLIT_COUNTERS] = counters.of_splits(sized.split_counters, stream, self._device)
-        if self._launch is not None:
-            self._launch(addresses, scale, scalars, sized)
+        return self._launch
 
     def workspace(self, sized: Sized) -> int:
         """Address of memory for all workspaces of a call, which the stream keeps; 0 if the caller has to allocate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +19,27 @@ from attngen.runtime.arguments.scalars import Number, Scalars
 from attngen.runtime.arguments.shapes import default_scale, softmax_scale_of
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.launches import Launches, Sized
+from attngen.runtime.launch.launches import Chain, Launches, Sized
 from attngen.runtime.launch.tile_map import MapMaker
 
 #: Calls that are kept prepared, and as many backwards; each takes a few kilobytes of host memory.
 PREPARED_CALLS = 2048
+
+
+class Repeatable(NamedTuple):
+    """A call that was made once, and may be launched again with other addresses of some of its tensors."""
+
+    chain: Chain
+    addresses: list[int]
+    scale: float
+    scalars: Sequence[Number]
+    sized: Sized
+    stream: int  # the only one on which it may run: its counters and its workspaces are of this stream
+    workspace: Tensor | None  # its memory, unless the stream keeps it
+
+    def launch(self, addresses: Sequence[int]) -> None:
+        """Enqueue the launches. ``addresses``: this call's own, or others in their places."""
+        self.chain(addresses, self.scale, self.scalars, self.sized, self.stream, once=True)
 
 
 class PreparedCall:
@@ -108,16 +125,35 @@ class PreparedCall:
             addresses[LSE] = lse.data_ptr()
         shared = maps = None  # kept until the launches are enqueued
         if sized.workspaces:
-            start = launch.workspace(sized)
-            if not start:
-                shared = torch.empty(sized.words, dtype=torch.float32, device=self._device)
-                start = shared.data_ptr()
-            addresses += [start + offset for offset in sized.workspaces]
+            shared = self._enter_workspaces(launch, addresses, sized)
         if self._maps is not None:
             maps = self._enter_map(given, addresses, scalars)
         launch(addresses, scale, scalars, sized)
         del shared, maps
         return out if lse is None else (out, lse)
+
+    def repeatable(self, given: Given, addresses: list[int], sized: Sized) -> Repeatable | None:
+        """What makes a call again, whose ``addresses`` this completes; None if it allocates its results, needs a tile
+        map, or launches nothing."""
+        launch = self._launch
+        if launch is None or self._maps is not None or self._return_lse or given.out is None:
+            return None
+        scale = self._scale if given.softmax_scale is None else softmax_scale_of(given.softmax_scale)
+        shared = self._enter_workspaces(launch, addresses, sized)
+        chain, stream = launch.ready(addresses, sized), launch.stream()
+        assert chain is not None, "there is something to compute"
+        return Repeatable(chain, addresses, scale, self.scalars(given.arguments), sized, stream, shared)
+
+    def _enter_workspaces(self, launch: Launches, addresses: list[int], sized: Sized) -> Tensor | None:
+        """Append the addresses of workspaces; returns their memory, unless the stream keeps it."""
+        if not sized.workspaces:
+            return None
+        start, own = launch.workspace(sized), None
+        if not start:
+            own = torch.empty(sized.words, dtype=torch.float32, device=self._device)
+            start = own.data_ptr()
+        addresses += [start + offset for offset in sized.workspaces]
+        return own
 
     def _enter_map(self, given: Given, addresses: list[int], scalars: Sequence[Number]) -> list[Tensor]:
         """Append the address of the tile map, the caller's or one that is kept or made now, and return it."""

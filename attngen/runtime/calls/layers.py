@@ -1,0 +1,288 @@
+"""The layers of a model over a paged cache, which an engine calls step after step.
+
+All layers of a step share one page table and one set of lengths, and most layers of a model are alike: they differ in
+where their caches, queries and outputs lie, and in nothing else that a launch depends on. So the first layer of a step
+makes its call as any program would, and layers like it repeat its launches with addresses of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.dtypes import CHUNK_BYTES
+from attngen.lang.variant import Variant
+from attngen.runtime.arguments import debug as debugging
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.arguments.addresses import FORWARD, OUT
+from attngen.runtime.arguments.given import TENSORS, Given
+from attngen.runtime.arguments.keys import note
+from attngen.runtime.arguments.seen import NONE_FREE, check_of
+from attngen.runtime.arguments.torch_state import is_compiling, transforms_active
+from attngen.runtime.cache import RecentCache
+from attngen.runtime.calls import mixed
+from attngen.runtime.calls.append import append
+from attngen.runtime.calls.dispatch import repeatable
+from attngen.runtime.calls.entry import run_or_trace
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.helpers.append_arguments import FIELDS, Append
+from attngen.runtime.helpers.append_helper import APPEND
+from attngen.runtime.launch.prepared import Repeatable
+from attngen.runtime.registry.lookup import registry
+
+_Q, _K, _V, _K_DESCALE, _V_DESCALE = map(TENSORS.index, ("q", "k", "v", "k_descale", "v_descale"))
+
+#: Places of addresses in the list of a launch, with what a layer has there.
+Places = Sequence[tuple[int, int]]
+
+
+class _Alike:
+    """Layers that differ in addresses only. ``kept`` is what their key refers to by identity."""
+
+    __slots__ = ("kept", "like", "writes")
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+        #: Whether a query and an output are like those of an earlier call, but for their rows.
+        self.like: Callable[[Tensor, Tensor], bool] | None = None
+        #: What wrote tokens last; False if it cannot be repeated.
+        self.writes: _Writes | bool = True
+
+
+#: By all that the calls of a layer depend on beside addresses and the batch.
+_ALIKE: RecentCache[_Alike] = RecentCache(1024)
+
+
+class PagedBatch:
+    """The requests of a step, as ``attention_paged`` takes them; of queries and outputs, the first ``tokens`` rows.
+
+    The tensors stay where they are, and keep their shapes, as long as this is in use.
+    """
+
+    __slots__ = ("cu_seqlens_q", "max_seqlen_q", "num_decodes", "page_table", "repeats", "seqused_k", "tokens")
+
+    def __init__(
+        self, page_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, tokens: int,
+        num_decodes: int | None = None,
+    ) -> None:  # fmt: skip
+        self.page_table, self.seqused_k, self.cu_seqlens_q = page_table, seqused_k, cu_seqlens_q
+        self.max_seqlen_q, self.tokens, self.num_decodes = max_seqlen_q, tokens, num_decodes
+        #: What layers alike repeat, once one of them has run; None where they cannot.
+        self.repeats: dict[_Alike, _Launches | None] = {}
+
+
+class PagedLayer:
+    """The attention of one layer over its pages: what its calls have in common, as ``attention_paged`` takes it.
+
+    ``k_descale`` and ``v_descale`` have shape (), or (kv_heads,) with a scale for each KV head.
+    """
+
+    __slots__ = ("_alike", "_given", "_places")
+
+    def __init__(
+        self, k_pages: Tensor, v_pages: Tensor, *, variant: str | Variant, softmax_scale: float,
+        page_layout: str = "NHD", split_size: int | None = None, k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None, arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        self._given = Given(
+            None, k_pages, v_pages, None, k_descale, v_descale, arguments=arguments, variant=variant,
+            softmax_scale=softmax_scale, form="paged", layout=page_layout, split_size=split_size,
+        )  # fmt: skip
+        named = isinstance(variant, str)
+        key: list[Any] = ["attention", variant if named else id(variant), softmax_scale, page_layout, split_size]
+        own = [value for value in arguments.values() if isinstance(value, Tensor)]
+        for name, value in arguments.items():
+            key += (name, type(value), None if isinstance(value, Tensor) else value)
+        tensors = {_K: k_pages, _V: v_pages, _K_DESCALE: k_descale, _V_DESCALE: v_descale}
+        self._places = _noted(key, tensors | dict(enumerate(own, len(FORWARD))))
+        self._alike = _of_key(key, None if named else variant)
+
+    def __call__(self, q: Tensor, out: Tensor, batch: PagedBatch, *, return_lse: bool = False) -> Tensor | None:
+        """Write the attention of a batch to ``out``; returns the log-sum-exp (heads, tokens), if asked for."""
+        known = batch.repeats.get(self._alike)
+        if known is not None and not return_lse and known(q, out, self._places):
+            return None
+        given = self._given._replace(
+            q=q[: batch.tokens], out=out[: batch.tokens], page_table=batch.page_table, seqused_k=batch.seqused_k,
+            cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, return_lse=return_lse,
+            k_descale=_of_requests(self._given.k_descale, batch), v_descale=_of_requests(self._given.v_descale, batch),
+        )  # fmt: skip
+        parts: list[Repeatable | None] = []
+        noted = self._alike in batch.repeats or return_lse or not torch_state.on_gpu(q) or _watched()
+
+        def run(part: Given) -> Any:
+            result = run_or_trace(part)
+            if not noted:
+                parts.append(repeatable(part))
+            return result
+
+        result = run(given) if batch.num_decodes is None else mixed.attend(run, batch.num_decodes, given)
+        if not noted:
+            batch.repeats[self._alike] = _launches(self._alike, parts, given.q, given.out)
+        return result[1] if return_lse else None
+
+
+class PagedCache:
+    """The cache of one layer, to which new keys and values are written, as ``append_kv`` takes it.
+
+    ``k_descale`` and ``v_descale`` have shape (), or (kv_heads,) with a scale for each KV head.
+    """
+
+    __slots__ = ("_alike", "_call", "_places")
+
+    def __init__(
+        self, k_pages: Tensor, v_pages: Tensor, *, page_layout: str = "NHD", k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        scales = [one if one is None or one.dim() == 0 else one.reshape(1, -1) for one in (k_descale, v_descale)]
+        self._call = Append(
+            None, None, k_pages, v_pages, None, None, None, None, None, page_layout, None, None, None, None, False,
+            None, *scales,
+        )  # fmt: skip
+        key: list[Any] = ["append", page_layout]
+        names = ("k_cache", "v_cache", "k_descale", "v_descale")
+        tensors = zip(map(FIELDS.tensors.index, names), (k_pages, v_pages, *scales), strict=True)
+        self._places = _noted(key, dict(tensors))
+        self._alike = _of_key(key, None)
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Write the first rows of k and v (tokens, kv_heads, head_dim), one for each slot."""
+        known = self._alike.writes
+        if isinstance(known, _Writes) and known(k, v, slots, self._places):
+            return
+        tokens = slots.shape[0]
+        call = self._call._replace(k=k[:tokens], v=v[:tokens], slots=slots)
+        append(call)
+        if known is not False and torch_state.on_gpu(slots) and not _watched():
+            self._alike.writes = _writes(call)
+
+
+class _Launches:
+    """The launches of a layer, which others alike repeat in the same step."""
+
+    __slots__ = ("_beside", "_check", "_device", "_driver", "_parts", "_rows")
+
+    def __init__(self, alike: _Alike, parts: Sequence[Repeatable], q: Tensor, out: Tensor) -> None:
+        """``parts``: one, or two that run side by side. Raises TypeError where tensors cannot be recognized."""
+        self._parts, self._rows = parts, q.shape[0]
+        if alike.like is None or not alike.like(q, out):
+            alike.like = check_of((q, out), (_ROWS, _ROWS))
+        self._check = alike.like
+        self._driver, self._device = drivers.current(), q.get_device()
+        self._beside = mixed.Beside(self._device) if parts[0].stream != parts[-1].stream else None
+
+    def __call__(self, q: Tensor, out: Tensor, places: Places) -> bool:
+        """Launch with these tensors, and what a layer has in ``places``; False, and no launch, if a tensor or the state
+        of torch is not as it was."""
+        if not self._check(q, out) or q.shape[0] < self._rows or out.shape[0] < self._rows or _watched():
+            return False
+        begin, into = q.data_ptr(), out.data_ptr()
+        if (begin | into) % CHUNK_BYTES or self._driver.stream(self._device) != self._parts[0].stream:
+            return False
+        beside = self._beside
+        if beside is not None:
+            beside.begin()
+        for part in self._parts:
+            addresses = part.addresses.copy()
+            addresses[_Q], addresses[OUT] = begin, into
+            for place, address in places:
+                addresses[place] = address
+            if beside is not None and part is not self._parts[0]:
+                beside.fork()
+            part.launch(addresses)
+        if beside is not None:
+            beside.join()
+        return True
+
+
+#: Rows may be more than a batch has.
+_ROWS = (0,), ()
+
+
+def _launches(alike: _Alike, parts: Sequence[Repeatable | None], q: Tensor, out: Tensor) -> _Launches | None:
+    """What repeats the launches of a call on q and out, or None."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or not known or (q.data_ptr() | out.data_ptr()) % CHUNK_BYTES:
+        return None
+    try:
+        return _Launches(alike, known, q, out)
+    except TypeError:
+        return None
+
+
+class _Writes:
+    """The launch that writes as many tokens of a layer, which others alike repeat."""
+
+    __slots__ = ("_addresses", "_check", "_prepared", "_resized", "_rows")
+
+    def __init__(self, call: Append, prepared: Any, addresses: list[int], resized: Any) -> None:
+        """What ``APPEND.repeatable`` says of a call. Raises TypeError where tensors cannot be recognized."""
+        self._prepared, self._addresses, self._resized = prepared, addresses, resized
+        self._rows = call.slots.shape[0]
+        self._check = check_of((call.k, call.v, call.slots), (_ROWS, _ROWS, NONE_FREE))
+
+    def __call__(self, k: Tensor, v: Tensor, slots: Tensor, places: Places) -> bool:
+        """Launch with these tensors, and what a layer has in ``places``; False, and no launch, if a tensor or the state
+        of torch is not as it was."""
+        rows = self._rows
+        if not self._check(k, v, slots) or k.shape[0] < rows or v.shape[0] < rows or _watched():
+            return False
+        keys, values, to = k.data_ptr(), v.data_ptr(), slots.data_ptr()
+        if (keys | values | to) % CHUNK_BYTES:
+            return False
+        addresses = self._addresses.copy()
+        addresses[_NEW_K], addresses[_NEW_V], addresses[_SLOTS] = keys, values, to
+        for place, address in places:
+            addresses[place] = address
+        self._prepared(addresses, self._resized)
+        return True
+
+
+_NEW_K, _NEW_V, _SLOTS = map(FIELDS.tensors.index, ("k", "v", "slots"))
+
+
+def _writes(call: Append) -> _Writes | bool:
+    """What repeats a call that was made just now; True if another one may be repeated, False if none can."""
+    ready = APPEND.repeatable(call)
+    if ready is None:
+        return False
+    if (call.k.data_ptr() | call.v.data_ptr() | call.slots.data_ptr()) % CHUNK_BYTES:
+        return True
+    try:
+        return _Writes(call, *ready)
+    except TypeError:
+        return False
+
+
+def _watched() -> bool:
+    """Whether something wants to see whole calls, or records them."""
+    return (
+        debugging.active() or is_compiling() or transforms_active() or torch.cuda.is_current_stream_capturing()
+    )  # fmt: skip
+
+
+def _of_requests(scale: Tensor | None, batch: PagedBatch) -> Tensor | None:
+    """A scale with a row for each request, as a view, or one for all."""
+    return scale if scale is None or scale.dim() == 0 else scale.expand(batch.seqused_k.shape[0], -1)
+
+
+def _noted(key: list[Any], tensors: Mapping[int, Tensor | None]) -> Places:
+    """Add to a key what launches depend on of tensors, by their places; returns their addresses."""
+    places = tuple((place, note(key, tensor)) for place, tensor in tensors.items() if tensor is not None)
+    key += (len({address for _, address in places[:2]}), *(place for place, _ in places))
+    return places
+
+
+def _of_key(key: list[Any], kept: Any) -> _Alike:
+    """The layers of a key. ``kept``: what it refers to by identity."""
+    whole = (registry.generation, *key)
+    try:
+        alike = _ALIKE[whole] or _Alike(kept)
+    except TypeError:  # an argument that cannot be hashed
+        return _Alike(kept)
+    _ALIKE.put(whole, alike)
+    return alike
