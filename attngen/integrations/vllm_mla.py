@@ -28,19 +28,23 @@ from attngen.integrations import engines
 from attngen.integrations.engines import Layer
 from attngen.integrations.vllm import MLA_NAME, NAME
 from attngen.integrations.vllm_backend import configured_mask
-from attngen.runtime.calls.entry import attention_paged, attention_varlen
+from attngen.runtime.calls.entry import attention_varlen
+from attngen.runtime.calls.layers import PagedBatch, PagedLayer
 
 _CAUSAL, _FULL = Layer().causal().variant, Layer().bidirectional().variant
 
 #: Columns of a latent row that kernels exist for, with and without rotary ones; the first 512 are its value.
 _LATENT = (576, 512)
 
+#: vLLM's name of caches of 656 bytes a token: latents in e4m3 with four scales, and rotary columns in bf16.
+_PACKED = "fp8_ds_mla"
+
 
 class AttngenMLABackend(MLACommonBackend):
     """What vLLM asks before it builds a model."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", _PACKED]
 
     @staticmethod
     def get_name() -> str:
@@ -72,6 +76,19 @@ class AttngenMLABackend(MLACommonBackend):
         return capability is None or engines.card_reason(capability.major, capability.minor) is None
 
 
+    @classmethod
+    def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
+        """vLLM's reasons against a configuration, and those of caches in 8 bits."""
+        reasons: list[str] = super().validate_configuration(*args, **options)
+        given = {**dict(zip(("head_size", "dtype", "kv_cache_dtype"), args, strict=False)), **options}
+        if given.get("kv_cache_dtype") == _PACKED:
+            if given["head_size"] != _LATENT[0]:
+                reasons.append(f"a cache in {_PACKED} with head size {given['head_size']}; it has {_LATENT[0]} columns")
+            if given["dtype"] != torch.bfloat16:
+                reasons.append(f"a cache in {_PACKED} beside queries of {given['dtype']}; kernels take torch.bfloat16")
+        return reasons
+
+
 @dataclass
 class AttngenMLADecode(MLACommonDecodeMetadata):
     """Requests with few queries of one step. Tensors are vLLM's own, on the device."""
@@ -79,6 +96,16 @@ class AttngenMLADecode(MLACommonDecodeMetadata):
     query_start_loc: Tensor  # (requests + 1,) int32
     max_query_len: int
     longest: int  # keys that any request may have; 0 where a graph is captured, which serves all lengths
+    shared: PagedBatch | None = None  # the same as layers take it, made by the first one
+
+    def batch(self, tokens: int, block_size: int) -> PagedBatch:
+        """The requests, with a block table without columns that no request reaches."""
+        if self.shared is None:
+            table = self.block_table
+            if self.longest:
+                table = table[:, : max(-(-self.longest // block_size), 1)]
+            self.shared = PagedBatch(table, self.seq_lens, self.query_start_loc, self.max_query_len, tokens)
+        return self.shared
 
 
 @dataclass
@@ -136,6 +163,8 @@ class AttngenMLAImpl(MLACommonImpl[AttngenMLAMetadata]):
             attn_type, kv_sharing_target_layer_name, **latent,
         )  # fmt: skip
         self.supports_quant_query_input = False
+        self._packed = kv_cache_dtype == _PACKED
+        self._layer: tuple[Tensor, PagedLayer] | None = None
         self._split_size = engines.INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else None
         given = {"ALiBi": alibi_slopes, "sliding windows": sliding_window, "soft-capping": logits_soft_cap}
         reasons = [name for name, value in given.items() if value]
@@ -156,17 +185,16 @@ class AttngenMLAImpl(MLACommonImpl[AttngenMLAMetadata]):
         step = attn_metadata.decode
         assert step is not None, "forward_mqa is for steps with requests of few queries"
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        keys = kv_c_and_k_pe_cache.unsqueeze(-2)  # one KV head
-        table = step.block_table
-        if step.longest:
-            table = table[:, : max(-(-step.longest // keys.shape[1]), 1)]
-        with_lse = bool(self.need_to_return_lse_for_decode)
-        result = attention_paged(
-            queries, keys, keys[..., : self.kv_lora_rank], table, step.seq_lens, cu_seqlens_q=step.query_start_loc,
-            max_seqlen_q=step.max_query_len, variant=_CAUSAL, softmax_scale=self.scale, split_size=self._split_size,
-            return_lse=with_lse,
-        )  # fmt: skip
-        return (result[0], result[1].transpose(0, 1)) if with_lse else (result, None)
+        if self._layer is None or self._layer[0] is not kv_c_and_k_pe_cache:
+            keys = kv_c_and_k_pe_cache.unsqueeze(-2)  # one KV head
+            values = keys if self._packed else keys[..., : self.kv_lora_rank]
+            self._layer = kv_c_and_k_pe_cache, PagedLayer(
+                keys, values, variant=_CAUSAL, softmax_scale=self.scale, split_size=self._split_size
+            )
+        out = queries.new_empty(*queries.shape[:2], self.kv_lora_rank)
+        batch = step.batch(queries.shape[0], kv_c_and_k_pe_cache.shape[1])
+        lse = self._layer[1](queries, out, batch, return_lse=bool(self.need_to_return_lse_for_decode))
+        return out, None if lse is None else lse.transpose(0, 1)
 
 
 class AttngenMLAPrefill(MLAPrefillBackend):

@@ -16,8 +16,7 @@ from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, prepare_each
 from tests.gpu.family import compiled_kernels, known
 from tests.gpu.test_decode import close, on_gpu, own_of
-from tests.integrations import vllm_mla_cases, vllm_stub
-from tests.integrations.stubs import imported_with
+from tests.integrations import vllm_mla_cases
 from tests.runtime.pages import cache as pages_of
 from tests.runtime.pages import starts_of
 
@@ -200,13 +199,4 @@ def test_latents_are_appended() -> None:
 
 @pytest.mark.parametrize("queries", [(1, 1, 1), (1, 5, 3)])
 def test_vllms_backend(queries: tuple[int, ...]) -> None:
-    made = vllm_mla_cases.decode(queries, (400, 333, 7)).on_gpu()
-    with imported_with(vllm_stub, "attngen.integrations.vllm_backend", "attngen.integrations.vllm_mla") as mla:
-        impl = mla.AttngenMLAImpl(
-            vllm_mla_cases.HEADS, 576, vllm_mla_cases.SCALE, 1, None, None, "auto", None, "decoder", None,
-            kv_lora_rank=VALUES,
-        )  # fmt: skip
-        impl.need_to_return_lse_for_decode = True
-        builder = mla.AttngenMLAMetadataBuilder(None, ["layer"], vllm_stub.Config(), made.q.device)
-        metadata = builder.build(0, made.common(vllm_stub.CommonAttentionMetadata))
-        made.check(impl, metadata, in_two_parts=True, lse=True, tolerance=2e-2)
+    vllm_mla_cases.check_on_gpu(vllm_mla_cases.decode(queries, (400, 333, 7)), "auto")

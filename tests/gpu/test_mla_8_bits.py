@@ -17,6 +17,7 @@ from attngen.tools.build.pipeline import Prepared, prepare_each
 from tests.gpu.family import compiled_kernels, known
 from tests.gpu.test_decode import on_gpu
 from tests.gpu.test_indexed import lists
+from tests.integrations import vllm_mla_cases
 from tests.runtime.latent_caches import FORMS, ROTARY, empty_cache, latent_cache
 
 PACKAGE = "mla_8_bits_tests"
@@ -305,3 +306,8 @@ def test_bits_repeat_and_graphs() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(call(), captured, strict=True))
+
+
+@pytest.mark.parametrize("queries", [(1, 1, 1), (1, 5, 3)])
+def test_vllms_backend(queries: tuple[int, ...]) -> None:
+    vllm_mla_cases.check_on_gpu(vllm_mla_cases.decode(queries, (400, 333, 7)).packed(), "fp8_ds_mla")

@@ -42,6 +42,22 @@ def test_few_queries(mla: Any, queries: tuple[int, ...], in_two_parts: bool, gra
     made.check(impl(mla), build(common), in_two_parts=in_two_parts)
 
 
+@pytest.mark.parametrize("queries", [(1, 1, 1), (1, 5, 3)])
+def test_a_cache_in_8_bits(mla: Any, queries: tuple[int, ...]) -> None:
+    made = cases.decode(queries, (40, 33, 7)).packed()
+    metadata = builder(mla).build(0, made.common(vllm_stub.CommonAttentionMetadata))
+    made.check(impl(mla, kv_cache_dtype="fp8_ds_mla"), metadata, tolerance=0.02)
+
+
+def test_where_a_cache_in_8_bits_is_not_served(mla: Any) -> None:
+    validate = mla.AttngenMLABackend.validate_configuration
+    given = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8_ds_mla"}
+    said = [" ".join(validate(**{**given, **other})) for other in ({}, {"head_size": 512}, {"dtype": torch.float16})]
+    for words, one in zip(("", "with head size 512", "beside queries of torch.float16"), said, strict=True):
+        assert words in one
+        assert ("fp8_ds_mla" in one) == bool(words)
+
+
 def test_the_log_sum_exp_for_ranks(mla: Any) -> None:
     made = cases.decode((1, 1), (20, 50))
     one = impl(mla)

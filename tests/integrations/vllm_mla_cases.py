@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.integrations import vllm_stub
+from tests.integrations.stubs import imported_with
+
 HEADS, COLUMNS, RANK, BLOCK = 3, 576, 512, 16
 SCALE = 192**-0.5
 
@@ -32,6 +35,7 @@ class Decode:
     q: Tensor
     cache: Tensor
     table: Tensor
+    bytes_of_rows: Tensor | None = None  # of a cache in 8 bits, in whose place ``cache`` has its numbers
 
     def common(self, make: Any) -> Any:
         """vLLM's metadata of the batch."""
@@ -46,17 +50,32 @@ class Decode:
             seq_lens_cpu_upper_bound=lengths,
         )  # fmt: skip
 
+    def packed(self) -> Decode:
+        """The batch in bf16, over a cache of 656 bytes a token; ``cache`` keeps what that holds."""
+        rows = self.cache.bfloat16()
+        free = rows.isnan().any(-1)
+        groups = rows[..., :RANK].float().nan_to_num().unflatten(-1, (4, 128))
+        scales = (groups.abs().amax(-1) / 448).clamp(min=1e-12)
+        latents = (groups / scales[..., None]).to(torch.float8_e4m3fn)
+        stored = (latents.flatten(-2), scales.float(), rows[..., RANK:].nan_to_num().contiguous())
+        packed = torch.cat([part.view(torch.uint8) for part in stored], dim=-1)
+        packed[free] = 0x7F  # NaN of e4m3 and huge scales, which nothing may read
+        held = torch.cat([(latents.float() * scales[..., None]).flatten(-2), rows[..., RANK:].float()], dim=-1)
+        return replace(self, q=self.q.bfloat16(), cache=held, bytes_of_rows=packed)
+
     def on_gpu(self) -> Decode:
         """The batch in bf16 on the GPU."""
-        q, cache = (tensor.bfloat16().cuda() for tensor in (self.q, self.cache))
-        return replace(self, q=q, cache=cache, table=self.table.cuda())
+        packed = None if self.bytes_of_rows is None else self.bytes_of_rows.cuda()
+        cache = self.cache.cuda() if packed is not None else self.cache.bfloat16().cuda()
+        return replace(self, q=self.q.bfloat16().cuda(), cache=cache, table=self.table.cuda(), bytes_of_rows=packed)
 
     def check(
         self, impl: Any, metadata: Any, *, in_two_parts: bool = False, lse: bool = False, tolerance: float = 1e-5
     ) -> None:
         """Assert that a layer gives what the batch means."""
         q = self.q.split([RANK, COLUMNS - RANK], dim=-1) if in_two_parts else self.q
-        out, sums = impl.forward_mqa(q, self.cache, metadata, None)
+        cache = self.cache if self.bytes_of_rows is None else self.bytes_of_rows
+        out, sums = impl.forward_mqa(q, cache, metadata, None)
         assert (sums is not None) == lse
         first = 0
         for b, (count, length) in enumerate(zip(self.queries, self.lengths, strict=True)):
@@ -82,6 +101,22 @@ def decode(queries: tuple[int, ...], lengths: tuple[int, ...]) -> Decode:
         rows[:length] = torch.randn(length, COLUMNS)
         cache[own] = rows.view(count, BLOCK, COLUMNS)
     return Decode(queries, lengths, torch.randn(sum(queries), HEADS, COLUMNS), cache, table)
+
+
+def check_on_gpu(made: Decode, kv_cache_dtype: str) -> None:
+    """Assert that layers with a stub in vLLM's place give what the batch means, on the GPU: the second repeats the
+    launches of the first, and one returns log-sum-exps."""
+    made = made.on_gpu()
+    with imported_with(vllm_stub, "attngen.integrations.vllm_backend", "attngen.integrations.vllm_mla") as mla:
+        builder = mla.AttngenMLAMetadataBuilder(None, ["layer"], vllm_stub.Config(), made.q.device)
+        metadata = builder.build(0, made.common(vllm_stub.CommonAttentionMetadata))
+        for lse in (False, False, True):
+            impl = mla.AttngenMLAImpl(
+                HEADS, COLUMNS, SCALE, 1, None, None, kv_cache_dtype, None, "decoder", None, kv_lora_rank=RANK
+            )
+            impl.need_to_return_lse_for_decode = lse
+            made.check(impl, metadata, in_two_parts=True, lse=lse, tolerance=2e-2)
+        assert [one is not None for one in metadata.decode.shared.repeats.values()] == [True]
 
 
 def check_prompts(prefill: Any) -> None:

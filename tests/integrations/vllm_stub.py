@@ -112,7 +112,9 @@ class QueryLenSupport(Enum):
 
 
 class MLACommonBackend(AttentionBackend):
-    pass
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size in cls.get_supported_head_sizes()  # type: ignore[attr-defined]
 
 
 @dataclass
