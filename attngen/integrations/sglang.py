@@ -1,7 +1,7 @@
 """The plugin of SGLang: ``--attention-backend attngen``.
 
 SGLang calls ``register`` through the entry point of ``sglang.srt.plugins`` in each of its processes. What derives from
-SGLang's classes is in ``sglang_backend``, imported when the backend is made.
+SGLang's classes is in ``sglang_backend``, and for latent attention in ``sglang_mla``, imported when a backend is made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RELEASES = ("0.5.23",)
 #: Name of the backend on SGLang's command line.
 NAME = "attngen"
 
-_BACKEND = "attngen.integrations.sglang_backend"
+_BACKEND, _MLA = "attngen.integrations.sglang_backend", "attngen.integrations.sglang_mla"
 
 
 def register() -> None:
@@ -32,7 +32,11 @@ def register() -> None:
         choices.add_radix_supported_deterministic_attention_backend_choices,
     ):
         add([NAME])
+    choices.add_chunked_prefix_cache_attention_backend(NAME)
 
 
 def _make(runner: Any) -> Any:
+    """The backend of a model runner."""
+    if runner.model_config.attention_arch.name == "MLA":
+        return import_module(_MLA).AttngenMLABackend(runner)
     return import_module(_BACKEND).AttngenAttnBackend(runner)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
@@ -64,7 +63,7 @@ class AttngenAttnBackend(AttentionBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        reason = _refusal(model_runner)
+        reason = self._refusal(model_runner)
         if reason is not None:
             raise ValueError(f"--attention-backend {NAME} does not serve {reason}")
         self.device = model_runner.device
@@ -85,6 +84,36 @@ class AttngenAttnBackend(AttentionBackend):
         self._graphs: dict[tuple[int, int], AttngenMetadata] = {}
         self._layers: dict[tuple[int, int | None], _Layer] = {}
 
+    def _decodes(self, forward_batch: Any) -> int | None:
+        """Requests with one query at one end of a batch with prompts, as ``num_decodes`` counts them: SGLang puts those
+        that decode behind the prompts. None where all are alike, or where the host does not know."""
+        mode, extents = forward_batch.forward_mode, forward_batch.extend_seq_lens_cpu
+        if mode.is_decode_or_idle() or mode.is_target_verify() or not extents or max(extents) < 2:
+            return None
+        ahead, behind = (
+            next(place for place, count in enumerate(order) if count > 1) for order in (extents, reversed(extents))
+        )
+        return (-behind if behind >= ahead else ahead) or None
+
+    def _refusal(self, runner: Any) -> str | None:
+        """First feature of a runner that is not supported, or None."""
+        model, spec = runner.model_config, get_spec()
+        if runner.is_draft_worker:
+            return "draft models; --speculative-draft-attention-backend takes another backend"
+        if (spec.speculative_eagle_topk or 0) > 1:
+            return "trees of drafts (--speculative-eagle-topk above 1)"
+        if runner.kv_index_translator.is_translating:
+            return "--enable-unified-memory, whose slots are translated at each read"
+        if getattr(model, "is_local_attention_model", False):
+            return "chunked local attention"
+        if model.is_encoder_decoder and runner.page_size != 1:
+            return "cross attention with pages of more than one token"
+        return self._form_reason(runner)
+
+    def _form_reason(self, runner: Any) -> str | None:
+        """What is not supported of a model's heads and of its cache, or None."""
+        return engines.head_dim_reason(runner.model_config.head_dim)
+
     # Metadata
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -99,7 +128,7 @@ class AttngenAttnBackend(AttentionBackend):
             encoder = Tables(self._gathered(indices, None, width), offset.to(torch.int32))
         tokens = self._gathered(indices, offset, most * self.page_size)
         self.forward_metadata = AttngenMetadata(
-            starts, longest_query, Tables(self._as_pages(tokens), lengths), longest, _decodes(forward_batch),
+            starts, longest_query, Tables(self._as_pages(tokens), lengths), longest, self._decodes(forward_batch),
             encoder=encoder,
         )  # fmt: skip
         self._set_window(self.forward_metadata, tokens, forward_batch)
@@ -248,7 +277,7 @@ class AttngenAttnBackend(AttentionBackend):
         assert metadata is not None, "init_forward_metadata comes first"
         if k is not None and save:
             place = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=metadata.window_slots)
-            self.token_to_kv_pool.set_kv_buffer(layer, place, k, v, layer.k_scale, layer.v_scale)
+            self._write(layer, place, k, v)
         own = self._layer(layer, sinks)
         tables, choice = self._choice(own, layer, metadata)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -262,17 +291,21 @@ class AttngenAttnBackend(AttentionBackend):
         lse = self._paged(own, layer, choice)(queries, out, batch, return_lse=return_lse)
         return out.view(tokens, -1) if lse is None else (out, lse.transpose(0, 1).contiguous())
 
+    def _write(self, layer: Any, place: KVWriteLoc, k: Tensor, v: Tensor) -> None:
+        """Write new keys and values to the pool."""
+        self.token_to_kv_pool.set_kv_buffer(layer, place, k, v, layer.k_scale, layer.v_scale)
+
     def _paged(self, own: _Layer, layer: Any, choice: Choice) -> PagedLayer:
         """The calls of a layer with a variant."""
         key, value = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        if own.paged is None or own.choice is not choice or own.cache is not key:
+        if own.paged is None or own.choice is not choice or own.cache != key.data_ptr():
             keys = paged_kv_view(key, self.page_size, layer.tp_k_head_num, layer.head_dim)
             values = paged_kv_view(value, self.page_size, layer.tp_v_head_num, layer.v_head_dim)
             scales = {}
             if keys.dtype in _EIGHT_BITS:
                 given = {"k_descale": layer.k_scale, "v_descale": layer.v_scale}
                 scales = {name: _scale(scale, key.device) for name, scale in given.items()}
-            own.cache, own.choice = key, choice
+            own.cache, own.choice = key.data_ptr(), choice
             own.paged = PagedLayer(
                 keys, values, variant=choice.variant, softmax_scale=layer.scaling, split_size=self._split_size,
                 arguments=choice.arguments, **scales,
@@ -326,7 +359,7 @@ class _Layer:
         self.layer = layer
         self.causal, self.both_ways = layer.causal(), layer.bidirectional()
         self.choice: Choice | None = None
-        self.cache: Tensor | None = None
+        self.cache = 0  # its address
         self.paged: PagedLayer | None = None
         self._masked: Choice | None = None
 
@@ -343,33 +376,3 @@ def _scale(scale: Any, device: torch.device) -> Tensor:
         return torch.ones((), dtype=torch.float32, device=device)
     tensor = torch.as_tensor(scale, dtype=torch.float32, device=device)
     return tensor.reshape(() if tensor.numel() == 1 else -1)
-
-
-def _decodes(forward_batch: Any) -> int | None:
-    """Requests with one query at one end of a batch with prompts, as ``num_decodes`` counts them: SGLang puts those
-    that decode behind the prompts. None where all are alike, or where the host does not know."""
-    mode, extents = forward_batch.forward_mode, forward_batch.extend_seq_lens_cpu
-    if mode.is_decode_or_idle() or mode.is_target_verify() or not extents or max(extents) < 2:
-        return None
-    ahead, behind = (
-        next(place for place, count in enumerate(order) if count > 1) for order in (extents, reversed(extents))
-    )
-    return (-behind if behind >= ahead else ahead) or None
-
-
-def _refusal(runner: Any) -> str | None:
-    """First feature of a runner that is not supported, or None."""
-    model, spec = runner.model_config, get_spec()
-    if model.attention_arch == AttentionArch.MLA:
-        return "MLA: it does not know the pools of latent rows"
-    if runner.is_draft_worker:
-        return "draft models; --speculative-draft-attention-backend takes another backend"
-    if (spec.speculative_eagle_topk or 0) > 1:
-        return "trees of drafts (--speculative-eagle-topk above 1)"
-    if runner.kv_index_translator.is_translating:
-        return "--enable-unified-memory, whose slots are translated at each read"
-    if getattr(model, "is_local_attention_model", False):
-        return "chunked local attention"
-    if model.is_encoder_decoder and runner.page_size != 1:
-        return "cross attention with pages of more than one token"
-    return engines.head_dim_reason(model.head_dim)

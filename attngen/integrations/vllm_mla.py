@@ -75,7 +75,6 @@ class AttngenMLABackend(MLACommonBackend):
     def supports_compute_capability(cls, capability: Any) -> bool:
         return capability is None or engines.card_reason(capability.major, capability.minor) is None
 
-
     @classmethod
     def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
         """vLLM's reasons against a configuration, and those of caches in 8 bits."""
@@ -188,8 +187,9 @@ class AttngenMLAImpl(MLACommonImpl[AttngenMLAMetadata]):
         if self._layer is None or self._layer[0] is not kv_c_and_k_pe_cache:
             keys = kv_c_and_k_pe_cache.unsqueeze(-2)  # one KV head
             values = keys if self._packed else keys[..., : self.kv_lora_rank]
-            self._layer = kv_c_and_k_pe_cache, PagedLayer(
-                keys, values, variant=_CAUSAL, softmax_scale=self.scale, split_size=self._split_size
+            self._layer = (
+                kv_c_and_k_pe_cache,
+                PagedLayer(keys, values, variant=_CAUSAL, softmax_scale=self.scale, split_size=self._split_size),
             )
         out = queries.new_empty(*queries.shape[:2], self.kv_lora_rank)
         batch = step.batch(queries.shape[0], kv_c_and_k_pe_cache.shape[1])

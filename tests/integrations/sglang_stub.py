@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -96,6 +96,27 @@ class SWAKVPool(Pool):
         return location.swa_loc
 
 
+class MLAPool:
+    """One layer's latent rows by slot."""
+
+    def __init__(self, slots: int, dtype: torch.dtype, columns: int, rank: int) -> None:
+        self.rows, self.rank = torch.zeros(slots, 1, columns).to(dtype), rank
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        return self.rows, self.rows[..., : self.rank]
+
+    def set_kv_buffer(self, layer: Any, location: KVWriteLoc, k: Tensor, v: Tensor) -> None:
+        self.rows[location.loc] = k
+
+
+class AttentionBackendRegistry:
+    handlers: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def register(cls, name: str, handler: Any) -> None:
+        cls.handlers[name] = handler
+
+
 def layer(heads: int, dim: int, scaling: float, kv_heads: int, **more: Any) -> Any:
     """A layer with the fields of SGLang's."""
     return SimpleNamespace(
@@ -111,6 +132,7 @@ def paged_kv_view(buffer: Tensor, page_size: int, kv_heads: int, dim: int) -> Te
 def modules() -> dict[str, ModuleType]:
     """The modules of the stub by name."""
     listed: list[str] = []
+    chunked: list[str] = []
     backends: dict[str, Any] = {}
     contents: dict[str, dict[str, Any]] = {
         "sglang": {}, "sglang.srt": {}, "sglang.srt.configs": {},
@@ -126,11 +148,19 @@ def modules() -> dict[str, ModuleType]:
         "sglang.srt.mem_cache.kv_loc_plan": {"IdSpaceKind": IdSpaceKind},
         "sglang.srt.mem_cache.layout.paged_view": {"paged_kv_view": paged_kv_view},
         "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
+        "sglang.srt.models": {},
+        "sglang.srt.models.deepseek_common": {},
+        "sglang.srt.models.deepseek_common.attention_backend_handler": {
+            "AttentionBackendRegistry": AttentionBackendRegistry,
+            "_dispatch_mla_subtype": lambda attn, batch: "absorbed",
+            "_handle_attention_backend": lambda attn, batch, name: f"as {name}",
+        },
         "sglang.srt.mem_cache.swa_memory_pool": {"SWAKVPool": SWAKVPool},
         "sglang.srt.runtime_context": {"get_exec": None, "get_spec": None},
         "sglang.srt.arg_groups": {},
         "sglang.srt.arg_groups.choices": {
-            "listed": listed, "add_attention_backend_choices": listed.extend,
+            "listed": listed, "chunked": chunked, "add_attention_backend_choices": listed.extend,
+            "add_chunked_prefix_cache_attention_backend": chunked.append,
             "add_deterministic_attention_backend_choices": [].extend,
             "add_radix_supported_deterministic_attention_backend_choices": [].extend,
         },

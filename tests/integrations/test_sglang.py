@@ -54,7 +54,7 @@ def test_results(cases: Any, name: str) -> None:
 )  # fmt: skip
 def test_requests_that_decode_beside_prompts(cases: Any, mode: str, extents: Any, decodes: int | None) -> None:
     batch = SimpleNamespace(forward_mode=sglang_stub.ForwardMode[mode], extend_seq_lens_cpu=extents)
-    assert cases.sglang_backend._decodes(batch) == decodes
+    assert cases.sglang_backend.AttngenAttnBackend._decodes(None, batch) == decodes
 
 
 def test_a_mask_of_ones_own(cases: Any) -> None:
@@ -66,10 +66,6 @@ def test_a_mask_of_ones_own(cases: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            lambda runner: setattr(runner.model_config, "attention_arch", sglang_stub.AttentionArch.MLA),
-            "MLA: it does not know",
-        ),
         (lambda runner: setattr(runner, "is_draft_worker", True), "draft models"),
         (lambda runner: setattr(runner.kv_index_translator, "is_translating", True), "--enable-unified-memory"),
         (lambda runner: setattr(runner.model_config, "is_local_attention_model", True), "chunked local attention"),
