@@ -7,6 +7,7 @@ by SGLang alone.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 from torch import Tensor
 
-from attngen.integrations import sglang_backend
+from attngen.integrations import engines
 from attngen.integrations.engines import Layer
 from attngen.integrations.sglang import NAME
 from attngen.integrations.sglang_backend import AttngenAttnBackend
@@ -32,7 +33,10 @@ class AttngenMLABackend(AttngenAttnBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self._columns = _columns(model_runner.model_config)
-        handler.AttentionBackendRegistry.register(NAME, _form_of)
+        form = partial(handler._handle_attention_backend, backend_name=NAME)
+        if self._split_size is not None:  # results must not depend on the batch
+            form = handler._dispatch_mla_subtype
+        handler.AttentionBackendRegistry.register(NAME, form)
 
     def _form_reason(self, runner: Any) -> str | None:
         columns, rank = _columns(runner.model_config), runner.model_config.kv_lora_rank
@@ -40,7 +44,7 @@ class AttngenMLABackend(AttngenAttnBackend):
             return f"latent rows of {columns} columns, {rank} of which are values; kernels have {_RANK} of 576 or 512"
         if runner.kv_cache_dtype not in (torch.bfloat16, torch.float16):
             return f"latent rows of {runner.kv_cache_dtype}; kernels read SGLang's in 16 bits"
-        return None if sglang_backend.engines.configured() is None else "a user's mask with latent attention"
+        return None if engines.configured() is None else "a user's mask with latent attention"
 
     def _decodes(self, forward_batch: Any) -> int | None:
         """None: one kernel serves requests with any number of queries."""
@@ -81,11 +85,3 @@ class AttngenMLABackend(AttngenAttnBackend):
 def _columns(model: Any) -> int:
     """Columns of a model's latent rows."""
     return int(model.kv_lora_rank + model.qk_rope_head_dim)
-
-
-def _form_of(attn: Any, forward_batch: Any) -> Any:
-    """The form that a layer takes in a step: the absorbed one for all steps where results must not depend on the batch,
-    else SGLang's choice for backends that read chunks of prefixes."""
-    if sglang_backend.get_exec().deterministic.enable_deterministic_inference:
-        return handler._dispatch_mla_subtype(attn, forward_batch)
-    return handler._handle_attention_backend(attn, forward_batch, NAME)

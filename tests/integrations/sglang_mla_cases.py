@@ -3,6 +3,7 @@ release."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.integrations import sglang_backend, sglang_mla
 from tests.integrations.vllm_mla_cases import COLUMNS, HEADS, RANK, SCALE, attend
+
+#: Those that are imported beside the stub, or SGLang; as attributes of their package, others may be found.
+sglang_backend, sglang_mla = (
+    import_module(f"attngen.integrations.{name}") for name in ("sglang_backend", "sglang_mla")
+)  # fmt: skip
 
 #: Queries and lengths of the requests of a step, by the name of its mode; drafts are of two tokens.
 STEPS = {

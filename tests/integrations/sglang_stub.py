@@ -153,7 +153,7 @@ def modules() -> dict[str, ModuleType]:
         "sglang.srt.models.deepseek_common.attention_backend_handler": {
             "AttentionBackendRegistry": AttentionBackendRegistry,
             "_dispatch_mla_subtype": lambda attn, batch: "absorbed",
-            "_handle_attention_backend": lambda attn, batch, name: f"as {name}",
+            "_handle_attention_backend": lambda attn, batch, backend_name: f"as {backend_name}",
         },
         "sglang.srt.mem_cache.swa_memory_pool": {"SWAKVPool": SWAKVPool},
         "sglang.srt.runtime_context": {"get_exec": None, "get_spec": None},

@@ -95,7 +95,7 @@ class Driver(HostDriver):
     def stream(self, device: int) -> int:
         return 0
 
-    def launch(self, kernels: Sequence[Launch], device: int, stream: int | None = None) -> None:
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
         for symbol, grid, threads, *_, parameters in kernels:
             library(symbol).run_blocks(grid, threads, ctypes.c_void_p(parameters))
 

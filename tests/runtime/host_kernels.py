@@ -7,7 +7,7 @@ import ctypes
 import shutil
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -195,7 +195,10 @@ class HostDriver:
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
         return symbol
 
-    def launch(self, kernels: Sequence[Launch], device: int, stream: int | None = None) -> None:
+    def bound(self, kernels: Sequence[Any], device: int, stream: int) -> Callable[[], None]:
+        return lambda: self.launch(kernels, device)
+
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
         for symbol, grid, threads, *_, parameters in kernels:
             self.launches.append((symbol, grid))
             library(symbol).run_blocks(grid, threads, ctypes.c_void_p(parameters))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -300,7 +300,10 @@ class FakeDriver:
         assert list(sizes) == [size_of(row) for row in rows]
         return symbol, manifest, rows
 
-    def launch(self, kernels: Sequence[KernelLaunch], device: int, stream: int | None = None) -> None:
+    def bound(self, kernels: Sequence[Any], device: int, stream: int) -> Callable[[], None]:
+        return lambda: self.launch(kernels, device)
+
+    def launch(self, kernels: Sequence[KernelLaunch], device: int) -> None:
         for kernel in kernels:
             self.launch_one(kernel, device)
 

@@ -40,9 +40,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls that were looked at whole."""
     calls: list[Any] = []
 
-    def run(given: Any) -> Any:
+    def run(given: Any, repeats: Any = None) -> Any:
         calls.append(given)
-        return entry.run_or_trace(given)
+        return entry.run_or_trace(given, repeats)
 
     monkeypatch.setattr(layers, "run_or_trace", run)
     return calls
@@ -150,6 +150,22 @@ def test_what_is_not_like_the_first_layer_is_called(
     assert len(called) == 8
     agree(other, q, out, batch)
     assert len(called) == 8
+
+
+def test_parts_of_which_one_cannot_be_repeated_are_called(
+    gpu: FakeDriver, called: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.add(package_of_kernels([kernel(variant(), layout="paged")], "memory"))
+    ours = [PagedLayer(*of_layer(n), variant="causal", softmax_scale=0.2) for n in range(2)]
+    run = entry.run
+    monkeypatch.setattr(
+        entry, "run", lambda given, repeats=None: run(given, repeats if given.max_seqlen_q == 1 else None)
+    )
+    batch, q, out = step([1, 1, 0, 12, 3], 3, 0)
+    for layer in ours:
+        agree(layer, q, out, batch)
+    assert len(called) == 4
+    assert list(batch.repeats.values()) == [None]
 
 
 def test_on_the_cpu(called: list[Any]) -> None:

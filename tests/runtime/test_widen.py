@@ -53,7 +53,7 @@ class FakeDriver(HostDriver):
     def multiprocessors(self, device: int) -> int:
         return 132
 
-    def launch(self, kernels: Any, device: int, stream: int | None = None) -> None:
+    def launch(self, kernels: Any, device: int) -> None:
         self.launches += [(symbol, grid) for symbol, grid, *_ in kernels]
 
 

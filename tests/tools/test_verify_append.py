@@ -34,14 +34,14 @@ def test_kernels_are_the_same_as_plain_torch_in_all_cases(dtype: str) -> None:
 class Idle(HostDriver):
     """Launches nothing."""
 
-    def launch(self, kernels: Sequence[Launch], device: int, stream: int | None = None) -> None:
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
         pass
 
 
 class Short(HostDriver):
     """Launches every kernel with one block less."""
 
-    def launch(self, kernels: Sequence[Launch], device: int, stream: int | None = None) -> None:
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
         super().launch([(function, grid - 1, *rest) for function, grid, *rest in kernels], device)  # type: ignore[misc]
 
 

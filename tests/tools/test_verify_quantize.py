@@ -36,14 +36,14 @@ def test_kernels_are_the_same_as_plain_torch_in_all_cases(number: int) -> None:
 class Idle(HostDriver):
     """Launches nothing: what results held before stays there."""
 
-    def launch(self, kernels: Sequence[Launch], device: int, stream: int | None = None) -> None:
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
         pass
 
 
 class Once(HostDriver):
     """Leaves out all launches but the last."""
 
-    def launch(self, kernels: Sequence[Launch], device: int, stream: int | None = None) -> None:
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
         super().launch(kernels[-1:], device)
 
 

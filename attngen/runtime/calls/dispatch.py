@@ -45,7 +45,7 @@ from attngen.runtime.launch.expanded import (
     with_copies,
     with_one_head,
 )
-from attngen.runtime.launch.prepared import PREPARED_CALLS, PreparedCall, Repeatable
+from attngen.runtime.launch.prepared import PREPARED_CALLS, PreparedCall, Repeats
 from attngen.runtime.launch.ragged import RaggedCalls
 from attngen.runtime.launch.tile_map import TileMap, kept_map, where_from
 from attngen.runtime.reference.sinks import without_keys
@@ -64,11 +64,12 @@ _PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall | RaggedCalls |
 _SEEN: RecentCache[tuple[SeenTensors, PreparedCall | RaggedCalls] | bool] = RecentCache(PREPARED_CALLS)
 
 
-def run(given: Given) -> Any:
+def run(given: Given, repeats: Repeats | None = None) -> Any:
     """Run a call now, whether it comes from a program or from an operator.
 
     A call like an earlier one is recognized by its tensors (``_SEEN``), else by the key of its kind, else by the key of
-    everything (``_PREPARED``). If it is new, it is checked, and a kernel is selected and prepared for it.
+    everything (``_PREPARED``). If it is new, it is checked, and a kernel is selected and prepared for it. It adds to
+    ``repeats`` what launches it again, if a kernel runs.
     """
     lookup = _seen_key(given)  # None from where on the call is not to be remembered
     if lookup is not None:
@@ -83,7 +84,7 @@ def run(given: Given) -> Any:
                 sizes = sizes_of(given)
                 prepared, sized = prepared.kept[sizes] or prepared.resized(sizes, given) or (None, None)
             if prepared is not None:
-                return prepared(given, addresses, sized)
+                return prepared(given, addresses, sized, repeats)
     q, k, v, arguments, tile_map, backend = given.q, given.k, given.v, given.arguments, given.tile_map, given.backend
     if arguments and DROPOUT_P.name in arguments:
         given = with_random_state(given)
@@ -138,7 +139,7 @@ def run(given: Given) -> Any:
             ready = calls.kept[kind[1]] or calls.resized(kind[1], given)
             if ready is not None:
                 _note_seen(lookup, given, calls)
-                return ready[0](given, addresses, ready[1])
+                return ready[0](given, addresses, ready[1], repeats)
         if calls is not None:
             kind = None  # what is kept for the kind does not serve this call, and nothing new will be kept
         del addresses[len(FORWARD) :]
@@ -176,21 +177,7 @@ def run(given: Given) -> Any:
         return _without_keys(given, addresses)
     if given.form == "dense":  # the keys of packed and paged calls have no lengths
         _note_seen(lookup, given, prepared)
-    return prepared(given, addresses)
-
-
-def repeatable(given: Given) -> Repeatable | None:
-    """What makes a paged or packed call, which was made just now, again with other addresses; None for a call that is
-    of no kind, or that allocates its results."""
-    q, k, v, variant = given.q, given.k, given.v, given.variant
-    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), *NO_FORWARD]
-    name = variant if isinstance(variant, str) else id(variant)
-    kind = kind_of(given, addresses, q.shape, q.stride(), (name, given.return_lse, registry.generation))
-    calls = None if kind is None else _known(_PREPARED, kind[0])
-    if kind is None or not isinstance(calls, RaggedCalls):
-        return None
-    ready = calls.kept[kind[1]] or calls.resized(kind[1], given)
-    return None if ready is None else ready[0].repeatable(given, addresses, ready[1])
+    return prepared(given, addresses, None, repeats)
 
 
 def _seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:

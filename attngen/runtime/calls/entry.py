@@ -15,6 +15,7 @@ from attngen.runtime.arguments.keys import PLAIN
 from attngen.runtime.arguments.torch_state import is_compiling, is_traced, watching
 from attngen.runtime.calls import mixed, quantized
 from attngen.runtime.calls.dispatch import run
+from attngen.runtime.launch.prepared import Repeats
 from attngen.runtime.launch.tile_map import TileMap
 
 #: Looked up once: every call asks. Whether autocast is on is asked for any device.
@@ -235,11 +236,12 @@ def attention_paged(
     return run(given)
 
 
-def run_or_trace(given: Given) -> Any:
+def run_or_trace(given: Given, repeats: Repeats | None = None) -> Any:
+    """Run a call now, which adds to ``repeats`` what repeats it; or make it an operator of a trace."""
     q = given.q
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)
-    return run(given)
+    return run(given, repeats)
 
 
 def define_operators(*variants: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from attngen.dtypes import CHUNK_BYTES
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
-from attngen.runtime.arguments.addresses import FORWARD, OUT
+from attngen.runtime.arguments.addresses import FORWARD
 from attngen.runtime.arguments.given import TENSORS, Given
 from attngen.runtime.arguments.keys import note
 from attngen.runtime.arguments.seen import NONE_FREE, check_of
@@ -26,15 +26,16 @@ from attngen.runtime.arguments.torch_state import is_compiling, transforms_activ
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.calls import mixed
 from attngen.runtime.calls.append import append
-from attngen.runtime.calls.dispatch import repeatable
 from attngen.runtime.calls.entry import run_or_trace
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers.append_arguments import FIELDS, Append
 from attngen.runtime.helpers.append_helper import APPEND
-from attngen.runtime.launch.prepared import Repeatable
+from attngen.runtime.launch.launches import Chain, Moves
+from attngen.runtime.launch.prepared import Repeats
+from attngen.runtime.launch.repeatable import Repeatable
 from attngen.runtime.registry.lookup import registry
 
-_Q, _K, _V, _K_DESCALE, _V_DESCALE = map(TENSORS.index, ("q", "k", "v", "k_descale", "v_descale"))
+_K, _V, _K_DESCALE, _V_DESCALE = map(TENSORS.index, ("k", "v", "k_descale", "v_descale"))
 
 #: Places of addresses in the list of a launch, with what a layer has there.
 Places = Sequence[tuple[int, int]]
@@ -81,7 +82,7 @@ class PagedLayer:
     ``k_descale`` and ``v_descale`` have shape (), or (kv_heads,) with a scale for each KV head.
     """
 
-    __slots__ = ("_alike", "_given", "_places")
+    __slots__ = ("_alike", "_given", "_places", "moves")
 
     def __init__(
         self, k_pages: Tensor, v_pages: Tensor, *, variant: str | Variant, softmax_scale: float,
@@ -99,31 +100,39 @@ class PagedLayer:
             key += (name, type(value), None if isinstance(value, Tensor) else value)
         tensors = {_K: k_pages, _V: v_pages, _K_DESCALE: k_descale, _V_DESCALE: v_descale}
         self._places = _noted(key, tensors | dict(enumerate(own, len(FORWARD))))
+        #: The changes that bring another layer's launches to this one's tensors, by what is launched.
+        self.moves: dict[Chain, Moves] = {}
         self._alike = _of_key(key, None if named else variant)
 
     def __call__(self, q: Tensor, out: Tensor, batch: PagedBatch, *, return_lse: bool = False) -> Tensor | None:
         """Write the attention of a batch to ``out``; returns the log-sum-exp (heads, tokens), if asked for."""
         known = batch.repeats.get(self._alike)
-        if known is not None and not return_lse and known(q, out, self._places):
+        if known is not None and not return_lse and known(q, out, self):
             return None
         given = self._given._replace(
             q=q[: batch.tokens], out=out[: batch.tokens], page_table=batch.page_table, seqused_k=batch.seqused_k,
             cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, return_lse=return_lse,
             k_descale=_of_requests(self._given.k_descale, batch), v_descale=_of_requests(self._given.v_descale, batch),
         )  # fmt: skip
-        parts: list[Repeatable | None] = []
         noted = self._alike in batch.repeats or return_lse or not torch_state.on_gpu(q) or _watched()
+        repeats: Repeats | None = None if noted else []
 
         def run(part: Given) -> Any:
-            result = run_or_trace(part)
-            if not noted:
-                parts.append(repeatable(part))
+            before = 0 if repeats is None else len(repeats)
+            result = run_or_trace(part, repeats)
+            if repeats is not None and len(repeats) == before:  # what ran cannot be repeated
+                repeats.append(None)
             return result
 
         result = run(given) if batch.num_decodes is None else mixed.attend(run, batch.num_decodes, given)
-        if not noted:
-            batch.repeats[self._alike] = _launches(self._alike, parts, given.q, given.out)
+        if repeats is not None:
+            batch.repeats[self._alike] = _launches(self._alike, repeats, given.q, given.out)
         return result[1] if return_lse else None
+
+    def moved(self, chain: Chain) -> Moves:
+        """The entry of ``moves`` for some launches, made now."""
+        moves = self.moves[chain] = chain.moves(dict(self._places))
+        return moves
 
 
 class PagedCache:
@@ -175,9 +184,9 @@ class _Launches:
         self._driver, self._device = drivers.current(), q.get_device()
         self._beside = mixed.Beside(self._device) if parts[0].stream != parts[-1].stream else None
 
-    def __call__(self, q: Tensor, out: Tensor, places: Places) -> bool:
-        """Launch with these tensors, and what a layer has in ``places``; False, and no launch, if a tensor or the state
-        of torch is not as it was."""
+    def __call__(self, q: Tensor, out: Tensor, layer: PagedLayer) -> bool:
+        """Launch with these tensors and those of a layer; False, and no launch, if a tensor is not like the first
+        layer's, or something else is not as it was."""
         if not self._check(q, out) or q.shape[0] < self._rows or out.shape[0] < self._rows or _watched():
             return False
         begin, into = q.data_ptr(), out.data_ptr()
@@ -187,13 +196,9 @@ class _Launches:
         if beside is not None:
             beside.begin()
         for part in self._parts:
-            addresses = part.addresses.copy()
-            addresses[_Q], addresses[OUT] = begin, into
-            for place, address in places:
-                addresses[place] = address
             if beside is not None and part is not self._parts[0]:
                 beside.fork()
-            part.launch(addresses)
+            part.launch(begin, into, layer.moves.get(part.chain) or layer.moved(part.chain))
         if beside is not None:
             beside.join()
         return True

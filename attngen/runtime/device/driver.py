@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import inf
 from typing import Any, Protocol
 
@@ -23,8 +24,8 @@ MAX_PARAMETER_BYTES = 32764
 
 _BLOCK_ALIGNMENT = 64
 
-#: Launch configurations that a thread keeps: one for each kernel and stream, in effect.
-_MAX_CONFIGS = 256
+#: Launch configurations that are kept, in effect of each kernel, stream and number of blocks; and forms of descriptors.
+_MAX_CONFIGS = 1024
 
 
 class Frame:
@@ -112,9 +113,12 @@ class Driver(Protocol):
         """How many clusters of ``size`` blocks of a loaded kernel run at once: a few blocks less than there are
         multiprocessors, since a cluster lies in one part of the chip; 0 where none fits."""
 
-    def launch(self, kernels: Sequence[Launch], device: int, stream: int | None = None) -> None:
-        """Enqueue kernels, one after the other, on a stream of a device, the caller's current one if it is None; never
-        synchronizes."""
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
+        """Enqueue kernels, one after the other, on the caller's current stream of a device; never synchronizes."""
+
+    def bound(self, kernels: Sequence[Launch], device: int, stream: int) -> Callable[[], None]:
+        """A function that enqueues kernels as ``launch`` does, on a stream of the device. Their parameters may change
+        in place between calls."""
 
     def encode_tensor_map(
         self,
@@ -150,6 +154,7 @@ class CudaDriver:
         self._current_device = torch._C._cuda_getDevice
         self._launch, self._launch_with = cu.cuLaunchKernel, cu.cuLaunchKernelEx
         self._bound = threading.local()
+        self._configs: RecentCache[Any] = RecentCache(_MAX_CONFIGS)
         self._libraries: dict[tuple[int, int], tuple[bytes, Any]] = {}
         self._lock = threading.Lock()
         self._shared: dict[int, int] = {}
@@ -331,36 +336,62 @@ class CudaDriver:
         with self._device(device):
             return int(self._call(cu.cuOccupancyMaxActiveClusters, function, config))
 
-    def launch(self, kernels: Sequence[Launch], device: int, stream: int | None = None) -> None:
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
         """See ``Driver.launch``."""
-        if self._current_device() != device or not getattr(self._bound, "ready", False):
-            with self._device(device):  # another device than the current one, or a thread that has not launched before
+        if not self._ready(device):
+            with self._device(device):
                 self._bound.ready = True
-                self.launch(kernels, device, stream)
+                self.launch(kernels, device)
             return
-        launch = self._launch
-        if stream is None:
-            stream = self._raw_stream(device)
-        for function, grid, threads, shared, how, parameters in kernels:
+        launch, stream = self._launch, self._raw_stream(device)
+        for kernel in kernels:
+            function, grid, threads, shared, how, parameters = kernel
             if how:
                 (status,) = self._launch_with(self._config(grid, threads, shared, stream, how), function, parameters, 0)
             else:
                 (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)
             if status:
-                raise LoadError(
-                    f"launch of {grid} blocks of {threads} threads with {shared} B of shared memory failed: "
-                    f"{self._describe(status)}; an error of earlier work on the device surfaces here too"
-                )
+                raise self._failure(kernel, status)
+
+    def bound(self, kernels: Sequence[Launch], device: int, stream: int) -> Callable[[], None]:
+        """See ``Driver.bound``."""
+        launches = []
+        for function, grid, threads, shared, how, parameters in kernels:
+            if how:
+                config = self._config(grid, threads, shared, stream, how)
+                launches.append(partial(self._launch_with, config, function, parameters, 0))
+            else:
+                given = function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0
+                launches.append(partial(self._launch, *given))
+
+        def enqueue() -> None:
+            if not self._ready(device):
+                with self._device(device):
+                    self._bound.ready = True
+                    enqueue()
+                return
+            for place, launch in enumerate(launches):
+                (status,) = launch()
+                if status:
+                    raise self._failure(kernels[place], status)
+
+        return enqueue
+
+    def _ready(self, device: int) -> bool:
+        """Whether a device is the current one, and this thread has a context."""
+        return self._current_device() == device and getattr(self._bound, "ready", False)
+
+    def _failure(self, kernel: Launch, status: Any) -> LoadError:
+        _, grid, threads, shared, *_ = kernel
+        return LoadError(
+            f"launch of {grid} blocks of {threads} threads with {shared} B of shared memory failed: "
+            f"{self._describe(status)}; an error of earlier work on the device surfaces here too"
+        )
 
     def _config(self, grid: int, threads: int, shared: int, stream: int, how: int) -> Any:
-        """Attributes of cuLaunchKernelEx for a dependent or cooperative launch. This thread's next launch may change
-        them."""
-        try:
-            configs = self._bound.configs
-        except AttributeError:
-            configs = self._bound.configs = RecentCache(_MAX_CONFIGS)
-        key = threads, shared, stream, how
-        config = configs[key]
+        """Attributes of cuLaunchKernelEx for a dependent or cooperative launch; nothing changes them."""
+        key = grid, threads, shared, stream, how
+        config = self._configs[key]
         if config is None:
             cu = self._cu
             config, attribute = cu.CUlaunchConfig(), cu.CUlaunchAttribute()
@@ -374,8 +405,7 @@ class CudaDriver:
                 attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
                 attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
-            configs.put(key, config)
-        config.gridDimX = grid
+            self._configs.put(key, config)
         return config
 
     def encode_tensor_map(

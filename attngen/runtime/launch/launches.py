@@ -7,7 +7,7 @@ those of the block's last launch. Kernels that follow each other share a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from struct import Struct
 from typing import Any
@@ -42,6 +42,9 @@ _TOKENS = count()
 
 #: What a tile map has addresses of: itself, hashes of its tiles, and a list of tiles whose visible pairs are wanted.
 MAP_PARTS = ("tile_map", "tile_hashes", "tile_list")
+
+#: Changes of a block's bytes: where, and to what.
+Moves = Sequence[tuple[slice, bytes]]
 
 #: Manifest type → the view of a frame that writes it, and the bytes of one element.
 _WRITERS = {"i1": ("int8", 1), "i8": ("int8", 1), "i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
@@ -194,7 +197,7 @@ class Chain:
     """
 
     __slots__ = (
-        "_addresses", "_as_made", "_descriptors", "_device", "_driver", "_free", "_kernels", "_moving", "_sized_maps",
+        "_addresses", "_as_made", "_descriptors", "_device", "_driver", "_free", "_kernels", "_sized_maps", "moving",
     )  # fmt: skip
 
     def __init__(self, kernels: Sequence[_PackedKernel], addresses: int, driver: Driver, device: int) -> None:
@@ -204,7 +207,8 @@ class Chain:
         self._addresses = Struct(f"{addresses}Q{-8 * addresses % DESCRIPTOR_ALIGNMENT}x")
         self._as_made = [0] * len(self._descriptors)
         self._sized_maps = any(rows for _, _, _, rows in self._descriptors)
-        self._moving = self._addresses.size + DESCRIPTOR_BYTES * len(self._descriptors)
+        #: Bytes of addresses and descriptors.
+        self.moving = self._addresses.size + DESCRIPTOR_BYTES * len(self._descriptors)
         #: Blocks that no launch is using, as many as launched at once at most. Threads take and return one atomically.
         self._free: list[_Block] = []
 
@@ -220,53 +224,73 @@ class Chain:
         else:
             sized.rows = self._as_made
 
-    def __call__(
-        self, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized, stream: int | None = None,
-        *, once: bool = False,
-    ) -> None:  # fmt: skip
-        """Enqueue the kernels on a stream, by default the current one. ``scalars`` in order of declaration.
+    def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized) -> None:
+        """Enqueue the kernels. ``scalars`` in order of declaration."""
+        block = self.take(sized)
+        key = (sized.token, *addresses)
+        if block.key != key:
+            block.bytes[: self.moving] = _PLACED[key] or self._place(key, addresses, sized)
+            block.key = key
+        block.enter(scale, scalars)
+        self._driver.launch(block.launches, self._device)
+        self.give_back(block)
 
-        ``once``: no other call is expected to have the same addresses."""
+    def take(self, sized: Sized) -> _Block:
+        """A block that no launch is using, with the numbers of these sizes."""
         try:
             block = self._free.pop()
         except IndexError:
-            block = _Block(self._kernels, self._moving)
+            block = _Block(self._kernels, self.moving)
         if block.sized is not sized:
             block.resize(sized)
-        if once:
-            self._enter(block, addresses, sized)
-        elif block.key != (key := (sized.token, *addresses)):
-            block.bytes[: self._moving] = _PLACED[key] or self._place(key, addresses, sized)
-            block.key = key
-        for numbers, index in block.scales:
-            numbers[index] = scale
-        for numbers, index, position in block.scalars:
-            numbers[index] = scalars[position]
-        if block.divisors and block.divided_by != (known := tuple(scalars)):
-            for words, index, divide in block.divisors:
-                words[index], words[index + 1], words[index + 2] = divide(known)
-            block.divided_by = known
-        self._driver.launch(block.launches, self._device, stream)
+        return block
+
+    def give_back(self, block: _Block) -> None:
+        """Let others take a block."""
         self._free.append(block)
 
-    def _enter(self, block: _Block, addresses: Sequence[int], sized: Sized) -> None:
-        """Write addresses and descriptors to a block."""
-        self._addresses.pack_into(block.bytes, 0, *addresses)
-        start = self._addresses.size
-        for (_, tensor_map, position, _), rows in zip(self._descriptors, sized.rows):  # noqa: B905
-            block.bytes[start : start + DESCRIPTOR_BYTES] = tensor_map.at(addresses[position], rows)
-            start += DESCRIPTOR_BYTES
-        block.key = ()
-
     def _place(self, key: tuple[int, ...], addresses: Sequence[int], sized: Sized) -> bytes:
-        """Return the part of a block that addresses decide."""
+        placed = self.placed(addresses, sized)
+        _PLACED.put(key, placed)
+        return placed
+
+    def placed(self, addresses: Sequence[int], sized: Sized) -> bytes:
+        """The part of a block that addresses decide, its first ``moving`` bytes."""
         described = [
             tensor_map.at(addresses[position], rows)
             for (_, tensor_map, position, _), rows in zip(self._descriptors, sized.rows)  # noqa: B905
         ]
-        placed = b"".join((self._addresses.pack(*addresses), *described))
-        _PLACED.put(key, placed)
-        return placed
+        return b"".join((self._addresses.pack(*addresses), *described))
+
+    def moves(self, addresses: Mapping[int, int]) -> Moves:
+        """The changes of a block by which tensors lie elsewhere, given by the positions of their addresses. Descriptors
+        of these tensors do not depend on the sizes of a call."""
+        moves = [(8 * position, address.to_bytes(8, "little")) for position, address in sorted(addresses.items())]
+        start = self._addresses.size
+        for _, tensor_map, position, rows in self._descriptors:
+            if position in addresses:
+                assert not rows, "the rows of such a tensor differ between calls"
+                moves.append((start, tensor_map.at(addresses[position])))
+            start += DESCRIPTOR_BYTES
+        joined: list[tuple[int, bytes]] = []
+        for begin, content in moves:
+            if joined and joined[-1][0] + len(joined[-1][1]) == begin:
+                begin, content = joined[-1][0], joined.pop()[1] + content
+            joined.append((begin, content))
+        return [(slice(begin, begin + len(content)), content) for begin, content in joined]
+
+    def maps_of(self, positions: Sequence[int], sized: Sized) -> list[tuple[slice, TensorMap, int, int]]:
+        """Descriptors of some tensors: where they lie in a block, what makes them, which tensor's it is, and rows."""
+        start, maps = self._addresses.size, []
+        for (_, tensor_map, position, _), rows in zip(self._descriptors, sized.rows, strict=True):
+            if position in positions:
+                maps.append((slice(start, start + DESCRIPTOR_BYTES), tensor_map, positions.index(position), rows))
+            start += DESCRIPTOR_BYTES
+        return maps
+
+    def bound(self, block: _Block, stream: int) -> Callable[[], None]:
+        """A function that enqueues the kernels with what the block holds."""
+        return self._driver.bound(block.launches, self._device, stream)
 
 
 class Launches:
@@ -398,13 +422,13 @@ class _Block:
 
     __slots__ = (
         "_frame", "_moving", "_pointers", "bytes", "divided_by", "divisors", "key", "launches", "scalars", "scales",
-        "sized",
+        "sized", "words",
     )  # fmt: skip
 
     def __init__(self, kernels: Sequence[_PackedKernel], moving: int) -> None:
         """``moving``: bytes of the addresses and descriptors of all kernels."""
         self._frame = frame = Frame(moving + sum(kernel.size for kernel in kernels))
-        self._moving, self.bytes = moving, frame.bytes
+        self._moving, self.bytes, self.words = moving, frame.bytes, frame.words
         self.key: tuple[int, ...] = ()  # what the launch before was given
         self.sized: Sized | None = None
         self.scales: list[tuple[memoryview[float], int]] = []
@@ -439,6 +463,17 @@ class _Block:
             made = sized.launches = self, launches
         self.launches = made[1]
         self.sized, self.divided_by = sized, ()
+
+    def enter(self, scale: float, scalars: Sequence[Any]) -> None:
+        """Enter the softmax scale, and the scalars in order of declaration."""
+        for numbers, index in self.scales:
+            numbers[index] = scale
+        for numbers, index, position in self.scalars:
+            numbers[index] = scalars[position]
+        if self.divisors and self.divided_by != (known := tuple(scalars)):
+            for words, index, divide in self.divisors:
+                words[index], words[index + 1], words[index + 2] = divide(known)
+            self.divided_by = known
 
 
 def _descriptor(

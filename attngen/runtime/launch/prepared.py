@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,27 +18,15 @@ from attngen.runtime.arguments.scalars import Number, Scalars
 from attngen.runtime.arguments.shapes import default_scale, softmax_scale_of
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.launches import Chain, Launches, Sized
+from attngen.runtime.launch.launches import Launches, Sized
+from attngen.runtime.launch.repeatable import Repeatable
 from attngen.runtime.launch.tile_map import MapMaker
+
+#: What calls leave of themselves to be repeated; None of one that cannot be.
+Repeats = list[Repeatable | None]
 
 #: Calls that are kept prepared, and as many backwards; each takes a few kilobytes of host memory.
 PREPARED_CALLS = 2048
-
-
-class Repeatable(NamedTuple):
-    """A call that was made once, and may be launched again with other addresses of some of its tensors."""
-
-    chain: Chain
-    addresses: list[int]
-    scale: float
-    scalars: Sequence[Number]
-    sized: Sized
-    stream: int  # the only one on which it may run: its counters and its workspaces are of this stream
-    workspace: Tensor | None  # its memory, unless the stream keeps it
-
-    def launch(self, addresses: Sequence[int]) -> None:
-        """Enqueue the launches. ``addresses``: this call's own, or others in their places."""
-        self.chain(addresses, self.scale, self.scalars, self.sized, self.stream, once=True)
 
 
 class PreparedCall:
@@ -101,10 +88,17 @@ class PreparedCall:
         return self._launch.resize(call)
 
     def __call__(
-        self, given: Given, addresses: list[int], sized: Sized | None = None
+        self, given: Given, addresses: list[int], sized: Sized | None = None, repeats: Repeats | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the call. ``addresses`` as launches take them: those of results that are allocated here are 0, and what
-        follows those of the variant's tensors is missing. ``sized``: of a call of other sizes than the prepared one."""
+        follows those of the variant's tensors is missing. ``sized``: of a call of other sizes than the prepared one.
+        ``repeats``: a list to which its launches are added, if they can be repeated, else None."""
+        if repeats is not None:
+            repeats.append(made := self._repeatable(given, addresses.copy(), sized))
+            if made is not None:
+                made.launch(addresses[0], addresses[OUT], ())
+                out: Tensor = given.out
+                return out
         scale, out, lse = given.softmax_scale, given.out, None
         scale = self._scale if scale is None else softmax_scale_of(scale)
         scalars = self.scalars(given.arguments) if self._call.rules else ()
@@ -132,17 +126,20 @@ class PreparedCall:
         del shared, maps
         return out if lse is None else (out, lse)
 
-    def repeatable(self, given: Given, addresses: list[int], sized: Sized) -> Repeatable | None:
-        """What makes a call again, whose ``addresses`` this completes; None if it allocates its results, needs a tile
-        map, or launches nothing."""
+    def _repeatable(self, given: Given, addresses: list[int], sized: Sized | None) -> Repeatable | None:
+        """The launches of a call, to be repeated; None if it allocates its results, needs a tile map, or launches
+        nothing."""
         launch = self._launch
         if launch is None or self._maps is not None or self._return_lse or given.out is None:
             return None
         scale = self._scale if given.softmax_scale is None else softmax_scale_of(given.softmax_scale)
-        shared = self._enter_workspaces(launch, addresses, sized)
-        chain, stream = launch.ready(addresses, sized), launch.stream()
+        scalars = self.scalars(given.arguments)
+        if sized is None:
+            sized = self._first
+        kept = self._enter_workspaces(launch, addresses, sized)
+        chain = launch.ready(addresses, sized)
         assert chain is not None, "there is something to compute"
-        return Repeatable(chain, addresses, scale, self.scalars(given.arguments), sized, stream, shared)
+        return Repeatable(chain, addresses, scale, scalars, sized, launch.stream(), kept)
 
     def _enter_workspaces(self, launch: Launches, addresses: list[int], sized: Sized) -> Tensor | None:
         """Append the addresses of workspaces; returns their memory, unless the stream keeps it."""

@@ -1,0 +1,48 @@
+"""A call whose launches are made again with other addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attngen.runtime.arguments.addresses import OUT
+from attngen.runtime.arguments.given import TENSORS
+from attngen.runtime.launch.launches import Chain, Moves, Sized
+
+_MOVING = _Q, _OUT = TENSORS.index("q"), OUT
+
+
+class Repeatable:
+    """The launches of one call, in a block of parameters of their own. What changes is written to it.
+
+    They run on one stream, since their counters and workspaces belong to it, and in one thread at a time.
+    """
+
+    __slots__ = ("_block", "_bytes", "_enqueue", "_kept", "_maps", "_words", "chain", "stream")
+
+    def __init__(
+        self, chain: Chain, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized, stream: int,
+        kept: Any,
+    ) -> None:  # fmt: skip
+        """The arguments of a launch, and memory of its workspaces that is to be ``kept``."""
+        self.chain, self.stream, self._kept = chain, stream, kept
+        self._block = block = chain.take(sized)
+        block.bytes[: chain.moving], block.key = chain.placed(addresses, sized), ()
+        block.enter(scale, scalars)
+        self._bytes, self._words = block.bytes, block.words
+        self._maps = chain.maps_of(_MOVING, sized)
+        self._enqueue = chain.bound(block, stream)
+
+    def __del__(self) -> None:
+        self.chain.give_back(self._block)
+
+    def launch(self, q: int, out: int, moves: Moves) -> None:
+        """Enqueue the launches for queries and an output at these addresses, after ``moves`` of other tensors, which
+        ``Chain.moves`` made."""
+        self._words[_Q], self._words[_OUT] = q, out
+        content = self._bytes
+        for where, moved in moves:
+            content[where] = moved
+        for where, tensor_map, which, rows in self._maps:
+            content[where] = tensor_map.at(out if which else q, rows)
+        self._enqueue()
