@@ -14,6 +14,7 @@ from attngen.errors import suggest
 if TYPE_CHECKING:
     from attngen.integrations import (
         bert_padding,
+        diffusers,
         engines,
         flash_attn,
         flash_attn_3,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bert_padding",
+    "diffusers",
     "engines",
     "flash_attn",
     "flash_attn_3",

@@ -14,9 +14,13 @@ import torch
 
 from attngen.runtime.registry.lookup import registry
 from tests.gpu.packages import indexed
-from tests.integrations import vllm_stub
+from tests.integrations import sglang_stub, vllm_stub
 from tests.integrations.stubs import imported_with
+from tests.integrations.test_sglang import NAMES as SGLANG_CASES
 from tests.integrations.test_vllm import NAMES
+
+#: Cases of SGLang, but for those with a pool of windows, and in graphs, whose stubs are on the CPU.
+SGLANG_NAMES = [name for name in SGLANG_CASES if "graph" not in name and "pool" not in name]
 
 #: How many times as long requests, windows and images are as in the tests on the CPU.
 TIMES = 13
@@ -178,3 +182,23 @@ def test_bits_of_a_row_do_not_depend_on_its_batch(cases: Any, monkeypatch: pytes
     for b in range(4):
         start, end = made.starts[b : b + 2].tolist()
         assert torch.equal(rows(b, b + 1), whole[start:end]), f"request {b}"
+
+
+class Pool(sglang_stub.Pool):
+    """SGLang's pool of a layer, on the GPU."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.buffers = tuple(buffer.cuda() for buffer in self.buffers)
+
+    def set_kv_buffer(self, layer: Any, location: Any, k: Any, v: Any, *scales: Any) -> None:
+        super().set_kv_buffer(layer, location, k.cuda(), v.cuda(), *scales)
+
+
+@pytest.mark.parametrize("name", SGLANG_NAMES)
+def test_sglang(name: str) -> None:
+    with imported_with(sglang_stub, "attngen.integrations.sglang_backend", "tests.integrations.sglang_cases") as cases:
+        engine = cases.Engine(
+            Pool, None, sglang_stub.layer, sglang_stub.ForwardMode, sglang_stub.AttentionType, "cuda"
+        )  # fmt: skip
+        cases.check(engine, replace(cases.CASES[name], heads=8, dim=128, dtype=torch.bfloat16))

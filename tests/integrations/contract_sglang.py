@@ -66,7 +66,9 @@ def latent_pool(slots: int, page_size: int) -> Any:
     return MLATokenToKVPool(slots - page_size, page_size, torch.float32, 512, 64, 1, "cpu", False)
 
 
-LATENT = SimpleNamespace(pool=latent_pool, layer=RadixAttention, modes=ForwardMode, kinds=AttentionType)
+LATENT = SimpleNamespace(
+    pool=latent_pool, layer=RadixAttention, modes=ForwardMode, kinds=AttentionType, like=torch.empty(0)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

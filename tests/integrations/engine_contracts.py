@@ -15,12 +15,12 @@ import sys
 import zipfile
 from pathlib import Path
 
-from attngen.integrations import sglang, vllm
+from attngen.integrations import diffusers, sglang, vllm
 
 ROOT = Path(__file__).parents[2]
 
 #: Releases by engine.
-RELEASES = {"vllm": vllm.RELEASES, "sglang": sglang.RELEASES}
+RELEASES = {"vllm": vllm.RELEASES, "sglang": sglang.RELEASES, "diffusers": diffusers.RELEASES}
 
 #: Packages whose name is not that of their module.
 PACKAGES = {
@@ -141,7 +141,7 @@ def run(requirement: str, folder: Path, options: list[str]) -> int:
     for _ in range(_MOST_PACKAGES):
         result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
         missing = re.findall(r"No module named '([^'.]+)", result.stdout + result.stderr)
-        missing = [name for name in missing if name not in ("vllm", "sglang")]
+        missing = [name for name in missing if name not in RELEASES]
         if result.returncode in (0, 1) or not missing:
             print(result.stdout[-6000:], result.stderr[-2000:], flush=True)
             return result.returncode

@@ -53,6 +53,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     dim: int = 32
+    dtype: torch.dtype = torch.float32
 
 
 _DECODE = {"queries": (1, 1, 1), "lengths": (40, 33, 2), "mode": "DECODE"}
@@ -117,12 +118,12 @@ def runner_of(engine: Engine, case: Case, pool: Any, rows: Tensor) -> Any:
 
 def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Any, Tensor]:
     """Output of the backend, and what it should be, float64."""
-    dtype = torch.float32
     before = list(case.encoder or [0] * len(case.queries))
     queries = case.queries
     made = engine_batches.batch(
-        queries, case.lengths, heads=case.heads, kv_heads=case.kv_heads, dim=case.dim, rows=case.page_size, seed=seed
-    )
+        queries, case.lengths, heads=case.heads, kv_heads=case.kv_heads, dim=case.dim, rows=case.page_size, seed=seed,
+        dtype=case.dtype,
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(seed + 1)
     count, page = len(queries), case.page_size
     pages = [-(-(length + b) // page) for length, b in zip(case.lengths, before, strict=True)]
@@ -133,7 +134,7 @@ def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Any, Tensor]:
         own = torch.tensor([free.pop() for _ in range(pages[b])])
         tokens = (own[:, None] * page + torch.arange(page)).flatten()
         rows[b + 1, : len(tokens)] = tokens.int()
-    cache = torch.float8_e4m3fn if case.fp8 else dtype
+    cache = torch.float8_e4m3fn if case.fp8 else case.dtype
     make = engine.window_pool if case.window_pool else engine.pool
     assert make is not None
     pool = make(total * page, page, cache, case.kv_heads, case.dim)
@@ -194,7 +195,7 @@ def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Any, Tensor]:
             ranges[start + first : start + last + 1] = torch.tensor([first, last], dtype=torch.int32)
         backend.forward_metadata.image_token_ranges = ranges.to(engine.device)
     sinks = torch.randn(case.heads, generator=generator) if case.sinks else None
-    options: dict[str, Any] = {"sinks": sinks} if sinks is not None else {}
+    options: dict[str, Any] = {"sinks": sinks.to(engine.device)} if sinks is not None else {}
     if case.lse:
         options["return_lse"] = True
     forward = backend.forward_decode if case.mode == "DECODE" else backend.forward_extend
@@ -266,5 +267,5 @@ def check(engine: Engine, case: Case, seed: int = 0) -> None:
     if case.lse:
         out, lse = out
         assert lse.shape == out.shape[:2]
-    error = float((out.double() - wanted).abs().max())
-    assert error <= 1e-5, f"{error} for {replace(case)}"
+    error = float((out.cpu().double() - wanted).abs().max())
+    assert error <= (1e-5 if case.dtype == torch.float32 else 0.02), f"{error} for {replace(case)}"

@@ -1,5 +1,5 @@
 """Steps of latent attention as SGLang makes them, and what they mean in float64: with the stub, and inside of its
-release."""
+release. Tensors have the device and the dtype of an engine's ``like``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def backend_of(
         "qk_rope_head_dim": COLUMNS - RANK, **model,
     }  # fmt: skip
     return sglang_mla.AttngenMLABackend(SimpleNamespace(
-        device=torch.device("cpu"), page_size=page_size, token_to_kv_pool=pool, is_draft_worker=False,
+        device=rows.device, page_size=page_size, token_to_kv_pool=pool, is_draft_worker=False,
         kv_index_translator=SimpleNamespace(is_translating=False), kv_cache_dtype=dtype,
         req_to_token_pool=SimpleNamespace(req_to_token=rows), model_config=SimpleNamespace(**config),
     ))  # fmt: skip
@@ -49,10 +49,11 @@ def backend_of(
 def batch_of(mode: Any, queries: tuple[int, ...], lengths: tuple[int, ...], slots: Tensor, **more: Any) -> Any:
     """A step, whose new tokens go to these slots."""
     added = queries[0] if mode.is_target_verify() else 0
-    known = torch.tensor(lengths) - added
+    known, device = torch.tensor(lengths) - added, slots.device
     return SimpleNamespace(**{
-        "forward_mode": mode, "batch_size": len(queries), "seq_lens": known, "seq_lens_cpu": known,
-        "req_pool_indices": torch.arange(len(queries)), "extend_seq_lens": torch.tensor(queries, dtype=torch.int32),
+        "forward_mode": mode, "batch_size": len(queries), "seq_lens": known.to(device), "seq_lens_cpu": known,
+        "req_pool_indices": torch.arange(len(queries), device=device),
+        "extend_seq_lens": torch.tensor(queries, dtype=torch.int32, device=device),
         "extend_seq_lens_cpu": list(queries), "extend_num_tokens": sum(queries), "encoder_lens": None,
         "spec_info": None, "out_cache_loc": slots, "out_cache_loc_is_physical": False, "encoder_out_cache_loc": None,
         "mha_return_lse": False, "attn_attend_prefix_cache": None, **more,
@@ -69,7 +70,8 @@ def check_absorbed(engine: Any, name: str, page_size: int, *, graph: bool = Fals
     for b, count in enumerate(pages):
         own = torch.tensor([free.pop() for _ in range(count)])
         slots[b, : count * page_size] = (own[:, None] * page_size + torch.arange(page_size)).flatten().int()
-    latents = [torch.randn(length, 1, COLUMNS) for length in lengths]
+    slots = slots.to(engine.like.device)
+    latents = [torch.randn(length, 1, COLUMNS).to(engine.like) for length in lengths]
     pool = engine.pool((sum(pages) + 1) * page_size, page_size)
     layer = engine.layer(HEADS, COLUMNS, SCALE, 1, v_head_dim=RANK, **of_layers(engine))
     new = []
@@ -84,15 +86,15 @@ def check_absorbed(engine: Any, name: str, page_size: int, *, graph: bool = Fals
         backend.init_forward_metadata_out_graph(batch)
     else:
         backend.init_forward_metadata(batch)
-    q = torch.randn(sum(queries), HEADS, COLUMNS)
+    q = torch.randn(sum(queries), HEADS, COLUMNS).to(engine.like)
     k = torch.cat([rows[-count:] for rows, count in zip(latents, queries, strict=True)])
     forward = backend.forward_decode if name == "DECODE" else backend.forward_extend
     out = forward(q.flatten(1), k, k[..., :RANK], layer, batch).view(-1, HEADS, RANK)
     first = 0
     for rows, count, length in zip(latents, queries, lengths, strict=True):
-        part, keys = slice(first, first + count), rows.expand(-1, HEADS, -1)
-        wanted, _ = attend(q[part], keys, keys[..., :RANK], length - count)
-        torch.testing.assert_close(out[part].double(), wanted, atol=1e-5, rtol=1e-5)
+        part, keys = slice(first, first + count), rows.expand(-1, HEADS, -1).cpu()
+        wanted, _ = attend(q[part].cpu(), keys, keys[..., :RANK], length - count)
+        close(out[part], wanted)
         first += count
 
 
@@ -100,15 +102,17 @@ def check_expanded(engine: Any) -> None:
     """Assert that prompts see their own tokens, and all of the earlier ones of a chunk."""
     counts, earlier = (5, 9), (7, 0)
     torch.manual_seed(1)
-    q, k = (torch.randn(sum(counts), HEADS, 192) for _ in range(2))
-    v = torch.randn(sum(counts), HEADS, 256)[..., 128:]
-    old_k, old_v = torch.randn(sum(earlier), HEADS, 192), torch.randn(sum(earlier), HEADS, 128)
+    q, k = (torch.randn(sum(counts), HEADS, 192).to(engine.like) for _ in range(2))
+    v = torch.randn(sum(counts), HEADS, 256).to(engine.like)[..., 128:]
+    old_k, old_v = (torch.randn(sum(earlier), HEADS, width).to(engine.like) for width in (192, 128))
+    device = engine.like.device
     layer = engine.layer(HEADS, 192, SCALE, HEADS, v_head_dim=128, **of_layers(engine))
-    backend = backend_of(engine.pool(16, 1), torch.zeros(2, 64, dtype=torch.int32), 1)
+    backend = backend_of(engine.pool(16, 1), torch.zeros(2, 64, dtype=torch.int32, device=device), 1)
     lengths = tuple(map(sum, zip(counts, earlier, strict=True)))
     batch = batch_of(
-        engine.modes.EXTEND, counts, lengths, torch.zeros(sum(counts), dtype=torch.int64), prefix_chunk_idx=0,
-        prefix_chunk_cu_seq_lens=torch.tensor([[0, *accumulate(earlier)]], dtype=torch.int32),
+        engine.modes.EXTEND, counts, lengths, torch.zeros(sum(counts), dtype=torch.int64, device=device),
+        prefix_chunk_idx=0,
+        prefix_chunk_cu_seq_lens=torch.tensor([[0, *accumulate(earlier)]], dtype=torch.int32, device=device),
         prefix_chunk_max_seq_lens=[max(earlier)],
     )  # fmt: skip
     backend.init_forward_metadata(batch)
@@ -128,9 +132,15 @@ def check_expanded(engine: Any) -> None:
                 assert not ours[part].any()
                 assert bool((lse[part] == -torch.inf).all())
                 continue
-            wanted, sums = attend(q[part], keys, values, offset)
-            torch.testing.assert_close(ours[part].double(), wanted, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(lse[part].double(), sums, atol=1e-5, rtol=1e-5)
+            wanted, sums = attend(q[part].cpu(), keys.cpu(), values.cpu(), offset)
+            close(ours[part], wanted)
+            close(lse[part], sums, ours.dtype)
+
+
+def close(ours: Tensor, wanted: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Assert that results of tensors of a dtype, by default that of the results, are those of float64."""
+    tolerance = 1e-5 if (dtype or ours.dtype) == torch.float32 else 2e-2
+    torch.testing.assert_close(ours.cpu().double(), wanted, atol=tolerance, rtol=tolerance)
 
 
 def of_layers(engine: Any) -> dict[str, Any]:

@@ -125,6 +125,23 @@ def layer(heads: int, dim: int, scaling: float, kv_heads: int, **more: Any) -> A
     )  # fmt: skip
 
 
+def latent(like: Tensor) -> Any:
+    """What steps of latent attention need of an engine; tensors have the device and the dtype of ``like``."""
+
+    def latent_layer(*given: Any, v_head_dim: int, **more: Any) -> Any:
+        made = layer(*given, k_scale=None, v_scale=None, **more)
+        made.v_head_dim = v_head_dim
+        return made
+
+    def pool(slots: int, page_size: int) -> MLAPool:
+        del page_size
+        made = MLAPool(slots, like.dtype, 576, 512)
+        made.rows = made.rows.to(like)
+        return made
+
+    return SimpleNamespace(pool=pool, layer=latent_layer, modes=ForwardMode, kinds=AttentionType, like=like)
+
+
 def paged_kv_view(buffer: Tensor, page_size: int, kv_heads: int, dim: int) -> Tensor:
     return buffer.view(-1, page_size, kv_heads, dim)
 

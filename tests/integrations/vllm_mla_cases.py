@@ -119,21 +119,24 @@ def check_on_gpu(made: Decode, kv_cache_dtype: str) -> None:
         assert [one is not None for one in metadata.decode.shared.repeats.values()] == [True]
 
 
-def check_prompts(prefill: Any) -> None:
-    """Assert that prompts see their own tokens, and all of the earlier ones that vLLM passes."""
+def check_prompts(prefill: Any, like: Tensor | None = None) -> None:
+    """Assert that prompts see their own tokens, and all of the earlier ones that vLLM passes; tensors have the device
+    and the dtype of ``like``, by default those of the CPU, in float32."""
     counts, earlier = (5, 9), (7, 0)
-    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    like = torch.empty(0) if like is None else like
+    device, tolerance = like.device, 1e-5 if like.dtype == torch.float32 else 2e-2
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
     prefill.prepare_metadata(SimpleNamespace(query_start_loc=starts, max_query_len=max(counts)))
-    q, k = (torch.randn(sum(counts), HEADS, 192) for _ in range(2))
-    v = torch.randn(sum(counts), HEADS, 256)[..., 128:]
+    q, k = (torch.randn(sum(counts), HEADS, 192).to(like) for _ in range(2))
+    v = torch.randn(sum(counts), HEADS, 256).to(like)[..., 128:]
     alone = prefill.run_prefill_new_tokens(q, k, v, return_softmax_lse=False)
     out, lse = prefill.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
     torch.testing.assert_close(alone, out, atol=0, rtol=0)
     chunk = SimpleNamespace(
-        query_start_loc=starts, cu_seq_lens=torch.tensor([0, *accumulate(earlier)], dtype=torch.int32),
+        query_start_loc=starts, cu_seq_lens=torch.tensor([0, *accumulate(earlier)], dtype=torch.int32, device=device),
         max_query_len=max(counts), max_seq_len=max(earlier),
     )  # fmt: skip
-    old_k, old_v = torch.randn(sum(earlier), HEADS, 192), torch.randn(sum(earlier), HEADS, 128)
+    old_k, old_v = (torch.randn(sum(earlier), HEADS, width).to(like) for width in (192, 128))
     before, before_lse = prefill.run_prefill_context_chunk(chunk, q, old_k, old_v)
     for b, count in enumerate(counts):
         part = slice(int(starts[b]), int(starts[b]) + count)
@@ -144,6 +147,6 @@ def check_prompts(prefill: Any) -> None:
                 assert not ours[part].any()
                 assert bool((sums[:, part] == -torch.inf).all())
                 continue
-            wanted, wanted_sums = attend(q[part], keys, values, offset)
-            torch.testing.assert_close(ours[part].double(), wanted, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(sums[:, part].T.double(), wanted_sums, atol=1e-5, rtol=1e-5)
+            wanted, wanted_sums = attend(q[part].cpu(), keys.cpu(), values.cpu(), offset)
+            torch.testing.assert_close(ours[part].cpu().double(), wanted, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(sums[:, part].T.cpu().double(), wanted_sums, atol=tolerance, rtol=tolerance)
