@@ -99,6 +99,26 @@ def test_layers_of_a_step(
         assert (len(called), len(gpu.launches)) == (launches, 3 * launches)
 
 
+def test_batches_of_the_same_sizes_in_the_same_memory(gpu: FakeDriver, called: list[Any]) -> None:
+    registry.add(package_of_kernels([kernel(variant(), layout="paged")], "memory"))
+    layer = PagedLayer(*of_layer(0), variant="causal", softmax_scale=0.2)
+    first, q, out = step([1] * 5, None, 0)
+    agree(layer, q, out, first)
+    assert len(called) == 1
+    first.seqused_k.sub_(3)
+    given = first.page_table, first.seqused_k, first.cu_seqlens_q
+    again = PagedBatch(*given, 1, 5)
+    agree(layer, torch.randn_like(q), out, again)
+    assert len(called) == 1
+    for changed in (
+        PagedBatch(*(t.clone() for t in given), 1, 5), PagedBatch(*given, 1, 5, 2), PagedBatch(*given, 2, 5),
+        PagedBatch(given[0][:, :-1], *given[1:], 1, 5),
+    ):  # fmt: skip
+        called.clear()
+        agree(layer, q, out, changed)
+        assert called
+
+
 def test_layers_that_differ_are_called(gpu: FakeDriver, called: list[Any]) -> None:
     named = [variant(), window_variant(), SINKS]
     registry.add(package_of_kernels([kernel(one, layout="paged") for one in named], "memory"))

@@ -44,10 +44,12 @@ Places = Sequence[tuple[int, int]]
 class _Alike:
     """Layers that differ in addresses only. ``kept`` is what their key refers to by identity."""
 
-    __slots__ = ("kept", "like", "writes")
+    __slots__ = ("kept", "last", "like", "writes")
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
+        #: The launches of the last batch, and its key: the next one often has the same sizes, in the same memory.
+        self.last: tuple[tuple[Any, ...], _Launches] | None = None
         #: Whether a query and an output are like those of an earlier call, but for their rows.
         self.like: Callable[[Tensor, Tensor], bool] | None = None
         #: What wrote tokens last; False if it cannot be repeated.
@@ -64,7 +66,7 @@ class PagedBatch:
     The tensors stay where they are, and keep their shapes, as long as this is in use.
     """
 
-    __slots__ = ("cu_seqlens_q", "max_seqlen_q", "num_decodes", "page_table", "repeats", "seqused_k", "tokens")
+    __slots__ = ("_key", "cu_seqlens_q", "max_seqlen_q", "num_decodes", "page_table", "repeats", "seqused_k", "tokens")
 
     def __init__(
         self, page_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, tokens: int,
@@ -74,6 +76,15 @@ class PagedBatch:
         self.max_seqlen_q, self.tokens, self.num_decodes = max_seqlen_q, tokens, num_decodes
         #: What layers alike repeat, once one of them has run; None where they cannot.
         self.repeats: dict[_Alike, _Launches | None] = {}
+        self._key: tuple[Any, ...] = ()
+
+    def key(self) -> tuple[Any, ...]:
+        """All that the launches of a layer depend on of a batch."""
+        if not self._key:
+            key: list[Any] = [self.max_seqlen_q, self.tokens, self.num_decodes]
+            vectors = self.page_table, self.seqused_k, self.cu_seqlens_q
+            self._key = (*[note(key, vector) for vector in vectors], *key)
+        return self._key
 
 
 class PagedLayer:
@@ -106,7 +117,10 @@ class PagedLayer:
 
     def __call__(self, q: Tensor, out: Tensor, batch: PagedBatch, *, return_lse: bool = False) -> Tensor | None:
         """Write the attention of a batch to ``out``; returns the log-sum-exp (heads, tokens), if asked for."""
-        known = batch.repeats.get(self._alike)
+        alike, repeats = self._alike, batch.repeats
+        known = repeats.get(alike)
+        if known is None and alike not in repeats and alike.last is not None and alike.last[0] == batch.key():
+            known = repeats[alike] = alike.last[1]
         if known is not None and not return_lse and known(q, out, self):
             return None
         given = self._given._replace(
@@ -114,19 +128,20 @@ class PagedLayer:
             cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, return_lse=return_lse,
             k_descale=_of_requests(self._given.k_descale, batch), v_descale=_of_requests(self._given.v_descale, batch),
         )  # fmt: skip
-        noted = self._alike in batch.repeats or return_lse or not torch_state.on_gpu(q) or _watched()
-        repeats: Repeats | None = None if noted else []
+        noted = alike in repeats or return_lse or not torch_state.on_gpu(q) or _watched()
+        parts: Repeats | None = None if noted else []
 
         def run(part: Given) -> Any:
-            before = 0 if repeats is None else len(repeats)
-            result = run_or_trace(part, repeats)
-            if repeats is not None and len(repeats) == before:  # what ran cannot be repeated
-                repeats.append(None)
+            before = 0 if parts is None else len(parts)
+            result = run_or_trace(part, parts)
+            if parts is not None and len(parts) == before:  # what ran cannot be repeated
+                parts.append(None)
             return result
 
         result = run(given) if batch.num_decodes is None else mixed.attend(run, batch.num_decodes, given)
-        if repeats is not None:
-            batch.repeats[self._alike] = _launches(self._alike, repeats, given.q, given.out)
+        if parts is not None:
+            launches = repeats[alike] = _launches(alike, parts, given.q, given.out)
+            alike.last = None if launches is None or launches.holds_memory else (batch.key(), launches)
         return result[1] if return_lse else None
 
     def moved(self, chain: Chain) -> Moves:
@@ -173,7 +188,7 @@ class PagedCache:
 class _Launches:
     """The launches of a layer, which others alike repeat in the same step."""
 
-    __slots__ = ("_beside", "_check", "_device", "_driver", "_parts", "_rows")
+    __slots__ = ("_beside", "_check", "_device", "_driver", "_parts", "_rows", "holds_memory")
 
     def __init__(self, alike: _Alike, parts: Sequence[Repeatable], q: Tensor, out: Tensor) -> None:
         """``parts``: one, or two that run side by side. Raises TypeError where tensors cannot be recognized."""
@@ -183,6 +198,8 @@ class _Launches:
         self._check = alike.like
         self._driver, self._device = drivers.current(), q.get_device()
         self._beside = mixed.Beside(self._device) if parts[0].stream != parts[-1].stream else None
+        #: Whether it has workspaces that belong to torch, which are not kept for longer than a step.
+        self.holds_memory = any(part.kept is not None for part in parts)
 
     def __call__(self, q: Tensor, out: Tensor, layer: PagedLayer) -> bool:
         """Launch with these tensors and those of a layer; False, and no launch, if a tensor is not like the first

@@ -18,14 +18,14 @@ class Repeatable:
     They run on one stream, since their counters and workspaces belong to it, and in one thread at a time.
     """
 
-    __slots__ = ("_block", "_bytes", "_enqueue", "_kept", "_maps", "_words", "chain", "stream")
+    __slots__ = ("_block", "_bytes", "_enqueue", "_maps", "_words", "chain", "kept", "stream")
 
     def __init__(
         self, chain: Chain, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized, stream: int,
         kept: Any,
     ) -> None:  # fmt: skip
         """The arguments of a launch, and memory of its workspaces that is to be ``kept``."""
-        self.chain, self.stream, self._kept = chain, stream, kept
+        self.chain, self.stream, self.kept = chain, stream, kept
         self._block = block = chain.take(sized)
         block.bytes[: chain.moving], block.key = chain.placed(addresses, sized), ()
         block.enter(scale, scalars)
