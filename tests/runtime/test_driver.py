@@ -246,6 +246,21 @@ def test_a_launch_may_start_before_the_work_ahead_is_done(stub: Stub) -> None:
     assert not stub.named("cuLaunchKernel")
 
 
+def test_bound_launches(stub: Stub) -> None:
+    """They go to the stream that was named, each time with what their parameters hold then."""
+    plain, dependent = (5, 7, 128, 0, 0, 1000), (6, 9, 256, 64, 1, 2000)
+    enqueue = CudaDriver().bound([plain, dependent], 0, 77)
+    assert not stub.named("cuLaunchKernel")
+    for count in (1, 2):
+        enqueue()
+        assert stub.named("cuLaunchKernel") == [(5, 7, 1, 1, 128, 1, 1, 0, 77, 1000, 0)] * count
+        config, *rest = stub.named("cuLaunchKernelEx")[-1]
+        assert (config.gridDimX, config.hStream, rest) == (9, 77, [6, 2000, 0])
+    stub.fails["cuLaunchKernelEx"] = Status.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(LoadError, match="launch of 9 blocks of 256 threads with 64 B of shared memory failed"):
+        enqueue()
+
+
 def test_launch_on_another_device(stub: Stub) -> None:
     driver = CudaDriver()
     driver.launch([("function", 1, 128, 0, False, 5555)], 1)
