@@ -126,9 +126,8 @@ def test_layers_of_many_steps(cases: Any, fp8: bool) -> None:
         ]
     builder = cases.vllm_backend.AttngenMetadataBuilder(SimpleNamespace(), [], config(), torch.device("cuda"))
     for seed, (queries, lengths) in enumerate((
-        ((1,) * 20, tuple(range(300, 320))), ((1,) * 20, tuple(range(500, 520))),
-        ((1, 1, 1, 700), (900, 40, 2000, 1500)), ((1,) * 7, (30,) * 7), ((1, 1, 200, 90), (1700, 3, 200, 333)),
-        ((1,) * 30 + (2000,), (4000,) * 31),
+        ((1,) * 9, tuple(range(300, 309))), ((1,) * 9, tuple(range(500, 509))), ((1, 1, 1, 200), (900, 40, 600, 300)),
+        ((1,) * 7, (30,) * 7), ((1, 1, 100, 90), (700, 3, 100, 333)), ((1,) * 9 + (300,), (500,) * 10),
     )):  # fmt: skip
         made = [
             cases.engine_batches.batch(
@@ -153,7 +152,7 @@ def test_layers_of_many_steps(cases: Any, fp8: bool) -> None:
         assert fp8 or [one is not None for one in built.batch(16).repeats.values()] == [True]
         for one, output in zip(made, outputs, strict=True):
             wanted = one.expected(lambda b, q, kv: kv <= q, dim**-0.5)
-            assert float((output[: sum(queries)].cpu().double() - wanted).abs().max()) <= 0.02
+            assert float((output[: sum(queries)].cpu().double() - wanted).abs().max()) <= (0.03 if fp8 else 0.02)
             assert bool(output[sum(queries) :].isnan().all())
 
 

@@ -11,15 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
 
 from attngen.errors import NoKernelError
-from attngen.integrations import flash_attn, sdpa, torch_flash
+from attngen.integrations import flash_attn, sdpa
 from attngen.runtime.registry.lookup import Package
 from tests.gpu.packages import (
     BATCH,
@@ -113,37 +107,6 @@ def test_flash_attn_says_what_to_build(only: Package) -> None:
     assert "variants that would serve it: causal, window" in str(caught.value)
     assert "head_dim of q and k is 64, the call has 48" in str(caught.value)
     assert "attngen build " in str(caught.value)
-
-
-@only_package("flash_attn")
-@pytest.mark.parametrize("causal", [False, True])
-def test_torchs_flash_attention(causal: bool, only: Package, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SDPA's flash backend while attngen is torch's flash attention, forward and backward."""
-    served: list[Any] = []
-    attend = torch_flash._attend
-    monkeypatch.setattr(torch_flash, "_attend", lambda *given: (served.append(given), attend(*given))[1])
-    q, k, v = (t.requires_grad_() for t in qkv(257, 257, 64, torch.bfloat16, heads_first=True))
-    k, v = (t.detach().repeat_interleave(HEADS // KV_HEADS, 1).requires_grad_() for t in (k, v))
-
-    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        out = F.scaled_dot_product_attention(*tensors, is_causal=causal)
-        return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
-
-    torch_flash.register()
-    activate_flash_attention_impl("attngen")
-    try:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            results = call(q, k, v)
-    finally:
-        restore_flash_attention_impl()
-    assert len(served) == 1
-    with sdpa_kernel(SDPBackend.MATH):
-        plain, wide = call(q, k, v), call(*(t.detach().double().requires_grad_() for t in (q, k, v)))
-    for mine, other, wanted in zip(results, plain, wide, strict=True):
-        no_worse(mine, other, wanted)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        call(q, k, v)
-    assert len(served) == 1
 
 
 # --- scaled_dot_product_attention ---------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from attngen.runtime.calls.layers import PagedBatch, PagedCache, PagedLayer
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers import append_torch
 from attngen.runtime.helpers.append_helper import APPEND
+from attngen.runtime.launch.launches import Chain
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.host_kernels import COMPILER, HostDriver, kernels
 from tests.runtime.pages import cache, starts_of
@@ -186,6 +187,18 @@ def test_parts_of_which_one_cannot_be_repeated_are_called(
         agree(layer, q, out, batch)
     assert len(called) == 4
     assert list(batch.repeats.values()) == [None]
+
+
+def test_moves_of_addresses(gpu: FakeDriver) -> None:
+    """Neighbours are written at once, and the addresses between others stay."""
+    chain = Chain([], 18, gpu, 0)
+    block = bytearray(chain.moving)
+    moved = {1: 1 << 40, 2: 5, 4: 77, 5: 78, 15: 2**63 + 1}
+    moves = chain.moves(moved)
+    assert [(where.start, where.stop) for where, _ in moves] == [(8, 24), (32, 48), (120, 128)]
+    for where, content in moves:
+        block[where] = content
+    assert list(memoryview(block).cast("Q")[:18]) == [moved.get(place, 0) for place in range(18)]
 
 
 def test_on_the_cpu(called: list[Any]) -> None:
