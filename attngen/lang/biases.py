@@ -57,7 +57,7 @@ def element_bytes(variant: Variant, room: int | None = None) -> tuple[int, ...]:
 def rooms(variant: Variant) -> tuple[int, ...]:
     """Bytes per pair that a plan may give to tiles of biases, in the order in which it tries them: all, then fewer; ()
     without biases."""
-    totals = (sum(element_bytes(variant, room)) for room in (None, 2, 1))
+    totals = (sum(element_bytes(variant, room)) for room in (None, 4, 2, 1))
     return tuple(dict.fromkeys(total for total in totals if total))
 
 

@@ -16,6 +16,7 @@ from tests.plan.specs import kernel_spec, planned
 
 TABLE = "bias: {{dtype: {}}}, table: {{dtype: fp32, shape: [h, 6]}}"
 OF_HEADS = "bias: {dtype: bf16, shape: [h, seqlen_q, seqlen_k]}"
+OF_FLOATS = "bias: {dtype: fp32, shape: [h, seqlen_q, seqlen_k]}"
 
 
 def scored(score: str, tensors: str, mask: str = "True", **fields: Any) -> Plan:
@@ -128,16 +129,24 @@ def test_a_single_number_beside_a_bias_is_no_table() -> None:
 
 
 def test_what_fits_comes_as_tiles() -> None:
-    """Beside 128 columns a backward has room for two bytes of a pair."""
-    both = f"{OF_HEADS}, d: {{dtype: int8, shape: [seqlen_q, seqlen_k]}}"
+    """Beside 128 columns a backward has room for four bytes of a pair."""
+    both = f"{OF_FLOATS}, d: {{dtype: int8, shape: [seqlen_q, seqlen_k]}}"
     score = "s + bias[h, q, kv] + 0.1 * d[q, kv]"
-    assert (tiled(scored(score, both)), scored(score, both).structure.bias_bytes) == (2, 3)
-    assert backward(score, both, head_dim=64).structure.bias_bytes == 3
+    assert (tiled(scored(score, both)), scored(score, both).structure.bias_bytes) == (2, 5)
+    assert backward(score, both, head_dim=64).structure.bias_bytes == 5
     plan = backward(score, both)
-    assert (plan.structure.biases, plan.structure.bias_bytes) == (1, 2)
+    assert (plan.structure.biases, plan.structure.bias_bytes) == (1, 4)
     text = render(plan).text
-    assert "element_of<bf16>(bias_pairs, " in text
+    assert "element_of<float>(bias_pairs, " in text
     assert "u_d[" in text
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_dq_is_rounded_straight_from_l2_where_tiles_of_four_bytes_take_its_memory(dtype: str) -> None:
+    plan = backward("s + bias[h, q, kv]", f"bias: {{dtype: {dtype}, shape: [h, seqlen_q, seqlen_k]}}")
+    assert isinstance(plan.structure, HopperBackward)
+    assert plan.structure.stages_dq == (dtype == "bf16")
+    assert ("DqBlockRing(slot" in render(plan).text) == plan.structure.stages_dq
 
 
 def test_a_declared_range_spares_a_comparison() -> None:
@@ -172,9 +181,9 @@ def tiled_by_keys(plan: Plan) -> int:
         ("s + 0.5 * bias[q, kv]", "bias: {dtype: fp16, shape: [seqlen_q, seqlen_k]}", 1),
         ("s * exp(bias[h, q, kv]) + bias[h, q, kv]", OF_HEADS, 1),
         ("s + bias[h, q, kv] - slope[q]", f"{OF_HEADS}, slope: {{dtype: fp32, shape: [seqlen_q]}}", 1),
-        ("s + bias[h, q, kv]", "bias: {dtype: fp32, shape: [h, seqlen_q, seqlen_k]}", None),
+        ("s + bias[h, q, kv]", OF_FLOATS, 1),
         ("s + 0.5 * bias[q, kv]", "bias: {dtype: int8, shape: [seqlen_q, seqlen_k]}", 1),
-        ("s + table[h, bias[q, kv]]", TABLE.format("int32, shape: [seqlen_q, seqlen_k]"), None),
+        ("s + table[h, bias[q, kv]]", TABLE.format("int32, shape: [seqlen_q, seqlen_k]"), 1),
         ("s + table[h, bias[q, kv]]", TABLE.format("int64, shape: [seqlen_q, seqlen_k]"), 0),  # 8 bytes
         # a tile has zeros beyond the tensor
         ("s + table[h, bias[q, kv]]", TABLE.format("int8, shape: [seqlen_q, seqlen_k], range: {min: 1, max: 5}"), 0),
@@ -182,9 +191,7 @@ def tiled_by_keys(plan: Plan) -> int:
     ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_biases_that_come_as_tiles_in_a_backward(score: str, tensors: str, count: int | None, head_dim: int) -> None:
-    if count is None:  # tiles of 4 bytes have no room beside 128 columns
-        count = int(head_dim == 64)
+def test_biases_that_come_as_tiles_in_a_backward(score: str, tensors: str, count: int, head_dim: int) -> None:
     assert tiled_by_keys(backward(score, tensors, head_dim=head_dim)) == count
 
 
@@ -217,20 +224,14 @@ def test_tiles_of_a_backward_fit_shared_memory(mask: str, head_dim: int) -> None
     assert plan.structure.shared_bytes <= ARCHES["sm90a"].shared_memory
 
 
-@pytest.mark.parametrize(
-    ("score", "tensors", "fields"),
-    [
-        ("s + bias[h, q, kv]", OF_HEADS, {"head_dim": 256}),  # clusters
-        ("s + bias[q, kv]", "bias: {dtype: fp32, shape: [seqlen_q, seqlen_k]}", {}),  # no room
-    ],
-)
-def test_a_backward_loads_elements_where_tiles_do_not_fit(score: str, tensors: str, fields: dict[str, Any]) -> None:
-    assert tiled_by_keys(backward(score, tensors, **fields)) == 0
+def test_clusters_load_elements() -> None:
+    assert tiled_by_keys(backward("s + bias[h, q, kv]", OF_HEADS, head_dim=256)) == 0
 
 
-def test_one_of_two_biases_comes_as_tiles() -> None:
-    score, tensors = "s + bias[0, q, kv] + bias[1, q, kv]", "bias: {dtype: bf16, shape: [2, seqlen_q, seqlen_k]}"
-    assert tiled_by_keys(backward(score, tensors)) == 1
+@pytest.mark.parametrize(("dtype", "count"), [("bf16", 2), ("fp32", 1)])
+def test_as_many_biases_come_as_tiles_as_there_is_room_for(dtype: str, count: int) -> None:
+    tensors = f"bias: {{dtype: {dtype}, shape: [2, seqlen_q, seqlen_k]}}"
+    assert tiled_by_keys(backward("s + bias[0, q, kv] + bias[1, q, kv]", tensors)) == count
 
 
 def test_the_last_attempts_of_a_backward_load_elements() -> None:

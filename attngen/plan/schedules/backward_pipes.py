@@ -80,8 +80,12 @@ def backward_pipes(
     dq_block = Ring(
         "dq_block", 2, "the warp that rounds", "the warp that rounds",
         guards="a complete 64 x 32 block of the dQ accumulator, until the same warp has rounded it",
-        full=Signal(1, "the warp that rounds", "a block of the dQ accumulator has landed", bytes=True),
-        stored=(("dq_block", DQ_BLOCK_BYTES), ("dq_block_taken", DQ_BLOCK_TAKEN_BYTES)),
+        full=Signal(1, "the warp that rounds", "a block of the dQ accumulator has landed", bytes=True)
+        if roles.stages_dq
+        else None,
+        stored=(
+            *([("dq_block", DQ_BLOCK_BYTES)] if roles.stages_dq else []), ("dq_block_taken", DQ_BLOCK_TAKEN_BYTES),
+        ),
         alternates=True,
     )  # fmt: skip
     ds = Ring(

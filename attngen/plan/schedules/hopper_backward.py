@@ -469,11 +469,13 @@ def _with_memory(
 def _memory_layouts(
     tile_m: int, stages: int, qk: int, v: int, operands: Operands, draft: HopperBackward
 ) -> Iterator[HopperBackward]:
-    """Yield the roles with their regions of shared memory, from the most stages of Q and biases to the fewest."""
+    """Yield the roles with their regions of shared memory, from the most stages of Q and biases to the fewest; beside
+    biases, dQ may be rounded without shared memory."""
     pipes = backward_pipes if draft.cluster == 1 else cluster_pipes
     of_biases = _BIAS_STAGES if draft.biases else (0,)
-    for q_stages, bias_stages in product(range(draft.q_stages, 1, -1), of_biases):
-        roles = replace(draft, q_stages=q_stages, bias_stages=bias_stages)
+    of_dq = (True, False) if draft.biases else (True,)
+    for stages_dq, q_stages, bias_stages in product(of_dq, range(draft.q_stages, 1, -1), of_biases):
+        roles = replace(draft, q_stages=q_stages, bias_stages=bias_stages, stages_dq=stages_dq)
         yield replace(roles, shared=pipes(roles, tile_m=tile_m, stages=stages, qk=qk, v=v, operands=operands).regions)
 
 

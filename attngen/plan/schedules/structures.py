@@ -107,6 +107,7 @@ class HopperBackward(Structure):
     )
     slots: bool = False  # a step names the slot of its tile in a tile map, which has the mask as bits
     bias_stages: int = 0  # of the ring of these tiles, for each consumer
+    stages_dq: bool = True  # dQ that is complete comes through shared memory to be rounded, else straight from L2
     reads_ds: bool = False  # a warp of the producer adds up gradients of the variant's tensors from tiles of dS
 
     #: Constant of the kernel: query rows of a step whose elements a warp has.
