@@ -60,3 +60,8 @@ def stored_name(tensor: str) -> str:
     """Name of the flag whether a tensor's gradient is stored in the tensor's dtype, once for each entry; else it is
     added to sums in float32."""
     return f"stored_{argument_name(tensor)}"
+
+
+def cleared_name(tensor: str) -> str:
+    """Name of the flag whether a kernel also clears the entries of a stored gradient that no step stores."""
+    return f"cleared_{argument_name(tensor)}"

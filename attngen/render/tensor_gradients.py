@@ -15,7 +15,7 @@ from attngen.lang.statements import Code, Statement, joined, leaf, reads, writte
 from attngen.plan.model import Plan
 from attngen.plan.own_gradients import APART, TensorGradient, Way, derivative, gradients_of, is_large, stored_gradients
 from attngen.plan.schedules.structures import HopperBackward
-from attngen.plan.symbols import extent_name, gradient_pointer, stored_name
+from attngen.plan.symbols import cleared_name, extent_name, gradient_pointer, stored_name
 from attngen.plan.traits import varies_within_head
 from attngen.render.cuda_statements import int_constant, number_queries
 from attngen.render.expressions import CUDA, emit_for, in_product, known_ranges, scalar_bindings
@@ -88,7 +88,8 @@ class TileSum:
     """What a warp does with a tile of dS for one element that the score reads.
 
     ``entry`` is that of a query of the tile, of a diagonal, or of the first pair of a bias. ``stored`` is the argument
-    that says whether tiles are stored as they are; "" without one.
+    that says whether tiles are stored as they are, ``cleared`` the one that says whether a warp also clears the others;
+    "" without one.
     """
 
     way: str
@@ -98,6 +99,7 @@ class TileSum:
     varies: bool = False  # the factor differs from diagonal to diagonal
     uniform: bool = False  # all diagonals have one entry
     stored: str = ""
+    cleared: str = ""
     rows: str = ""  # of a bias: its extents
     columns: str = ""
 
@@ -223,7 +225,9 @@ def _tile_sum(plan: Plan, each: TensorGradient) -> TileSum:
         rows, columns = (extent_name(tensor, axis) for axis in (len(tensor.shape) - 2, len(tensor.shape) - 1))
         entry = _entry(plan, each, {}, indices=each.indices[:-2])
         flag = stored_name(name) if name in once else ""
-        return TileSum("pair", name, gradient, entry, stored=flag, rows=rows, columns=columns)
+        clears = isinstance(plan.structure, HopperBackward) and plan.structure.clears
+        cleared = cleared_name(name) if clears and name in once else ""
+        return TileSum("pair", name, gradient, entry, stored=flag, cleared=cleared, rows=rows, columns=columns)
     if each.way is Way.DIAGONAL:
         entry = _entry(plan, each, {APART.name: Binding(spelled(APART.name), _TILE)})
         uniform = not any(APART.name in names(index) for index in each.indices)

@@ -234,6 +234,30 @@ def test_gradients_of_a_bias_of_pairs(batch: int, s: int) -> None:
     close(ours, theirs)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("variant", ["learned_window_pairs", "learned_allowed_pairs"])
+@pytest.mark.parametrize("keys", [384, 388])
+def test_gradients_of_a_bias_where_no_query_sees_a_tile(variant: str, head_dim: int, keys: int) -> None:
+    """They are zeros, whatever the memory held that the gradient takes; keys in eights are cleared by the kernel."""
+    kernels()
+    torch.manual_seed(keys)
+    q, k, v = (torch.randn(1, n, 2, head_dim, device="cuda").bfloat16() for n in (300, keys, keys))
+    batched = variant == "learned_allowed_pairs"
+    bias = torch.randn(*([1] if batched else []), 2, 300, keys, device="cuda").bfloat16()
+    blocks = torch.rand(5, 7, device="cuda") < 0.4
+    allowed = blocks.repeat_interleave(64, 0)[:300].repeat_interleave(64, 1)[:, :keys]
+    given = {"bias": bias.requires_grad_(), **({"allowed": allowed.contiguous()} if batched else {})}
+    inputs = [*(tensor.requires_grad_() for tensor in (q, k, v)), bias]
+
+    def gradients(**options: Any) -> tuple[Tensor, ...]:
+        loss = attention(q, k, v, variant=variant, **given, **options).float().square().sum()
+        torch.full_like(bias, torch.nan)  # its memory is free again, and the gradient gets it
+        return torch.autograd.grad(loss, inputs)
+
+    ours, theirs = gradients(), gradients(backend="reference")
+    close(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("variant", "name", "shape"),
     [("learned_gate", "gate", (4,)), ("learned_decay", "total", (4, 180)), ("learned_window", "table", (4, 91))],

@@ -139,6 +139,16 @@ def test_wide_heads_have_what_tiles_of_ds_give(score: str, way: Way | None, head
     assert "const DsRing ds_ring(buffer, phase, here);" in text
 
 
+def test_gradients_of_biases_are_cleared_by_kernels_whose_mask_may_hide_tiles() -> None:
+    kernel = backward("s + bias[h, q, kv]")
+    assert isinstance(kernel.structure, HopperBackward)
+    assert kernel.structure.clears
+    assert "cleared_u_bias" in {one.name for one in kernel.arguments}
+    assert "clear(tile)" in render(kernel).text
+    for score, fields in (("s + bias[h, q, kv]", {"layout": "varlen"}), ("s + 2.0 * bias[h, q, kv]", {})):
+        assert "cleared_u_bias" not in {one.name for one in backward(score, **fields).arguments}
+
+
 @pytest.mark.parametrize(("head_dim", "overlap"), [(64, "pingpong"), (96, "pingpong"), (128, "dk")])
 def test_a_derivative_that_is_kept_until_dp_is_there_takes_registers(head_dim: int, overlap: str) -> None:
     structure = backward("s * sigmoid(gate[h])", head_dim=head_dim).structure

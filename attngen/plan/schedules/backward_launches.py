@@ -15,7 +15,7 @@ from attngen.plan.draft import CLASSIFIER_WARPS, axes_of, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Workspace
 from attngen.plan.own_gradients import differentiable_of, stored_gradients
 from attngen.plan.schedules.structures import KEYS_OF_CONSUMER, HopperBackward
-from attngen.plan.symbols import gradient_pointer, stored_name
+from attngen.plan.symbols import cleared_name, gradient_pointer, stored_name
 
 #: Size arguments of kernels that split the last tiles of keys: the number of whole tiles, the splits of each other
 #: tile, the numbers of both that blocks take, and the states of dQ, after which the counters of splits stand.
@@ -112,7 +112,7 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
     )  # fmt: skip
     return arguments.signature(
         plan, operands, tiles="kv_tiles", strided=written, counted=alone or roles.ordered,
-        own_gradients=tensor_gradient_arguments(plan),
+        own_gradients=tensor_gradient_arguments(plan, clears=roles.clears),
         more_sizes=(*(() if plan.varlen else ("q_tiles",)), *_cut_sizes(roles)),
         max_seqlen_k=True,
     )  # fmt: skip
@@ -132,9 +132,9 @@ def _bias_maps(plan: Plan, roles: HopperBackward) -> Iterator[Argument]:
             yield arguments.bias_map(tensor, plan.tile_m, KEYS_OF_CONSUMER)
 
 
-def tensor_gradient_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the addresses of the gradients of the variant's tensors, and whether those of biases are stored as tiles
-    of dS are."""
+def tensor_gradient_arguments(plan: Plan, *, clears: bool = False) -> tuple[Argument, ...]:
+    """Return the addresses of the gradients of the variant's tensors, whether those of biases are stored as tiles of dS
+    are, and whether a kernel that ``clears`` what no step stores is to do so."""
     pointers = (
         Argument(gradient_pointer(name), "pointer", "*fp32", of=f"gradient:{name}", divisibility=16)
         for name in differentiable_of(plan.variant)
@@ -146,7 +146,11 @@ def tensor_gradient_arguments(plan: Plan) -> tuple[Argument, ...]:
         )
         for each in stored_gradients(plan)
     )  # fmt: skip
-    return (*pointers, *flags)
+    cleared = (
+        Argument(cleared_name(each.load.tensor), "present", "i32", of=f"cleared:{each.load.tensor}")
+        for each in (stored_gradients(plan) if clears else ())
+    )
+    return (*pointers, *flags, *cleared)
 
 
 def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:

@@ -18,7 +18,7 @@ from attngen.plan.choices import check_head_dims, iteration_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.model import Plan
 from attngen.plan.operands import Operands, operands_of
-from attngen.plan.own_gradients import differentiable_of, gradients_of
+from attngen.plan.own_gradients import Way, differentiable_of, gradients_of
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.backward_families import (
     BLOCK_HEAD_DIM,
@@ -326,6 +326,9 @@ def _tile(spec: KernelSpec, relief: Relief, brought: Brought, iteration: str, qk
         biases=len(biases(spec.variant, brought.bias_bytes)),
         bias_bytes=brought.bias_bytes,
         reads_ds=reads_ds,
+        clears=not (wide or varlen or relief.lean)
+        and spec.variant.masked
+        and any(each.way is Way.PAIR for each in gradients),
         shared=(),
     )
     if wide:

@@ -109,6 +109,7 @@ class HopperBackward(Structure):
     bias_stages: int = 0  # of the ring of these tiles, for each consumer
     stages_dq: bool = True  # dQ that is complete comes through shared memory to be rounded, else straight from L2
     reads_ds: bool = False  # a warp of the producer adds up gradients of the variant's tensors from tiles of dS
+    clears: bool = False  # another one may clear gradients of biases where no step stores a tile of dS
 
     #: Constant of the kernel: query rows of a step whose elements a warp has.
     queries_of_warp: ClassVar[str] = "kBlockM"

@@ -305,7 +305,7 @@ class Geometry:
             return self.call.seqused_k is not None
         if parameter.of == "cu_seqlens_q":
             return self.call.cu_seqlens_q is not None
-        if (parameter.of or "").startswith("stored:") and parameter.of not in self.absent:
+        if (parameter.of or "").startswith(("stored:", "cleared:")) and parameter.of not in self.absent:
             return False
         if parameter.of in self.absent:
             return not self.absent[parameter.of]

@@ -20,8 +20,10 @@ from attngen.runtime.geometry.sizes import group_of
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.reference.sinks import add_gradients
 
-#: Prefix of the arguments that say whether the gradient of a bias is stored tile by tile, in the dtype of dS.
-_STORED = "stored:"
+#: Prefixes of the arguments that say whether the gradient of a bias is stored tile by tile, in the dtype of dS, and
+#: whether the kernel clears the tiles that it does not store. It does so 8 entries at a time.
+_STORED, _CLEARED = "stored:", "cleared:"
+_CLEARED_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -66,25 +68,43 @@ def differentiable(call: Call) -> tuple[str, ...]:
 
 
 def stored_gradients(kernel: Kernel, call: Call) -> dict[str, bool]:
-    """Biases whose gradients a kernel stores in their own dtype, by name, and whether it stores every entry.
+    """Biases whose gradients a kernel stores in their own dtype, by name, and whether it stores or clears every entry.
 
     No two heads of the call share an entry of these. Other gradients are summed in float32.
     """
+    flags = [
+        parameter
+        for launch in kernel.launches
+        for parameter in launch.entry.layout.parameters
+        if parameter.kind == "present" and parameter.of
+    ]
+    cleared = {flag.of for flag in flags}
     stored = {}
-    for launch in kernel.launches:
-        for parameter in launch.entry.layout.parameters:
-            if parameter.kind == "present" and parameter.of and parameter.of.startswith(_STORED):
-                name, axes = parameter.of.removeprefix(_STORED), str(parameter.axis).split(",")
-                by_head = "h" in axes or ("hk" in axes and group_of(call) == 1)
-                if ("b" in axes or call.batch == 1) and (by_head or call.heads == 1):
-                    stored[name] = _is_covered(kernel, call, call.tensors[name].shape)
+    for flag in flags:
+        if (of := flag.of or "").startswith(_STORED):
+            name, axes = of.removeprefix(_STORED), str(flag.axis).split(",")
+            by_head = "h" in axes or ("hk" in axes and group_of(call) == 1)
+            if ("b" in axes or call.batch == 1) and (by_head or call.heads == 1):
+                clears = _CLEARED + name in cleared
+                stored[name] = _is_covered(kernel, call, call.tensors[name].shape, clears=clears)
     return stored
 
 
-def _is_covered(kernel: Kernel, call: Call, shape: tuple[int, ...]) -> bool:
-    """Whether a call sees every entry of a bias: it has no mask, and the bias has the shape of the scores."""
+def present_gradients(stored: Mapping[str, bool]) -> tuple[str, ...]:
+    """Names of the flags that a backward sets for the result of ``stored_gradients``."""
+    return (
+        *(_STORED + name for name in stored),
+        *(_CLEARED + name for name, covered in stored.items() if covered),
+    )
+
+
+def _is_covered(kernel: Kernel, call: Call, shape: tuple[int, ...], *, clears: bool) -> bool:
+    """Whether a call writes every entry of a bias that has the shape of the scores: it has no mask, or the kernel
+    ``clears`` the tiles that no query sees."""
     masked = kernel.variant.masked or call.variant.masked
-    if masked or call.layout != "dense" or call.seqused_k is not None:
+    if masked and not (clears and shape[-1] % _CLEARED_AT_ONCE == 0):
+        return False
+    if call.layout != "dense" or call.seqused_k is not None:
         return False
     return tuple(shape[-2:]) == (call.seqlen_q, call.seqlen_k) and math.prod(shape[:-2]) == call.batch * call.heads
 

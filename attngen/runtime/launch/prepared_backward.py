@@ -19,7 +19,7 @@ from attngen.runtime.arguments.scalars import Scalars
 from attngen.runtime.arguments.shapes import default_scale, softmax_scale_of
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.gradients import differentiable, gradient_shapes, stored_gradients
+from attngen.runtime.launch.gradients import differentiable, gradient_shapes, present_gradients, stored_gradients
 from attngen.runtime.launch.launches import Launches, laid_out
 from attngen.runtime.launch.tile_map import MapMaker
 from attngen.runtime.reference.sinks import add_gradients, learned
@@ -69,7 +69,7 @@ class PreparedBackward:
         self._contiguous_dout = dout is None
         views = {"out": out, "dout": contiguous_view(call.out_shape(), call.order) if dout is None else dout, **made}
         stored = stored_gradients(kernel, call)
-        absent = {"dlse": not dlse, **{f"stored:{name}": False for name in stored}}
+        absent = {"dlse": not dlse, **dict.fromkeys(present_gradients(stored), False)}
         self._launch = Launches(kernel, call, views, tensor_names, driver, device, absent=absent)
         # torch allocates a tensor faster that is like another one
         self._like = call.q == made["dq"], call.k == made["dk"], call.v == made["dv"]

@@ -89,6 +89,8 @@ class BlockExplanation(ScheduleExplanation):
         clustered = roles.cluster > 1
         for each in gradients_of(self.plan.variant, fast_math=self.plan.fast_math, tiles_only=clustered):
             yield f"gradient of {canonical(each.load)}: {_WAYS[each.way]}"
+        if roles.clears:
+            yield "where no step stores a tile of a bias's gradient, the warp that rounds dQ clears it"
         if roles.cuts:
             which = "first" if roles.cuts_first else "last"
             yield f"where blocks would wait for a few, the {which} tiles of keys are cut into parts of their steps"
