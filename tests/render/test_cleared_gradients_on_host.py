@@ -1,0 +1,101 @@
+"""What a CUDA backward clears of a bias's gradient, on the CPU: lanes are fibers.
+
+Every entry is either cleared once by the warp that rounds dQ, or lies in a tile of which the loader makes a step, whose
+dS is stored. The rendered lines of both run as they are.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from attngen.plan.schedules.structures import HopperBackward
+from attngen.render import render
+from attngen.resources import root
+from tests.plan.specs import planned
+
+COMPILER = shutil.which("g++")
+HOST = root() / "tests" / "host"
+BATCH, HEADS = 2, 4
+
+DECLARED = """variants:
+  own:
+    mask: "{mask}"
+    score: "s + bias[b, h, q, kv]"
+    tensors:
+      bias: {{dtype: bf16, shape: [b, h, seqlen_q, seqlen_k], grad: true}}
+      allowed: {{dtype: bool, shape: [seqlen_q, seqlen_k]}}
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize(
+    ("mask", "head_dim", "lengths", "kv_heads"),
+    [
+        ("q_pos >= kv", 128, (700, 904), 2),
+        ("q_pos >= kv and q_pos - kv < 150", 64, (1000, 648), 4),  # each consumer finds what sees its keys
+        ("q_pos >= kv and (q_pos - kv < 100 or kv < 4) and q_pos < 800", 128, (900, 904), 1),
+        ("allowed[q, kv]", 64, (2500, 392), 2),  # by a tile map, of two words
+    ],
+)
+def test_each_entry_is_stored_or_cleared(
+    mask: str, head_dim: int, lengths: tuple[int, int], kv_heads: int, tmp_path: Path
+) -> None:
+    plan = planned(
+        "own", passes="backward", backward="{backend: cuda}", dtype="bf16", head_dim=head_dim,
+        declared=DECLARED.format(mask=mask),
+    )  # fmt: skip
+    assert isinstance(plan.structure, HopperBackward)
+    assert plan.structure.clears
+    assert plan.iteration == ("tile_map" if "allowed" in mask else "ranges")
+    seqlen_q, seqlen_k = lengths
+    q_tiles, kv_tiles = -(-seqlen_q // plan.tile_m), -(-seqlen_k // 128)
+    text = render(plan).text
+    after = text[text.index("const auto load_step = ") :]
+    visits = after[after.index("dout_ring.advance();\n") :].split("};\n", 1)[1]
+    visits = visits[: min(visits.index(end) for end in ("        if (lane == 0) {\n", "index = take_in_order"))]
+    clears = text[text.index("// Clears the gradient of bias") : text.index("// Rounds dQ")]
+    (tmp_path / "visits.inc").write_text(visits)
+    (tmp_path / "clears.inc").write_text(clears)
+    random, words = Random(mask), -(-q_tiles // 32)
+    of_map = []
+    for _ in range(BATCH * HEADS * kv_tiles):  # bits of visible tiles, then of those that are partial
+        seen, part = ([random.random() < 0.4 for _ in range(q_tiles)] for _ in range(2))
+        for bits in (seen, part):
+            of_map += [sum(bit << i for i, bit in enumerate(bits[32 * w : 32 * w + 32])) for w in range(words)]
+    sizes = {
+        "batch": BATCH, "heads": HEADS, "kv_heads": kv_heads, "group": HEADS // kv_heads, "seqlen_q": seqlen_q,
+        "max_seqlen_k": seqlen_k, "q_tiles": q_tiles, "kv_tiles": kv_tiles, "cleared_u_bias": 1,
+        "extent_u_bias_0": BATCH, "extent_u_bias_1": HEADS, "extent_u_bias_2": seqlen_q,
+        "extent_u_bias_3": seqlen_k, "words": words,
+        "stride_tile_map_kv": 2 * words, "stride_tile_map_h": 2 * words * kv_tiles,
+        "stride_tile_map_b": 2 * words * kv_tiles * HEADS, "map_words": len(of_map),
+    }  # fmt: skip
+    entries = BATCH * HEADS * seqlen_q * seqlen_k
+    lines = [f"constexpr int kBlockM = {plan.tile_m}, kSlotsOfWord = 16;"]
+    lines += [f"static const int {name} = {value};" for name, value in sizes.items()]
+    lines.append(f"static const int tile_map_ptr[{20 * len(of_map)}] = {{{', '.join(f'int({x}u)' for x in of_map)}}};")
+    lines.append(f"alignas(16) static uint16_t gradient[{entries}];")
+    lines.append("static float* const gradient_u_bias = reinterpret_cast<float*>(gradient);")
+    (tmp_path / "given.inc").write_text("\n".join(lines))
+    assert COMPILER is not None
+    program = tmp_path / "program"
+    flags = ["-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{tmp_path}", f"-I{HOST}"]
+    subprocess.run([COMPILER, *flags, str(HOST / "cleared.cpp"), "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    steps, held = done.stdout.split("gradient\n")
+    visited = [tuple(map(int, line.split())) for line in steps.splitlines()]
+    assert len({*visited}) == len(visited)
+    assert 0 < len(visited) < BATCH * HEADS * kv_tiles * q_tiles
+    wanted = bytearray(b"0" * entries)
+    for b, h, kv_tile, tile in visited:
+        start, stop = 128 * kv_tile, min(128 * kv_tile + 128, seqlen_k)
+        for q in range(plan.tile_m * tile, min(plan.tile_m * (tile + 1), seqlen_q)):
+            first = ((b * HEADS + h) * seqlen_q + q) * seqlen_k
+            wanted[first + start : first + stop] = b"1" * (stop - start)
+    assert held == wanted.decode()
