@@ -32,3 +32,11 @@ template <typename Value>
 inline const Value* mapped(const Value* place, uint32_t rank) {
   return reinterpret_cast<const Value*>(place_of_address(mapped(address_of(place), rank)));
 }
+inline void copy_to(uint32_t rank, uint32_t to, uint32_t from, uint32_t bytes, uint32_t full) {
+  std::memcpy(place_of_address(mapped(to, rank)), place_of_address(from), bytes);
+  land(mapped(full, rank), bytes);
+}
+inline void add_floats(float* to, float a, float b, float c, float d) {
+  const float four[4] = {a, b, c, d};
+  for (int i = 0; i < 4; ++i) to[i] += four[i];
+}

@@ -4,8 +4,6 @@
 
 #include "types.cuh"
 
-inline float2 make_float2(float x, float y) { return {x, y}; }
-
 #include "tensor_gradient.inc"
 
 Thread* current;

@@ -18,6 +18,7 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 
 inline int __umulhi(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b >> 32; }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
@@ -202,6 +203,7 @@ inline void settle_cluster(Cluster& cluster) {
   }
 }
 
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float4 __ldcs(const float4* place) { return *place; }
 inline void __stcs(uint4* place, uint4 value) { *place = value; }

@@ -1,0 +1,96 @@
+// Launches of a kernel whose blocks may form clusters: every thread of a cluster is a fiber. One program includes this, once.
+#pragma once
+
+#include <functional>
+
+#include "threads.h"
+
+Thread* current;
+int blocks_of_grid;
+bool moved;
+jmp_buf scheduler;
+
+static std::function<void()> kernel;
+constexpr int kStackBytes = 96 << 10;
+
+// A fiber is used again and again: to begin one costs more than to run a small kernel.
+static void run_thread() {
+  for (;;) {
+    kernel();
+    current->done = moved = true;
+    --current->block->cluster->threads;
+    settle_cluster(*current->block->cluster);
+    yield();
+  }
+}
+static Thread* fiber(size_t index) {
+  static std::vector<Thread*> all;
+  if (index == all.size()) {
+    Thread* thread = new Thread{};
+    getcontext(&thread->context);
+    thread->context.uc_stack.ss_sp = std::malloc(kStackBytes);
+    thread->context.uc_stack.ss_size = kStackBytes;
+    makecontext(&thread->context, run_thread, 0);
+    all.push_back(thread);
+  }
+  return all[index];
+}
+static char* shared_memory_of(size_t rank) {
+  static std::vector<char*> all;
+  if (rank == all.size()) all.push_back(static_cast<char*>(std::aligned_alloc(1024, kSharedBytes)));
+  return static_cast<char*>(std::memset(all[rank], 0xff, kSharedBytes));
+}
+
+// Runs clusters one after the other, and their threads until all are done; a warp goes on as long as any lane can.
+static void launch(int grid, int cluster_blocks, int threads_of_block) {
+  blocks_of_grid = grid;
+  for (int first = 0; first < grid; first += cluster_blocks) {
+    Cluster cluster{{}, cluster_blocks * threads_of_block};
+    std::vector<Thread*> threads;
+    for (int rank = 0; rank < cluster_blocks; ++rank) {
+      Block* block = new Block{first + rank, rank, &cluster, shared_memory_of(rank)};
+      block->warps.resize(threads_of_block / 32);
+      cluster.blocks.push_back(block);
+      for (int i = 0; i < threads_of_block; ++i) {
+        Thread* thread = fiber(threads.size());
+        thread->index = {i, 0, 0};
+        thread->block = block;
+        thread->warp = &block->warps[i / 32];
+        thread->lane = i % 32;
+        thread->done = false;
+        threads.push_back(thread);
+      }
+    }
+    for (bool all_done = false; !all_done;) {
+      bool any_moved = false;
+      all_done = true;
+      for (size_t warp = 0; warp < threads.size(); warp += 32) {
+        do {
+          moved = false;
+          for (int lane = 0; lane < 32; ++lane) {
+            if (!threads[warp + lane]->done) resume(threads[warp + lane]);
+          }
+          any_moved = any_moved || moved;
+        } while (moved);
+        for (int lane = 0; lane < 32; ++lane) all_done = all_done && threads[warp + lane]->done;
+      }
+      if (!all_done && !any_moved) fail("all threads wait for others");
+    }
+    for (Block* block : cluster.blocks) {
+      for (auto& [address, barrier] : block->barriers) {
+        if (barrier.bytes != 0) fail("a copy that nobody waited for", address);
+      }
+      delete block;
+    }
+  }
+}
+
+static float random_number() {
+  static uint32_t state = 1;
+  float sum = 0.0f;
+  for (int i = 0; i < 4; ++i) {
+    state = state * 1664525u + 1013904223u;
+    sum += (state >> 8) / 16777216.0f;
+  }
+  return (sum - 2.0f) * 1.7f;
+}
