@@ -468,8 +468,11 @@ def _families(spec: KernelSpec, iteration: str) -> frozenset[str]:
     families = {"any"}
     if is_light(spec.variant) and not spec.variant.dropout:
         families.add("light")
-        if spec.layout == "dense" and any(interval.lo is not None for interval in bands_of(spec).visible):
+        visible = bands_of(spec).visible
+        if spec.layout == "dense" and any(interval.lo is not None for interval in visible):
             families.add("window")
+            if len(visible) > 1 and not (spec.pack_gqa or spec.split_tiles):
+                families.add("two_intervals")
         elif spec.layout == "dense" and spec.pack_gqa is not True:
             families.add("plain")
             if spec.head_dim_v <= _NARROW_V < spec.head_dim_qk:
