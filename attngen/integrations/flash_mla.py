@@ -9,6 +9,7 @@ graph may capture a call whose lengths change later.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError
 from attngen.integrations.choice import Candidate, Pages, attend
 from attngen.integrations.flash_arguments import contiguous_rows, refuse, tensor
+from attngen.runtime.calls.merge import merge
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -26,12 +28,11 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"
 SPEC = "flash_mla"
 
 _DENSE_8_BITS = "kernels of latent caches in 8 bits take indices alone"
-_SECOND_CACHE = "kernels of keys by index read one cache"
 _WITH_INDICES = "it belongs to indices, which are missing"
 _REASONS = {
     "is_fp8_kvcache": _DENSE_8_BITS, "descale_q": _DENSE_8_BITS, "descale_k": _DENSE_8_BITS,
-    "kv_format": "the bytes of a token say the format", "extra_indices_in_kvcache": _SECOND_CACHE,
-    "extra_k_cache": _SECOND_CACHE, "extra_topk_length": _SECOND_CACHE, "topk_length": _WITH_INDICES,
+    "kv_format": "the bytes of a token say the format", "extra_indices_in_kvcache": _WITH_INDICES,
+    "extra_k_cache": _WITH_INDICES, "extra_topk_length": _WITH_INDICES, "topk_length": _WITH_INDICES,
     "attn_sink": _WITH_INDICES, "causal": "entries of indices are slots of the cache, which have no order",
 }  # fmt: skip
 
@@ -45,6 +46,25 @@ _BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 #: Largest sink that is passed to a kernel: in units of log2 it is still finite in float32, and no logit counts beside
 #: it.
 _LARGEST_SINK = 1e38
+
+#: With the scale multiplied by this, a log-sum-exp of n logits exceeds the largest one by at most log(n) before it is
+#: divided by this again: by 1e-5 for 32,768 of them, as much as float32 keeps of a logit of 100.
+_SHARPENED = 2.0**20
+
+
+@dataclass(frozen=True, slots=True)
+class _ListedRows:
+    """A cache, and the rows of it that each query lists; ``prefix`` is what their arguments are called after."""
+
+    cache: Tensor
+    indices: Tensor
+    topk_length: Tensor | None
+    prefix: str = ""
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether the rows are bytes."""
+        return self.cache.dtype in _BYTES
 
 
 @dataclass
@@ -96,27 +116,27 @@ def flash_mla_with_kvcache(
     float32 is a logit without a value, which the log-sum-exp leaves out. The cache then holds 576 or 512 numbers of 16
     bits a token, or, in 8 bits, 656 bytes (head dims 576/512) or 584 (512/512): see ``attngen.append_kv``.
 
-    A second cache, and caches in 8 bits without indices, are refused with NoKernelError. Raises CallError for arguments
-    that disagree.
+    ``extra_k_cache``, of the same format, and ``extra_indices_in_kvcache`` (b, sq, extra_topk) add keys of a second
+    cache, with any number of blocks and rows in a block; ``extra_topk_length`` (b,) int32 is to them what
+    ``topk_length`` is to the first ones. Each cache takes a launch of its own, and their results are merged.
+
+    Caches in 8 bits without indices are refused with NoKernelError. Raises CallError for arguments that disagree.
     """
     del tile_scheduler_metadata, num_splits, use_legacy
-    refuse(
-        _REASONS, extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
-        extra_topk_length=extra_topk_length, kv_format=kv_format, descale_q=descale_q, descale_k=descale_k,
-    )  # fmt: skip
-    if tensor("k_cache", k_cache).dim() != 4:
-        raise CallError(f"k_cache must have shape (blocks, block_size, 1, head_dim), got {tuple(k_cache.shape)}")
+    refuse(_REASONS, kv_format=kv_format, descale_q=descale_q, descale_k=descale_k)
+    _check_cache("k_cache", k_cache)
     in_8_bits = k_cache.dtype in _BYTES
     if indices is not None:
         refuse(_REASONS, causal=causal)
         if is_fp8_kvcache not in (None, in_8_bits):
             raise CallError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has {k_cache.dtype}")
-        return _listed_in_cache(
-            q, k_cache.view(torch.uint8) if in_8_bits else k_cache, indices, head_dim_v, softmax_scale, attn_sink,
-            topk_length, one_block=enable_batch_invariant,
-        )  # fmt: skip
+        listed = [_ListedRows(k_cache, indices, topk_length)]
+        listed += _second_cache(k_cache, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+        return _listed_in_caches(q, listed, head_dim_v, softmax_scale, attn_sink, one_block=enable_batch_invariant)
     refuse(
-        _REASONS, is_fp8_kvcache=is_fp8_kvcache or in_8_bits, topk_length=topk_length, attn_sink=attn_sink
+        _REASONS, is_fp8_kvcache=is_fp8_kvcache or in_8_bits, topk_length=topk_length, attn_sink=attn_sink,
+        extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
+        extra_topk_length=extra_topk_length,
     )  # fmt: skip
     if block_table is None or cache_seqlens is None:
         raise CallError("block_table and cache_seqlens are needed: they say where the keys of a sequence are")
@@ -139,16 +159,21 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
-) -> tuple[Tensor, None, Tensor]:
+    *,
+    return_max_logits: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Attention of q (s_q, h, 576) to the rows of kv (s_kv, 1, 576) that ``indices`` (s_q, 1, topk) lists.
 
-    Returns the output (s_q, h, ``d_v``); None, since no kernel stores the largest logits; and the log-sum-exp (s_q, h),
-    natural, in float32, −inf for a query without a key. Entries below 0, or not below s_kv, are ignored.
-    ``topk_length`` (s_q,) int32 is the number of entries of each query that count, from the first one on. ``attn_sink``
-    (h,) float32 is a logit without a value. The log-sum-exp leaves it out: it is computed from the one with the sink,
-    and is −inf where the sink is all that float32 keeps of the sum. Any topk and any number of heads are taken, and
-    head dims 512/512 as well. The rows of a paged cache in 16 bits are one tensor, whose indices are ``block *
-    block_size + row``.
+    Returns the output (s_q, h, ``d_v``); the largest logit of each query and head (s_q, h) with ``return_max_logits``,
+    else None; and the log-sum-exp (s_q, h). The latter two are natural, in float32, and −inf for a query without a key.
+    No kernel stores largest logits. They come from the log-sum-exp of a second launch, with 2^20 times the scale, and
+    are exact to 1e-5, or to what float32 keeps of a logit.
+
+    Entries below 0, or not below s_kv, are ignored. ``topk_length`` (s_q,) int32 is the number of entries of each query
+    that count, from the first one on. ``attn_sink`` (h,) float32 is a logit without a value. The log-sum-exp leaves it
+    out: it is computed from the one with the sink, and is −inf where the sink is all that float32 keeps of the sum. Any
+    topk and any number of heads are taken, and head dims 512/512 as well. The rows of a paged cache in 16 bits are one
+    tensor, whose indices are ``block * block_size + row``.
 
     Raises CallError for arguments that disagree.
     """
@@ -169,33 +194,95 @@ def flash_mla_sparse_fwd(
         topk_length = torch.full((queries,), indices.shape[-1], dtype=torch.int32, device=q.device)
     q, kv, indices = contiguous_rows(q=q, kv=kv, indices=indices)
     own = {"indices": indices[:, 0][None], "topk_length": tensor("topk_length", topk_length)[None]}
-    out, lse = _listed(q[None], kv[None], kv[None, ..., :d_v], own, attn_sink, softmax_scale=sm_scale)
-    return out[0], None, lse[0].T
+    tensors = q[None], kv[None], kv[None, ..., :d_v]
+    out, lse = _listed(*tensors, own, attn_sink, softmax_scale=sm_scale)
+    largest = None
+    if return_max_logits:
+        largest = _listed(*tensors, own, None, softmax_scale=_SHARPENED * sm_scale)[1][0].T / _SHARPENED
+    return out[0], largest, lse[0].T
+
+
+def _check_cache(name: str, cache: Tensor) -> None:
+    if tensor(name, cache).dim() != 4:
+        raise CallError(f"{name} must have shape (blocks, block_size, 1, head_dim), got {tuple(cache.shape)}")
+
+
+def _second_cache(
+    k_cache: Tensor, cache: Tensor | None, indices: Tensor | None, topk_length: Tensor | None
+) -> list[_ListedRows]:
+    """The rows of the second cache, if a call has one."""
+    if cache is None and indices is None:
+        if topk_length is not None:
+            raise CallError("extra_topk_length counts entries of extra_indices_in_kvcache, which is missing")
+        return []
+    if cache is None or indices is None:
+        missing = "extra_k_cache" if cache is None else "extra_indices_in_kvcache"
+        raise CallError(f"extra_k_cache and extra_indices_in_kvcache go together: {missing} is missing")
+    _check_cache("extra_k_cache", cache)
+    if cache.shape[-1] != k_cache.shape[-1] or _format(cache) != _format(k_cache):
+        raise CallError(
+            f"extra_k_cache must have the format of k_cache, {k_cache.shape[-1]} columns in {k_cache.dtype}, got "
+            f"{cache.shape[-1]} in {cache.dtype}"
+        )
+    return [_ListedRows(cache, indices, topk_length, "extra_")]
+
+
+def _format(cache: Tensor) -> torch.dtype:
+    """The dtype of a cache, which for rows of bytes is uint8."""
+    return torch.uint8 if cache.dtype in _BYTES else cache.dtype
+
+
+def _listed_in_caches(
+    q: Tensor,
+    listed: Sequence[_ListedRows],
+    head_dim_v: int,
+    softmax_scale: float | None,
+    attn_sink: Tensor | None,
+    *,
+    one_block: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention to the listed rows of all caches: a call for each, merged where there are several."""
+    if len(listed) == 1:
+        return _listed_in_cache(q, listed[0], head_dim_v, softmax_scale, attn_sink, one_block=one_block)
+    parts = [_listed_in_cache(q, rows, head_dim_v, softmax_scale, None, one_block=one_block) for rows in listed]
+    outs, lses = [part[0] for part in parts], [part[1] for part in parts]
+    lse = torch.logsumexp(torch.stack(lses), 0)
+    if attn_sink is not None:  # one more part, whose value is zero
+        _check_sink(q, attn_sink)
+        outs.append(outs[0].new_zeros(1, *outs[0].shape[1:]))
+        lses.append(attn_sink.clamp(max=_LARGEST_SINK).to(lse.dtype)[None, :, None].expand(1, *lse.shape[1:]))
+    return merge(outs, lses)[0], lse
+
+
+def _check_sink(q: Tensor, attn_sink: Tensor) -> None:
+    if tensor("attn_sink", attn_sink).shape != (q.shape[-2],):
+        raise CallError(f"attn_sink must have shape ({q.shape[-2]},), got {tuple(attn_sink.shape)}")
 
 
 def _listed_in_cache(
     q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
+    rows: _ListedRows,
     head_dim_v: int,
     softmax_scale: float | None,
     attn_sink: Tensor | None,
-    topk_length: Tensor | None,
     *,
     one_block: bool,
 ) -> tuple[Tensor, Tensor]:
-    """``flash_mla_with_kvcache`` with indices: all queries are of one sequence, whose keys are the whole cache."""
-    if tensor("q", q).dim() != 4 or tensor("indices", indices).dim() != 3 or q.shape[:2] != indices.shape[:2]:
+    """Attention to the listed rows of one cache: all queries are of one sequence, whose keys are the whole cache."""
+    k_cache = rows.cache.view(torch.uint8) if rows.in_8_bits else rows.cache
+    name = f"{rows.prefix}indices{'_in_kvcache' if rows.prefix else ''}"
+    indices, topk_length = tensor(name, rows.indices), rows.topk_length
+    if tensor("q", q).dim() != 4 or indices.dim() != 3 or q.shape[:2] != indices.shape[:2]:
         raise CallError(
-            f"q and indices must have shape (b, sq, h, head_dim) and (b, sq, topk), got {tuple(q.shape)} and "
+            f"q and {name} must have shape (b, sq, h, head_dim) and (b, sq, topk), got {tuple(q.shape)} and "
             f"{tuple(indices.shape)}"
         )
     (batch, queries, heads), topk = q.shape[:3], indices.shape[-1]
     blocks, block_size = k_cache.shape[:2]
     if topk_length is None:
         topk_length = torch.full((1, batch * queries), topk, dtype=torch.int32, device=q.device)
-    elif tensor("topk_length", topk_length).shape != (batch,):
-        raise CallError(f"topk_length must have shape ({batch},), got {tuple(topk_length.shape)}")
+    elif tensor(f"{rows.prefix}topk_length", topk_length).shape != (batch,):
+        raise CallError(f"{rows.prefix}topk_length must have shape ({batch},), got {tuple(topk_length.shape)}")
     else:
         topk_length = topk_length.repeat_interleave(queries, output_size=batch * queries)[None]
     q, k_cache, indices = contiguous_rows(q=q, k_cache=k_cache, indices=indices)
@@ -223,9 +310,8 @@ def _listed(
 ) -> tuple[Tensor, Tensor]:
     """Attention to listed keys, and the log-sum-exp (b, h, sq) without the sink."""
     if attn_sink is not None:
-        if tensor("attn_sink", attn_sink).shape != (q.shape[-2],):
-            raise CallError(f"attn_sink must have shape ({q.shape[-2]},), got {tuple(attn_sink.shape)}")
-        own["sinks"] = attn_sink.clamp(max=_LARGEST_SINK)
+        _check_sink(q, attn_sink)
+        own = {**own, "sinks": attn_sink.clamp(max=_LARGEST_SINK)}
     name = "listed_keys" if attn_sink is None else "listed_keys_sink"
     out, lse = attend([Candidate(name, own)], q, k, v, spec=SPEC, return_lse=True, **options)
     if attn_sink is not None:  # take the sink out of the sum

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
@@ -285,6 +286,51 @@ def test_small_caches_by_hand(name: str) -> None:
         attngen.attention_paged(q.cuda(), on_card, on_card, table.cuda(), counts.cuda(), package=PACKAGE, **call),
         wanted,
     )
+
+
+@pytest.mark.parametrize("name", ["bf16", *FORMS])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_two_caches_of_flash_mla(name: str, heads: int) -> None:
+    """Both lists are one, and a sink counts once. The reference does the same in float32."""
+    torch.manual_seed(heads)
+    caches, indices, counts = [], [], []
+    for pages, page_size, topk in ((20, 64, 700), (30, 2, 40)):
+        if name == "bf16":
+            caches.append(torch.randn(pages, page_size, 1, 576).bfloat16())
+        else:
+            caches.append(large_cache(name, pages, page_size)[0])
+        indices.append(lists(3, 2, topk, pages * page_size))
+        counts.append(torch.randint(0, topk + 1, (3,), dtype=torch.int32))
+    counts[0][0] = counts[1][0] = counts[1][1] = 0
+    q = torch.randn(3, 2, heads, 512 if name == "fp8_mla_584" else 576).bfloat16()
+    sink = torch.randn(heads)
+
+    def call(device: str) -> Any:
+        cache, extra = (
+            each.as_strided((each.shape[0] * each.stride(0),), (1,)).to(device).as_strided(each.shape, each.stride())
+            for each in caches
+        )
+        own = {"indices": indices[0], "topk_length": counts[0], "attn_sink": sink}
+        own |= {"extra_indices_in_kvcache": indices[1], "extra_topk_length": counts[1]}
+        own = {name: each.to(device) for name, each in own.items()}
+        return flash_mla_with_kvcache(q.to(device), cache, None, None, 512, extra_k_cache=extra, **own)
+
+    close(call("cuda"), call("cpu"))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_largest_logits_of_flash_mla(heads: int) -> None:
+    torch.manual_seed(heads)
+    q, kv = torch.randn(70, heads, 576).bfloat16(), torch.randn(900, 1, 576).bfloat16()
+    entries = lists(1, 70, 300, 900)[0][:, None]
+    entries[3] = -1
+    _, largest, lse = flash_mla_sparse_fwd(q.cuda(), kv.cuda(), entries.cuda(), 0.05, return_max_logits=True)
+    assert largest is not None
+    listed = ((entries[:, 0] >= 0) & (entries[:, 0] < 900))[:, None]
+    keys = kv.double()[entries.clamp(0, 899)[:, 0].long(), 0]
+    logits = (0.05 * torch.einsum("qhd,qkd->qhk", q.double(), keys)).masked_fill(~listed, -torch.inf)
+    torch.testing.assert_close(largest.cpu().double(), logits.amax(-1), rtol=1e-5, atol=2e-5)
+    assert (largest <= lse + 1e-3).all()
 
 
 def test_bits_repeat_and_graphs() -> None:

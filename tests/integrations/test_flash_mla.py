@@ -44,7 +44,7 @@ def test_against_plain_torch(causal: bool) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"extra_k_cache": torch.zeros(1)}, {"is_fp8_kvcache": True},
+        {"extra_k_cache": torch.zeros(1)}, {"extra_topk_length": torch.ones(1)}, {"is_fp8_kvcache": True},
         {"attn_sink": torch.zeros(HEADS)}, {"descale_k": torch.ones(1)},
     ],
 )  # fmt: skip
@@ -68,12 +68,18 @@ def test_sparse_prefill_against_plain_torch(counted: bool, sinks: list[float] | 
     """A query attends to the rows of its list; what names no row, or is not counted, does not matter."""
     q, kv, indices, counts = sparse_given()
     sink = None if sinks is None else torch.tensor(sinks)
-    out, largest, lse = flash_mla_sparse_fwd(q, kv, indices, 0.3, DIM_V, sink, counts if counted else None)
-    assert (out.shape, largest, lse.shape) == ((5, HEADS, DIM_V), None, (5, HEADS))
+    given = q, kv, indices, 0.3, DIM_V, sink, counts if counted else None
+    out, largest, lse = flash_mla_sparse_fwd(*given, return_max_logits=True)
+    assert (out.shape, lse.shape) == ((5, HEADS, DIM_V), (5, HEADS))
+    assert largest is not None
+    assert largest.shape == (5, HEADS)
+    assert flash_mla_sparse_fwd(*given)[1] is None
     for i in range(5):
         listed = indices[i, 0, : counts[i] if counted else None]
         rows = kv[listed[(listed >= 0) & (listed < 40)].long(), 0]
         logits = 0.3 * q[i] @ rows.T
+        most = logits.amax(-1) if rows.numel() else torch.full((HEADS,), -torch.inf)
+        torch.testing.assert_close(largest[i], most, check_dtype=False, rtol=1e-6, atol=1e-5)
         exact = logits.logsumexp(-1)
         if sink is not None:  # a sink that is all of the sum leaves nothing of it
             exact = torch.where(sink == torch.inf, -torch.inf, exact)
@@ -154,6 +160,66 @@ def test_indices_into_caches_in_8_bits(name: str, lists: str) -> None:
             torch.testing.assert_close(out[b, i].double(), wanted, atol=2e-2, rtol=2e-2)
             if sinks is None or torch.isfinite(sinks).all():
                 torch.testing.assert_close(lse[b, :, i].double(), wanted_lse, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", LATENT_ROWS)
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("sinks", [None, [0.5, -torch.inf, torch.inf]])
+def test_rows_of_two_caches(name: str, counted: bool, sinks: list[float] | None) -> None:
+    """Both lists are one: a sink counts once, and a query may have keys in one cache, in the other, or in none."""
+    torch.manual_seed(6)
+    pages, columns = latent_cache(name, pages=7, page_size=16)
+    more, more_columns = latent_cache(name, pages=5, page_size=4)
+    q = torch.randn(2, 3, HEADS, columns.shape[-1], dtype=torch.bfloat16)
+    indices = torch.randint(-20, 7 * 16 + 20, (2, 3, 24), dtype=torch.int32)
+    extra = torch.randint(-5, 5 * 4 + 5, (2, 3, 10), dtype=torch.int32)
+    indices[0, 1], extra[0, 2], indices[1, 0], extra[1, 0] = -1, -1, -1, -1
+    counts, extra_counts = torch.tensor([24, 9], dtype=torch.int32), torch.tensor([3, 10], dtype=torch.int32)
+    sink = None if sinks is None else torch.tensor(sinks)
+    out, lse = flash_mla_with_kvcache(
+        q, pages, None, None, 512, get_mla_metadata()[0], indices=indices, is_fp8_kvcache=True,
+        topk_length=counts if counted else None, attn_sink=sink, extra_k_cache=more, extra_indices_in_kvcache=extra,
+        extra_topk_length=extra_counts if counted else None,
+    )  # fmt: skip
+    assert (out.shape, lse.shape) == ((2, 3, HEADS, 512), (2, HEADS, 3))
+    for b in range(2):
+        for i in range(3):
+            lists = (indices[b, i], columns, counts), (extra[b, i], more_columns, extra_counts)
+            keys = []
+            for entries, rows, numbers in lists:
+                used = entries[: int(numbers[b]) if counted else None].long()
+                keys.append(rows.flatten(0, 1)[used[(used >= 0) & (used < rows.shape[0] * rows.shape[1])]].double())
+            both = torch.cat(keys)
+            logits = q[b, i].double() @ both.T / columns.shape[-1] ** 0.5
+            wanted_lse = logits.logsumexp(-1)
+            total = wanted_lse if sink is None else torch.logaddexp(wanted_lse, sink.double())
+            wanted = torch.exp(logits - total[:, None]).nan_to_num(0.0) @ both[:, :512]
+            torch.testing.assert_close(out[b, i].double(), wanted, atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(lse[b, :, i].double(), wanted_lse, atol=1e-3, rtol=1e-3)
+
+
+def test_arguments_of_a_second_cache_that_disagree() -> None:
+    pages, columns = latent_cache("fp8_mla_656", pages=2, page_size=16)
+    q = torch.randn(1, 1, HEADS, columns.shape[-1], dtype=torch.bfloat16)
+    indices = torch.zeros(1, 1, 4, dtype=torch.int32)
+
+    def call(**extra: torch.Tensor) -> None:
+        flash_mla_with_kvcache(q, pages, None, None, 512, indices=indices, **extra)
+
+    with pytest.raises(CallError, match="go together: extra_indices_in_kvcache is missing"):
+        call(extra_k_cache=pages)
+    with pytest.raises(CallError, match="go together: extra_k_cache is missing"):
+        call(extra_indices_in_kvcache=indices)
+    with pytest.raises(
+        CallError, match="extra_topk_length counts entries of extra_indices_in_kvcache, which is missing"
+    ):
+        call(extra_topk_length=torch.ones(1, dtype=torch.int32))
+    with pytest.raises(CallError, match="must have the format of k_cache, 656 columns in torch.uint8, got 576"):
+        call(extra_k_cache=columns[:, :, None], extra_indices_in_kvcache=indices)
+    with pytest.raises(CallError, match=r"q and extra_indices_in_kvcache must have shape"):
+        call(extra_k_cache=pages, extra_indices_in_kvcache=indices[0])
+    with pytest.raises(CallError, match=r"extra_topk_length must have shape \(1,\)"):
+        call(extra_k_cache=pages, extra_indices_in_kvcache=indices, extra_topk_length=torch.ones(2, dtype=torch.int32))
 
 
 def test_caches_and_flags_that_disagree() -> None:

@@ -6,6 +6,7 @@ grouping of the parts. A prefix that a batch shares is computed once and merged 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -45,10 +46,11 @@ def merge(
     lse = torch.where(seen, peak + torch.log(total), -math.inf)
     shares = _beside_rows(weights / total, parts[0].dim(), layout)
     unseen = _beside_rows(by_part == -math.inf, parts[0].dim(), layout)
-    out = torch.zeros((), dtype=compute, device=lse.device)
-    for part, share, absent in zip(parts, shares, unseen, strict=True):
-        out = out + share * torch.where(absent, 0.0, part.to(compute))
-    return out.to(parts[0].dtype), lse
+    # Shares have the dtype of the arithmetic, and their products with the parts, too.
+    weighted = [
+        share * torch.where(absent, 0.0, part) for part, share, absent in zip(parts, shares, unseen, strict=True)
+    ]
+    return functools.reduce(torch.add, weighted).to(parts[0].dtype), lse
 
 
 def _beside_rows(rows: Tensor, rank: int, layout: str) -> tuple[Tensor, ...]:
