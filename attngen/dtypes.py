@@ -99,13 +99,14 @@ class LatentRow:
     ``rotary`` columns of bf16.
 
     Scales are float32 and lie between both; or they are powers of two, of which a byte holds the biased exponent, and
-    those of all rows of a block follow its rows.
+    those of all rows of a block follow its rows; or they are a tensor beside the cache.
     """
 
     latents: int
     rotary: int
     group: int
     scales_after_rows: bool
+    scales_beside: bool = False
 
     @property
     def columns(self) -> int:
@@ -120,6 +121,8 @@ class LatentRow:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales of a row; exponents are padded to 8."""
+        if self.scales_beside:
+            return 0
         return 8 if self.scales_after_rows else 4 * self.scales
 
     @property
@@ -144,8 +147,16 @@ LATENT_ROWS: dict[str, LatentRow] = {
     "fp8_mla_584": LatentRow(448, 64, 64, scales_after_rows=True),
 }
 
-#: Dtype of q beside these, and of their rotary columns.
+#: Dtype of q beside these, and beside rows of e4m3 alone, and of rotary columns.
 BESIDE_LATENT_ROWS = "bf16"
+
+
+def row_of_keys(kv_dtype: str, columns: int) -> LatentRow | None:
+    """Rows in 8 bits that kernels with ``v: key`` convert as they load them; None for rows of 16 bits."""
+    if kv_dtype in CACHE_DTYPES:
+        return LatentRow(columns, 0, columns, scales_after_rows=False, scales_beside=True)
+    return LATENT_ROWS.get(kv_dtype)
+
 
 #: Placeholder for the number of tokens of a cache page.
 PAGE_BLOCK = -1

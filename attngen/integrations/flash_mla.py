@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attngen.dtypes import LATENT_ROWS
-from attngen.errors import CallError
+from attngen.errors import CallError, NoKernelError
 from attngen.integrations.choice import Candidate, Pages, attend
 from attngen.integrations.flash_arguments import contiguous_rows, refuse, tensor
 from attngen.runtime.calls.merge import merge
@@ -27,16 +27,19 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"
 #: The shipped spec that builds what these functions ask for.
 SPEC = "flash_mla"
 
-_DENSE_8_BITS = "kernels of latent caches in 8 bits take indices alone"
+_SCALED_ROWS = "the rows hold their scales"
 _WITH_INDICES = "it belongs to indices, which are missing"
 _REASONS = {
-    "is_fp8_kvcache": _DENSE_8_BITS, "descale_q": _DENSE_8_BITS, "descale_k": _DENSE_8_BITS,
+    "descale_q": _SCALED_ROWS, "descale_k": _SCALED_ROWS,
     "kv_format": "the bytes of a token say the format", "extra_indices_in_kvcache": _WITH_INDICES,
     "extra_k_cache": _WITH_INDICES, "extra_topk_length": _WITH_INDICES, "topk_length": _WITH_INDICES,
     "attn_sink": _WITH_INDICES, "causal": "entries of indices are slots of the cache, which have no order",
 }  # fmt: skip
 
-#: Bytes of a token of caches whose scales follow the rows of a block.
+#: Bytes of a token of caches whose rows hold their scales.
+_ROW_BYTES = [row.bytes for row in LATENT_ROWS.values()]
+
+#: The same of those whose scales follow the rows of a block.
 _SCALES_AFTER_ROWS = [row.bytes for row in LATENT_ROWS.values() if row.scales_after_rows]
 
 #: Dtypes of caches in 8 bits: rows of bytes, whatever they are called.
@@ -120,33 +123,46 @@ def flash_mla_with_kvcache(
     cache, with any number of blocks and rows in a block; ``extra_topk_length`` (b,) int32 is to them what
     ``topk_length`` is to the first ones. Each cache takes a launch of its own, and their results are merged.
 
-    Caches in 8 bits without indices are refused with NoKernelError. Raises CallError for arguments that disagree.
+    Without indices, a cache in 8 bits holds 576 or 512 numbers in e4m3 a token, and ``descale_k``, one float32 number,
+    1 if it is missing, is what they are multiplied by. q may be in e4m3, too, with ``descale_q``: it is converted to
+    bf16, which is the dtype of the output. Raises CallError for arguments that disagree.
     """
     del tile_scheduler_metadata, num_splits, use_legacy
-    refuse(_REASONS, kv_format=kv_format, descale_q=descale_q, descale_k=descale_k)
+    refuse(_REASONS, kv_format=kv_format)
     _check_cache("k_cache", k_cache)
     in_8_bits = k_cache.dtype in _BYTES
+    if is_fp8_kvcache not in (None, in_8_bits):
+        raise CallError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has {k_cache.dtype}")
     if indices is not None:
-        refuse(_REASONS, causal=causal)
-        if is_fp8_kvcache not in (None, in_8_bits):
-            raise CallError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has {k_cache.dtype}")
+        refuse(_REASONS, causal=causal, descale_q=descale_q, descale_k=descale_k)
         listed = [_ListedRows(k_cache, indices, topk_length)]
         listed += _second_cache(k_cache, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
         return _listed_in_caches(q, listed, head_dim_v, softmax_scale, attn_sink, one_block=enable_batch_invariant)
     refuse(
-        _REASONS, is_fp8_kvcache=is_fp8_kvcache or in_8_bits, topk_length=topk_length, attn_sink=attn_sink,
-        extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
-        extra_topk_length=extra_topk_length,
+        _REASONS, topk_length=topk_length, attn_sink=attn_sink, extra_k_cache=extra_k_cache,
+        extra_indices_in_kvcache=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
     )  # fmt: skip
     if block_table is None or cache_seqlens is None:
         raise CallError("block_table and cache_seqlens are needed: they say where the keys of a sequence are")
     if not 0 < head_dim_v <= k_cache.shape[-1]:
         raise CallError(f"head_dim_v is {head_dim_v}, but k_cache has {k_cache.shape[-1]} columns")
-    (q,) = contiguous_rows(q=tensor("q", q))
+    descales: dict[str, Tensor] = {}
+    if in_8_bits:
+        _check_numbers(k_cache)
+        k_cache = k_cache.view(torch.float8_e4m3fn)
+        descales["k_descale"] = _scale("descale_k", descale_k, k_cache.device)
+    elif descale_k is not None:
+        raise CallError(f"descale_k belongs to a cache in 8 bits, but k_cache has {k_cache.dtype}")
+    if tensor("q", q).dtype == torch.float8_e4m3fn:
+        q = (q.float() * _scale("descale_q", descale_q, q.device)).to(torch.bfloat16)
+    elif descale_q is not None:
+        raise CallError(f"descale_q belongs to q in 8 bits, but q has {q.dtype}")
+    (q,) = contiguous_rows(q=q)
     pages = Pages(tensor("block_table", block_table), num_splits=1 if enable_batch_invariant else None)
     out, lse = attend(
         [Candidate("causal" if causal else "full")], q, k_cache, k_cache[..., :head_dim_v], spec=SPEC, pages=pages,
         softmax_scale=softmax_scale, seqused_k=tensor("cache_seqlens", cache_seqlens), return_lse=True,
+        descales=descales,
     )  # fmt: skip
     return out, lse
 
@@ -205,6 +221,24 @@ def flash_mla_sparse_fwd(
 def _check_cache(name: str, cache: Tensor) -> None:
     if tensor(name, cache).dim() != 4:
         raise CallError(f"{name} must have shape (blocks, block_size, 1, head_dim), got {tuple(cache.shape)}")
+
+
+def _check_numbers(cache: Tensor) -> None:
+    """Refuse a cache whose rows hold scales, where no kernel of the spec reads whole sequences of it."""
+    if cache.shape[-1] in _ROW_BYTES:
+        raise NoKernelError(
+            f"without indices a cache of {cache.shape[-1]} bytes a token is not supported: attngen.attention_paged "
+            "reads it"
+        )
+
+
+def _scale(name: str, given: Tensor | None, device: torch.device) -> Tensor:
+    """A scale of all elements of a tensor; 1 if it is missing."""
+    if given is None:
+        return torch.ones((), dtype=torch.float32, device=device)
+    if tensor(name, given).numel() != 1 or given.dtype != torch.float32:
+        raise CallError(f"{name} must be one float32 number, got {given.dtype} of shape {tuple(given.shape)}")
+    return given.reshape(())
 
 
 def _second_cache(

@@ -114,6 +114,11 @@ def descales(plan: Plan) -> Iterator[Argument]:
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
 
 
+def key_scales(plan: Plan) -> Iterator[Argument]:
+    """Yield the address and the strides of the scales of k in a kernel whose values are the head of its keys."""
+    return (argument for argument in descales(plan) if argument.of == "k_descale")
+
+
 def descriptor(plan: Plan, of: str, name: str, rows: int, block: Columns, window: int | None = None) -> Argument:
     """Return the descriptor through which Triton loads some rows of a column block; see ``tensormap.windowed``."""
     box: tuple[int, ...] = (rows, 1, block.width) if plan.varlen else (1, rows, 1, block.width)

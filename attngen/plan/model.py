@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from attngen.arch import ARCHES, Arch
-from attngen.dtypes import LATENT_ROWS, QUANTIZED_DTYPES, LatentRow
+from attngen.dtypes import LATENT_ROWS, QUANTIZED_DTYPES, LatentRow, row_of_keys
 from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.bands import Heads
 from attngen.lang.divisors import Divisor, divisors
@@ -222,8 +222,9 @@ class Plan(KernelFields):
 
     @property
     def latent_row(self) -> LatentRow | None:
-        """The form of rows of k that hold latents in 8 bits and their scales; None for ordinary ones."""
-        return LATENT_ROWS.get(self.operands.k.name)
+        """The form of rows of k in 8 bits whose head is v, or that hold their scales; None for ordinary ones."""
+        name = self.operands.k.name
+        return row_of_keys(name, self.head_dim_qk) if self.v_of_key else LATENT_ROWS.get(name)
 
     @property
     def block_scales(self) -> bool:
@@ -238,7 +239,7 @@ class Plan(KernelFields):
     @property
     def scaled_logits(self) -> bool:
         """Whether products become logits only by the scales of q and k, which the softmax scale takes up."""
-        return self.descaled and not self.split_kv
+        return self.descaled and not self.split_kv and not self.v_of_key
 
     @property
     def varlen(self) -> bool:

@@ -68,7 +68,7 @@ def operands_of(spec: KernelSpec) -> Operands:
     element, kv = dtype(spec.dtype), dtype(spec.kv_dtype or spec.dtype)
     out = dtype(spec.out_dtype or QUANTIZED_DTYPES.get(spec.dtype, spec.dtype))
     p = element
-    if kv.name in QUANTIZED_DTYPES:
+    if kv.name in QUANTIZED_DTYPES and not spec.v_of_key:
         p = dtype(_WIDENED if spec.split_kv else PROBABILITY_DTYPE)
     return Operands(
         q=element, k=kv, v=kv, p=p, out=out, dout=out, ds=out, dq=out, dk=out, dv=out,

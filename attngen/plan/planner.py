@@ -62,7 +62,7 @@ def plan(spec: KernelSpec) -> Plan:
         if spec.out_dtype is not None:
             raise refuse(spec, "out_dtype", f"over caches the output of {spec.dtype} is {QUANTIZED_DTYPES[spec.dtype]}")
     in_fewer_bits = spec.kv_dtype not in (None, *LATENT_ROWS) and not quantized
-    if in_fewer_bits and not spec.split_kv and spec.direction == "forward":
+    if in_fewer_bits and not (spec.split_kv or spec.v_of_key) and spec.direction == "forward":
         raise refuse(
             spec, "kv_dtype", "only split-KV kernels read k and v in fewer bits than q; allowed: "
             "split_kv: true"
@@ -71,7 +71,7 @@ def plan(spec: KernelSpec) -> Plan:
         raise refuse(spec, "descale", f"{kv_dtype} has no scales; leave it out, or say 'dtype: fp8_e4m3'")
     if spec.scale_block == PAGE_BLOCK and spec.layout != "paged":
         raise refuse(spec, "descale", f"layout {spec.layout} has no pages; allowed: head, 64, 128, or layout: paged")
-    if spec.scale_block == PAGE_BLOCK and not spec.split_kv:
+    if spec.scale_block == PAGE_BLOCK and not (spec.split_kv or spec.v_of_key):
         raise refuse(
             spec, "descale", "only split-KV kernels take a scale of each page; allowed: head, or "
             "page with split_kv: true"

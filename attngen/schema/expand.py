@@ -275,7 +275,7 @@ def wideners(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     }  # fmt: skip
     by_key: dict[tuple[str, str], KernelSpec] = {}
     for kernel in kernels:
-        if kernel.kv_dtype in (None, *LATENT_ROWS) or kernel.dtype in QUANTIZED_DTYPES:
+        if kernel.kv_dtype in (None, *LATENT_ROWS) or kernel.dtype in QUANTIZED_DTYPES or kernel.v_of_key:
             continue
         if serves(kernel) not in ordinary:
             continue

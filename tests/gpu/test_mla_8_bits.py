@@ -222,6 +222,115 @@ def test_packed_sequences(heads: int, variant: str) -> None:
     close(actual, wanted)
 
 
+def scaled_rows(
+    variant: str, of: str, lengths: list[int], *, heads: int, page_size: int = 64, queries: int = 3, width: int = 576
+) -> None:
+    """Compare rows of e4m3, with scales of pages, of sequences, or one for all, with float64. Other rows are NaN, and
+    so are the scales of other pages."""
+    torch.manual_seed(page_size + heads)
+    counts = [-(-keys // page_size) for keys in lengths]
+    pages = sum(counts) + 3
+    cache = torch.full((pages, page_size, 1, width), NAN_BYTE, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    shape = {"page": (pages, 1, 1), "sequence": (len(lengths), 1), "one": ()}[of]
+    scales = 0.01 + 0.05 * torch.rand(shape)
+    columns = torch.zeros(pages, page_size, 1, width, dtype=torch.float64)
+    order = torch.randperm(pages).int()
+    table = torch.full((len(lengths), max(counts) + 1), 2**30, dtype=torch.int32)
+    listed = torch.zeros(pages, dtype=torch.bool)
+    for b, (count, keys) in enumerate(zip(counts, lengths, strict=True)):
+        table[b, :count] = order[sum(counts[:b]) :][:count]
+        for page, first in zip(table[b, :count].tolist(), range(0, keys, page_size), strict=True):
+            rows = (30 * torch.randn(min(page_size, keys - first), 1, width)).to(torch.float8_e4m3fn)
+            cache[page, : rows.shape[0]] = rows
+            scale = scales[page] if of == "page" else scales[b] if of == "sequence" else scales
+            columns[page, : rows.shape[0]] = rows.double() * scale.double()
+            listed[page] = True
+    if of == "page":
+        scales[~listed] = torch.nan
+    q = torch.randn(len(lengths), queries, heads, width).bfloat16()
+    own = {"indices": torch.cat([lists(1, queries, 150, keys) for keys in lengths])} if variant == "listed" else {}
+    used = torch.tensor(lengths, dtype=torch.int32)
+    call: dict[str, Any] = {"variant": variant, "return_lse": True}
+    wanted = attngen.attention_paged(
+        q.double(), columns, columns[..., :512], table, used, backend="reference", **call, **own
+    )
+    on_card = cache.cuda()
+    for splits in ({}, {"num_splits": 2}, {"split_size": 64}):
+        actual = attngen.attention_paged(
+            q.cuda(), on_card, on_card[..., :512], table.cuda(), used.cuda(), package=PACKAGE, k_descale=scales.cuda(),
+            **call, **on_gpu(own), **splits,
+        )  # fmt: skip
+        close(actual, wanted)
+
+
+@pytest.mark.parametrize("of", ["page", "sequence", "one"])
+@pytest.mark.parametrize(("heads", "queries", "page_size"), [(16, 1, 64), (128, 2, 16), (128, 1, 64), (8, 70, 1)])
+def test_rows_of_e4m3(of: str, heads: int, queries: int, page_size: int) -> None:
+    scaled_rows("causal", of, [0, 5, 100, 63, 64, 65, 900], heads=heads, queries=queries, page_size=page_size)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_rows_of_e4m3_without_further_columns(heads: int) -> None:
+    scaled_rows("causal", "sequence", [1, 700, 64], heads=heads, width=512)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("page_size", [1, 48])
+def test_listed_rows_of_e4m3(heads: int, page_size: int) -> None:
+    scaled_rows("listed", "page", [0, 5, 100, 900], heads=heads, page_size=page_size)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_dense_rows_of_e4m3_and_a_scale_for_each_sequence(heads: int) -> None:
+    torch.manual_seed(heads)
+    rows, scales = (30 * torch.randn(2, 700, 1, 576)).to(torch.float8_e4m3fn), 0.01 + 0.05 * torch.rand(2, 1)
+    q = torch.randn(2, 5, heads, 576).bfloat16()
+    own = {"indices": lists(2, 5, 300, 700), "topk_length": torch.randint(0, 301, (2, 5), dtype=torch.int32)}
+    call = {"variant": "listed_keys", "return_lse": True}
+    columns = rows.double() * scales.double()[:, :, None, None]
+    wanted = attngen.attention(q.double(), columns, columns[..., :512], backend="reference", **call, **own)
+    on_card = rows.cuda()
+    actual = attngen.attention(
+        q.cuda(), on_card, on_card[..., :512], package=PACKAGE, k_descale=scales.cuda(), **call, **on_gpu(own)
+    )
+    close(actual, wanted)
+
+
+def test_rows_of_e4m3_in_flash_mla() -> None:
+    torch.manual_seed(8)
+    cache = (30 * torch.randn(40, 64, 1, 576)).to(torch.float8_e4m3fn)
+    table, used = torch.randperm(40).int().view(4, 10), torch.tensor([640, 1, 77, 300], dtype=torch.int32)
+    q = torch.randn(4, 2, 128, 576).to(torch.float8_e4m3fn)
+    scales = {"descale_q": torch.tensor([0.7]), "descale_k": torch.tensor([0.03])}
+
+    def call(device: str) -> Any:
+        given = (each.to(device) for each in (q, cache, table, used))
+        return flash_mla_with_kvcache(
+            *given, 512, causal=True, **{name: scale.to(device) for name, scale in scales.items()}
+        )
+
+    close(call("cuda"), call("cpu"))
+
+
+def test_new_rows_of_e4m3_have_the_bits_of_torch() -> None:
+    caches = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(7)
+        latents, rotary = torch.randn(3, 7, 1, 512).bfloat16(), torch.randn(3, 7, 1, ROTARY).bfloat16()
+        angles, scales = torch.randn(200, ROTARY // 2), (0.003 + 0.01 * torch.rand(24, 1, 1)).to(device)
+        cache = torch.full((24, 16, 1, 576), 9, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        table = torch.arange(24, dtype=torch.int32).flip(0).view(3, 8)
+        attngen.append_kv(
+            rotary.to(device), latents.to(device), cache[..., 512:], cache[..., :512],
+            torch.tensor([0, 30, 61], dtype=torch.int32, device=device), page_table=table.to(device),
+            rotary_cos=angles.cos().to(device), rotary_sin=angles.sin().to(device), rotary_interleaved=True,
+            k_descale=scales, v_descale=scales,
+        )  # fmt: skip
+        caches.append(cache.view(torch.uint8).cpu())
+    assert torch.equal(*caches)
+    assert (caches[0] != 9).any(-1).sum() == 21
+
+
 def test_every_byte() -> None:
     """One key a query: O is its first 512 columns, each rounded once, from the smallest scale to large ones."""
     torch.manual_seed(2)

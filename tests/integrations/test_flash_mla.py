@@ -44,14 +44,35 @@ def test_against_plain_torch(causal: bool) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"extra_k_cache": torch.zeros(1)}, {"extra_topk_length": torch.ones(1)}, {"is_fp8_kvcache": True},
-        {"attn_sink": torch.zeros(HEADS)}, {"descale_k": torch.ones(1)},
+        {"extra_k_cache": torch.zeros(1)}, {"extra_topk_length": torch.ones(1)}, {"attn_sink": torch.zeros(HEADS)},
     ],
 )  # fmt: skip
 def test_what_has_no_kernel_is_refused_by_name(changed: dict[str, Any]) -> None:
     c, q = given()
     with pytest.raises(NoKernelError, match=f"{next(iter(changed))} is not supported"):
         flash_mla_with_kvcache(q, c.k_pages, c.page_table, c.seqused_k, DIM_V, None, **changed)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rows_of_e4m3_without_indices(causal: bool, scaled: bool) -> None:
+    """Elements times a scale, of the cache and of q; a missing scale is 1."""
+    c = cache([11, 40, 2], 16, kv_heads=1, head_dim=576, dtype=torch.float32)
+    torch.manual_seed(3)
+    q = torch.randn(3, 2, HEADS, 576).to(torch.float8_e4m3fn)
+    scales = {"descale_q": torch.full((1,), 0.3), "descale_k": torch.full((1,), 1.7)} if scaled else {}
+    rows = c.k_pages.to(torch.float8_e4m3fn)
+    given = rows.view(torch.uint8) if causal else rows
+    out, lse = flash_mla_with_kvcache(
+        q, given, c.page_table, c.seqused_k, 512, causal=causal, is_fp8_kvcache=True, **scales
+    )
+    assert (out.dtype, out.shape, lse.shape) == (torch.bfloat16, (3, 2, HEADS, 512), (3, HEADS, 2))
+    by_q, by_k = (0.3, 1.7) if scaled else (1.0, 1.0)
+    wanted, wanted_lse = flash_mla_with_kvcache(
+        (q.float() * by_q).bfloat16().double(), rows.double() * by_k, c.page_table, c.seqused_k, 512, causal=causal
+    )
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-4, atol=1e-4)
 
 
 def sparse_given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -105,6 +126,12 @@ def test_arguments_that_disagree_are_named() -> None:
     c, q = given()
     with pytest.raises(CallError, match="block_table and cache_seqlens are needed"):
         flash_mla_with_kvcache(q, c.k_pages, None, None, DIM_V)
+    with pytest.raises(CallError, match="is_fp8_kvcache is True, but k_cache has torch.float64"):
+        flash_mla_with_kvcache(q, c.k_pages, c.page_table, c.seqused_k, DIM_V, is_fp8_kvcache=True)
+    with pytest.raises(CallError, match="descale_k belongs to a cache in 8 bits"):
+        flash_mla_with_kvcache(q, c.k_pages, c.page_table, c.seqused_k, DIM_V, descale_k=torch.ones(1))
+    with pytest.raises(CallError, match="descale_q belongs to q in 8 bits"):
+        flash_mla_with_kvcache(q, c.k_pages, c.page_table, c.seqused_k, DIM_V, descale_q=torch.ones(1))
     with pytest.raises(CallError, match="head_dim_v is 32, but k_cache has 24 columns"):
         flash_mla_with_kvcache(q, c.k_pages, c.page_table, c.seqused_k, 32)
 
@@ -230,5 +257,11 @@ def test_caches_and_flags_that_disagree() -> None:
         flash_mla_with_kvcache(q, pages, None, None, 512, indices=indices, is_fp8_kvcache=False)
     with pytest.raises(NoKernelError, match="causal is not supported"):
         flash_mla_with_kvcache(q, pages, None, None, 512, indices=indices, causal=True)
+    with pytest.raises(NoKernelError, match="descale_k is not supported: the rows hold their scales"):
+        flash_mla_with_kvcache(q, pages, None, None, 512, indices=indices, descale_k=torch.ones(1))
+    with pytest.raises(NoKernelError, match="without indices a cache of 656 bytes a token is not supported"):
+        flash_mla_with_kvcache(q, pages, indices[0], indices[0, 0], 512)
+    with pytest.raises(CallError, match="descale_k must be one float32 number"):
+        flash_mla_with_kvcache(q, pages[..., :576], indices[0], indices[0, 0], 512, descale_k=torch.ones(2))
     with pytest.raises(CallError, match="head_dim_v is 256, but values of the cache have 512"):
         flash_mla_with_kvcache(q, pages, None, None, 256, indices=indices)

@@ -63,7 +63,8 @@ def test_registers_fit_the_multiprocessor() -> None:
     [
         ("variant: causal, dtype: fp32", "dtype", "bf16 and fp16, not fp32"),
         ("variant: causal, dtype: fp8_e4m3", "dtype", "bf16 and fp16, not fp8_e4m3"),
-        ("variant: causal, kv_dtype: fp8_e4m3", "dtype", "bf16 with a cache in fp8_e4m3"),
+        ("variant: causal, dtype: fp16, kv_dtype: fp8_e4m3", "dtype", "a cache in fp8_e4m3 stands beside bf16"),
+        ("variant: causal, kv_dtype: fp8_e4m3, descale: 64", "descale", "of a head or a page"),
         ("variant: causal, loads: pointer", "loads", "tensor descriptors"),
         ("variant: causal, alignment: 8", "alignment", "alignment 16, not 8"),
         ("variant: causal, tile_map: always", "tile_map", "allowed: auto, never"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attngen.arch import Arch
-from attngen.dtypes import LATENT_ROWS
+from attngen.dtypes import row_of_keys
 from attngen.errors import PlanError
 from attngen.manifest import Argument
 from attngen.plan import arguments
@@ -51,6 +51,7 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
         arguments.pointer(plan, "k"),
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"),
+        *arguments.key_scales(plan),
         Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
         Argument("begun_ptr", "pointer", "*i32", of="begun", divisibility=8),
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
@@ -74,7 +75,7 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
 
 
 def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands) -> Pipes:
-    row = LATENT_ROWS.get(operands.k.name)
+    row = row_of_keys(operands.k.name, head_dim_qk)
     return indexed_pipes(
         qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, latent_row=row,
         registers=_REGISTERS if row is None else hopper_mla.WIDENING_REGISTERS,

@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
-from attngen.dtypes import KEY_VALUE_DIMS, KEY_VALUE_DTYPES, LATENT_ROWS, MERGED_ROWS
+from attngen.dtypes import (
+    BESIDE_LATENT_ROWS,
+    CACHE_DTYPES,
+    KEY_VALUE_DIMS,
+    KEY_VALUE_DTYPES,
+    LATENT_ROWS,
+    MERGED_ROWS,
+    PAGE_BLOCK,
+    row_of_keys,
+)
 from attngen.errors import PlanError
 from attngen.manifest import GRID, MERGED, Argument, Workspace
 from attngen.plan import arguments, naming
@@ -51,7 +60,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         _pipes(spec.head_dim_qk, spec.head_dim_v, operands),
         schedule="hopper_mla",
         label="mla",
-        loads="pointer" if operands.k.name in LATENT_ROWS else "descriptor",
+        loads="descriptor" if row_of_keys(operands.k.name, spec.head_dim_qk) is None else "pointer",
         softmax="lazy",
         raise_above=PROBABILITIES[spec.dtype].raise_above,
         arguments_of=_arguments,
@@ -103,6 +112,7 @@ def plan_latent(
         width=f"c{CONSUMERS}",
         tile_map=False,
         alignment=16,
+        choices=("pagescales",) if spec.scale_block == PAGE_BLOCK else (),
         columns_qk=(Columns(0, width_qk, spec.head_dim_qk),),
         columns_v=(Columns(0, width_v, spec.head_dim_v),),
         backend="cuda",
@@ -155,6 +165,7 @@ def arguments_of_maps(plan: Plan, mapped: str, *, addressed: bool = False) -> tu
         *((arguments.pointer(plan, "k"),) if addressed else ()),
         arguments.pointer(plan, "out"),
         arguments.row_pointer("lse"),
+        *arguments.key_scales(plan),
         Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
         Argument("begun_ptr", "pointer", "*i32", of="begun", divisibility=8),
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
@@ -191,7 +202,7 @@ def strides_of_q_and_k(plan: Plan, *, keys: bool = True) -> Iterator[Argument]:
 
 
 def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands) -> Pipes:
-    row = LATENT_ROWS.get(operands.k.name)
+    row = row_of_keys(operands.k.name, head_dim_qk)
     registers = _REGISTERS if row is None else WIDENING_REGISTERS
     return mla_pipes(qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, registers=registers, latent_row=row)
 
@@ -213,15 +224,22 @@ def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             spec, "head_dim", f"with 'v: key' kernels have head_dim {allowed}, not "
             f"{{qk: {spec.head_dim_qk}, v: {spec.head_dim_v}}}"
         )  # fmt: skip
-    return latent_refusal(spec, "with 'v: key'", "v")
+    if spec.kv_dtype in CACHE_DTYPES and spec.dtype != BESIDE_LATENT_ROWS:
+        return refuse(spec, "dtype", f"with 'v: key' a cache in {spec.kv_dtype} stands beside {BESIDE_LATENT_ROWS}")
+    if spec.scale_block > 0:
+        return refuse(spec, "descale", "with 'v: key' scales are of a head or a page; allowed: head, page")
+    return latent_refusal(spec, "with 'v: key'", "v", (*LATENT_ROWS, *CACHE_DTYPES))
 
 
-def latent_refusal(spec: KernelSpec, which: str, reason: str) -> PlanError | None:
+def latent_refusal(
+    spec: KernelSpec, which: str, reason: str, caches: tuple[str, ...] = tuple(LATENT_ROWS)
+) -> PlanError | None:
     """Reason why a kernel of the structure that latent attention has cannot serve a spec, or None.
 
-    ``which`` says of which kernels that holds, and ``reason`` is the field that makes them such.
+    ``which`` says of which kernels that holds, ``reason`` is the field that makes them such, and ``caches`` are dtypes
+    in 8 bits that they read.
     """
-    if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype not in (None, *LATENT_ROWS):
+    if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype not in (None, *caches):
         dtypes = f"{spec.dtype} with a cache in {spec.kv_dtype}" if spec.kv_dtype else spec.dtype
         return refuse(spec, "dtype", f"{which} kernels take {' and '.join(KEY_VALUE_DTYPES)}, not {dtypes}")
     if spec.fixes_choices:

@@ -128,9 +128,9 @@ def split_view(plan: Plan, template: str, pipes: PipesView, texts: Mapping[str, 
         drops_products=code.drops_products,
         multiplier=code.multiplier,
         sink=sink(plan, work_lines),
-        widens=plan.descaled,
+        widens=plan.descaled and not plan.v_of_key,
         page_scales=plan.scale_block == PAGE_BLOCK,
-        head_scales=plan.descaled and plan.scale_block != PAGE_BLOCK,
+        head_scales=plan.descaled and not plan.v_of_key and plan.scale_block != PAGE_BLOCK,
         unit_scales=_unit_scales(plan),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.dtypes import DESCALE_BLOCKS, DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import DESCALE_BLOCKS, DESCALES, KEY_VALUE_DIMS, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.errors import CallError
 from attngen.runtime.arguments.checked import Call
 
@@ -21,8 +21,9 @@ from attngen.runtime.arguments.checked import Call
 _BLOCKS = tuple(block for block in DESCALE_BLOCKS.values() if block > 0)
 
 
-def check_descales(call: Call, given: Mapping[str, Any]) -> None:
-    """Check the scales of a call and lay them out as kernels read them; only quantized operands have any.
+def check_descales(call: Call, given: Mapping[str, Any], k: Tensor, v: Tensor) -> None:
+    """Check the scales of a call and lay them out as kernels read them; only quantized operands have any. A v that is
+    the first columns of k has its scales, unless the call gives others.
 
     Raises CallError for scales that are missing, that nobody asked for, or of another form.
     """
@@ -36,6 +37,8 @@ def check_descales(call: Call, given: Mapping[str, Any]) -> None:
             raise CallError(f"{name} is for quantized tensors, but {operand} has dtype {dtype}; leave it out")
     if not named:
         return
+    if named.get("v_descale") is None and _is_head(call, v, k):
+        del named["v_descale"]
     for name, value in named.items():
         if value is None:
             needed = _form(call, name, ())
@@ -57,13 +60,23 @@ def check_descales(call: Call, given: Mapping[str, Any]) -> None:
     }
 
 
+def _is_head(call: Call, v: Tensor, k: Tensor) -> bool:
+    """Whether v is the first columns of k, in memory; without memory, as in a trace, whether it may be."""
+    if (call.head_dim_qk, call.head_dim_v) not in KEY_VALUE_DIMS or call.k.strides != call.v.strides:
+        return False
+    try:
+        return k.data_ptr() == v.data_ptr()
+    except RuntimeError:
+        return True
+
+
 def _of_pages(call: Call, given: Mapping[str, Tensor]) -> tuple[tuple[int, ...], bool]:
     """Shapes that scales of keys in pages may have, and whether pages have scales of their own.
 
     (pages, kv_heads) of a cache with as many pages as there are sequences is (batch, kv_heads); with a last axis of 1
     it is of pages in any case. One number for all suits kernels of both kinds.
     """
-    scales = [given[name] for name in ("k_descale", "v_descale")]
+    scales = [given[name] for name in ("k_descale", "v_descale") if name in given]
     if all(tuple(scale.shape) in ((), (1,)) for scale in scales):
         return (0, PAGE_BLOCK), False
     pages = (call.num_pages, call.kv_heads)
@@ -145,6 +158,8 @@ def dequantized(call: Call, name: str, rows: Tensor, b: int, compute: torch.dtyp
     """Return rows (s, heads, head_dim) of q, k or v of sequence ``b`` in their own units."""
     rows = rows.to(compute)
     scale = call.descales.get(f"{name}_descale")
+    if name == "v" and scale is None:  # v is the first columns of k
+        scale = call.descales.get("k_descale")
     if scale is None:
         return rows
     if call.scale_blocks[0] == PAGE_BLOCK and name != "q":

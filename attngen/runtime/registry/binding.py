@@ -97,7 +97,7 @@ def bind_call(given: Given) -> tuple[Call, Resolved]:
         call = bind(resolved.variant, q, k, v, packing, layout=given.layout, **settings)
         call.out = given_out(given.out, call, q)
         call.asked_out = check_out_dtype(q.dtype, given.out_dtype)
-    check_descales(call, {name: getattr(given, name) for name in DESCALES})
+    check_descales(call, {name: getattr(given, name) for name in DESCALES}, k, v)
     if call.device.type == "cpu":
         debugging.check_lengths(call)
     return call, resolved

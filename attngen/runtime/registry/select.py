@@ -14,6 +14,7 @@ from attngen.dtypes import (
     ATTENTION_DTYPES,
     BESIDE_CACHES,
     BESIDE_LATENT_ROWS,
+    CACHE_DTYPES,
     DESCALE_BLOCKS,
     HEAD_DIM_STEP,
     HEAD_DIMS,
@@ -127,6 +128,10 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
         return reason
     if kernel.v_of_key and not _v_of_key(request):
         return f"it takes the values from k: v must be k[..., :{kernel.head_dim_v}]"
+    if kernel.v_of_key and "v_descale" in call.descales:
+        return "it takes the values from k, with its scales: leave v_descale out"
+    if not kernel.v_of_key and call.kv_dtype in QUANTIZED_DTYPES and "v_descale" not in call.descales:
+        return "it needs v_descale"
     if call.descales and kernel.scale_block not in call.scale_blocks:
         given = _sharing(call.scale_blocks[0])
         return f"it takes a scale for {_sharing(kernel.scale_block)}, the call has one for {given}"
@@ -370,7 +375,7 @@ def takes_key_values(request: Request, capability: int) -> bool:
     call, arch = request.call, arch_of(capability)
     fits = (call.head_dim_qk, call.head_dim_v) in KEY_VALUE_DIMS and (
         {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
-        or (call.kv_dtype in LATENT_ROWS and call.dtype == BESIDE_LATENT_ROWS)
+        or (call.kv_dtype in (*LATENT_ROWS, *CACHE_DTYPES) and call.dtype == BESIDE_LATENT_ROWS)
     )
     return fits and arch is not None and arch.wgmma and _v_of_key(request)
 
@@ -399,7 +404,7 @@ def _beyond_all_kernels(call: Call, capability: int, key_values: bool = False) -
         )
     if arch_of(capability) is None:
         return f"No kernel can be built for sm{capability}, only for {', '.join(ARCHES)}; the reference runs there"
-    if call.variant.keys is not None and {call.dtype, call.kv_dtype} - {*KEY_VALUE_DTYPES}:
+    if call.variant.keys is not None and {call.dtype, call.kv_dtype} - {*KEY_VALUE_DTYPES} and not key_values:
         return (
             f"No kernel can be built for keys by index ('keys: {call.variant.keys}') but in "
             f"{' and '.join(KEY_VALUE_DTYPES)}; the reference takes others"
@@ -459,7 +464,7 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
     if request is not None and takes_key_values(request, capability):
         lines.append("      v: key")
         if request.direction == "forward":
-            return lines
+            return lines + _descale_lines(call)
     if request is not None and request.direction == "backward":
         lines.append("      passes: [forward, backward]")
         if request.deterministic:
@@ -469,11 +474,17 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
     caches = _mixes_widths(call) or (call.layout == "paged" and call.descales)
     if (call.split_size or call.num_splits > 1 or caches) and not listed:
         lines.append("      split_kv: true")
-    if call.descales and 0 not in call.scale_blocks:
-        block = max(call.scale_blocks)
-        lines.append(f"      descale: {next(name for name, size in DESCALE_BLOCKS.items() if size == block)}")
+    lines += _descale_lines(call)
     lines += _access_lines(call, request)
     return lines
+
+
+def _descale_lines(call: Call) -> list[str]:
+    """Line of a spec for scales that a call has for less than a head."""
+    if not call.descales or 0 in call.scale_blocks:
+        return []
+    block = max(call.scale_blocks)
+    return [f"      descale: {next(name for name, size in DESCALE_BLOCKS.items() if size == block)}"]
 
 
 def _beyond_cuda(call: Call, capability: int, request: Request) -> str | None:

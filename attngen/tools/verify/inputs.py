@@ -64,7 +64,7 @@ class Inputs:
         if self.by_token:
             call.descales, call.scale_blocks = dict(self.descales), (1,)
         else:
-            check_descales(call, self.descales)
+            check_descales(call, self.descales, self.k, self.v)
         call.asked_out = self.out_dtype
         return call
 
@@ -200,6 +200,8 @@ def _descales(
         if block == 1:
             shapes["v_descale"] = of_head
     shapes = {name: shape for name, shape in shapes.items() if name[0] in element.quantized}
+    if element.v_of_key:  # it has the scales of k
+        shapes.pop("v_descale", None)
     scales = {name: (0.5 + torch.rand(shape, generator=generator)) / _QUANTIZED_SCALE for name, shape in shapes.items()}
     if "k_descale" in scales:
         scales["k_descale"] = scales["k_descale"].transpose(0, 1).contiguous().transpose(0, 1)
@@ -213,7 +215,7 @@ def _by_token(
 ) -> dict[str, Tensor]:
     """Return scales of pages as those of the keys of each sequence, (batch, kv_heads, longest); others as they are."""
     by_token = dict(descales)
-    for name in ("k_descale", "v_descale"):
+    for name in {"k_descale", "v_descale"}.intersection(descales):
         pages = descales[name]
         by_token[name] = pages.new_ones(len(lengths), pages.shape[1], max(lengths))
         for b, length in enumerate(lengths):

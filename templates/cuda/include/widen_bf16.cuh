@@ -78,12 +78,24 @@ __device__ __forceinline__ void load_early(uint4 (&to)[4], const void* from, boo
         "=&r"(to[2].x), "=&r"(to[2].y), "=&r"(to[2].z), "=&r"(to[2].w), "=&r"(to[3].x), "=&r"(to[3].y), "=&r"(to[3].z), "=&r"(to[3].w)
       : "l"(from), "r"(static_cast<int>(exists)));
 }
+__device__ __forceinline__ void load_early(uint4& to, const void* from, bool exists) {
+  asm volatile(
+      "{.reg .pred exists; setp.ne.b32 exists, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
+      " @exists ld.global.nc.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];}"
+      : "=&r"(to.x), "=&r"(to.y), "=&r"(to.z), "=&r"(to.w)
+      : "l"(from), "r"(static_cast<int>(exists)));
+}
 __device__ __forceinline__ void load_early(float2& to, const void* from, bool exists) {
   asm volatile(
       "{.reg .pred exists; setp.ne.b32 exists, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;"
       " @exists ld.global.nc.v2.f32 {%0, %1}, [%2];}"
       : "=&f"(to.x), "=&f"(to.y)
       : "l"(from), "r"(static_cast<int>(exists)));
+}
+__device__ __forceinline__ void load_early(float& to, const void* from, bool exists) {
+  asm volatile("{.reg .pred exists; setp.ne.b32 exists, %2, 0; mov.b32 %0, 0; @exists ld.global.nc.f32 %0, [%1];}"
+               : "=&f"(to)
+               : "l"(from), "r"(static_cast<int>(exists)));
 }
 __device__ __forceinline__ void load_early(uint32_t& to, const void* from, bool exists) {
   asm volatile("{.reg .pred exists; setp.ne.b32 exists, %2, 0; mov.b32 %0, 0; @exists ld.global.nc.b32 %0, [%1];}"
