@@ -217,7 +217,8 @@ def attention_paged(
     default the call chooses. With a ``split_size`` the bits of a row depend only on its own sequence.
 
     With a cache in 8 bits (float8_e4m3fn), q is bfloat16, float16 or float8_e4m3fn. The cache has ``k_descale`` and
-    ``v_descale``, positive float32 of shape (), (batch, kv_heads), or (pages, kv_heads) for a scale of each page. q in
+    ``v_descale``, positive float32 of shape (), (batch, kv_heads), or (pages, kv_heads) for a scale of each page; a v
+    that is the first columns of k has its scales, without a ``v_descale``. q in
     8 bits has ``q_descale``, () or (batch, kv_heads), and an output in bfloat16.
 
     Whether a page is one of the cache, and what lengths and offsets hold, is checked on the CPU and under
