@@ -187,7 +187,8 @@ def test_whole_sequences(name: str, heads: int, queries: int, page_size: int) ->
 @pytest.mark.parametrize("heads", [16, 128])
 def test_many_sequences(heads: int) -> None:
     """Ranges of blocks end inside of sequences."""
-    paged("fp8_mla_656", "causal", [100 * i % 1111 for i in range(90)], heads=heads, queries=1)
+    lengths = [100 * i % (1111 if heads < 64 else 333) for i in range(90)]
+    paged("fp8_mla_656", "causal", lengths, heads=heads, queries=1)
 
 
 def test_whole_dense_sequences() -> None:
@@ -232,7 +233,7 @@ def scaled_rows(
     pages = sum(counts) + 3
     cache = torch.full((pages, page_size, 1, width), NAN_BYTE, dtype=torch.uint8).view(torch.float8_e4m3fn)
     shape = {"page": (pages, 1, 1), "sequence": (len(lengths), 1), "one": ()}[of]
-    scales = 0.01 + 0.05 * torch.rand(shape)
+    scales = 0.004 + 0.02 * torch.rand(shape)
     columns = torch.zeros(pages, page_size, 1, width, dtype=torch.float64)
     order = torch.randperm(pages).int()
     table = torch.full((len(lengths), max(counts) + 1), 2**30, dtype=torch.int32)
@@ -263,19 +264,20 @@ def scaled_rows(
         close(actual, wanted)
 
 
-@pytest.mark.parametrize("of", ["page", "sequence", "one"])
-@pytest.mark.parametrize(("heads", "queries", "page_size"), [(16, 1, 64), (128, 2, 16), (128, 1, 64), (8, 70, 1)])
+@pytest.mark.parametrize(
+    ("of", "heads", "queries", "page_size"),
+    [("page", 16, 1, 64), ("page", 128, 3, 16), ("page", 8, 70, 1), ("sequence", 128, 1, 64), ("sequence", 8, 70, 48),
+     ("one", 16, 2, 16)],
+)  # fmt: skip
 def test_rows_of_e4m3(of: str, heads: int, queries: int, page_size: int) -> None:
     scaled_rows("causal", of, [0, 5, 100, 63, 64, 65, 900], heads=heads, queries=queries, page_size=page_size)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-def test_rows_of_e4m3_without_further_columns(heads: int) -> None:
-    scaled_rows("causal", "sequence", [1, 700, 64], heads=heads, width=512)
+def test_rows_of_e4m3_without_further_columns() -> None:
+    scaled_rows("causal", "sequence", [1, 700, 64], heads=128, width=512)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("page_size", [1, 48])
+@pytest.mark.parametrize(("heads", "page_size"), [(16, 1), (128, 48)])
 def test_listed_rows_of_e4m3(heads: int, page_size: int) -> None:
     scaled_rows("listed", "page", [0, 5, 100, 900], heads=heads, page_size=page_size)
 
@@ -283,7 +285,7 @@ def test_listed_rows_of_e4m3(heads: int, page_size: int) -> None:
 @pytest.mark.parametrize("heads", [16, 128])
 def test_dense_rows_of_e4m3_and_a_scale_for_each_sequence(heads: int) -> None:
     torch.manual_seed(heads)
-    rows, scales = (30 * torch.randn(2, 700, 1, 576)).to(torch.float8_e4m3fn), 0.01 + 0.05 * torch.rand(2, 1)
+    rows, scales = (30 * torch.randn(2, 700, 1, 576)).to(torch.float8_e4m3fn), 0.004 + 0.02 * torch.rand(2, 1)
     q = torch.randn(2, 5, heads, 576).bfloat16()
     own = {"indices": lists(2, 5, 300, 700), "topk_length": torch.randint(0, 301, (2, 5), dtype=torch.int32)}
     call = {"variant": "listed_keys", "return_lse": True}
@@ -301,7 +303,7 @@ def test_rows_of_e4m3_in_flash_mla() -> None:
     cache = (30 * torch.randn(40, 64, 1, 576)).to(torch.float8_e4m3fn)
     table, used = torch.randperm(40).int().view(4, 10), torch.tensor([640, 1, 77, 300], dtype=torch.int32)
     q = torch.randn(4, 2, 128, 576).to(torch.float8_e4m3fn)
-    scales = {"descale_q": torch.tensor([0.7]), "descale_k": torch.tensor([0.03])}
+    scales = {"descale_q": torch.tensor([0.7]), "descale_k": torch.tensor([0.013])}
 
     def call(device: str) -> Any:
         given = (each.to(device) for each in (q, cache, table, used))

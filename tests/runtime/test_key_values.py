@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attngen
-from attngen.dtypes import MERGED_ROWS
+from attngen.dtypes import MERGED_ROWS, PAGE_BLOCK
 from attngen.errors import CallError, NoKernelError
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.geometry.splits import Capacity, split_sizes
@@ -93,6 +93,18 @@ def test_what_a_spec_lacks_is_named(own: bool, dims: int, says: bool) -> None:
     if says:
         assert "      v: key" in yaml_lines(call, 90, request)
     assert no_spec_adds(request, 80) is not None  # no wgmma
+
+
+def test_a_spec_of_rows_of_e4m3_is_named() -> None:
+    q, k = tensors(dims=576)
+    rows = k.to(torch.float8_e4m3fn)
+    call = bind(CAUSAL, q, rows, rows[..., :512], None)
+    call.descales, call.scale_blocks = {"k_descale": torch.ones(1)}, (PAGE_BLOCK,)
+    request = Request(call, 0, {"q": q.data_ptr(), "k": rows.data_ptr(), "v": rows.data_ptr()}, {})
+    assert no_spec_adds(request, 90) is None
+    lines = [line.strip() for line in yaml_lines(call, 90, request)]
+    assert {"kv_dtype: fp8_e4m3", "v: key", "descale: page"} < set(lines)
+    assert "split_kv: true" not in lines
 
 
 def launch(**fields: int) -> Any:

@@ -158,3 +158,26 @@ def test_what_specs_refuse(fields: str, message: str) -> None:
             load_spec_text(SPEC.format(fields if "variant" in fields else f"variant: listed, {fields}"))
         ):
             plan(kernel)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 1), (9, 1, 1)])
+def test_rows_of_e4m3_have_one_scale_for_keys_and_values(shape: tuple[int, ...]) -> None:
+    """One scale for all, for each sequence, or for each page."""
+    torch.manual_seed(4)
+    rows, scale = (30 * torch.randn(9, 16, 1, 576)).to(torch.float8_e4m3fn), 0.01 + 0.03 * torch.rand(shape)
+    table, lengths = torch.randperm(9).int()[:8].view(2, 4), torch.tensor([60, 17], dtype=torch.int32)
+    q = torch.randn(2, 3, 4, 576).bfloat16()
+    call: dict[str, Any] = {"variant": "causal", "return_lse": True}
+    given = q, rows, rows[..., :512], table, lengths
+    out, lse = attngen.attention_paged(*given, k_descale=scale, **call)
+    again, _ = attngen.attention_paged(*given, k_descale=scale, v_descale=scale, **call)
+    assert torch.equal(out, again)
+    of_rows = scale.double()[table].repeat_interleave(16, 1) if len(shape) == 3 else scale.double()
+    for b, length in enumerate(lengths.tolist()):
+        keys = rows[table[b].long()].flatten(0, 1).double()
+        exact = (keys * (of_rows if shape == () else of_rows[b]).view(-1, 1, 1))[None, :length]
+        wanted, wanted_lse = attngen.attention(q[b : b + 1].double(), exact, exact[..., :512], **call)
+        torch.testing.assert_close(out[b : b + 1].double(), wanted, rtol=1e-2, atol=4e-3)
+        torch.testing.assert_close(lse[b : b + 1].double(), wanted_lse, rtol=1e-4, atol=1e-4)
+    with pytest.raises(CallError, match="v_descale is missing"):
+        attngen.attention_paged(q, rows, rows[..., :512].clone(), table, lengths, k_descale=scale, **call)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.dtypes import PAGE_BLOCK
 from attngen.runtime.arguments import debug
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.kernels.module import Kernel
@@ -67,6 +68,22 @@ def test_pages_hold_the_sequences_of_the_yardsticks(name: str) -> None:
             actual = in_rows(call, *reference(call, inputs.q, inputs.k, inputs.v, compute=torch.float64))
         torch.testing.assert_close(actual[0], wanted.out, rtol=0, atol=0)
         torch.testing.assert_close(actual[1], wanted.lse, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scale_block", [0, PAGE_BLOCK])
+def test_rows_whose_head_is_v_have_one_scale(scale_block: int) -> None:
+    """The reference reads the values with the scales of the keys, over pages and over packed sequences."""
+    element = Element("bf16", 576, 512, scale_block, "fp8_e4m3", v_of_key=True)
+    for seed, case in enumerate(paged_cases(16, 16, small=True)[:3]):
+        inputs = make_inputs(preset("causal"), case, "paged", element, "cpu", seed)
+        assert "v_descale" not in inputs.descales
+        call = inputs.bind(preset("causal"))
+        assert inputs.packed is not None
+        packed = inputs.packed
+        wanted = expected(packed.bind(preset("causal")), packed.q, packed.k, packed.v, torch.bfloat16)
+        with torch.no_grad():
+            actual = in_rows(call, *reference(call, inputs.q, inputs.k, inputs.v, compute=torch.float64))
+        torch.testing.assert_close(actual[0], wanted.out, rtol=0, atol=0)
 
 
 def test_what_nobody_may_read_is_poisoned() -> None:

@@ -164,6 +164,8 @@ def _keywords(kernel: Kernel, package: str, work: Workload, one: Tensors) -> dic
     if kernel.dtype in QUANTIZED_DTYPES:  # numbers of about 1, whose scale is 1
         keywords |= dict.fromkeys(DESCALES, torch.ones((), device=one.q.device))
         keywords["out_dtype"] = TORCH_DTYPES[kernel.dtype_of("out").name]
+    elif kernel.v_of_key and kernel.dtype_of("k").name in QUANTIZED_DTYPES:
+        keywords["k_descale"] = torch.ones((), device=one.q.device)
     return keywords
 
 
