@@ -30,6 +30,7 @@ _REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
+    row = row_of_keys(spec.kv_dtype or spec.dtype, spec.head_dim_qk)
     return hopper_mla.plan_latent(
         spec,
         _pipes(spec.head_dim_qk, spec.head_dim_v, operands_of(spec)),
@@ -39,7 +40,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         softmax="exact_max",
         raise_above="",
         arguments_of=_arguments,
-        products=(3, 6),
+        products=(3, 6) if row is None else (1, 2),
     )
 
 

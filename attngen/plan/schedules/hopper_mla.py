@@ -38,8 +38,9 @@ from attngen.plan.schedules.mla_pipes import CONSUMERS, KEYS, ROWS, TILES, mla_p
 from attngen.schema.expand import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the producer, and of a consumer
-#: The same where loaders convert rows from 8 bits, and hold the next ones meanwhile.
-WIDENING_REGISTERS = 88, 208
+#: The same where loaders convert rows from 8 bits, and hold the next ones meanwhile: of loaders, of the scorer, of the
+#: follower.
+WIDENING_REGISTERS = 136, 208, 160
 _PAIR = 2  # blocks of a cluster at most; a cluster has the rows of one work item
 
 
@@ -64,7 +65,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         softmax="lazy",
         raise_above=PROBABILITIES[spec.dtype].raise_above,
         arguments_of=_arguments,
-        products=(2, 5),
+        products=(2, 5) if row_of_keys(operands.k.name, spec.head_dim_qk) is None else (1, 2),
     )
 
 

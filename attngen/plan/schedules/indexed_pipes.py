@@ -13,6 +13,7 @@ from attngen.plan.schedules.mla_pipes import (
     KEYS,
     ROWS,
     TILES,
+    consumer_roles,
     values_of_latents,
 )
 
@@ -23,7 +24,7 @@ _WORD = 4
 
 
 def indexed_pipes(
-    *, qk: int, v: int, element: int, registers: tuple[int, int], latent_row: LatentRow | None = None
+    *, qk: int, v: int, element: int, registers: tuple[int, ...], latent_row: LatentRow | None = None
 ) -> Pipes:
     """Pipes of a kernel with rows of ``qk`` columns, the first ``v`` of them values, of ``element`` bytes.
 
@@ -55,7 +56,7 @@ def indexed_pipes(
         )  # fmt: skip
 
     more = (qk - v) // BOX_COLUMNS
-    producer, consumer = registers
+    producer, *consumers = registers
     first = WARPGROUP * CONSUMERS
     return Pipes(
         (
@@ -84,7 +85,10 @@ def indexed_pipes(
             NamedBarrier("consumers", 1, 1, CONSUMERS * threads, "row sums are there, or have been read"),
             NamedBarrier("published", 2, 2, CONSUMERS * threads, "P of a consumer's tile is in shared memory"),
         ),
-        roles=(Role("consumers", 0, first, consumer), Role("loaders", first, WARPGROUP, producer)),
+        roles=(
+            *consumer_roles(consumers, converts=latent_row is not None),
+            Role("loaders", first, WARPGROUP, producer),
+        ),
         order=_ORDER,
         others=tuple(others.items()),
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from attngen.dtypes import LatentRow
 from attngen.plan.pipes import BARRIER_BYTES, WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.decode_pipes import COUNT_BYTES, WALK_BYTES
@@ -29,18 +31,38 @@ def values_of_latents() -> Signal:
     return Signal(2 * 32 * WARPGROUP, stored, "rows of a tile are there")
 
 
+def converted_ring(name: str, stages: int, bytes_of: int, guards: str, readers: str, full: Signal) -> Ring:
+    """A ring that loaders fill by threads, and whose stages one consumer releases."""
+    return Ring(
+        name, stages, "the loaders", readers,
+        guards=guards,
+        full=full,
+        empty=Signal(WARPGROUP, "each warp of a consumer", "the consumer has multiplied them for the last time"),
+        stored=((name, bytes_of),),
+    )  # fmt: skip
+
+
+def consumer_roles(registers: Sequence[int], converts: bool) -> tuple[Role, ...]:
+    """Roles of the consumers: alike, or, where loaders convert rows and need their registers, one that computes S of
+    all tiles, and one that follows it."""
+    if not converts:
+        return (Role("consumers", 0, WARPGROUP * CONSUMERS, registers[0]),)
+    names = "scorer", "follower"
+    return tuple(Role(name, WARPGROUP * i, WARPGROUP, registers[i]) for i, name in enumerate(names))
+
+
 def mla_pipes(
-    *, qk: int, v: int, element: int, registers: tuple[int, int], latent_row: LatentRow | None = None
+    *, qk: int, v: int, element: int, registers: tuple[int, ...], latent_row: LatentRow | None = None
 ) -> Pipes:
     """Pipes of a kernel with rows of ``qk`` columns, the first ``v`` of them values, of ``element`` bytes.
 
-    ``registers`` are those of a thread of the producer, and of a consumer. ``latent_row``: how rows lie in memory, if
-    loaders convert them.
+    ``registers`` are those of a thread of the producer, and of each consumer. ``latent_row``: how rows lie in memory,
+    if loaders convert them.
     """
     box = KEYS * BOX_COLUMNS * element
     others = {
         "q": ROWS * v * element,
-        "p": CONSUMERS * ROWS * KEYS * element,
+        "p": (CONSUMERS if latent_row is None else 1) * ROWS * KEYS * element,
         "row_max": ROWS * _FLOAT,
         "sums": CONSUMERS * ROWS * _FLOAT,
         "begin": WALK_BYTES,
@@ -56,7 +78,7 @@ def mla_pipes(
 
     def ring(name: str, boxes: int, readers: str, guards: str, full: Signal) -> Ring:
         return Ring(
-            name, TILES * boxes, "a loader" if latent_row is None else "the loaders", readers,
+            name, TILES * boxes, "a loader", readers,
             guards=guards,
             full=full,
             empty=Signal(
@@ -68,8 +90,24 @@ def mla_pipes(
         )  # fmt: skip
 
     more = (qk - v) // BOX_COLUMNS
-    producer, consumer = registers
+    producer, *consumers = registers
     first = WARPGROUP * CONSUMERS
+    if latent_row is not None:
+        of_values = "the columns of a half of the values of a tile stay until its consumer has multiplied them"
+        of_others = "the columns that are no values stay until the scorer has multiplied them"
+        rings = [converted_ring("values", CONSUMERS * TILES, HALF_BOXES * box, of_values, "both consumers", values)]
+        if more:
+            rings.append(converted_ring("more", TILES, more * box, of_others, "the scorer", copied))
+        return Pipes(
+            tuple(rings),
+            named=(
+                NamedBarrier("consumers", 1, 1, CONSUMERS * threads, "Q and row sums are there, or have been read"),
+                NamedBarrier("published", 2, 2, CONSUMERS * threads, "P is in shared memory, or has been multiplied"),
+            ),
+            roles=(*consumer_roles(consumers, converts=True), Role("loader", first, WARPGROUP, producer)),
+            order=_ORDER,
+            others=tuple(others.items()),
+        )
     return Pipes(
         (
             ring(
@@ -98,10 +136,7 @@ def mla_pipes(
             NamedBarrier("published", 2, 2, CONSUMERS * threads, "P of a consumer's tile is in shared memory"),
             NamedBarrier("zeroed", 4, 2, threads, "a consumer has cleared the values after the last key"),
         ),
-        roles=(
-            Role("consumers", 0, first, consumer),
-            Role("loader", first, WARPGROUP, producer),
-        ),
+        roles=(*consumer_roles(consumers, converts=False), Role("loader", first, WARPGROUP, producer)),
         order=_ORDER,
         others=tuple(others.items()),
     )

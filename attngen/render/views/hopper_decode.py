@@ -74,7 +74,8 @@ class DecodeView:
     biases: tuple[Bias, ...] = ()  # whose tiles come with those of K: none here
     items: str = "cuda/decode/_items.cu.j2"  # templates: how work items are numbered,
     places: str = "cuda/decode/_places.cu.j2"  # and which rows and tiles they have
-    loader: str = "cuda/decode/_loader.cu.j2"  # and how their keys are loaded
+    loader: str = "cuda/decode/_loader.cu.j2"  # and how their keys are loaded,
+    consumer: str = ""  # and multiplied, where kernels of one template differ
     lists: KeyLists | None = None  # what the lists of a call hold
 
 

@@ -23,7 +23,8 @@ _REGION_TEXTS = {
 def indexed_view(plan: Plan, template: str) -> DecodeView:
     """View of a kernel of latent attention."""
     view = _listed(plan, split_view(plan, template, pipes_view(indexed_pipes_of(plan)), _REGION_TEXTS))
-    return replace(view, loader=f"cuda/indexed/{'_loader' if plan.latent_row is None else '_widening_loader'}.cu.j2")
+    kind = "" if plan.latent_row is None else "widening_"
+    return replace(view, loader=f"cuda/indexed/_{kind}loader.cu.j2", consumer=f"cuda/indexed/_{kind}consumer.cu.j2")
 
 
 def mma_indexed_view(plan: Plan, template: str) -> DecodeView:

@@ -22,4 +22,5 @@ _REGION_TEXTS = {
 def mla_view(plan: Plan, template: str) -> DecodeView:
     """View of a plan."""
     view = split_view(plan, template, pipes_view(mla_pipes_of(plan)), _REGION_TEXTS)
-    return replace(view, loader=f"cuda/mla/{'_loader' if plan.latent_row is None else '_widening_loader'}.cu.j2")
+    kind = "" if plan.latent_row is None else "widening_"
+    return replace(view, loader=f"cuda/mla/_{kind}loader.cu.j2", consumer=f"cuda/mla/_{kind}consumer.cu.j2")
