@@ -236,6 +236,13 @@ class KernelFields:
     visible: tuple[Visible, ...] = ()
     tuned: tuple[TunedOn, ...] = ()  # where its tile, stages and warps were measured, if a file had them
 
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Gradients of q, k and v that blocks of a backward add up in global memory."""
+        if any(workspace.name == "dkv_sum" for workspace in self.workspaces):
+            return ("dk",) if self.v_of_key else ("dk", "dv")
+        return ("dq",) if self.sum_columns else ()
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest(KernelFields):

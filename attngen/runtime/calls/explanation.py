@@ -91,7 +91,8 @@ class Explanation:
             tile = f"tile {kernel.tile_m} x {kernel.tile_n}, iteration {kernel.iteration}"
             if kernel.direction == "backward":
                 order = "a fixed order" if kernel.reproducible else "no fixed order"
-                launch = f"{', '.join(launch.name for launch in kernel.launches)}, dQ added up in {order}"
+                summed = " and ".join(f"d{name[1:].upper()}" for name in kernel.summed or ("dq",))
+                launch = f"{', '.join(launch.name for launch in kernel.launches)}, {summed} added up in {order}"
             else:
                 threads = kernel.main.entry.threads
                 launch = f"{self._blocks()} blocks of {threads} threads, {kernel.shared_memory} B shared memory"

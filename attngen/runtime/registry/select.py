@@ -136,9 +136,13 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
         given = _sharing(call.scale_blocks[0])
         return f"it takes a scale for {_sharing(kernel.scale_block)}, the call has one for {given}"
     if request.deterministic and not kernel.reproducible:
+        summed = " and ".join(f"d{name[1:].upper()}" for name in kernel.summed)
+        remedy = "'deterministic: true' in the spec builds a backward that has one, and all in Triton have one"
+        if "dk" in kernel.summed:
+            remedy = "no kernel of latent attention or of keys by index has one; the reference does"
         return (
-            "it accumulates dQ in no fixed order, and the call, or torch.use_deterministic_algorithms(True), requires "
-            "one; 'deterministic: true' in the spec builds a backward that has one, and all in Triton have one"
+            f"it accumulates {summed} in no fixed order, and the call, or torch.use_deterministic_algorithms(True), "
+            f"requires one; {remedy}"
         )
     if (call.split_size or call.num_splits > 1) and not kernel.split_kv:
         asked = f"split_size={call.split_size}" if call.split_size else f"num_splits={call.num_splits}"

@@ -104,6 +104,6 @@ def backward_facts(plan: Plan, schedule: ScheduleExplanation) -> list[tuple[str,
     for launch in plan.launches:
         first, *others = schedule.launch(launch)
         lines += [(launch.name, first), *(("", line) for line in others)]
-    atomic = [] if plan.ordered else [*(["dq"] if plan.sum_columns else []), *differentiable(plan)]
+    atomic = [] if plan.ordered else [*plan.summed, *differentiable(plan)]
     lines.append(("same bits", f"on every run, but for {', '.join(atomic)}" if atomic else "on every run"))
     return lines
