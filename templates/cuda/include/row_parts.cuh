@@ -28,7 +28,7 @@ struct RowPart {
     store_part<128>(to + 64 * kWidth, rows, thread);
   }
 
-  // Adds `count` parts, one behind the other, in their order, each relative to the largest row max.
+  // Adds `count` parts, which are adjacent, in their order, relative to their largest row max.
   static __device__ __forceinline__ void add(
       const float* from, int count, float (&acc)[kWidth / 2], float (&row_max)[2], float (&row_sum)[2], int thread) {
     const auto rows_of = [&](int part) { return __ldcg(reinterpret_cast<const float4*>(from + part * kFloats + 64 * kWidth) + thread); };
