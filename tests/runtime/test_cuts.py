@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from heapq import heapreplace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from attngen.plan import plan
 from attngen.plan.model import Plan
+from attngen.render import render
 from attngen.runtime.arguments.checked import Packing
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.geometry.cuts import MOST_PARTS, NONE, Cut, best_cut, best_first_cut, best_query_cut, long_rows_cut
@@ -198,13 +201,17 @@ def test_first_query_tiles_that_see_all_keys_are_cut() -> None:
     assert best_query_cut((), 8, 8, BLOCKS, 2.64) == NONE
 
 
-def forward(mask: str, more: str = "", entry: str = "") -> Kernel:
+def planned_forward(mask: str, more: str = "", entry: str = "") -> Plan:
     text = (
         f"schema: 1\npackage: mine\narch: [sm90a]\nvariants:\n  own: {{mask: '{mask}'{more}}}\nkernels:\n"
         f"  - {{variant: own, head_dim: 128, backend: cuda{entry}}}\n"
     )
     (spec,) = expand(load_spec_text(text))
-    return kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
+    return plan(spec)
+
+
+def forward(mask: str, more: str = "", entry: str = "") -> Kernel:
+    return kernel_of({**planned_forward(mask, more, entry).to_dict(), "resources": _RESOURCES})
 
 
 def test_masks_decide_which_query_tiles_are_cut() -> None:
@@ -223,6 +230,31 @@ def test_masks_decide_which_query_tiles_are_cut() -> None:
     assert workspace_sizes(own, [sizes]) == {"partials": sizes.sizes["cut_parts"] * 128 * (128 + 8)}
     short = geometry(own, 64, 512, 8, 8)
     assert (short.cut, short.sizes["split_counters"], workspace_sizes(own, [short])) == (NONE, 0, {"partials": 0})
+
+
+def test_every_kv_tile_belongs_to_a_part_of_its_query_tile() -> None:
+    """The scheduler's own lines, run as Python."""
+    text = render(planned_forward("abs(q - kv) <= 256 or kv < 128 or q < 128")).text
+    lines = {
+        name: re.findall(rf"{re.escape(name)} = (.+);", text)[-1]
+        for name in ("work.parts", "work.tiles", "work.behind")
+    }
+    quotient, remainder = re.findall(r"const int quotient = (.+), remainder = (.+);", text)[0]
+    for every in range(12):
+        for parts in range(1, 9):
+            work = SimpleNamespace(every=every)
+            names: dict[str, Any] = {"work": work, "parts": parts, "min": min, "max": max}
+            work.parts = eval(lines["work.parts"], names)
+            names |= {name: eval(line.replace("/", "//"), names) for name, line in
+                      (("quotient", quotient), ("remainder", remainder))}  # fmt: skip
+            visited = []
+            for part in range(work.parts):
+                names["part"] = part
+                work.tiles = eval(lines["work.tiles"], names)
+                work.behind = eval(lines["work.behind"], names)
+                visited += range(work.behind + work.tiles, work.behind, -1)
+                assert work.tiles > 0 or every == 0
+            assert visited == list(range(every, 0, -1))
 
 
 def test_masks_decide_which_tiles_are_cut() -> None:
