@@ -56,7 +56,7 @@ FAMILIES = {
         "looking", "calls", "waves", "shared_tiles", "mask_bits", "tile_maps", "biases", "outside", "transforms",
         "columns", "score_values", "cards", "fallback",
     ),
-    "backward": ("backward", "backward_stress", "cut_tiles"),
+    "backward": ("backward", "backward_stress", "cut_tiles", "mla_backward"),
     "decode": ("decode", "mla", "mla_8_bits", "wide", "indexed", "listed", "decode_stress", "dependent_launches"),
     "pages and caches": ("append", "cached", "paged", "pages", "serving_loop", "widen", "transformers_paged"),
     "8 bits": ("fp8", "quantize", "caches_8_bits"),

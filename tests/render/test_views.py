@@ -12,7 +12,7 @@ from attngen.render import views
 
 #: Statements, comparisons, casts, and names of kernels.
 CUDA = re.compile(
-    r"[;?]$|\bconst \w+ |_cast\b|_ptr\b|stride_|&&|\|\||\bwork\.|\bspans\b|\bmax\(|\bmin\(|% \d|\bk[A-Z]|::"
+    r"[;?]$|\bconst \w+ |_cast\b|_ptr\b|stride_|&&|\|\||\bwork\.|\bspans\.|\bmax\(|\bmin\(|% \d|\bk[A-Z]|::"
 )
 #: Functions of statements that are weighed, moved and left out with those of the user's mathematics.
 STATEMENTS = {"int_constant", "int_constants", "constant", "statement", "written"}
