@@ -413,37 +413,31 @@ def masking(
             open_ended = "|" in condition.text or "?" in condition.text
             seen.append(written("({})", condition) if open_ended else condition)
         test = written("!({})", joined(" && ", seen))
-    cases = _cases(ends, hidden) if rest == TRUE and _has_cases(plan, along, len(hidden)) else ()
+    cases = _cases(ends, hidden) if len(hidden) == 2 and rest == TRUE and _has_cases(plan, along) else ()
     return Masking(code.hoisted, code.body, declarations, test, cases, tuple(value.text for value in named))
 
 
-def _has_cases(plan: Plan, along: Along, intervals: int) -> bool:
-    """Whether partial tiles are told apart by the ends in them: where rows see two intervals, whose test costs most."""
+def _has_cases(plan: Plan, along: Along) -> bool:
+    """Whether partial tiles of a dense sequence are told apart by the ends that lie in them."""
     plain = plan.layout == "dense" and plan.iteration == "ranges" and not (plan.pack_gqa or plan.split_kv)
-    return plain and along == KEYS and plan.structure.finds_ends and intervals > 1
+    return plain and along == KEYS and plan.structure.finds_ends
 
 
 def _cases(ends: Collection[str], hidden: Sequence[Code]) -> tuple[tuple[str, Code], ...]:
-    """Tests of fewer ends than the intervals have: of most tiles rows see keys of one interval, and of that one end.
-
-    The keys of a first interval come before those of a second.
-    """
+    """Simpler tests of two intervals: in most tiles rows see keys of one of them, and one of its ends."""
 
     def of_rows(*conditions: str) -> str:
         return " && ".join(f"rows[{row}].{each}" for row in (0, 1) for each in conditions)
 
-    last = f"_{len(hidden) - 1}" if len(hidden) > 1 else ""
-    below, above = f"visible_from{last}", f"visible_to{last}"
-    if below not in ends:
+    if "visible_from_1" not in ends:
         return ()
-    alone = ("visible_to_0 <= 0",) if len(hidden) > 1 else ()
-    one_end = (
-        (of_rows(*alone, f"{below} <= 0"), written(f"{{key}} >= {{{above}}}")),
-        (of_rows(*alone, f"{above} >= kBlockN"), written(f"{{key}} < {{{below}}}")),
+    no_first, no_second = "visible_to_0 <= 0", "visible_from_1 >= kBlockN"
+    return (
+        (of_rows(no_first, "visible_from_1 <= 0"), written("{key} >= {visible_to_1}")),
+        (of_rows(no_first, "visible_to_1 >= kBlockN"), written("{key} < {visible_from_1}")),
+        (of_rows(no_first), hidden[1]),
+        (of_rows(no_second), hidden[0]),
     )
-    if len(hidden) == 1:
-        return one_end
-    return (*one_end, (of_rows(*alone), hidden[1]), (of_rows(f"{below} >= kBlockN"), hidden[0]))
 
 
 def costly_values_of(plan: Plan, along: Along) -> tuple[Expr, ...]:
