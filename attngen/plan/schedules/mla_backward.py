@@ -140,7 +140,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         Workspace("dkv_sum", "fp32", ((qk, "key_rows"),), multiple=4),
         Workspace("products", "fp32", ((pair, "chunk_tiles", "chunk_key_tiles"),), multiple=32),
         Workspace("rows", "fp32", ((rows, "chunk_tiles"),), multiple=32),
-        Workspace("spans", "i32", ((_SPAN_WORDS, "chunk_tiles"),), multiple=32),
+        Workspace("ranges", "i32", ((_SPAN_WORDS, "chunk_tiles"),), multiple=32),
     )
     return planned.with_launches(*launches, workspaces=workspaces)
 
@@ -174,7 +174,7 @@ def _dkv_arguments(plan: Plan) -> tuple[Argument, ...]:
 
 def _chunk_pointers() -> Iterator[Argument]:
     """Memory that holds a chunk of query rows between the launches."""
-    for name, form in (("products", "fp32"), ("rows", "fp32"), ("spans", "i32")):
+    for name, form in (("products", "fp32"), ("rows", "fp32"), ("ranges", "i32")):
         yield Argument(f"{name}_ptr", "pointer", f"*{form}", of=name, divisibility=16)
 
 

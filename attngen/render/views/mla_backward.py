@@ -24,7 +24,7 @@ _REGION_TEXTS = {
 }  # fmt: skip
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dkv_sum"}),
-    "dq": frozenset({"dq", "products", "rows", "spans"}),
+    "dq": frozenset({"dq", "products", "rows", "ranges"}),
     "dkv": frozenset({"dkv_sum"}),
     "postprocess": frozenset({"dk"}),
 }
