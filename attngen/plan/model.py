@@ -145,6 +145,16 @@ class Structure(StructureFields):
         return 1
 
     @property
+    def in_cluster(self) -> bool:
+        """Whether the blocks of a cluster divide a tile of keys."""
+        return False
+
+    @property
+    def clears_gradients(self) -> bool:
+        """Whether a warp clears gradients of biases where no step stores a tile of dS."""
+        return False
+
+    @property
     def holds_mask_bits(self) -> bool:
         """Whether consumers apply the mask of a tile map by bits, in the order of their accumulators."""
         return False

@@ -14,7 +14,6 @@ from attngen.lang.simplify import mul
 from attngen.lang.statements import Code, Statement, joined, leaf, reads, written
 from attngen.plan.model import Plan
 from attngen.plan.own_gradients import APART, TensorGradient, Way, derivative, gradients_of, is_large, stored_gradients
-from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.symbols import cleared_name, extent_name, gradient_pointer, stored_name
 from attngen.plan.traits import varies_within_head
 from attngen.render.cuda_statements import int_constant, number_queries
@@ -208,7 +207,7 @@ def tile_sums(plan: Plan) -> TilesView | None:
         return None
     sums = tuple(_tile_sum(plan, each) for each in mine)
     read = frozenset[str]().union(*(each.entry.reads for each in sums)) | {"seqlen_q", "seqlen_k"}
-    if _in_cluster(plan):  # whose one tile of keys the kernel's variables describe
+    if plan.structure.in_cluster:  # whose one tile of keys the kernel's variables describe
         lines = ["const int first_key = own_start;", *(["const int h = step.h;"] if "h" in read else [])]
     else:
         of_step = (name for name in _OF_STEP if name in read and (plan.varlen or name != "seqlen_q"))
@@ -225,8 +224,7 @@ def _tile_sum(plan: Plan, each: TensorGradient) -> TileSum:
         rows, columns = (extent_name(tensor, axis) for axis in (len(tensor.shape) - 2, len(tensor.shape) - 1))
         entry = _entry(plan, each, {}, indices=each.indices[:-2])
         flag = stored_name(name) if name in once else ""
-        clears = isinstance(plan.structure, HopperBackward) and plan.structure.clears
-        cleared = cleared_name(name) if clears and name in once else ""
+        cleared = cleared_name(name) if plan.structure.clears_gradients and name in once else ""
         return TileSum("pair", name, gradient, entry, stored=flag, cleared=cleared, rows=rows, columns=columns)
     if each.way is Way.DIAGONAL:
         entry = _entry(plan, each, {APART.name: Binding(spelled(APART.name), _TILE)})
@@ -288,11 +286,7 @@ def _tests(plan: Plan, node: Expr, index: Code, extent: Code, declared: int | st
 
 
 def _gradients(plan: Plan) -> tuple[TensorGradient, ...]:
-    return gradients_of(plan.variant, fast_math=plan.fast_math, tiles_only=_in_cluster(plan))
-
-
-def _in_cluster(plan: Plan) -> bool:
-    return isinstance(plan.structure, HopperBackward) and plan.structure.cluster > 1
+    return gradients_of(plan.variant, fast_math=plan.fast_math, tiles_only=plan.structure.in_cluster)
 
 
 # --- names of pairs -----------------------------------------------------------------------------------------

@@ -125,6 +125,16 @@ class HopperBackward(Structure):
         return self.slots
 
     @property
+    def in_cluster(self) -> bool:
+        """See ``Structure``."""
+        return self.cluster > 1
+
+    @property
+    def clears_gradients(self) -> bool:
+        """See ``Structure``."""
+        return self.clears
+
+    @property
     def keys(self) -> int:
         """Keys of a block."""
         return 64 if self.cluster > 1 else 64 * self.consumers
