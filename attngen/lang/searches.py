@@ -38,9 +38,15 @@ def _search(node: Search, names: Mapping[str, Any], tensors: Mapping[str, Any]) 
         return torch.zeros_like(value)
     indices = [evaluate(i, names, tensors, checked=False) for i in node.indices]
     # one value for all tiles: indices of other axes never vary over a box
-    place: list[Any] = [
+    where: list[Any] = [
         slice(max(length, 0)) if axis == node.axis else int(i.reshape(-1)[0].clamp(0, n - 1))
         for axis, (i, n) in enumerate(zip(indices, tensor.shape, strict=True))
     ]
-    row = tensor[tuple(place)]
-    return torch.searchsorted(row.contiguous().to(torch.int64), value.contiguous(), right=node.strict)
+    row = tensor[tuple(where)]
+    if row.dtype != torch.int32:
+        return torch.searchsorted(row.contiguous().to(torch.int64), value.contiguous(), right=node.strict)
+    # A table may be long: the values are converted, not the table.
+    limits = torch.iinfo(torch.int32)
+    place = torch.searchsorted(row.contiguous(), value.clamp(limits.min, limits.max).to(torch.int32).contiguous(),
+                               right=node.strict)  # fmt: skip
+    return place.masked_fill(value > limits.max, len(row)).masked_fill(value < limits.min, 0)

@@ -56,15 +56,18 @@ class VariantLoad:
     segments: bool
     heads_alike: bool
 
-    def seconds(self, owner: np.ndarray, ranks: int, tile: int, cost: Cost, *, whole: bool) -> float:
-        """Predicted seconds of the rank that takes longest; with ``whole`` all keys are sent, whoever holds which."""
+    def seconds(
+        self, owner: np.ndarray, runs: tuple[np.ndarray, np.ndarray], ranks: int, tile: int, cost: Cost, *, whole: bool
+    ) -> float:
+        """Predicted seconds of the rank that takes longest; with ``whole`` all keys are sent, whoever holds which.
+        ``runs``: the run of its rank that each tile lies in."""
         tiles = self.visits.tiles
         work = np.bincount(owner, weights=tiles, minlength=ranks)
         sending = self.visits.received(owner, ranks) if not whole else np.zeros(ranks)
         tile_seconds, token_seconds = cost.of_tiles(1.0, tile), cost.of_tokens(float(tile))
         if not self.segments:
             return float((work * tile_seconds + sending * (token_seconds / cost.kv_heads)).max() * self.layers)
-        start, end = runs_of_tiles(owner)
+        start, end = runs
         here = (self.visits.first >= start) & (self.visits.last <= end)
         hidden = np.bincount(owner, weights=np.where(here, tiles, 0.0), minlength=ranks) * tile_seconds
         exposed = np.maximum(sending * token_seconds - hidden, sending * (token_seconds * _COPIED))
@@ -96,7 +99,8 @@ def assign(
         if best is not None and computing > best.seconds * _GAIN:
             seconds = np.inf  # whatever it sends
         else:
-            seconds = sum(one.seconds(owner, ranks, tile, cost, whole=whole) for one in each)
+            runs = runs_of_tiles(owner)
+            seconds = sum(one.seconds(owner, runs, ranks, tile, cost, whole=whole) for one in each)
         worse += 1
         if best is None or seconds < best.seconds * _GAIN:
             best, worse = Assignment(owner, seconds, number), 0
@@ -140,16 +144,19 @@ def _packed(each: Sequence[VariantLoad], tiles: int, ranks: int) -> np.ndarray |
     ends, counts = (starts + sizes)[heaviest], sizes[heaviest]
     order = np.repeat(ends - 1 + np.cumsum(counts) - counts, counts) - np.arange(tiles)
     sums = np.concatenate([[0.0], np.cumsum(work[order])])
-    owner: np.ndarray = np.empty(tiles, dtype=np.int64)
+    rank_of: np.ndarray = np.empty(tiles, dtype=np.int64)  # in that order
     begin, end = 0, tiles
     for rank in range(ranks):
         count = (rank + 1) * tiles // ranks - rank * tiles // ranks
-        first: np.ndarray = np.arange(count + 1)  # how many of the rank's tiles are heavy ones
-        loads = sums[begin + first] - sums[begin] + sums[end] - sums[end - count + first]
-        heavy = int(np.abs(loads - (sums[end] - sums[begin]) / (ranks - rank)).argmin())
-        owner[order[begin : begin + heavy]] = rank
-        owner[order[end - count + heavy : end]] = rank
+        # the load with so many heavy tiles, but for what is the same for all numbers of them
+        loads = sums[begin : begin + count + 1] - sums[end - count : end + 1]
+        fair = (sums[end] - sums[begin]) / (ranks - rank) + sums[begin] - sums[end]
+        heavy = int(np.abs(loads - fair).argmin())
+        rank_of[begin : begin + heavy] = rank
+        rank_of[end - count + heavy : end] = rank
         begin, end = begin + heavy, end - count + heavy
+    owner = np.empty_like(rank_of)
+    owner[order] = rank_of
     return owner
 
 

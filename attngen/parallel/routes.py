@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from attngen.parallel.local import Positions
+from attngen.parallel.visits import RankTiles
 
 #: Keys that lie here as a run may have holes of this share, which cost memory; more, and a table says where they lie.
 _HOLES = 0.875
@@ -54,28 +55,30 @@ class Sharding:
         return np.repeat(first - np.cumsum(sizes) + sizes, sizes) + np.arange(int(sizes.sum()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Needs:
-    """Which tiles of keys each rank gets, and how they lie there: ``tiles`` is bool (ranks, tiles)."""
+    """Which tiles of keys each rank gets, and how they lie there."""
 
     sharding: Sharding
-    tiles: np.ndarray
+    runs: RankTiles
     keys: Positions
 
     @classmethod
-    def of(cls, sharding: Sharding, tiles: np.ndarray) -> Needs:
+    def of(cls, sharding: Sharding, runs: RankTiles) -> Needs:
         """Needs that lie as a run where that has few holes on every rank, else by a table."""
-        if tiles.all():
-            return cls(sharding, tiles, "all")
-        some = tiles.any(axis=1)
-        first, last = tiles.argmax(axis=1), tiles.shape[1] - tiles[:, ::-1].argmax(axis=1)
-        length, held = np.where(some, last - first, 0), tiles.sum(axis=1)
-        return cls(sharding, tiles, "run" if (held >= length * (1 - _HOLES)).all() else "table")
+        if runs.complete:
+            return cls(sharding, runs, "all")
+        return cls(sharding, runs, "run" if (runs.counts >= runs.spans * (1 - _HOLES)).all() else "table")
 
     @classmethod
     def of_all(cls, sharding: Sharding) -> Needs:
         """All tiles on every rank."""
-        return cls(sharding, np.broadcast_to(np.True_, (sharding.ranks, len(sharding.owner))), "all")
+        return cls(sharding, RankTiles.all_of(sharding.ranks, len(sharding.owner)), "all")
+
+    @property
+    def tiles(self) -> np.ndarray:
+        """The tiles of each rank: bools (ranks, tiles)."""
+        return self.runs.table
 
     def place(self, rank: int) -> tuple[np.ndarray, int, int]:
         """Where each tile of keys begins on a rank (−1: it is not there), the first key's position, and the rows."""
@@ -127,11 +130,10 @@ class Needs:
         """Rows that each rank receives from others."""
         if self.keys == "all":
             return self.sharding.seqlen - self.sharding.counts
-        missing = self.sharding.tile - int(self.sharding.sizes[-1])
-        rows = np.count_nonzero(self.tiles, axis=1) * self.sharding.tile - self.tiles[:, -1] * missing
-        own = np.where(self.tiles[self.sharding.owner, np.arange(len(self.sharding.owner))], self.sharding.sizes, 0)
-        kept = np.bincount(self.sharding.owner, weights=own, minlength=self.sharding.ranks)
-        return (rows - kept).astype(np.int64)
+        sharding = self.sharding
+        rows = self.runs.counts * sharding.tile - self.runs.with_last * (sharding.tile - int(sharding.sizes[-1]))
+        own = np.where(self.runs.visited_by(sharding.owner), sharding.sizes, 0)
+        return (rows - np.bincount(sharding.owner, weights=own, minlength=sharding.ranks)).astype(np.int64)
 
 
 @dataclass(frozen=True)

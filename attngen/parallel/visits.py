@@ -4,7 +4,7 @@ once; what bands do not bound is classified tile by tile, with the least and gre
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,12 @@ class Visits:
     lo: np.ndarray
     hi: np.ndarray
     tiles: np.ndarray
+    _kept: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def ascending(self) -> bool:
+        """Whether runs of later rows begin no earlier."""
+        return bool((self.lo[1:] >= self.lo[:-1]).all())
 
     @cached_property
     def first(self) -> np.ndarray:
@@ -58,13 +64,11 @@ class Visits:
         np.maximum.at(ends, self.row, self.hi)
         return ends
 
-    def needs(self, owner: np.ndarray, ranks: int) -> np.ndarray:
-        """Which tiles of keys each rank visits, if ``owner`` says whose each tile is: bools (ranks, tiles)."""
-        begins, ends = _Union.of(self, owner).runs()
-        places = np.concatenate([[0], np.stack([begins, ends], axis=1).ravel(), [ranks * len(owner)]])
-        visited: np.ndarray = np.zeros(len(places) - 1, dtype=bool)
-        visited[1::2] = True
-        return np.repeat(visited, np.diff(places)).reshape(ranks, len(owner))
+    def needs(self, owner: np.ndarray, ranks: int) -> RankTiles:
+        """Which tiles of keys each rank visits, if ``owner`` says whose each tile is."""
+        if "needs" not in self._kept or self._kept["needs"][0] is not owner:
+            self._kept["needs"] = owner, RankTiles.of(self, owner, ranks)
+        return self._kept["needs"][1]
 
     def in_documents(self, offsets: Sequence[int], tile: int, seqlen: int, *, positions: bool) -> Visits:
         """The visits of packed documents, from those of one sequence, for a variant that sees the same distances in
@@ -84,11 +88,8 @@ class Visits:
 
     def received(self, owner: np.ndarray, ranks: int) -> np.ndarray:
         """How many tiles of keys each rank visits and does not hold."""
-        merged, count = _Union.of(self, owner), len(owner)
-        begins, ends = merged.runs()
-        visited = np.bincount(begins // count, weights=ends - begins, minlength=ranks)
-        held = merged.has(owner * count + np.arange(count))
-        return visited - np.bincount(owner, weights=held, minlength=ranks)
+        needs = self.needs(owner, ranks)
+        return needs.counts - np.bincount(owner, weights=needs.visited_by(owner), minlength=ranks)
 
 
 def runs_of_tiles(owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,35 +99,80 @@ def runs_of_tiles(owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(breaks[:-1], counts), np.repeat(breaks[1:], counts)
 
 
-@dataclass(frozen=True)
-class _Union:
-    """The union of the runs of each rank, on one line: rank r has the places from r * tiles on."""
+@dataclass(frozen=True, eq=False)
+class RankTiles:
+    """Tiles of keys of each rank, as runs on one line, which do not touch: rank r has the places from r * tiles on."""
 
-    lo: np.ndarray  # ascending
-    hi: np.ndarray
-    reach: np.ndarray  # the end of all runs up to this one
+    ranks: int
+    tiles: int
+    begin: np.ndarray  # ascending
+    end: np.ndarray
 
     @classmethod
-    def of(cls, visited: Visits, owner: np.ndarray) -> _Union:
-        """The runs of all ranks."""
-        start = owner[visited.row] * len(owner)
-        lo, hi = start + visited.lo, start + visited.hi
-        order = np.argsort(lo, kind="stable")
-        return cls(lo[order], hi[order], np.maximum.accumulate(hi[order]))
+    def of(cls, visited: Visits, owner: np.ndarray, ranks: int) -> RankTiles:
+        """The tiles that the rows of each rank visit."""
+        rank, tiles = owner[visited.row], len(owner)
+        if visited.ascending and ranks <= np.iinfo(np.int16).max:
+            order = rank.astype(np.int16).argsort(kind="stable")  # small numbers sort in linear time
+        else:
+            order = (rank * tiles + visited.lo).argsort(kind="stable")
+        start = rank[order] * tiles
+        lo, hi = start + visited.lo[order], start + visited.hi[order]
+        reach = np.maximum.accumulate(hi)
+        begins: np.ndarray = np.flatnonzero((lo[1:] > reach[:-1]) | (start[1:] != start[:-1])) + 1
+        begins = np.concatenate([[0], begins]) if len(lo) else begins
+        ends: np.ndarray = np.append(begins[1:], len(lo))[: len(begins)] - 1
+        return cls(ranks, tiles, lo[begins], reach[ends])
 
-    def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Begin and end of each run of the union, within one rank and disjoint."""
-        before = np.concatenate([[0], self.reach[:-1]]) if len(self.lo) else self.lo
-        begin = np.maximum(self.lo, before)
-        some = self.hi > begin
-        return begin[some], self.hi[some]
+    @classmethod
+    def all_of(cls, ranks: int, tiles: int) -> RankTiles:
+        """All tiles of every rank."""
+        begin: np.ndarray = np.arange(ranks) * tiles
+        return cls(ranks, tiles, begin, begin + tiles)
 
-    def has(self, places: np.ndarray) -> np.ndarray:
-        """Whether each place lies in the union."""
-        if not len(self.lo):
-            return np.zeros(len(places), dtype=bool)
-        run = np.searchsorted(self.lo, places, side="right") - 1
-        return (run >= 0) & (self.reach[np.maximum(run, 0)] > places)
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """How many tiles each rank has."""
+        counts = np.bincount(self.begin // self.tiles, weights=self.end - self.begin, minlength=self.ranks)
+        return counts.astype(np.int64)
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether each rank has all tiles."""
+        return int(self.counts.sum()) == self.ranks * self.tiles
+
+    @cached_property
+    def spans(self) -> np.ndarray:
+        """Tiles from the first to the last one of each rank."""
+        rank: np.ndarray = self.begin // self.tiles
+        spans: np.ndarray = np.zeros(self.ranks, dtype=np.int64)
+        first: np.ndarray = np.flatnonzero(np.diff(rank, prepend=-1))
+        last: np.ndarray = np.flatnonzero(np.diff(rank, append=self.ranks))
+        spans[rank[first]] = self.end[last] - self.begin[first]
+        return spans
+
+    @cached_property
+    def with_last(self) -> np.ndarray:
+        """Whether each rank has the last tile."""
+        here: np.ndarray = np.zeros(self.ranks, dtype=bool)
+        here[self.end[self.end % self.tiles == 0] // self.tiles - 1] = True
+        return here
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """Which tiles each rank has: bools (ranks, tiles)."""
+        places = np.concatenate([[0], np.stack([self.begin, self.end], axis=1).ravel(), [self.ranks * self.tiles]])
+        here: np.ndarray = np.zeros(len(places) - 1, dtype=bool)
+        here[1::2] = True
+        return np.repeat(here, np.diff(places)).reshape(self.ranks, self.tiles)
+
+    def visited_by(self, ranks: np.ndarray) -> np.ndarray:
+        """Whether each tile is one of those of the rank that is given for it."""
+        if not len(self.begin):
+            return np.zeros(self.tiles, dtype=bool)
+        places = ranks * self.tiles + np.arange(self.tiles)
+        run = np.searchsorted(self.begin, places, side="right") - 1
+        return (run >= 0) & (self.end[run] > places)
 
 
 def visits(

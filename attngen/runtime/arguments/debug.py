@@ -165,9 +165,9 @@ def _monotone(call: Call, declared: DeclaredTensor, tensor: torch.Tensor, axis: 
     if tensor.shape[axis] < 2:
         return
     steps = tensor.shape[axis] - 1
-    falls = (tensor.narrow(axis, 1, steps) < tensor.narrow(axis, 0, steps)).nonzero()
-    if falls.numel():
-        where = falls[0].tolist()
+    falls = tensor.narrow(axis, 1, steps) < tensor.narrow(axis, 0, steps)
+    if falls.any():
+        where = falls.nonzero()[0].tolist()
         where[axis] += 1
         raise CallError(
             f"{call.variant.name}: tensor '{declared.name}' is declared nondecreasing along axis {axis}, "
