@@ -5,13 +5,14 @@ Where a key is there twice, since two segments see it, its gradients are added u
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from torch import Tensor
 
-from attngen.parallel.gathers import Gather
+from attngen.parallel.gathers import Gather, Rows, of_each, side_by_side, widths_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,34 +68,32 @@ class Assembly:
         return self.source[keys], keys
 
     def room(self, k: Tensor, v: Tensor) -> Tensor:
-        """Memory for the keys, (batch, keys, width), K and V side by side. k and v are own rows, (rows, batch, heads,
+        """Memory for the keys, (batch, keys, width), K and V side by side. k and v are own rows, (batch, rows, heads,
         head_dim)."""
-        return k.new_empty((k.shape[1], self.rows, k.shape[2] * k.shape[3] + v.shape[2] * v.shape[3]))
+        return k.new_empty((k.shape[0], self.rows, sum(widths_of(k, v))))
 
     def place(self, keys: Tensor) -> Tensor | None:
         """The part of the keys that received rows are, (rows, batch, width), if rows that arrive can be written
         there."""
-        if self.received_at is None or len(keys) != 1:
+        batch, _, width = keys.shape
+        if self.received_at is None or batch != 1:
             return None
-        return keys.narrow(1, self.received_at, self.received).transpose(0, 1)
+        return keys.as_strided((self.received, 1, width), (width, width, 1), self.received_at * width)
 
-    def put_own(self, keys: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put own rows, and zeros for holes, among the keys."""
-        self._own(_sides(keys.transpose(0, 1), k, v), (k, v))
+    def own_rows(self, keys: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
+        """What puts own rows, and zeros for holes, among the keys."""
+        return partial(self._own, side_by_side(keys, widths_of(k, v), batch_first=True), of_each(k, v))
 
-    def put_received(self, keys: Tensor, k: Tensor, v: Tensor, received: Tensor) -> None:
-        """Put received rows, (rows, batch, width), among the keys."""
-        self._received(_sides(keys.transpose(0, 1), k, v), _sides(received, k, v))
+    def put_received(self, keys: Tensor, columns: Sequence[int], widths: Sequence[int], received: Tensor) -> None:
+        """Put received rows, (rows, batch, width), among the keys, K and V in the rows' ``columns``."""
+        batch, rows, width = keys.shape
+        sides = [Rows(keys, column, (rows, batch, each), (width, rows * width))
+                 for column, each in zip(columns, widths, strict=True)]  # fmt: skip
+        self._received(sides, side_by_side(received, widths))
 
     def back(self, dk: Tensor, dv: Tensor) -> Tensor:
         """Gradients of the received rows, (rows, batch, width), from those of keys, (batch, keys, heads, head_dim)."""
-        back = dk.new_empty((self.received, dk.shape[0], dk.shape[2] * dk.shape[3] + dv.shape[2] * dv.shape[3]))
-        gradients = dk.transpose(0, 1), dv.transpose(0, 1)
-        self._back(_sides(back, *gradients), gradients)
+        widths = widths_of(dk, dv)
+        back = dk.new_empty((self.received, dk.shape[0], sum(widths)))
+        self._back(side_by_side(back, widths), of_each(dk, dv))
         return back
-
-
-def _sides(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V, (rows, batch, heads, head_dim) with the heads of ``k`` and ``v``, that lie side by side."""
-    left, right = rows.split([x.shape[2] * x.shape[3] for x in (k, v)], dim=2)
-    return left.unflatten(2, k.shape[2:]), right.unflatten(2, v.shape[2:])

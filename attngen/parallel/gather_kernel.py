@@ -6,31 +6,35 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["rows", "depth", "second_at", "third_at"])
+@triton.jit
 def gather(
     out, out_2, first, first_2, second, second_2, third, third_2, table, places,
-    rows, depth, width, second_at, third_at, out_row, first_row, second_row, third_row,
-    out_batch, first_batch, second_batch, third_batch,
+    out_row, first_row, second_row, third_row, out_batch, first_batch, second_batch, third_batch,
+    rows, depth, width, second_at, third_at, row_blocks, column_blocks,
     sources: tl.constexpr, pairs: tl.constexpr, one: tl.constexpr, placed: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
     """A block computes ``block_rows`` rows and ``block_columns`` columns of one sequence, of ``out`` or of ``out_2``.
 
     ``table`` has ``depth`` rows of the sources for each row of the result, -1 for none; rows of the second source count
-    from ``second_at``, those of the third from ``third_at``. Both tensors of a pair have the same strides.
+    from ``second_at``, those of the third from ``third_at``. Both tensors of a pair have the same strides. A sequence
+    has ``row_blocks * column_blocks`` blocks of each tensor.
     """
-    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
-    block = tl.program_id(1)
+    number = tl.program_id(0)
+    row = (number % row_blocks) * block_rows + tl.arange(0, block_rows)
+    number = number // row_blocks
+    block = number % column_blocks
+    number = number // column_blocks
     if pairs:
-        blocks = tl.num_programs(1) // 2
-        if block >= blocks:
-            block -= blocks
+        side = number % 2
+        number = number // 2
+        if side == 1:
             out = out_2
             first = first_2
             second = second_2
             third = third_2
     column = (block * block_columns + tl.arange(0, block_columns))[None, :]
-    batch = tl.program_id(2).to(tl.int64)
+    batch = number.to(tl.int64)
     first += batch * first_batch
     second += batch * second_batch
     third += batch * third_batch

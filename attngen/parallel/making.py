@@ -19,7 +19,7 @@ from attngen.parallel.cost import Cost
 from attngen.parallel.groups import group_of
 from attngen.parallel.heads import heads_are_alike
 from attngen.parallel.one_row import as_one_row, documents
-from attngen.parallel.overlap import overlap
+from attngen.parallel.overlap import forward_by_heads, overlap
 from attngen.parallel.plans import Layer, Plan
 from attngen.parallel.routes import Needs, Sharding
 from attngen.parallel.segments import is_relative, reads_no_positions
@@ -165,13 +165,12 @@ def _layer(
     one_row = offsets is not None and not segments
     if offsets is not None and one_row:
         own |= of_documents if of_documents is not None else documents(offsets)
+    weighed = visited, sharding.owner, sent.received, sharding.tile, cost
+    way, _ = overlap(*weighed, segments=segments and not sent.runs.complete, heads_alike=_in_groups(variant))
     return Layer(
         variant.name, source, variant, as_one_row(variant) if one_row else variant, layers, method,
-        own, visited, sent, seen, segments, positions,
-        overlap(
-            visited, sharding.owner, sent.received, sharding.tile, cost, segments=segments and not sent.tiles.all(),
-            heads_alike=_in_groups(variant),
-        )[0],
+        own, visited, sent, seen, segments, positions, way,
+        way == "none" and forward_by_heads(*weighed, heads_alike=_in_groups(variant)),
     )  # fmt: skip
 
 
@@ -212,7 +211,7 @@ def _few_copies(visited: Visits, sharding: Sharding, sent: Needs, *, positions: 
     ends: np.ndarray = np.append(start[1:] != start[:-1], True)
     keys = np.bincount(sharding.owner[ends], weights=(last - np.minimum(visited.first, start)[start])[ends],
                        minlength=sharding.ranks)  # fmt: skip
-    return bool((keys <= _COPIES * sent.tiles.sum(axis=1)).all())
+    return bool((keys <= _COPIES * sent.runs.counts).all())
 
 
 def _counted(

@@ -20,6 +20,9 @@ _GROUP = 200e-6
 #: Least seconds of an exchange that is cut into groups of heads.
 _WORTH = 40e-6
 
+#: Seconds that a forward has to take, so that the host has time to enqueue it in two groups of heads.
+_HOST = 1e-3
+
 #: Share of the time of an exchange that nothing hides, if calls overlap by rows: rows are copied before and after.
 _COPIED = 0.25
 
@@ -62,6 +65,20 @@ def overlap(
         choices["rows"] = float((work + exposed + moved).max())
     best = min(choices, key=lambda each: choices[each])
     return best, choices[best]
+
+
+def forward_by_heads(
+    visits: Visits, owner: np.ndarray, sending: np.ndarray, tile: int, cost: Cost, *, heads_alike: bool
+) -> bool:
+    """Whether the forward of a layer that else does not overlap gets the keys of few heads first.
+
+    Then little of its exchange is waited for. In the backward, whose exchange is none where keys are kept, calls of a
+    few heads would leave multiprocessors idle.
+    """
+    if not heads_alike or cost.kv_heads == 1 or sending.max() * cost.of_tokens(1.0) < 2 * _WORTH:
+        return False
+    work = np.bincount(owner, weights=visits.tiles, minlength=len(sending)).min()
+    return bool(cost.of_tiles(work, tile) / cost.passes > _HOST)
 
 
 def _tiles_in_parts(alone: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:

@@ -77,6 +77,7 @@ class Layer:
     in_segments: bool = False
     positions: bool = True  # whether the variant reads any
     overlap: Overlap = "none"
+    forward_by_heads: bool = False  # whether a forward overlaps by heads, though the backward does not overlap
     kept: dict[Any, Any] = field(default_factory=dict)  # what calls of one rank and device share
 
     @cached_property
@@ -330,12 +331,13 @@ class Plan:
                     stages = cut(segments, layer.visits, self.sharding, positions=layer.positions)
                 layer.kept["rank_attention"] = by_segments(
                     layer.sent, rank, self.group, layer.source, layer.stated, segments, stages,
-                    positions=layer.positions, by_heads=by_heads, exchanges=exchanges, keeps=keeps,
+                    positions=layer.positions, by_heads=by_heads,
+                    forward_by_heads=layer.forward_by_heads, exchanges=exchanges, keeps=keeps,
                 )  # fmt: skip
             else:
                 layer.kept["rank_attention"] = by_positions(
                     layer.sent, rank, self.group, self._called(layer), self._local(layer).variant, by_heads=by_heads,
-                    exchanges=exchanges, keeps=keeps,
+                    forward_by_heads=layer.forward_by_heads, exchanges=exchanges, keeps=keeps,
                 )  # fmt: skip
         return layer.kept["rank_attention"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from attngen.lang.variant import Variant
 from attngen.parallel.assembly import Assembly
 from attngen.parallel.exchange import Group
-from attngen.parallel.gathers import Gather, copy
+from attngen.parallel.gathers import Gather, Rows, copy, in_pieces, of_each, side_by_side, widths_of
 from attngen.parallel.routes import Needs
 from attngen.parallel.segments import Segments
 from attngen.parallel.stages import HeadGroup, Options, Selection, Stage
@@ -51,10 +51,12 @@ class RankAttention:
     local: Stage | None = None
     local_keys: tuple[int, int] = (0, 0)
     by_heads: bool = False
+    forward_by_heads: bool = False  # whether keys of a forward travel in two groups of heads
     exchanges: bool = True  # whether any rank sends anything
     keeps: bool = False  # whether the backward gets the keys of the forward, on all ranks
-    #: The calls of a forward over ``remote``: stages, and the first of their keys and how many.
+    #: The calls of a forward over ``remote``, and over ``local``: stages, the first of their keys and how many.
     forwards: tuple[tuple[Stage, int, int], ...] = ()
+    local_forwards: tuple[tuple[Stage, int, int], ...] = ()
 
     def kept_shapes(self, q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> list[tuple[int, ...]]:
         """Shapes of what ``forward`` keeps."""
@@ -68,36 +70,35 @@ class RankAttention:
         batch, held, heads, _ = q.shape
         out = q.new_empty((batch, held, heads, v.shape[3]))
         sums = torch.empty((batch, heads, held), dtype=_sums_dtype(q), device=q.device) if lse else None
-        key_groups = self._key_groups(heads, k.shape[2])
-        keys = [self._start(k, v, key_group) for key_group in key_groups]
+        keys = self._exchanged(k, v, self._forward_groups(heads, k.shape[2]))
         # Calls alternate between two streams, so that one starts while the last blocks of another still run. The packed
         # call of ``local`` may also write zeros to rows of ``remote`` that lie between its own. These are then stored
-        # after it: if they are one run of rows, which the kernel of ``remote`` writes in place, by running it on the
-        # same stream, else by copying its result at the end.
-        clears = self.local is not None and self.local.covers_others
-        number = int(self.local is not None and not (clears and self.remote is not None and self.remote.rows.is_run))
+        # after it: where kernels write them in place, by running these on the same stream, else by copying the result
+        # at the end.
+        in_order = any(stage.covers_others for stage, _, _ in self.local_forwards)
         copies: list[Callable[[], None]] = []
         with Streams(q.device) as streams:
             with streams.copying():
                 for each in keys:
                     each.put_own()
-            head_start(q.device) if self.exchanges else None
-            if self.local is not None:
-                own_k, own_v = (x.narrow(1, *self.local_keys) for x in (k, v))
-                copies.append(self.local.forward(q, own_k, own_v, out, sums, _all(heads, k.shape[2]), values, options))
-            for key_group, each in zip(key_groups, keys, strict=True):
+            if self.exchanges and self.local_forwards:
+                head_start(q.device)
+            for stage, start, count in self.local_forwards:
+                with streams.attention(stage.work * heads):
+                    own_k, own_v = (x.narrow(1, start, count) for x in (k, v))
+                    every = _all(heads, k.shape[2])
+                    copies.append(stage.forward(q, own_k, own_v, out, sums, every, values, options))
+            for each in keys:
                 with streams.copying():
                     each.put_received()
                     if each is not keys[-1]:  # the next exchange starts when this one ends
                         head_start(q.device)
                     assembled = streams.event()
-                group_k, group_v = _split(each.room, k, v, key_group)
                 for stage, start, count in self.forwards:
-                    with streams.on(number):
-                        streams.wait(assembled)
-                        stage_k, stage_v = (x.narrow(1, start, count) for x in (group_k, group_v))
-                        copies.append(stage.forward(q, stage_k, stage_v, out, sums, key_group, values, options))
-                    number += 1
+                    work = stage.work * each.group.heads[1]
+                    with streams.attention(work, assembled, same_lane=in_order and stage.rows.is_run):
+                        stage_k, stage_v = each.part(start, count)
+                        copies.append(stage.forward(q, stage_k, stage_v, out, sums, each.group, values, options))
         # Copies come last: one before a kernel would wait until the kernel of the other stream leaves a multiprocessor.
         for copy_rows in copies:
             copy_rows()
@@ -114,7 +115,7 @@ class RankAttention:
         # Keys travel in two collectives, also for three groups of gradients: behind a third one, which may still wait
         # for other ranks, the first collective of gradients would start only after the next kernel.
         key_groups = self._key_groups(heads, kv_heads)
-        sent = [self._start(k, v, key_group) for key_group in key_groups[len(kept) :]]
+        sent = self._exchanged(k, v, key_groups[len(kept) :])
         rooms = [*kept, *(each.room for each in sent)]
         own: dict[str, Tensor] = {
             name: torch.zeros_like(values[name], dtype=_sums_dtype(q), memory_format=torch.contiguous_format)
@@ -180,9 +181,29 @@ class RankAttention:
                 later()
         return d_remote if dq is None else dq, whole[0], whole[1], own
 
-    def _key_groups(self, heads: int, kv_heads: int) -> list[HeadGroup]:
-        """The heads whose keys travel together."""
+    def _key_groups(self, heads: int, kv_heads: int) -> tuple[HeadGroup, ...]:
+        """The heads whose keys travel together in a backward."""
         return _head_groups(heads, kv_heads, (_first_group(heads, kv_heads), -1) if self.by_heads else (-1,))
+
+    def _forward_groups(self, heads: int, kv_heads: int) -> tuple[HeadGroup, ...]:
+        """The heads whose keys travel together in a forward, in the first group those of a backward's."""
+        first = _first_group(heads, kv_heads)
+        if not (self.by_heads or self.forward_by_heads):
+            return _head_groups(heads, kv_heads, (-1,))
+        return _head_groups(heads, kv_heads, (first, -1))
+
+    def _exchanged(self, k: Tensor, v: Tensor, key_groups: Sequence[HeadGroup]) -> list[_Keys]:
+        """The keys of each group of heads, whose exchanges are started."""
+        k, v = in_pieces(k), in_pieces(v)
+        shared = None if self.by_heads or not key_groups else self.assembly.room(k, v)
+        keys: list[_Keys] = []
+        for key_group in key_groups:
+            if keys:  # so that the exchange before begins, which packing more rows would delay
+                head_start(k.device)
+            keys.append(self._start(k, v, key_group, shared))
+        if shared is not None:
+            keys[0].own = self.assembly.own_rows(shared, k, v)
+        return keys
 
     def _copy_and_add(
         self, streams: Streams, after: Any, put: tuple[Tensor, Tensor] | None, whole: Sequence[Tensor],
@@ -200,16 +221,15 @@ class RankAttention:
     ) -> None:
         """Add up the gradients of the rank's own k and v, of some heads: ``dk`` and ``dv`` of ``remote``, those that
         come back from other ranks, and with ``local`` what ``whole`` holds already."""
-        places = [head_group.of_keys(x).transpose(0, 1) for x in whole]
-        widths = [x.shape[2] * x.shape[3] for x in places]
+        own_k, own_v = (head_group.of_keys(x) for x in whole)
+        widths = widths_of(own_k, own_v)
         returned = pending.wait()
         if self.transfer.gathers:  # own rows are among those that come back
-            for place, total in zip(places, self.transfer.summed(returned).split(widths, dim=2), strict=True):
-                copy(place, total.unflatten(2, place.shape[2:]))
+            for place, total in zip((own_k, own_v), self.transfer.summed(returned).split(widths, dim=2), strict=True):
+                copy(place.transpose(0, 1), total.unflatten(2, place.shape[2:]))
             return
-        of_remote = dk.transpose(0, 1), dv.transpose(0, 1)
-        back = [x.unflatten(2, place.shape[2:]) for x, place in zip(returned.split(widths, dim=2), places, strict=True)]
-        self._sums(places, of_remote, back, *([] if self.local is None else [places]))
+        places = [Rows.placed(own_k), Rows.placed(own_v)]
+        self._sums(places, of_each(dk, dv), side_by_side(returned, widths), *([] if self.local is None else [places]))
 
     def _of_own_rows(self, whole: list[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of ``local`` among those of all own keys, (batch, rows, heads, head_dim), which else are 0."""
@@ -235,35 +255,61 @@ class RankAttention:
         of_added = [np.arange(len(added)), *(np.searchsorted(added, each) for each in (rows, sent))]
         return Gather(len(added), np.concatenate(of_added), np.concatenate([second + added, *listed]), added)
 
-    def _start(self, k: Tensor, v: Tensor, head_group: HeadGroup) -> _Keys:
-        """The keys of some heads, whose exchange is started."""
-        k, v = (x.transpose(0, 1) for x in (head_group.of_keys(k), head_group.of_keys(v)))
-        room = self.assembly.room(k, v)
+    def _start(self, k: Tensor, v: Tensor, head_group: HeadGroup, shared: Tensor | None) -> _Keys:
+        """The keys of some heads, whose exchange is started: in the part of these heads of ``shared``, or in a tensor
+        of their own."""
+        of_group = head_group.of_keys(k), head_group.of_keys(v)
+        widths, head_dims = widths_of(*of_group), (k.shape[3], v.shape[3])
+        if shared is not None:
+            first, (width, _) = head_group.kv_heads[0], widths_of(k, v)
+            columns = first * k.shape[3], width + first * v.shape[3]
+            place = self.assembly.place(shared) if head_group.kv_heads[1] == k.shape[2] else None
+            pending = self.transfer.start(*of_group, self.group, place)
+            put = None if place is not None else partial(self.assembly.put_received, shared, columns, widths)
+            return _Keys(head_group, shared, columns, head_dims, pending, put)
+        room = self.assembly.room(*of_group)
+        put_own = self.assembly.own_rows(room, *of_group)
+        columns = 0, widths[0]
         place = self.assembly.place(room)
-        return _Keys(self.assembly, k, v, room, place is not None, self.transfer.start(k, v, self.group, place))
+        pending = self.transfer.start(*of_group, self.group, place)
+        put = None if place is not None else partial(self.assembly.put_received, room, columns, widths)
+        return _Keys(head_group, room, columns, head_dims, pending, put, put_own)
 
 
 @dataclass
 class _Keys:
-    """Keys of some heads that are put together in ``room``, (batch, keys, width), K and V side by side: own rows of k
-    and v, (rows, batch, heads, head_dim), and those that arrive, which may be ``in_place``."""
+    """Keys of some heads that are put together in ``room``, (batch, keys, width): in each row, K of these heads is at
+    the first of ``columns`` and V at the second."""
 
-    assembly: Assembly
-    k: Tensor
-    v: Tensor
+    group: HeadGroup
     room: Tensor
-    in_place: bool
+    columns: tuple[int, int]
+    head_dims: tuple[int, int]
     pending: PendingTransfer
+    put: Callable[[Tensor], None] | None  # what puts rows that arrived there, if they are not received in their places
+    own: Callable[[], None] | None = None  # what puts own rows there, perhaps those of other heads, too
 
     def put_own(self) -> None:
         """Put own rows there."""
-        self.assembly.put_own(self.room, self.k, self.v)
+        if self.own is not None:
+            self.own()
 
     def put_received(self) -> None:
-        """Wait for the rows that arrive, and put them there, unless they are received in their place."""
+        """Wait for the rows that arrive, and put them there."""
         received = self.pending.wait()
-        if not self.in_place:
-            self.assembly.put_received(self.room, self.k, self.v, received)
+        if self.put is not None:
+            self.put(received)
+
+    def part(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Some of the keys: K and V, (batch, keys, heads, head_dim)."""
+        batch, rows, width = self.room.shape
+        k, v = (
+            self.room.as_strided(
+                (batch, count, self.group.kv_heads[1], dim), (rows * width, width, dim, 1), start * width + column
+            )
+            for column, dim in zip(self.columns, self.head_dims, strict=True)
+        )
+        return k, v
 
 
 def _nothing() -> None:
@@ -284,7 +330,8 @@ def _first_group(heads: int, kv_heads: int) -> int:
     return max(min(-(-4 * kv_heads // max(heads, 1)), kv_heads // 4), 1)
 
 
-def _head_groups(heads: int, kv_heads: int, sizes: tuple[int, ...]) -> list[HeadGroup]:
+@lru_cache(maxsize=256)
+def _head_groups(heads: int, kv_heads: int, sizes: tuple[int, ...]) -> tuple[HeadGroup, ...]:
     """Groups of KV heads with their query heads; of the sizes −1 is what is left, and groups of none are left out."""
     fixed = sum(size for size in sizes if size > 0)
     counts = [size if size > 0 else kv_heads - fixed for size in sizes] if kv_heads > fixed else [1] * kv_heads
@@ -292,7 +339,7 @@ def _head_groups(heads: int, kv_heads: int, sizes: tuple[int, ...]) -> list[Head
     for count in counts:
         head_groups.append(HeadGroup((start * group, count * group), (start, count)))
         start += count
-    return head_groups
+    return tuple(head_groups)
 
 
 def _split(keys: Tensor, k: Tensor, v: Tensor, head_group: HeadGroup) -> tuple[Tensor, Tensor]:
@@ -307,7 +354,8 @@ def _split(keys: Tensor, k: Tensor, v: Tensor, head_group: HeadGroup) -> tuple[T
 
 def by_segments(
     needs: Needs, rank: int, group: Group, source: Any, variant: Variant, segments: Segments,
-    stages: tuple[Segments, Segments] | None, *, positions: bool, by_heads: bool, exchanges: bool, keeps: bool,
+    stages: tuple[Segments, Segments] | None, *, positions: bool, by_heads: bool, forward_by_heads: bool,
+    exchanges: bool, keeps: bool,
 ) -> RankAttention:  # fmt: skip
     """The calls of a rank whose rows are segments. ``stages`` are those whose keys all lie on the rank, and the others,
     if they overlap by rows. Without ``positions``, segments that see the same keys are one sequence."""
@@ -326,6 +374,7 @@ def by_segments(
         return places
 
     local_stage, local_keys = None, (0, 0)
+    local_forwards: tuple[tuple[Stage, int, int], ...] = ()
     if len(own):
         first, low = local_rows(own.begin), local_rows(own.lo)
         last: np.ndarray = local_rows(own.end - 1) + 1
@@ -334,41 +383,47 @@ def by_segments(
         lengths = _with_gaps(first - start, last - start, low - key, high - key)
         rows = Selection(np.arange(start, int(last[-1])), held)
         local_keys = key, int(high[-1]) - key
-        local_stage = Stage(rows, source, variant, lengths if len(lengths[0]) > 1 else None)
+        local_stage = Stage(rows, source, variant, lengths if len(lengths[0]) > 1 else None, own.work)
+        local_forwards = _forwards(local_stage, *local_keys, held, (first, last - first, low, high - low))
     remote_stage = None
+    forwards: tuple[tuple[Stage, int, int], ...] = ()
     if len(rest):
         rows = Selection(local_rows(_ranges(rest.begin, rest.end)), held)
         starts = np.flatnonzero(fresh)
         packed = np.add.reduceat(rest.end - rest.begin, starts), (rest.hi - rest.lo)[starts]
-        remote_stage = Stage(rows, source, variant, packed if len(starts) > 1 else None)
+        remote_stage = Stage(rows, source, variant, packed if len(starts) > 1 else None, rest.work)
+        counts = rest.hi - rest.lo
+        alone = (local_rows(rest.begin), rest.end - rest.begin, np.cumsum(counts) - counts, counts)
+        forwards = _forwards(remote_stage, 0, assembly.rows, held, alone if bool(fresh.all()) else ())
     return RankAttention(
-        group, transfer, assembly, remote_stage, local_stage, local_keys, by_heads, exchanges, keeps,
-        _forwards(remote_stage, assembly, held),
+        group, transfer, assembly, remote_stage, local_stage, local_keys, by_heads=by_heads,
+        forward_by_heads=forward_by_heads, exchanges=exchanges, keeps=keeps,
+        forwards=forwards, local_forwards=local_forwards,
     )  # fmt: skip
 
 
-def _forwards(remote: Stage | None, assembly: Assembly, held: int) -> tuple[tuple[Stage, int, int], ...]:
-    """The calls of a forward: few long segments one by one, the longest first, since kernels of dense rows are faster
-    than those of packed ones."""
-    if remote is None:
+def _forwards(
+    whole: Stage | None, begin: int, keys: int, held: int, segments: Sequence[np.ndarray] = ()
+) -> tuple[tuple[Stage, int, int], ...]:
+    """The calls of a forward, instead of that of ``whole`` to ``keys`` from number ``begin`` on: few long segments one
+    by one, the longest first, since kernels of dense rows are faster than those of packed ones, and store to rows that
+    are not one run. ``segments``: the first row of each, the number of rows, the first key and the number of keys."""
+    if whole is None:
         return ()
-    if remote.lengths is None or not remote.rows.whole or len(remote.lengths[0]) > _MOST_CALLS:
-        return ((remote, 0, assembly.rows),)
-    counts, keys = remote.lengths
-    if int(counts.min()) < _LONG:
-        return ((remote, 0, assembly.rows),)
-    first, start = np.cumsum(counts) - counts, np.cumsum(keys) - keys
-    calls = [
-        (Stage(Selection(np.arange(row, row + count), held), remote.source, remote.variant), int(at), int(number))
-        for row, count, at, number in zip(first, counts, start, keys, strict=True)
-    ]
-    order = np.argsort(-(counts * keys), kind="stable")
-    return tuple(calls[i] for i in order)
+    if whole.lengths is None or not segments or len(segments[0]) > _MOST_CALLS or int(segments[1].min()) < _LONG:
+        return ((whole, begin, keys),)
+    calls = []
+    for row, rows, key, count in zip(*(each.tolist() for each in segments), strict=True):
+        stage = Stage(
+            Selection(np.arange(row, row + rows), held), whole.source, whole.variant, None, rows * (count - rows / 2)
+        )
+        calls.append((stage, key, count))
+    return tuple(sorted(calls, key=lambda call: -call[0].work))
 
 
 def by_positions(
-    needs: Needs, rank: int, group: Group, source: Any, variant: Variant, *, by_heads: bool, exchanges: bool,
-    keeps: bool,
+    needs: Needs, rank: int, group: Group, source: Any, variant: Variant, *, by_heads: bool, forward_by_heads: bool,
+    exchanges: bool, keeps: bool,
 ) -> RankAttention:  # fmt: skip
     """The calls of a rank whose rows are one call of a variant that reads their positions."""
     transfer = Transfer.of(needs, rank)
@@ -376,8 +431,8 @@ def by_positions(
     assembly = Assembly.of(needs.key_positions(rank), transfer.places, needs.sharding.tile, held, transfer.received)
     stage = Stage(Selection(np.arange(held), held), source, variant) if held else None
     return RankAttention(
-        group, transfer, assembly, stage, by_heads=by_heads, exchanges=exchanges, keeps=keeps,
-        forwards=_forwards(stage, assembly, held),
+        group, transfer, assembly, stage, by_heads=by_heads, forward_by_heads=forward_by_heads,
+        exchanges=exchanges, keeps=keeps, forwards=_forwards(stage, 0, assembly.rows, held),
     )  # fmt: skip
 
 

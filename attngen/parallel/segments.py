@@ -145,6 +145,12 @@ class Segments:
     def __len__(self) -> int:
         return len(self.begin)
 
+    @property
+    def work(self) -> float:
+        """Pairs of rows and keys, about."""
+        rows = self.end - self.begin
+        return float((rows * (self.hi - self.lo - rows / 2)).sum())
+
     def take(self, which: np.ndarray) -> Segments:
         """Some of them."""
         return Segments(self.begin[which], self.end[which], self.lo[which], self.hi[which])

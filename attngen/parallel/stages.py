@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attngen.lang.variant import Variant
-from attngen.parallel.gathers import Gather, copy
+from attngen.parallel.gathers import Gather, Rows, copy
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.autograd.derivatives import reference_gradients
@@ -145,7 +145,7 @@ class Selection:
         if dim == 2:
             return x.index_select(2, self._index(x.device))
         rows = x.new_empty((len(x), self.count, *x.shape[2:]))
-        self._taken((rows.transpose(0, 1),), (x.transpose(0, 1),))
+        self._taken([Rows.placed(rows)], [Rows.of(x)])
         return rows
 
     def put(self, x: Tensor, rows: Tensor, dim: int) -> None:
@@ -156,7 +156,7 @@ class Selection:
         elif dim == 2:
             x.index_copy_(2, self._index(x.device), rows)
         else:
-            self._placed((x.transpose(0, 1),), (rows.transpose(0, 1),))
+            self._placed([Rows.placed(x)], [Rows.of(rows)])
 
     @cached_property
     def _taken(self) -> Gather:
@@ -183,6 +183,7 @@ class Stage:
     source: Any  # what calls take as their variant
     variant: Variant
     lengths: tuple[np.ndarray, np.ndarray] | None = None
+    work: float = 1.0  # of a head, beside other stages
     _offsets: dict[Any, Packing] = field(default_factory=dict)
 
     @cached_property
@@ -207,10 +208,15 @@ class Stage:
         """
         place = self.rows.view(out, 1)
         rows = None if place is None else self._packed(group.of(place))
+        if (
+            rows is not None
+            and self.lengths is not None
+            and len(q) > 1
+            and rows.data_ptr() != group.of(place).data_ptr()
+        ):
+            rows = None  # a copy: rows of several sequences do not lie together
         given = self._given(self._packed(group.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), group, values,
                             options, q.shape[0], q.shape[2], rows)  # fmt: skip
-        if rows is not None and place is not None and rows.data_ptr() != group.of(place).data_ptr():
-            given, rows = given._replace(out=None), None  # a copy: rows of several sequences do not lie together
         given = given._replace(return_lse=lse is not None)
         result = run(given)
         computed, sums = result if lse is not None else (result, None)

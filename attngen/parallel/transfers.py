@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attngen.parallel.exchange import Group, gather, on_wire
-from attngen.parallel.gathers import Gather
+from attngen.parallel.gathers import Gather, of_each, side_by_side, widths_of
 from attngen.parallel.routes import Needs
 
 #: Cycles of a GPU for which its stream waits, so that a collective's kernel starts before one that fills the GPU.
@@ -45,7 +45,7 @@ class Transfer:
         sharding, owner = needs.sharding, needs.sharding.owner
         counts, ranks = sharding.counts, range(sharding.ranks)
         mine = owner == rank
-        gathers = bool(needs.tiles.all()) and int(counts.min()) == int(counts.max())
+        gathers = needs.runs.complete and int(counts.min()) == int(counts.max())
         others = [other for other in ranks if gathers or other != rank]
         sent = {other: np.flatnonzero(mine & needs.tiles[other]) for other in others}
         come = {other: np.flatnonzero((owner == other) & needs.tiles[rank]) for other in others}
@@ -82,12 +82,11 @@ class Transfer:
         return self.held if self.gathers else len(self.send)
 
     def start(self, k: Tensor, v: Tensor, group: Group, received: Tensor | None = None) -> PendingTransfer:
-        """Start to send own rows, (rows, batch, heads, head_dim), to the ranks that need them, K and V side by side.
+        """Start to send own rows, (batch, rows, heads, head_dim), to the ranks that need them, K and V side by side.
         ``received`` is where received rows go, if the caller has a place for them."""
-        widths = [x.shape[2] * x.shape[3] for x in (k, v)]
-        sent = k.new_empty((self.sent, k.shape[1], sum(widths)))
-        sides = sent.split(widths, dim=2)
-        self._sends([side.unflatten(2, x.shape[2:]) for side, x in zip(sides, (k, v), strict=True)], (k, v))
+        widths = widths_of(k, v)
+        sent = k.new_empty((self.sent, k.shape[0], sum(widths)))
+        self._sends(side_by_side(sent, widths), of_each(k, v))
         if received is None:
             received = k.new_empty((self.received, *sent.shape[1:]))
         wire = on_wire(group)

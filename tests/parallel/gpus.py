@@ -23,25 +23,32 @@ from tests.parallel.ranks import alone, tensors
 
 HEAD_DIM = 64
 
-#: Cases by name, with the number of tokens, the method, the chunks of each rank, and whether kernels and links
-#: are slow, so that calls overlap by heads.
+FAST = Cost(HEADS, KV_HEADS, HEAD_DIM, gigabytes=1e6)
+
+#: Slow kernels beside links that are not: where calls do not overlap by rows, only forward passes do by heads.
+FORWARD = Cost(64, 32, HEAD_DIM, tflops=1e-2, gigabytes=100)
+
+#: Cases by name, with the number of tokens, the method, the chunks of each rank, and what the plan weighs: with slow
+#: kernels and links calls overlap by heads.
 CALLS = (
-    ("causal", 2048, "gather", None, False),
-    ("causal", 2048, "exchange", 2, True),
-    ("causal", 1999, "exchange", 3, False),
-    ("causal", 2048, "heads", None, False),
-    ("full", 2048, "gather", 2, True),
-    ("window", 2048, "exchange", None, False),
-    ("window", 2048, "exchange", 2, True),
-    ("documents", 2048, "exchange", 4, False),
-    ("alibi", 1999, "gather", 2, True),
-    ("window_sink", 2048, "exchange", 1, False),
-    ("softcap", 2048, "gather", None, True),
-    ("prefix_lm", 2048, "exchange", 2, True),
-    ("runs_of_segments", 2048, "gather", 2, False),
-    ("varlen_causal", 2048, "exchange", 4, False),
-    ("varlen_causal", 1999, "exchange", 2, True),
-    ("varlen_full", 1999, "gather", 2, False),
+    ("causal", 2048, "gather", None, FAST),
+    ("causal", 2048, "exchange", 2, SLOW),
+    ("causal", 1999, "exchange", 3, FAST),
+    ("causal", 2048, "heads", None, FAST),
+    ("full", 2048, "gather", 2, SLOW),
+    ("window", 2048, "exchange", None, FAST),
+    ("window", 2048, "exchange", 2, SLOW),
+    ("documents", 2048, "exchange", 4, FAST),
+    ("alibi", 1999, "gather", 2, SLOW),
+    ("window_sink", 2048, "exchange", 1, FAST),
+    ("softcap", 2048, "gather", None, SLOW),
+    ("prefix_lm", 2048, "exchange", 2, SLOW),
+    ("runs_of_segments", 2048, "gather", 2, FAST),
+    ("varlen_causal", 2048, "exchange", 4, FAST),
+    ("varlen_causal", 1999, "exchange", 2, SLOW),
+    ("prefix_lm", 2048, "exchange", 2, FORWARD),
+    ("varlen_full", 1999, "gather", 2, FAST),
+    ("varlen_full", 1999, "gather", 2, FORWARD),
 )
 
 #: Allowed error, in errors of plain PyTorch in the same dtype.
@@ -51,13 +58,13 @@ _FACTOR = 3.0
 def planned(group: Any, ranks: int) -> Iterator[tuple[Case, Plan]]:
     """Each call's case and plan, but for those whose heads the ranks cannot share."""
     known = {case.name: case for case in cases()}
-    for name, seqlen, method, chunks, slow in CALLS:
+    for name, seqlen, method, chunks, cost in CALLS:
         case = known[name]
         if method == "heads" and KV_HEADS % ranks:
             continue
         yield case, attngen.parallel.plan(
             case.variant, seqlen, group, method=method, chunks=chunks, cu_seqlens=case.cu_seqlens(seqlen),
-            cost=SLOW if slow else Cost(HEADS, KV_HEADS, HEAD_DIM, gigabytes=1e6), **case.fixed(seqlen),
+            cost=cost, **case.fixed(seqlen),
         )  # fmt: skip
 
 
