@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attngen.lang.variant import Variant
 from attngen.parallel.assembly import Assembly
+from attngen.parallel.direct import MOST_RUNS, DirectTransfer
 from attngen.parallel.exchange import Group
 from attngen.parallel.gathers import Gather, Rows, copy, in_pieces, of_each, side_by_side, widths_of
 from attngen.parallel.routes import Needs
@@ -52,6 +53,7 @@ class RankAttention:
     local_keys: tuple[int, int] = (0, 0)
     by_heads: bool = False
     forward_by_heads: bool = False  # whether keys of a forward travel in two groups of heads
+    direct: DirectTransfer | None = None  # how keys travel by heads, if not by a collective
     exchanges: bool = True  # whether any rank sends anything
     keeps: bool = False  # whether the backward gets the keys of the forward, on all ranks
     #: The calls of a forward over ``remote``, and over ``local``: stages, the first of their keys and how many.
@@ -270,6 +272,10 @@ class RankAttention:
         room = self.assembly.room(*of_group)
         put_own = self.assembly.own_rows(room, *of_group)
         columns = 0, widths[0]
+        if self.direct is not None and len(k) * self.direct.most <= MOST_RUNS:
+            put_own()
+            pending = self.direct.start(room, *of_group, self.group)
+            return _Keys(head_group, room, columns, head_dims, pending, partial(self.direct.put_received, room, widths))
         place = self.assembly.place(room)
         pending = self.transfer.start(*of_group, self.group, place)
         put = None if place is not None else partial(self.assembly.put_received, room, columns, widths)
@@ -368,6 +374,7 @@ def by_segments(
         fresh[1:] = (rest.lo[1:] != rest.lo[:-1]) | (rest.hi[1:] != rest.hi[:-1])
     keys = _ranges(rest.lo[fresh], rest.hi[fresh])
     assembly = Assembly.of(keys, transfer.places, sharding.tile, held, transfer.received)
+    direct = DirectTransfer.of(needs, rank, transfer, assembly) if by_heads and not transfer.gathers else None
 
     def local_rows(rows: np.ndarray) -> np.ndarray:
         places: np.ndarray = sharding.offsets[rows // sharding.tile] + rows % sharding.tile
@@ -397,7 +404,7 @@ def by_segments(
         forwards = _forwards(remote_stage, 0, assembly.rows, held, alone if bool(fresh.all()) else ())
     return RankAttention(
         group, transfer, assembly, remote_stage, local_stage, local_keys, by_heads=by_heads,
-        forward_by_heads=forward_by_heads, exchanges=exchanges, keeps=keeps,
+        forward_by_heads=forward_by_heads, direct=direct, exchanges=exchanges, keeps=keeps,
         forwards=forwards, local_forwards=local_forwards,
     )  # fmt: skip
 
@@ -429,9 +436,10 @@ def by_positions(
     transfer = Transfer.of(needs, rank)
     held = transfer.held
     assembly = Assembly.of(needs.key_positions(rank), transfer.places, needs.sharding.tile, held, transfer.received)
+    direct = DirectTransfer.of(needs, rank, transfer, assembly) if by_heads and not transfer.gathers else None
     stage = Stage(Selection(np.arange(held), held), source, variant) if held else None
     return RankAttention(
-        group, transfer, assembly, stage, by_heads=by_heads, forward_by_heads=forward_by_heads,
+        group, transfer, assembly, stage, by_heads=by_heads, forward_by_heads=forward_by_heads, direct=direct,
         exchanges=exchanges, keeps=keeps, forwards=_forwards(stage, 0, assembly.rows, held),
     )  # fmt: skip
 
