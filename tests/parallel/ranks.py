@@ -51,7 +51,8 @@ def run(rank: int, world: int, meeting: str, part: str) -> None:
                 check(case, (EVEN, RAGGED)[n // 2 % 2], method, (None, 1, 3)[n // 4 % 3], slow=n // 3 % 2 == 0)
         for other in (_few_tokens, _own_tokens, _dropped, _decode, _refused_together, _refused_alone):
             other(rank, world)
-        for other in (_whole_again, _several, _many_heads, _compiled) if world == 2 else (_in_context, _sharded_parameters):
+        of_two, of_four = (_whole_again, _several, _many_heads, _compiled), (_in_context, _sharded_parameters)
+        for other in of_two if world == 2 else of_four:
             other(rank, world)
         _lost(rank, world)
     finally:
