@@ -42,7 +42,7 @@ class RankAttention:
 
     ``local``: the rows that see only the rank's own keys, of which the call gets ``local_keys[1]`` from number
     ``local_keys[0]`` on. ``remote``: the other rows, which see the keys of ``assembly``, own and received ones. Either
-    may be None. ``by_heads``: keys travel in two groups of heads, or three, and their gradients return in three.
+    may be None. ``by_heads``: keys travel in two groups of heads, and their gradients return in three.
     """
 
     group: Group
@@ -188,16 +188,11 @@ class RankAttention:
         return _head_groups(heads, kv_heads, (_first_group(heads, kv_heads), -1) if self.by_heads else (-1,))
 
     def _forward_groups(self, heads: int, kv_heads: int) -> tuple[HeadGroup, ...]:
-        """The heads whose keys travel together in a forward, in the first group those of a backward's.
-
-        Where keys are many bytes beside the work of their heads, as without GQA, those of all others would take longer
-        to travel than the calls of the first group: some of them go before.
-        """
+        """The heads whose keys travel together in a forward, in the first group those of a backward's."""
         first = _first_group(heads, kv_heads)
         if not (self.by_heads or self.forward_by_heads):
             return _head_groups(heads, kv_heads, (-1,))
-        second = (2 * first,) if self.by_heads and 3 * kv_heads > heads and kv_heads > 6 * first else ()
-        return _head_groups(heads, kv_heads, (first, *second, -1))
+        return _head_groups(heads, kv_heads, (first, -1))
 
     def _exchanged(self, k: Tensor, v: Tensor, key_groups: Sequence[HeadGroup]) -> list[_Keys]:
         """The keys of each group of heads, whose exchanges are started."""

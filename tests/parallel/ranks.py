@@ -51,7 +51,7 @@ def run(rank: int, world: int, meeting: str, part: str) -> None:
                 check(case, (EVEN, RAGGED)[n // 2 % 2], method, (None, 1, 3)[n // 4 % 3], slow=n // 3 % 2 == 0)
         for other in (_few_tokens, _own_tokens, _dropped, _decode, _refused_together, _refused_alone):
             other(rank, world)
-        of_two, of_four = (_whole_again, _several, _many_heads, _compiled), (_in_context, _sharded_parameters)
+        of_two, of_four = (_whole_again, _several, _compiled), (_in_context, _sharded_parameters)
         for other in of_two if world == 2 else of_four:
             other(rank, world)
         _lost(rank, world)
@@ -130,22 +130,6 @@ def _several(rank: int, world: int) -> None:
         out = plan.attention(*map(plan.shard, whole), variant=name)
         compare(out, plan.shard(attngen.attention(*whole, variant=name, **values)), name)
     assert plan is attngen.parallel.plan({"causal": 2, "sliding_window": 6}, EVEN, tile=TILE, window=20)
-
-
-def _many_heads(rank: int, world: int) -> None:
-    """Without GQA keys of a forward travel in three groups of heads."""
-    plan = attngen.parallel.plan("causal", EVEN, tile=TILE, cost=SLOW)
-    assert plan.layers[0].overlap == "heads"
-    generator = torch.Generator().manual_seed(5)
-    whole = [torch.randn(1, EVEN, 28, HEAD_DIM, generator=generator).requires_grad_() for _ in range(3)]
-    out = attngen.attention(whole[0], whole[1], whole[2], variant="causal")
-    wanted = torch.autograd.grad(out.square().sum(), whole)
-    parts = [plan.shard(x.detach()).requires_grad_() for x in whole]
-    ours = plan.attention(parts[0], parts[1], parts[2])
-    compare(ours, plan.shard(out), "many heads")
-    gradients = torch.autograd.grad(ours.square().sum(), parts)
-    for name, one, other in zip("qkv", gradients, wanted, strict=True):
-        compare(one, plan.shard(other), f"many heads: d{name}")
 
 
 def _refused_together(rank: int, world: int) -> None:
