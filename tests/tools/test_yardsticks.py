@@ -308,3 +308,30 @@ def test_keys_that_are_values_have_both_gradients() -> None:
     assert set(wanted.truth) == set(wanted.plain) == {"q", "k"}
     for name, leaf in (("q", q), ("k", k)):
         torch.testing.assert_close(wanted.truth[name], leaf.grad)
+
+
+def test_roundings_of_terms_are_those_of_a_kernel() -> None:
+    """The gradient of a factor sums P (dP - D) times the product, of which a kernel rounds P times the product."""
+    gain = Tensor_("gain", "fp32", (), grad=True)
+    subject = SimpleNamespace(
+        **vars(kernel("s", "bf16")) | {"variant": compile_variant("x", "q_pos >= kv", "s * gain", (), [gain])}
+    )
+    errors = []
+    for seed in range(8):
+        inputs, call, _ = prepare_case(subject, CASES[0], "cpu", seed)
+        wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(seed))
+        q, k, v, out, dout = (
+            t.double().transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v, wanted.out, wanted.dout)
+        )
+        products = q @ k.transpose(2, 3) * call.scale
+        seen = torch.ones(products.shape[-2:], dtype=torch.bool).tril(products.shape[-1] - products.shape[-2])
+        logits = torch.where(seen, products * call.tensors["gain"].double(), -math.inf)
+        live = torch.isfinite(wanted.lse)[..., None]
+        p = torch.where(live, torch.exp(logits - wanted.lse.double().nan_to_num(neginf=0.0)[..., None]), 0.0)
+        ds = dout @ v.transpose(2, 3) - ((dout * out).sum(-1) - wanted.dlse.double())[..., None]
+        term = p * products
+        errors.append(float(((term.bfloat16().double() - term) * ds).sum().abs()) / wanted.roundings["gain"])
+    assert 0.5 < max(errors) < 3.0
+    exact = SimpleNamespace(**vars(subject) | {"dtype": "fp32", "dtype_of": lambda name: dtype_row("fp32")})
+    inputs, call, _ = prepare_case(exact, CASES[0], "cpu", 0)
+    assert expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator()).roundings == {"gain": 0.0}

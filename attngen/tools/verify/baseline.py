@@ -207,21 +207,10 @@ def fused_gradients(
     total = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()} | {
         name: torch.zeros_like(own[name]) for name in names
     }
-    groups = call.heads // call.kv_heads
-    varlen, dtype = call.layout == "varlen", given["q"].dtype
+    groups, dtype = call.heads // call.kv_heads, given["q"].dtype
     for b, one in _sequences(call, leaves["q"], leaves["k"], leaves["v"]):
-        place = one.rows if varlen else b
-        above, stored = (t[place].float().transpose(0, 1) for t in (dout, given["out"]))
-        lse, above_lse = (t[:, one.rows] if varlen else t[b] for t in (given["lse"], dlse))
-        rows_see = torch.isfinite(lse)[..., None]
-        above = torch.where(one.visible.any(dim=-1)[..., None], above, 0.0)
-        with torch.enable_grad():
-            products = (one.q @ one.k.transpose(1, 2)).requires_grad_()
-            scores = _fused_logits(call, one, products, own, dtype, draw, generator)
-        p = torch.where(rows_see, torch.exp(scores.detach() - lse.nan_to_num(neginf=0.0)[..., None]), 0.0)
+        products, scores, lse, above, p, delta, ds = _fused_ds(call, b, one, given, (dout, dlse), own, draw, generator)
         dropped = _dropped(call, one, p).to(dtype).float()
-        delta = ((above * stored).sum(-1) - torch.where(torch.isfinite(lse), above_lse, 0.0))[..., None]
-        ds = p * (_dropped(call, one, above @ one.v.transpose(1, 2)) - delta)
         learned = [own[name] for name in names]
         with torch.enable_grad():
             gradients_of_score = gradients_of((scores,), [products, *learned], (ds,))
@@ -247,6 +236,65 @@ def fused_gradients(
                     total[name] += gradient.nan_to_num(nan=0.0)
     return {
         name: gradient.to(given[name].dtype if name in "qkv" else gradient.dtype) for name, gradient in total.items()
+    }
+
+
+def _fused_ds(
+    call: Call, b: int, one: _Sequence, given: Mapping[str, Tensor], results: tuple[Tensor, Tensor],
+    own: Mapping[str, Tensor], draw: int, generator: torch.Generator,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Products of q and k and the logits of a sequence, with a graph of autograd between them, and then its log-sum-exp,
+    dO, P, D, and dS, the derivative by the logits; all in float32. ``results`` are the gradients of output and
+    log-sum-exp."""
+    varlen, dtype, (dout, dlse) = call.layout == "varlen", given["q"].dtype, results
+    place = one.rows if varlen else b
+    above, stored = (t[place].float().transpose(0, 1) for t in (dout, given["out"]))
+    lse, above_lse = (t[:, one.rows] if varlen else t[b] for t in (given["lse"], dlse))
+    rows_see = torch.isfinite(lse)[..., None]
+    above = torch.where(one.visible.any(dim=-1)[..., None], above, 0.0)
+    with torch.enable_grad():
+        products = (one.q @ one.k.transpose(1, 2)).requires_grad_()
+        scores = _fused_logits(call, one, products, own, dtype, draw, generator)
+    p = torch.where(rows_see, torch.exp(scores.detach() - lse.nan_to_num(neginf=0.0)[..., None]), 0.0)
+    delta = ((above * stored).sum(-1) - torch.where(torch.isfinite(lse), above_lse, 0.0))[..., None]
+    ds = p * (_dropped(call, one, above @ one.v.transpose(1, 2)) - delta)
+    return products, scores, lse, above, p, delta, ds
+
+
+#: Draws of the roundings of terms, of which the root mean square is taken.
+_ROUNDINGS = 8
+
+
+def roundings_of_terms(
+    call: Call, given: Mapping[str, Tensor], dout: Tensor, dlse: Tensor, names: Sequence[str]
+) -> dict[str, float]:
+    """Error of the gradients of the variant's tensors ``names`` that rounding each of their terms to q's dtype makes:
+    the root mean square, of the entry where it is largest.
+
+    Kernels add up P (dP - D) times a derivative, of which P, P times the derivative, or dS has q's dtype. The sums
+    cancel, down to a single number for a scalar factor, and their yardsticks may happen to be much nearer to the truth.
+    ``given`` is as in ``fused_gradients``.
+    """
+    dtype = given["q"].dtype
+    if dtype == torch.float32 or call.variant.score is None or not names:
+        return dict.fromkeys(names, 0.0)
+    leaves = {name: given[name].detach().float() for name in "qkv"}
+    own = dict(call.tensors) | {name: call.tensors[name].detach().float().requires_grad_() for name in names}
+    learned, generator = [own[name] for name in names], torch.Generator().manual_seed(0)
+    signs = torch.Generator(dout.device).manual_seed(0)
+    squares = {name: torch.zeros_like(own[name], dtype=torch.float64, requires_grad=False) for name in names}
+    for b, one in _sequences(call, leaves["q"], leaves["k"], leaves["v"]):
+        *_, ds = parts = _fused_ds(call, b, one, given, (dout, dlse), own, 0, generator)
+        for _ in range(_ROUNDINGS):
+            either = 2.0 * torch.randint(0, 2, ds.shape, generator=signs, device=ds.device) - 1.0
+            with torch.enable_grad():
+                sums = gradients_of((parts[1],), learned, (ds * either,), keep=True)
+            for name, total in zip(names, sums, strict=True):
+                if total is not None:
+                    squares[name] += torch.where(total.isfinite(), total.double(), 0.0).square() / _ROUNDINGS
+    rounding = torch.finfo(dtype).eps / 2 / math.sqrt(3)  # of errors that are equally likely up to half a unit
+    return {
+        name: rounding * math.sqrt(float(square.max())) if square.numel() else 0.0 for name, square in squares.items()
     }
 
 
