@@ -151,6 +151,10 @@ template <typename Value>
 inline Value __shfl_up_sync(unsigned, Value own, int distance) {
   return __shfl_sync(~0u, own, current->lane >= distance ? current->lane - distance : current->lane);
 }
+template <typename Value>
+inline Value __shfl_down_sync(unsigned, Value own, int distance) {
+  return __shfl_sync(~0u, own, current->lane + distance < 32 ? current->lane + distance : current->lane);
+}
 inline unsigned __ballot_sync(unsigned, bool own) {
   const uint64_t(&all)[32] = exchange(static_cast<int>(own));
   unsigned bits = 0;

@@ -154,15 +154,8 @@ def inside(plan: Plan, step: Step, lengths: tuple[int, int], row: int, key: int)
     return plan.tile_m * step.tile + row < lengths[0] and step.kv_start + key < lengths[1]
 
 
-def run(
-    plan: Plan, steps: list[Step], pairs: list[list[list[float]]], lengths: tuple[int, int], sizes: dict[str, int],
-    stored: int, folder: Path,
-) -> dict[str, list[float]]:  # fmt: skip
-    """Compile the role with what it is given, run it, and return the gradients."""
-    text = render(plan).text
-    begin = text.index("// Adds up gradients of the variant's tensors from tiles of dS")
-    role = text[begin : text.index("\n    }\n", begin)]
-    (folder / "role.inc").write_text(role)
+def header_on_host() -> str:
+    """Return the header of both kinds of sums with stand-ins for what it asks of the hardware."""
     header = headers()["tensor_gradient.cuh"].replace("#pragma once", "").replace('#include "types.cuh"', "")
     header = re.sub(
         r"template <typename Element>\n[^\n]*void add_columns.*?DEFINE_ADD_COLUMNS\(fp16[^\n]*\n",
@@ -173,7 +166,19 @@ def run(
     for pattern, instead in PTX.items():
         header = re.sub(pattern, lambda _, instead=instead: instead, header, flags=re.DOTALL)
     assert "asm" not in header
-    (folder / "tensor_gradient.inc").write_text(header)
+    return header
+
+
+def run(
+    plan: Plan, steps: list[Step], pairs: list[list[list[float]]], lengths: tuple[int, int], sizes: dict[str, int],
+    stored: int, folder: Path,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Compile the role with what it is given, run it, and return the gradients."""
+    text = render(plan).text
+    begin = text.index("// Adds up gradients of the variant's tensors from tiles of dS")
+    role = text[begin : text.index("\n    }\n", begin)]
+    (folder / "role.inc").write_text(role)
+    (folder / "tensor_gradient.inc").write_text(header_on_host())
     element = plan.operands.ds.cuda
     extents = {"b": 2, "h": 2, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
     lines = [f"using Element = {element};", f"constexpr int kBlockM = {plan.tile_m}, kSteps = {len(steps)};"]

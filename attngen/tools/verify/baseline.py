@@ -243,9 +243,9 @@ def _fused_ds(
     call: Call, b: int, one: _Sequence, given: Mapping[str, Tensor], results: tuple[Tensor, Tensor],
     own: Mapping[str, Tensor], draw: int, generator: torch.Generator,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Products of q and k and the logits of a sequence, with a graph of autograd between them, and then its log-sum-exp,
-    dO, P, D, and dS, the derivative by the logits; all in float32. ``results`` are the gradients of output and
-    log-sum-exp."""
+    """Products of q and k and the logits of a sequence, with a graph of autograd between them, and then its
+    log-sum-exp, dO, P, D, and dS, the derivative by the logits; all in float32. ``results`` are the gradients of output
+    and log-sum-exp."""
     varlen, dtype, (dout, dlse) = call.layout == "varlen", given["q"].dtype, results
     place = one.rows if varlen else b
     above, stored = (t[place].float().transpose(0, 1) for t in (dout, given["out"]))
