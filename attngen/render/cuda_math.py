@@ -172,7 +172,7 @@ def logits(plan: Plan) -> Logits:
         hoisted, body = [*entries, *(each for each in scored.hoisted if each not in entries)], list(scored.body)
         of_mask: frozenset[str] = frozenset()
         costly: tuple[str, ...] = ()
-        cases: tuple[tuple[str, tuple[Statement, ...]], ...] = ()
+        cases: tuple[Case, ...] = ()
         if slope is not None:
             body.append(statement("{x} = fmaf(float({key}), {}, {});", scored.results[-1], scored.results[0]))
         elif variant.score is not None:
@@ -185,12 +185,13 @@ def logits(plan: Plan) -> Logits:
             body += [*mask.body, hide(mask.hidden)]
             of_mask, costly = frozenset(declared([*mask.hoisted, *mask.body])), mask.costly
             if len(body) == 1:  # elements are masked, and nothing else
-                cases = tuple((condition, (hide(hidden),)) for condition, hidden in mask.cases)
+                cases = mask.cases
         row, tile, shared = _split(plan, hoisted)
         work |= dict.fromkeys(shared)
         held, per_pair = {each.name for each in of_key}, {each.name for each in of_distance}
         lines = _steps(plan, tile, row, body, held, per_pair)
-        steps.append(replace(lines, cases=cases, of_mask=of_mask, costly=costly))
+        told = tuple((_of_rows(ends, lines.row_values), (hide(hidden),)) for ends, hidden in cases)
+        steps.append(replace(lines, cases=told, of_mask=of_mask, costly=costly))
         if variant.score is not None:
             multiplier = scored.results[1]
     statements = list(work)
@@ -351,17 +352,21 @@ def row_values(row: Sequence[Statement], element: Sequence[Statement]) -> tuple[
     return tuple((each.type, name) for each in row for name in each.names if name in read)
 
 
+#: A simpler test of an element, behind the comparisons, each of an end by its name, under which it is enough.
+Case = tuple[tuple[tuple[str, str], ...], Code]
+
+
 @dataclass(frozen=True, slots=True)
 class Masking:
     """Lines that stand before the loop over keys or queries; those of what it goes along; those that say, by ``ends``,
-    which keys a query sees; and whether an element is hidden. ``cases``: simpler tests, each with the condition on both
-    rows of a lane under which it says the same. ``costly``: the names of values that it divides for."""
+    which keys a query sees; and whether an element is hidden. ``cases``: simpler tests that say the same in some tiles.
+    ``costly``: the names of values that it divides for."""
 
     hoisted: Sequence[Statement]
     body: Sequence[Statement]
     ends: Sequence[Statement]
     hidden: Code
-    cases: tuple[tuple[str, Code], ...]
+    cases: tuple[Case, ...]
     costly: tuple[str, ...]
 
 
@@ -423,21 +428,24 @@ def _has_cases(plan: Plan, along: Along) -> bool:
     return plain and along == KEYS and plan.structure.finds_ends
 
 
-def _cases(ends: Collection[str], hidden: Sequence[Code]) -> tuple[tuple[str, Code], ...]:
+def _cases(ends: Collection[str], hidden: Sequence[Code]) -> tuple[Case, ...]:
     """Simpler tests of two intervals: in most tiles rows see keys of one of them, and one of its ends."""
-
-    def of_rows(*conditions: str) -> str:
-        return " && ".join(f"rows[{row}].{each}" for row in (0, 1) for each in conditions)
-
     if "visible_from_1" not in ends:
         return ()
-    no_first, no_second = "visible_to_0 <= 0", "visible_from_1 >= kBlockN"
+    no_first, no_second = ("visible_to_0", "<= 0"), ("visible_from_1", ">= kBlockN")
     return (
-        (of_rows(no_first, "visible_from_1 <= 0"), written("{key} >= {visible_to_1}")),
-        (of_rows(no_first, "visible_to_1 >= kBlockN"), written("{key} < {visible_from_1}")),
-        (of_rows(no_first), hidden[1]),
-        (of_rows(no_second), hidden[0]),
+        ((no_first, ("visible_from_1", "<= 0")), written("{key} >= {visible_to_1}")),
+        ((no_first, ("visible_to_1", ">= kBlockN")), written("{key} < {visible_from_1}")),
+        ((no_first,), hidden[1]),
+        ((no_second,), hidden[0]),
     )
+
+
+def _of_rows(ends: Sequence[tuple[str, str]], row_values: Sequence[tuple[str, str]]) -> str:
+    """Comparisons of ends for both rows of a lane; some ends are the same for all rows of a tile."""
+    of_row = {name for _, name in row_values}
+    same = [f"{name} {rest}" for name, rest in ends if name not in of_row]
+    return " && ".join(same + [f"rows[{row}].{name} {rest}" for row in (0, 1) for name, rest in ends if name in of_row])
 
 
 def costly_values_of(plan: Plan, along: Along) -> tuple[Expr, ...]:
