@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -44,6 +45,7 @@ _KEPT = 32
 _Counted = tuple[Visits, dict[str, Any] | None]
 
 _plans: OrderedDict[Any, tuple[Any, Plan]] = OrderedDict()
+atexit.register(_plans.clear)  # gloo's threads end with the group that a plan holds, and must do so before Python does
 _visits: OrderedDict[Any, tuple[Any, _Counted]] = OrderedDict()
 
 

@@ -83,10 +83,10 @@ def train(rank: int, ranks: int, steps: int, meeting: str, losses: str | None) -
         attngen.jit()  # compiles the kernels on the first call
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=meeting, rank=rank, world_size=ranks)
     torch.manual_seed(0)
     model = Model().to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)  # imports torch's compiler, which would hold a group
+    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=meeting, rank=rank, world_size=ranks)
     seen = []
     for step in range(steps):
         tokens, offsets = packed(step)

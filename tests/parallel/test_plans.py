@@ -263,3 +263,23 @@ def test_what_a_plan_without_a_group_cannot_do() -> None:
         attngen.parallel.plan(attngen.variant("q >= kv + h", name="by_number"), 512, 2, method="heads")
     with pytest.raises(CallError, match=r"Cost: tflops must be a positive number, got 0"):
         Cost(tflops=0)
+
+
+_ENDS = """
+import atexit, pathlib, sys
+import torch.distributed as dist
+import attngen
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+attngen.parallel.plan("causal", 128)
+dist.destroy_process_group()
+atexit._run_exitfuncs()
+print([path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm") if "gloo" in path.read_text()])
+"""
+
+
+def test_kept_plans_let_a_group_end_before_python_does(tmp_path: Path) -> None:
+    """A thread of gloo that still runs while the interpreter ends may abort the process."""
+    command = [sys.executable, "-c", _ENDS, str(tmp_path / "meeting")]
+    done = forked.preload().run(command, env={**os.environ, "PYTHONPATH": str(root())}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
