@@ -423,7 +423,7 @@ def masking(
 
 
 def _has_cases(plan: Plan, along: Along) -> bool:
-    """Whether partial tiles of a dense sequence are told apart by the ends that lie in them."""
+    """Whether a kernel has simpler tests for partial tiles that hold one end of an interval: dense ones do."""
     plain = plan.layout == "dense" and plan.iteration == "ranges" and not (plan.pack_gqa or plan.split_kv)
     return plain and along == KEYS and plan.structure.finds_ends
 

@@ -2,15 +2,12 @@
 // `clears.inc` are what the kernel has, `given.inc` what it is given. Prints each step, then the gradient.
 #include <vector>
 
+#include "launch.h"
 #include "types.cuh"
 
 using Element = bf16;
 constexpr int kBlockN = 128, kOwnKeys = 64, kPartial = 1 << 24, kHidden = 1 << 26, kQueryChunk = 8;
 
-Thread* current;
-int blocks_of_grid;
-bool moved;
-jmp_buf scheduler;
 
 #include "given.inc"
 
@@ -29,7 +26,8 @@ static void rounder() {
 #include "clears.inc"
 }
 
-static void run_thread() {
+static void clear_what_no_step_stores() {
+  blocks_of_grid = 5;
   for (int unit = 0; unit < batch * kv_heads; ++unit) {
     for (int kv_tile = 0; kv_tile < kv_tiles; ++kv_tile) {
       loader(unit, kv_tile);
@@ -42,40 +40,12 @@ static void run_thread() {
     rounder();
     __syncwarp();
   }
-  current->done = moved = true;
-  for (;;) yield();
 }
 
 int main() {
-  blocks_of_grid = 5;
+  kernel = clear_what_no_step_stores;
   for (uint16_t& entry : gradient) entry = 1;
-  Cluster cluster{{}, 32};
-  Block* block = new Block{0, 0, &cluster, static_cast<char*>(std::aligned_alloc(1024, kSharedBytes))};
-  block->warps.resize(1);
-  cluster.blocks.push_back(block);
-  std::vector<Thread*> threads;
-  for (int i = 0; i < 32; ++i) {
-    Thread* thread = new Thread{};
-    getcontext(&thread->context);
-    thread->context.uc_stack.ss_sp = std::malloc(96 << 10);
-    thread->context.uc_stack.ss_size = 96 << 10;
-    makecontext(&thread->context, run_thread, 0);
-    thread->index = {i, 0, 0};
-    thread->block = block;
-    thread->warp = &block->warps[0];
-    thread->lane = i;
-    threads.push_back(thread);
-  }
-  for (bool all = false; !all;) {
-    all = true;
-    moved = false;
-    for (Thread* thread : threads) {
-      if (thread->done) continue;
-      all = false;
-      resume(thread);
-    }
-    if (!all && !moved) fail("all wait");
-  }
+  launch(1, 1, 32);
   std::printf("gradient\n");
   for (uint16_t entry : gradient) std::putchar('0' + entry);
 }

@@ -2,25 +2,27 @@
 // `given.inc` has the tile's format, and a number of 16 bits for each query of each key.
 #include <vector>
 
+#include "launch.h"
 #include "mma.cuh"
 
 #include "tensor_gradient.inc"
 #include "swizzled.inc"
 #include "ds_by_keys.inc"
 
-Thread* current;
-int blocks_of_grid;
-bool moved;
-jmp_buf scheduler;
-
 #include "given.inc"
 
 using Tile = DsByKeys<Element, kKeys, kQueries, kBytes, kWarps>;
 static float sum_of_all, of_diagonals[kKeys + kQueries + 256], of_queries[kQueries], copied[kQueries][kKeys];
 
-static void run_thread() {
+static void add_up() {
   const Tile tile = {kSharedStart};
   const int lane = current->lane;
+  for (int key = lane; key < kKeys; key += 32) {
+    for (int query = 0; query < kQueries; ++query) {
+      std::memcpy(place_of_address(tile.at(key, query) + 2 * (query % 8)), &pairs[key * kQueries + query], 2);
+    }
+  }
+  __syncwarp();
   for (int warp = 0; warp < kWarps; ++warp) {
     const float sum = tile.sum(warp, lane);
     if (lane == 0) sum_of_all += sum;
@@ -37,45 +39,11 @@ static void run_thread() {
     });
     __syncwarp();
   }
-  current->done = moved = true;
-  for (;;) yield();
 }
 
 int main() {
-  Cluster cluster{{}, 32};
-  Block* block = new Block{0, 0, &cluster, static_cast<char*>(std::aligned_alloc(1024, kSharedBytes))};
-  block->warps.resize(1);
-  cluster.blocks.push_back(block);
-  std::vector<Thread*> threads;
-  for (int i = 0; i < 32; ++i) {
-    Thread* thread = new Thread{};
-    getcontext(&thread->context);
-    thread->context.uc_stack.ss_sp = std::malloc(96 << 10);
-    thread->context.uc_stack.ss_size = 96 << 10;
-    makecontext(&thread->context, run_thread, 0);
-    thread->index = {i, 0, 0};
-    thread->block = block;
-    thread->warp = &block->warps[0];
-    thread->lane = i;
-    threads.push_back(thread);
-  }
-  current = threads[0];
-  const Tile tile = {kSharedStart};
-  for (int key = 0; key < kKeys; ++key) {
-    for (int query = 0; query < kQueries; ++query) {
-      std::memcpy(place_of_address(tile.at(key, query) + 2 * (query % 8)), &pairs[key * kQueries + query], 2);
-    }
-  }
-  for (bool all = false; !all;) {
-    all = true;
-    moved = false;
-    for (Thread* thread : threads) {
-      if (thread->done) continue;
-      all = false;
-      resume(thread);
-    }
-    if (!all && !moved) fail("all wait");
-  }
+  kernel = add_up;
+  launch(1, 1, 32);
   std::printf("%.9g\n", sum_of_all);
   for (int i = 1; i < kKeys + kQueries; ++i) std::printf("%.9g ", of_diagonals[i]);
   std::printf("\n");

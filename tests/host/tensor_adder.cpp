@@ -2,14 +2,11 @@
 // `given.inc` what it is given: its arguments, the steps, and a number of 16 bits for each pair of each step.
 #include <vector>
 
+#include "launch.h"
 #include "types.cuh"
 
 #include "tensor_gradient.inc"
 
-Thread* current;
-int blocks_of_grid;
-bool moved;
-jmp_buf scheduler;
 
 constexpr uint32_t kDs = 4096, kDsStep = 1024, kDsBoxBytes = 128;
 struct DsStep {
@@ -59,39 +56,8 @@ static void role() {
 #include "role.inc"
 }
 
-static void run_thread() {
-  role();
-  current->done = moved = true;
-  for (;;) yield();
-}
-
 int main() {
-  Cluster cluster{{}, 32};
-  Block* block = new Block{0, 0, &cluster, static_cast<char*>(std::aligned_alloc(1024, kSharedBytes))};
-  block->warps.resize(1);
-  cluster.blocks.push_back(block);
-  std::vector<Thread*> threads;
-  for (int i = 0; i < 32; ++i) {
-    Thread* thread = new Thread{};
-    getcontext(&thread->context);
-    thread->context.uc_stack.ss_sp = std::malloc(96 << 10);
-    thread->context.uc_stack.ss_size = 96 << 10;
-    makecontext(&thread->context, run_thread, 0);
-    thread->index = {i, 0, 0};
-    thread->block = block;
-    thread->warp = &block->warps[0];
-    thread->lane = i;
-    threads.push_back(thread);
-  }
-  for (bool all = false; !all;) {
-    all = true;
-    moved = false;
-    for (Thread* thread : threads) {
-      if (thread->done) continue;
-      all = false;
-      resume(thread);
-    }
-    if (!all && !moved) fail("all wait");
-  }
+  kernel = role;
+  launch(1, 1, 32);
   print_gradients();
 }

@@ -175,25 +175,25 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             spec, "head_dim", f"with 'v: key' kernels have head_dim {allowed}, not "
             f"{{qk: {spec.head_dim_qk}, v: {spec.head_dim_v}}}"
         )  # fmt: skip
-    return listed_refusal(spec)
+    return refusal_beside_masks(spec, "a backward of keys by index")
 
 
-def listed_refusal(spec: KernelSpec) -> PlanError | None:
-    """Reason why no backward of keys by index can serve a spec, or None."""
+def refusal_beside_masks(spec: KernelSpec, what: str) -> PlanError | None:
+    """Reason why a backward of masks and sinks alone, in words ``what``, cannot serve a spec, or None."""
     if spec.variant.score is not None:
-        return refuse(spec, "variant", "a backward of keys by index takes masks and sinks, no score")
+        return refuse(spec, "variant", f"{what} takes masks and sinks, no score")
     if differentiable_of(spec.variant):
-        return refuse(spec, "variant", "a backward of keys by index gives no gradients of tensors (grad: true)")
+        return refuse(spec, "variant", f"{what} gives no gradients of tensors (grad: true)")
     if spec.deterministic:
-        return refuse(spec, "deterministic", "a backward of keys by index adds dK up in no fixed order")
+        return refuse(spec, "deterministic", f"{what} adds dK up in no fixed order")
     if spec.loads == "descriptor":
-        return refuse(spec, "loads", "keys by index are gathered by address; allowed: pointer")
+        return refuse(spec, "loads", f"{what} copies keys by address; allowed: pointer")
     if spec.alignment not in (None, 16):
         return refuse(spec, "alignment", f"cp.async copies 16 bytes, which need alignment 16, not {spec.alignment}")
     if spec.softmax_scale is not None:
         return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if (spec.backward or Backward()) != Backward():
-        return refuse(spec, "backward", "a backward of keys by index has one tile; leave it out")
+        return refuse(spec, "backward", f"{what} has one tile; leave it out")
     return None
 
 

@@ -21,16 +21,20 @@ from attngen.plan.choices import SECTION_BYTES, iteration_of, refuse
 from attngen.plan.draft import drafted, row_workspaces
 from attngen.plan.model import Argument, Columns, Plan, Region, Role, Structure, Workspace
 from attngen.plan.operands import operands_of
-from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.pipes import Pipes
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.backward_launches import launch_of, leading_launches
 from attngen.plan.schedules.forward_memory import BOX_BYTES
 from attngen.plan.schedules.hopper_forward import keep_promises
-from attngen.plan.schedules.indexed_backward import postprocess_arguments, preprocess_arguments, sums
+from attngen.plan.schedules.indexed_backward import (
+    postprocess_arguments,
+    preprocess_arguments,
+    refusal_beside_masks,
+    sums,
+)
 from attngen.plan.schedules.mla_backward_pipes import CONSUMERS, HALF_ROWS, STAGES, dkv_pipes, dq_pipes
 from attngen.plan.schedules.mla_pipes import BOX_COLUMNS
-from attngen.schema.expand import Backward, KernelSpec
+from attngen.schema.expand import KernelSpec
 
 _ROWS = _KEYS = CHUNK_TILE  # of a tile of P
 _QUARTERS = 4  # of the columns of dQ, each of which is a product
@@ -200,23 +204,9 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             spec, "head_dim", f"with 'v: key' kernels have head_dim {allowed}, not "
             f"{{qk: {spec.head_dim_qk}, v: {spec.head_dim_v}}}"
         )  # fmt: skip
-    if spec.variant.score is not None:
-        return refuse(spec, "variant", "a backward with 'v: key' takes masks and sinks, no score")
     if spec.variant.dropout:
         return refuse(spec, "variant", "a backward with 'v: key' takes no dropout")
-    if differentiable_of(spec.variant):
-        return refuse(spec, "variant", "a backward with 'v: key' gives no gradients of tensors (grad: true)")
-    if spec.deterministic:
-        return refuse(spec, "deterministic", "a backward with 'v: key' adds dK up in no fixed order")
-    if spec.loads == "descriptor":
-        return refuse(spec, "loads", "keys are loaded by address here; allowed: pointer")
-    if spec.alignment not in (None, 16):
-        return refuse(spec, "alignment", f"cp.async copies 16 bytes, which need alignment 16, not {spec.alignment}")
-    if spec.softmax_scale is not None:
-        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
-    if (spec.backward or Backward()) != Backward():
-        return refuse(spec, "backward", "a backward with 'v: key' has one tile; leave it out")
-    return None
+    return refusal_beside_masks(spec, "a backward with 'v: key'")
 
 
 SCHEDULE = Schedule(

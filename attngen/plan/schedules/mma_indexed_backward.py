@@ -20,7 +20,7 @@ from attngen.plan.operands import operands_of
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_memory import BOX_BYTES
 from attngen.plan.schedules.hopper_forward import keep_promises
-from attngen.plan.schedules.indexed_backward import IndexedBackward, listed_refusal, with_launches
+from attngen.plan.schedules.indexed_backward import IndexedBackward, refusal_beside_masks, with_launches
 from attngen.schema.expand import KernelSpec
 
 _ROWS = _KEYS = 16  # heads of a block, keys of a step
@@ -102,7 +102,7 @@ def _refusal(spec: KernelSpec) -> PlanError | None:
             spec, "head_dim", f"a backward of keys by index has head dims of multiples of {_COLUMNS}, "
             f"{_MOST_COLUMNS} together at most, not {dims[0]} and {dims[1]}"
         )  # fmt: skip
-    return listed_refusal(spec)
+    return refusal_beside_masks(spec, "a backward of keys by index")
 
 
 SCHEDULE = Schedule(
