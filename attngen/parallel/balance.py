@@ -1,7 +1,9 @@
 """Which rank gets which tiles of the sequence: equal numbers of tokens, balanced work, few bytes.
 
 Several ways to cut and deal are tried: one run for each rank, and chunks dealt by their work, heaviest first, to the
-rank that has least, then swapped between the rank that has most and others. The least predicted time wins.
+rank that has least, then swapped between the rank that has most and others. Where two equal chunks for each rank are
+not balanced, two of different lengths may be: a few of the first tiles, which are light under a window, and a run of the
+others. The least predicted time wins.
 """
 
 from __future__ import annotations
@@ -106,6 +108,14 @@ def assign(
             best, worse = Assignment(owner, seconds, number), 0
         if worse == _WORSE or computing <= _BALANCED * fair:  # finer cuts send more
             break
+        if number == 2 and chunks is None and not whole:
+            owner = _from_both_ends(sums, ranks)
+            computing = cost.of_tiles(_computing(each, owner, ranks), tile)
+            seconds = _overlapped(each, owner, ranks, tile, cost)
+            if seconds < _overlapped(each, best.owner, ranks, tile, cost) * _GAIN:
+                best, worse = Assignment(owner, seconds, number), 0
+                if computing <= _BALANCED * fair:
+                    break
     assert best is not None
     if packed is not None and of_packed.seconds < _overlapped(each, best.owner, ranks, tile, cost):
         return of_packed
@@ -132,8 +142,7 @@ def _overlapped(each: Sequence[VariantLoad], owner: np.ndarray, ranks: int, tile
 def _packed(each: Sequence[VariantLoad], tiles: int, ranks: int) -> np.ndarray | None:
     """The rank of each tile if whole documents are packed into ranks, and few are cut; None without documents.
 
-    Documents are ordered from the heaviest tiles to the lightest, the tiles of each from its last one to its first. A
-    rank takes tiles from both ends, as many of the first as make its work a fair share of what is left.
+    Documents are ordered from the heaviest tiles to the lightest, the tiles of each from its last one to its first.
     """
     starts = _independent(each, tiles)
     if not 2 <= len(starts) <= tiles // 2 or tiles < ranks:  # others are so short that any cut is as good
@@ -143,21 +152,28 @@ def _packed(each: Sequence[VariantLoad], tiles: int, ranks: int) -> np.ndarray |
     heaviest = np.argsort(-np.add.reduceat(work, starts) / sizes, kind="stable")
     ends, counts = (starts + sizes)[heaviest], sizes[heaviest]
     order = np.repeat(ends - 1 + np.cumsum(counts) - counts, counts) - np.arange(tiles)
-    sums = np.concatenate([[0.0], np.cumsum(work[order])])
-    rank_of: np.ndarray = np.empty(tiles, dtype=np.int64)  # in that order
-    begin, end = 0, tiles
-    for rank in range(ranks):
-        count = (rank + 1) * tiles // ranks - rank * tiles // ranks
-        # the load with so many heavy tiles, but for what is the same for all numbers of them
-        loads = sums[begin : begin + count + 1] - sums[end - count : end + 1]
-        fair = (sums[end] - sums[begin]) / (ranks - rank) + sums[begin] - sums[end]
-        heavy = int(np.abs(loads - fair).argmin())
-        rank_of[begin : begin + heavy] = rank
-        rank_of[end - count + heavy : end] = rank
-        begin, end = begin + heavy, end - count + heavy
+    rank_of = _from_both_ends(np.concatenate([[0.0], np.cumsum(work[order])]), ranks)
     owner = np.empty_like(rank_of)
     owner[order] = rank_of
     return owner
+
+
+def _from_both_ends(sums: np.ndarray, ranks: int) -> np.ndarray:
+    """The rank of each tile if each rank takes tiles from both ends of what is left, as many of the first as make its
+    work a fair share. ``sums`` are prefix sums of the work of tiles."""
+    tiles = len(sums) - 1
+    rank_of: np.ndarray = np.empty(tiles, dtype=np.int64)
+    begin, end = 0, tiles
+    for rank in range(ranks):
+        count = (rank + 1) * tiles // ranks - rank * tiles // ranks
+        # the load with so many of the first tiles, but for what is the same for all numbers of them
+        loads = sums[begin : begin + count + 1] - sums[end - count : end + 1]
+        fair = (sums[end] - sums[begin]) / (ranks - rank) + sums[begin] - sums[end]
+        first = int(np.abs(loads - fair).argmin())
+        rank_of[begin : begin + first] = rank
+        rank_of[end - count + first : end] = rank
+        begin, end = begin + first, end - count + first
+    return rank_of
 
 
 def _independent(each: Sequence[VariantLoad], tiles: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from attngen.parallel.transfers import PendingTransfer, Transfer, head_start
 
 #: Most segments of a forward that run as calls of their own, and the least rows of each; more or shorter ones are
 #: packed in one call.
-_MOST_CALLS, _LONG = 3, 2048
+_MOST_CALLS, _LONG = 3, 512
 
 #: Values of a stage's call, from what the caller passed.
 Values = Callable[[Mapping[str, Any]], dict[str, Any]]

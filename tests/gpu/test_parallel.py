@@ -11,15 +11,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from attngen.schema import load_spec_text
+from attngen.tools.build.pipeline import Prepared, prepare
 from tests.gpu.family import arch_here
 from tests.parallel import gpus, programs
+
+#: Functions that write the spec of a test, and the numbers of GPUs that it takes.
+_SPECS = ((gpus.spec, 2), (gpus.spec, 4), (programs.spec, 2))
+
+
+def to_build() -> list[Prepared]:
+    known = [(spec, world) for spec, world in _SPECS if world <= torch.cuda.device_count()]
+    return [kernel for spec, world in known for kernel in prepare(load_spec_text(spec(world, arch_here().name)))]
 
 
 def test_a_lost_rank_ends_the_others(tmp_path: Path) -> None:
     """Under NCCL they wait for the timeout of their group; where torch's watchdog hangs, its monitor ends them."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "15"}
+    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "8"}
     program = f"import sys; from tests.parallel import gpus; gpus.lost(int(sys.argv[1]), {str(tmp_path / 'meeting')!r})"
     printed = [tmp_path / f"rank{rank}.txt" for rank in range(2)]  # a pipe that nobody reads would stop them
     started = []
