@@ -2,8 +2,8 @@
 
 Several ways to cut and deal are tried: one run for each rank, and chunks dealt by their work, heaviest first, to the
 rank that has least, then swapped between the rank that has most and others. Where two equal chunks for each rank are
-not balanced, two of different lengths may be: a few of the first tiles, which are light under a window, and a run of the
-others. The least predicted time wins.
+not balanced, two of different lengths may be: a few of the first tiles, which are light under a window, and a run of
+the others. The least predicted time wins.
 """
 
 from __future__ import annotations

@@ -151,8 +151,9 @@ class RankAttention:
                 d_remote = None
                 if self.remote is not None:
                     d_remote, dk, dv, d_own = self.remote.backward(
-                        q, head_k, head_v, out, lse, dout, dlse, head_group, values, asked, options
-                    )
+                        q, head_k, head_v, out, lse, dout, dlse, head_group, values, asked, options,
+                        None if last else dq,
+                    )  # fmt: skip
                     head_group.add(self.remote.variant, own, d_own)
                 else:
                     dk, dv = torch.zeros_like(head_k), torch.zeros_like(head_v)
@@ -167,8 +168,9 @@ class RankAttention:
                 own_k, own_v = (x.narrow(1, *self.local_keys) for x in (k, v))
                 every = _all(heads, kv_heads)
                 d_local, *d_keys, d_own = self.local.backward(
-                    q, own_k, own_v, out, lse, dout, dlse, every, values, asked, options
-                )
+                    q, own_k, own_v, out, lse, dout, dlse, every, values, asked, options,
+                    None if self.local.rows.whole else dq,
+                )  # fmt: skip
                 every.add(self.local.variant, own, d_own)
                 later()
                 whole = self._of_own_rows(whole, d_keys)

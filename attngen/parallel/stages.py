@@ -107,11 +107,13 @@ def given_of(
 
 
 def local_gradients(
-    given: Given, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, asked: Sequence[str]
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Gradients of q, k, v and of the tensors ``asked``, by a kernel or by the reference."""
+    given: Given, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, asked: Sequence[str],
+    dq: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Gradients of q, k, v and of the tensors ``asked``, by a kernel, which stores that of q in ``dq`` if given, or by
+    the reference."""
     if torch_state.on_gpu(given.q) and given.backend != "reference":
-        *of_operands, every = differentiate(given, out, lse, dout, dlse, tuple(asked))
+        *of_operands, every = differentiate(given, out, lse, dout, dlse, tuple(asked), dq)
         return *of_operands, {name: every[name] for name in asked}
     dq, dk, dv, *own = reference_gradients(run, given, dout, dlse, asked)
     return dq, dk, dv, dict(zip(asked, own, strict=True))
@@ -149,10 +151,11 @@ class Selection:
         return rows
 
     def put(self, x: Tensor, rows: Tensor, dim: int) -> None:
-        """Copy rows to where they belong."""
+        """Copy rows to where they belong, if they are not there already."""
         view = self.view(x, dim)
         if view is not None:
-            copy(view, rows)
+            if view.data_ptr() != rows.data_ptr():
+                copy(view, rows)
         elif dim == 2:
             x.index_copy_(2, self._index(x.device), rows)
         else:
@@ -233,9 +236,13 @@ class Stage:
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
-        group: HeadGroup, values: Mapping[str, Any], asked: Sequence[str], options: Options,
+        group: HeadGroup, values: Mapping[str, Any], asked: Sequence[str], options: Options, into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Gradients of the rows of q, of k and of v, all (batch, …, heads, head_dim), and of the tensors ``asked``."""
+        """Gradients of the rows of q, of k and of v, all (batch, …, heads, head_dim), and of the tensors ``asked``.
+
+        That of q is a view of ``into``, which has all rows and heads, if these rows and heads are contiguous there and
+        a kernel computes it.
+        """
         batch = q.shape[0]
         given = self._given(self._packed(group.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), group, values,
                             options, batch, q.shape[2], None)._replace(return_lse=True)  # fmt: skip
@@ -246,7 +253,9 @@ class Stage:
         sums, dsums = (None if x is None else self._sums(x.narrow(1, *group.heads)) for x in (lse, dlse))
         assert o is not None
         assert sums is not None
-        dq, dk, dv, own = local_gradients(given, o, sums, do, dsums, asked)
+        place = None if into is None else self.rows.view(group.of(into), 1)
+        place = self._packed(place) if place is not None and place.is_contiguous() else None
+        dq, dk, dv, own = local_gradients(given, o, sums, do, dsums, asked, place)
         dq, dk, dv = (self._dense(x, batch) for x in (dq, dk, dv))
         return dq, dk, dv, own
 

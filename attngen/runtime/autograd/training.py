@@ -122,11 +122,13 @@ def _never(given: Given) -> Any:
 
 
 def differentiate(
-    given: Given, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, asked: tuple[str, ...]
-) -> Gradients:
+    given: Given, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, asked: tuple[str, ...],
+    dq: Tensor | None = None,
+) -> Gradients:  # fmt: skip
     """Return dq, dk, dv and the gradients of the variant's declared tensors; ``asked`` names those that are needed.
 
-    ``out`` and ``lse`` are what the forward gave, ``dout`` and ``dlse`` their gradients, None for none. Raises
+    ``out`` and ``lse`` are what the forward gave, ``dout`` and ``dlse`` their gradients, None for none. A kernel stores
+    dq in the contiguous tensor ``dq``, if one is given. Raises
     NoKernelError, which lists every candidate and its reason, if no backward is built that takes the call, and
     CallError for a gradient that the spec does not declare or that is not deterministic where that is asked for.
     """
@@ -163,12 +165,12 @@ def differentiate(
             deterministic=determinism == 2,
         )  # fmt: skip
         if gets_copies(request, resolved.kernels, drivers.current()):
-            return differentiate(with_copies(given), out, lse, dout, dlse, asked)
+            return differentiate(with_copies(given), out, lse, dout, dlse, asked, dq)
         prepared = _prepare(request, resolved, given, names, out, dout, dlse is not None, unordered)
         _PREPARED.put(identity, prepared)
     if prepared.unordered is not None:
         warnings.warn(prepared.unordered, UserWarning, stacklevel=2)
-    return prepared(given, lse, dout, addresses)
+    return prepared(given, lse, dout, addresses, dq)
 
 
 def asks_for_determinism() -> int:

@@ -85,11 +85,14 @@ class PreparedBackward:
         self._shared = tuple(_FLOAT32 * offset for offset in offsets.values())
         self._rows = slice(offsets["delta"], offsets["delta"] + sizes["delta"])
 
-    def __call__(self, given: Given, lse: Tensor, dout: Tensor, addresses: list[int]) -> Gradients:
+    def __call__(
+        self, given: Given, lse: Tensor, dout: Tensor, addresses: list[int], dq: Tensor | None = None
+    ) -> Gradients:
         """Enqueue the backward on the current stream and return its results.
 
         ``addresses`` as the launch takes them: those of what is allocated here are 0, and what follows those of the
-        variant's tensors is missing.
+        variant's tensors is missing. ``dq`` is where the gradient of q is stored, contiguous, if not in a tensor of its
+        own.
         """
         q, k, v, arguments, scale = given.q, given.k, given.v, given.arguments, given.softmax_scale
         scale = self._scale if scale is None else softmax_scale_of(scale)
@@ -98,7 +101,8 @@ class PreparedBackward:
             dout = dout.clone(memory_format=torch.contiguous_format)
             addresses[DOUT] = dout.data_ptr()
         like_q, like_k, like_v = self._like
-        dq = torch.empty_like(q) if like_q else self._empty(0, q)
+        if dq is None:
+            dq = torch.empty_like(q) if like_q else self._empty(0, q)
         dk = torch.empty_like(k) if like_k else self._empty(1, k)
         dv = torch.empty_like(v) if like_v else self._empty(2, v)
         if self._v_of_key:  # dk has the gradient of both
