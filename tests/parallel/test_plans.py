@@ -121,6 +121,15 @@ def test_causal_is_balanced_and_a_window_sends_little() -> None:
         assert sum(shares.received) <= 1.15 * sum(shares.least)
 
 
+def test_first_rows_of_a_window_are_shared_out() -> None:
+    for ranks in (2, 4):
+        plan = attngen.parallel.plan("sliding_window", 65536, ranks, window=4096)
+        (shares,) = plan.explain().variants
+        assert shares.balance < 1.005  # one run for each rank: 1.032
+        assert sum(shares.received) <= (ranks + 1) * 4096
+        assert {plan.tokens(rank) for rank in range(ranks)} == {65536 // ranks}
+
+
 def test_documents_are_packed_whole_but_for_few() -> None:
     lengths = [13918, 2222, 337, 5262, 1007, 736, 4461, 6891, 1452, 1991, 1641, 3576, 1265, 8960, 1021, 10796]
     offsets = [0, *np.cumsum(lengths).tolist()]
