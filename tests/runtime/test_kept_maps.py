@@ -408,3 +408,20 @@ def test_slots_of_the_order_are_not_compared() -> None:
     assert same_words(words, changed(5 + 16 * 5 - 1), shape)
     for place in (4, 5 + 16 * 4 - 1, 5 + 16 * 5):
         assert not same_words(words, changed(place), shape)
+
+
+def test_maps_may_be_dropped_while_others_are_counted() -> None:
+    """The garbage collector frees a tensor, and so drops its map, at any time."""
+    kept = tile_map._KeptMaps()
+
+    class Freeing:
+        words = None
+
+        @property
+        def captured(self) -> bool:
+            kept._entries.pop("freed", None)
+            return False
+
+    kept._entries.update({"first": Freeing(), "freed": Freeing(), "last": Freeing()})  # type: ignore[dict-item]
+    kept._shrink()
+    assert list(kept._entries) == ["first", "last"]

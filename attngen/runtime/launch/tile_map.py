@@ -414,8 +414,8 @@ class _KeptMaps:
     def last(self, words: Tensor, stream: int, numbers: list[Number], decide: Sequence[Tensor]) -> _Last | None:
         """What a call needs to know the map that was used last, if that is ``words`` and complete; else None."""
         for key in reversed(self._entries):
-            entry = self._entries[key]
-            if entry.words is words and entry.complete:
+            entry = self._entries.get(key)
+            if entry is not None and entry.words is words and entry.complete:
                 tensors = [(weakref.ref(one), one._version, one.data_ptr()) for one in decide]
                 return _Last(words, self.changes, stream, numbers, tensors)
             return None
@@ -486,7 +486,9 @@ class _KeptMaps:
 
     def _shrink(self) -> None:
         """Drop the maps that were used longest ago, but for those of graphs."""
-        entries = [(key, entry) for key, entry in self._entries.items() if not entry.captured]
+        # the garbage collector may drop maps at any time: not while a loop goes through the dictionary itself
+        kept = [(key, self._entries.get(key)) for key in list(self._entries)]
+        entries = [(key, entry) for key, entry in kept if entry is not None and not entry.captured]
         size = sum(4 * entry.words.numel() for _, entry in entries if entry.words is not None)
         for key, entry in entries[:-1]:
             if len(entries) <= _KEPT_MAPS and size <= _KEPT_BYTES:
