@@ -237,11 +237,16 @@ def fold_slope(logit: Logit, tensors: Iterable[str] = (), *, fast_math: bool) ->
 
 
 def _slope_factors(slope: Expr) -> tuple[list[Expr], list[Expr]]:
-    """Return the factors of a derivative like ``_factors``, also inside a select whose other arm is 0."""
+    """Return the factors of a derivative like ``_factors``, also inside a select whose other arm is 0, and in the
+    numerator of what varies: 16 bits hold P times what varies, in fp16 with fewer digits the smaller it is."""
     match slope:
         case Op(op="select", args=(condition, value, Const(value=0.0) as zero), type=Type.FLOAT):
-            constant, varying = _factors(value)
+            constant, varying = _slope_factors(value)
             return constant, [Op("select", (condition, _product(varying), zero), Type.FLOAT)]
+        case Op(op="truediv", args=(value, divisor), type=Type.FLOAT) if _varies(divisor):
+            constant, varying = _slope_factors(value)
+            if _holds(constant):
+                return constant, [truediv(_product(varying), divisor)]
     return _factors(slope)
 
 

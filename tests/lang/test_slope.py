@@ -23,6 +23,8 @@ SCORES = [
     "max(s, 0.0) * cap / 2",
     "silu(s) - exp(-abs(s))",
     "1.0 * (q - kv)",
+    "s * cap / (1.0 + 0.05 * abs(q - kv)) + slope[h]",
+    "s / (2.0 + kv) / (1.0 + q) if kv > 2 else 0.0",
 ]
 
 
@@ -58,6 +60,16 @@ def test_the_factors_multiply_to_the_derivative(score: str | None, fast_math: bo
         total = sum((value(derivative) * above).sum((1, 2)) for _, derivative in slope.loads)
         (by_slope,) = torch.autograd.grad((score_of * above).sum(), tensors["slope"])
         torch.testing.assert_close(total.detach(), by_slope)  # type: ignore[union-attr]
+
+
+def test_factors_come_out_of_numerators() -> None:
+    """So that P times what varies, which 16 bits hold, is no smaller than need be."""
+    for score in ("s / (1.0 + 0.05 * abs(q - kv))", "-inf if kv < 3 else 0.5 * s / (1.0 + abs(q - kv))"):
+        variant = compile_variant("v", None, score=score)
+        slope = fold_slope(fold_logit(variant.score, variant.ranges, fast_math=True), fast_math=True)
+        assert "softmax_scale" in names(slope.factor), score
+        assert slope.varying is not None
+        assert "softmax_scale" not in names(slope.varying), score
 
 
 def test_slopes_that_may_be_infinite() -> None:

@@ -335,3 +335,21 @@ def test_roundings_of_terms_are_those_of_a_kernel() -> None:
     exact = SimpleNamespace(**vars(subject) | {"dtype": "fp32", "dtype_of": lambda name: dtype_row("fp32")})
     inputs, call, _ = prepare_case(exact, CASES[0], "cpu", 0)
     assert expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator()).roundings == {"gain": 0.0}
+
+
+def test_terms_that_cancel_are_rounded_apart() -> None:
+    """A single key reads one element twice, and its exact gradient is 0: kernels round the sum of rows and that of keys
+    in two places."""
+    total = Tensor_("total", "fp32", ("h", "seqlen_k"), grad=True)
+    score = "s + (total[h, q_pos] - total[h, kv])"
+    subject = SimpleNamespace(
+        **vars(kernel("s", "bf16")) | {"variant": compile_variant("x", "q_pos >= kv", score, (), [total])}
+    )
+    inputs, call, _ = prepare_case(subject, Case("one key", (9,), (1,), heads=2), "cpu", 3)
+    wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(3))
+    assert not wanted.truth["total"].any()
+    v, out, dout = (t[0, -1].double() for t in (inputs.v, wanted.out, wanted.dout))
+    term = (dout * v).sum(-1) - (dout * out).sum(-1) + wanted.dlse[0, :, -1].double()  # P is 1
+    error = float((term.bfloat16().double() - term).abs().max())
+    assert 0 < error < 6 * wanted.roundings["total"]
+    assert wanted.roundings["total"] < 2**-7 * float(term.abs().max())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attngen.lang.eager import evaluate
+from attngen.lang.ir import Expr, Load, rewrite
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.descales import dequantized
 from attngen.runtime.arguments.dropout import kept, rate_of
@@ -273,29 +274,49 @@ def roundings_of_terms(
 
     Kernels add up P (dP - D) times a derivative, of which P, P times the derivative, or dS has q's dtype. The sums
     cancel, down to a single number for a scalar factor, and their yardsticks may happen to be much nearer to the truth.
-    ``given`` is as in ``fused_gradients``.
+    Terms of one pair by several reads of a tensor may be rounded in several places, so that they cancel no more: the
+    errors of the reads are added up. ``given`` is as in ``fused_gradients``.
     """
     dtype = given["q"].dtype
     if dtype == torch.float32 or call.variant.score is None or not names:
         return dict.fromkeys(names, 0.0)
     leaves = {name: given[name].detach().float() for name in "qkv"}
-    own = dict(call.tensors) | {name: call.tensors[name].detach().float().requires_grad_() for name in names}
-    learned, generator = [own[name] for name in names], torch.Generator().manual_seed(0)
+    score, reads = _apart(call.variant.score, names)
+    own = dict(call.tensors) | {
+        read: call.tensors[name].detach().float().requires_grad_() for read, name in reads.items()
+    }
+    apart = replace(call, variant=replace(call.variant, score=score))
+    learned, generator = [own[read] for read in reads], torch.Generator().manual_seed(0)
     signs = torch.Generator(dout.device).manual_seed(0)
-    squares = {name: torch.zeros_like(own[name], dtype=torch.float64, requires_grad=False) for name in names}
+    squares = {read: torch.zeros_like(own[read], dtype=torch.float64, requires_grad=False) for read in reads}
     for b, one in _sequences(call, leaves["q"], leaves["k"], leaves["v"]):
-        *_, ds = parts = _fused_ds(call, b, one, given, (dout, dlse), own, 0, generator)
+        *_, ds = parts = _fused_ds(apart, b, one, given, (dout, dlse), own, 0, generator)
         for _ in range(_ROUNDINGS):
             either = 2.0 * torch.randint(0, 2, ds.shape, generator=signs, device=ds.device) - 1.0
             with torch.enable_grad():
                 sums = gradients_of((parts[1],), learned, (ds * either,), keep=True)
-            for name, total in zip(names, sums, strict=True):
+            for read, total in zip(reads, sums, strict=True):
                 if total is not None:
-                    squares[name] += torch.where(total.isfinite(), total.double(), 0.0).square() / _ROUNDINGS
+                    squares[read] += torch.where(total.isfinite(), total.double(), 0.0).square() / _ROUNDINGS
     rounding = torch.finfo(dtype).eps / 2 / math.sqrt(3)  # of errors that are equally likely up to half a unit
-    return {
-        name: rounding * math.sqrt(float(square.max())) if square.numel() else 0.0 for name, square in squares.items()
-    }
+    errors = {name: torch.zeros_like(call.tensors[name], dtype=torch.float64) for name in names}
+    for read, name in reads.items():
+        errors[name] += squares[read].sqrt()
+    return {name: rounding * float(error.max()) if error.numel() else 0.0 for name, error in errors.items()}
+
+
+def _apart(score: Expr, names: Sequence[str]) -> tuple[Expr, dict[str, str]]:
+    """A score in which each element that is read of some tensors is that of a tensor of its own, and the tensors by
+    these names."""
+    reads: dict[Load, str] = {}
+
+    def renamed(node: Expr) -> Expr | None:
+        if not isinstance(node, Load) or node.tensor not in names:
+            return None
+        return replace(node, tensor=reads.setdefault(node, f"{node.tensor} {len(reads)}"))
+
+    score = rewrite(score, renamed)
+    return score, {read: load.tensor for load, read in reads.items()}
 
 
 def _place(call: Call, into: Tensor, rows: Tensor, name: str, sequence: int) -> None:
