@@ -64,8 +64,10 @@ def own_of(variant: str, entries: Tensor, heads: int, keys: int) -> dict[str, Te
         length[..., 0] = -3  # counts as 0
         length[..., -1] = 2**31 - 1
         own["topk_length"] = length
+    if variant.endswith("sinks"):
+        own["sinks"] = torch.randn(heads)
     if variant == "counted_sinks":
-        own |= {"sinks": torch.randn(heads), "slope": -torch.rand(heads) / 16}
+        own["slope"] = -torch.rand(heads) / 16
     if variant == "counted_documents":
         own["doc"] = torch.randint(0, 6, (entries.shape[0], keys), dtype=torch.int32)
     return own
@@ -94,14 +96,14 @@ def dense(
     close(actual, wanted)
 
 
-@pytest.mark.parametrize("heads", [1, 8, 16, 64, 65, 128, 200])
-@pytest.mark.parametrize("variant", ["listed", "counted"])
+@pytest.mark.parametrize("heads", [1, 8, 16, 17, 32, 33, 64, 65, 128, 200])
+@pytest.mark.parametrize("variant", ["listed", "counted", "sinks"])
 def test_heads(variant: str, heads: int) -> None:
     dense(variant, heads=heads, queries=5)
 
 
 @pytest.mark.parametrize("topk", [1, 2, 63, 64, 65, 128, 129, 1000])
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [16, 32, 128])
 def test_lengths_of_lists(topk: int, heads: int) -> None:
     dense("listed", topk=topk, heads=heads)
 

@@ -7,6 +7,7 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.errors import PlanError, SpecError
 from attngen.plan import Plan, plan
+from attngen.plan.schedules.hopper_indexed import HopperIndexed
 from attngen.plan.schedules.mla_pipes import KEYS, ROWS
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
@@ -73,6 +74,26 @@ def test_masks_and_scores_read_places_from_the_list() -> None:
     assert "if (__any_sync(~0u, true))" in masked
     assert "const int key = keys[i];" in masked
     assert "float(key) * u_slope_h" in scored
+
+
+@pytest.mark.parametrize(
+    ("entry", "few"),
+    [
+        ("variant: listed", (16, 32)),
+        ("variant: blocks, layout: paged", (16, 32)),
+        ("variant: listed_causal", ()),
+        ("variant: counted", ()),
+        ("variant: listed, kv_dtype: fp8_mla_656", ()),
+    ],
+)
+def test_products_of_few_heads_are_transposed(entry: str, few: tuple[int, ...]) -> None:
+    """Not where elements have masks and scores, which expect rows to be heads, nor where loaders convert rows."""
+    kernel = planned(entry)
+    assert isinstance(kernel.structure, HopperIndexed)
+    assert kernel.structure.few_heads == few
+    text = render(kernel).text
+    assert [heads for heads in (16, 32) if f"group <= {heads})" in text] == [*few]
+    assert ("S^T = K Q^T" in text) == bool(few)
 
 
 @pytest.mark.parametrize("head_dim", ["{qk: 576, v: 512}", "512"])

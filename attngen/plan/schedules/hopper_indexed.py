@@ -6,7 +6,8 @@ producer's warps gather. Consumers, work distribution and merging are those of `
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from attngen.arch import Arch
 from attngen.dtypes import row_of_keys
@@ -20,27 +21,40 @@ from attngen.plan.operands import Operands, operands_of
 from attngen.plan.pipes import Pipes
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import hopper_mla
-from attngen.plan.schedules.hopper_forward import keep_promises
+from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
 from attngen.plan.schedules.indexed_pipes import indexed_pipes
 from attngen.schema.expand import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
+
+#: Heads of a work item up to which products are transposed: with 64 rows, more than half of them would be zeros.
+_FEW_HEADS = 16, 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperIndexed(hopper_mla.HopperMla):
+    """Roles and memory of a kernel of keys by index. ``few_heads``: widths, ascending, of its transposed products,
+    whose columns are the heads of a work item."""
+
+    few_heads: tuple[int, ...] = ()
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
     row = row_of_keys(spec.kv_dtype or spec.dtype, spec.head_dim_qk)
+    few = _FEW_HEADS if row is None and not spec.variant.masked and spec.variant.score is None else ()
     return hopper_mla.plan_latent(
         spec,
         _pipes(spec.head_dim_qk, spec.head_dim_v, operands_of(spec)),
         schedule="hopper_indexed",
         label="indexed",
         loads="pointer",
-        softmax="exact_max",
-        raise_above="",
+        softmax="lazy" if row is None else "exact_max",
+        raise_above=PROBABILITIES[spec.dtype].raise_above if row is None else "",
         arguments_of=_arguments,
-        products=(3, 6) if row is None else (1, 2),
+        products=(3 + 2 * len(few), 6 + 16 * len(few)) if row is None else (1, 2),
+        structure_of=partial(HopperIndexed, few_heads=few),
     )
 
 
