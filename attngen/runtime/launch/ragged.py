@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import product
 
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call
@@ -15,7 +16,15 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.launches import Sized
 from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.registry.binding import bind_call
-from attngen.runtime.registry.order import card_of, fastest, first_choices, splits_keys, typical_sizes, usual_queries
+from attngen.runtime.registry.order import (
+    card_of,
+    fastest,
+    first_choices,
+    splits_keys,
+    typical_sizes,
+    usual_batches,
+    usual_queries,
+)
 
 #: Sizes that are kept for each kind of call, of about a kilobyte each.
 _KEPT_SIZES = 1024
@@ -84,13 +93,12 @@ class RaggedCalls:
         return self._chosen[sizes] or self._choose(kernels, sizes)
 
     def _choose(self, kernels: Sequence[Kernel], sizes: tuple[int, int, int]) -> Kernel:
-        """The kernel for typical sizes. Those for other numbers of queries of as many sequences are chosen, too: a
-        server's next call has another mean."""
+        """The kernel for typical sizes. Those for other numbers of sequences, and of queries of each, are chosen, too,
+        which takes some milliseconds once: a server's next call has other means."""
         call = self._call
         call.extents = extents_of(call)
-        batch, _, keys = sizes
-        for queries in {sizes[1], *usual_queries(call)}:
-            alike = batch, queries, keys
+        keys = sizes[2]
+        for alike in {sizes, *product(usual_batches(call), usual_queries(call), [keys])}:
             self._chosen.put(alike, fastest(kernels, call, self._card, alike))
         kernel = self._chosen[sizes]
         assert kernel is not None

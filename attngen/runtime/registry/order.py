@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from copy import copy
 from itertools import groupby
 from math import inf
 
@@ -117,11 +117,16 @@ def typical_sizes(call: Call) -> tuple[int, int, int]:
     does not know those of each sequence anyway.
     """
     seqlen_q, seqlen_k = lengths(call)
-    many = -(-_MANY_UNITS // call.kv_heads)
     keys = rounded(seqlen_k, 1)
     if call.page_size:
         keys <<= keys.bit_length() % 2 == 0
-    return rounded(min(call.batch, many), 1), tile_queries(-(-seqlen_q * group_of(call) // _TILE_ROWS), call), keys
+    batch = rounded(min(call.batch, _many(call)), 1)
+    return batch, tile_queries(-(-seqlen_q * group_of(call) // _TILE_ROWS), call), keys
+
+
+def _many(call: Call) -> int:
+    """Sequences from which on their number no longer decides between kernels."""
+    return -(-_MANY_UNITS // call.kv_heads)
 
 
 def tile_queries(tiles: int, call: Call) -> int:
@@ -134,6 +139,11 @@ def usual_queries(call: Call) -> list[int]:
     return [tile_queries(tiles, call) for tiles in _USUAL_TILES]
 
 
+def usual_batches(call: Call) -> list[int]:
+    """All numbers of sequences among typical sizes."""
+    return [1 << bit for bit in range((_many(call) - 1).bit_length() + 1)]
+
+
 def rounded(number: int, digits: int) -> int:
     """The next number of at most so many significant binary digits."""
     zeros = max(number.bit_length() - digits, 0)
@@ -142,9 +152,10 @@ def rounded(number: int, digits: int) -> int:
 
 def _of_sizes(call: Call, sizes: tuple[int, int, int]) -> Call:
     """The same ragged call with other sequences, and queries and keys of each."""
-    batch, seqlen_q, seqlen_k = sizes
-    total_k = seqlen_k if call.page_size else batch * seqlen_k
-    return replace(call, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, total_q=batch * seqlen_q, total_k=total_k)
+    own = copy(call)
+    own.batch, own.seqlen_q, own.seqlen_k = batch, seqlen_q, seqlen_k = sizes
+    own.total_q, own.total_k = batch * seqlen_q, seqlen_k if call.page_size else batch * seqlen_k
+    return own
 
 
 def splits_keys(call: Call) -> bool:
