@@ -26,6 +26,9 @@ _BALANCED = 1.002
 #: Number of ranks, those with least work, with which the rank that has most may swap.
 _PARTNERS = 12
 
+#: Seconds that a further run of rows costs a layer on a rank: a call of its own in a forward, and rows between others.
+_RUN = 60e-6
+
 #: A finer cut has to be better by this share.
 _GAIN = 0.99
 
@@ -111,7 +114,7 @@ def assign(
         if number == 2 and chunks is None and not whole:
             owner = _from_both_ends(sums, ranks)
             computing = cost.of_tiles(_computing(each, owner, ranks), tile)
-            seconds = _overlapped(each, owner, ranks, tile, cost)
+            seconds = _overlapped(each, owner, ranks, tile, cost) + _RUN * sum(one.layers for one in each)
             if seconds < _overlapped(each, best.owner, ranks, tile, cost) * _GAIN:
                 best, worse = Assignment(owner, seconds, number), 0
                 if computing <= _BALANCED * fair:
