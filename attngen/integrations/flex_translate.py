@@ -16,7 +16,7 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.integrations.flex_facts import Look
 from attngen.integrations.flex_trace import Given, Made, Operand, Step, Trace, refusal
-from attngen.lang.biases import LANES
+from attngen.lang.biases import MOST_HELD
 from attngen.lang.declarations import RESERVED
 
 _INDICES = ("b", "h", "q", "kv")
@@ -283,7 +283,7 @@ class Translator:
             return ""
         entry = self._captured(tensor)
         self._sources[step] = tensor
-        if tensor.dtype.is_floating_point and tensor.shape[-1] <= LANES and _is_integer_of_tensor(indices[-1]):
+        if tensor.dtype.is_floating_point and tensor.shape[-1] <= MOST_HELD and _is_integer_of_tensor(indices[-1]):
             entry.entries = tensor.shape[-1]
         return f"{entry.name}[{', '.join(self._index(i, n) for i, n in zip(indices, tensor.shape, strict=True))}]"
 

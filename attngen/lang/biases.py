@@ -13,8 +13,10 @@ from attngen.lang.variant import Tensor, Variant
 #: Elements of which kernels can load tiles: their kinds and sizes in bytes.
 _KINDS, _BYTES = frozenset({"float", "int"}), frozenset({1, 2, 4})
 
-#: Lanes of a warp.
+#: Lanes of a warp, each of which holds an entry of a small table; in a backward it may hold two. In a forward two
+#: shuffles for an element are slower than a load from L1, at head dim 64.
 LANES = 32
+MOST_HELD = 2 * LANES
 
 #: Last two indices of a bias, and the indices allowed before them, which are constant over a tile.
 _PAIR, _OF_TILE = (Var("q", Type.INT), Var("kv", Type.INT)), frozenset({"b", "h", "hk"})
@@ -90,8 +92,9 @@ def _is_of_tile(load: Load, last: int) -> bool:
     )
 
 
-def lookups(variant: Variant, room: int) -> frozenset[Load]:
-    """The reads of small tables of floats whose index is an integer bias: a warp holds all entries, one in each lane.
+def lookups(variant: Variant, room: int, most: int = LANES) -> frozenset[Load]:
+    """The reads of tables of at most so many floats whose index is an integer bias: a warp holds all entries, one or
+    two in each lane.
 
     There are none if a condition of the score decides which lanes read: all lanes take part in a shuffle.
     """
@@ -99,7 +102,7 @@ def lookups(variant: Variant, room: int) -> frozenset[Load]:
         return frozenset()
     score = rewrite(variant.score, fold_literals)
     integers = {load for load in biases(variant, room) if load.type is Type.INT}
-    small = {tensor.name for tensor in variant.tensors if _fits_a_warp(tensor)}
+    small = {tensor.name for tensor in variant.tensors if _has_entries(tensor, most)}
     held = frozenset(
         node
         for node in walk(score)
@@ -123,19 +126,21 @@ def asked_by(index: Expr) -> tuple[Expr, int]:
     return index, 0
 
 
-def _fits_a_warp(tensor: Tensor) -> bool:
+def _has_entries(tensor: Tensor, most: int) -> bool:
+    """Whether the last axis of a tensor of floats is declared to have at most so many."""
     extent = tensor.shape[-1] if tensor.shape else None  # a single number has no entries to choose from
-    return DTYPES[tensor.dtype].kind == "float" and isinstance(extent, int) and extent <= LANES
+    return DTYPES[tensor.dtype].kind == "float" and isinstance(extent, int) and extent <= most
 
 
-def without_biases(variant: Variant, room: int) -> Variant:
+def without_biases(variant: Variant, room: int, most: int = LANES) -> Variant:
     """The variant without the reads that tiles of biases replace: what consumers still do for each pair, which decides
-    the tile. An integer bias may be an index: what it indexes is still read for each pair, unless a warp holds it."""
+    the tile. An integer bias may be an index: what it indexes is still read for each pair, unless a warp holds it,
+    which it does up to so many entries."""
     tiled = frozenset(biases(variant, room))
     if not tiled or variant.score is None:
         return variant
     other: dict[Type, Expr] = {Type.FLOAT: Var("s", Type.FLOAT), Type.INT: Op("add", _PAIR, Type.INT)}
-    held = lookups(variant, room)
+    held = lookups(variant, room, most)
     score = rewrite(rewrite(variant.score, fold_literals), lambda node: Var("s", Type.FLOAT) if node in held else None)
     score = rewrite(score, lambda node: other[node.type] if node in tiled else None)
     return replace(variant, score=score)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from attngen.dtypes import dtype
-from attngen.lang.biases import LANES, asked_by, biases, box_bytes, element_bytes, lookups
+from attngen.lang.biases import LANES, MOST_HELD, asked_by, biases, box_bytes, element_bytes, lookups
 from attngen.lang.emit import Binding
 from attngen.lang.folding import LOG2E
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own, rewrite, spelled
@@ -20,6 +20,7 @@ from attngen.render.cuda_statements import int_constant
 
 #: The number of a lane.
 LANE = own("lane")
+_LANE_ABOVE = Op("add", (LANE, Const(LANES, Type.INT)), Type.INT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +121,20 @@ def with_biases(plan: Plan, value: Expr) -> Expr:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A value of each entry of a small table: every lane of a warp holds that of one entry, and asks for others by
-    shuffles with an integer bias as the index."""
+    """A value of each entry of a small table: every lane of a warp holds that of one entry, or of two, and asks for
+    others by shuffles with an integer bias as the index."""
 
     symbol: Var  # for the value that a lane asked for, in expressions
-    value: Expr  # of the entry that a lane holds
+    values: tuple[Expr, ...]  # of the entries that a lane holds: of its own number, and of 32 more
     index: Var  # symbol of the integer bias
     more: int  # entries that are added to a negative index
     sure: bool  # the range of the index says that a lane holds its entry
 
     @property
-    def held(self) -> str:
-        """Name of the variable with the value that a lane holds."""
-        return f"{spelled(self.symbol.name)}_held"
+    def held(self) -> tuple[str, ...]:
+        """Names of the variables with the values that a lane holds."""
+        name = f"{spelled(self.symbol.name)}_held"
+        return (name, f"{name}_above")[: len(self.values)]
 
 
 def with_lookups(plan: Plan, values: Sequence[Expr]) -> tuple[list[Expr], tuple[Lookup, ...]]:
@@ -141,30 +143,37 @@ def with_lookups(plan: Plan, values: Sequence[Expr]) -> tuple[list[Expr], tuple[
 
     A constant factor of an entry, such as log2(e), becomes a part of the value that lanes hold.
     """
-    tables = lookups(plan.variant, plan.structure.bias_bytes)
+    most = LANES if plan.direction == "forward" else MOST_HELD
+    tables = lookups(plan.variant, plan.structure.bias_bytes, most)
     if not tables:
         return list(values), ()
     symbols: dict[Expr, Var] = {each.load: each.symbol for each in biases_of(plan)}
     entries = {}
     for load in tables:
         integer, more = asked_by(load.indices[-1])
-        entries[rewrite(load, symbols.get)] = symbols[integer], more
+        extent = plan.variant.tensor(load.tensor).shape[-1]
+        assert isinstance(extent, int)
+        numbers = (LANE, _LANE_ABOVE)[: -(-extent // LANES)]
+        entries[rewrite(load, symbols.get)] = numbers, symbols[integer], more
     ranges = bias_ranges(plan)
-    asked: dict[Expr, Lookup] = {}
+    asked: dict[tuple[Expr, ...], Lookup] = {}
 
-    def ask(value: Expr, index: Var, more: int) -> Expr:
+    def ask(values: tuple[Expr, ...], index: Var, more: int) -> Expr:
         low, high = ranges[index.name]
+        sure = -more <= low and high < LANES * len(values)
         symbol = own(f"entry_{len(asked)}", Type.FLOAT)
-        return asked.setdefault(value, Lookup(symbol, value, index, more, -more <= low and high < LANES)).symbol
+        return asked.setdefault(values, Lookup(symbol, values, index, more, sure)).symbol
 
     def rule(node: Expr) -> Expr | None:
         match node:
             case Load() if node in entries:
-                return ask(replace(node, indices=(*node.indices[:-1], LANE)), *entries[node])
+                numbers, index, more = entries[node]
+                return ask(tuple(replace(node, indices=(*node.indices[:-1], one)) for one in numbers), index, more)
             case Op(op="mul", args=(Var() as symbol, factor)) if factor == LOG2E or isinstance(factor, Const):
                 before = next((each for each in asked.values() if each.symbol == symbol), None)
                 if before is not None:
-                    return ask(Op("mul", (before.value, factor), Type.FLOAT), before.index, before.more)
+                    values = tuple(Op("mul", (value, factor), Type.FLOAT) for value in before.values)
+                    return ask(values, before.index, before.more)
         return None
 
     changed = [rewrite(value, rule) for value in values]
@@ -180,7 +189,8 @@ def lookup_bindings(plan: Plan, asked: Iterable[Lookup], element: str) -> dict[s
         index = bound[each.index.name].pattern
         index = f"from_end({index}, {each.more})" if each.more else index
         ask = "entry_of_lane" if each.sure else "entry_of_any"
-        bindings[each.symbol.name] = Binding(f"{ask}({{{each.held}}}, {index})", frozenset({"q", "kv"}))
+        held = ", ".join(f"{{{name}}}" for name in each.held)
+        bindings[each.symbol.name] = Binding(f"{ask}({held}, {index})", frozenset({"q", "kv"}))
     return bindings
 
 

@@ -212,10 +212,11 @@ def held_entries(
     if not asked:
         return []
     values = emit_for(
-        plan, CUDA, [each.value for each in asked], {**bound, LANE.name: Binding(lane)}, inner=inner,
-        ranges={LANE.name: (0, 31)},
+        plan, CUDA, [value for each in asked for value in each.values], {**bound, LANE.name: Binding(lane)},
+        inner=inner, ranges={LANE.name: (0, 31)},
     )  # fmt: skip
-    own = [constant("float", each.held, value) for each, value in zip(asked, values.results, strict=True)]
+    names = [name for each in asked for name in each.held]
+    own = [constant("float", name, value) for name, value in zip(names, values.results, strict=True)]
     return [*values.hoisted, *values.body, *own]
 
 

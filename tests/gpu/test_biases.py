@@ -88,11 +88,11 @@ def values(name: str, batch: int, heads: int, rows: int, keys: int) -> dict[str,
             return {"bias": bias, "table": random(heads, 5, dtype=torch.float32)}
         case "any_distances":
             bias, far = (n * random(rows, keys, dtype=torch.float32).abs() for n in (10, 40))
-            table, wide = random(heads, 20, dtype=torch.float32), random(heads, 100)
+            table, wide = random(heads, 20, dtype=torch.float32), random(heads, 60)
             return {
                 "bias": bias.clamp(max=19).to(torch.uint8),
                 "table": table,
-                "far": far.clamp(max=99).int(),
+                "far": far.clamp(max=59).int(),
                 "wide": wide,
             }
         case "two":

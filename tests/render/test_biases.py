@@ -253,3 +253,20 @@ def test_the_last_attempts_of_a_backward_load_elements() -> None:
 def test_elements_of_other_queries_are_hidden(tensors: str, fields: dict[str, Any], hides: bool) -> None:
     text = render(backward("s + bias[h, q, kv]", tensors, **fields)).text
     assert ("if (8 * i + j >= queries_left) x = kMasked;" in text) == hides
+
+
+def test_a_lane_of_a_backward_holds_two_entries_of_larger_tables() -> None:
+    dtype = "int8, shape: [seqlen_q, seqlen_k], range: {min: 0, max: 39}"
+    for entries, held in (
+        (40, "entry_of_lane(entry_1_held, entry_1_held_above, "),
+        (64, "entry_1_held_above"),
+        (65, ""),
+    ):
+        tensors = TABLE.format(dtype).replace("shape: [h, 6]", f"shape: [h, {entries}]")
+        text = render(backward("s + table[h, bias[q, kv]]", tensors)).text
+        assert (held in text) if held else ("entry_of" not in text)
+        assert "entry_of" not in render(scored("s + table[h, bias[q, kv]]", tensors)).text
+    declared = TABLE.format("int8, shape: [seqlen_q, seqlen_k]").replace("shape: [h, 6]", "shape: [h, 40]")
+    text = render(backward("s + table[h, bias[q, kv]]", declared)).text
+    assert "entry_of_any(entry_1_held, entry_1_held_above, element_of<signed char>(" in text
+    assert "u_lane_plus_32 < extent_u_table_1" in text  # no lane reads beyond the table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attngen.lang.biases import without_biases
+from attngen.lang.biases import MOST_HELD, without_biases
 from attngen.lang.ir import Op, names, walk
 from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
@@ -100,7 +100,7 @@ def varies(spec: KernelSpec) -> bool:
 
 def per_pair_of(spec: KernelSpec, brought: Brought) -> Variant:
     """The variant without what the loader stores: what consumers load and compute for each pair."""
-    variant = without_biases(spec.variant, brought.bias_bytes) if brought.bias_bytes else spec.variant
+    variant = without_biases(spec.variant, brought.bias_bytes, MOST_HELD) if brought.bias_bytes else spec.variant
     return without_distance_values(variant, fast_math=spec.fast_math) if brought.by_distance else variant
 
 

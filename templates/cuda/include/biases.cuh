@@ -60,6 +60,15 @@ __device__ __forceinline__ float entry_of_any(float held, int lane) {
   const float entry = __shfl_sync(~0u, held, lane);
   return static_cast<uint32_t>(lane) < 32 ? entry : 0.0f;
 }
+// The same of which each lane holds two entries: that of its own number, and `above`, that of 32 more.
+__device__ __forceinline__ float entry_of_lane(float held, float above, int entry) {
+  const float low = __shfl_sync(~0u, held, entry), high = __shfl_sync(~0u, above, entry);
+  return entry & 32 ? high : low;
+}
+__device__ __forceinline__ float entry_of_any(float held, float above, int entry) {
+  const float one = entry_of_lane(held, above, entry);
+  return static_cast<uint32_t>(entry) < 64 ? one : 0.0f;
+}
 
 // A tile of `kRows` queries, in boxes whose rows are `kBoxBytes` long and swizzled. A warp reads 16 of its rows in the order
 // of an accumulator of S, in which a lane has two neighbouring keys of two rows that are 8 apart.
