@@ -37,10 +37,8 @@ def is_beyond_256(spec: KernelSpec) -> bool:
 
 
 def takes_wide(spec: KernelSpec) -> bool:
-    """Whether the backward in Triton, on an arch that has a forward of them, may have head dims beyond those of most
-    kernels."""
-    arch = ARCHES[spec.arch]
-    return arch.wgmma and spec.direction == "backward" and spec.backend == "triton" and spec.dtype in KEY_VALUE_DTYPES
+    """Whether the backward, on an arch that has a forward of them, may have head dims beyond those of most kernels."""
+    return ARCHES[spec.arch].wgmma and spec.direction == "backward" and spec.dtype in KEY_VALUE_DTYPES
 
 
 def check_head_dims(spec: KernelSpec) -> None:

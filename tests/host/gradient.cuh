@@ -5,9 +5,11 @@
 
 inline uint32_t not_hoisted(uint32_t value) { return value; }
 inline int lane_of_warp() { return current->lane; }
+// An instruction that reads shared memory of the block faults at addresses of any other.
 inline float4 load_float4(uint32_t from) {
+  if (static_cast<int>(from >> kRankBits) != current->block->rank) fail("a read of another block's shared memory", from);
   float4 x;
-  std::memcpy(&x, place_of_address(from | current->block->rank << kRankBits), sizeof(x));
+  std::memcpy(&x, place_of_address(from), sizeof(x));
   return x;
 }
 template <typename Element>

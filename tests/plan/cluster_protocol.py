@@ -1,10 +1,11 @@
 """A model of the barriers of the clustered CUDA backward, as ``backward_protocol`` has one of a single block.
 
 Roles follow ``_loader``, ``_values``, ``_keys``, ``_queries`` and ``_turns`` of ``cluster``, and ``_tensor_adder`` of
-``backward``, line by line, in two blocks that copy to each other's memory and arrive at each other's barriers. Bytes
-are counted as PTX says: those of a phase may land before its arrivals. A product reads its operands from when all warps
-of a warpgroup have issued it to when it is complete, and both times finds what it should. Who waits for a phase must
-find it or the next one: parity tells no more.
+``backward``, line by line, in two blocks that copy to each other's memory and arrive at each other's barriers, or in
+two such pairs for half of the columns each, whose twins send each other S and dP. Bytes are counted as PTX says: those
+of a phase may land before its arrivals. A product reads its operands from when all warps of a warpgroup have issued it
+to when it is complete, and both times finds what it should. Who waits for a phase must find it or the next one: parity
+tells no more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from random import Random
 from tests.plan import declared
 from tests.plan.simulation import WARPS, Condition, Named, ProtocolError, Role, Simulation
 
-BLOCKS = 2
+BLOCKS = 2  # of a pair
 SUMS = 8
 END = "end"
 
@@ -48,6 +49,9 @@ class Rules:
     wait_for_turn: bool = True  # dQ is added when its turn has come,
     told_when_added: bool = True  # of which others are told when all warps have added theirs,
     one_turn_at_a_time: bool = True  # before the next one is waited for
+    s_after_dp: bool = True  # S is sent when the twin has read dP of the step before,
+    dp_after_s: bool = True  # and dP when it has read S
+    part_until_read: bool = True  # of which it tells after it has read
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Case:
     overlap: str
     ordered: bool = False  # dQ is added up in a fixed order
     reads_ds: bool = False  # a warp adds up tiles of dS
+    halves: bool = False  # two pairs of blocks divide the columns
 
     @classmethod
     def random(cls, random: Random) -> Case:
@@ -74,6 +79,7 @@ class Case:
             overlap=random.choice(("roles", "dv")),
             ordered=random.random() < 0.5,
             reads_ds=random.random() < 0.5,
+            halves=random.random() < 0.5,
         )
 
 
@@ -162,7 +168,8 @@ class Block:
 
     def __init__(self, s: Cluster, rank: int) -> None:
         case, rules = s.case, s.rules
-        self.rank, self.at_work = rank, 0
+        self.half, self.rank = divmod(rank, BLOCKS)
+        self.at_work = 0
         pipes = declared.cluster(case.q_stages, case.stages, WARPS, ordered=True, reads_ds=case.reads_ds)
 
         def arrivals(name: str, *, less: int = 0) -> int:
@@ -187,6 +194,8 @@ class Block:
         unread = case.reads_ds and not rules.taken_by_reader
         self.ds_empty = of("ds_empty", less=unread + (0 if rules.taken_by_both else BLOCKS - 1))
         (self.turn,), (self.added,) = of("turn"), of("added", less=0 if rules.told_when_added else WARPS - 1)
+        self.s_part, self.dp_part = ((of(f"{name}_full"), of(f"{name}_empty")) for name in ("s_part", "dp_part"))
+        self.part = pieces(WARPS, 1)  # of S and dP, what the twin sends
         self.turns = 0  # that have come
         self.additions = [0] * WARPS
         self.k, self.v, self.other_k = pieces(3, 1)
@@ -202,15 +211,15 @@ class Block:
 
 
 class Cluster(Simulation):
-    """Two blocks with a tile of keys."""
+    """Two blocks with a tile of keys, or two pairs of them."""
 
     def __init__(self, case: Case, rules: Rules, random: Random) -> None:
         super().__init__(random)
         self.case, self.rules = case, rules
-        self.blocks = [Block(self, rank) for rank in range(BLOCKS)]
+        self.blocks = [Block(self, rank) for rank in range((1 + case.halves) * BLOCKS)]
         groups = {"values": values, "keys": keys, "queries": queries}
         loaders = (load_q, load_dout, load_rows)
-        self.end = Named(BLOCKS * (len(loaders) + case.ordered + case.reads_ds + WARPS * len(groups)))
+        self.end = Named(len(self.blocks) * (len(loaders) + case.ordered + case.reads_ds + WARPS * len(groups)))
         for block in self.blocks:
             own = {f"loader of {role.__name__[5:]}": role(self, block) for role in loaders}
             if case.ordered:
@@ -218,11 +227,21 @@ class Cluster(Simulation):
             if case.reads_ds:
                 own["tensor adder"] = tensor_adder(self, block)
             for name, role in groups.items():
-                products = Products(self, f"products of {name} {block.rank}")
+                products = Products(self, f"products of {name} {block.half} {block.rank}")
                 named = Named(WARPS)
                 own |= {f"{name}.{w}": role(self, block, w, products, named) for w in range(WARPS)}
             block.at_work = len(own)
-            self.roles |= {f"{name} of block {block.rank}": self.stay(block, role) for name, role in own.items()}
+            self.roles |= {
+                f"{name} of block {block.half}.{block.rank}": self.stay(block, role) for name, role in own.items()
+            }
+
+    def pair(self, block: Block) -> list[Block]:
+        """The blocks with the same columns, both of them."""
+        return self.blocks[BLOCKS * block.half :][:BLOCKS]
+
+    def twin(self, block: Block) -> Block:
+        """The block with the same keys and the other columns."""
+        return self.blocks[BLOCKS * (1 - block.half) + block.rank]
 
     def stay(self, block: Block, role: Role) -> Role:
         yield from role
@@ -245,7 +264,7 @@ class Cluster(Simulation):
 
     def release(self, block: Block, empty: str, stage: int) -> None:
         """Give a stage back."""
-        for to in self.blocks if self.rules.release_to_both else [block]:
+        for to in self.pair(block) if self.rules.release_to_both else [block]:
             getattr(to, empty)[stage].arrive()
 
 
@@ -261,7 +280,7 @@ def load_q(s: Cluster, block: Block) -> Role:
         block.steps[q.stage][0] = step
         block.sums[step % len(block.sums)][0] = step
         block.q_full[q.stage].arrive(announced=BLOCKS)
-        for to in s.blocks:
+        for to in s.pair(block):
             s.copy(to.q[q.stage], block.rank, step, to.q_full[q.stage])
         q.advance()
     yield block.q_empty[q.stage].done(q.phase - 1)
@@ -282,8 +301,8 @@ def load_dout(s: Cluster, block: Block) -> Role:
         for part in range(s.case.parts):
             yield block.dout_empty[place.stage].done(place.phase - 1)
             block.dout_full[place.stage].arrive(announced=BLOCKS)
-            for to in s.blocks:
-                s.copy(to.dout[place.stage], block.rank, (step, part), to.dout_full[place.stage])
+            for each in s.pair(block):
+                s.copy(each.dout[place.stage], block.rank, (step, part), each.dout_full[place.stage])
             place.advance()
     if s.rules.copies_land:
         yield block.v_full.done(0)
@@ -333,6 +352,22 @@ class Steps:
         return self.block.dout[self.dout.stage], (step, part)
 
 
+def add_twin(s: Cluster, block: Block, w: int, what: str, step: object) -> Role:
+    """``cluster/_twin.cu.j2``."""
+    twin = s.twin(block)
+    (full, _), (full_there, empty_there) = (getattr(each, f"{what}_part") for each in (block, twin))
+    full[w].arrive(announced=1)
+    s.copy(twin.part[w], 0, (what, step), full_there[w])
+    assert isinstance(step, int)
+    yield full[w].done(step)
+    if not s.rules.part_until_read:
+        empty_there[w].arrive()
+        yield lambda: True
+    expect([(block.part[w], (what, step))])
+    if s.rules.part_until_read:
+        empty_there[w].arrive()
+
+
 def values(s: Cluster, block: Block, w: int, products: Products, named: Named) -> Role:
     """``cluster/_values.cu.j2``."""
     leader, steps, buffer = w == 0, Steps(s, block), Place(2)
@@ -367,6 +402,11 @@ def values(s: Cluster, block: Block, w: int, products: Products, named: Named) -
         yield products.done(issue_s())
     while steps.more:
         own = steps.step
+        if s.case.halves:
+            assert isinstance(own, int)
+            if s.rules.s_after_dp:
+                yield block.dp_part[1][w].done(own - 1)
+            yield from add_twin(s, block, w, "s", own)
         expect([steps.rows()])
         if leader:
             s.release(block, "q_empty", steps.q.stage)
@@ -398,7 +438,7 @@ def values(s: Cluster, block: Block, w: int, products: Products, named: Named) -
 def keys(s: Cluster, block: Block, w: int, products: Products, named: Named) -> Role:
     """``cluster/_keys.cu.j2``."""
     leader, steps, buffer = w == 0, Steps(s, block), Place(2)
-    other = s.blocks[1 - block.rank]
+    other = s.pair(block)[1 - block.rank]
 
     def issue_dp() -> Role:
         reads: list[Read] = [(block.v, "V")] if steps.more else []
@@ -423,6 +463,11 @@ def keys(s: Cluster, block: Block, w: int, products: Products, named: Named) -> 
         own = steps.step
         if s.rules.dout_until_dp:
             release_dout()
+        if s.case.halves:
+            assert isinstance(own, int)
+            if s.rules.dp_after_s:
+                yield block.s_part[1][w].done(own)
+            yield from add_twin(s, block, w, "dp", own)
         if leader and not s.rules.q_until_dk:
             s.release(block, "q_empty", steps.q.stage)
         yield block.p_full[buffer.stage].done(buffer.phase)
@@ -470,7 +515,7 @@ def queries(s: Cluster, block: Block, w: int, products: Products, named: Named) 
             yield block.other_ds_full[buffer.stage].done(buffer.phase)
         reads: list[Read] = [(block.other_ds[buffer.stage], step), (block.other_k, "other K")]
         yield products.done(products.issue(w, reads))
-        for to in (s.blocks if s.rules.taken_by_both else [block]) if leader else ():
+        for to in (s.pair(block) if s.rules.taken_by_both else [block]) if leader else ():
             to.ds_empty[buffer.stage].arrive()
         if s.case.ordered:
             if s.rules.wait_for_turn:

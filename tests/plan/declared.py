@@ -58,10 +58,10 @@ def backward(
 
 @cache
 def cluster(q_stages: int, stages: int, warps: int, *, ordered: bool, reads_ds: bool = False) -> Pipes:
-    """Return the pipes of a block of a cluster; ``reads_ds``: a warp adds up tiles of dS."""
+    """Return the pipes of a block of a cluster that has a twin; ``reads_ds``: a warp adds up tiles of dS."""
     kernel = _plan("backward", 256)
     assert kernel.structure is not None
-    roles = replace(kernel.structure, q_stages=q_stages, ordered=ordered, reads_ds=reads_ds)
+    roles = replace(kernel.structure, q_stages=q_stages, ordered=ordered, reads_ds=reads_ds, cluster=4, column_blocks=2)
     return cluster_pipes(
         roles, tile_m=kernel.tile_m, stages=stages, qk=256, v=256, operands=kernel.operands, warps=warps
     )

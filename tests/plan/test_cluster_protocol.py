@@ -11,7 +11,7 @@ import pytest
 from tests.plan.cluster_protocol import Case, Cluster, Rules
 from tests.plan.simulation import ProtocolError
 
-RUNS = 200
+RUNS = 150
 
 
 @pytest.mark.parametrize(("ordered", "reads_ds"), [(False, False), (True, False), (False, True)])
@@ -46,6 +46,9 @@ def test_the_rules_of_the_templates_hold(overlap: str, ordered: bool, reads_ds: 
         ("wait_for_turn", "added dQ"),
         ("told_when_added", "told|phase"),
         ("one_turn_at_a_time", "added dQ|phase"),
+        ("s_after_dp", "read|phase"),
+        ("dp_after_s", "read|phase"),
+        ("part_until_read", "read|phase"),
     ],
 )
 def test_a_rule_that_is_broken_is_found(rule: str, becomes: str) -> None:

@@ -384,7 +384,7 @@ def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_shar
             {"head_dim": 256, "declared": "variants:\n  own: {score: tanh(s), dropout: true}\n"},
             r"backward: .*have no dropout in cuda; allowed: triton",
         ),
-        ("causal", {"head_dim": 272}, r"head_dim: .*from 8 to 256; nearest: 256"),
+        ("causal", {"head_dim": 520}, r"head_dim: .*from 8 to 512; nearest: 512"),
         ("causal", {"dtype": "fp32"}, r"dtype: .*bf16 and fp16, not fp32"),
         (
             "causal",

@@ -1,4 +1,4 @@
-"""Plans of head dims beyond 256: the forward, what it refuses, padding, and the three kernels of the backward."""
+"""Plans of head dims beyond 256: the forward, what it refuses, padding, and the backwards in CUDA and in Triton."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_memory_and_registers_fit(dim: int | str) -> None:
         ("variant: dropped", "512", "head_dim", "dropout shares random numbers among rows of one head"),
         ("variant: listed", "512", "head_dim", "from 8 to 256; nearest: 256"),
         (f"variant: causal, {BACKWARD}, dtype: fp32", "512", "dtype", "bf16 and fp16, not fp32"),
-        (f"variant: causal, {BACKWARD}, backward: {{backend: cuda}}", "512", "head_dim", "from 8 to 256; nearest: 256"),
+        (f"variant: causal, {BACKWARD}, backward: {{backend: cuda}}", "520", "head_dim", "from 8 to 512; nearest: 512"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(entry: str, head_dim: str, field: str, reason: str) -> None:
@@ -103,8 +103,8 @@ def test_other_architectures_name_the_widest_head_dim(arch: str, passes: str) ->
 @pytest.mark.parametrize(
     ("variant", "layout"), [("causal", "varlen"), ("softcap", "dense"), ("dropped", "dense"), ("allowed", "dense")]
 )
-def test_a_backward_has_a_kernel_for_each_gradient(variant: str, layout: str) -> None:
-    kernel = planned(f"variant: {variant}, layout: {layout}, {BACKWARD}")
+def test_a_backward_in_triton_has_a_kernel_for_each_gradient(variant: str, layout: str) -> None:
+    kernel = planned(f"variant: {variant}, layout: {layout}, {BACKWARD}, backward: {{backend: triton}}")
     assert (kernel.schedule, kernel.main) == ("triton_backward", "dk")
     launches = [launch for launch in kernel.launches if launch.grid in ("keys", "queries")]
     assert [launch.name for launch in launches] == ["dv", "dk", "dq"]
@@ -118,6 +118,40 @@ def test_a_backward_has_a_kernel_for_each_gradient(variant: str, layout: str) ->
     own = text[text.index(launches[0].symbol) : text.index(launches[1].symbol)]
     assert "dv = tl.dot(" in own
     assert not re.search(r"\b(ds|dp|delta|dk)\b", own)
+
+
+@pytest.mark.parametrize(
+    "head_dim", [*WIDE_HEAD_DIMS, "{qk: 512, v: 64}", "{qk: 40, v: 504}", "{qk: 8, v: 264}", "{qk: 320, v: 512}"]
+)
+def test_two_pairs_of_blocks_divide_the_columns_of_a_backward(head_dim: int | str) -> None:
+    kernel = planned(f"variant: causal, {BACKWARD}", head_dim=str(head_dim))
+    roles, (columns_qk,), (columns_v,) = kernel.structure, kernel.columns_qk, kernel.columns_v
+    assert (kernel.schedule, roles.cluster, roles.key_blocks, kernel.threads) == ("hopper_cluster", 4, 2, 512)
+    assert roles.overlap == "roles"
+    qk, v = roles.columns_of(kernel.columns_qk), roles.columns_of(kernel.columns_v)
+    assert 2 * qk == columns_qk.width == roles.sum_columns == 4 * roles.dq_columns >= kernel.head_dim_qk
+    assert 2 * v == columns_v.width >= kernel.head_dim_v
+    assert roles.shared_bytes <= ARCHES["sm90a"].shared_memory
+    box = roles.box_bytes // 2
+    assert roles.dq_columns % roles.dq_part == roles.dq_part % box == 0
+    assert all(each // roles.parts_of(each) % box == 0 for each in (qk, v))
+    assert kernel.stages >= roles.parts_of(v)
+    assert sum(roles.registers_of(name) for name in ("query_loader", "values", "keys", "queries")) <= 512
+    regions = {region.name: region for region in roles.shared}
+    assert regions["part"].bytes == 4 * 64 * 64
+    assert all(regions[name].offset % 1024 == 0 for name in ("k", "v", "other_k", "q", "dout", "ds", "other_ds"))
+    end = -(-kernel.head_dim_qk // box) * box
+    outside = f"kQkEnd = {end}," in render(kernel).text
+    assert outside or end == columns_qk.width
+
+
+def test_twins_send_their_sums_by_every_warp() -> None:
+    text = render(planned(f"variant: causal, {BACKWARD}")).text
+    assert "__cluster_dims__(4, 1, 1)" in text
+    assert text.count("add_twin(") == 2  # S, dP
+    assert "load_box_to(\n                3 << pair, " in text
+    narrow = render(planned(f"variant: causal, {BACKWARD}", head_dim="256")).text
+    assert not any(name in narrow for name in ("twin", "half, ", "uint32_t kPart"))
 
 
 @pytest.mark.parametrize("head_dim", WIDE_HEAD_DIMS)

@@ -1,6 +1,6 @@
 """Backwards by clusters, whole, on the CPU, as ``test_decode_on_host`` runs split-KV kernels.
 
-Blocks that send each other copies and signals all run, with every address that they use.
+Blocks that send each other sums, copies and signals all run, with every address that they use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ CASES = ["1,70,200,2,1", "1,130,33,1,1"]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("head_dim", [256, pytest.param(248, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "head_dim", [512, pytest.param(256, marks=pytest.mark.exhaustive), pytest.param(504, marks=pytest.mark.exhaustive)]
+)
 def test_a_backward_runs_to_its_end_and_is_right(head_dim: int, tmp_path: Path) -> None:
     plan = planned("causal", head_dim=head_dim, passes="backward", backward="{backend: cuda}")
     text = render(plan).text.replace("extern __shared__ char shared_memory[];", "")

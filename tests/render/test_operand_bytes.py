@@ -41,6 +41,7 @@ KERNELS = {
     "varlen backward": {**BACKWARD, "head_dim": 128, "layout": "varlen"},
     "cluster": {**BACKWARD, "head_dim": 192},
     "cluster of parts": {**BACKWARD, "head_dim": 256},
+    "cluster of halves": {**BACKWARD, "head_dim": 512},
 }
 DROPOUT = 'variants:\n  causal_dropout: {mask: "kv <= q_pos", dropout: true}\n'
 
@@ -190,6 +191,7 @@ def test_copies_announce_the_bytes_that_they_bring(case: tuple[Plan, str, dict[s
         wanted = {stage[name] // numbers[rings[name]] for name in ("q", "dout")}
         if plan.structure.cluster > 1:
             wanted |= {stage["other_ds"] // 2, numbers["kKeys"] * size}  # of one column
+            wanted |= {stage["part"] // 4} if "part" in stage else set()  # of a warp
         else:
             wanted |= {stage["k"] + stage["v"], numbers["kDqBlockBytes"]}
     assert announced == wanted

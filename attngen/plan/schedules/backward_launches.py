@@ -25,8 +25,8 @@ _CUT_FIRST_SIZES = ("cut_rows", "parts", "sum_tiles")
 
 #: Query rows of a block of ``preprocess``, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4
-#: Warps of a block of ``postprocess``.
-_POSTPROCESS_WARPS = 8
+#: Warps of a block of ``postprocess`` for each block of a cluster.
+_POSTPROCESS_WARPS = 4
 
 
 def launch_of(plan: Plan, name: str, grid: str, warps: int, **fields: object) -> Launch:
@@ -63,12 +63,14 @@ def launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
         shared_bytes=roles.shared_bytes, max_spills=_spills(roles).bytes, products=_products(plan, roles),
     )  # fmt: skip
     if cluster > 1:  # a block alone rounds dQ itself
-        yield launch_of(plan, "postprocess", "queries", _POSTPROCESS_WARPS, arguments=_postprocess_arguments(plan))
+        yield launch_of(
+            plan, "postprocess", "queries", _POSTPROCESS_WARPS * cluster, arguments=_postprocess_arguments(plan)
+        )
 
 
 def row_lanes(head_dim: int, element: DType) -> int:
-    """Lanes of a warp that read a row of ``head_dim`` columns, 16 bytes each; some may have none."""
-    return 1 << (head_dim // element.chunk_elements - 1).bit_length()
+    """Lanes of a warp that read a row of ``head_dim`` columns, 16 bytes each at once; some may have none."""
+    return min(1 << (head_dim // element.chunk_elements - 1).bit_length(), 32)
 
 
 def _spills(roles: HopperBackward) -> Spills:
@@ -211,11 +213,12 @@ def _products(plan: Plan, roles: HopperBackward) -> int:
     consumers take turns, all of the first step stand before the loop, but dQ, which that of the last one follows.
     """
     depth = plan.operands.shared("q", "k", "v", "dout", "p", "ds").mma_k
-    s, dp, rows = plan.columns_qk[0].width // depth, plan.columns_v[0].width // depth, plan.tile_m // depth
+    qk, v = roles.columns_of(plan.columns_qk), roles.columns_of(plan.columns_v)
+    s, dp, rows = qk // depth, v // depth, plan.tile_m // depth
     keys = plan.tile_n // depth
     loop = s + dp + 2 * rows + keys
     if roles.cluster > 1:  # each begins with one of its own
-        parts = sum(roles.parts_of(columns[0].width) for columns in (plan.columns_qk, plan.columns_v))
+        parts = roles.parts_of(qk) + roles.parts_of(v)
         return s + dp + s + dp + rows * parts + keys * (roles.dq_columns // roles.dq_part)
     if roles.pingpong:
         return 2 * loop + keys * roles.own_spans  # of a step that the consumer's keys do not see, dQ before it alone

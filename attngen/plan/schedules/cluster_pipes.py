@@ -1,4 +1,4 @@
-"""The pipes of the Hopper backward by clusters of two blocks: those of one block, which the other block also uses."""
+"""The pipes of the Hopper backward by clusters: those of one block, which other blocks also use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from attngen.plan.schedules.structures import HopperBackward
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = (
-    "k", "v", "other_k", "q", "dout", "ds", "other_ds", "lse", "delta", "step", "ds_step", "barriers", "sum_tile",
-    "index",
+    "k", "v", "other_k", "q", "dout", "ds", "other_ds", "part", "lse", "delta", "step", "ds_step", "barriers",
+    "sum_tile", "index",
 )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def cluster_pipes(
 
     ``warps`` is the number of a warpgroup's warps, which a model may have fewer of.
     """
-    blocks, keys = roles.cluster, roles.keys
+    blocks, keys = roles.key_blocks, roles.keys
     of_q, of_dout, of_rows = "the loader of Q", "the loader of dO", "the loader of rows"
     both = "the warpgroups of values and of keys, of both blocks"
     row_bytes = tile_m * 4
@@ -78,6 +78,19 @@ def cluster_pipes(
         stored=(("other_ds", tile_m * keys * operands.ds.bytes),),
         alternates=True,
     )  # fmt: skip
+    # what the block with the other columns of the same keys sends: S and dP in turns, through the same memory
+    twins = tuple(
+        Ring(
+            f"{name}_part", warps, f"the warpgroup of {who} of the twin block", f"the warpgroup of {who}",
+            guards=f"{product} over the twin's columns, a stage for each warp; after it comes {other}",
+            full=Signal(1, f"the warp of {who}, before it waits", f"{product} of the twin has landed", bytes=True),
+            empty=Signal(1, f"the warp of {who} of the twin", f"{other} may be sent: the twin has read {product}"),
+            stored=(("part", 16 * tile_m * 4),) if name == "s" else (),
+        )
+        for name, product, who, other in (
+            ("s", "S", "values", "dP of the same step"), ("dp", "dP", "keys", "S of the next step"),
+        )
+    )  # fmt: skip
     turns = (
         Event("turn", Signal(1, "the warp of turns", "dQ of a step may be added: all earlier keys' is")),
         Event("added", Signal(warps, "each warp of the warpgroup of queries", "dQ of a step is added")),
@@ -87,7 +100,7 @@ def cluster_pipes(
             once("k", of_q, "the warpgroups of values and of queries", qk * operands.k.bytes),
             once("v", of_dout, "the warpgroup of keys", v * operands.v.bytes),
             once("other_k", of_dout, "the warpgroup of queries", roles.dq_columns * operands.k.bytes),
-            q, dout, p, ds, other_ds, *(turns if roles.ordered else ()),
+            q, dout, p, ds, other_ds, *(twins if roles.column_blocks > 1 else ()), *(turns if roles.ordered else ()),
         ),
         named=(
             NamedBarrier("group", 1, 2, 32 * WARPGROUP, "threads of a warpgroup meet around dS, dK and dV"),
@@ -102,8 +115,8 @@ def cluster_pipes_of(plan: Plan) -> Pipes:
     """Return the pipes of a planned backward by clusters."""
     assert isinstance(plan.structure, HopperBackward)
     return cluster_pipes(
-        plan.structure, tile_m=plan.tile_m, stages=plan.stages, qk=plan.columns_qk[0].width,
-        v=plan.columns_v[0].width, operands=plan.operands,
+        plan.structure, tile_m=plan.tile_m, stages=plan.stages, qk=plan.structure.columns_of(plan.columns_qk),
+        v=plan.structure.columns_of(plan.columns_v), operands=plan.operands,
     )  # fmt: skip
 
 

@@ -9,12 +9,12 @@ from functools import partial
 from itertools import product
 
 from attngen.arch import Arch
-from attngen.dtypes import ATTENTION_DTYPES, DType, dtype
+from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIMS, DType, dtype
 from attngen.errors import PlanError
 from attngen.lang.biases import biases, rooms
 from attngen.lang.printing import canonical
 from attngen.plan.allowances import ALL_OF_DQ, left_to_others
-from attngen.plan.choices import check_head_dims, iteration_of, refuse
+from attngen.plan.choices import check_head_dims, is_beyond_256, iteration_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.model import Plan
 from attngen.plan.operands import Operands, operands_of
@@ -128,7 +128,7 @@ _TABLE = (
 )
 
 #: Blocks of a cluster, which computes wide heads, and in which warpgroups have roles: dK and dV of 64 keys take the
-#: registers of one each.
+#: registers of one each. Beyond head dim 256 two such pairs divide the columns of all matrices.
 _CLUSTER = 2
 #: Registers per thread of the four warpgroups of such a block, 512 in all: the producer, either one that keeps dK or
 #: dV, and the one that multiplies dQ. The latter multiplies all columns of dQ at once up to head dim ``ALL_OF_DQ``, and
@@ -191,7 +191,7 @@ class _Tile:
 
 
 def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relief: Relief = Relief()) -> Plan:
-    """Return the plan of a backward, by single blocks or, for wide heads, by clusters of two.
+    """Return the plan of a backward, by single blocks or, for wide heads, by clusters.
 
     The loader stores as much beside a tile of Q as shared memory has room for (``_offers``). Raises PlanError.
     """
@@ -201,10 +201,11 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
     wide = is_wide(spec)
     operands = operands_of(spec)
     element = operands.shared("q", "k", "v", "dout", "p", "ds")
-    # each block of a cluster has half of the columns of dQ, and loads half of dO
-    parts = _CLUSTER if wide else 1
+    # each of two blocks of a cluster has half of their columns of dQ, and loads half of their dO
+    column_blocks = _column_blocks(spec)
+    parts = column_blocks * (_CLUSTER if wide else 1)
     columns_qk, columns_v = (widths(head_dim, element, parts) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
-    qk, v = columns_qk.width, columns_v.width
+    qk, v = columns_qk.width // column_blocks, columns_v.width // column_blocks
     iteration = iteration_of(spec, "q", by_bits=not wide)
     roles = None
     for brought in _offers(spec, relief):
@@ -284,7 +285,9 @@ def _tile(spec: KernelSpec, relief: Relief, brought: Brought, iteration: str, qk
     family = relief.family or family_of(spec, per_pair, brought)
     row_family = row_family_of(spec, family, qk, v)
     choice = next(row for row in _TABLE if row.family == row_family and max(qk, v) <= row.head_dim)
-    stages = (spec.backward or Backward()).dkdv.stages or _parts_of_dout(spec, v) + 1
+    parts = _parts_of_dout(spec, v)
+    more = not (parts > 1 and is_beyond_256(spec))  # what twins send takes the memory of another stage
+    stages = (spec.backward or Backward()).dkdv.stages or parts + more
     varlen = spec.layout == "varlen"  # its loader and its consumers hold more values
     gradients = gradients_of(spec.variant, fast_math=spec.fast_math, tiles_only=wide)
     reads_ds = not all(each.in_registers for each in gradients)
@@ -333,7 +336,8 @@ def _tile(spec: KernelSpec, relief: Relief, brought: Brought, iteration: str, qk
     )
     if wide:
         heavy = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
-        draft = _clustered(draft, qk, v, element, divides=heavy and family in ("light", "divided", "tight"))
+        divides = heavy and family in ("light", "divided", "tight")
+        draft = _clustered(draft, qk, v, element, _column_blocks(spec), divides=divides)
     return _Tile(choice, stages, draft)
 
 
@@ -396,15 +400,25 @@ def _is_uneven(spec: KernelSpec, iteration: str) -> bool:
     return iteration == "ranges" and _by_data(spec, iteration) and spec.layout == "dense" and not is_wide(spec)
 
 
-def _clustered(draft: HopperBackward, qk: int, v: int, element: DType, *, divides: bool) -> HopperBackward:
-    """Return the roles of a block of a cluster. A mask that ``divides`` needs more registers in the producer."""
+def _column_blocks(spec: KernelSpec) -> int:
+    """Blocks of a cluster that divide the columns of all matrices."""
+    return 2 if is_beyond_256(spec) else 1
+
+
+def _clustered(
+    draft: HopperBackward, qk: int, v: int, element: DType, column_blocks: int, *, divides: bool
+) -> HopperBackward:
+    """Return the roles of a block of a cluster, which has ``qk`` and ``v`` columns. A mask that ``divides`` needs more
+    registers in the producer."""
     all_of_dq, columns = max(qk, v) <= ALL_OF_DQ, qk // _CLUSTER
     parts = [part for part in _REGISTERS_OF_PART if columns % part == 0]
     part = columns if all_of_dq else parts[-1 if divides else 0]
     registers = _ALL_REGISTERS if all_of_dq else _REGISTERS_OF_PART[part]
     return replace(
         draft,
-        cluster=_CLUSTER,
+        overlap="roles" if column_blocks > 1 else draft.overlap,
+        cluster=_CLUSTER * column_blocks,
+        column_blocks=column_blocks,
         warp_roles=cluster_roles(*registers, ordered=draft.ordered, reads_ds=draft.reads_ds),
         box_bytes=widest_box(part * element.bytes),  # of which V has a whole number in any case
         dq_columns=columns,
@@ -451,6 +465,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
 
 def _why_no_tensor_gradients(spec: KernelSpec) -> str | None:
     """Say why a backward does not compute the gradients of a variant's tensors, or None if it does."""
+    if is_beyond_256(spec):  # twins have the same tiles of dS
+        return f"beyond head dim {HEAD_DIMS[-1]}"
     gradients = gradients_of(spec.variant, fast_math=spec.fast_math, tiles_only=True) if is_wide(spec) else ()
     if left := next((each for each in gradients if each.in_registers), None):
         return (

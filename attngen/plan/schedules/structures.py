@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from attngen.plan.model import Structure
+from attngen.plan.model import Columns, Structure
 
 #: Keys of a consumer of a backward by single blocks.
 KEYS_OF_CONSUMER = 64
@@ -98,6 +98,7 @@ class HopperBackward(Structure):
     dq_by_rows: bool  # a consumer multiplies half of dQ's rows, not half of its columns
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator
     cluster: int = 1  # blocks that divide a tile of keys, 64 each; 1: one block has all
+    column_blocks: int = 1  # of these, blocks that have the same keys, and divide the columns of all matrices
     dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
     own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask
     cuts: bool = False  # a call may split the last tiles of keys among several blocks
@@ -139,6 +140,15 @@ class HopperBackward(Structure):
         """Keys of a block."""
         return 64 if self.cluster > 1 else 64 * self.consumers
 
+    @property
+    def key_blocks(self) -> int:
+        """Blocks of a cluster that have the same columns, and divide the keys."""
+        return self.cluster // self.column_blocks
+
+    def columns_of(self, columns: tuple[Columns, ...]) -> int:
+        """Columns of a matrix that a block has."""
+        return columns[0].width // self.column_blocks
+
     @staticmethod
     def parts_of(width: int) -> int:
         """Products that columns of dK or dV are split into where four warpgroups run: ptxas plans each with the 128
@@ -148,7 +158,7 @@ class HopperBackward(Structure):
     @property
     def sum_columns(self) -> int:
         """Columns of the dQ accumulator, which may be more than dQ has."""
-        return self.dq_columns if self.dq_by_rows else self.consumers * self.dq_columns
+        return self.dq_columns if self.dq_by_rows else max(self.consumers, self.cluster) * self.dq_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,7 @@ _REGION_TEXTS = {
 _CLUSTER_TEXTS = {
     "q": "Q, a tile per stage, then dK for its store", "ds": "P, then dS, of two steps",
     "other_ds": "dS of the other block, of two steps", "index": "which tile of work the cluster has taken",
+    "part": "S, then dP, over the other half of the columns: what the twin sends to each warp",
 }  # fmt: skip
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum", "dq_state"}),
@@ -201,7 +202,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
 
 def _region_text(roles: HopperBackward, plan: Plan, name: str, values: QueryValues | None) -> str:
     if roles.cluster > 1 and name == "dout":
-        part = "a tile" if roles.parts_of(plan.columns_v[0].width) == 1 else "half a tile"
+        part = "a tile" if roles.parts_of(roles.columns_of(plan.columns_v)) == 1 else "half a tile"
         return f"dO, {part} per stage, then dV for its store"
     texts = _REGION_TEXTS | _CLUSTER_TEXTS if roles.cluster > 1 else _REGION_TEXTS
     return texts.get(name, "barriers").format(who=values.who if values else "")

@@ -11,7 +11,6 @@ from attngen.plan.model import Launch
 from attngen.plan.own_gradients import Way, gradients_of
 from attngen.plan.schedules.backward_launches import first_stored
 from attngen.plan.schedules.structures import HopperBackward
-from attngen.plan.tiles import padded_width
 from attngen.tools.explain.backward import describe
 from attngen.tools.explain.schedule import ScheduleExplanation
 
@@ -119,12 +118,16 @@ class ClusterExplanation(BlockExplanation):
     def warpgroups(self) -> Iterator[str]:
         """Yield a line for each role."""
         roles = self.roles
-        yield f"a cluster of {roles.cluster} blocks of {roles.keys} keys, in each of which 1 warpgroup"
+        blocks = f"{roles.key_blocks} blocks of {roles.keys} keys"
+        if roles.column_blocks > 1:
+            blocks = f"{roles.column_blocks} x {blocks}, for half of the columns each"
+        yield f"a cluster of {blocks}, in each of which 1 warpgroup"
         order = "; a warp of it keeps the order of dQ's sums" if roles.ordered else ""
         order = "; a warp of it adds up gradients of tensors" if roles.reads_ds else order
         yield f"loads: {self.registers('query_loader')}; a half of Q and dO for both blocks{order}"
-        yield f"multiplies S and keeps dV: {self.registers('values')}"
-        yield f"multiplies dP and keeps dK: {self.registers('keys')}"
+        adds = ", adds that of the block with the other columns," if roles.column_blocks > 1 else ""
+        yield f"multiplies S{adds} and keeps dV: {self.registers('values')}"
+        yield f"multiplies dP{adds} and keeps dK: {self.registers('keys')}"
         yield (
             f"multiplies {roles.dq_columns} columns of dQ, {roles.dq_part} at once, and adds them to the dQ "
             f"accumulator: {self.registers('queries')}"
@@ -132,4 +135,4 @@ class ClusterExplanation(BlockExplanation):
 
     def of_dout(self) -> str:
         """A note where a stage of dO holds half a tile."""
-        return "half ones " if self.roles.parts_of(padded_width(self.plan.columns_v)) > 1 else ""
+        return "half ones " if self.roles.parts_of(self.roles.columns_of(self.plan.columns_v)) > 1 else ""
