@@ -173,21 +173,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
   const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
   const int head_end = kv_start < seqlen_k ? (hk + 1) * group : hk * group;  // no query sees keys after the used ones
   int step_head = hk * group;
+  const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
+  const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
+  const int visible_lo = max(u_seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
+  const int u_doc_kv_hi = (kv_hi < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_hi)] : 0;
+  const int u_doc_after = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_kv_hi, true);
+  const int u_value = u_seqlen_q_minus_seqlen_k + u_doc_after;
+  const int full_lo = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
+  const int u_doc_kv_lo = (kv_start < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_start)] : 0;
+  const int full_hi = min(max(u_doc_kv_lo == u_doc_kv_hi ? u_value : 0, 0) / kBlockM, whole_tiles);
+  const int visible_hi = static_cast<int>(static_cast<long long>(max(static_cast<long long>(static_cast<long long>(static_cast<long long>(u_value) + kBlockM) - 1), static_cast<long long>(0))) / static_cast<long long>(kBlockM));
   int place = 0, steps_left = -1;  // of the head; -1: it is to begin
   // The next step to copy; a tile of -1: there is none.
   const auto next_step = [&] {
     while (step_head < head_end) {
       const int h = step_head;
-      const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
-      const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
-      const int visible_lo = max(u_seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
-      const int u_doc_kv_hi = (kv_hi < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_hi)] : 0;
-      const int u_doc_after = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_kv_hi, true);
-      const int u_value = u_seqlen_q_minus_seqlen_k + u_doc_after;
-      const int full_lo = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
-      const int u_doc_kv_lo = (kv_start < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_start)] : 0;
-      const int full_hi = min(max(u_doc_kv_lo == u_doc_kv_hi ? u_value : 0, 0) / kBlockM, whole_tiles);
-      const int visible_hi = static_cast<int>(static_cast<long long>(max(static_cast<long long>(static_cast<long long>(static_cast<long long>(u_value) + kBlockM) - 1), static_cast<long long>(0))) / static_cast<long long>(kBlockM));
       const int tiles = max(visible_hi - visible_lo, 0);
       if (steps_left < 0) {
         steps_left = tiles;

@@ -172,19 +172,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
   const bool ragged = kv_start + kBlockN > seqlen_k;  // the last keys end in this tile: every step applies the mask
   const int head_end = kv_start < seqlen_k ? (hk + 1) * group : hk * group;  // no query sees keys after the used ones
   int step_head = hk * group;
+  const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
+  const int u_prefix_b = u_prefix[static_cast<long long>(b)];
+  const int visible_hi_1 = (seqlen_q + kBlockM - 1) / kBlockM;
+  const int visible_hi_0 = kv_start < u_prefix_b ? visible_hi_1 : 0;
+  const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
+  const int visible_lo_1 = max(visible_hi_0, max(u_seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM);
+  const int full_hi_0 = min(max(kv_hi < u_prefix_b ? seqlen_q : 0, 0) / kBlockM, whole_tiles);
+  const int full_lo_1 = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
   int place = 0, steps_left = -1;  // of the head; -1: it is to begin
   // The next step to copy; a tile of -1: there is none.
   const auto next_step = [&] {
     while (step_head < head_end) {
       const int h = step_head;
-      const int kv_hi = max(min(kv_start + kBlockN, seqlen_k) - 1, kv_start);
-      const int u_prefix_b = u_prefix[static_cast<long long>(b)];
-      const int visible_hi_1 = (seqlen_q + kBlockM - 1) / kBlockM;
-      const int visible_hi_0 = kv_start < u_prefix_b ? visible_hi_1 : 0;
-      const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
-      const int visible_lo_1 = max(visible_hi_0, max(u_seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM);
-      const int full_hi_0 = min(max(kv_hi < u_prefix_b ? seqlen_q : 0, 0) / kBlockM, whole_tiles);
-      const int full_lo_1 = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
       const int tiles = max(visible_hi_0, 0) + max(visible_hi_1 - visible_lo_1, 0);
       if (steps_left < 0) {
         steps_left = tiles;

@@ -9,6 +9,7 @@ from attngen.plan.model import Launch, Plan
 from attngen.plan.schedules.backward_families import by_head
 from attngen.plan.schedules.backward_launches import row_lanes
 from attngen.plan.schedules.structures import MmaBackward
+from attngen.plan.symbols import pointer_name
 from attngen.render.biases import Bias
 from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_arguments import argument_lines
@@ -54,7 +55,8 @@ class MmaBackwardView:
     by_head: bool
     uses_q_tiles: bool
     uses_whole_tiles: bool
-    span_lines: tuple[Statement, ...]
+    spans_once: tuple[Statement, ...]  # what finds the queries that see the keys: once, if it reads tensors,
+    span_lines: tuple[Statement, ...]  # or for each step, which takes fewer registers
     visible_ranges: tuple[Ends, ...]
     full_ranges: tuple[Ends, ...]
     word_lines: tuple[Statement, ...]
@@ -96,6 +98,8 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
     steps = reads([*code.partial.all, *code.full.all, code.exponent])
     of_sums = reads(tensor_sums.element) if tensor_sums else frozenset[str]()
     spans = reads([*span.lines, *span.values.values(), *listed])
+    heads = by_head(plan.variant) or plan.iteration == "tile_map"
+    once = not heads and not spans.isdisjoint(pointer_name(tensor.name) for tensor in plan.variant.tensors)
     out = plan.operands.shared("out", "dout")
     return MmaBackwardView(
         template=template,
@@ -113,14 +117,15 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
         lanes_of_row=row_lanes(plan.head_dim_v, out),
         chunks_of_row=plan.head_dim_v // out.chunk_elements,
         dqkv_lines=_lines(plan, parts["dqkv"]),
-        by_head=by_head(plan.variant) or plan.iteration == "tile_map",
+        by_head=heads,
         uses_q_tiles=plan.varlen and "q_tiles" in spans,
         uses_whole_tiles="whole_tiles" in spans,
-        span_lines=span.lines,
+        spans_once=span.lines if once else (),
+        span_lines=() if once else span.lines,
         visible_ranges=span.with_values(span.visible),
         full_ranges=span.with_values(span.full),
         word_lines=listed,
-        block_lines=code.block,
+        block_lines=tuple(line for line in code.block if not (once and line in span.lines)),
         uses_q_first="q_first" in steps | of_sums,
         uses_kv_first="kv_first" in steps,
         softmax=_BEFORE if code.weighted is not None or code.kept or plan.variant.dropout else _AMONG,
