@@ -153,3 +153,11 @@ def test_narrow_masks_have_smaller_tiles(variant: str, tile: tuple[int, int, int
     assert isinstance(other.structure, MmaBackward)
     assert other.structure.blocks == 2
     assert 2 * (other.structure.shared_bytes + 1024) <= 100 * 1024
+
+
+@pytest.mark.parametrize("deterministic", ["true", "false"])
+def test_tensors_are_searched_before_the_steps(deterministic: str) -> None:
+    fields = {"arch": "sm80", "head_dim": 128, "deterministic": deterministic, **BACKWARD}
+    text = render(planned("packed_documents", **fields)).text  # type: ignore[arg-type]
+    assert text.count("= first_at_least(") == 1
+    assert text.index("= first_at_least(") < text.index("const auto next_step = ")
