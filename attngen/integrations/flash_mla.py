@@ -20,7 +20,6 @@ from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.choice import Candidate, Pages, attend
 from attngen.integrations.flash_arguments import contiguous_rows, refuse, tensor
-from attngen.runtime.calls.merge import merge
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -279,13 +278,22 @@ def _listed_in_caches(
     if len(listed) == 1:
         return _listed_in_cache(q, listed[0], head_dim_v, softmax_scale, attn_sink, one_block=one_block)
     parts = [_listed_in_cache(q, rows, head_dim_v, softmax_scale, None, one_block=one_block) for rows in listed]
-    outs, lses = [part[0] for part in parts], [part[1] for part in parts]
-    lse = torch.logsumexp(torch.stack(lses), 0)
-    if attn_sink is not None:  # one more part, whose value is zero
+    if attn_sink is not None:
         _check_sink(q, attn_sink)
-        outs.append(outs[0].new_zeros(1, *outs[0].shape[1:]))
-        lses.append(attn_sink.clamp(max=_LARGEST_SINK).to(lse.dtype)[None, :, None].expand(1, *lse.shape[1:]))
-    return merge(outs, lses)[0], lse
+    (out, lse), (more, lse_of_more) = parts
+    return _merged((out, more), (lse, lse_of_more), attn_sink)
+
+
+def _merged(
+    outs: tuple[Tensor, Tensor], lses: tuple[Tensor, Tensor], attn_sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp (without the sink) over the keys of both parts. Outputs of rows without keys are zeros, so
+    that fewer kernels are needed than ``attngen.merge`` launches."""
+    lse = torch.logaddexp(*lses)
+    total = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.to(lse.dtype)[:, None])
+    total = total.clamp(min=torch.finfo(lse.dtype).min)  # a row without a key has the weights 0, not NaN
+    first, second = ((each - total).exp().transpose(1, 2)[..., None] for each in lses)
+    return torch.addcmul(outs[0] * first, outs[1], second).to(outs[0].dtype), lse
 
 
 def _check_sink(q: Tensor, attn_sink: Tensor) -> None:
