@@ -174,11 +174,12 @@ def _within(node: Expr) -> Expr:
 
 
 def stored(gradients: tuple[TensorGradient, ...], dtypes: dict[str, str], element: str) -> Iterator[TensorGradient]:
-    """Yield the biases whose gradients a call may store tile by tile as dS, without a float32 sum: those of the dtype
-    ``element`` that are read once. No two heads of the call may share an entry."""
+    """Yield the biases whose gradients a call may store tile by tile, without a sum in memory: those of the dtype
+    ``element`` of dS, or float32, that are read once. No two heads of the call may share an entry."""
     for each in gradients:
         alone = sum(other.load.tensor == each.load.tensor for other in gradients) == 1
-        if each.way is Way.PAIR and alone and each.constant == ONE and dtypes[each.load.tensor] == element:
+        dtype = dtypes[each.load.tensor]
+        if each.way is Way.PAIR and alone and (dtype == "fp32" or (dtype == element and each.constant == ONE)):
             yield each
 
 
@@ -206,7 +207,7 @@ def _from_tiles(variant: Variant, gradient: TensorGradient) -> TensorGradient:
 
 
 def stored_gradients(plan: Plan) -> tuple[TensorGradient, ...]:
-    """Return the biases whose gradient a call may have stored as tiles of dS are; to that of a sink more is added."""
+    """Return the biases whose gradient a call may have stored tile by tile; to that of a sink more is added."""
     variant = plan.variant
     of_sink = variant.uses(variant.sink)[1] if variant.sink is not None else frozenset()
     dtypes = {tensor.name: tensor.dtype for tensor in variant.tensors}

@@ -87,8 +87,8 @@ class TileSum:
     """What a warp does with a tile of dS for one element that the score reads.
 
     ``entry`` is that of a query of the tile, of a diagonal, or of the first pair of a bias. ``stored`` is the argument
-    that says whether tiles are stored as they are, ``cleared`` the one that says whether a warp also clears the others;
-    "" without one.
+    that says whether tiles are stored, not added, ``cleared`` the one that says whether a warp also clears the others;
+    "" without one. Stored entries are those of dS as they are, or ``in_float32``.
     """
 
     way: str
@@ -99,8 +99,19 @@ class TileSum:
     uniform: bool = False  # all diagonals have one entry
     stored: str = ""
     cleared: str = ""
+    in_float32: bool = False
     rows: str = ""  # of a bias: its extents
     columns: str = ""
+
+    @property
+    def entries(self) -> str:
+        """The address of a gradient whose tiles are stored."""
+        return self.gradient if self.in_float32 else f"reinterpret_cast<Element*>({self.gradient})"
+
+    @property
+    def entry_type(self) -> str:
+        """Type of an entry of that."""
+        return "float" if self.in_float32 else "Element"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +236,10 @@ def _tile_sum(plan: Plan, each: TensorGradient) -> TileSum:
         entry = _entry(plan, each, {}, indices=each.indices[:-2])
         flag = stored_name(name) if name in once else ""
         cleared = cleared_name(name) if plan.structure.clears_gradients and name in once else ""
-        return TileSum("pair", name, gradient, entry, stored=flag, cleared=cleared, rows=rows, columns=columns)
+        return TileSum(
+            "pair", name, gradient, entry, stored=flag, cleared=cleared, in_float32=tensor.dtype == "fp32", rows=rows,
+            columns=columns,
+        )  # fmt: skip
     if each.way is Way.DIAGONAL:
         entry = _entry(plan, each, {APART.name: Binding(spelled(APART.name), _TILE)})
         uniform = not any(APART.name in names(index) for index in each.indices)

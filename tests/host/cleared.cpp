@@ -44,8 +44,8 @@ static void clear_what_no_step_stores() {
 
 int main() {
   kernel = clear_what_no_step_stores;
-  for (uint16_t& entry : gradient) entry = 1;
+  for (auto& entry : gradient) entry = 1;
   launch(1, 1, 32);
   std::printf("gradient\n");
-  for (uint16_t entry : gradient) std::putchar('0' + entry);
+  for (const auto entry : gradient) std::putchar('0' + entry);
 }

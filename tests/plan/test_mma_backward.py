@@ -122,7 +122,7 @@ def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
         ("s + rows[h, q]", ["ds_tile.each_query("]),
         ("s + table[h, min(abs(q - kv), 256)]", ["ds_tile.sum(", "ds_tile.each_diagonal("]),
         ("s + table[h, q * kv % 257]", ["tensor_sum_0_entry[block][row]"]),
-        ("s + bias[h, q, kv]", ["ds_tile.each_block(", "store_eight("]),
+        ("s + bias[h, q, kv]", ["ds_tile.each_block(", "store_eight<Element>("]),
     ],
 )
 def test_gradients_of_tensors(score: str, lines: list[str]) -> None:

@@ -167,7 +167,9 @@ def test_places_of_large_gradients_are_counted_in_64_bits() -> None:
 def test_gradients_of_biases_that_are_stored_as_they_are() -> None:
     (bias,) = stored_gradients(backward("s + bias[h, q, kv]"))
     assert bias.prefix == {"h"}
-    for score in ("s + wide[b, h, q, kv]", "s + 2.0 * bias[h, q, kv]", "s + bias[0, q, kv] + bias[1, q, kv]"):
+    for score in ("s + wide[b, h, q, kv]", "s + 0.5 * wide[b, h, q, kv]"):  # in float32
+        assert [each.prefix for each in stored_gradients(backward(score))] == [{"b", "h"}]
+    for score in ("s + 2.0 * bias[h, q, kv]", "s + bias[0, q, kv] + bias[1, q, kv]", "s * wide[b, h, q, kv]"):
         assert stored_gradients(backward(score)) == ()
     assert stored_gradients(backward("s + bias[h, q, kv]", dtype="fp16")) == ()
     with_sink = DECLARED.replace("    tensors:", "    sink: bias[h, 0, 0]\n    tensors:")

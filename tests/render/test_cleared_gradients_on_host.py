@@ -27,27 +27,28 @@ DECLARED = """variants:
     mask: "{mask}"
     score: "s + bias[b, h, q, kv]"
     tensors:
-      bias: {{dtype: bf16, shape: [b, h, seqlen_q, seqlen_k], grad: true}}
+      bias: {{dtype: {dtype}, shape: [b, h, seqlen_q, seqlen_k], grad: true}}
       allowed: {{dtype: bool, shape: [seqlen_q, seqlen_k]}}
 """
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize(
-    ("mask", "head_dim", "lengths", "kv_heads"),
+    ("mask", "head_dim", "lengths", "kv_heads", "dtype"),
     [
-        ("q_pos >= kv", 128, (700, 904), 2),
-        ("q_pos >= kv and q_pos - kv < 150", 64, (1000, 648), 4),  # each consumer finds what sees its keys
-        ("q_pos >= kv and (q_pos - kv < 100 or kv < 4) and q_pos < 800", 128, (900, 904), 1),
-        ("allowed[q, kv]", 64, (2500, 392), 2),  # by a tile map, of two words
+        ("q_pos >= kv", 128, (700, 904), 2, "bf16"),
+        ("q_pos >= kv and q_pos - kv < 150", 64, (1000, 648), 4, "bf16"),  # each consumer finds what sees its keys
+        ("q_pos >= kv and q_pos - kv < 150", 64, (600, 648), 4, "fp32"),
+        ("q_pos >= kv and (q_pos - kv < 100 or kv < 4) and q_pos < 800", 128, (900, 904), 1, "bf16"),
+        ("allowed[q, kv]", 64, (2500, 392), 2, "bf16"),  # by a tile map, of two words
     ],
 )
 def test_each_entry_is_stored_or_cleared(
-    mask: str, head_dim: int, lengths: tuple[int, int], kv_heads: int, tmp_path: Path
+    mask: str, head_dim: int, lengths: tuple[int, int], kv_heads: int, dtype: str, tmp_path: Path
 ) -> None:
     plan = planned(
         "own", passes="backward", backward="{backend: cuda}", dtype="bf16", head_dim=head_dim,
-        declared=DECLARED.format(mask=mask),
+        declared=DECLARED.format(mask=mask, dtype=dtype),
     )  # fmt: skip
     assert isinstance(plan.structure, HopperBackward)
     assert plan.structure.clears
@@ -79,7 +80,7 @@ def test_each_entry_is_stored_or_cleared(
     lines = [f"constexpr int kBlockM = {plan.tile_m}, kSlotsOfWord = 16;"]
     lines += [f"static const int {name} = {value};" for name, value in sizes.items()]
     lines.append(f"static const int tile_map_ptr[{20 * len(of_map)}] = {{{', '.join(f'int({x}u)' for x in of_map)}}};")
-    lines.append(f"alignas(16) static uint16_t gradient[{entries}];")
+    lines.append(f"alignas(16) static uint{32 if dtype == 'fp32' else 16}_t gradient[{entries}];")
     lines.append("static float* const gradient_u_bias = reinterpret_cast<float*>(gradient);")
     (tmp_path / "given.inc").write_text("\n".join(lines))
     assert COMPILER is not None

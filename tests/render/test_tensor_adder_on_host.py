@@ -35,6 +35,7 @@ PTX = {
     r'asm volatile\("red\.relaxed\.gpu\.global\.add\.f32 .*?\);': "*to += x;",
     r'asm volatile\(\s*"red\.relaxed\.gpu\.global\.add\.v4\.f32 .*?\);': _ADD_FOUR,
     r'asm volatile\(\s*"ld\.shared\.v4\.u32 .*?\);': "eight = *reinterpret_cast<uint4*>(place_of_address(from));",
+    r'asm volatile\(\s*"ld\.shared\.v2\.u32 .*?\);': "four = *reinterpret_cast<uint2*>(place_of_address(from));",
     r'asm volatile\("ld\.shared\.u32 .*?\);': "both = *reinterpret_cast<uint32_t*>(place_of_address(from));",
     r'asm volatile\(\s*"\{\.reg \.pred p; setp.*?\);': "if (ends) to[run] += sum;",
 }
@@ -92,6 +93,7 @@ def place_of(name: str, step: Step, q: int, kv: int, lengths: tuple[int, int], f
 FORMS = {
     "all": "s + 2.0 * table[h, clamp(q_pos - kv + 20, 0, 40)] + row[b, h, q] + bias[h, q, kv]"
     " + 0.5 * half[b, h, q, kv]",
+    "floats": "s + 0.5 * half[b, h, q, kv]",
     "decay": "s + table[h, clamp(q_pos - kv + 20, 0, 40)] / (1 + abs(q_pos - kv))",
 }
 
@@ -105,6 +107,8 @@ FORMS = {
         ("all", 128, "bf16", "dense", (150, 300), 1),
         ("all", 128, "fp16", "dense", (150, 304), 0),
         ("all", 64, "fp16", "varlen", (149, 301), 1),
+        ("floats", 64, "bf16", "dense", (192, 256), 1),
+        ("floats", 128, "fp16", "dense", (149, 301), 1),
         ("decay", 32, "fp16", "dense", (150, 300), 0),
     ],
 )
@@ -199,7 +203,7 @@ def run(
     lines.append(f"static const uint16_t pairs[] = {{{bits}}};")
     prints = []
     for name, size in sizes.items():
-        as_element = stored and f"stored_u_{name}" in text
+        as_element = stored and name == "bias"
         value = f"to_float(reinterpret_cast<Element*>(gradient_u_{name})[i])" if as_element else f"gradient_u_{name}[i]"
         prints.append(f'for (int i = 0; i < {size}; ++i) std::printf("%.9g ", {value}); std::printf("\\n");')
     lines.append(f"static void print_gradients() {{ {' '.join(prints)} }}")

@@ -32,6 +32,13 @@ __device__ __forceinline__ uint4 load_eight(uint32_t from) {
   return eight;
 }
 
+// And four of these.
+__device__ __forceinline__ uint2 load_four(uint32_t from) {
+  uint2 four;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(four.x), "=r"(four.y) : "r"(from) : "memory");
+  return four;
+}
+
 // The sum of a row.
 template <typename Element, int kRows, int kKeys>
 __device__ __forceinline__ float sum_of_row(uint32_t tile, int row) {
@@ -184,26 +191,55 @@ __device__ __forceinline__ void store_eight(Element* to, const uint4& eight, int
   }
 }
 
-// The same, times a factor, added to sums in float32.
-template <typename Element>
-__device__ __forceinline__ void add_eight(float* to, const uint4& eight, float factor, int count, bool aligned) {
+// A term in float32: added to what others add, or stored.
+template <bool kAdds>
+__device__ __forceinline__ void put_float(float* to, float x) {
+  if constexpr (kAdds) {
+    add_float(to, x);
+  } else {
+    *to = x;
+  }
+}
+
+template <bool kAdds>
+__device__ __forceinline__ void put_floats(float* to, float4 x) {
+  if constexpr (kAdds) {
+    add_floats(to, x);
+  } else {
+    __stcs(reinterpret_cast<float4*>(to), x);
+  }
+}
+
+// Eight numbers of dS times a factor, in float32.
+template <typename Element, bool kAdds>
+__device__ __forceinline__ void put_eight(float* to, const uint4& eight, float factor, int count, bool aligned) {
   const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
   for (int i = 0; i < 8; i += 4) {
     const float2 first = unpack<Element>(pairs[i / 2]), second = unpack<Element>(pairs[i / 2 + 1]);
     const float4 four = {factor * first.x, factor * first.y, factor * second.x, factor * second.y};
     if (aligned && i + 4 <= count) {
-      add_floats(to + i, four);
+      put_floats<kAdds>(to + i, four);
     } else {
-      if (i < count) add_float(to + i, four.x);
-      if (i + 1 < count) add_float(to + i + 1, four.y);
-      if (i + 2 < count) add_float(to + i + 2, four.z);
-      if (i + 3 < count) add_float(to + i + 3, four.w);
+      if (i < count) put_float<kAdds>(to + i, four.x);
+      if (i + 1 < count) put_float<kAdds>(to + i + 1, four.y);
+      if (i + 2 < count) put_float<kAdds>(to + i + 2, four.z);
+      if (i + 3 < count) put_float<kAdds>(to + i + 3, four.w);
     }
   }
 }
 
-// A whole tile: so many lanes have the keys of a row, 8 each.
+template <typename Element>
+__device__ __forceinline__ void store_eight(float* to, const uint4& eight, int count, bool aligned, float factor) {
+  put_eight<Element, false>(to, eight, factor, count, aligned);
+}
+
+template <typename Element>
+__device__ __forceinline__ void add_eight(float* to, const uint4& eight, float factor, int count, bool aligned) {
+  put_eight<Element, true>(to, eight, factor, count, aligned);
+}
+
+// A whole tile: so many lanes have the keys of a row, 8 each. L2 evicts it first, since nobody in this kernel reads it.
 template <typename Element, int kRows, int kKeys>
 __device__ __forceinline__ void store_tile(Element* to, long long stride, uint32_t tile, int lane) {
   constexpr int kLanes = kKeys / 8, kStep = 32 / kLanes;
@@ -211,22 +247,33 @@ __device__ __forceinline__ void store_tile(Element* to, long long stride, uint32
   to += lane / kLanes * stride + 8 * (lane % kLanes);
 #pragma unroll 4
   for (int row = 0; row < kRows; row += kStep) {
-    *reinterpret_cast<uint4*>(to) = load_eight(from + 128 * row + 16 * (chunk ^ row % 8));
+    __stcs(reinterpret_cast<uint4*>(to), load_eight(from + 128 * row + 16 * (chunk ^ row % 8)));
+    to += kStep * stride;
+  }
+}
+
+// The same in float32, of which a lane has 4 keys, so that a warp writes whole rows of the gradient one after the other.
+template <typename Element, int kRows, int kKeys, bool kAdds>
+__device__ __forceinline__ void put_tile(float* to, long long stride, uint32_t tile, float factor, int lane) {
+  constexpr int kLanes = kKeys / 4, kStep = 32 / kLanes;
+  const uint32_t from = tile + lane % kLanes / 16 * (128 * kRows) + lane / kLanes * 128 + 8 * (lane % 2);
+  const uint32_t chunk = lane / 2 % 8 ^ lane / kLanes;
+  to += lane / kLanes * stride + 4 * (lane % kLanes);
+#pragma unroll 2
+  for (int row = 0; row < kRows; row += kStep) {
+    const uint2 four = load_four(from + 128 * row + 16 * (chunk ^ row % 8));
+    const float2 a = unpack<Element>(four.x), b = unpack<Element>(four.y);
+    put_floats<kAdds>(to, make_float4(factor * a.x, factor * a.y, factor * b.x, factor * b.y));
     to += kStep * stride;
   }
 }
 
 template <typename Element, int kRows, int kKeys>
+__device__ __forceinline__ void store_tile(float* to, long long stride, uint32_t tile, int lane, float factor) {
+  put_tile<Element, kRows, kKeys, false>(to, stride, tile, factor, lane);
+}
+
+template <typename Element, int kRows, int kKeys>
 __device__ __forceinline__ void add_tile(float* to, long long stride, uint32_t tile, float factor, int lane) {
-  constexpr int kLanes = kKeys / 8, kStep = 32 / kLanes;
-  const uint32_t from = tile + lane % kLanes / 8 * (128 * kRows) + lane / kLanes * 128, chunk = lane % 8 ^ lane / kLanes;
-  to += lane / kLanes * stride + 8 * (lane % kLanes);
-#pragma unroll 1
-  for (int row = 0; row < kRows; row += kStep) {
-    const uint4 eight = load_eight(from + 128 * row + 16 * (chunk ^ row % 8));
-    const float2 a = unpack<Element>(eight.x), b = unpack<Element>(eight.y), c = unpack<Element>(eight.z), d = unpack<Element>(eight.w);
-    add_floats(to, make_float4(factor * a.x, factor * a.y, factor * b.x, factor * b.y));
-    add_floats(to + 4, make_float4(factor * c.x, factor * c.y, factor * d.x, factor * d.y));
-    to += kStep * stride;
-  }
+  put_tile<Element, kRows, kKeys, true>(to, stride, tile, factor, lane);
 }
