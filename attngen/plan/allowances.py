@@ -128,6 +128,17 @@ TRITON_BACKWARD = Slower(
 SERIALIZED = (
     Serialized("Triton backward kernels", "own_gradients", "atomic additions stand in the loop of the products", None),
     Serialized("Triton backward kernels", "constant_logits", "nothing reads S, whose product is dropped", None),
+    *(
+        Serialized(f"Triton {direction} kernels", "parts", "each product of parts waits for the one before it", None)
+        for direction in ("forward", "backward")
+    ),
+)
+
+SPLIT_SPILLS = Spills(
+    "Triton kernels that multiply float32 in parts",
+    8192,
+    "six products for each load and store hide them",
+    Evidence("docs/notebook/triton_forward.md", "1,284 B of spills"),
 )
 
 #: Beyond this head dim a backward in CUDA has too few registers to multiply all columns of dQ of a block at once.

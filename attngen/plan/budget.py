@@ -26,11 +26,11 @@ class SharedMemory:
 
 
 def shared_memory(
-    *, tile_m: int, tile_n: int, stages: int, width_qk: int, width_v: int, operands: Operands
+    *, tile_m: int, tile_n: int, stages: int, width_qk: int, width_v: int, kept_bytes: int, operands: Operands
 ) -> SharedMemory:
-    """Shared memory of a tile; widths are padded head dims in elements."""
+    """Shared memory of a tile; widths are padded head dims in elements, of which those of Q have ``kept_bytes``."""
     return SharedMemory(
-        q=tile_m * width_qk * operands.q.bytes,
+        q=tile_m * width_qk * kept_bytes,
         k=tile_n * width_qk * operands.k.bytes,
         v=tile_n * width_v * operands.v.bytes,
         stages=stages,
@@ -63,17 +63,18 @@ def gradient_memory(
     stages: int,
     width_qk: int,
     width_v: int,
+    kept_bytes: int,
     operands: Operands,
     by_keys: bool,
 ) -> GradientMemory:
-    """Shared memory of a tile of a backward kernel, which keeps K and V if it is ``by_keys``, else Q and dO."""
-    keys = ("K", width_qk * operands.k.bytes), ("V", width_v * operands.v.bytes)
-    queries = ("Q", width_qk * operands.q.bytes), ("dO", width_v * operands.dout.bytes)
-    kept, moved = (keys, queries) if by_keys else (queries, keys)
-    (a, a_row), (b, b_row), (c, c_row), (d, d_row) = *kept, *moved
+    """Shared memory of a tile of a backward kernel, which keeps K and V if it is ``by_keys``, else Q and dO, whose
+    elements have ``kept_bytes`` there."""
+    names, moved = ("K", "V", "Q", "dO"), (operands.q, operands.dout)
+    if not by_keys:
+        names, moved = ("Q", "dO", "K", "V"), (operands.k, operands.v)
     return GradientMemory(
-        kept=(kept_rows * a_row, kept_rows * b_row),
-        moved=(moved_rows * c_row, moved_rows * d_row),
+        kept=(kept_rows * width_qk * kept_bytes, kept_rows * width_v * kept_bytes),
+        moved=(moved_rows * width_qk * moved[0].bytes, moved_rows * width_v * moved[1].bytes),
         stages=stages,
-        names=(a, b, c, d),
+        names=names,
     )

@@ -22,7 +22,7 @@ from attngen.manifest import (
     Workspace,
 )
 from attngen.plan.layouts import LAYOUTS
-from attngen.plan.operands import Operands
+from attngen.plan.operands import Operands, dot_precision, kept_bytes
 from attngen.records import Kind, written
 
 __all__ = [
@@ -210,6 +210,16 @@ class Plan(KernelFields):
     def approximate(self) -> bool:
         """Whether functions of mask and score may be the hardware's, which are coarser than float32."""
         return self.fast_math and self.operands.out.bytes < self.operands.accumulator.bytes
+
+    @property
+    def dot_precision(self) -> str | None:
+        """How ``tl.dot`` multiplies elements that tensor cores do not take, which are float32; None for others."""
+        return None if self.operands.q.mma else dot_precision(self.arch, fast_math=self.fast_math)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes in shared memory of an element that a Triton kernel multiplies in every step."""
+        return kept_bytes(self.arch, self.operands.q, fast_math=self.fast_math)
 
     @property
     def divisors(self) -> tuple[Divisor, ...]:

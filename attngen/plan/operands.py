@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from attngen.arch import Arch
 from attngen.dtypes import PROBABILITY_DTYPE, QUANTIZED_DTYPES, REGISTER_BYTES, DType, dtype
 from attngen.schema.expand import KernelSpec
 
@@ -74,6 +75,28 @@ def operands_of(spec: KernelSpec) -> Operands:
         q=element, k=kv, v=kv, p=p, out=out, dout=out, ds=out, dq=out, dk=out, dv=out,
         accumulator=dtype("fp32"),
     )  # fmt: skip
+
+
+def dot_precision(arch: Arch, *, fast_math: bool) -> str:
+    """How ``tl.dot`` multiplies float32, by Triton's names.
+
+    "ieee": FMAs. Else on tensor cores: each operand is the sum of parts, all pairs of which are multiplied but those
+    whose products are below the rounding of float32: three products of two parts in TF32 ("tf32x3"), or six of three
+    parts in bf16 ("bf16x6"). These take the same time, but splitting in two takes fewer instructions, and mma.sync
+    waits for these in every warp; wgmma and tcgen05 read parts that all warps split together.
+    """
+    if not fast_math:
+        return "ieee"
+    return "bf16x6" if arch.wgmma or arch.tensor_memory else "tf32x3"
+
+
+#: Bytes in shared memory of a float32 number that is kept for many products, in its parts.
+_BYTES_OF_PARTS = {"ieee": 4, "tf32x3": 2 * 4, "bf16x6": 3 * 2}
+
+
+def kept_bytes(arch: Arch, element: DType, *, fast_math: bool) -> int:
+    """Bytes in shared memory of an element that ``tl.dot`` multiplies in every step."""
+    return element.bytes if element.mma else _BYTES_OF_PARTS[dot_precision(arch, fast_math=fast_math)]
 
 
 def fragment_registers(columns: int, element: DType) -> int:

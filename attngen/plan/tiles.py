@@ -8,7 +8,11 @@ from attngen.arch import Arch
 from attngen.dtypes import DType
 from attngen.plan.choices import TILE_SIZES
 from attngen.plan.model import Columns
+from attngen.plan.operands import dot_precision
 from attngen.schema.expand import Gradient, KernelSpec
+
+#: Columns of a block whose elements mma.sync multiplies in parts: 16 keys take 64 registers a thread.
+_SPLIT_COLUMNS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +46,40 @@ def completed(given: KernelSpec | Gradient, tile: Tile) -> Tile:
     )
 
 
-def family(arch: Arch, *, loads: str, aligned: bool, element: DType, gathers: bool, dropout: bool = False) -> str:
+def family(
+    arch: Arch, *, loads: str, aligned: bool, element: DType, fast_math: bool, gathers: bool, dropout: bool = False
+) -> str:
     """Family of the table's rows that a kernel takes; ``gathers``: mask or score load a value for every pair."""
     if element.mma is None:
-        return "fp32"
+        return dot_precision(arch, fast_math=fast_math)
     if loads == "descriptor":
         own = "dropped" if dropout else "wgmma"
         return "gather" if gathers else own if arch.wgmma else "descriptor"
     return "pointer" if aligned else "unaligned"
 
 
-def columns(head_dim: int, element: DType) -> tuple[Columns, ...]:
-    """Split ``head_dim`` into at most two power-of-two blocks, padding the last one where that is not exact.
+def widest_block(arch: Arch, element: DType, *, fast_math: bool) -> int | None:
+    """Most columns of a block; None where it may have any power of two.
+
+    With "tf32x3" each warp has a whole block of K in registers, in two parts.
+    """
+    split = element.mma is None and dot_precision(arch, fast_math=fast_math) == "tf32x3"
+    return _SPLIT_COLUMNS if split else None
+
+
+def columns(head_dim: int, element: DType, widest: int | None = None) -> tuple[Columns, ...]:
+    """Split ``head_dim`` into at most two power-of-two blocks, padding the last one where that is not exact; or into
+    blocks of ``widest`` columns.
 
     96 is 64 + 32, 192 is 128 + 64, 80 is 64 + 16; 112 would need three blocks and is padded to 128. No block is
     narrower than a product can be deep: of 16 bits, 72 is 64 + 16, and 8 is padded to 16.
     """
     depth = product_depth(element)
+    if widest is not None and head_dim > widest:
+        starts = range(0, head_dim, widest)
+        used = [min(widest, head_dim - start) for start in starts]
+        widths = [max(1 << (count - 1).bit_length(), depth) for count in used]
+        return tuple(map(Columns, starts, widths, used))
     first = max(1 << (head_dim.bit_length() - 1), depth)
     if first >= head_dim:
         return (Columns(0, first, head_dim),)
@@ -69,7 +90,7 @@ def columns(head_dim: int, element: DType) -> tuple[Columns, ...]:
     return (Columns(0, first, first), Columns(first, second, rest))
 
 
-def gradient_columns(head_dim: int, element: DType, *, wgmma: bool) -> tuple[Columns, ...]:
+def gradient_columns(head_dim: int, element: DType, *, wgmma: bool, widest: int | None = None) -> tuple[Columns, ...]:
     """Return the blocks of a backward, which ``wgmma`` multiplies or not.
 
     ptxas lets these products wait for each other where a block of 16 columns stands beside another, and often where
@@ -79,7 +100,7 @@ def gradient_columns(head_dim: int, element: DType, *, wgmma: bool) -> tuple[Col
     if head_dim > 256:
         return _wide_columns(head_dim)
     if not wgmma or head_dim % 16 == 0:
-        return columns(head_dim, element)
+        return columns(head_dim, element, widest)
     if 128 < head_dim <= 192:
         return (Columns(0, 128, 128), Columns(128, 64, head_dim - 128))
     return (Columns(0, max(1 << (head_dim - 1).bit_length(), 32), head_dim),)

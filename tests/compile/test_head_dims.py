@@ -76,6 +76,20 @@ def test_in_triton(direction: str, layout: str, head_dim: object) -> None:
     assert 0 <= compile_source(planned, render(planned)).manifest["resources"]["spills"] <= SPILLS.bytes
 
 
+@pytest.mark.parametrize(
+    ("arch", "product"),
+    [
+        ("sm80", "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"),
+        ("sm90a", "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16"),
+    ],
+)
+def test_float32_on_tensor_cores(arch: str, product: str) -> None:
+    planned = plan(kernel_spec(arch=arch, dtype="fp32", head_dim=64))
+    artifact = compile_source(planned, render(planned))
+    assert product in artifact.texts["ptx"]
+    assert artifact.manifest["resources"]["spills"] <= 128
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("head_dim", [8, 72, 136, 248])

@@ -45,10 +45,10 @@ def test_head_dims_beyond_256(interpreter: Interpreter, variant: str, head_dim: 
     )
 
 
-@sampled(variant=["full", "alibi"], loads=LOADS, layout=LAYOUTS)
-def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str) -> None:
-    text = spec(variant, dtype="fp32", loads=loads, layout=layout, head_dim=48)
-    assert interpreter.call("gradient_problems", text, 23) == ()
+@sampled(variant=["full", "alibi"], loads=LOADS, layout=LAYOUTS, arch=["sm90a", "sm120a"], fast_math=["true", "false"])
+def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str, arch: str, fast_math: str) -> None:
+    fields = {"dtype": "fp32", "loads": loads, "layout": layout, "arch": arch, "fast_math": fast_math}
+    assert interpreter.call("gradient_problems", spec(variant, head_dim=48, **fields), 23) == ()
 
 
 @sampled(head_dim=ODD_HEAD_DIMS, loads=LOADS, third=THIRDS)

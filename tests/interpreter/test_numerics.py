@@ -46,10 +46,10 @@ def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str, third: i
     assert interpreter.call("problems", text, 12, third) == ()
 
 
-@sampled(variant=["full", "alibi"], loads=LOADS, layout=LAYOUTS)
-def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str) -> None:
-    text = spec(variant, dtype="fp32", loads=loads, layout=layout, head_dim=48)
-    assert interpreter.call("problems", text, 13) == ()
+@sampled(variant=["full", "alibi"], loads=LOADS, layout=LAYOUTS, arch=["sm90a", "sm120a"], fast_math=["true", "false"])
+def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str, arch: str, fast_math: str) -> None:
+    fields = {"dtype": "fp32", "loads": loads, "layout": layout, "arch": arch, "fast_math": fast_math}
+    assert interpreter.call("problems", spec(variant, head_dim=48, **fields), 13) == ()
 
 
 @sampled(head_dim=ODD_HEAD_DIMS, loads=LOADS)

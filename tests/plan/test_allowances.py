@@ -20,6 +20,7 @@ from attngen.plan.allowances import (
     PINGPONG_SPILLS,
     SERIALIZED,
     SPILLS,
+    SPLIT_SPILLS,
     TRITON_BACKWARD,
     LeftToOthers,
 )
@@ -37,6 +38,7 @@ PLAN = Path(attngen.__file__).parent / "plan"
         CACHE_SPILLS,
         MMA_SPILLS,
         MMA_BACKWARD_SPILLS,
+        SPLIT_SPILLS,
         LAST_SPILLS,
         TRITON_BACKWARD,
         *SERIALIZED,

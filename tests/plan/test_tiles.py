@@ -15,6 +15,7 @@ from tests.plan.specs import planned
 
 HEAD_DIMS = range(8, 257, 8)
 BF16 = dtype("bf16")
+TRITON = {"forward": {"backend": "triton"}, "backward": {"backward": "{backend: triton}"}}
 
 
 def memory_of(plan):  # type: ignore[no-untyped-def]
@@ -24,6 +25,7 @@ def memory_of(plan):  # type: ignore[no-untyped-def]
         stages=plan.stages,
         width_qk=padded_width(plan.columns_qk),
         width_v=padded_width(plan.columns_v),
+        kept_bytes=plan.kept_bytes,
         operands=plan.operands,
     )
 
@@ -131,3 +133,20 @@ def test_columns_by_example() -> None:
         8: (16,), 24: (32,), 40: (32, 16), 56: (64,), 72: (64, 16), 88: (64, 32), 104: (128,), 136: (128, 16),
         248: (256,),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arch", "precision"),
+    [("sm80", "tf32x3"), ("sm89", "tf32x3"), ("sm90a", "bf16x6"), ("sm100a", "bf16x6"), ("sm120a", "tf32x3")],
+)
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_float32_is_multiplied_in_parts(arch: str, precision: str, passes: str) -> None:
+    for head_dim in HEAD_DIMS:
+        plan = planned(arch=arch, dtype="fp32", head_dim=head_dim, passes=passes)
+        assert plan.dot_precision == precision
+        assert padded_width(plan.columns_qk) >= head_dim == sum(block.used for block in plan.columns_qk)
+        if precision == "tf32x3":
+            assert len(plan.columns_qk) <= 4
+            assert all(block.width <= 64 for block in plan.columns_qk)
+    assert planned(arch=arch, dtype="fp32", fast_math="false", passes=passes).dot_precision == "ieee"
+    assert planned(arch=arch, dtype="bf16", passes=passes, **TRITON[passes]).dot_precision is None

@@ -15,7 +15,7 @@ from attngen.lang.constant_conditions import reads_products
 from attngen.lang.ir import names
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, budget, naming
-from attngen.plan.allowances import SPILLS, WIDE_BACKWARD_SPILLS, may_wait
+from attngen.plan.allowances import SPILLS, SPLIT_SPILLS, WIDE_BACKWARD_SPILLS, Spills, may_wait
 from attngen.plan.choices import (
     SECTION_BYTES,
     STAGES,
@@ -27,11 +27,11 @@ from attngen.plan.choices import (
 )
 from attngen.plan.draft import axes_of, drafted, row_workspaces
 from attngen.plan.model import Argument, Columns, Launch, Plan
-from attngen.plan.operands import Operands, operands_of
+from attngen.plan.operands import Operands, kept_bytes, operands_of
 from attngen.plan.own_gradients import differentiable, differentiable_of
 from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.symbols import gradient_pointer
-from attngen.plan.tiles import Tile, completed, depth_sizes, family, gradient_columns, padded_width
+from attngen.plan.tiles import Tile, completed, depth_sizes, family, gradient_columns, padded_width, widest_block
 from attngen.plan.traits import gathers, is_light
 from attngen.plan.triton import LABELS, alignment_of, loads_of
 from attngen.schema.expand import Backward, Gradient, KernelSpec
@@ -76,9 +76,18 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("unaligned", 64, Tile(32, 64, 2, 8), Tile(64, 32, 2, 8)),
     ("unaligned", 128, Tile(16, 64, 1, 8), Tile(64, 16, 1, 8)),
     ("unaligned", 256, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
-    ("fp32", 64, Tile(32, 32, 1, 8), Tile(32, 32, 1, 8)),
-    ("fp32", 128, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
-    ("fp32", 256, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+    ("bf16x6", 64, Tile(64, 64, 1, 4), Tile(64, 64, 1, 4)),
+    ("bf16x6", 96, Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
+    ("bf16x6", 128, Tile(32, 128, 1, 8), Tile(128, 32, 1, 8)),
+    ("bf16x6", 192, Tile(32, 64, 1, 4), Tile(64, 32, 1, 4)),
+    ("bf16x6", 256, Tile(16, 64, 1, 8), Tile(64, 16, 1, 8)),
+    ("tf32x3", 96, Tile(16, 64, 2, 4), Tile(64, 16, 2, 4)),
+    ("tf32x3", 128, Tile(16, 32, 2, 4), Tile(32, 16, 2, 4)),
+    ("tf32x3", 192, Tile(16, 32, 1, 4), Tile(32, 16, 1, 4)),
+    ("tf32x3", 256, Tile(16, 16, 1, 4), Tile(16, 16, 1, 4)),
+    ("ieee", 64, Tile(32, 32, 1, 8), Tile(32, 32, 1, 8)),
+    ("ieee", 128, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
+    ("ieee", 256, Tile(16, 16, 1, 8), Tile(16, 16, 1, 8)),
     # three kernels, one for each gradient
     ("any", 512, Tile(32, 64, 1, 8), Tile(64, 32, 1, 8)),
 )
@@ -130,8 +139,10 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     operands = operands_of(spec)
     element = operands.shared("q", "k", "v", "dout", "p", "ds")
     multiplied = arch.wgmma and element.mma is not None
+    widest = widest_block(arch, element, fast_math=spec.fast_math)
     columns_qk, columns_v = (
-        gradient_columns(head_dim, element, wgmma=multiplied) for head_dim in (spec.head_dim_qk, spec.head_dim_v)
+        gradient_columns(head_dim, element, wgmma=multiplied, widest=widest)
+        for head_dim in (spec.head_dim_qk, spec.head_dim_v)
     )
     alignment = alignment_of(spec, element.bytes)
     if spec.deterministic and differentiable_of(spec.variant):
@@ -145,6 +156,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         loads=loads,
         aligned=alignment == 16,
         element=element,
+        fast_math=spec.fast_math,
         gathers=gathers(spec.variant),
         dropout=spec.variant.dropout,
     )
@@ -185,7 +197,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         mask_code="branch",
         softmax="exact_max",
         section_bytes=SECTION_BYTES,
-        allow=(*spec.allow, "serialized_wgmma") if _may_wait(spec.variant) else spec.allow,
+        allow=(*spec.allow, "serialized_wgmma") if _may_wait(spec.variant, rows) else spec.allow,
     )
     launches = [_preprocess(planned)]
     for kind, tile in tiles.items():
@@ -205,9 +217,9 @@ def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 def _tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     """Yield the spec of a backward with each tile, depth and number of warps of one of its kernels that may be the
     fastest, the other one being as it is planned."""
-    del first
+    moved, kept = ((32, 64, 128), (64, 128)) if first.dot_precision is None else ((16, 32, 64), (16, 32, 64, 128))
     given = spec.backward or Backward()
-    for m, n, stages, warps in product((32, 64, 128), (64, 128), (1, 2, 3), (4, 8)):
+    for m, n, stages, warps in product(moved, kept, (1, 2, 3), (4, 8)):
         of_keys, of_queries = Gradient(m, n, stages, warps), Gradient(n, m, stages, warps)
         yield replace(spec, backward=replace(given, dkdv=of_keys))
         yield replace(spec, backward=replace(given, dq=of_queries))
@@ -223,9 +235,13 @@ def _default_tile(kernel: str, family: str, head_dim: int) -> Tile:
     return row[2] if kernel == "dkdv" else row[3]
 
 
-def _may_wait(variant: Variant) -> bool:
+def _may_wait(variant: Variant, family: str) -> bool:
     """Whether ptxas may serialize the products, by the table of allowances."""
-    traits = {"own_gradients": bool(differentiable_of(variant)), "constant_logits": not reads_products(variant)}
+    traits = {
+        "own_gradients": bool(differentiable_of(variant)),
+        "constant_logits": not reads_products(variant),
+        "parts": family == "bf16x6",
+    }
     return may_wait("Triton backward kernels", [name for name, holds in traits.items() if holds])
 
 
@@ -262,6 +278,7 @@ def _tile(
             stages=tile.stages,
             width_qk=widths[0],
             width_v=widths[1],
+            kept_bytes=kept_bytes(arch, operands.q, fast_math=spec.fast_math),
             operands=operands,
             by_keys=kind.by_keys,
         )
@@ -278,14 +295,14 @@ def _tile(
 
 
 def _smaller(kind: _Kind, given: Gradient, tile: Tile, least: int) -> Tile | None:
-    """Return the next smaller tile that keeps what the spec fixed, or None: fewer stages, then fewer rows."""
+    """Return the next smaller tile that keeps what the spec fixed, or None: fewer stages, then fewer rows, first of
+    those that a block visits."""
     if given.stages is None and tile.stages > 1:
         return replace(tile, stages=tile.stages - 1)
-    if kind.by_keys and given.tile_m is None and tile.m > least:
-        return replace(tile, m=tile.m // 2)
-    if not kind.by_keys and given.tile_n is None and tile.n > least:
-        return replace(tile, n=tile.n // 2)
-    return None
+    queries = {} if given.tile_m or tile.m <= least else {"m": tile.m // 2}
+    keys = {} if given.tile_n or tile.n <= least else {"n": tile.n // 2}
+    fewer = (queries or keys) if kind.by_keys else (keys or queries)
+    return replace(tile, **fewer) if fewer else None
 
 
 def _preprocess(planned: Plan) -> Launch:
@@ -315,7 +332,7 @@ def _gradient(planned: Plan, kind: _Kind, tile: Tile, iteration: str) -> list[La
         num_warps=tile.warps,
         iteration=iteration,
         tile_map=axes,
-        max_spills=(WIDE_BACKWARD_SPILLS if planned.main == _DK.name else SPILLS).bytes,
+        max_spills=_spills(planned).bytes,
     )
     own = planned.of_launch(launch)
     launches = [replace(launch, arguments=_arguments(own, kind))]
@@ -332,6 +349,13 @@ def _gradient(planned: Plan, kind: _Kind, tile: Tile, iteration: str) -> list[La
         )
         launches.insert(0, classifier)
     return launches
+
+
+def _spills(planned: Plan) -> Spills:
+    """What a thread may spill."""
+    if planned.main == _DK.name:
+        return WIDE_BACKWARD_SPILLS
+    return SPLIT_SPILLS if planned.dot_precision == "bf16x6" else SPILLS
 
 
 #: Operands that each kernel keeps from tile to tile.

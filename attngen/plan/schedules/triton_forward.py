@@ -8,13 +8,13 @@ from itertools import product
 
 from attngen.arch import Arch
 from attngen.plan import arguments, budget
-from attngen.plan.allowances import SPILLS
+from attngen.plan.allowances import SPILLS, SPLIT_SPILLS, may_wait
 from attngen.plan.choices import SECTION_BYTES, STAGES, TILE_SIZES, WARPS, check_sizes, iteration_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Plan
-from attngen.plan.operands import Operands, operands_of
+from attngen.plan.operands import Operands, kept_bytes, operands_of
 from attngen.plan.schedule import Schedule, plans_of
-from attngen.plan.tiles import Tile, columns, completed, depth_sizes, family, padded_width
+from attngen.plan.tiles import Tile, columns, completed, depth_sizes, family, padded_width, widest_block
 from attngen.plan.traits import gathers
 from attngen.plan.triton import LABELS, alignment_of, loads_of
 from attngen.schema.expand import KernelSpec
@@ -41,9 +41,15 @@ _TABLE: tuple[tuple[str, int, Tile], ...] = (
     ("unaligned", 64, Tile(64, 32, 2, 4)),
     ("unaligned", 128, Tile(64, 16, 2, 4)),
     ("unaligned", 256, Tile(64, 16, 2, 8)),
+    # float32 in parts: benchmarked on an H200, as wgmma and as mma.sync (docs/notebook/triton_forward.md, "Float32")
+    ("bf16x6", 96, Tile(64, 64, 2, 4)),
+    ("bf16x6", 256, Tile(64, 32, 2, 4)),
+    ("tf32x3", 64, Tile(64, 32, 2, 4)),
+    ("tf32x3", 192, Tile(64, 16, 2, 4)),
+    ("tf32x3", 256, Tile(32, 16, 1, 4)),
     # no tensor cores: products are FMAs on registers
-    ("fp32", 128, Tile(32, 32, 1, 8)),
-    ("fp32", 256, Tile(32, 16, 1, 8)),
+    ("ieee", 128, Tile(32, 32, 1, 8)),
+    ("ieee", 256, Tile(32, 16, 1, 8)),
 )
 
 #: What is tried where the table's tile takes too many registers after all: tiles with fewer keys, more warps, and at
@@ -58,7 +64,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     loads = loads_of(spec, arch)
     operands = operands_of(spec)
     element = operands.shared("q", "k", "v", "p")
-    columns_qk, columns_v = columns(spec.head_dim_qk, element), columns(spec.head_dim_v, element)
+    widest = widest_block(arch, element, fast_math=spec.fast_math)
+    columns_qk, columns_v = (columns(head_dim, element, widest) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     widths = padded_width(columns_qk), padded_width(columns_v)
     alignment = alignment_of(spec, element.bytes)
     rows = family(
@@ -66,12 +73,15 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         loads=loads,
         aligned=alignment == 16,
         element=element,
+        fast_math=spec.fast_math,
         gathers=gathers(spec.variant),
         dropout=spec.variant.dropout,
     )
     tile = _tile(spec, arch, _default_tile(rows, max(widths)), widths, operands)
     iteration = iteration_of(spec)
-    in_registers = loads == "descriptor" and not gathers(spec.variant)
+    traits = ("parts",) if rows == "bf16x6" else ()
+    # in parts Q has no room there, but where wgmma leaves its other operand in shared memory
+    in_registers = loads == "descriptor" and not gathers(spec.variant) and rows != "tf32x3"
     planned = drafted(
         spec,
         label=LABELS[loads],
@@ -94,12 +104,13 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         mask_code="loop" if iteration == "ranges" and spec.variant.score is not None else "branch",
         softmax=spec.softmax or "exact_max",
         section_bytes=SECTION_BYTES,
+        allow=(*spec.allow, "serialized_wgmma") if may_wait("Triton forward kernels", traits) else spec.allow,
     )
     return forward_launches(
         planned,
         _arguments(planned),
         lambda: arguments.classifier_signature(planned, "q_tiles"),
-        max_spills=SPILLS.bytes,
+        max_spills=(SPLIT_SPILLS if traits else SPILLS).bytes,
     )
 
 
@@ -139,8 +150,8 @@ def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 
 def _tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     """Yield the spec of a forward with each tile, depth and number of warps that may be the fastest."""
-    del first
-    for m, n, stages, warps in product((64, 128), (32, 64, 128), (2, 3, 4), (4, 8)):
+    rows, keys = ((64, 128), (32, 64, 128)) if first.dot_precision is None else ((32, 64, 128), (16, 32, 64))
+    for m, n, stages, warps in product(rows, keys, (2, 3, 4), (4, 8)):
         yield replace(spec, tile_m=m, tile_n=n, stages=stages, num_warps=warps)
 
 
@@ -176,6 +187,7 @@ def _tile(spec: KernelSpec, arch: Arch, table: Tile, widths: tuple[int, int], op
             stages=tile.stages,
             width_qk=widths[0],
             width_v=widths[1],
+            kept_bytes=kept_bytes(arch, operands.q, fast_math=spec.fast_math),
             operands=operands,
         )
         if needed.total <= arch.shared_memory:
@@ -196,6 +208,8 @@ def _smaller(spec: KernelSpec, tile: Tile, least: int) -> Tile | None:
         return Tile(tile.m, tile.n, tile.stages - 1, tile.warps)
     if spec.tile_n is None and tile.n > least:
         return Tile(tile.m, tile.n // 2, tile.stages, tile.warps)
+    if spec.tile_m is None and tile.m > TILE_SIZES[0]:
+        return Tile(tile.m // 2, tile.n, tile.stages, tile.warps)
     return None
 
 

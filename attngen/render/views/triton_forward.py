@@ -155,8 +155,8 @@ def triton_type(plan: Plan, operand: str) -> str:
 
 
 def precision_of(plan: Plan) -> str:
-    """The argument by which ``tl.dot`` multiplies float32 exactly, without rounding to TF32."""
-    return ', input_precision="ieee"' if plan.operands.q.mma is None else ""
+    """The argument by which ``tl.dot`` multiplies float32 without rounding it to TF32."""
+    return f', input_precision="{plan.dot_precision}"' if plan.dot_precision else ""
 
 
 def _block(plan: Plan, index: int) -> Block:

@@ -35,6 +35,7 @@ def memory_of(plan: Plan, launch: Launch) -> GradientMemory:
         stages=launch.stages,
         width_qk=padded_width(plan.columns_qk),
         width_v=padded_width(plan.columns_v),
+        kept_bytes=plan.kept_bytes,
         operands=plan.operands,
         by_keys=by_keys,
     )

@@ -493,6 +493,7 @@ def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
         stages=plan.stages,
         width_qk=padded_width(plan.columns_qk),
         width_v=padded_width(plan.columns_v),
+        kept_bytes=plan.kept_bytes,
         operands=plan.operands,
     )
     scalars, visits = measured.of(plan)

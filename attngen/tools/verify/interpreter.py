@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,6 +77,7 @@ class Interpreted:
     def __init__(self, plan: Plan, text: str) -> None:
         """Import the source; ``prepare_process`` must have been called."""
         quicken()
+        _allow_products_of_parts()
         self.kernel = kernel_of(plan)
         self._module = _import(plan.name, text)
 
@@ -101,6 +103,17 @@ class Interpreted:
         function: Any = getattr(self._module, entry.symbol)
         values = [_value(parameter, geometry, buffers) for parameter in entry.layout.parameters]
         function[(blocks,)](*values)
+
+
+def _allow_products_of_parts() -> None:
+    """Let ``tl.dot`` take "bf16x6", which Triton's compilers take and its interpreter refuses; it multiplies float32
+    whatever it is told."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    options = interpreter_builder.options
+    if "bf16x6" not in options.allowed_dot_input_precisions:
+        allowed = (*options.allowed_dot_input_precisions, "bf16x6")
+        interpreter_builder.options = replace(options, allowed_dot_input_precisions=allowed)
 
 
 def _value(parameter: Argument, geometry: Geometry, buffers: Buffers | GradientBuffers) -> Any:

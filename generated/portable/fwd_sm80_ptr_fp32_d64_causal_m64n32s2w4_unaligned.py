@@ -1,4 +1,4 @@
-"""fwd_sm80_ptr_fp32_d64_causal_m32n32s1w8_unaligned
+"""fwd_sm80_ptr_fp32_d64_causal_m64n32s2w4_unaligned
 
 Attention forward, variant causal: mask `q_pos >= kv`.
 Rendered from templates/triton/forward.py.j2 by `attngen build specs/portable.yaml`.
@@ -7,9 +7,9 @@ Rendered from templates/triton/forward.py.j2 by `attngen build specs/portable.ya
 import triton
 import triton.language as tl
 
-BLOCK_M = tl.constexpr(32)  # query rows of a block
+BLOCK_M = tl.constexpr(64)  # query rows of a block
 BLOCK_N = tl.constexpr(32)  # keys of one step
-STAGES = tl.constexpr(1)  # K and V tiles in flight
+STAGES = tl.constexpr(2)  # K and V tiles in flight
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -40,7 +40,7 @@ def schedule_tile(block, q_tiles, units, section):
 
 
 @triton.jit
-def fwd_sm80_ptr_fp32_d64_causal_m32n32s1w8_unaligned(
+def fwd_sm80_ptr_fp32_d64_causal_m64n32s2w4_unaligned(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr,
     stride_q_b, stride_q_s, stride_q_h,
     stride_k_b, stride_k_s, stride_k_h,
@@ -88,14 +88,14 @@ def fwd_sm80_ptr_fp32_d64_causal_m32n32s1w8_unaligned(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :])
         # S = Q K^T
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         if tile >= full_hi:
             visible = q_pos[:, None] >= kv_index[None, :]
             s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :])
         # O = alpha O + P V
-        acc = tl.dot(p.to(tl.float32), v, acc * alpha[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(tl.float32), v, acc * alpha[:, None], input_precision="tf32x3")
 
     # The ragged last tile. Keys after the end must not count, and V there must be 0, since 0 * NaN is NaN.
     for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
@@ -103,13 +103,13 @@ def fwd_sm80_ptr_fp32_d64_causal_m32n32s1w8_unaligned(
         kv_index = kv_start + tl.arange(0, BLOCK_N)
         k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         # S = Q K^T
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
         v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         # O = alpha O + P V
-        acc = tl.dot(p.to(tl.float32), v, acc * alpha[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(tl.float32), v, acc * alpha[:, None], input_precision="tf32x3")
 
     # A row that saw no key gives 0 and -inf.
     dead = row_sum == 0.0

@@ -1,15 +1,15 @@
-"""fwd_sm86_ptr_fp32_d64_sliding_window_m32n32s1w8_unaligned
+"""fwd_sm80_ptr_fp32_d16_full_m64n32s2w4_unaligned
 
-Attention forward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
+Attention forward, variant full: mask `True`.
 Rendered from templates/triton/forward.py.j2 by `attngen build specs/portable.yaml`.
 """
 
 import triton
 import triton.language as tl
 
-BLOCK_M = tl.constexpr(32)  # query rows of a block
+BLOCK_M = tl.constexpr(64)  # query rows of a block
 BLOCK_N = tl.constexpr(32)  # keys of one step
-STAGES = tl.constexpr(1)  # K and V tiles in flight
+STAGES = tl.constexpr(2)  # K and V tiles in flight
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -40,7 +40,7 @@ def schedule_tile(block, q_tiles, units, section):
 
 
 @triton.jit
-def fwd_sm86_ptr_fp32_d64_sliding_window_m32n32s1w8_unaligned(
+def fwd_sm80_ptr_fp32_d16_full_m64n32s2w4_unaligned(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr,
     stride_q_b, stride_q_s, stride_q_h,
     stride_k_b, stride_k_s, stride_k_h,
@@ -48,7 +48,6 @@ def fwd_sm86_ptr_fp32_d64_sliding_window_m32n32s1w8_unaligned(
     stride_out_b, stride_out_s, stride_out_h,
     batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
-    u_window,
     write_lse, has_seqused_k,
 ):
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
@@ -60,69 +59,55 @@ def fwd_sm86_ptr_fp32_d64_sliding_window_m32n32s1w8_unaligned(
         seqlen_k = tl.load(seqused_k_ptr + b)
     q_start = q_tile * BLOCK_M
     q_index = q_start + tl.arange(0, BLOCK_M)
-    q_row = tl.minimum(q_index, seqlen_q - 1)  # rows beyond the end repeat the last one; they are not stored
-    q_pos = q_row + (seqlen_k - seqlen_q)  # aligned at the bottom right
     scale_log2e = softmax_scale * LOG2E
 
     # Which keys: tiles that some row sees, and among them those that every row sees whole.
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
-    q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
-    q_pos_lo = q_start + (seqlen_k - seqlen_q)
-    q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    u_window_min_1073741823 = tl.minimum(u_window, 1073741823)
-    visible_lo = tl.maximum(q_pos_lo - u_window_min_1073741823 + 1, 0) // BLOCK_N
-    visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    full_lo = (tl.maximum(q_pos_hi - u_window_min_1073741823 + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
-    ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
+    visible_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
+    ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running max, the row sum and O.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h
-    q = tl.load(q_rows + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+    q = tl.load(q_rows + tl.arange(0, 16)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, 64], tl.float32)
+    acc = tl.zeros([BLOCK_M, 16], tl.float32)
 
     # The whole tiles.
-    for tile in tl.range(visible_lo, tl.minimum(visible_hi, whole_tiles), num_stages=STAGES):
+    for tile in tl.range(0, tl.minimum(visible_hi, whole_tiles), num_stages=STAGES):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
-        k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :])
+        k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 16)[None, :])
         # S = Q K^T
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if (tile < full_lo) | (tile >= full_hi):
-            u_q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
-            visible = (0 <= u_q_pos_minus_kv) & (u_q_pos_minus_kv < u_window)
-            s = tl.where(visible, s, float("-inf"))
+        s = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
-        v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :])
+        v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 16)[None, :])
         # O = alpha O + P V
-        acc = tl.dot(p.to(tl.float32), v, acc * alpha[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(tl.float32), v, acc * alpha[:, None], input_precision="tf32x3")
 
     # The ragged last tile. Keys after the end must not count, and V there must be 0, since 0 * NaN is NaN.
     for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
-        k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 16)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         # S = Q K^T
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        u_q_pos_minus_kv = q_pos[:, None] - kv_index[None, :]
-        visible = (kv_index[None, :] < seqlen_k) & ((0 <= u_q_pos_minus_kv) & (u_q_pos_minus_kv < u_window))
+        s = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+        visible = kv_index[None, :] < seqlen_k
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
-        v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 16)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         # O = alpha O + P V
-        acc = tl.dot(p.to(tl.float32), v, acc * alpha[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(tl.float32), v, acc * alpha[:, None], input_precision="tf32x3")
 
     # A row that saw no key gives 0 and -inf.
     dead = row_sum == 0.0
     normalize = tl.where(dead, 0.0, 1.0 / row_sum)
     stored = q_index[:, None] < seqlen_q
     out_rows = out_ptr + b * stride_out_b + h * stride_out_h + q_index[:, None] * stride_out_s
-    column = tl.arange(0, 64)
+    column = tl.arange(0, 16)
     out = (acc * normalize[:, None]).to(tl.float32)
     tl.store(out_rows + column[None, :], out, mask=stored)
     if write_lse != 0:

@@ -1,4 +1,4 @@
-"""bwd_sm80_ptr_fp32_d128_causal_m16n16s1w8_m16n16s1w8_unaligned
+"""bwd_sm80_ptr_fp32_d128_causal_m16n32s2w4_m32n16s2w4_unaligned
 
 Attention backward, variant causal: mask `q_pos >= kv`.
 Rendered from templates/triton/backward.py.j2 by `attngen build specs/portable.yaml`.
@@ -23,7 +23,7 @@ def schedule_tile(block, q_tiles, units, section):
 
 
 @triton.jit
-def bwd_sm80_ptr_fp32_d128_causal_m16n16s1w8_m16n16s1w8_unaligned_preprocess(
+def bwd_sm80_ptr_fp32_d128_causal_m16n32s2w4_m32n16s2w4_unaligned_preprocess(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr,
     stride_out_b, stride_out_s, stride_out_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
@@ -41,7 +41,11 @@ def bwd_sm80_ptr_fp32_d128_causal_m16n16s1w8_m16n16s1w8_unaligned_preprocess(
     out_rows = out_ptr + b * stride_out_b + h * stride_out_h + row[:, None] * stride_out_s
     dout_rows = dout_ptr + b * stride_dout_b + h * stride_dout_h + row[:, None] * stride_dout_s
     delta = tl.zeros([BLOCK_M], tl.float32)
-    column = tl.arange(0, 128)
+    column = tl.arange(0, 64)
+    out = tl.load(out_rows + column[None, :], mask=stored[:, None], other=0.0)
+    dout = tl.load(dout_rows + column[None, :], mask=stored[:, None], other=0.0)
+    delta += tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    column = 64 + tl.arange(0, 64)
     out = tl.load(out_rows + column[None, :], mask=stored[:, None], other=0.0)
     dout = tl.load(dout_rows + column[None, :], mask=stored[:, None], other=0.0)
     delta += tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
@@ -57,7 +61,7 @@ def bwd_sm80_ptr_fp32_d128_causal_m16n16s1w8_m16n16s1w8_unaligned_preprocess(
 
 
 @triton.jit
-def bwd_sm80_ptr_fp32_d128_causal_m16n16s1w8_m16n16s1w8_unaligned_dkdv(
+def bwd_sm80_ptr_fp32_d128_causal_m16n32s2w4_m32n16s2w4_unaligned_dkdv(
     q_ptr, dout_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr,
     stride_q_b, stride_q_s, stride_q_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
@@ -71,8 +75,8 @@ def bwd_sm80_ptr_fp32_d128_causal_m16n16s1w8_m16n16s1w8_unaligned_dkdv(
 ):
     """Compute dK and dV of a tile of keys, from the queries of all heads that share it."""
     BLOCK_M: tl.constexpr = 16  # query rows of one step
-    BLOCK_N: tl.constexpr = 16  # keys of a block
-    STAGES: tl.constexpr = 1  # Q and dO tiles in flight
+    BLOCK_N: tl.constexpr = 32  # keys of a block
+    STAGES: tl.constexpr = 2  # Q and dO tiles in flight
 
     # Which keys of which KV head. Heads of one section run side by side, the first keys first: most queries see them.
     unit, kv_tile = schedule_tile(tl.program_id(0), kv_tiles, batch * kv_heads, section)
@@ -89,11 +93,15 @@ def bwd_sm80_ptr_fp32_d128_causal_m16n16s1w8_m16n16s1w8_unaligned_dkdv(
 
     # What a block keeps: its keys and values, and their gradients.
     k_rows = k_ptr + b * stride_k_b + hk * stride_k_h + kv_index[:, None] * stride_k_s
-    k = tl.load(k_rows + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+    k_0 = tl.load(k_rows + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+    k_1 = tl.load(k_rows + 64 + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
     v_rows = v_ptr + b * stride_v_b + hk * stride_v_h + kv_index[:, None] * stride_v_s
-    v = tl.load(v_rows + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
-    dk = tl.zeros([BLOCK_N, 128], tl.float32)
-    dv = tl.zeros([BLOCK_N, 128], tl.float32)
+    v_0 = tl.load(v_rows + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+    v_1 = tl.load(v_rows + 64 + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+    dk_0 = tl.zeros([BLOCK_N, 64], tl.float32)
+    dk_1 = tl.zeros([BLOCK_N, 64], tl.float32)
+    dv_0 = tl.zeros([BLOCK_N, 64], tl.float32)
+    dv_1 = tl.zeros([BLOCK_N, 64], tl.float32)
 
     # Which queries: tiles of which some row sees some key, and the full ones, of which every row sees every key.
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
@@ -118,38 +126,50 @@ def bwd_sm80_ptr_fp32_d128_causal_m16n16s1w8_m16n16s1w8_unaligned_dkdv(
 
         q_start = tile * BLOCK_M
         q_index = q_start + tl.arange(0, BLOCK_M)
-        q = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        q_0 = tl.load(q_head + q_index[:, None] * stride_q_s + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        q_1 = tl.load(q_head + q_index[:, None] * stride_q_s + 64 + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
         # S^T = K Q^T
-        s = tl.dot(k, tl.trans(q), input_precision="ieee")
+        s = tl.dot(k_0, tl.trans(q_0), input_precision="tf32x3")
+        s = tl.dot(k_1, tl.trans(q_1), s, input_precision="tf32x3")
         if (tile < full_lo) | (tile >= whole_tiles):
             q_pos = q_index + (seqlen_k - seqlen_q)
             visible = (q_index[None, :] < seqlen_q) & (q_pos[None, :] >= kv_row[:, None])
             s = tl.where(visible, s, float("-inf"))
-        dout = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        dout_0 = tl.load(dout_head + q_index[:, None] * stride_dout_s + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+        dout_1 = tl.load(dout_head + q_index[:, None] * stride_dout_s + 64 + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
         # dP^T = V dO^T
-        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        dp = tl.dot(v_0, tl.trans(dout_0), input_precision="tf32x3")
+        dp = tl.dot(v_1, tl.trans(dout_1), dp, input_precision="tf32x3")
         lse_log2 = tl.load(lse_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
         delta = tl.load(delta_rows + q_start + tl.arange(0, BLOCK_M), mask=tl.arange(0, BLOCK_M) < seqlen_q - q_start, other=0.0)
         p = tl.exp2(s * scale_log2e - lse_log2[None, :])
         ds = p * (dp - delta[None, :])
         # dV += P^T dO, dK += dS^T Q
-        dv = tl.dot(p.to(tl.float32), dout, dv, input_precision="ieee")
-        dk = tl.dot(ds.to(tl.float32), q, dk, input_precision="ieee")
+        dv_0 = tl.dot(p.to(tl.float32), dout_0, dv_0, input_precision="tf32x3")
+        dv_1 = tl.dot(p.to(tl.float32), dout_1, dv_1, input_precision="tf32x3")
+        dk_0 = tl.dot(ds.to(tl.float32), q_0, dk_0, input_precision="tf32x3")
+        dk_1 = tl.dot(ds.to(tl.float32), q_1, dk_1, input_precision="tf32x3")
 
     dk_rows = dk_ptr + b * stride_dk_b + hk * stride_dk_h + kv_index[:, None] * stride_dk_s
     dv_rows = dv_ptr + b * stride_dv_b + hk * stride_dv_h + kv_index[:, None] * stride_dv_s
     stored = kv_index[:, None] < keys
     used = kv_index[:, None] < seqlen_k
-    column = tl.arange(0, 128)
-    dk = tl.where(used, dk * softmax_scale, 0.0).to(tl.float32)
-    tl.store(dk_rows + column[None, :], dk, mask=stored)
-    column = tl.arange(0, 128)
-    dv = tl.where(used, dv, 0.0).to(tl.float32)
-    tl.store(dv_rows + column[None, :], dv, mask=stored)
+    column = tl.arange(0, 64)
+    dk_0 = tl.where(used, dk_0 * softmax_scale, 0.0).to(tl.float32)
+    tl.store(dk_rows + column[None, :], dk_0, mask=stored)
+    column = 64 + tl.arange(0, 64)
+    dk_1 = tl.where(used, dk_1 * softmax_scale, 0.0).to(tl.float32)
+    tl.store(dk_rows + column[None, :], dk_1, mask=stored)
+    column = tl.arange(0, 64)
+    dv_0 = tl.where(used, dv_0, 0.0).to(tl.float32)
+    tl.store(dv_rows + column[None, :], dv_0, mask=stored)
+    column = 64 + tl.arange(0, 64)
+    dv_1 = tl.where(used, dv_1, 0.0).to(tl.float32)
+    tl.store(dv_rows + column[None, :], dv_1, mask=stored)
 
 
 @triton.jit
-def bwd_sm80_ptr_fp32_d128_causal_m16n16s1w8_m16n16s1w8_unaligned_dq(
+def bwd_sm80_ptr_fp32_d128_causal_m16n32s2w4_m32n16s2w4_unaligned_dq(
     q_ptr, dout_ptr, k_ptr, v_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seqused_k_ptr,
     stride_q_b, stride_q_s, stride_q_h,
     stride_dout_b, stride_dout_s, stride_dout_h,
@@ -161,9 +181,9 @@ def bwd_sm80_ptr_fp32_d128_causal_m16n16s1w8_m16n16s1w8_unaligned_dq(
     has_seqused_k,
 ):
     """Compute dQ of a tile of queries."""
-    BLOCK_M: tl.constexpr = 16  # query rows of a block
+    BLOCK_M: tl.constexpr = 32  # query rows of a block
     BLOCK_N: tl.constexpr = 16  # keys of one step
-    STAGES: tl.constexpr = 1  # K and V tiles in flight
+    STAGES: tl.constexpr = 2  # K and V tiles in flight
 
     # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
     unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
@@ -189,34 +209,45 @@ def bwd_sm80_ptr_fp32_d128_causal_m16n16s1w8_m16n16s1w8_unaligned_dq(
 
     # What a block keeps: its queries and the gradients of their outputs, the sums of their rows, and dQ.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
-    q = tl.load(q_rows + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+    q_0 = tl.load(q_rows + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+    q_1 = tl.load(q_rows + 64 + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
     dout_rows = dout_ptr + b * stride_dout_b + h * stride_dout_h + q_index[:, None] * stride_dout_s
-    dout = tl.load(dout_rows + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+    dout_0 = tl.load(dout_rows + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+    dout_1 = tl.load(dout_rows + 64 + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
     entry = unit.to(tl.int64) * seqlen_q + q_index
     lse_log2 = tl.load(lse_log2_ptr + entry, mask=q_index < seqlen_q, other=float("inf"))
     delta = tl.load(delta_ptr + entry, mask=q_index < seqlen_q, other=0.0)
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h
-    dq = tl.zeros([BLOCK_M, 128], tl.float32)
+    dq_0 = tl.zeros([BLOCK_M, 64], tl.float32)
+    dq_1 = tl.zeros([BLOCK_M, 64], tl.float32)
     for tile in tl.range(0, visible_hi, num_stages=STAGES):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
-        k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        k_0 = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        k_1 = tl.load(k_head + kv_index[:, None] * stride_k_s + 64 + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         # S = Q K^T
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = tl.dot(q_0, tl.trans(k_0), input_precision="tf32x3")
+        s = tl.dot(q_1, tl.trans(k_1), s, input_precision="tf32x3")
         if tile >= full_hi:
             visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
             s = tl.where(visible, s, float("-inf"))
-        v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        v_0 = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        v_1 = tl.load(v_head + kv_index[:, None] * stride_v_s + 64 + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         # dP = dO V^T
-        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        dp = tl.dot(dout_0, tl.trans(v_0), input_precision="tf32x3")
+        dp = tl.dot(dout_1, tl.trans(v_1), dp, input_precision="tf32x3")
         p = tl.exp2(s * scale_log2e - lse_log2[:, None])
         ds = p * (dp - delta[:, None])
         # dQ += dS K
-        dq = tl.dot(ds.to(tl.float32), k, dq, input_precision="ieee")
+        dq_0 = tl.dot(ds.to(tl.float32), k_0, dq_0, input_precision="tf32x3")
+        dq_1 = tl.dot(ds.to(tl.float32), k_1, dq_1, input_precision="tf32x3")
 
     dq_rows = dq_ptr + b * stride_dq_b + h * stride_dq_h + q_index[:, None] * stride_dq_s
     stored = q_index[:, None] < seqlen_q
-    column = tl.arange(0, 128)
-    dq = (dq * softmax_scale).to(tl.float32)
-    tl.store(dq_rows + column[None, :], dq, mask=stored)
+    column = tl.arange(0, 64)
+    dq_0 = (dq_0 * softmax_scale).to(tl.float32)
+    tl.store(dq_rows + column[None, :], dq_0, mask=stored)
+    column = 64 + tl.arange(0, 64)
+    dq_1 = (dq_1 * softmax_scale).to(tl.float32)
+    tl.store(dq_rows + column[None, :], dq_1, mask=stored)

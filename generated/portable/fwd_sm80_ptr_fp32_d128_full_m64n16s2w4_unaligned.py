@@ -1,15 +1,15 @@
-"""fwd_sm80_ptr_fp32_d128_causal_m32n32s1w8_unaligned
+"""fwd_sm80_ptr_fp32_d128_full_m64n16s2w4_unaligned
 
-Attention forward, variant causal: mask `q_pos >= kv`.
+Attention forward, variant full: mask `True`.
 Rendered from templates/triton/forward.py.j2 by `attngen build specs/portable.yaml`.
 """
 
 import triton
 import triton.language as tl
 
-BLOCK_M = tl.constexpr(32)  # query rows of a block
-BLOCK_N = tl.constexpr(32)  # keys of one step
-STAGES = tl.constexpr(1)  # K and V tiles in flight
+BLOCK_M = tl.constexpr(64)  # query rows of a block
+BLOCK_N = tl.constexpr(16)  # keys of one step
+STAGES = tl.constexpr(2)  # K and V tiles in flight
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -40,7 +40,7 @@ def schedule_tile(block, q_tiles, units, section):
 
 
 @triton.jit
-def fwd_sm80_ptr_fp32_d128_causal_m32n32s1w8_unaligned(
+def fwd_sm80_ptr_fp32_d128_full_m64n16s2w4_unaligned(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seqused_k_ptr,
     stride_q_b, stride_q_s, stride_q_h,
     stride_k_b, stride_k_s, stride_k_h,
@@ -59,66 +59,70 @@ def fwd_sm80_ptr_fp32_d128_causal_m32n32s1w8_unaligned(
         seqlen_k = tl.load(seqused_k_ptr + b)
     q_start = q_tile * BLOCK_M
     q_index = q_start + tl.arange(0, BLOCK_M)
-    q_row = tl.minimum(q_index, seqlen_q - 1)  # rows beyond the end repeat the last one; they are not stored
-    q_pos = q_row + (seqlen_k - seqlen_q)  # aligned at the bottom right
     scale_log2e = softmax_scale * LOG2E
 
     # Which keys: tiles that some row sees, and among them those that every row sees whole.
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
-    q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
-    q_pos_lo = q_start + (seqlen_k - seqlen_q)
-    q_pos_hi = q_hi + (seqlen_k - seqlen_q)
-    visible_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
-    full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
+    visible_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
     ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
     # What a block keeps: its queries, and for each of them the running max, the row sum and O.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h
-    q = tl.load(q_rows + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+    q_0 = tl.load(q_rows + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
+    q_1 = tl.load(q_rows + 64 + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, 128], tl.float32)
+    acc_0 = tl.zeros([BLOCK_M, 64], tl.float32)
+    acc_1 = tl.zeros([BLOCK_M, 64], tl.float32)
 
     # The whole tiles.
     for tile in tl.range(0, tl.minimum(visible_hi, whole_tiles), num_stages=STAGES):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
-        k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :])
+        k_0 = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :])
+        k_1 = tl.load(k_head + kv_index[:, None] * stride_k_s + 64 + tl.arange(0, 64)[None, :])
         # S = Q K^T
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if tile >= full_hi:
-            visible = q_pos[:, None] >= kv_index[None, :]
-            s = tl.where(visible, s, float("-inf"))
+        s = tl.dot(q_0, tl.trans(k_0), input_precision="tf32x3")
+        s = tl.dot(q_1, tl.trans(k_1), s, input_precision="tf32x3")
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
-        v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :])
+        v_0 = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :])
+        v_1 = tl.load(v_head + kv_index[:, None] * stride_v_s + 64 + tl.arange(0, 64)[None, :])
         # O = alpha O + P V
-        acc = tl.dot(p.to(tl.float32), v, acc * alpha[:, None], input_precision="ieee")
+        acc_0 = tl.dot(p.to(tl.float32), v_0, acc_0 * alpha[:, None], input_precision="tf32x3")
+        acc_1 = tl.dot(p.to(tl.float32), v_1, acc_1 * alpha[:, None], input_precision="tf32x3")
 
     # The ragged last tile. Keys after the end must not count, and V there must be 0, since 0 * NaN is NaN.
     for tile in tl.range(whole_tiles, whole_tiles + ragged_tiles, num_stages=1):
         kv_start = tile * BLOCK_N
         kv_index = kv_start + tl.arange(0, BLOCK_N)
-        k = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        k_0 = tl.load(k_head + kv_index[:, None] * stride_k_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        k_1 = tl.load(k_head + kv_index[:, None] * stride_k_s + 64 + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         # S = Q K^T
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        visible = (kv_index[None, :] < seqlen_k) & (q_pos[:, None] >= kv_index[None, :])
+        s = tl.dot(q_0, tl.trans(k_0), input_precision="tf32x3")
+        s = tl.dot(q_1, tl.trans(k_1), s, input_precision="tf32x3")
+        visible = kv_index[None, :] < seqlen_k
         s = tl.where(visible, s, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(s, scale_log2e, row_max, row_sum)
-        v = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 128)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        v_0 = tl.load(v_head + kv_index[:, None] * stride_v_s + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
+        v_1 = tl.load(v_head + kv_index[:, None] * stride_v_s + 64 + tl.arange(0, 64)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
         # O = alpha O + P V
-        acc = tl.dot(p.to(tl.float32), v, acc * alpha[:, None], input_precision="ieee")
+        acc_0 = tl.dot(p.to(tl.float32), v_0, acc_0 * alpha[:, None], input_precision="tf32x3")
+        acc_1 = tl.dot(p.to(tl.float32), v_1, acc_1 * alpha[:, None], input_precision="tf32x3")
 
     # A row that saw no key gives 0 and -inf.
     dead = row_sum == 0.0
     normalize = tl.where(dead, 0.0, 1.0 / row_sum)
     stored = q_index[:, None] < seqlen_q
     out_rows = out_ptr + b * stride_out_b + h * stride_out_h + q_index[:, None] * stride_out_s
-    column = tl.arange(0, 128)
-    out = (acc * normalize[:, None]).to(tl.float32)
-    tl.store(out_rows + column[None, :], out, mask=stored)
+    column = tl.arange(0, 64)
+    out_0 = (acc_0 * normalize[:, None]).to(tl.float32)
+    tl.store(out_rows + column[None, :], out_0, mask=stored)
+    column = 64 + tl.arange(0, 64)
+    out_1 = (acc_1 * normalize[:, None]).to(tl.float32)
+    tl.store(out_rows + column[None, :], out_1, mask=stored)
     if write_lse != 0:
         lse = tl.where(dead, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
         tl.store(lse_ptr + unit.to(tl.int64) * seqlen_q + q_index, lse, mask=q_index < seqlen_q)
