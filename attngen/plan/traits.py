@@ -43,6 +43,14 @@ def reads_data_per_query(variant: Variant) -> bool:
     return any(names(index) & ROWS for load in loads for index in load.indices)
 
 
+def may_see_all_keys(variant: Variant) -> bool:
+    """Whether an alternative of the mask depends on the query and not on the key, as ``q < 2`` of global queries."""
+    alternatives = (
+        each for node in walk(variant.mask) if isinstance(node, Op) and node.op == "or" for each in node.args
+    )
+    return any(names(each) & ROWS and not names(each) & KEYS for each in alternatives)
+
+
 def has_short_bounds_of(spec: KernelSpec) -> bool:
     """Whether code of moderate size classifies each tile as full, partial or empty."""
     return has_short_bounds(spec.variant.mask, Facts.of(spec.variant), "packed" if spec.pack_gqa else "single")

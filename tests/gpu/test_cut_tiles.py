@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import attngen
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.geometry import sizes as geometry
 from attngen.runtime.geometry.cuts import NONE, Cut
@@ -22,6 +23,7 @@ from attngen.tools.verify.gpu import try_pinned
 from attngen.tools.verify.gradient_contract import expected_gradients
 from attngen.tools.verify.inputs import Element, make_inputs
 from attngen.tools.verify.poison import poisoned_gradients
+from tests.gpu.family import PACKAGE as FORWARD
 from tests.gpu.family import Run, bits
 from tests.gpu.family import kernels as forward_kernels
 from tests.gpu.gradient_runs import gradient_run
@@ -147,6 +149,38 @@ def test_long_rows_of_maps_are_cut(
     for _ in range(3):
         whole = torch.autograd.grad(attention(q, k, v, variant="allowed", allowed=allowed), (q, k, v), above)
     close(cut, whole)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "batch", "kv_heads"), [(64, 2100, 2, 2), (128, 2500, 1, 4), (128, 2200, 2, 1)]
+)
+def test_long_query_tiles_of_maps_are_cut(head_dim: int, seqlen: int, batch: int, kv_heads: int) -> None:
+    """The same of a forward, whose map lists the KV tiles of each query tile."""
+    forward_kernels()
+    first = 40
+    generator = torch.Generator("cuda").manual_seed(seqlen)
+    at = torch.arange(seqlen, device="cuda")
+    allowed = (at[:, None] // 150 == at // 150).repeat(batch, 1, 1)
+    allowed[0, 300:400] = torch.rand(100, seqlen, device="cuda", generator=generator) < 0.9
+    allowed[-1, -200:] = True
+    allowed[:, 700] = False
+    seen = allowed | (at[:, None] < first)
+    shapes = ((batch, seqlen, 4, head_dim), *[(batch, seqlen, kv_heads, head_dim)] * 2)
+    q, k, v = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in shapes)
+    _KEPT.clear()
+    how: dict[str, Any] = {"package": FORWARD, "backend": "cuda", "return_lse": True}
+    runs = [attngen.attention(q, k, v, variant="listed_queries", allowed=allowed, first=first, **how) for _ in range(6)]
+    (entry,) = (entry for (sizes, *_), entry in kept_maps().items() if sizes[1] == "forward")
+    assert entry.words is not None
+    assert int(entry.words[entry.shape.map_words - 1]) >= 2
+    exact = [one.double().transpose(1, 2) for one in (q, k, v)]
+    scores = exact[0] @ exact[1].repeat_interleave(4 // kv_heads, 1).transpose(2, 3) / head_dim**0.5
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    wanted = (scores.softmax(-1).nan_to_num(0) @ exact[2].repeat_interleave(4 // kv_heads, 1)).transpose(1, 2)
+    for out, lse in runs:
+        assert float((out.double() - wanted).norm() / wanted.norm()) < 4e-3
+        torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=2e-3)
+    assert all(torch.equal(bits(out), bits(runs[-1][0])) for out, _ in runs[3:])
 
 
 def test_the_rule_cuts_a_call_of_few_tiles_and_graphs_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,6 +230,12 @@ def test_masks_decide_which_query_tiles_are_cut() -> None:
     assert workspace_sizes(own, [sizes]) == {"partials": sizes.sizes["cut_parts"] * 128 * (128 + 8)}
     short = geometry(own, 64, 512, 8, 8)
     assert (short.cut, short.sizes["split_counters"], workspace_sizes(own, [short])) == (NONE, 0, {"partials": 0})
+    listed = ", tensors: {seen: {dtype: bool, shape: [seqlen_q, seqlen_k]}}"
+    assert not forward("seen[q, kv]", listed).main.cuts
+    mapped = forward("seen[q, kv] or q < 128", listed)
+    assert mapped.main.cuts
+    seen = torch.empty(8192, 8192, dtype=torch.bool)
+    assert geometry(mapped, 1, 8192, 8, 8, seen=seen).sizes["cut_rows"] == 8
 
 
 def test_every_kv_tile_belongs_to_a_part_of_its_query_tile() -> None:

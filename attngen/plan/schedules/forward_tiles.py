@@ -41,6 +41,7 @@ from attngen.plan.traits import (
     gathers,
     is_light,
     key_values,
+    may_see_all_keys,
     reads_data_per_key,
     without_distance_values,
 )
@@ -77,6 +78,9 @@ _BIAS_STAGES, _FEW_CONSUMERS = (3, 2), 2
 
 #: The most blocks of a cluster that every Hopper card takes.
 _MOST_BLOCKS = 8
+
+#: Columns up to which query tiles may be cut into parts; beyond, kernels with tile maps would spill registers.
+_CUT_COLUMNS = 128
 
 #: With this many consumers or more, tiles have so many rows that few calls end evenly.
 _FEW_TILES = 3
@@ -289,7 +293,10 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         values = NO_KEY_VALUES
     from_first = ranges and spec.order != "natural" and first_see_most(spec)
     short_early = iteration == "ranges" and consumers >= _FEW_TILES and _takes_short_early(spec)
-    longest = from_first and not skips and not short_early and first_see_many_more(spec)
+    if iteration == "tile_map":
+        longest = may_see_all_keys(spec.variant) and spec.variant.score is None  # with some scores, parts would spill
+    else:
+        longest = from_first and not skips and not short_early and first_see_many_more(spec)
     draft = HopperForward(
         consumers=consumers,
         warp_roles=warp_roles,
@@ -336,7 +343,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         biases=len(biases(spec.variant, tiled)),
         bias_bytes=tiled,
         bias_stages=_BIAS_STAGES[-1] if tiled else 0,
-        cuts=longest and not form.transposes and softmax != "bounded" and _can_be_cut(spec),
+        cuts=longest and not form.transposes and softmax != "bounded" and _can_be_cut(spec, max(qk, v)),
     )
 
     for stages in (spec.stages,) if spec.stages else usual:
@@ -388,11 +395,11 @@ def _takes_short_early(spec: KernelSpec) -> bool:
     return dense and ordered and spec.variant.score is not None and last_see_most(spec)
 
 
-def _can_be_cut(spec: KernelSpec) -> bool:
+def _can_be_cut(spec: KernelSpec, columns: int) -> bool:
     """Whether query tiles may be cut into parts. Merging them adds no sink, and the host knows no ends of packed
     sequences."""
     plain = spec.layout == "dense" and not spec.pack_gqa and not spec.split_tiles and spec.variant.sink is None
-    return plain and spec.persistent is not False and spec.order != "natural"
+    return plain and columns <= _CUT_COLUMNS and spec.persistent is not False and spec.order != "natural"
 
 
 def _can_be_end_aligned(spec: KernelSpec, iteration: str) -> bool:

@@ -40,10 +40,14 @@ class MapShape:
     A row is a tile of queries and its bits are those of the tiles of keys, or the other way round (``by_keys``). A map
     with slots is flat: these words, a slot for each tile of a word, and ``tile_words`` for each slot that is used, the
     visible pairs of its tile. Its words end with the ``order`` in which blocks take rows, for each batch entry, and
-    with the number of long rows that each order begins with, at most.
+    with the number of long rows that each order begins with, at most. Where blocks cut these only if they outlast the
+    others, ``heads_of_block`` says how many of the heads that run side by side there are for each block; else it is 0.
     """
 
-    __slots__ = ("batch", "by_keys", "heads", "order", "owner", "rows", "slots", "tile_words", "tiles", "words")
+    __slots__ = (
+        "batch", "by_keys", "heads", "heads_of_block", "order", "owner", "rows", "slots", "tile_words", "tiles",
+        "words",
+    )  # fmt: skip
 
     def __init__(self, launch: Launch, axes: TileMapAxes, call: Call) -> None:
         self.owner = axes.owner
@@ -60,6 +64,7 @@ class MapShape:
         self.slots = SLOTS_OF_WORD * self.map_words if axes.slots else 0
         consumers = (launch.tile_n if launch.by_keys else launch.tile_m) // 64
         self.tile_words = 128 * consumers * axes.bits
+        self.heads_of_block = 0.0
 
     @property
     def keeps_pairs(self) -> bool:
@@ -154,6 +159,9 @@ def cut_of(launch: Launch, call: Call, section: int, capacity: Capacity) -> Cut:
     units = call.batch * call.kv_heads
     if not alike(call) or capacity.blocks < 2:
         return NONE
+    if not launch.by_keys and launch.tile_map is not None:
+        tiles = -(-call.seqlen_q // launch.tile_m), -(-call.seqlen_k // launch.tile_n)
+        return long_rows_cut(*tiles, call.batch * call.heads, capacity.blocks)
     if not launch.by_keys:
         if not launch.times:
             return NONE
@@ -204,6 +212,8 @@ class Geometry:
         self.workspaces: Mapping[str, int] = {}  # elements of 4 bytes of each workspace of the call
         if launch.cuts and not launch.by_keys:  # a counter for the rows of each consumer
             self.sizes["split_counters"] = self.cut.tiles * (launch.tile_m // 64)
+            if self.map is not None:
+                self.map.heads_of_block = self.sizes["section"] / capacity.blocks
 
     @cached_property
     def views(self) -> dict[str, View]:

@@ -42,6 +42,8 @@ from attngen.runtime.launch.launches import Launches
 MAX_BITS = 512 * 2**20
 #: A row is long if it has more than this many times the tiles of the mean row.
 _LONG = 2
+#: Steps that a tile of queries takes beside its own; and by how much a long one has to outlast the others to be cut.
+_TILE_STEPS, _OUTLASTS = 2.6, 1.1
 #: Tiles of a map up to which they are looked for: each takes a hash of 8 bytes meanwhile.
 _MAX_SLOTS = 2**26
 #: Maps that are kept for calls that do not bring one, and bytes of all of them, at most.
@@ -251,7 +253,8 @@ def same_words(words: Tensor, other: Tensor, shape: MapShape) -> bool:
 
 def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
     """Return the row indices of each batch entry: those of long rows first, the longest ahead, then the others, tiles
-    of queries from the last to the first; and after all of them the most long rows that an entry has."""
+    of queries from the last to the first; and after all of them the most long rows that an entry has. That is 0 where
+    rows of queries that are taken first end before the others, so that nothing is cut."""
     rows = words[: shape.row_words].view(shape.batch, shape.heads, shape.rows, 2 * shape.words)
     tiles = _set_bits(rows).sum((1, 3), dtype=torch.int32)
     long = tiles * shape.rows > _LONG * tiles.sum(1, keepdim=True)
@@ -260,7 +263,11 @@ def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
         order = lengths.sort(dim=1, descending=True, stable=True).indices
     else:
         order = shape.rows - 1 - lengths.flip(1).sort(dim=1, descending=True, stable=True).indices
-    return torch.cat((order.flatten(), long.sum(1).max()[None])).int()
+    count = long.sum(1).max()
+    if shape.heads_of_block:
+        steps = tiles / shape.heads + _TILE_STEPS
+        count *= steps.max() > _OUTLASTS * shape.heads_of_block * steps.sum(1).mean()
+    return torch.cat((order.flatten(), count[None])).int()
 
 
 def _set_bits(words: Tensor) -> Tensor:
