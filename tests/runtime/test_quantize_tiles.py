@@ -23,6 +23,7 @@ from attngen.runtime.helpers.quantize_kernel import prepare_on
 from attngen.runtime.helpers.quantize_sizes import PreparedQuantize
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.tools.verify.gpu import try_pinned
+from tests.runtime import quantized_by_sample as sample
 from tests.runtime.host_kernels import COMPILER, HostDriver, quantizing_kernels
 from tests.runtime.quantized import DEFAULTS, DTYPES, a_call, alike, in_torch, less_their_mean
 
@@ -91,6 +92,25 @@ def test_keys_less_their_mean(host: HostDriver, dim: int) -> None:
         for ours, theirs in zip(*less_their_mean(given), strict=True):
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     assert {name for name, _ in host.launches} == {f"quantize_sm90a_bf16_d{dim}_kept"}
+
+
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("dim", DIMS)
+def test_scales_from_a_sample(host: HostDriver, dim: int, centered: bool) -> None:
+    """Numbers are what exact scales would give, but for coarser steps, and are found again if one is too large."""
+    given = a_call(torch.bfloat16, dims=(dim, dim), batch=2, heads=9, kv_heads=3, lengths=(70, 600))
+    given["k"] += 20 * torch.randn(2, 1, 3, dim)
+    for layout in ("bshd", "bhsd"):
+        tensors = [given[name] if layout == "bshd" else given[name].transpose(1, 2) for name in "qkv"]
+        sample.check(*tensors, layout, centered)
+        assert not sample.redone(*tensors, layout, centered)
+    given["q"][1, 64, 4, 7] = given["v"][0, 599, 2, 1] = 3e4
+    for name in "qkv":
+        assert sample.redone(*(given[name] for name in "qkv"), "bshd", centered)
+    given["k"][0, 5, 1, 3] = torch.nan
+    assert sample.redone(*(given[name] for name in "qkv"), "bshd", centered)
+    kernel = f"quantize_sm90a_bf16_d{dim}"
+    assert {name for name, _ in host.launches} == {kernel + end for end in ("_sample", "_sampled", "_kept")}
 
 
 @pytest.mark.parametrize("granularity", ["head", "token"])

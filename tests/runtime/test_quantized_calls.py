@@ -55,7 +55,7 @@ def test_what_keys_have_in_common_costs_nothing() -> None:
 
 
 def test_the_mean_of_many_keys_is_that_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attngen.runtime.calls.quantized._SAMPLE", 20)
+    monkeypatch.setattr("attngen.runtime.helpers.quantize_sampled.SAMPLE", 20)
     q, k, v = made(shift=8.0)
     wanted, lse = exact(q, k, v, return_lse=True)
     for layout in ("bshd", "bhsd"):

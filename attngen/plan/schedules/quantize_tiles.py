@@ -29,15 +29,22 @@ GRID = "row_tiles"
 #: The launches of rows that are not transformed by blocks.
 KEPT, ROTATED = "kept", "rotated"
 
+#: The launches of scales of heads that come from a sample of rows: one finds the scales, one rounds by them.
+SAMPLE, SAMPLED = "sample", "sampled"
+
+#: The largest number of 8 bits, in root mean squares of the sample. Numbers beyond it cost a launch of ``KEPT``; those
+#: below 1/896 of the root mean square are subnormal in e4m3, whose largest number is 28,672 times its least normal one.
+SPAN = 32
+
 #: Groups of four warps in a block, of which a multiprocessor has one: 128 registers a thread. Tiles in shared memory
 #: for each of them, fewer where angles lie beside them; tokens of a tile, boxes of a tile, bytes of a row of a box.
 GROUPS, STAGES, ROTATED_STAGES, ROWS, BOXES, BOX_BYTES = 4, 3, 2, 64, 2, 128
 
 #: Bytes through which threads exchange values, more than they need.
-_TOLD = {QUANTIZE: 1024, KEPT: 2048, ROTATED: 1024}
+_TOLD = {QUANTIZE: 1024, KEPT: 2048, SAMPLE: 256, SAMPLED: 1024, ROTATED: 1024}
 
 #: How often the code of a launch has a tile multiplied.
-_TRANSFORMS = {QUANTIZE: 1, KEPT: 2, ROTATED: 0}
+_TRANSFORMS = {QUANTIZE: 1, KEPT: 2, SAMPLE: 0, SAMPLED: 1, ROTATED: 0}
 
 _ROUNDED = ("q_out", "k_out", "v_out")
 _SCALES = ("q_descale", "k_descale", "v_descale", "signs")
@@ -50,6 +57,8 @@ _SIZES = ("heads", "kv_heads", "seqlen_q", "seqlen_k", "units", "units_q", "unit
 _OWN_SIZES = {
     QUANTIZE: ("sharers",),
     KEPT: ("hadamard", "lag", "units_of_tokens", "words_q", "words_k", "words_v", "tiles_q", "tiles_k"),
+    SAMPLE: ("kv_heads", "units", "samples_q", "samples_k", "step_q", "step_k", "words"),
+    SAMPLED: (),
     ROTATED: (
         "batch", "sharers", "hadamard", "scales", "rounds", "bands", "bands_q", "bands_k", "parts_q", "parts_k",
         "positions", "rotary_form", "angle_bytes",
@@ -70,6 +79,8 @@ _DIVISORS = {
         "pairs_k",
         "pairs_v",
     ),
+    SAMPLE: ("group",),
+    SAMPLED: ("heads_q", "heads_k", "tiles_q", "tiles_k", "group"),
     ROTATED: ("heads_q", "heads_k", "tiles_q", "tiles_k", "turns_q", "turns_k", "group"),
 }
 
@@ -87,7 +98,9 @@ def angle_tables(plan: Plan) -> int:
 
 def operand_bytes(plan: Plan, launch: str) -> int:
     """Return the shared memory of tiles and of what they are worked on with: the Hadamard matrix, or, where rows are
-    rotated, tables of cosines and sines."""
+    rotated, tables of cosines and sines. Of a sample: sums of warps."""
+    if launch == SAMPLE:
+        return (4 * GROUPS + 1) * plan.head_dim_qk * 4
     tiles = GROUPS * BOXES * ROWS * BOX_BYTES
     if launch == ROTATED:
         return ROTATED_STAGES * tiles + angle_tables(plan) * 2 * ROWS * angle_pitch(plan)
@@ -116,13 +129,23 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
             arguments=tuple(_arguments(planned, name)), max_spills=SPILLS.bytes,
             products=_TRANSFORMS[name] * BOXES * BOX_BYTES // 32,
             shared_bytes=operand_bytes(planned, name) + _TOLD[name],
-            pdl=arch.pdl and name in (QUANTIZE, ROTATED), cooperative=name == KEPT,
+            pdl=arch.pdl and name in (QUANTIZE, SAMPLED, ROTATED), cooperative=name == KEPT,
         )  # fmt: skip
 
-    return planned.with_launches(*map(launch, (QUANTIZE, KEPT, ROTATED)))
+    return planned.with_launches(*map(launch, (QUANTIZE, KEPT, SAMPLE, SAMPLED, ROTATED)))
+
+
+#: The mean of each KV head's keys, transformed; a null pointer where keys keep their mean.
+_SHIFT = Argument("k_shift_ptr", "pointer", "*fp32", of="k_shift", divisibility=CHUNK_BYTES)
+
+#: Words that are cleared before the launch. Of scales from a sample, the first one says that a number is too large.
+_MAXIMA = Argument("maxima_ptr", "pointer", "*u32", of="maxima", divisibility=4)
 
 
 def _arguments(plan: Plan, launch: str) -> Iterator[Argument]:
+    if launch == SAMPLE:
+        yield from _of_sample(plan)
+        return
     for name in ("q", "k", "v"):
         yield Argument(
             f"{name}_map", "descriptor", "tensor_map", of=name,
@@ -130,12 +153,15 @@ def _arguments(plan: Plan, launch: str) -> Iterator[Argument]:
         )  # fmt: skip
     for name in _ROUNDED:
         yield Argument(f"{name}_ptr", "pointer", "*u8", of=name, divisibility=CHUNK_BYTES)
-    for name in _SCALES:
+    for name in _SCALES[:3] if launch == SAMPLED else _SCALES:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
     if launch == KEPT:
         yield quantize.mean_of_keys(plan)
+        yield Argument("redo_ptr", "pointer", "*u32", of="redo", divisibility=4)
+    if launch == SAMPLED:
+        yield _SHIFT
     if launch != QUANTIZE:
-        yield Argument("maxima_ptr", "pointer", "*u32", of="maxima", divisibility=4)
+        yield _MAXIMA
     if launch == ROTATED:
         for name in _TABLES:
             yield Argument(f"{name}_ptr", "pointer", "*void", of=name)
@@ -149,9 +175,30 @@ def _arguments(plan: Plan, launch: str) -> Iterator[Argument]:
     for word in range(2):
         yield arguments.size(f"sign_bits_{word}", form="i64")
     divisors = _DIVISORS[launch]
-    yield from map(arguments.size, (*_SIZES, *_OWN_SIZES[launch], *divisors))
+    sizes = _SIZES if launch != SAMPLED else [name for name in _SIZES if name != "e5m2_out"]
+    yield from map(arguments.size, (*sizes, *_OWN_SIZES[launch], *divisors))
     yield from arguments.reciprocals(*divisors)
     yield arguments.size("norm", form="fp32")
+
+
+def _of_sample(plan: Plan) -> Iterator[Argument]:
+    """The arguments of the launch that finds scales from a sample."""
+    for name in ("q", "k", "v"):
+        yield Argument(f"{name}_ptr", "pointer", f"*{plan.operands.of(name).triton}", of=name, divisibility=CHUNK_BYTES)
+    for name in _SCALES[:3]:
+        yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
+    of = "k_mean_out"
+    yield Argument(f"{of}_ptr", "pointer", f"*{plan.operands.k.triton}", of=of, divisibility=CHUNK_BYTES)
+    yield _SHIFT
+    yield _MAXIMA
+    for name in ("q", "k", "v"):
+        for axis in ("b", "s", "h"):
+            yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
+    for word in range(2):
+        yield arguments.size(f"sign_bits_{word}", form="i64")
+    divisors = _DIVISORS[SAMPLE]
+    yield from map(arguments.size, (*_OWN_SIZES[SAMPLE], *divisors))
+    yield from arguments.reciprocals("kv_heads", *divisors)
 
 
 SCHEDULE = Schedule(

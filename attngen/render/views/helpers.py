@@ -12,7 +12,9 @@ from attngen.plan.schedules.widen import WRITTEN
 from attngen.render.cuda_arguments import argument_lines
 from attngen.render.header import command
 
-_QUANTIZED = frozenset({"q_out", "k_out", "v_out", "q_descale", "k_descale", "v_descale", "maxima"})
+_QUANTIZED = frozenset({
+    "q_out", "k_out", "v_out", "q_descale", "k_descale", "v_descale", "maxima", "k_mean_out", "k_shift",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,11 @@ class QuantizeTilesView:
     angle_pitch: int  # bytes
     multiplied_operands: int  # bytes
     rotated_operands: int  # bytes
+    span: int  # the largest number of 8 bits, in root mean squares of a sample
     main: TilesLaunch
     kept: TilesLaunch
+    sample: TilesLaunch
+    sampled: TilesLaunch
     rotated: TilesLaunch
 
 
@@ -95,7 +100,10 @@ def tiles_view(plan: Plan, template: str) -> QuantizeTilesView:
         multiplied_operands=quantize_tiles.operand_bytes(plan, plan.main),
         rotated_operands=quantize_tiles.operand_bytes(plan, quantize_tiles.ROTATED),
         main=_tiles_launch(plan, plan.main),
+        span=quantize_tiles.SPAN,
         kept=_tiles_launch(plan, quantize_tiles.KEPT),
+        sample=_tiles_launch(plan, quantize_tiles.SAMPLE),
+        sampled=_tiles_launch(plan, quantize_tiles.SAMPLED),
         rotated=_tiles_launch(plan, quantize_tiles.ROTATED),
     )
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.runtime.arguments.torch_state import is_traced, watching
-from attngen.runtime.helpers.quantize_arguments import Quantize, check
+from attngen.runtime.helpers.quantize_arguments import Quantize, check, in_rows
 from attngen.runtime.helpers.quantize_helper import QUANTIZE
+from attngen.runtime.helpers.quantize_sampled import SAMPLED, Sampled, mean_of_keys
 
 
 class Quantized(NamedTuple):
@@ -103,6 +104,19 @@ def quantize_centered(q: Tensor, k: Tensor, v: Tensor, *, layout: str, k_mean: T
     return _run(Quantize(
         q, k, v, "head", True, None, 0, layout, None, None, False, None, torch.float8_e4m3fn, k_mean,
     ))  # fmt: skip
+
+
+def quantize_by_sample(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: str, centered: bool
+) -> tuple[Quantized, Tensor | None]:  # fmt: skip
+    """As ``quantize_centered``, with a mean of the keys that is returned, or without, (batch, kv_heads, head_dim).
+    Scales may be larger than the largest magnitudes ask for, where a kernel takes them from a sample of the rows."""
+    call = Sampled(q, k, v, layout, centered)
+    if is_traced(q) or watching():
+        mean = mean_of_keys(k, layout) if centered and in_rows(k, layout).shape[1] else None
+        return _run(call.exact(mean)), mean
+    *results, mean = SAMPLED.run(call)
+    return Quantized(*results), mean
 
 
 def _run(call: Quantize) -> Quantized:

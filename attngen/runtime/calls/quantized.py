@@ -20,14 +20,12 @@ from attngen.errors import CallError, suggest
 from attngen.lang.shifts import shifts_with_logits
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.torch_state import is_compiling
-from attngen.runtime.calls.quantize import quantize_centered
+from attngen.runtime.calls.quantize import quantize_by_sample, quantize_centered
+from attngen.runtime.helpers.quantize_arguments import in_rows
 from attngen.runtime.registry.binding import find
 
 #: What ``quantize=`` of a call may say. "fp8": e4m3, a scale for each KV head of a batch entry.
 FORMATS = ("fp8",)
-
-#: Keys from which a mean is taken, at least.
-_SAMPLE = 1024
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
 
@@ -39,15 +37,17 @@ def attend(
     """Result of a call whose tensors are quantized first; the output has their dtype. Raises CallError."""
     _check(form, q, k, v, rest)
     rest = {name: value for name, value in rest.items() if not name.endswith("_descale")}
-    dtype, tokens = q.dtype, 1 if layout == "bshd" else 2
-    mean = None
+    dtype = q.dtype
     with torch.no_grad():
+        centered = _may_shift(variant, package)
         if seqused_k is not None:
-            used = _used(seqused_k, k.shape[tokens], layout)
+            length = in_rows(k, layout).shape[1]
+            used = _used(seqused_k, length, layout)
             k, v = torch.where(used, k, 0), torch.where(used, v, 0)
-        if k.shape[tokens] and _may_shift(variant, package):
-            mean = _mean(k, tokens, seqused_k)
-        eight = quantize_centered(q, k, v, layout=layout, k_mean=None if mean is None else mean.squeeze(tokens))
+            mean = _mean_of_used(k, seqused_k, layout) if centered and length else None
+            eight = quantize_centered(q, k, v, layout=layout, k_mean=mean)
+        else:
+            eight, mean = quantize_by_sample(q, k, v, layout=layout, centered=centered)
     result = call(
         eight.q, eight.k, eight.v, variant=variant, package=package, layout=layout,
         softmax_scale=softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5, seqused_k=seqused_k,
@@ -69,17 +69,11 @@ def _may_shift(variant: str | Variant, package: str | None) -> bool:
     return shifts_with_logits(find(variant, package).variant)
 
 
-def _mean(k: Tensor, tokens: int, seqused_k: Tensor | None) -> Tensor:
-    """The mean of the keys of each batch entry and head, with an axis of 1 for tokens.
-
-    Of many keys, of some spread evenly: any vector leaves the output as it is, and a mean of these is as good.
-    """
-    count = k.shape[tokens]
-    if seqused_k is None:
-        step = max(count // _SAMPLE, 1)
-        return (k[:, ::step] if tokens == 1 else k[:, :, ::step]).mean(dim=tokens, keepdim=True)
-    used = (count / seqused_k.clamp(min=1).float())[:, None, None, None]  # other keys are 0
-    return (k.mean(dim=tokens, keepdim=True, dtype=torch.float32) * used).to(k.dtype)
+def _mean_of_used(k: Tensor, seqused_k: Tensor, layout: str) -> Tensor:
+    """The mean of the keys that count of each batch entry and head, (batch, kv_heads, head_dim); other keys are 0."""
+    rows = in_rows(k, layout)
+    parts = (rows.shape[1] / seqused_k.clamp(min=1).float())[:, None, None]
+    return (rows.mean(dim=1, dtype=torch.float32) * parts).to(k.dtype)
 
 
 def _check(form: str, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> None:
@@ -106,7 +100,6 @@ def _used(seqused_k: Tensor, tokens: int, layout: str) -> Tensor:
 def _taken(q: Tensor, mean: Tensor, softmax_scale: float | None, layout: str) -> Tensor:
     """What each row's logits lost with the mean of the keys: (batch, heads, seqlen_q)."""
     rows = q.transpose(1, 2) if layout == "bshd" else q
-    of_keys = mean.transpose(1, 2) if layout == "bshd" else mean  # (batch, kv_heads, 1, head_dim)
-    groups = rows.float().unflatten(1, (of_keys.shape[1], -1))
+    groups = rows.float().unflatten(1, (mean.shape[1], -1))
     scale = rows.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return (groups @ of_keys.float()[:, :, None].transpose(-1, -2)).squeeze(-1).flatten(1, 2) * scale
+    return (groups @ mean.float()[:, :, None, :, None]).squeeze(-1).flatten(1, 2) * scale

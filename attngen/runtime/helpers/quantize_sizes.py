@@ -15,7 +15,8 @@ from attngen.runtime.helpers.quantize_arguments import FIELDS, Quantize, Sizes, 
 from attngen.runtime.kernels.module import Kernel
 
 #: Tensors that a call makes, whose addresses follow those of its arguments.
-OUTPUTS = ("q_out", "k_out", "v_out", "q_descale", "k_descale", "v_descale", "maxima")
+#: ``redo``: whether the launch has anything to do; 0 where it always has.
+OUTPUTS = ("q_out", "k_out", "v_out", "q_descale", "k_descale", "v_descale", "maxima", "redo")
 
 #: The names of a launch's tensors, in the order of their addresses.
 TENSORS = (*FIELDS.tensors, *OUTPUTS)
@@ -51,9 +52,9 @@ class PreparedQuantize(HelperLaunches):
         addresses += [tensor.data_ptr() for tensor in outputs]
         if self.maxima:
             maxima = torch.zeros(self.maxima, dtype=torch.int32, device=device)
-            addresses.append(maxima.data_ptr())
+            addresses += maxima.data_ptr(), 0
         else:
-            addresses.append(0)
+            addresses += 0, 0
         if call.signs is not None:
             signs = call.signs.to(torch.float32).contiguous()
             addresses[_SIGNS] = signs.data_ptr()

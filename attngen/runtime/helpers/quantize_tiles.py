@@ -42,6 +42,11 @@ LEAST_TURNS = {"quantize": 2, "kept": 1, "rotated": 2}
 #: What the angles of a band cost, in turns of a group.
 TURNS_OF_ANGLES = 0.25
 
+#: Rows of a KV head from which its scales are taken, at most.
+SAMPLES = 512
+
+_TOO_MANY = "more rows than 32 bits count"
+
 #: The most tiles of a set of several heads, as a part of those that are worked on at a time. Longer sets leave less
 #: time between a maximum and the tiles that need it.
 SET_OF_TURN = 0.5
@@ -94,9 +99,8 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
         return reason
     device = call.q.device.index or 0
     tiles = _Tiles(kernel, sizes, driver.multiprocessors(device))
-    most = sizes.batch * max(sizes.heads, 2 * tiles.heads * sizes.kv_heads) * max(tiles.down(kernel.main.tile_m))
-    if 4 * most > MOST or max(sizes.seqlen_q, sizes.seqlen_k) + _GROUP > MOST:
-        return "more rows than 32 bits count"
+    if _too_many(tiles):
+        return _TOO_MANY
     maxima = 0
     if call.rotary_cos is None:
         if granularities(call)[0] == BLOCK:
@@ -113,12 +117,58 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
             begin = 2 * sizes.batch * sizes.kv_heads if granularities(call)[0] == HEAD else 0
             grid, maxima = _of_heads(tiles, None, begin=begin)
             grids.append(grid)
+    operands = _operands(kernel, call, sizes, driver)
+    return PreparedQuantize(kernel, operands, grids, driver, device, sizes, maxima)
+
+
+def of_sample(
+    kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver
+) -> tuple[Operands, list[Grid], int] | str:  # fmt: skip
+    """Operands and launches of a call that takes scales of heads from a sample, and the words that the first one
+    clears; or the reason against it. The last launch does all again if the sample was of too small numbers."""
+    reason = _against(kernel, call, sizes)
+    if reason is not None:
+        return reason
+    device = call.q.device.index or 0
+    tiles = _Tiles(kernel, sizes, driver.multiprocessors(device))
+    if _too_many(tiles):
+        return _TOO_MANY
+    group, down = sizes.heads // sizes.kv_heads, tiles.down(kernel.main.tile_m)
+    again, words = _of_heads(tiles, HEAD, begin=1)
+    of_kv = sizes.batch * sizes.kv_heads
+    samples = [min(length, max(SAMPLES // rows, 1)) for length, rows in ((sizes.seqlen_q, group), (sizes.seqlen_k, 1))]
+    numbers = {
+        "units": of_kv, "words": words, "samples_q": samples[0], "samples_k": samples[1],
+        "step_q": sizes.seqlen_q // samples[0], "step_k": sizes.seqlen_k // samples[1],
+        "group": group, "group_reciprocal": reciprocal(group), "kv_heads_reciprocal": reciprocal(sizes.kv_heads),
+    }  # fmt: skip
+    units = [sizes.batch * n * length for n, length in zip(tiles.across, down, strict=True)]
+    divisors = {
+        "heads_q": tiles.across[0], "heads_k": tiles.across[1], "tiles_q": down[0], "tiles_k": down[1], "group": group,
+    }  # fmt: skip
+    grids = [
+        Grid(kernel.launch("sample").entry, 3 * of_kv, tiles.groups * _GROUP, numbers),
+        tiles.grid("sampled", (units[0], units[1], units[1]), {}, divisors),
+        again,
+    ]
+    return _operands(kernel, call, sizes, driver), grids, words
+
+
+def _operands(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> Operands:
+    """What launches of a call have in common."""
     numbers = {**sizes_of(call, sizes), "heads": sizes.heads, "kv_heads": sizes.kv_heads}
+    device = call.q.device.index or 0
     maps = {
         name: _TensorMaps(driver, device, kernel.dtype, in_rows(getattr(call, name), call.layout)) for name in "qkv"
     }
-    operands = Operands(TENSORS, numbers, strides(call), maps)
-    return PreparedQuantize(kernel, operands, grids, driver, device, sizes, maxima)
+    return Operands(TENSORS, numbers, strides(call), maps)
+
+
+def _too_many(tiles: _Tiles) -> bool:
+    """Whether a call has more rows than 32 bits count."""
+    sizes, rows = tiles.sizes, tiles.kernel.main.tile_m
+    most = sizes.batch * max(sizes.heads, 2 * tiles.heads * sizes.kv_heads) * max(tiles.down(rows))
+    return 4 * most > MOST or max(sizes.seqlen_q, sizes.seqlen_k) + _GROUP > MOST
 
 
 def pays(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> bool:
