@@ -11,9 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
 from attngen.errors import NoKernelError
-from attngen.integrations import flash_attn, sdpa
+from attngen.integrations import diffusers, flash_attn, sdpa, torch_flash
 from attngen.runtime.registry.lookup import Package
 from tests.gpu.packages import (
     BATCH,
@@ -28,6 +34,7 @@ from tests.gpu.packages import (
     qkv,
 )
 from tests.integrations import families, oracles
+from tests.integrations import test_diffusers as test_of_diffusers
 from tests.integrations.families import DECODERS, MAKERS, PADDINGS, batch, logits
 from tests.integrations.test_flash_attn import OPTIONS as FLASH_OPTIONS
 from tests.integrations.test_sdpa import OPTIONS as SDPA_OPTIONS
@@ -109,6 +116,37 @@ def test_flash_attn_says_what_to_build(only: Package) -> None:
     assert "attngen build " in str(caught.value)
 
 
+@only_package("flash_attn")
+@pytest.mark.parametrize("causal", [False, True])
+def test_torchs_flash_attention(causal: bool, only: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SDPA's flash backend while attngen is torch's flash attention, forward and backward."""
+    served: list[Any] = []
+    attend = torch_flash._attend
+    monkeypatch.setattr(torch_flash, "_attend", lambda *given: (served.append(given), attend(*given))[1])
+    q, k, v = (t.requires_grad_() for t in qkv(257, 257, 64, torch.bfloat16, heads_first=True))
+    k, v = (t.detach().repeat_interleave(HEADS // KV_HEADS, 1).requires_grad_() for t in (k, v))
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        out = F.scaled_dot_product_attention(*tensors, is_causal=causal)
+        return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    torch_flash.register()
+    activate_flash_attention_impl("attngen")
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            results = call(q, k, v)
+    finally:
+        restore_flash_attention_impl()
+    assert len(served) == 1
+    with sdpa_kernel(SDPBackend.MATH):
+        plain, wide = call(q, k, v), call(*(t.detach().double().requires_grad_() for t in (q, k, v)))
+    for mine, other, wanted in zip(results, plain, wide, strict=True):
+        no_worse(mine, other, wanted)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        call(q, k, v)
+    assert len(served) == 1
+
+
 # --- scaled_dot_product_attention ---------------------------------------------------------------------------
 
 
@@ -159,6 +197,27 @@ def test_sdpa_in_a_cuda_graph(only: Package) -> None:
     out.zero_()
     graph.replay()
     assert torch.equal(out, wanted)
+
+
+@only_package("sdpa")
+@pytest.mark.parametrize("mask", [None, "causal", "bool", "bias"])
+def test_diffusers(mask: str | None, only: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend that is registered with a stub of diffusers: tokens come before heads."""
+    backends = test_of_diffusers.registry(monkeypatch)
+    diffusers.register()
+    attend, _ = backends[test_of_diffusers.Names("attngen")]
+    q, k, v = qkv(257, 300, 64, torch.bfloat16)
+    options: dict[str, Any] = {"enable_gqa": True, "is_causal": mask == "causal"}
+    if mask in ("bool", "bias"):
+        given = torch.randn(BATCH, 1, 257, 300, device="cuda")
+        options["attn_mask"] = given > -1 if mask == "bool" else given.bfloat16()
+    out = attend(q, k, v, **options)
+    assert diffusers.served.routed == 1, diffusers.served.report()
+    rows = [t.transpose(1, 2) for t in (q, k, v)]
+    if "attn_mask" in options:
+        options["attn_mask"] = options["attn_mask"].expand(-1, HEADS, -1, -1).contiguous()
+    plain = F.scaled_dot_product_attention(*rows, **options)
+    no_worse(out, plain.transpose(1, 2), oracles.sdpa(*rows, **options).transpose(1, 2))
 
 
 # --- transformers -------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, prepare_each
 from tests.gpu.family import compiled_kernels, known
 from tests.gpu.test_decode import close, on_gpu, own_of
-from tests.integrations import vllm_mla_cases
+from tests.integrations import sglang_stub, vllm_mla_cases, vllm_stub
+from tests.integrations.stubs import imported_with
 from tests.runtime.pages import cache as pages_of
 from tests.runtime.pages import starts_of
 
@@ -25,15 +26,14 @@ VALUES = 512
 
 
 def to_build() -> list[Prepared]:
-    spec = load_spec(Path(__file__).with_name("mla.yaml"))
-    return [one for one in prepare_each(spec)[0] if one.plan.v_of_key]
+    return list(prepare_each(load_spec(Path(__file__).with_name("mla.yaml")))[0])
 
 
 @known
 def kernels() -> tuple[list[Kernel], Package]:
     """Compile the kernels of the spec, which alone are known as the package: no other takes a call."""
     wanted = to_build()
-    assert {one.plan.schedule for one in wanted} == {"hopper_mla"}
+    assert {one.plan.schedule for one in wanted if one.plan.v_of_key} == {"hopper_mla"}
     built = compiled_kernels(wanted)
     return built, package_of_kernels(built, "tests/gpu/test_mla")
 
@@ -200,3 +200,18 @@ def test_latents_are_appended() -> None:
 @pytest.mark.parametrize("queries", [(1, 1, 1), (1, 5, 3)])
 def test_vllms_backend(queries: tuple[int, ...]) -> None:
     vllm_mla_cases.check_on_gpu(vllm_mla_cases.decode(queries, (400, 333, 7)), "auto")
+
+
+def test_vllms_prompts() -> None:
+    with imported_with(vllm_stub, "attngen.integrations.vllm_backend", "attngen.integrations.vllm_mla") as mla:
+        vllm_mla_cases.check_prompts(mla.AttngenMLAPrefill(vllm_mla_cases.SCALE), torch.empty(0).bfloat16().cuda())
+
+
+def test_sglangs_backend() -> None:
+    modules = (f"attngen.integrations.sglang_{name}" for name in ("backend", "mla"))
+    engine = sglang_stub.latent(torch.empty(0).bfloat16().cuda())
+    with imported_with(sglang_stub, *modules, "tests.integrations.sglang_mla_cases") as cases:
+        for mode in cases.STEPS:
+            for page_size in (1, 16):
+                cases.check_absorbed(engine, mode, page_size)
+        cases.check_expanded(engine)

@@ -19,7 +19,7 @@ from torch import Tensor
 import attngen
 from attngen.errors import CallError
 from attngen.runtime.calls.quantize import Quantized
-from attngen.runtime.helpers import quantize_helper, quantize_tiles
+from attngen.runtime.helpers import quantize_helper, quantize_sampled, quantize_tiles
 from attngen.runtime.helpers.quantize_arguments import GRANULARITIES
 from attngen.runtime.helpers.quantize_sizes import PreparedQuantize
 from attngen.runtime.kernels.module import Kernel
@@ -28,6 +28,7 @@ from attngen.tools.build.pipeline import Prepared
 from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import arch_here, compiled_kernels
 from tests.runtime import quantized
+from tests.runtime import quantized_by_sample as by_sample
 from tests.runtime.host_kernels import prepared_quantizers
 from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_call, in_torch, less_their_mean
 
@@ -56,6 +57,7 @@ def _known() -> Iterator[None]:
     registry.clear()
     registry.add(package_of_kernels(kernels(), "tests/gpu/test_quantize"))
     quantize_helper.QUANTIZE.prepared.clear()
+    quantize_sampled.SAMPLED.prepared.clear()
     torch.manual_seed(6)
     yield
     registry.clear()
@@ -231,6 +233,63 @@ def test_fresh_calls_of_tiles() -> None:
             dtype=chance.choice(ROUNDED),
         )))  # fmt: skip
     assert launched()
+
+
+def rounds_by_a_sample() -> bool:
+    """Whether kernels took scales from samples in every such call so far, and there was one."""
+    prepared = list(quantize_sampled.SAMPLED.prepared.values())
+    return bool(prepared) and all(isinstance(one, quantize_sampled.PreparedSampled) for one in prepared)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.usefixtures("tiles_take_short_calls")
+def test_scales_from_a_sample(dim: int, dtype: torch.dtype) -> None:
+    """Rounded once where no number is too large, else found again with the scales of the largest numbers."""
+    for layout in ("bshd", "bhsd"):
+        for heads, kv_heads, lengths in (
+            (8, 8, (1031, 577)),
+            (6, 2, (70, 1)),
+            (9, 3, (300, 5129)),
+            (16, 1, (129, 640)),
+        ):
+            given = on_gpu(
+                a_call(dtype, dims=(dim, dim), heads=heads, kv_heads=kv_heads, lengths=lengths, layout=layout)
+            )
+            for name in "qkv":  # without far outliers
+                given[name].normal_(std=8.0)
+            given["k"] += 5
+            call = given["q"], given["k"], given["v"], layout
+            for centered in (True, False):
+                if lengths[1] > 1 or not centered:
+                    by_sample.check(*call, centered)
+                given["v"].view(-1)[-3] = 3e4
+                assert by_sample.redone(*call, centered)
+                given["v"].view(-1)[-3] = 1
+                if lengths[1] > 1:
+                    assert not by_sample.redone(*call, centered)
+    assert rounds_by_a_sample()
+
+
+@pytest.mark.usefixtures("tiles_take_short_calls")
+def test_samples_in_a_graph() -> None:
+    """Captured once, replayed with other numbers: with some that are too large, and without."""
+    q, k, v = (torch.randn(2, 1300, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    by_sample.check(q, k, v, "bshd", True)  # loads it
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [by_sample.quantized(q, k, v, "bshd", True) for _ in range(2)]
+    for far in (0.0, 3e4, float("nan"), 0.0):
+        for x in (q, k, v):
+            x.normal_()
+        q[1, 700, 2, 5] += far
+        graph.replay()
+        wanted = by_sample.quantized(q, k, v, "bshd", True)
+        for one in results:
+            for ours, theirs in zip(one, wanted, strict=True):
+                assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        assert by_sample.redone(q, k, v, "bshd", True) is (far != 0)
+    assert rounds_by_a_sample()
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +21,8 @@ class Names(str, Enum):
     NATIVE = "native"
 
 
-@pytest.fixture
-def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
-    """Backends by name, of a registry like that of diffusers."""
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """Backends by name, of a registry like that of diffusers, which can be imported in its place."""
     made: dict[Any, Any] = {}
 
     def register(name: Any, constraints: Any) -> Callable[[Any], Any]:
@@ -38,10 +37,15 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
     }  # fmt: skip
     for name, module in module_tree(contents).items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(plugin.served, "backend", "reference")
     plugin.served.variants.clear()
     plugin.served.reasons.clear()
     return made
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    monkeypatch.setattr(plugin.served, "backend", "reference")
+    return registry(monkeypatch)
 
 
 @pytest.mark.parametrize("masked", [False, True])

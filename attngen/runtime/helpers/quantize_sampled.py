@@ -84,7 +84,9 @@ class SampledHelper(Helper[Sampled, Sizes]):
             return PreparedSampled(kernel, operands, grids, words, driver, device, sizes, centered=call.centered)
 
         kernels = kernels_of(DIRECTION, QUANTIZE_VARIANT, call.q.dtype)
-        return first_that_takes(kernels, call.q.device.index or 0, driver, prepared, "no kernel of tiles takes the call")
+        return first_that_takes(
+            kernels, call.q.device.index or 0, driver, prepared, "no kernel of tiles takes the call"
+        )
 
 
 class PreparedSampled(HelperLaunches):
