@@ -33,8 +33,8 @@ KEPT, ROTATED = "kept", "rotated"
 SAMPLE, SAMPLED = "sample", "sampled"
 
 #: The largest number of 8 bits, in root mean squares of the sample. Numbers beyond it cost a launch of ``KEPT``; those
-#: below 1/896 of the root mean square are subnormal in e4m3, whose largest number is 28,672 times its least normal one.
-SPAN = 32
+#: below 1/448 of the root mean square are subnormal in e4m3, whose largest number is 28,672 times its least normal one.
+SPAN = 64
 
 #: Groups of four warps in a block, of which a multiprocessor has one: 128 registers a thread. Tiles in shared memory
 #: for each of them, fewer where angles lie beside them; tokens of a tile, boxes of a tile, bytes of a row of a box.
