@@ -60,6 +60,9 @@ def test_pages(gpu: FakeDriver) -> None:
     out = attngen.attention_paged(*given, variant="causal")
     torch.testing.assert_close(out, attngen.attention_paged(*given, variant="causal", backend="reference"))
     assert len(gpu.launches) == 1
+    values = c.k_pages.as_strided((*c.k_pages.shape[:3], 32), (*c.k_pages.stride()[:2], 32, 1))  # as of one head of 32
+    torch.testing.assert_close(attngen.attention_paged(*given[:2], values, *given[3:], variant="causal"), out)
+    assert len(gpu.launches) == 2
 
 
 def test_the_reference_takes_them_and_is_differentiable() -> None:

@@ -43,7 +43,7 @@ LEAST_TURNS = {"quantize": 2, "kept": 1, "rotated": 2}
 TURNS_OF_ANGLES = 0.25
 
 #: Rows of a KV head from which its scales are taken, at most.
-SAMPLES = 512
+SAMPLES = 256
 
 _TOO_MANY = "more rows than 32 bits count"
 
