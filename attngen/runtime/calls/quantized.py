@@ -1,8 +1,8 @@
 """Attention of tensors in 16 bits on a kernel of 8 bits: they are quantized on the way, as SageAttention does.
 
 Keys are taken relative to their mean first. That adds the same number to all logits of a row, which a softmax does not
-see, and takes away what keys have in common, so that less is lost by rounding. Then ``quantize`` spreads outliers by
-the Hadamard transform.
+see, and takes away what keys have in common, so that less is lost by rounding. The Hadamard transform spreads outliers.
+Scales are those of a sample of the rows, where a kernel can take them from one, else of the largest magnitudes.
 
 Source: Zhang et al., SageAttention, arXiv 2410.02367, section 4.2 (smoothing K); Shah et al., FlashAttention-3, arXiv
 2407.08608, section 3.3.
