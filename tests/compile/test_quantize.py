@@ -60,15 +60,23 @@ def test_tiles_are_multiplied_and_nothing_is_spilled(one: Prepared) -> None:
     parts = re.split(r"^//-+ \.text\.(\w+) -+$", disassemble(artifact.cubin), flags=re.MULTILINE)
     every = dict(zip(parts[1::2], parts[2::2], strict=True))
     symbols = [launch.symbol for launch in one.plan.launches]
-    main, kept, rotated = (every[symbol] for symbol in symbols)
-    assert [len(re.findall(r"\bHGMMA\b", code)) for code in (main, kept, rotated)] == [8, 16, 0]
+    main, _, sample, sampled, rotated = (every[symbol] for symbol in symbols)
+    assert [len(re.findall(r"\bHGMMA\b", every[symbol])) for symbol in symbols] == [8, 16, 0, 8, 0]
     for code in every.values():
         assert not re.search(r"\b(LDL|STL)\b", code)
-        assert re.search(r"\bUTMALDG\b", code)
-    assert [symbol for symbol in symbols if re.search(r"\bUBLKCP\b", every[symbol])] == symbols[2:], "angles"
+        assert bool(re.search(r"\bUTMALDG\b", code)) is (code is not sample)
+    assert [symbol for symbol in symbols if re.search(r"\bUBLKCP\b", every[symbol])] == symbols[4:], "angles"
     waits_before_memory(main, one.plan)
     waits_before_memory(rotated, one.plan)
-    assert [row.get("cooperative", False) for row in artifact.manifest["launches"]] == [False, True, False]
+    assert "PREEXIT" in sample
+    assert "ACQBULK" in sampled
+    assert [row.get("cooperative", False) for row in artifact.manifest["launches"]] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm86"])
