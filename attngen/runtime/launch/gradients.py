@@ -20,7 +20,7 @@ from attngen.runtime.geometry.sizes import group_of
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.reference.sinks import add_gradients
 
-#: Prefixes of the arguments that say whether the gradient of a bias is stored tile by tile, in the dtype of dS, and
+#: Prefixes of the arguments that say whether the gradient of a bias is stored tile by tile, in the bias's dtype, and
 #: whether the kernel clears the tiles that it does not store. It does so 8 entries at a time.
 _STORED, _CLEARED = "stored:", "cleared:"
 _CLEARED_AT_ONCE = 8
