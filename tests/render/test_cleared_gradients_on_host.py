@@ -37,8 +37,7 @@ DECLARED = """variants:
     ("mask", "head_dim", "lengths", "kv_heads", "dtype"),
     [
         ("q_pos >= kv", 128, (700, 904), 2, "bf16"),
-        ("q_pos >= kv and q_pos - kv < 150", 64, (1000, 648), 4, "bf16"),  # each consumer finds what sees its keys
-        ("q_pos >= kv and q_pos - kv < 150", 64, (600, 648), 4, "fp32"),
+        ("q_pos >= kv and q_pos - kv < 150", 64, (1000, 648), 4, "fp32"),  # each consumer finds what sees its keys
         ("q_pos >= kv and (q_pos - kv < 100 or kv < 4) and q_pos < 800", 128, (900, 904), 1, "bf16"),
         ("allowed[q, kv]", 64, (2500, 392), 2, "bf16"),  # by a tile map, of two words
     ],

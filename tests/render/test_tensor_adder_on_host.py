@@ -93,7 +93,6 @@ def place_of(name: str, step: Step, q: int, kv: int, lengths: tuple[int, int], f
 FORMS = {
     "all": "s + 2.0 * table[h, clamp(q_pos - kv + 20, 0, 40)] + row[b, h, q] + bias[h, q, kv]"
     " + 0.5 * half[b, h, q, kv]",
-    "floats": "s + 0.5 * half[b, h, q, kv]",
     "decay": "s + table[h, clamp(q_pos - kv + 20, 0, 40)] / (1 + abs(q_pos - kv))",
 }
 
@@ -107,8 +106,6 @@ FORMS = {
         ("all", 128, "bf16", "dense", (150, 300), 1),
         ("all", 128, "fp16", "dense", (150, 304), 0),
         ("all", 64, "fp16", "varlen", (149, 301), 1),
-        ("floats", 64, "bf16", "dense", (192, 256), 1),
-        ("floats", 128, "fp16", "dense", (149, 301), 1),
         ("decay", 32, "fp16", "dense", (150, 300), 0),
     ],
 )
