@@ -8,6 +8,7 @@
 // There is a kernel for each kind of call, so that none has registers or branches of another:
 //   quantize_sm90a_fp16_d128: scales of blocks, of one tile or of two.
 //   quantize_sm90a_fp16_d128_kept: scales of heads, and of tokens of Q and K.
+//   quantize_sm90a_fp16_d128_sample, quantize_sm90a_fp16_d128_sampled: scales of heads from a sample, and rounding by them.
 //   quantize_sm90a_fp16_d128_rotated: rotated rows; scales of heads take two launches.
 #include "pdl.cuh"
 #include "divisor.cuh"
@@ -404,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d1
     const __grid_constant__ TensorMap v_map,
     unsigned char* q_out_ptr, unsigned char* k_out_ptr, unsigned char* v_out_ptr, float* q_descale_ptr,
     float* k_descale_ptr, float* v_descale_ptr, const float* signs_ptr, const fp16* k_mean_ptr,
-    uint32_t* maxima_ptr,
+    const uint32_t* redo_ptr, uint32_t* maxima_ptr,
     long long stride_q_out_b, long long stride_q_out_s, long long stride_q_out_h,
     long long stride_k_out_b, long long stride_k_out_s, long long stride_k_out_h,
     long long stride_v_out_b, long long stride_v_out_s, long long stride_v_out_h,
@@ -415,6 +416,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d1
     int set_q_reciprocal, int set_k_reciprocal, int set_v_reciprocal, int sets_q_reciprocal, int sets_k_reciprocal,
     int sets_v_reciprocal, int pairs_q_reciprocal, int pairs_k_reciprocal, int pairs_v_reciprocal, float norm
 ) {
+  if (redo_ptr != nullptr && *redo_ptr == 0) return;  // scales from a sample were large enough
   char* const memory = shared_memory;
   KeptShared& shared = *reinterpret_cast<KeptShared*>(memory + kShared);
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
@@ -598,6 +600,255 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d1
       store.template operator()<e4m3>();
     }
   }
+}
+
+// Scales of heads from some rows of each, so that all rows are read once, and by blocks that wait for nobody.
+//
+// Numbers of 8 bits with an exponent have the same relative precision whatever their scale, as long as none is too large
+// and few are subnormal. So a scale need not come from the largest magnitude: it places the root mean square of a sample
+// at 1/64 of the largest number. A number that exceeds the largest one raises a flag, and `kept` then does all again.
+
+constexpr float kSpan = 64.0f;
+
+// What threads exchange through shared memory.
+struct SampleShared {
+  float sums[kWarps][kHeadDim];  // of each column, of the rows of a warp
+  float squares[kWarps], removed[kWarps];
+  float means[kHeadDim];  // with the signs of the transform
+};
+static_assert(sizeof(SampleShared) <= 8960);
+
+__device__ __forceinline__ float sum_of_warp(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// A block has a KV head of Q, K or V. It also finds the mean of the head's keys, and transforms it.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d128_sample(
+    const fp16* q_ptr, const fp16* k_ptr, const fp16* v_ptr, float* q_descale_ptr, float* k_descale_ptr,
+    float* v_descale_ptr, fp16* k_mean_out_ptr, float* k_shift_ptr, uint32_t* maxima_ptr,
+    long long stride_q_b, long long stride_q_s, long long stride_q_h,
+    long long stride_k_b, long long stride_k_s, long long stride_k_h,
+    long long stride_v_b, long long stride_v_s, long long stride_v_h,
+    long long sign_bits_0, long long sign_bits_1, int kv_heads, int units, int samples_q, int samples_k,
+    int step_q, int step_k, int words, int group, int kv_heads_reciprocal, int group_reciprocal
+) {
+  launch_dependents();
+  SampleShared& shared = *reinterpret_cast<SampleShared*>(shared_memory);
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < words; i += gridDim.x * kThreads) maxima_ptr[i] = 0;
+
+  const int which = (blockIdx.x >= units) + (blockIdx.x >= 2 * units), of_kv = blockIdx.x - which * units;
+  const int b = Divisor(kv_heads, kv_heads_reciprocal).quotient(of_kv), head = of_kv - b * kv_heads;
+  const Divisor of_group(group, group_reciprocal);
+  const int of_tokens = which == 0 ? group : 1;  // rows of a token
+  const int rows = (which == 0 ? samples_q : samples_k) * of_tokens;
+  const long long step = which == 0 ? step_q * stride_q_s : step_k * (which == 1 ? stride_k_s : stride_v_s);
+  const long long to_head = which == 0 ? stride_q_h : which == 1 ? stride_k_h : stride_v_h;
+  const Element* const from = (which == 0 ? q_ptr : which == 1 ? k_ptr : v_ptr) +
+                              b * (which == 0 ? stride_q_b : which == 1 ? stride_k_b : stride_v_b) + head * of_tokens * to_head;
+
+  constexpr int kVectors = kHeadDim / kNumbers, kAtOnce = kThreads / kVectors;  // threads of a row; rows at a time
+  const int vector = threadIdx.x % kVectors, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float sums[kNumbers] = {}, squares = 0.0f;
+#pragma unroll 8
+  for (int row = threadIdx.x / kVectors; row < rows; row += kAtOnce) {
+    const int token = which == 0 ? of_group.quotient(row) : row;
+    float x[kNumbers];
+    to_floats<Element>(x, Words::load(from + token * step + (row - token * of_tokens) * to_head + kNumbers * vector));
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) {
+      sums[i] += x[i];
+      squares += x[i] * x[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kNumbers; ++i) {
+#pragma unroll
+    for (int apart = kVectors; apart < 32; apart *= 2) sums[i] += __shfl_xor_sync(~0u, sums[i], apart);
+    if (lane < kVectors) shared.sums[warp][kNumbers * lane + i] = sums[i];
+  }
+  squares = sum_of_warp(squares);
+  if (lane == 0) shared.squares[warp] = squares;
+  __syncthreads();
+
+  // The mean is rounded as `kept` takes it. What is removed with it from the sum of squares follows from both.
+  const int column = threadIdx.x % kHeadDim;
+  const bool centered = which == 1 && k_mean_out_ptr != nullptr;
+  float mean = 0.0f, removed = 0.0f;
+  if (centered) {
+    float sum = 0.0f;
+    for (int i = 0; i < kWarps; ++i) sum += shared.sums[i][column];
+    const uint32_t rounded = pack<Element>(sum / rows, 0.0f);
+    mean = unpack<Element>(rounded).x;
+    removed = mean * (2.0f * sum - rows * mean);
+    if (threadIdx.x < kHeadDim) {
+      reinterpret_cast<uint16_t*>(k_mean_out_ptr)[of_kv * static_cast<long long>(kHeadDim) + column] = rounded;
+      shared.means[column] = signs_of_word(column / 32, nullptr, sign_bits_0, sign_bits_1) >> column % 32 & 1 ? -mean : mean;
+    }
+    removed = sum_of_warp(removed);
+    if (lane == 0) shared.removed[warp] = removed;
+  }
+  __syncthreads();
+  if (centered && threadIdx.x < kHeadDim) {
+    float x = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 32; ++i) {
+      const float own = shared.means[32 * i + lane];
+      x += __popc(i & warp) & 1 ? -own : own;
+    }
+#pragma unroll
+    for (int apart = 1; apart < 32; apart *= 2) {
+      const float other = __shfl_xor_sync(~0u, x, apart);
+      x = lane & apart ? other - x : x + other;
+    }
+    k_shift_ptr[of_kv * static_cast<long long>(kHeadDim) + column] = x;
+  }
+  if (warp == kWarps - 1) {
+    float total = lane < kWarps ? shared.squares[lane] : 0.0f;
+    if (centered && lane < kHeadDim / 32) total -= shared.removed[lane];
+    // Without a finite magnitude in the sample the scale is the least one, which all others exceed.
+    float square = sum_of_warp(total) / rows / kHeadDim;
+    if (!(square < 1e37f)) square = 0.0f;
+    float* const scales = which == 0 ? q_descale_ptr : which == 1 ? k_descale_ptr : v_descale_ptr;
+    if (lane == 0) scales[of_kv] = fmaxf(sqrtf(fmaxf(square, 0.0f)) * (kSpan / kLargest<e4m3>), 1.17549435e-38f);
+  }
+}
+
+struct SampledShared {
+  uint64_t full[kGroups * kStages];  // barriers: a tile is there
+  uint32_t flips[kHeadDim / 32];     // bits of the numbers of a row that change their signs
+};
+static_assert(kShared + sizeof(SampledShared) <= 230400);
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d128_sampled(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map,
+    unsigned char* q_out_ptr, unsigned char* k_out_ptr, unsigned char* v_out_ptr, float* q_descale_ptr,
+    float* k_descale_ptr, float* v_descale_ptr, float* k_shift_ptr, uint32_t* maxima_ptr,
+    long long stride_q_out_b, long long stride_q_out_s, long long stride_q_out_h,
+    long long stride_k_out_b, long long stride_k_out_s, long long stride_k_out_h,
+    long long stride_v_out_b, long long stride_v_out_s, long long stride_v_out_h,
+    long long sign_bits_0, long long sign_bits_1, int heads, int kv_heads, int seqlen_q, int seqlen_k, int units,
+    int units_q, int units_k, int heads_q, int heads_k, int tiles_q, int tiles_k, int group,
+    int heads_q_reciprocal, int heads_k_reciprocal, int tiles_q_reciprocal, int tiles_k_reciprocal,
+    int group_reciprocal, float norm
+) {
+  char* const memory = shared_memory;
+  SampledShared& shared = *reinterpret_cast<SampledShared*>(memory + kShared);
+  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  const int of_block = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the group, which the compiler knows to be that of a warp
+  const int thread = threadIdx.x % 128;
+  const uint32_t full = base + kShared + 8 * kStages * of_block;
+
+  if (threadIdx.x == 0) {
+    init_barriers(base + kShared, kGroups * kStages, 1);
+    fence_barrier_init();
+  }
+  if (threadIdx.x < kHeadDim / 32) {
+    shared.flips[threadIdx.x] = signs_of_word(threadIdx.x, nullptr, sign_bits_0, sign_bits_1);
+  }
+  __syncthreads();  // barriers and signs are there
+
+  // A tile.
+  struct Task {
+    int part, b, head, tile;
+  };
+  const auto task_at = [&](int index) {
+    Task task;
+    task.part = (index >= units_q) + (index >= units_q + units_k);
+    const bool of_q = task.part == 0;
+    const Divisor of_heads = of_q ? Divisor(heads_q, heads_q_reciprocal) : Divisor(heads_k, heads_k_reciprocal);
+    const Divisor of_tiles = of_q ? Divisor(tiles_q, tiles_q_reciprocal) : Divisor(tiles_k, tiles_k_reciprocal);
+    const int unit = index - (of_q ? 0 : units_q) - (task.part == 2 ? units_k : 0);
+    const int row = of_heads.quotient(unit);
+    task.head = (unit - row * of_heads.value) * kHeads;
+    task.b = of_tiles.quotient(row);
+    task.tile = row - task.b * of_tiles.value;
+    return task;
+  };
+  const auto bring = [&](int index, uint32_t to, uint32_t barrier) {
+    const Task task = task_at(index);
+    const TensorMap& map = task.part == 0 ? q_map : task.part == 1 ? k_map : v_map;
+    load_tile(to, map, barrier, task.head, task.tile * kRows, task.b);
+  };
+
+  // All groups of all blocks have neighbouring tiles at a time, so that what is read together lies together.
+  const int first = blockIdx.x * kGroups + of_block, all = gridDim.x * kGroups;
+  const uint32_t ring = base + of_block * kStages * kTile;
+  if (thread == 0) {
+    // Q, K and V are complete: the launch before this one starts after all that is ahead of it.
+    for (int stage = 0; stage < kStages; ++stage) {
+      if (first + stage * all < units) bring(first + stage * all, ring + stage * kTile, full + 8 * stage);
+    }
+  }
+  write_factors(memory + kFactors, shared.flips);
+  __syncthreads();
+  wait_dependencies();  // scales and the transformed means are there
+  uint32_t too_large = 0;  // bit 7 of each byte
+  for (int index = first, turn = 0; index < units; index += all, ++turn) {
+    const Task task = task_at(index);
+    const bool multiplies = task.part < 2;
+    const int stage = turn % kStages;
+    const uint32_t tile = (of_block * kStages + stage) * kTile;
+    const int heads_here = task.part == 0 ? heads : kv_heads, seqlen = task.part == 0 ? seqlen_q : seqlen_k;
+    const float* const scales = task.part == 0 ? q_descale_ptr : task.part == 1 ? k_descale_ptr : v_descale_ptr;
+    float factors[kHeads];
+#pragma unroll
+    for (int head = 0; head < kHeads; ++head) {
+      const int own = min(task.head + head, heads_here - 1);
+      const int of_kv = task.part == 0 ? Divisor(group, group_reciprocal).quotient(own) : own;
+      factors[head] = __fdiv_rn(1.0f, scales[task.b * kv_heads + of_kv]) * (multiplies ? norm : 1.0f);
+    }
+    wait(full + 8 * stage, turn / kStages & 1);
+    float x[kSlots][kNumbers];
+    if (multiplies) {
+      multiply_tile(x, base + tile, base + kFactors);
+    } else {
+      read_tile(x, memory + tile);
+    }
+    named_sync(Named::kTile, of_block, 128);  // all have read the tile
+    if (thread == 0 && index + kStages * all < units) {
+      bring(index + kStages * all, ring + stage * kTile, full + 8 * stage);
+    }
+    if (task.part == 1 && k_shift_ptr != nullptr) {
+      const long long first_row = task.b * static_cast<long long>(kv_heads);
+#pragma unroll
+      for (int both = 0; both < kPieces / 2; ++both) {  // two pieces have the same columns
+        const int head = min(task.head + (kHeads == 1 ? 0 : both), kv_heads - 1);
+        const float* const shift = k_shift_ptr + (first_row + head) * kHeadDim + column_of_piece(2 * both);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float4 four = reinterpret_cast<const float4*>(shift)[i];
+#pragma unroll
+          for (int piece = 2 * both; piece < 2 * both + 2; ++piece) {
+            float* const own = &x[2 * piece + i / 2][4 * (i % 2)];
+            own[0] -= four.x;
+            own[1] -= four.y;
+            own[2] -= four.z;
+            own[3] -= four.w;
+          }
+        }
+      }
+    }
+    unsigned char* const out = task.part == 0 ? q_out_ptr : task.part == 1 ? k_out_ptr : v_out_ptr;
+    const long long to_b = task.part == 0 ? stride_q_out_b : task.part == 1 ? stride_k_out_b : stride_v_out_b;
+    const long long to_s = task.part == 0 ? stride_q_out_s : task.part == 1 ? stride_k_out_s : stride_v_out_s;
+    const long long to_h = task.part == 0 ? stride_q_out_h : task.part == 1 ? stride_k_out_h : stride_v_out_h;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int of_tile = kHeads == 1 ? 0 : piece / 2, head = task.head + of_tile;
+      const int token = task.tile * kRows + row_of_piece(piece);
+      const uint4 rounded = in_8_bits<e4m3>(x[2 * piece], x[2 * piece + 1], factors[of_tile]);
+      if (head < heads_here && token < seqlen) {
+        __stcs(reinterpret_cast<uint4*>(out + task.b * to_b + head * to_h + token * to_s + column_of_piece(piece)), rounded);
+        // 0x7e is the largest magnitude, 0x7f is NaN.
+        too_large |= (rounded.x & 0x7f7f7f7f) + 0x02020202 | (rounded.y & 0x7f7f7f7f) + 0x02020202 |
+                     (rounded.z & 0x7f7f7f7f) + 0x02020202 | (rounded.w & 0x7f7f7f7f) + 0x02020202;
+      }
+    }
+  }
+  if (too_large & 0x80808080) maxima_ptr[0] = 1;
 }
 
 // Rotated rows are transformed in registers. Two lanes have a row of 128 numbers, each every other pair of its vectors. A
