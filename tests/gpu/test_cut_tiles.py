@@ -152,11 +152,16 @@ def test_long_rows_of_maps_are_cut(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "seqlen", "batch", "kv_heads"), [(64, 2100, 2, 2), (128, 2500, 1, 4), (128, 2200, 2, 1)]
+    ("name", "seqlen", "batch", "kv_heads"),
+    [
+        ("listed_queries-bf16-d64-dense-wgmma", 2100, 2, 2),
+        ("listed_queries-bf16-d128-dense-wgmma", 2500, 1, 4),
+        ("listed_queries-bf16-d128-dense-wgmma", 2200, 2, 1),
+    ],
 )
-def test_long_query_tiles_of_maps_are_cut(head_dim: int, seqlen: int, batch: int, kv_heads: int) -> None:
+def test_long_query_tiles_of_maps_are_cut(name: str, seqlen: int, batch: int, kv_heads: int) -> None:
     """The same of a forward, whose map lists the KV tiles of each query tile."""
-    forward_kernels()
+    head_dim = forward_kernels()[name].head_dim_qk
     first = 40
     generator = torch.Generator("cuda").manual_seed(seqlen)
     at = torch.arange(seqlen, device="cuda")
