@@ -106,8 +106,8 @@ class Interpreted:
 
 
 def _allow_products_of_parts() -> None:
-    """Let ``tl.dot`` take "bf16x6", which Triton's compilers take and its interpreter refuses; it multiplies float32
-    whatever it is told."""
+    """Let ``tl.dot`` accept "bf16x6", which Triton's compiler knows and its interpreter rejects. The interpreter
+    multiplies in float32 for any precision."""
     from triton.runtime.interpreter import interpreter_builder
 
     options = interpreter_builder.options
