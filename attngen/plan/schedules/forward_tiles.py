@@ -297,6 +297,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         longest = may_see_all_keys(spec.variant) and spec.variant.score is None  # with some scores, parts would spill
     else:
         longest = from_first and not skips and not short_early and first_see_many_more(spec)
+    # in 8 bits, tiles of work that take equally long are cut if they end unevenly
+    alike = spec.variant.mask == TRUE and spec.variant.score is None and not spec.scale_block
     draft = HopperForward(
         consumers=consumers,
         warp_roles=warp_roles,
@@ -343,7 +345,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         biases=len(biases(spec.variant, tiled)),
         bias_bytes=tiled,
         bias_stages=_BIAS_STAGES[-1] if tiled else 0,
-        cuts=longest and not form.transposes and softmax != "bounded" and _can_be_cut(spec, max(qk, v)),
+        cuts=(alike if form.transposes else longest and softmax != "bounded") and _can_be_cut(spec, max(qk, v)),
     )
 
     for stages in (spec.stages,) if spec.stages else usual:
