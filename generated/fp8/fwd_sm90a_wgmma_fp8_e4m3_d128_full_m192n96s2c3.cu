@@ -9,6 +9,7 @@
 // from the last to the first, and keeps S, P and O in registers.
 #include "pdl.cuh"
 #include "ring.cuh"
+#include "row_parts.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
@@ -77,7 +78,7 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
+  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O and parts
   kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
@@ -108,13 +109,15 @@ struct Spans {
 struct Place {
   int b, h, q_start, tiles;
   int q_begin, k_begin, seqlen_q, seqlen_k;
+  int every, behind;  // KV tiles that the rows see, of which `tiles` are this part's, and those before its own
+  int part, parts;  // which of all partial results are its own, and the parts of its rows; no part: negative
 };
 
 // Its record, written by the scheduler in words of 16 bytes. Two are adjacent.
 struct alignas(16) Work : Place {
   Spans spans[kConsumers + 1];  // of the rows of each consumer, and of all
 };
-static_assert(kWork % sizeof(int4) == 0 && sizeof(Place) == 2 * sizeof(int4) && sizeof(Work) % sizeof(int4) == 0);
+static_assert(kWork % sizeof(int4) == 0 && sizeof(Place) == 3 * sizeof(int4) && sizeof(Work) % sizeof(int4) == 0);
 static_assert(kWork % alignof(Work) == 0 && WorkRing::kStages * sizeof(Work) <= 640);
 
 extern __shared__ char shared_memory[];
@@ -134,10 +137,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     long long stride_q_descale_b, long long stride_q_descale_h,
     long long stride_k_descale_b, long long stride_k_descale_h,
     long long stride_v_descale_b, long long stride_v_descale_h,
-    const int* seqused_k_ptr, uint32_t* tile_counter,
+    float* partials_ptr, uint32_t* counters_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
-    int total_q, int total_k,
+    int total_q, int total_k, int cut_rows, int parts,
     float softmax_scale,
     int write_lse, int has_seqused_k
 ) {
@@ -174,7 +177,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     if (warp == kScheduler) {
       // The tile scheduler: takes tiles of work, and finds the KV tiles that their rows see.
       const int units = batch * heads;
-      const int q_tiles_of_all = q_tiles * units;
+      // The first tiles of queries of each unit, which see many more keys than others, are cut into parts, so that blocks end together.
+      const int cut_lines = cut_rows * parts, lines = q_tiles - cut_rows + cut_lines;  // of a unit
+      const int q_tiles_of_all = lines * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
       int index = blockIdx.x;
       int taken = 0;  // tiles of work, from which the phases of all barriers follow: few registers are left
@@ -185,7 +190,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         Spans spans = {};
         if (index < q_tiles_of_all) {
           int unit, q_tile;
-          place_tile(index, q_tiles, units, section, unit, q_tile);
+          int line;
+          place_tile(index, lines, units, section, unit, line);
+          line = lines - 1 - line;
+          q_tile = q_tiles - 1 - (line < cut_lines ? line / parts : line - cut_lines + cut_rows);
           const int b = unit / heads, h = unit % heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
@@ -196,6 +204,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
           work = {b, h, q_tile * kBlockM, __shfl_sync(~0u, tiles, 8 * kConsumers), q_begin, k_begin, seqlen_q, seqlen_k};
+          work.every = work.tiles;
+          work.part = -1;
+          if (__any_sync(~0u, line < cut_lines)) {
+            const int part = line % parts;
+            work.parts = min(parts, max(work.every, 1));
+            if (__any_sync(~0u, part >= work.parts)) {  // fewer KV tiles than parts
+              index = next_tile();
+              continue;
+            }
+            const int quotient = work.every / work.parts, remainder = work.every % work.parts;
+            work.tiles = quotient + (part < remainder);
+            work.behind = work.every - part * quotient - min(part, remainder) - work.tiles;
+            work.part = unit * cut_lines + line;
+          }
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
@@ -216,6 +238,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         if (lane == 0) {
           shared_at<int4>(kWork + work_ring.stage * sizeof(Work)) = {work.b, work.h, work.q_start, work.tiles};
           shared_at<int4>(kWork + work_ring.stage * sizeof(Work) + 16) = {work.q_begin, work.k_begin, work.seqlen_q, work.seqlen_k};
+          shared_at<int4>(kWork + work_ring.stage * sizeof(Work) + 32) = {work.every, work.behind, work.part, work.parts};
         }
         if (lane % 8 == 0 && part <= kConsumers) {
           shared_work.spans[part] = spans;
@@ -248,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       while (true) {
         work_ring.wait();
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
-        const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
+        const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k, behind = work.behind;
         const int hk = work.h / group;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
         work_ring.advance();
@@ -290,7 +313,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         };
 
         while (__any_sync(~0u, remaining > 0)) {
-          const int tile = all.visible_lo + remaining - 1;
+          const int nth = behind + remaining;  // of all that the rows see
+          const int tile = all.visible_lo + nth - 1;
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
           load_step(tile, tile | partial << kPartialBit);
         }
@@ -523,6 +547,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       // O leaves through shared memory, so that stores are whole rows.
       // Columns are in the order of transpose.cuh: a lane has four neighbours in two blocks of 8.
       const auto stage_out = [&](int from) {
+        const int lane = thread_again() % 32, row_in_group = 16 * (warp % 4) + lane / 4;  // places are not kept in registers
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           const int row_of_box = row_in_group + 8 * row;
@@ -551,9 +576,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         sync_group();
       };
       float value_scale;
+      // Stores O, row maxima and row sums of a part. The last of all parts to be done gets their sum, and true.
+      const auto add_parts = [&] {
+        using Part = RowPart<kHeadDimV>;
+        const int cut_tile = work.part / parts, group = cut_tile * kConsumers + warpgroup;
+        float* const of_rows = partials_ptr + static_cast<long long>(group) * parts * Part::kFloats;
+        Part::store(of_rows + work.part % parts * Part::kFloats, acc, row_max, row_sum, group_thread);
+        sync_group();
+        const bool last = named_any(Named::kGroup, warpgroup, 128, leader && arrive_counted(counters_ptr + group) == work.parts - 1);
+        if (__any_sync(~0u, !last)) return false;
+        if (leader) counters_ptr[group] = 0;  // for the next launch
+        Part::add(of_rows, work.parts, acc, row_max, row_sum, group_thread);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) normalize[row] = row_sum[row] == 0.0f ? 0.0f : __frcp_rn(row_sum[row]);
+        return true;
+      };
+      bool writes = true;  // false: another block adds the parts
       const auto write_out = [&] {
         fence_registers(acc);
         release_v();
+        if (__any_sync(~0u, work.part >= 0)) writes = add_parts();
+        if (__any_sync(~0u, !writes)) {
+          wait_products<0>();
+          fence_registers(s);
+          return;
+        }
         normalize[0] *= value_scale;
         normalize[1] *= value_scale;
         rescale(acc, normalize);
@@ -582,11 +629,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       free_out();
       wait_products<1>();
       write_out();
-      if (write_lse && lane % 4 == 0) {
+      if (writes) {
+        if (write_lse && lane % 4 == 0) {
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
-          if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(row_max[row], row_sum[row]);
+          for (int row = 0; row < 2; ++row) {
+            const int q = work.q_start + 64 * warpgroup + row_in_group + 8 * row;
+            if (q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(row_max[row], row_sum[row]);
+          }
         }
       }
       __syncwarp();
