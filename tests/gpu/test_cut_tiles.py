@@ -4,6 +4,7 @@ for any cut, and the same bits on every run."""
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,17 +15,21 @@ import attngen
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.geometry import sizes as geometry
 from attngen.runtime.geometry.cuts import NONE, Cut
+from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch import tile_map
 from attngen.runtime.launch.gradients import GradientBuffers
 from attngen.runtime.launch.pinned import PinnedGradients
 from attngen.runtime.launch.tile_map import _KEPT, kept_maps
+from attngen.runtime.registry.lookup import package_of_kernels
+from attngen.schema import load_spec_text
+from attngen.tools.build.pipeline import Prepared, prepare
 from attngen.tools.cases import Case
 from attngen.tools.verify.gpu import try_pinned
 from attngen.tools.verify.gradient_contract import expected_gradients
 from attngen.tools.verify.inputs import Element, make_inputs
 from attngen.tools.verify.poison import poisoned_gradients
 from tests.gpu.family import PACKAGE as FORWARD
-from tests.gpu.family import Run, bits
+from tests.gpu.family import Run, bits, compiled_kernels, only_known
 from tests.gpu.family import kernels as forward_kernels
 from tests.gpu.gradient_runs import gradient_run
 from tests.gpu.test_backward import ALL, attention, kernels
@@ -43,6 +48,19 @@ CUT = [
 
 #: The same of forward passes.
 QUERIES = ["first_queries-bf16-d64-dense-wgmma", "first_queries-bf16-d128-dense-wgmma"]
+
+
+@cache
+def full_in_8_bits() -> dict[int, Kernel]:
+    """Kernels of full attention by their head dims."""
+    prepared = [one for one in to_build() if one.plan.direction == "forward"]
+    return {kernel.head_dim_qk: kernel for kernel in compiled_kernels(prepared)}
+
+
+def to_build() -> list[Prepared]:
+    """The kernels in 8 bits."""
+    text = "schema: 1\narch: [sm90a]\nkernels:\n  - {variant: full, head_dim: [64, 96, 128], dtype: fp8_e4m3}\n"
+    return prepare(load_spec_text(text))
 
 
 def tiles_of(launch: Any, call: Call) -> int:
@@ -112,6 +130,22 @@ def test_outputs_of_parts_have_the_same_bits_on_every_run(name: str, cut: int) -
     first = [bits(one) for one in run.results()]
     for _ in range(20):
         assert all(torch.equal(bits(one), other) for one, other in zip(run.results(), first, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_parts_of_query_tiles_in_8_bits(head_dim: int, cut: int) -> None:
+    """Tiles that are all alike: against float64, and the same bits on every run."""
+    kernel = full_in_8_bits()[head_dim]
+    assert kernel.main.cuts
+    attempt = try_pinned(kernel, torch.device("cuda"), 72_000 + cut, small=False)
+    assert attempt.problems == ()
+    for batch, seqlen_q, seqlen_k in ((1, 700, 1500), (3, 192, 97), (2, 1000, 1000)):
+        q = torch.randn(batch, seqlen_q, 6, head_dim, device="cuda").bfloat16()
+        k, v = (torch.randn(batch, seqlen_k, 2, head_dim, device="cuda").bfloat16() for _ in range(2))
+        x = attngen.quantize(q, k, v)
+        with only_known(package_of_kernels([kernel], "tests/gpu")):
+            runs = [attngen.attention(x.q, x.k, x.v, variant="full", return_lse=True, **x.descales) for _ in range(10)]
+        assert all(torch.equal(bits(one), bits(other)) for run in runs for one, other in zip(run, runs[0], strict=True))
 
 
 @pytest.mark.parametrize(

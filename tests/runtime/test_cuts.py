@@ -238,6 +238,28 @@ def test_masks_decide_which_query_tiles_are_cut() -> None:
     assert geometry(mapped, 1, 8192, 8, 8, seen=seen).sizes["cut_rows"] == 8
 
 
+def full_in_8_bits(head_dim: int = 128, entry: str = "") -> Kernel:
+    text = (
+        f"schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n"
+        f"  - {{variant: full, head_dim: {head_dim}, dtype: fp8_e4m3{entry}}}\n"
+    )
+    (spec,) = expand(load_spec_text(text))
+    return kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES})
+
+
+def test_tiles_in_8_bits_that_are_alike_are_cut_where_they_end_unevenly() -> None:
+    """16 heads of 43 tiles are 5.2 waves of 132 blocks: whole tiles would take 6."""
+    kernel = full_in_8_bits()
+    assert geometry(kernel, 1, 8192, 16, 16).cut == Cut(32, 4)
+    assert geometry(kernel, 1, 16384, 16, 16).cut != NONE  # 10.4 waves
+    assert geometry(kernel, 1, 32768, 16, 16).cut == NONE  # 20.7
+    assert geometry(kernel, 1, 8192, 8, 8).cut == NONE  # 2.6
+    assert full_in_8_bits(64).main.cuts
+    assert not full_in_8_bits(256).main.cuts
+    assert not full_in_8_bits(128, ", layout: varlen").main.cuts
+    assert not full_in_8_bits(128, ", descale: 64").main.cuts
+
+
 def test_every_kv_tile_belongs_to_a_part_of_its_query_tile() -> None:
     """The scheduler's own lines, run as Python."""
     text = render(planned_forward("abs(q - kv) <= 256 or kv < 128 or q < 128")).text
