@@ -33,6 +33,9 @@ _ITEMS = 4
 #: Tiles, as a multiple of the blocks, from which on a last one no longer matters.
 _MANY = 24
 
+#: The same of query tiles that take equally long.
+_MANY_ALIKE = 16
+
 #: First tiles of a unit that are cut, at most, unless all are.
 _ROWS = 4
 
@@ -134,6 +137,8 @@ def best_first_cut(steps: tuple[int, ...], group: int, units: int, section: int,
 @lru_cache(maxsize=256)
 def best_query_cut(steps: tuple[int, ...], units: int, section: int, blocks: int, tile: float) -> Cut:
     """The same of the first query tiles of a forward, which take ``tile`` steps beside their own."""
+    if len(steps) * units > _MANY_ALIKE * blocks and min(steps) == max(steps):
+        return NONE
     return _best_of_first(steps, units, section, blocks, (tile, tile + _PART_OF_QUERIES, _READ_OF_QUERIES))
 
 
