@@ -143,7 +143,7 @@ def table(pipes: Pipes) -> str:
         pytest.param(partial(decode_pipes, warps=8, stages=24, stage=8192, merge=34816, q=0), id="decode"),
         pytest.param(partial(mla_pipes, qk=576, v=512, element=2, registers=(56, 224)), id="mla"),
         pytest.param(
-            partial(wide_pipes, width_qk=512, element=2, register_boxes=5, registers=(160, 152, 40)), id="wide"
+            partial(wide_pipes, width_qk=512, element=2, register_boxes=3, registers=(160, 144, 48)), id="wide"
         ),
         pytest.param(partial(indexed_pipes, qk=576, v=512, element=2, registers=(56, 224)), id="indexed"),
         pytest.param(partial(dq_pipes, qk=576, v=512, element=2), id="mla-dq"),

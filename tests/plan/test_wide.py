@@ -54,14 +54,15 @@ def test_split_kv_asks_for_the_same_kernel() -> None:
 
 @pytest.mark.parametrize("dim", [264, 320, 384, 512, "{qk: 512, v: 64}", "{qk: 40, v: 504}", "{qk: 264, v: 264}"])
 def test_memory_and_registers_fit(dim: int | str) -> None:
-    """Q that is not in registers, a tile of K, two of V and one of P, beside a kilobyte that the system takes."""
+    """Q that is not in registers, a tile of K, 1.5 of V, two of P, beside a kilobyte that the system takes."""
     kernel = planned(head_dim=str(dim))
     structure, width = kernel.structure, kernel.columns_qk[0].width
     assert structure.shared_bytes <= ARCHES["sm90a"].shared_memory - 1024
     assert kernel.head_dim_qk <= width < kernel.head_dim_qk + 128
     regions = {region.name: region for region in structure.shared}
     assert regions["keys"].bytes == 64 * width * 2
-    assert regions["values"].bytes == 2 * 64 * 512 * 2
+    assert regions["values"].bytes == 3 * 64 * 512
+    assert regions["p"].bytes == 2 * 64 * 64 * 2
     assert regions["q"].bytes + structure.register_boxes * 64 * 64 * 2 == 64 * width * 2
     assert all(regions[name].offset % 1024 == 0 for name in ("q", "keys", "values", "p"))
     assert sum(32 * role.warps * role.registers for role in structure.warp_roles) <= 64 * 1024

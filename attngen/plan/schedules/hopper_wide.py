@@ -1,8 +1,7 @@
 """The Hopper forward of head dims beyond 256, up to 512.
 
-O of 64 rows takes two warpgroups, a half of its columns each. A third one computes S and P, with most of Q in
-registers, so that products of S read shared memory for K alone. Blocks share the keys of sequences, as in
-``hopper_mla``.
+O of 64 rows takes two warpgroups, a half of its columns each. A third one computes S and P, with some of Q in
+registers, where shared memory has no room for it. Blocks share the keys of sequences, as in ``hopper_mla``.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ from attngen.plan.schedules.hopper_mla import HopperMla, arguments_of_maps, plan
 from attngen.plan.schedules.wide_pipes import BOX_COLUMNS, wide_pipes
 from attngen.schema.expand import KernelSpec
 
-_REGISTERS = 160, 152, 40  # of a thread of the consumers, of the scorer, and of the loaders
-#: Boxes of columns of Q that registers hold at most; one at least is in shared memory.
-_REGISTER_BOXES = 5
+_REGISTERS = 160, 144, 48  # of a thread of the consumers, of the scorer, and of the loaders
+#: Boxes of columns of Q that registers hold at most; one at least is in shared memory. With more of them the scorer has
+#: spills in its loop, which cost a fifth of the speed.
+_REGISTER_BOXES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
