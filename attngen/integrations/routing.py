@@ -8,7 +8,7 @@ Inside the block the name ``torch.nn.functional.scaled_dot_product_attention`` i
 If another library has replaced torch's function before, calls still go through that, and its calls of torch's own are
 routed.
 It routes only in the thread that entered the block, and in the threads that run a backward pass meanwhile, since they
-recompute checkpointed forwards.
+recompute checkpointed forward passes.
 """
 
 from __future__ import annotations
@@ -362,10 +362,10 @@ def _indented(text: str) -> str:
 _current: ContextVar[tuple[Routing, ...]] = ContextVar("attngen_sdpa", default=())  # the innermost block last
 _open: list[Routing] = []  # of all threads, in the order in which they were entered
 _lock = threading.Lock()
-_installed: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None  # torch's function, and ours
+_installed: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None  # torch's function, and attngen's
 _aside = 0  # calls for whose duration torch's function is put back
 
-#: What each function of ours has replaced.
+#: The function that each of attngen's has replaced.
 _REPLACED: WeakKeyDictionary[Callable[..., Tensor], Callable[..., Tensor]] = WeakKeyDictionary()
 
 
@@ -564,7 +564,7 @@ def _torchs_own() -> Iterator[None]:
 
 
 def _uninstall() -> None:
-    """Put torch's function back, unless another one was installed over ours, which then keeps calling through it."""
+    """Put torch's function back, unless another was installed over attngen's, which then keeps calling through it."""
     global _installed
     assert _installed is not None
     original, own = _installed

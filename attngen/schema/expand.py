@@ -451,7 +451,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
     values |= dict.fromkeys(_left_to_the_plan(values["split_kv"]))
     if left_open := chosen["arch"].fallback:
         values |= dict.fromkeys(_CUTS)
-    beyond_256 = max(values["head_dim"].qk, values["head_dim"].v) > HEAD_DIMS[-1]  # such forwards always share keys
+    beyond_256 = max(values["head_dim"].qk, values["head_dim"].v) > HEAD_DIMS[-1]  # their blocks always share keys
     tile, warps = values["tile"] or TileModel(), values["warps"] or WarpsModel()
     alignment = values["alignment"]
     return KernelSpec(

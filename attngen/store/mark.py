@@ -55,7 +55,7 @@ def is_marked(root: Path) -> bool:
 
 
 def claim(root: Path) -> None:
-    """Make sure that a folder is a cache of ours, before anything in it is written or removed.
+    """Make sure that a folder is a cache of attngen, before anything in it is written or removed.
 
     A folder that does not exist, is empty, or holds nothing but what a cache holds (one of an earlier version, which
     had no mark) is marked. Raises StoreError for any other folder and for a cache whose folders are symbolic links,

@@ -250,7 +250,7 @@ class Store:
     def forget(self) -> None:
         """Remove what builds remember besides the kernels: indexes, receipts and refusals, damaged ones too.
 
-        Raises StoreError, and removes nothing, where the folder is not a cache of ours.
+        Raises StoreError, and removes nothing, where the folder is not a cache of attngen.
         """
         if not self.root.is_dir():
             return
@@ -267,7 +267,7 @@ class Store:
     def sweep(self) -> None:
         """Remove what killed processes left behind: temporary files and locks that nobody holds.
 
-        Raises StoreError, and touches nothing, where the folder is not a cache of ours.
+        Raises StoreError, and touches nothing, where the folder is not a cache of attngen.
         """
         if not self.root.is_dir():
             return
@@ -317,7 +317,7 @@ def _hung(path: Path) -> StoreError:
 
 
 def _key_of_temporary(name: str) -> str | None:
-    """Return the key in the name of a temporary file of ours, or None for any other name."""
+    """Return the key in the name of a temporary file of attngen, or None for any other name."""
     match = TEMPORARY.fullmatch(name)
     return match["key"] if match else None
 

@@ -1,4 +1,4 @@
-"""The launches of a Hopper backward in CUDA, their arguments, and the memory that they share; other backwards in CUDA
+"""Launches of a Hopper backward in CUDA, their arguments, and the memory that they share. Other CUDA backward kernels
 begin with the same ones."""
 
 from __future__ import annotations

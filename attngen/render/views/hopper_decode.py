@@ -1,4 +1,4 @@
-"""Plan → what the templates of split-KV forwards name: facts, and lines of the user's mathematics."""
+"""Names in the split-KV templates: facts of the plan, and lines of the user's mathematics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positions of addresses in the list that launches take: one order for forwards and backwards.
+"""Positions of addresses in the list that launches take: one order for both passes.
 
 A list begins with ``FORWARD`` or with ``BACKWARD``, which begins with it. The variant's own tensors follow, then their
 gradients, then workspaces and tile maps, in an order that a prepared kernel tells (``Launches.names``).

@@ -25,7 +25,7 @@ from attngen.runtime.launch.tile_map import MapMaker
 #: What calls leave of themselves to be repeated; None of one that cannot be.
 Repeats = list[Repeatable | None]
 
-#: Calls that are kept prepared, and as many backwards; each takes a few kilobytes of host memory.
+#: Forward calls that are kept prepared, and as many backward calls; each takes a few kilobytes of host memory.
 PREPARED_CALLS = 2048
 
 

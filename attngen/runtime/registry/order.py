@@ -39,7 +39,7 @@ def card_of(driver: Driver, device: int) -> Card:
 def preferred(kernels: Sequence[Kernel], call: Call | None = None, card: Card = ONE_BLOCK) -> list[Kernel]:
     """Return the candidates in the order in which they are tried; equals keep the order of the registry.
 
-    Forwards whose plans have measured times are ordered by what the call should take on the card.
+    Forward kernels whose plans have measured times are ordered by what the call should take on the card.
     """
     return list(in_order(kernels, call, card))
 

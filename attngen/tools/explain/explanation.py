@@ -85,7 +85,7 @@ class PlanExplanation:
     scalars: Mapping[str, bool | int | float]
     visits: tuple[Visits, ...] = ()
     queries: tuple[tuple[Band, ...], tuple[Band, ...]] = ((), ())
-    gradients: GradientFloors | None = None  # of Hopper backwards in 16 bits
+    gradients: GradientFloors | None = None  # of Hopper backward kernels in 16 bits
     tensors: Mapping[str, str] = field(default_factory=dict)  # what those that the mask reads were assumed to hold
     assumed: tuple[str, ...] = ()  # scalars that were neither given nor have a default
     seed: int = 0
