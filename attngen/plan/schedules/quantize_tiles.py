@@ -129,7 +129,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
             arguments=tuple(_arguments(planned, name)), max_spills=SPILLS.bytes,
             products=_TRANSFORMS[name] * BOXES * BOX_BYTES // 32,
             shared_bytes=operand_bytes(planned, name) + _TOLD[name],
-            pdl=arch.pdl and name in (QUANTIZE, SAMPLED, ROTATED), cooperative=name == KEPT,
+            pdl=arch.pdl, cooperative=name == KEPT,
         )  # fmt: skip
 
     return planned.with_launches(*map(launch, (QUANTIZE, KEPT, SAMPLE, SAMPLED, ROTATED)))

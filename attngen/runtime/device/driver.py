@@ -60,9 +60,9 @@ class Frame:
         return ctypes.addressof(array)
 
 
-#: How a kernel is launched. Dependent: it may start before the work ahead of it is done. Cooperative: all of its blocks
-#: run at the same time, or the launch fails.
-PLAIN, DEPENDENT, COOPERATIVE = range(3)
+#: How a kernel is launched, as bits. Dependent: it may start before the work ahead of it is done. Cooperative: all of its
+#: blocks run at the same time, or the launch fails.
+PLAIN, DEPENDENT, COOPERATIVE = 0, 1, 2
 
 #: A kernel to launch: its handle, blocks, threads of a block, bytes of dynamic shared memory, how it is launched, and
 #: the address of an array of pointers, one to each parameter.
@@ -394,17 +394,19 @@ class CudaDriver:
         config = self._configs[key]
         if config is None:
             cu = self._cu
-            config, attribute = cu.CUlaunchConfig(), cu.CUlaunchAttribute()
+            config, attributes = cu.CUlaunchConfig(), []
             config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
             config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
             config.sharedMemBytes, config.hStream = shared, stream
-            if how == COOPERATIVE:
-                attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-                attribute.value.cooperative = 1
-            else:
-                attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-                attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            if how & COOPERATIVE:
+                attributes.append(cu.CUlaunchAttribute())
+                attributes[-1].id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+                attributes[-1].value.cooperative = 1
+            if how & DEPENDENT:
+                attributes.append(cu.CUlaunchAttribute())
+                attributes[-1].id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+                attributes[-1].value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = attributes, len(attributes)
             self._configs.put(key, config)
         return config
 

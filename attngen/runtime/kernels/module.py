@@ -99,7 +99,7 @@ class Launch(LaunchFields):
         self.times = kernel.times
         self.visible, self.uneven = kernel.visible, kernel.structure.uneven
         shared_memory = entry.resources.shared_memory if entry.resources else 0
-        how = COOPERATIVE if self.cooperative else DEPENDENT if self.pdl else PLAIN
+        how = DEPENDENT * self.pdl | COOPERATIVE * self.cooperative
         self.entry = Entry(self.symbol, entry.parameters, entry.threads, shared_memory, image, how)
 
     @property
